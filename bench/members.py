@@ -1,5 +1,5 @@
 """The rows that ask what a group costs, and what it covers: idle members, two workers on one lock,
-reads of holes.
+reads of holes; and what thousands of groups and disks cost to add and to list.
 
 Why: one group for a whole host is only an option if a member that does nothing costs nothing and
 threads do not stand in line for its buckets; and a limit that some reads slip past is none.
@@ -8,12 +8,14 @@ Never compares a rate that a limit cut with one that the processor cut, except w
 so.
 """
 
+import itertools
+
 import groups
 import loads
 from groups import Disk
 from limits import SKIP_MS, lasting, passed_per_second
 from loads import Load
-from results import About, Faster
+from results import About, AtMost, Faster
 from rows import OUT_OF_REACH, WEIR, Row
 from shares import QSD
 
@@ -24,6 +26,8 @@ UNREACHED = {"iops-total": int(OUT_OF_REACH[1]), "bps-total": 10**14}
 QSD_IDLE = (2, 4000)
 WORKERS_RATE = 100_000
 HOLES_RATE = 1000
+# Processor time is counted in these (sysconf(3), _SC_CLK_TCK).
+TICK_SECONDS = 0.01
 
 
 def idle_members(setup, stack):
@@ -94,7 +98,52 @@ def holes(setup, stack):
     return {name: lambda start=start: sample(start) for name, start in daemons.items()}
 
 
+def thousands(setup, _stack):
+    """Groups with a disk and an export each, added one by one while the daemon runs: processor time
+    of the second half of them beside the first, and of one status for each group.
+    """
+    count = setup.exports * 8
+
+    def add(monitor, numbers):
+        for number in numbers:
+            group, disk = f"g{number}", f"d{number}"
+            monitor.run("object-add", **{"qom-type": "throttle-group", "id": group})
+            node = {"driver": "raw", "node-name": disk, "file": {"driver": "null-co", "size": 1 << 20}}
+            export = {"type": "nbd", "id": disk, "name": disk, "node-name": disk}
+            monitor.run("x-weir-add-disk", node=node, settings={"group": group}, exports=[export])
+
+    def sample():
+        with groups.weir(setup.program, UNREACHED, [ACTIVE], daemon={"memory": "64G"}) as daemon:
+            loads.run(["nbdinfo", daemon.uri_of(ACTIVE.name)], 300)
+            with daemon.monitor() as monitor:
+                seconds = [daemon.cpu_seconds()]
+                for half in (range(count // 2), range(count // 2, count)):
+                    add(monitor, half)
+                    seconds.append(daemon.cpu_seconds())
+                listed = monitor.run("x-weir-query-status")["groups"]
+                assert len(listed) == count + 1, len(listed)
+                seconds.append(daemon.cpu_seconds())
+        first, second, status = (after - before for before, after in itertools.pairwise(seconds))
+        # A tick of the clock is added, so that a few disks are not judged by it.
+        growth = (second + TICK_SECONDS) / (first + TICK_SECONDS)
+        return {"growth": growth, "add_us": (first + second) * 1e6 / count, "status_us": status * 1e6 / count}
+
+    return {WEIR: sample} if setup.program else {}
+
+
 ROWS = (
+    Row(
+        "thousands-of-groups",
+        "8000 groups with a disk each, added while the daemon runs: the second half beside the first",
+        thousands,
+        (
+            AtMost(1.5, "growth", "×{:.2f}".format, WEIR),
+            AtMost(40, "status_us", "{:.0f} µs for each".format, WEIR),
+        ),
+        columns=("growth", "add_us", "status_us"),
+        needs_weir=True,
+        rounds_factor=0.4,
+    ),
     Row(
         "idle-members",
         "4 KiB randread, depth 32, null: one member of a group beside idle ones, limit never reached",

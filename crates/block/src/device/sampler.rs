@@ -10,15 +10,16 @@
 //! A group with disks on several devices follows the device with the least room.
 //!
 //! It is one task, on the thread that made the sampler, and runs only while something has a
-//! watermark. It is told everything that it should watch at once ([`Sampler::watch`]), whenever
-//! that changes. What is no longer watched is enforced as it is set.
+//! watermark. [`Sampler::watch`] replaces everything that it watches, [`Sampler::update`] and
+//! [`Sampler::forget`] change one target and look at no other. A target that is removed is enforced
+//! as its limits are set.
 //!
 //! Never guesses: a group without a device is enforced as it is set, and so is one whose device
 //! cannot be read. Both are logged.
 
 use std::{
     cell::RefCell,
-    collections::HashMap,
+    collections::{BTreeMap, HashMap, HashSet, hash_map::Entry},
     fmt,
     rc::{self, Rc},
     sync::{Arc, Weak},
@@ -71,8 +72,20 @@ pub struct Sampler {
 
 #[derive(Debug, Default)]
 struct State {
-    watched: Vec<Watched>,
-    devices: HashMap<DeviceId, Observed>,
+    /// By the targets' addresses, which stay taken while a [`Weak`] is here.
+    watched: BTreeMap<usize, Watched>,
+    devices: HashMap<DeviceId, ObservedDevice>,
+}
+
+/// A device with the number of targets on it.
+#[derive(Debug)]
+struct ObservedDevice {
+    observed: Observed,
+    targets: usize,
+}
+
+fn address(target: &Weak<dyn Target>) -> usize {
+    target.as_ptr().cast::<()>() as usize
 }
 
 #[derive(Debug)]
@@ -91,6 +104,28 @@ impl Sampler {
     /// Outside a reactor.
     pub fn watch(&self, subjects: Vec<Subject>) {
         self.state.borrow_mut().replace(subjects);
+        self.run_while_needed();
+    }
+
+    /// Watches this target from now on, on these devices; not if it has no watermark.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn update(&self, subject: Subject) {
+        self.state.borrow_mut().update(subject);
+        self.run_while_needed();
+    }
+
+    /// Watches a target no more.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn forget(&self, target: &Weak<dyn Target>) {
+        self.state.borrow_mut().forget(address(target));
+        self.run_while_needed();
+    }
+
+    fn run_while_needed(&self) {
         let idle = self.state.borrow().devices.is_empty();
         let mut task = self.task.borrow_mut();
         if idle {
@@ -115,58 +150,78 @@ async fn run(state: rc::Weak<RefCell<State>>) {
 
 impl State {
     fn replace(&mut self, subjects: Vec<Subject>) {
-        let mut before = std::mem::take(&mut self.watched);
-        let mut devices = std::mem::take(&mut self.devices);
+        let stay: HashSet<usize> = subjects.iter().map(|subject| address(&subject.target)).collect();
+        // Before targets are forgotten, so that the state of a device with new targets stays.
         for subject in subjects {
-            let Some(target) = subject.target.upgrade() else { continue };
-            if target.watermark() == Watermark::ALWAYS {
-                continue;
-            }
-            let known = before.iter().position(|known| known.subject.target.ptr_eq(&subject.target));
-            if subject.devices.is_empty()
-                && known.is_none_or(|index| !before[index].subject.devices.is_empty())
-            {
-                tracing::warn!(
-                    name = target.name(),
-                    "the watermark has no effect, because no disk here lies on a device; limits are always enforced"
-                );
-            }
-            for device in &subject.devices {
-                let kept = self.devices.contains_key(&device.id());
-                if !kept {
-                    let kept = devices.remove(&device.id());
-                    let observed = kept.unwrap_or_else(|| Observed::new(Arc::clone(device)));
-                    self.devices.insert(device.id(), observed);
+            self.update(subject);
+        }
+        let gone: Vec<usize> = self.watched.keys().copied().filter(|target| !stay.contains(target)).collect();
+        for target in gone {
+            self.forget(target);
+        }
+    }
+
+    fn update(&mut self, subject: Subject) {
+        let key = address(&subject.target);
+        let target = subject.target.upgrade().filter(|target| target.watermark() != Watermark::ALWAYS);
+        let Some(target) = target else { return self.forget(key) };
+        let before = self.watched.remove(&key);
+        if subject.devices.is_empty() && before.as_ref().is_none_or(|known| !known.subject.devices.is_empty())
+        {
+            tracing::warn!(
+                name = target.name(),
+                "the watermark has no effect, because no disk here lies on a device; limits are always enforced"
+            );
+        }
+        for device in &subject.devices {
+            let observed = || ObservedDevice { observed: Observed::new(Arc::clone(device)), targets: 0 };
+            self.devices.entry(device.id()).or_insert_with(observed).targets += 1;
+        }
+        let (mut last, mut enforcement) = (None, Enforcement::Enforced);
+        if let Some(known) = before {
+            (last, enforcement) = (known.last, known.enforcement);
+            self.release(&known.subject.devices);
+        }
+        self.watched.insert(key, Watched { subject, last, enforcement });
+    }
+
+    fn forget(&mut self, target: usize) {
+        if let Some(mut gone) = self.watched.remove(&target) {
+            gone.apply(Enforcement::Enforced);
+            self.release(&gone.subject.devices);
+        }
+    }
+
+    /// A target is on these devices no more.
+    fn release(&mut self, devices: &[Arc<Device>]) {
+        for device in devices {
+            if let Entry::Occupied(mut shared) = self.devices.entry(device.id()) {
+                shared.get_mut().targets -= 1;
+                if shared.get().targets == 0 {
+                    shared.remove();
                 }
             }
-            let watched = match known {
-                Some(index) => Watched { subject, ..before.swap_remove(index) },
-                None => Watched { subject, last: None, enforcement: Enforcement::Enforced },
-            };
-            self.watched.push(watched);
-        }
-        for mut gone in before {
-            gone.apply(Enforcement::Enforced);
         }
     }
 
     fn sample(&mut self, now: Instant) {
         let mut consumed: HashMap<DeviceId, Consumed> = HashMap::new();
-        for watched in &mut self.watched {
+        for watched in self.watched.values_mut() {
             let Some(taken) = watched.taken(now) else { continue };
             for device in &watched.subject.devices {
                 consumed.entry(device.id()).or_default().add(&taken);
             }
         }
         let nothing = Consumed::default();
-        for (id, observed) in &mut self.devices {
+        for (id, ObservedDevice { observed, .. }) in &mut self.devices {
             observed.observe(now, consumed.get(id).unwrap_or(&nothing));
         }
         let Self { watched, devices } = self;
-        for watched in watched {
+        for watched in watched.values_mut() {
             let Some(target) = watched.subject.target.upgrade() else { continue };
             let watermark = target.watermark();
-            let of_device = |device: &Arc<Device>| devices.get_mut(&device.id())?.enforcement(watermark);
+            let of_device =
+                |device: &Arc<Device>| devices.get_mut(&device.id())?.observed.enforcement(watermark);
             let says: Vec<_> = watched.subject.devices.iter().map(of_device).collect();
             watched.apply(
                 says.into_iter()

@@ -2,10 +2,13 @@
 //! a watermark.
 //!
 //! ```text
-//!   Inventory ── a change ──► Devices::refresh ──► which groups have disks on which device
-//!                                    │                     └──► block's Sampler
-//!                                    └──► what a probe measured bounds what groups can promise
+//!   Inventory ── a change ──► Devices::follow ───► which groups have disks on which device
+//!                start, reload ──► ::refresh │             └──► block's Sampler
+//!                                            └──► measured capacities bound reservations of groups
 //! ```
+//!
+//! A change of one disk or group looks at that alone and at the groups above it, so that adding
+//! thousands one by one takes linear time.
 //!
 //! Belongs to the main thread. A device that cannot be found is logged, and limits are enforced as
 //! they are set.
@@ -13,17 +16,18 @@
 use std::{
     cell::RefCell,
     collections::{BTreeMap, HashMap},
+    iter,
     path::Path,
     sync::{Arc, Weak},
 };
 
 use anyhow::Context as _;
 use block::{
-    device::{Device, DeviceId, Roots, Sampler, Subject, id_of},
+    device::{Device, DeviceId, Roots, Sampler, Subject, Target, id_of},
     disk::Disk,
     layer::throttle::Group,
 };
-use policy::throttle::Reservable;
+use policy::{throttle::Reservable, watermark::Watermark};
 use settings::state::Store;
 
 type Found = (Weak<Disk>, Option<Arc<Device>>);
@@ -34,7 +38,79 @@ pub(crate) struct Devices {
     store: Store,
     /// By the disk's name; the disk tells whether it is still the one of that name.
     of_disks: RefCell<HashMap<String, Found>>,
+    /// Devices that disks lie on.
+    known: RefCell<HashMap<DeviceId, Weak<Device>>>,
+    placements: RefCell<Placements>,
     sampler: Sampler,
+}
+
+/// Where disks lay, and in which groups they were, when each was last looked at.
+#[derive(Debug, Default)]
+struct Placements {
+    /// By the disk's name.
+    disks: HashMap<String, Placement>,
+    /// Devices below a group, by its address, with the number of its disks on each. Groups stay
+    /// alive by their members alone; a [`Weak`] keeps the address.
+    on: HashMap<*const Group, HashMap<DeviceId, (Arc<Device>, usize)>>,
+    /// Targets in the sampler, by the name of the disk or the group.
+    targets: HashMap<String, Weak<dyn Target>>,
+}
+
+/// One disk's device, and the groups that it is in, innermost first.
+#[derive(Debug)]
+struct Placement {
+    device: Option<Arc<Device>>,
+    groups: Vec<Weak<Group>>,
+}
+
+impl Placements {
+    /// Counts a disk; adds the groups that have one device more to `changed`.
+    fn put(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<Group>>) {
+        let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
+        let groups: Vec<_> = above.map(|group| Arc::downgrade(&group)).collect();
+        if let Some(device) = &device {
+            for group in &groups {
+                let on = self.on.entry(group.as_ptr()).or_default();
+                let (_, disks) = on.entry(device.id()).or_insert_with(|| {
+                    changed.push(Weak::clone(group));
+                    (Arc::clone(device), 0)
+                });
+                *disks += 1;
+            }
+        }
+        self.disks.insert(disk.name().to_string(), Placement { device, groups });
+    }
+
+    /// Counts a disk no more; adds the groups that have one device less to `changed`.
+    fn take(&mut self, disk: &str, changed: &mut Vec<Weak<Group>>) -> Option<Arc<Device>> {
+        let Placement { device, groups } = self.disks.remove(disk)?;
+        let device = device?;
+        for group in groups {
+            let Some(on) = self.on.get_mut(&group.as_ptr()) else { continue };
+            if let Some((_, disks)) = on.get_mut(&device.id()) {
+                *disks -= 1;
+                if *disks == 0 {
+                    on.remove(&device.id());
+                    changed.push(Weak::clone(&group));
+                }
+            }
+            if on.is_empty() {
+                self.on.remove(&group.as_ptr());
+            }
+        }
+        Some(device)
+    }
+
+    fn under(&self, group: &Arc<Group>) -> Vec<Arc<Device>> {
+        let on = self.on.get(&Arc::as_ptr(group));
+        on.into_iter().flat_map(HashMap::values).map(|(device, _)| Arc::clone(device)).collect()
+    }
+
+    /// The device below a group, if there is just one.
+    fn only_under(&self, group: &Arc<Group>) -> Option<&Arc<Device>> {
+        let on = self.on.get(&Arc::as_ptr(group)).filter(|on| on.len() == 1)?;
+        on.values().next().map(|(device, _)| device)
+    }
 }
 
 #[derive(Debug)]
@@ -51,6 +127,8 @@ impl Devices {
             roots: Roots::default(),
             store: Store::new(state),
             of_disks: RefCell::default(),
+            known: RefCell::default(),
+            placements: RefCell::default(),
             sampler: Sampler::default(),
         }
     }
@@ -78,24 +156,22 @@ impl Devices {
             tracing::debug!(disk = %disk.name(), %error, "the device below is not known");
             None
         });
-        let mut of_disks = self.of_disks.borrow_mut();
-        of_disks.retain(|_, (disk, _)| disk.strong_count() > 0);
-        of_disks.insert(disk.name().to_string(), (Arc::downgrade(disk), device.clone()));
+        let found = (Arc::downgrade(disk), device.clone());
+        self.of_disks.borrow_mut().insert(disk.name().to_string(), found);
         device
     }
 
     fn find(&self, disk: &Disk) -> std::io::Result<Option<Arc<Device>>> {
         let Some(id) = id_of(disk, &self.roots)? else { return Ok(None) };
-        if let Some(known) = self.known(&id) {
+        if let Some(known) = self.known.borrow().get(&id).and_then(Weak::upgrade) {
             return Ok(Some(known));
         }
         let measured = |identity: &block::device::Identity| self.store.measured(identity.key());
-        Device::under(disk, &self.roots, measured).map(|device| device.map(Arc::new))
-    }
-
-    fn known(&self, id: &DeviceId) -> Option<Arc<Device>> {
-        let of_disks = self.of_disks.borrow();
-        of_disks.values().filter_map(|(_, device)| device.as_ref()).find(|device| device.id() == *id).cloned()
+        let device = Device::under(disk, &self.roots, measured)?.map(Arc::new);
+        if let Some(device) = &device {
+            self.known.borrow_mut().insert(id, Arc::downgrade(device));
+        }
+        Ok(device)
     }
 
     /// Looks again at which of these disks and groups are on which device.
@@ -105,44 +181,93 @@ impl Devices {
         disks: impl IntoIterator<Item = Arc<Disk>>,
         groups: impl IntoIterator<Item = Arc<Group>>,
     ) -> anyhow::Result<()> {
-        let mut on: HashMap<*const Group, Vec<Arc<Device>>> = HashMap::new();
+        self.of_disks.borrow_mut().retain(|_, (disk, _)| disk.strong_count() > 0);
+        self.known.borrow_mut().retain(|_, device| device.strong_count() > 0);
+        let mut placements = Placements::default();
         let mut subjects = Vec::new();
         for disk in disks {
             let device = self.under(&disk);
-            let mut group = disk.throttle().group();
-            if group.is_none() {
-                let disk: Weak<Disk> = Arc::downgrade(&disk);
-                subjects.push(Subject { target: disk, devices: device.iter().cloned().collect() });
-            }
-            while let Some(here) = group {
-                let devices = on.entry(Arc::as_ptr(&here)).or_default();
-                if let Some(device) =
-                    device.as_ref().filter(|device| !devices.iter().any(|one| one.id() == device.id()))
-                {
-                    devices.push(Arc::clone(device));
-                }
-                group = here.parent().cloned();
-            }
+            subjects.extend(placements.add_disk(&disk, device.as_ref()));
+            placements.put(&disk, device, &mut Vec::new());
         }
         for group in groups {
-            let devices = on.remove(&Arc::as_ptr(&group)).unwrap_or_default();
-            if group.parent().is_none() {
-                bound(&group, &devices)?;
-            }
-            let group: Weak<Group> = Arc::downgrade(&group);
-            subjects.push(Subject { target: group, devices });
+            placements.bound(&group)?;
+            subjects.push(placements.add_group(&group));
         }
+        *self.placements.borrow_mut() = placements;
         self.sampler.watch(subjects);
         Ok(())
     }
+
+    /// Looks at one name: the disk or the group that has it now, if there is one.
+    /// Fails if more is reserved than a device was measured to do.
+    pub(crate) fn follow(
+        &self,
+        name: &str,
+        disk: Option<&Arc<Disk>>,
+        group: Option<&Arc<Group>>,
+    ) -> anyhow::Result<()> {
+        let device = disk.and_then(|disk| self.under(disk));
+        let mut placements = self.placements.borrow_mut();
+        let mut changed: Vec<_> = group.map(Arc::downgrade).into_iter().collect();
+        let before = placements.targets.remove(name);
+        let left = placements.take(name, &mut changed);
+        let mut subjects = Vec::new();
+        if let Some(disk) = disk {
+            subjects.extend(placements.add_disk(disk, device.as_ref()));
+            placements.put(disk, device, &mut changed);
+        } else if self.of_disks.borrow_mut().remove(name).is_some()
+            && let Some(left) = left
+        {
+            let (id, mut known) = (left.id(), self.known.borrow_mut());
+            drop(left);
+            if known.get(&id).is_some_and(|device| device.strong_count() == 0) {
+                known.remove(&id);
+            }
+        }
+        let now = placements.targets.get(name);
+        if let Some(before) = before.filter(|before| now.is_none_or(|now| !now.ptr_eq(before))) {
+            self.sampler.forget(&before);
+        }
+        let mut bounds = Ok(());
+        for group in changed.iter().filter_map(Weak::upgrade) {
+            bounds = bounds.and(placements.bound(&group));
+            subjects.push(placements.add_group(&group));
+        }
+        subjects.into_iter().for_each(|subject| self.sampler.update(subject));
+        bounds
+    }
 }
 
-/// A group can promise what its device can do; one on several, or on one that was not measured,
-/// what its limits say.
-fn bound(group: &Group, devices: &[Arc<Device>]) -> anyhow::Result<()> {
-    let reservable = match devices {
-        [device] => device.reservable(),
-        _ => Reservable::default(),
-    };
-    group.set_device(reservable).with_context(|| format!("group {}", group.name()))
+impl Placements {
+    /// A disk outside groups is watched itself.
+    fn add_disk(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<Subject> {
+        if disk.throttle().group().is_some() {
+            return None;
+        }
+        let target: Weak<Disk> = Arc::downgrade(disk);
+        let target: Weak<dyn Target> = target;
+        self.targets.insert(disk.name().to_string(), Weak::clone(&target));
+        Some(Subject { target, devices: device.into_iter().cloned().collect() })
+    }
+
+    fn add_group(&mut self, group: &Arc<Group>) -> Subject {
+        let target: Weak<Group> = Arc::downgrade(group);
+        let target: Weak<dyn Target> = target;
+        self.targets.insert(group.name().to_owned(), Weak::clone(&target));
+        // Without a watermark it is not watched, and a list of its devices would be for nothing.
+        let is_watched = group.watermark() != Watermark::ALWAYS;
+        Subject { target, devices: if is_watched { self.under(group) } else { Vec::new() } }
+    }
+
+    /// An outermost group can promise what its device can do; one on several, or on one that was
+    /// not measured, what its limits say.
+    fn bound(&self, group: &Arc<Group>) -> anyhow::Result<()> {
+        if group.parent().is_some() {
+            return Ok(());
+        }
+        let device = self.only_under(group);
+        let reservable = device.map_or_else(Reservable::default, |device| device.reservable());
+        group.set_device(reservable).with_context(|| format!("group {}", group.name()))
+    }
 }

@@ -2,7 +2,12 @@
 //! door of its own. Knows nothing of other exports: which names are taken decides the
 //! [inventory](super::inventory). Belongs to the main thread.
 
-use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
+use std::{
+    cell::Cell,
+    path::{self, Path, PathBuf},
+    rc::Rc,
+    sync::Arc,
+};
 
 use anyhow::ensure;
 use block::{image::qcow2::bitmap::BitmapView, reactor};
@@ -90,6 +95,11 @@ impl RunningExport {
             Door::Own(entrance) => Some(entrance),
             Door::Nbd(..) => None,
         }
+    }
+
+    /// Absolute path of the endpoint, where that is a socket or a file of this export alone.
+    pub(crate) fn own_path(&self) -> Option<PathBuf> {
+        path::absolute(self.said.as_ref()?.path()?).ok()
     }
 
     pub(crate) fn connections(&self) -> usize {

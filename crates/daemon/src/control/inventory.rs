@@ -13,6 +13,7 @@
 //! what they are given by its id in `objects.rs`, and what is heard of a disk in `watches.rs`.
 
 mod arrivals;
+mod by_name;
 mod exported;
 pub(crate) mod holder;
 mod objects;
@@ -21,7 +22,7 @@ mod watches;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
@@ -29,7 +30,6 @@ use std::{
 
 use block::{
     disk::Disk,
-    image::Secret,
     layer::throttle::Group,
     reactor::{
         self,
@@ -37,12 +37,13 @@ use block::{
     },
     storage::Root,
 };
-use export::nbd;
+use by_name::ByName;
+#[cfg(test)]
+pub(crate) use by_name::visits;
 pub(crate) use exported::DoorTerms;
-use policy::{
-    access::Names,
-    time::{Duration, Instant},
-};
+use objects::KeptObject;
+pub(crate) use objects::NamedObject;
+use policy::time::{Duration, Instant};
 pub(crate) use refused::Refused;
 use settings::Image;
 use watches::{look_at_changes, tell_failures, tell_sizes};
@@ -101,7 +102,9 @@ pub(crate) struct Inventory {
     pub(crate) told: RefCell<Vec<(String, Vec<Listening>)>>,
     /// The control sockets, by their paths.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
-    disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
+    disks: ByName<Rc<RunningDisk>>,
+    /// Names of the nodes below disks.
+    below: RefCell<BTreeSet<String>>,
     /// Disks that were removed, and are being closed.
     closing: RefCell<Vec<String>>,
     /// Disks on their way to or from another host: their names are nobody else's.
@@ -114,7 +117,7 @@ pub(crate) struct Inventory {
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
     /// A disk has stopped, and nothing was resumed since.
     stopped: Cell<bool>,
-    groups: RefCell<BTreeMap<String, Arc<Group>>>,
+    groups: ByName<Arc<Group>>,
     /// Of these, what clients of the control socket have added: no config has them.
     pub(crate) added_groups: RefCell<BTreeSet<String>>,
     servers: RefCell<Vec<Rc<Serving>>>,
@@ -126,7 +129,11 @@ pub(crate) struct Inventory {
     keeps_out: Cell<bool>,
     /// A device of this host has gone, and its export with it.
     lost_device: Cell<bool>,
-    exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
+    exports: ByName<Rc<RunningExport>>,
+    /// Ids of each disk's exports, by the disk's name.
+    exports_of_disks: RefCell<BTreeMap<String, BTreeSet<String>>>,
+    /// The export whose endpoint is this path, for endpoints of one export alone.
+    endpoints: RefCell<BTreeMap<PathBuf, String>>,
     /// Doors that open once another daemon has given them up, by the ids of their exports.
     pub(crate) awaited: RefCell<BTreeMap<String, settings::Door>>,
     devices: OnceCell<Devices>,
@@ -135,11 +142,8 @@ pub(crate) struct Inventory {
     cluster: OnceCell<Rc<Cluster>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
-    secrets: RefCell<BTreeMap<String, Secret>>,
-    /// Keys of TLS that servers can be given.
-    credentials: RefCell<BTreeMap<String, nbd::TlsServer>>,
-    /// Rules about names that servers can be given.
-    names: RefCell<BTreeMap<String, Names>>,
+    /// What images and servers can be given by its id.
+    objects: RefCell<BTreeMap<String, KeptObject>>,
     /// Sets of descriptors that clients have passed.
     pub(crate) descriptors: Sets,
     listeners: RefCell<Vec<Listener>>,
@@ -178,6 +182,11 @@ fn disks_of(inventory: Weak<Inventory>) -> impl Fn() -> Vec<Arc<Disk>> {
     move || inventory.upgrade().map(|inventory| inventory.block_disks()).unwrap_or_default()
 }
 
+/// One of them by its name.
+fn disk_of(inventory: Weak<Inventory>) -> impl Fn(&str) -> Option<Arc<Disk>> {
+    move |name| inventory.upgrade()?.disks.get(name).map(|running| Arc::clone(&running.disk))
+}
+
 impl Inventory {
     /// Nothing yet, for a daemon that was configured by this file.
     pub(crate) fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
@@ -192,33 +201,34 @@ impl Inventory {
             is_control_closed: Cell::new(false),
             told: RefCell::default(),
             control: RefCell::default(),
-            disks: RefCell::default(),
+            disks: ByName::default(),
+            below: RefCell::default(),
             closing: RefCell::default(),
             moving: RefCell::default(),
             unopened: RefCell::default(),
             arriving: RefCell::default(),
             watches: RefCell::default(),
             stopped: Cell::new(false),
-            groups: RefCell::default(),
+            groups: ByName::default(),
             added_groups: RefCell::default(),
             servers: RefCell::default(),
             door_terms: OnceCell::new(),
             ends_when_idle: Cell::new(false),
             keeps_out: Cell::new(false),
             lost_device: Cell::new(false),
-            exports: RefCell::default(),
+            exports: ByName::default(),
+            exports_of_disks: RefCell::default(),
+            endpoints: RefCell::default(),
             awaited: RefCell::default(),
             devices: OnceCell::new(),
             left_out: RefCell::default(),
             cluster: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),
-            secrets: RefCell::default(),
-            credentials: RefCell::default(),
-            names: RefCell::default(),
+            objects: RefCell::default(),
             descriptors: Sets::default(),
             listeners: RefCell::default(),
-            recordings: Recordings::of(disks_of(this.clone())),
+            recordings: Recordings::of(disks_of(this.clone()), disk_of(this.clone())),
             events: Events::default(),
             deliveries: OnceCell::new(),
             ender,
@@ -301,31 +311,40 @@ impl Inventory {
         listeners.iter().for_each(|listener| listener(change));
     }
 
-    /// Finds the devices below the disks, now and after each change; once after many, as one reload
-    /// makes them. Called once. Fails if more is reserved than a device was measured to do.
+    /// Finds the devices below all disks now, and after each change those of the disk or group that
+    /// has changed, once for each name of a turn. Called once. Fails if more is reserved than a
+    /// device was measured to do.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
         self.devices.get_or_init(|| Devices::new(state));
         self.check_devices()?;
-        let (inventory, is_due) = (Rc::downgrade(self), Rc::new(Cell::new(false)));
+        let (inventory, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
-            if !matches!(change, Change::Listed { .. } | Change::SettingsChanged { .. })
-                || is_due.replace(true)
-            {
+            let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
+            let is_due = !changed.borrow().is_empty();
+            changed.borrow_mut().insert(name.clone());
+            if is_due {
                 return;
             }
-            let (inventory, is_due) = (Weak::clone(&inventory), Rc::clone(&is_due));
+            let (inventory, changed) = (Weak::clone(&inventory), Rc::clone(&changed));
             reactor::spawn(async move {
                 // More come before anything else has its turn.
                 reactor::yield_now().await;
-                is_due.set(false);
-                if let Some(inventory) = inventory.upgrade()
-                    && let Err(error) = inventory.check_devices()
-                {
-                    tracing::warn!("{error:#}");
+                let names = changed.take();
+                if let Some(inventory) = inventory.upgrade() {
+                    let refused = names.iter().filter_map(|name| inventory.check_device_of(name).err());
+                    refused.for_each(|error| tracing::warn!("{error:#}"));
                 }
             });
         });
         Ok(())
+    }
+
+    /// Finds the device of one disk, or those of a group. Fails if more is reserved than a device
+    /// was measured to do.
+    pub(crate) fn check_device_of(&self, name: &str) -> anyhow::Result<()> {
+        let Some(devices) = self.devices.get() else { return Ok(()) };
+        let (disk, group) = (self.disks.get(name), self.groups.get(name));
+        devices.follow(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
     }
 
     /// Fails if more is reserved than a device was measured to do.
@@ -339,15 +358,15 @@ impl Inventory {
     }
 
     fn block_disks(&self) -> Vec<Arc<Disk>> {
-        self.disks.borrow().values().map(|running| Arc::clone(&running.disk)).collect()
+        self.disks.all().iter().map(|running| Arc::clone(&running.disk)).collect()
     }
 
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
-        self.disks.borrow().values().cloned().collect()
+        self.disks.all()
     }
 
     pub(crate) fn disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
-        self.disks.borrow().get(name).cloned().ok_or_else(|| match self.is_unopened(name) {
+        self.disks.get(name).ok_or_else(|| match self.is_unopened(name) {
             true => Refused::NotOpen(name.to_owned()),
             false => Refused::NoDisk(name.to_owned()),
         })
@@ -371,18 +390,21 @@ impl Inventory {
             watches.push(reactor::spawn_joinable(changes));
         }
         self.watches.borrow_mut().insert(name.clone(), watches);
-        self.disks.borrow_mut().insert(name.clone(), disk);
+        self.below.borrow_mut().extend(disk.below.iter().map(|node| node.name.clone()));
+        self.disks.insert(name.clone(), disk);
         self.tell(&Change::Listed { name });
     }
 
     /// Takes a disk that is not exported off the list, and says so.
     pub(crate) fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
         let disk = self.disk(name)?;
-        let exports = self.exports();
-        if let Some(export) = exports.iter().find(|export| Rc::ptr_eq(&export.disk, &disk)) {
+        if let Some(export) = self.exports_of(name).first() {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
-        self.disks.borrow_mut().remove(name);
+        self.disks.remove(name);
+        for node in &disk.below {
+            self.below.borrow_mut().remove(&node.name);
+        }
         self.watches.borrow_mut().remove(name);
         self.tell(&Change::Listed { name: name.to_owned() });
         Ok(disk)
@@ -446,7 +468,7 @@ impl Inventory {
 
     /// Whether an error has stopped a disk.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.disks.borrow().values().any(|running| running.disk.failures().stopped_by().is_some())
+        self.disks.any(|running| running.disk.failures().stopped_by().is_some())
     }
 
     /// Whether a disk of the config is not open yet.
@@ -461,33 +483,35 @@ impl Inventory {
     }
 
     pub(crate) fn is_below(&self, name: &str) -> bool {
-        self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
+        self.below.borrow().contains(name)
     }
 
     pub(crate) fn groups(&self) -> Vec<Arc<Group>> {
-        self.groups.borrow().values().cloned().collect()
+        self.groups.all()
     }
 
     pub(crate) fn group(&self, name: &str) -> Result<Arc<Group>, Refused> {
-        self.groups.borrow().get(name).cloned().ok_or_else(|| Refused::NoGroup(name.to_owned()))
+        self.groups.get(name).ok_or_else(|| Refused::NoGroup(name.to_owned()))
     }
 
     pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
         self.check_name(group.name())?;
-        self.groups.borrow_mut().insert(group.name().to_owned(), Arc::clone(group));
+        self.groups.insert(group.name().to_owned(), Arc::clone(group));
         self.tell(&Change::Listed { name: group.name().to_owned() });
         Ok(())
     }
 
     pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
         let group = self.group(name)?;
-        if let Some(member) = self.members_of(&group).into_iter().next() {
+        if group.members() > 0
+            && let Some(member) = self.members_of(&group).into_iter().next()
+        {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         if let Some(member) = self.unopened_member_of(name) {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
-        self.groups.borrow_mut().remove(name);
+        self.groups.remove(name);
         self.added_groups.borrow_mut().remove(name);
         if let Some(cluster) = self.cluster() {
             cluster.leave(name);
@@ -496,19 +520,31 @@ impl Inventory {
         Ok(())
     }
 
+    /// Names of a group's members: disks first, each kind in its order. For several groups see
+    /// [`Inventory::members`].
     pub(crate) fn members_of(&self, group: &Arc<Group>) -> Vec<String> {
-        let disks = self.disks.borrow();
-        let inside = |disk: &&Rc<RunningDisk>| {
-            disk.disk.throttle().group().is_some_and(|of_disk| Arc::ptr_eq(&of_disk, group))
+        self.members().remove(&Arc::as_ptr(group)).unwrap_or_default()
+    }
+
+    /// Names of the members of each group that has some, in one walk.
+    pub(crate) fn members(&self) -> HashMap<*const Group, Vec<String>> {
+        let mut members: HashMap<_, Vec<_>> = HashMap::new();
+        let mut add = |group: Option<&Arc<Group>>, name: &str| {
+            if let Some(group) = group {
+                members.entry(Arc::as_ptr(group)).or_default().push(name.to_owned());
+            }
         };
-        let disks = disks.values().filter(inside).map(|disk| disk.disk.name().to_string());
-        let groups = self.groups.borrow();
-        let below = |other: &&Arc<Group>| other.parent().is_some_and(|parent| Arc::ptr_eq(parent, group));
-        disks.chain(groups.values().filter(below).map(|group| group.name().to_owned())).collect()
+        for running in self.disks() {
+            add(running.disk.throttle().group().as_ref(), running.disk.name());
+        }
+        for group in self.groups() {
+            add(group.parent(), group.name());
+        }
+        members
     }
 
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
-        let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
+        let taken = self.disks.contains(name) || self.groups.contains(name);
         let moves = self.moving.borrow().contains(name);
         if taken || moves || self.is_below(name) || self.is_unopened(name) {
             return Err(Refused::NameTaken(name.to_owned()));

@@ -17,6 +17,8 @@ struct Noted {
     watermark: Mutex<Watermark>,
     passed: Mutex<[Counters; 2]>,
     enforcement: Mutex<Enforcement>,
+    /// Questions for the watermark, which each look at the target begins with.
+    looks: Mutex<u64>,
 }
 
 fn get<T: Copy>(value: &Mutex<T>) -> T {
@@ -49,6 +51,7 @@ impl Target for Noted {
     }
 
     fn watermark(&self) -> Watermark {
+        set(&self.looks, get(&self.looks) + 1);
         get(&self.watermark)
     }
 
@@ -195,5 +198,28 @@ fn what_is_gone_is_forgotten() {
         assert_eq!(weak.strong_count(), 0, "the sampler keeps nothing");
         sampler.watch(vec![Subject { target: weak, devices: vec![Arc::clone(&device.device)] }]);
         assert!(sampler.task.borrow().is_none());
+    });
+}
+
+#[test]
+fn a_change_of_one_target_looks_at_no_other() {
+    sim::run(1, async {
+        let (device, sampler) = (Imitated::new(), Sampler::default());
+        let targets: Vec<_> = (0..100).map(|_| Noted::new(80)).collect();
+        for target in &targets {
+            sampler.update(device.under(target));
+        }
+        assert!(targets.iter().all(|target| get(&target.looks) == 1), "once each");
+        pause(500).await;
+        assert!(targets.iter().all(|target| target.enforcement() == Enforcement::Lifted));
+        let looks: Vec<u64> = targets[1..].iter().map(|target| get(&target.looks)).collect();
+        sampler.forget(&weak(&targets[0]));
+        assert_eq!(targets[0].enforcement(), Enforcement::Enforced);
+        assert_eq!(targets[1..].iter().map(|target| get(&target.looks)).collect::<Vec<_>>(), looks);
+        for target in &targets[1..] {
+            assert!(sampler.task.borrow().is_some(), "a target is still on the device");
+            sampler.forget(&weak(target));
+        }
+        assert!(sampler.task.borrow().is_none(), "nothing runs where nothing is watched");
     });
 }

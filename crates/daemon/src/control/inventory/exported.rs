@@ -82,14 +82,24 @@ impl Inventory {
 
     /// Those that have exports of this disk, and of no other.
     pub(crate) fn servers_of(&self, disk: &str) -> Vec<Rc<Serving>> {
-        let exports = self.exports();
-        let is_its_own = |serving: &Rc<Serving>| {
-            let is_at = |export: &&Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
-            let mut there = exports.iter().filter(is_at).peekable();
-            there.peek().is_some() && there.all(|export| **export.disk.disk.name() == *disk)
-        };
-        let mut servers = self.servers();
-        servers.retain(is_its_own);
+        let mut servers: Vec<Rc<Serving>> = Vec::new();
+        for export in self.exports_of(disk) {
+            if let Door::Nbd(at, _) = &export.door
+                && !servers.iter().any(|known| Rc::ptr_eq(known, at))
+            {
+                servers.push(Rc::clone(at));
+            }
+        }
+        if servers.is_empty() {
+            return servers;
+        }
+        for export in self.exports() {
+            if let Door::Nbd(at, _) = &export.door
+                && **export.disk.disk.name() != *disk
+            {
+                servers.retain(|serving| !Rc::ptr_eq(serving, at));
+            }
+        }
         servers
     }
 
@@ -129,7 +139,7 @@ impl Inventory {
     pub(crate) fn has_exports(&self, serving: &Rc<Serving>) -> bool {
         let is_there =
             |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
-        self.exports.borrow().values().any(is_there)
+        self.exports.any(is_there)
     }
 
     /// Whether clients have been served, and none is left.
@@ -148,20 +158,17 @@ impl Inventory {
 
     /// Doors of one export's own.
     pub(crate) fn entrances(&self) -> Vec<Rc<Entrance>> {
-        let exports = self.exports.borrow();
         let entrance = |export: &Rc<RunningExport>| match &export.door {
             Door::Own(entrance) => Some(Rc::clone(entrance)),
             Door::Nbd(..) => None,
         };
-        exports.values().filter_map(entrance).collect()
+        self.exports.all().iter().filter_map(entrance).collect()
     }
 
     /// A disk may have another length: who sees it through a door of its own is told.
     pub(super) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
-        for export in self.exports.borrow().values() {
-            if let Door::Own(entrance) = &export.door
-                && Rc::ptr_eq(&export.disk, disk)
-            {
+        for export in self.exports_of(disk.disk.name()) {
+            if let Door::Own(entrance) = &export.door {
                 entrance.server.look_at_size();
             }
         }
@@ -169,16 +176,16 @@ impl Inventory {
 
     /// Those included whose last clients are on their way out.
     pub(crate) fn exports(&self) -> Vec<Rc<RunningExport>> {
-        self.exports.borrow().values().cloned().collect()
+        self.exports.all()
     }
 
     pub(crate) fn export(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
-        self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
+        self.exports.get(id).ok_or_else(|| Refused::NoExport(id.to_owned()))
     }
 
     /// Whether there is an export with this id, or is to be one.
     pub(crate) fn has_id(&self, id: &str) -> bool {
-        self.exports.borrow().contains_key(id) || self.awaited.borrow().contains_key(id)
+        self.exports.contains(id) || self.awaited.borrow().contains_key(id)
     }
 
     /// This one, or one that says where it is if this is taken.
@@ -213,7 +220,7 @@ impl Inventory {
             ending: Cell::new(false),
             new: Some(new),
         };
-        self.exports.borrow_mut().insert(export.id.clone(), Rc::new(export));
+        self.list_export(export);
         Ok(())
     }
 
@@ -278,7 +285,7 @@ impl Inventory {
         // Making a device takes a while, in which others have their turn.
         let name = disk.disk.name().to_string();
         let refused = match self.disk(&name) {
-            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.borrow().contains_key(&id) => None,
+            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.contains(&id) => None,
             Ok(still) if Rc::ptr_eq(&still, &disk) => Some(Refused::IdTaken(id.clone())),
             _ => Some(Refused::NoDisk(name.clone())),
         };
@@ -307,18 +314,15 @@ impl Inventory {
             added: Cell::new(false),
             ending: Cell::new(false),
         };
-        self.exports.borrow_mut().insert(id, Rc::new(export));
+        self.list_export(export);
         Ok(address)
     }
 
     /// Only this daemon knows that it is the one who listens there.
     fn check_socket(&self, door: &settings::Door) -> anyhow::Result<()> {
-        let place = |door: &settings::Door| path::absolute(door.path()?).ok();
-        let Some(wanted) = place(door) else { return Ok(()) };
-        let is_there = |export: &Rc<RunningExport>| {
-            !export.is_ending() && export.said.as_ref().and_then(place).is_some_and(|path| path == wanted)
-        };
-        match self.exports().into_iter().find(is_there) {
+        let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
+        let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.exports.get(id));
+        match there.filter(|export| !export.is_ending()) {
             Some(export) => bail!(
                 "{}: the export {} is there already (give each export a place of its own)",
                 door.address(),
@@ -392,7 +396,7 @@ impl Inventory {
                 return None;
             }
             export.door.wait_until_unused().await;
-            inventory.exports.borrow_mut().remove(&export.id);
+            inventory.unlist_export(&export);
             if inventory.ends_when_idle.get() && inventory.is_idle() {
                 (inventory.ender)(End::Idle);
             }
@@ -402,10 +406,38 @@ impl Inventory {
         })
     }
 
+    /// Exports of one disk, those included whose last clients are on their way out.
     pub(crate) fn exports_of(&self, disk: &str) -> Vec<Rc<RunningExport>> {
-        let mut exports = self.exports();
-        exports.retain(|export| **export.disk.disk.name() == *disk);
-        exports
+        let ids = self.exports_of_disks.borrow();
+        ids.get(disk).into_iter().flatten().filter_map(|id| self.exports.get(id)).collect()
+    }
+
+    fn list_export(&self, export: RunningExport) {
+        let (id, disk) = (export.id.clone(), export.disk.disk.name().to_string());
+        if let Some(path) = export.own_path() {
+            self.endpoints.borrow_mut().insert(path, id.clone());
+        }
+        self.exports_of_disks.borrow_mut().entry(disk).or_default().insert(id.clone());
+        self.exports.insert(id, Rc::new(export));
+    }
+
+    fn unlist_export(&self, export: &RunningExport) {
+        let RunningExport { id, disk, .. } = export;
+        if let Some(path) = export.own_path() {
+            let mut endpoints = self.endpoints.borrow_mut();
+            // A newer export may be there by now.
+            if endpoints.get(&path) == Some(id) {
+                endpoints.remove(&path);
+            }
+        }
+        let (mut of_disks, disk) = (self.exports_of_disks.borrow_mut(), disk.disk.name());
+        if let Some(ids) = of_disks.get_mut(&**disk) {
+            ids.remove(id);
+            if ids.is_empty() {
+                of_disks.remove(&**disk);
+            }
+        }
+        self.exports.remove(id);
     }
 
     /// All, or none where somebody has come meanwhile.

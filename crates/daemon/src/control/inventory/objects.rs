@@ -1,71 +1,155 @@
 //! What images and servers are given by its id, as `object-add` makes it: secrets, keys of TLS, and
 //! rules about names. Whoever was given one keeps it when it is removed; nothing here is ever told.
+//!
+//! Clients of the control socket can add any number of objects, so their number and their sizes
+//! have bounds, and each is charged to the memory budget.
 
-use std::collections::btree_map::Entry;
-
-use block::image::Secret;
+use block::{
+    image::secret::{LONGEST_SECRET, Secret},
+    memory::Budget,
+};
 use export::nbd;
 use policy::access::Names;
 
 use super::{Inventory, Refused};
 
+/// Objects of all kinds together.
+const MOST_OBJECTS: usize = 1024;
+/// Bytes charged for an object beside its content: its id, its place in the list.
+const BYTES_BESIDE: u64 = 512;
+/// Bytes charged for keys of TLS: OpenSSL's context with a chain of certificates.
+const BYTES_OF_CREDENTIALS: u64 = 64 << 10;
+/// Bytes of an object's content: the longest secret, and as much for rules.
+const MOST_BYTES: usize = LONGEST_SECRET;
+
+/// One object.
+#[derive(Clone)]
+pub(crate) enum NamedObject {
+    Secret(Secret),
+    Credentials(nbd::TlsServer),
+    Names(Names),
+}
+
+impl NamedObject {
+    /// Bytes of its content.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Secret(secret) => secret.expose().len(),
+            Self::Credentials(_) => BYTES_OF_CREDENTIALS as usize,
+            Self::Names(Names { rules, .. }) => {
+                rules.iter().map(|rule| size_of_val(rule) + rule.pattern.len()).sum()
+            }
+        }
+    }
+}
+
+/// An object with its charge to the memory budget, which is returned when this is dropped.
+pub(super) struct KeptObject {
+    object: NamedObject,
+    charged: u64,
+}
+
+impl Drop for KeptObject {
+    fn drop(&mut self) {
+        // Less is never refused.
+        let _ = Budget::process().reserve("objects", self.charged, 0);
+    }
+}
+
 impl Inventory {
-    pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
-        if self.secrets.borrow().contains_key(id) {
+    /// # Errors
+    /// The id is taken, the object is too large, or there is no room for one more.
+    pub(crate) fn add_object(&self, id: &str, object: NamedObject) -> Result<(), Refused> {
+        let mut objects = self.objects.borrow_mut();
+        if objects.contains_key(id) {
             return Err(Refused::NameTaken(id.to_owned()));
         }
-        self.secrets.borrow_mut().insert(id.to_owned(), secret);
+        let bytes = object.bytes();
+        if bytes > MOST_BYTES {
+            return Err(Refused::ObjectTooLarge { id: id.to_owned(), bytes, most: MOST_BYTES });
+        }
+        if objects.len() >= MOST_OBJECTS {
+            return Err(Refused::TooManyObjects { id: id.to_owned(), most: MOST_OBJECTS });
+        }
+        let charged = bytes as u64 + BYTES_BESIDE;
+        let reserved = Budget::process().reserve("objects", 0, charged);
+        reserved.map_err(|error| Refused::NoMemory { id: id.to_owned(), error })?;
+        objects.insert(id.to_owned(), KeptObject { object, charged });
         Ok(())
     }
 
+    /// Whether there was one. Images and servers that were given it keep it.
+    pub(crate) fn remove_object(&self, id: &str) -> bool {
+        self.objects.borrow_mut().remove(id).is_some()
+    }
+
+    pub(crate) fn has_object(&self, id: &str) -> bool {
+        self.objects.borrow().contains_key(id)
+    }
+
+    fn object(&self, id: &str) -> Option<NamedObject> {
+        self.objects.borrow().get(id).map(|kept| kept.object.clone())
+    }
+
     pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
-        self.secrets.borrow().get(id).cloned().ok_or_else(|| Refused::NoSecret(id.to_owned()))
-    }
-
-    /// Whether there was one. Images that it opened stay open.
-    pub(crate) fn remove_secret(&self, id: &str) -> bool {
-        self.secrets.borrow_mut().remove(id).is_some()
-    }
-
-    pub(crate) fn secrets(&self) -> Vec<String> {
-        self.secrets.borrow().keys().cloned().collect()
-    }
-
-    pub(crate) fn add_credentials(&self, id: &str, keys: nbd::TlsServer) -> Result<(), Refused> {
-        match self.credentials.borrow_mut().entry(id.to_owned()) {
-            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
-            Entry::Vacant(free) => {
-                free.insert(keys);
-                Ok(())
-            }
+        match self.object(id) {
+            Some(NamedObject::Secret(secret)) => Ok(secret),
+            _ => Err(Refused::NoSecret(id.to_owned())),
         }
     }
 
+    pub(crate) fn secrets(&self) -> Vec<String> {
+        let objects = self.objects.borrow();
+        let secrets = objects.iter().filter(|(_, kept)| matches!(kept.object, NamedObject::Secret(_)));
+        secrets.map(|(id, _)| id.clone()).collect()
+    }
+
     pub(crate) fn credentials(&self, id: &str) -> Option<nbd::TlsServer> {
-        self.credentials.borrow().get(id).cloned()
-    }
-
-    /// Whether there were any. Servers that have them keep them.
-    pub(crate) fn remove_credentials(&self, id: &str) -> bool {
-        self.credentials.borrow_mut().remove(id).is_some()
-    }
-
-    pub(crate) fn add_names(&self, id: &str, names: Names) -> Result<(), Refused> {
-        match self.names.borrow_mut().entry(id.to_owned()) {
-            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
-            Entry::Vacant(free) => {
-                free.insert(names);
-                Ok(())
-            }
+        match self.object(id)? {
+            NamedObject::Credentials(keys) => Some(keys),
+            _ => None,
         }
     }
 
     pub(crate) fn names(&self, id: &str) -> Option<Names> {
-        self.names.borrow().get(id).cloned()
+        match self.object(id)? {
+            NamedObject::Names(names) => Some(names),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use block::reactor;
+
+    use super::*;
+
+    fn secret(bytes: usize) -> NamedObject {
+        NamedObject::Secret(Secret::new(vec![7; bytes]))
     }
 
-    /// Whether there were any. Servers that have them keep them.
-    pub(crate) fn remove_names(&self, id: &str) -> bool {
-        self.names.borrow_mut().remove(id).is_some()
+    #[test]
+    fn objects_have_bounds_and_are_charged() {
+        reactor::sim::run(1, async {
+            let inventory = Inventory::new(None, Rc::new(|_| ()));
+            let refused = inventory.add_object("large", secret(900 << 10)).expect_err("above 64 KiB");
+            assert!(refused.to_string().contains("921600 bytes; an object has at most 65536"), "{refused}");
+            let rules = Names::any_of((0..10_000).map(|number| format!("name{number}")));
+            inventory.add_object("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
+            // Other tests of this process use the budget as well, so only a lower bound holds.
+            for number in 0..MOST_OBJECTS {
+                inventory.add_object(&format!("s{number}"), secret(1000)).expect("within the bounds");
+            }
+            let charged = MOST_OBJECTS as u64 * (1000 + BYTES_BESIDE);
+            assert!(Budget::process().usage().reserved >= charged);
+            let refused = inventory.add_object("more", secret(1)).expect_err("one too many");
+            assert!(refused.to_string().contains("1024 are there already"), "{refused}");
+            assert!(inventory.remove_object("s5") && !inventory.remove_object("s5"));
+            inventory.add_object("more", secret(1)).expect("there is room again");
+            assert!(inventory.secret("more").is_ok() && inventory.names("more").is_none());
+        });
     }
 }

@@ -1,6 +1,8 @@
 //! Why something was not done with what runs, and what to do about it. The control socket answers
 //! with it, and the page; it never says that something was changed.
 
+use block::memory::NotEnough;
+
 /// Why something was not done. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refused {
@@ -14,6 +16,12 @@ pub(crate) enum Refused {
     NoExport(String),
     #[error("secret {0}: there is none of this name (`object-add` makes one)")]
     NoSecret(String),
+    #[error("object {id}: it has {bytes} bytes; an object has at most {most} (make it smaller)")]
+    ObjectTooLarge { id: String, bytes: usize, most: usize },
+    #[error("object {id}: {most} are there already (`object-del` removes one)")]
+    TooManyObjects { id: String, most: usize },
+    #[error("object {id}: {error}")]
+    NoMemory { id: String, error: NotEnough },
     #[error("{0}: a disk or a group has this name already (choose another)")]
     NameTaken(String),
     #[error("export {0}: there is one with this id already (choose another)")]

@@ -189,7 +189,7 @@ pub(super) async fn open(inventory: &Rc<Inventory>, disk: &str, described: &Desc
     let added = inventory.add_disk(running);
     inventory.moving.borrow_mut().insert(disk.to_owned());
     added?;
-    if let Err(error) = inventory.check_devices() {
+    if let Err(error) = inventory.check_device_of(disk) {
         let _ = inventory.remove_disk(disk).await;
         return Err(error);
     }

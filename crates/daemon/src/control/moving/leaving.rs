@@ -69,8 +69,7 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
         !running.below.iter().any(|node| node.stays),
         "it lies on another node (`blockdev-del` takes it off)"
     );
-    let exports: Vec<_> =
-        inventory.exports().into_iter().filter(|export| Rc::ptr_eq(&export.disk, &running)).collect();
+    let exports = inventory.exports_of(&wish.disk);
     let described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
     if !wish.force {
         check_unused(&exports).await?;

@@ -24,6 +24,8 @@ mod error;
 mod errors;
 mod event;
 pub mod fuzzing;
+#[cfg(test)]
+mod growth_tests;
 mod identifier;
 mod json;
 mod keyval;

@@ -81,6 +81,8 @@ pub(crate) fn cannot_be_kept(record: &Record) -> String {
 pub(crate) struct Recordings {
     /// All there are.
     disks: Box<dyn Fn() -> Vec<Arc<Disk>>>,
+    /// One of them by its name.
+    disk: Box<dyn Fn(&str) -> Option<Arc<Disk>>>,
     /// While there is something for it to do.
     engine: RefCell<Option<Engine>>,
     running: RefCell<BTreeMap<u64, Rc<Running>>>,
@@ -89,10 +91,14 @@ pub(crate) struct Recordings {
 }
 
 impl Recordings {
-    /// None yet, of what `disks` tells at any time.
-    pub(crate) fn of(disks: impl Fn() -> Vec<Arc<Disk>> + 'static) -> Rc<Self> {
+    /// None yet, of what `disks` tells at any time, and `disk` of one.
+    pub(crate) fn of(
+        disks: impl Fn() -> Vec<Arc<Disk>> + 'static,
+        disk: impl Fn(&str) -> Option<Arc<Disk>> + 'static,
+    ) -> Rc<Self> {
         Rc::new(Self {
             disks: Box::new(disks),
+            disk: Box::new(disk),
             engine: RefCell::default(),
             running: RefCell::default(),
             next: Cell::default(),
@@ -244,11 +250,10 @@ impl Recordings {
         if self.engine.borrow().is_none() {
             return;
         }
-        let disks = (self.disks)();
-        match disks.iter().find(|disk| **disk.name() == **name) {
-            Some(disk) => self.name(std::slice::from_ref(disk)),
+        match (self.disk)(name) {
+            Some(disk) => self.name(&[disk]),
             // A group may have moved, with all that are below it.
-            None => self.name(&disks),
+            None => self.name(&(self.disks)()),
         }
     }
 

@@ -7,7 +7,7 @@
 //!
 //! Changes nothing.
 
-use std::{collections::HashMap, rc::Rc};
+use std::{collections::HashMap, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{Disk, Draft, Group, Place, Plan, Said, Service, ServiceDraft, TlsDraft};
@@ -158,11 +158,9 @@ impl Difference {
         }
         for name in &self.old_disks {
             let stays = |export: &&Rc<RunningExport>| {
-                **export.disk.disk.name() == **name
-                    && !export.is_ending()
-                    && !old.iter().any(|old| Rc::ptr_eq(old, export))
+                !export.is_ending() && !old.iter().any(|old| Rc::ptr_eq(old, export))
             };
-            if let Some(export) = inventory.exports().iter().find(stays) {
+            if let Some(export) = inventory.exports_of(name).iter().find(stays) {
                 bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
             }
         }
@@ -172,8 +170,9 @@ impl Difference {
                 disk.is_some_and(|disk| disk.group.is_none_or(|index| plan.groups[index].name != group));
             moves || self.old_disks.contains(member) || self.old_groups.contains(member)
         };
+        let mut all_members = inventory.members();
         for name in &self.old_groups {
-            let members = inventory.members_of(&inventory.group(name)?);
+            let members = all_members.remove(&Arc::as_ptr(&inventory.group(name)?)).unwrap_or_default();
             if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
                 bail!(Refused::HasMembers { group: name.clone(), member });
             }

@@ -77,7 +77,7 @@ impl Command for AddDisk {
         }
         let opened = node.run(Rc::clone(&inventory)).await;
         if let Some(id) = id {
-            inventory.remove_secret(&id);
+            inventory.remove_object(&id);
         }
         opened?;
         match complete(&inventory, settings, exports).await {

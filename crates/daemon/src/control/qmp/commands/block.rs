@@ -452,7 +452,7 @@ impl Command for BlockdevDel {
 /// A disk ends with a block of each machine and device that has it: with another size none of them
 /// could have it after a restart.
 fn check_blocks(inventory: &Inventory, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
-    for export in inventory.exports().iter().filter(|export| Rc::ptr_eq(&export.disk, disk)) {
+    for export in inventory.exports_of(disk.disk.name()) {
         let block = export.block_bytes().map_or(1, u64::from);
         if !size_bytes.is_multiple_of(block) {
             return Err(Error::rule(

@@ -210,18 +210,17 @@ impl Nbd {
                     Error::not_accepted("x-weir-listen", &shown(address), &known)
                 })
             }
-            (None, _) => match (&*inventory.standard_servers(), &*inventory.servers_of(disk)) {
-                ([only], _) | ([], [only]) => Ok(Rc::clone(only)),
-                (standard, _) => {
-                    let why = if standard.is_empty() {
-                        "no server is for all disks"
-                    } else {
-                        "several servers are"
-                    };
-                    let rule = format!("is missing, and {why} (there are: {})", addresses().join(", "));
-                    Err(Error::rule("x-weir-listen", rule))
+            (None, _) => {
+                let standard = inventory.standard_servers();
+                let is_for_all = !standard.is_empty();
+                let candidates = if is_for_all { standard } else { inventory.servers_of(disk) };
+                if let [only] = &*candidates {
+                    return Ok(Rc::clone(only));
                 }
-            },
+                let why = if is_for_all { "several servers are" } else { "no server is for all disks" };
+                let rule = format!("is missing, and {why} (there are: {})", addresses().join(", "));
+                Err(Error::rule("x-weir-listen", rule))
+            }
         }
     }
 }

@@ -11,13 +11,13 @@
 //! (`secret`), keys of TLS for servers (`tls-creds-x509`, `tls-creds-psk`) and rules about names of
 //! clients (`authz-simple`, `authz-list`), which can be made and deleted, and never looked into.
 
-use std::{fs::File, path::Path, rc::Rc};
+use std::{path::Path, rc::Rc};
 
 use ::settings::Credentials;
 use block::{
     image::Secret,
     layer::throttle::{Group, GroupSettings},
-    reactor,
+    reactor, regular,
 };
 use export::nbd::TlsServer;
 use policy::{
@@ -29,7 +29,7 @@ use serde_json::{Map, Value, json};
 use super::weir;
 use crate::control::{
     change::Change,
-    inventory::Inventory,
+    inventory::{Inventory, NamedObject},
     qmp::{
         arguments::Arguments,
         command::Command,
@@ -130,7 +130,7 @@ impl Command for ObjectAdd {
             Self::Credentials { id, of } => return add_credentials(&inventory, &id, of).await,
             Self::Names { id, names } => {
                 check_id(&inventory, &id)?;
-                inventory.add_names(&id, names).map_err(|_| duplicate(&id))?;
+                inventory.add_object(&id, NamedObject::Names(names))?;
                 return Ok(json!({}));
             }
         };
@@ -160,11 +160,7 @@ impl Command for ObjectAdd {
 }
 
 fn check_id(inventory: &Inventory, id: &str) -> Result<(), Error> {
-    let is_taken = inventory.group(id).is_ok()
-        || inventory.secret(id).is_ok()
-        || inventory.credentials(id).is_some()
-        || inventory.names(id).is_some();
-    if is_taken { Err(duplicate(id)) } else { Ok(()) }
+    if inventory.group(id).is_ok() || inventory.has_object(id) { Err(duplicate(id)) } else { Ok(()) }
 }
 
 fn duplicate(id: &str) -> Error {
@@ -198,14 +194,9 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
         SecretFrom::File(path) => {
             let (opened, root) = (path.clone(), inventory.image_root().cloned());
             let read = move || {
-                // A pipe may never say anything, and this client would wait for ever.
-                let is_file = std::fs::metadata(&opened).map_or(true, |metadata| metadata.is_file());
-                if !is_file {
-                    return Err("it is no file".to_owned());
-                }
                 let file = match root {
                     Some(root) => root.read(Path::new(&opened)).map_err(|error| error.why)?,
-                    None => File::open(opened).map_err(|error| error.to_string())?,
+                    None => regular::open(Path::new(&opened)).map_err(|error| error.to_string())?,
                 };
                 Secret::read(file).map_err(|error| error.to_string())
             };
@@ -214,7 +205,7 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
         }
     };
     check_id(inventory, id)?;
-    inventory.add_secret(id, secret).map_err(|_| duplicate(id))?;
+    inventory.add_object(id, NamedObject::Secret(secret))?;
     Ok(json!({}))
 }
 
@@ -268,7 +259,7 @@ async fn add_credentials(inventory: &Inventory, id: &str, of: Credentials) -> Re
     };
     let keys = reactor::blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
     check_id(inventory, id)?;
-    inventory.add_credentials(id, keys).map_err(|_| duplicate(id))?;
+    inventory.add_object(id, NamedObject::Credentials(keys))?;
     Ok(json!({}))
 }
 
@@ -286,7 +277,7 @@ impl Command for ObjectDel {
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
         let id = &self.id;
-        if inventory.remove_secret(id) || inventory.remove_credentials(id) || inventory.remove_names(id) {
+        if inventory.remove_object(id) {
             return Ok(json!({}));
         }
         let Ok(group) = inventory.group(&self.id) else {

@@ -34,8 +34,7 @@ impl Command for RemoveDisk {
             let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);
             return Err(Error::generic(why));
         }
-        let exports: Vec<_> =
-            inventory.exports().into_iter().filter(|export| Rc::ptr_eq(&export.disk, &disk)).collect();
+        let exports = inventory.exports_of(&self.name);
         drop(disk);
         for export in &exports {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;

@@ -81,6 +81,12 @@ impl Command for BlockSetIoThrottle {
             weir::unsettle(&inventory);
             return Err(why);
         }
+        // The event may name the group alone, and the disk may have entered or left one.
+        if changed != self.disk
+            && let Err(error) = inventory.check_device_of(&self.disk)
+        {
+            tracing::warn!("{error:#}");
+        }
         inventory.tell(&Change::SettingsChanged { name: changed });
         Ok(json!({}))
     }

@@ -3,7 +3,7 @@
 //! `weir status`, `weir top`, `weir throttle` and `weir prefetch` are clients of these two;
 //! `docs/reference/qmp.md` describes the answer.
 
-use std::{path, rc::Rc, sync::Arc};
+use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
 use block::{
     image::{
@@ -224,9 +224,9 @@ fn no_group(inventory: &Inventory, name: &str) -> Error {
 }
 
 query!(QueryStatus, "x-weir-query-status", |inventory| {
-    let exports = inventory.exports();
+    let (exports, members) = (inventory.exports(), inventory.members());
     let list_disk = |running: &Rc<RunningDisk>| {
-        let mut answer = disk(running, &exports);
+        let mut answer = disk(running, &inventory.exports_of(running.disk.name()));
         add_left_out(&inventory, running.disk.name(), &mut answer);
         answer
     };
@@ -236,7 +236,7 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
         "makes-devices": inventory.makes_devices(),
         "memory": memory(),
         "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
-        "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
+        "groups": inventory.groups().iter().map(|one| group(&inventory, one, &members)).collect::<Vec<_>>(),
         "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
         "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
         "servers": inventory.servers().iter().map(|one| server(one)).collect::<Vec<_>>(),
@@ -278,14 +278,13 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
     let disk = &running.disk;
     let DiskSettings { limits, share, watermark } = disk.throttle().settings();
     let totals = disk.totals();
-    let of_this = exports.iter().filter(|export| Rc::ptr_eq(&export.disk, running));
     let mut answer = json!({
         "name": &**disk.name(),
         "image": running.image.to_string(),
         "size": disk.size_bytes(),
         "read-only": disk.image().is_read_only(),
         "cache": running.cache.name(),
-        "connections": of_this.map(|export| export.connections()).sum::<usize>(),
+        "connections": exports.iter().map(|export| export.connections()).sum::<usize>(),
         "reads": { "requests": totals.reads, "bytes": totals.read_bytes },
         "writes": { "requests": totals.writes, "bytes": totals.written_bytes },
         "merged-requests": totals.merged_requests,
@@ -344,11 +343,11 @@ fn device(listed: &Listed) -> Value {
     answer
 }
 
-fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
+fn group(inventory: &Inventory, group: &Arc<Group>, members: &HashMap<*const Group, Vec<String>>) -> Value {
     let GroupSettings { limits, share, watermark } = group.settings();
     let mut answer = json!({
         "name": group.name(),
-        "disks": inventory.members_of(group),
+        "disks": members.get(&Arc::as_ptr(group)).map_or(&[][..], Vec::as_slice),
         "throttle": throttle(&group.stats()),
     });
     add_settings(&mut answer, &limits, share, watermark, group.enforcement());

@@ -1,0 +1,74 @@
+//! Disks, groups or exports by their names, and the one way to visit all of them.
+//!
+//! A command about one disk must not visit all disks: adding thousands one by one would take
+//! quadratic time. So lookups and walks are separate operations here, and tests count walks.
+//!
+//! Never holds a borrow while it calls code from outside, except in [`ByName::any`].
+
+use std::{cell::RefCell, collections::BTreeMap};
+
+/// Entries in the order of their names.
+#[derive(Debug)]
+pub(super) struct ByName<T>(RefCell<BTreeMap<String, T>>);
+
+impl<T> Default for ByName<T> {
+    fn default() -> Self {
+        Self(RefCell::default())
+    }
+}
+
+impl<T: Clone> ByName<T> {
+    pub(super) fn get(&self, name: &str) -> Option<T> {
+        self.0.borrow().get(name).cloned()
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.0.borrow().contains_key(name)
+    }
+
+    pub(super) fn insert(&self, name: String, entry: T) {
+        self.0.borrow_mut().insert(name, entry);
+    }
+
+    pub(super) fn remove(&self, name: &str) -> Option<T> {
+        self.0.borrow_mut().remove(name)
+    }
+
+    /// Copies of all entries. Visits each of them.
+    pub(super) fn all(&self) -> Vec<T> {
+        let entries = self.0.borrow();
+        count(entries.len());
+        entries.values().cloned().collect()
+    }
+
+    /// True if the condition holds for an entry. Visits each of them at worst; the condition must
+    /// not change the entries.
+    pub(super) fn any(&self, condition: impl Fn(&T) -> bool) -> bool {
+        let entries = self.0.borrow();
+        count(entries.len());
+        entries.values().any(condition)
+    }
+}
+
+#[cfg(not(test))]
+fn count(_: usize) {}
+
+#[cfg(test)]
+use visits::count;
+
+/// Work counter of tests: entries that walks have visited on this thread.
+#[cfg(test)]
+pub(crate) mod visits {
+    use std::cell::Cell;
+
+    thread_local! { static VISITS: Cell<u64> = const { Cell::new(0) }; }
+
+    pub(super) fn count(entries: usize) {
+        VISITS.set(VISITS.get() + entries as u64);
+    }
+
+    /// Visits since the last call.
+    pub(crate) fn take() -> u64 {
+        VISITS.take()
+    }
+}
