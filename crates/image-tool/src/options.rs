@@ -54,7 +54,7 @@ impl Options {
     }
 
     pub(super) fn take_size(&mut self, key: &str) -> Result<Option<u64>, String> {
-        self.take_as(key, |value| parse_size(value).map_err(|error| error.rule.to_owned()))
+        self.take_as(key, |value| parse_size(value).map_err(|error| error.rule.into_owned()))
     }
 
     pub(super) fn take_switch(&mut self, key: &str) -> Result<Option<bool>, String> {

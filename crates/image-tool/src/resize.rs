@@ -66,7 +66,7 @@ enum Change {
 }
 
 fn change(text: &str) -> Result<Change, String> {
-    let size = |text: &str| parse_size(text).map_err(|error| error.rule.to_owned());
+    let size = |text: &str| parse_size(text).map_err(|error| error.rule.into_owned());
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(more), _) => size(more).map(Change::More),
         (_, Some(less)) => size(less).map(Change::Less),

@@ -34,6 +34,9 @@ impl FromStr for Address {
             return socket_path(path).map(Self::Unix);
         }
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
+        if is_path(text) {
+            return Err(format!("is a path without unix: before it (write unix:{text})"));
+        }
         let (host, port) = text.rsplit_once(':').ok_or(usage)?;
         let host = match host.strip_prefix('[') {
             Some(rest) => rest.strip_suffix(']').ok_or(usage)?,
@@ -80,10 +83,18 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(path))
 }
 
+/// Whether a text that is no address is certainly meant as a path.
+fn is_path(text: &str) -> bool {
+    text.starts_with(['/', '.']) && text.contains('/') && !text.contains('\0')
+}
+
 /// A Unix socket written as `unix:PATH`.
 pub fn socket(text: &str) -> Result<PathBuf, String> {
-    let path = text.strip_prefix("unix:");
-    path.map_or_else(|| Err("is not a Unix socket; write unix:PATH".to_owned()), socket_path)
+    match text.strip_prefix("unix:") {
+        Some(path) => socket_path(path),
+        None if is_path(text) => Err(format!("is a path without unix: before it (write unix:{text})")),
+        None => Err("is not a Unix socket; write unix:PATH".to_owned()),
+    }
 }
 
 impl fmt::Display for Address {
@@ -109,6 +120,15 @@ mod tests {
         }
         assert_eq!("[::1]:7".parse(), Ok(Address::Tcp { host: "::1".to_owned(), port: 7 }));
         assert_eq!(Address::standard().to_string(), "localhost:10809");
+    }
+
+    #[test]
+    fn a_path_alone_is_named_with_what_it_lacks() {
+        for path in ["/x.sock", "./x.sock", "../run/x.sock"] {
+            let rule = format!("is a path without unix: before it (write unix:{path})");
+            assert_eq!(path.parse::<Address>(), Err(rule.clone()));
+            assert_eq!(socket(path), Err(rule));
+        }
     }
 
     #[test]

@@ -191,6 +191,6 @@ mod tests {
     #[test]
     fn a_variable_that_names_no_socket_is_named() {
         let said = ControlSocket::from_sources(true, at(&[(VARIABLE, "/b")])).unwrap_err();
-        assert_eq!(said, "WEIR_QMP=/b: is not a Unix socket; write unix:PATH");
+        assert_eq!(said, "WEIR_QMP=/b: is a path without unix: before it (write unix:/b)");
     }
 }

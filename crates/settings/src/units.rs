@@ -29,7 +29,7 @@ impl Rule for String {
 
 impl Rule for InvalidValue {
     fn rule(self) -> String {
-        self.rule.to_owned()
+        self.rule.into_owned()
     }
 }
 
@@ -59,6 +59,7 @@ pub fn long_duration(text: &str) -> Result<Duration, String> {
     };
     match long('m', 60).or_else(|| long('h', 3600)) {
         Some(time) => Ok(time),
+        None if text.bytes().all(|byte| byte.is_ascii_digit()) => duration(text),
         None => duration(text).map_err(|rule| format!("{rule}; or minutes, 10m, or hours, 2h")),
     }
 }
@@ -79,6 +80,10 @@ pub fn polling(text: &str) -> Result<Polling, String> {
 pub fn count(text: &str) -> Result<u64, String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return text.parse().map_err(|_| "is too large; a count is below 2 to the 64th".to_owned());
+    }
+    let per_second = text.strip_suffix("/s").filter(|number| count(number).is_ok());
+    if let Some(number) = per_second {
+        return Err(format!("is a rate; limits are per second already (write {number})"));
     }
     Err(match size(text) {
         Ok(value) => {
@@ -154,6 +159,20 @@ mod tests {
         assert_eq!(polling("50us"), Ok(Polling::UpTo(Duration::from_micros(50))));
         let rule = polling("always").unwrap_err();
         assert!(rule.starts_with("is neither auto nor off, and is "), "{rule}");
+    }
+
+    #[test]
+    fn a_unit_too_many_or_too_few_is_named() {
+        let no_unit = "has no unit (write 5s for seconds, or 5ms)";
+        assert_eq!(duration("5"), Err(no_unit.to_owned()));
+        assert_eq!(long_duration("5"), Err(no_unit.to_owned()));
+        assert!(duration("five").unwrap_err().starts_with("is not a duration"));
+        for (text, write) in [("50MB/s", "50MB"), ("50M/s", "50M"), ("1GBps", "1GB")] {
+            let rule = format!("is a rate; limits are per second already (write {write})");
+            assert_eq!(size(text), Err(rule));
+        }
+        assert!(size("much/s").unwrap_err().starts_with("is not a size"));
+        assert_eq!(count("1000/s"), Err("is a rate; limits are per second already (write 1000)".to_owned()));
     }
 
     #[test]

@@ -211,12 +211,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn serve_says_what_disks_can_come_from() {
-        let text = said("serve");
-        assert!(text.contains("--config <FILE>") && text.contains("IMAGE"), "{text}");
-    }
-
     /// Where help tells how sizes are written it does so in the same words.
     #[test]
     fn sizes_are_described_in_one_way() {

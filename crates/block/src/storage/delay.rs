@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn errors_name_key_value_and_rule() {
         for (text, message) in [
-            ("read=5", "delay: read=5: is not a duration (a number with ns, us, ms or s: 100us, 2.5ms, 1s)"),
+            ("read=5", "delay: read=5: has no unit (write 5s for seconds, or 5ms)"),
             ("parallel=0", "delay: parallel=0: is not a whole number of at least 1"),
             ("parallel=99999999999", "delay: parallel=99999999999: is above 65536"),
             ("speed=1", "delay: speed=1: no such key (there are read, write, zero, flush, parallel)"),

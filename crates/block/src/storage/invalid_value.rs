@@ -1,5 +1,7 @@
 //! What is wrong with something that a user typed.
 
+use std::borrow::Cow;
+
 /// A value that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{value}' {rule}")]
@@ -7,11 +9,11 @@ pub struct InvalidValue {
     /// The value as written.
     pub value: String,
     /// What it is not, to follow the value in a message.
-    pub rule: &'static str,
+    pub rule: Cow<'static, str>,
 }
 
 impl InvalidValue {
-    pub(super) fn new(value: &str, rule: &'static str) -> Self {
-        Self { value: value.to_owned(), rule }
+    pub(super) fn new(value: &str, rule: impl Into<Cow<'static, str>>) -> Self {
+        Self { value: value.to_owned(), rule: rule.into() }
     }
 }

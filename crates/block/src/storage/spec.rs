@@ -43,7 +43,13 @@ fn scale(number: &str, unit: u64) -> Option<u128> {
 /// # Errors
 /// Not of that form, less than a byte but not 0, or 2⁶³ and above (no file is that large).
 pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
-    let invalid = || InvalidValue::new(text, SIZE_RULE);
+    let invalid = || match without_time(text).filter(|size| parse_size(size).is_ok()) {
+        Some(size) => {
+            let rule = format!("is a rate; limits are per second already (write {size})");
+            InvalidValue::new(text, rule)
+        }
+        None => InvalidValue::new(text, SIZE_RULE),
+    };
     let bytes = if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         // `from_str_radix` takes a sign.
         let is_hex = !hex.is_empty() && hex.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -64,6 +70,11 @@ pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
     };
     let bytes = i64::try_from(bytes).map_err(|_| InvalidValue::new(text, SIZE_BOUND))?;
     Ok(bytes.unsigned_abs())
+}
+
+/// The text without `/s` or `ps` at its end.
+fn without_time(text: &str) -> Option<&str> {
+    ["/s", "/S", "ps"].iter().find_map(|per_second| text.strip_suffix(per_second))
 }
 
 /// How many bytes a suffix stands for.
@@ -91,6 +102,10 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidValue> {
         "ms" => 1_000_000,
         "s" => 1_000_000_000,
         "" if number == "0" => 1,
+        "" if scale(number, 1).is_some() => {
+            let rule = format!("has no unit (write {number}s for seconds, or {number}ms)");
+            return Err(InvalidValue::new(text, rule));
+        }
         _ => return Err(InvalidValue::new(text, DURATION_RULE)),
     };
     let nanos = scale(number, unit_ns).and_then(|nanos| u64::try_from(nanos).ok());

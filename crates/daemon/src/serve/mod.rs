@@ -55,6 +55,7 @@ use crate::{
 /// [`Failure::Usage`] where the command line contradicts itself, else [`Failure::Failed`].
 pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), Failure> {
     let inherited = Inherited::take();
+    arguments.check_disks().map_err(|rule| Failure::Usage(anyhow::Error::msg(rule)))?;
     let mut steps = std::mem::take(&mut arguments.steps);
     let monitors = steps.take_monitors().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let file = arguments.config.clone();

@@ -67,6 +67,10 @@ impl Steps {
         Ok(monitors)
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Does the others, one after the other.
     ///
     /// # Errors

@@ -234,12 +234,12 @@ mod tests {
             "vms/vm1:conf=",
             "vms/v\0m",
         ] {
-            assert_eq!(Address::read(text).map_err(|error| error.rule), Err(RULE), "{text:?}");
+            assert_eq!(Address::read(text).map_err(|error| error.rule), Err(RULE.into()), "{text:?}");
         }
         let rule = |text| Address::read(text).map_err(|error| error.rule);
-        assert_eq!(rule("vms/vm1:rbd_cache=false"), Err(OPTION_RULE));
-        assert_eq!(rule("vms/vm1:key=AQB"), Err(OPTION_RULE));
-        assert_eq!(rule("vms/vm1:id=a:id=b"), Err(TWICE_RULE));
+        assert_eq!(rule("vms/vm1:rbd_cache=false"), Err(OPTION_RULE.into()));
+        assert_eq!(rule("vms/vm1:key=AQB"), Err(OPTION_RULE.into()));
+        assert_eq!(rule("vms/vm1:id=a:id=b"), Err(TWICE_RULE.into()));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use block::{
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
-use clap::{ArgGroup, Args};
+use clap::Args;
 use policy::{access::Network, throttle::Setting};
 use settings::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, Nbd,
@@ -52,7 +52,7 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 
 /// What `weir serve` is told.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("disks").args(["images", "config"]).args(Steps::NAMES).required(true).multiple(true)))]
+#[command(override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>")]
 pub struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are
     /// then its keys
@@ -358,6 +358,15 @@ impl ServeArgs {
     pub fn is_to_daemonize(&self) -> bool {
         self.process.daemonize
     }
+    /// Fails where neither an image, a config file nor a step says what to serve.
+    pub(crate) fn check_disks(&self) -> Result<(), String> {
+        if self.image.images.is_empty() && self.config.is_none() && self.steps.is_empty() {
+            let why = "nothing is named that is to be served";
+            return Err(format!("{why} (name an IMAGE, such as disk.qcow2 or memory:1G, or --config FILE)"));
+        }
+        Ok(())
+    }
+
 
     /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
