@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use policy::{
-    throttle::{LimitKind, Part, Setting},
+    throttle::{Limit, LimitKind, Part, Setting},
     time::Date,
 };
 
@@ -88,6 +88,29 @@ pub fn limits(limits: &Limits) -> String {
     if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
 }
 
+/// Durations of full bursts, a line for each limit that has one: `a full burst of iops-total lasts
+/// 40 s`.
+pub fn full_bursts(limits: &Limits) -> Vec<String> {
+    let lines = LimitKind::ALL.into_iter().filter_map(|kind| {
+        let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
+        let limit = Limit {
+            rate: value(Part::Rate),
+            burst_rate: value(Part::BurstRate),
+            burst_length_s: value(Part::BurstLength).max(1),
+        };
+        full_burst(kind, limit)
+    });
+    lines.collect()
+}
+
+/// Duration of a full burst of one limit; `None` where it has no burst, or one without an end.
+pub fn full_burst(kind: LimitKind, limit: Limit) -> Option<String> {
+    let seconds = limit.full_burst_ms()? as f64 / 1000.0;
+    let name = Setting::Limit(kind, Part::Rate).name();
+    // As many decimals as there are, three at most.
+    Some(format!("a full burst of {name} lasts {seconds} s"))
+}
+
 fn limit(limits: &Limits, kind: LimitKind) -> Option<String> {
     let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
     let rate = value(Part::Rate);
@@ -148,6 +171,15 @@ mod tests {
         assert_eq!(set(&[]), "-");
         let burst = [("iops-total", 1000), ("iops-total-max", 5000), ("iops-total-max-length", 5)];
         assert_eq!(set(&burst), "iops 1000↑5000×5s");
+        let lasts = |settings: &[(&str, u64)]| {
+            let limits = settings.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
+            full_bursts(&limits)
+        };
+        assert_eq!(lasts(&burst), ["a full burst of iops-total lasts 6.25 s"]);
+        let of_issue = [("iops-total", 500), ("iops-total-max", 2000), ("iops-total-max-length", 30)];
+        assert_eq!(lasts(&of_issue), ["a full burst of iops-total lasts 40 s"]);
+        assert_eq!(lasts(&[("bps-read", 500), ("bps-read-max", 500)]), [""; 0], "without an end");
+        assert_eq!(lasts(&[("bps-read", 500)]), [""; 0], "without a burst");
         assert_eq!(
             set(&[("bps-read", 10 << 20), ("bps-read-max-length", 1), ("iops-write", 7)]),
             "bps-r 10M, iops-w 7"

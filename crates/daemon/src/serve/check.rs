@@ -23,8 +23,9 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use block::storage::{self, rate::Budgets};
 use clap::Args;
-use console::{Failure, complain, descriptors, logging, on_reactor, print};
+use console::{Failure, complain, descriptors, figures, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
+use policy::throttle::LimitKind;
 use settings::{
     Address, Door, Draft, Endpoint, Mistakes, Place, Plan, Said, SecretSource, Service, Standard, Wrong,
     control::ControlSocket,
@@ -97,7 +98,7 @@ pub(super) fn check(
     logging::start(&plan.service.log);
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
-    let sum = sum(&plan);
+    let (sum, bursts) = (sum(&plan), bursts(&plan));
     let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
     let found = on_reactor(async move { Ok(wrong(&draft, &plan, others, file).await) })?;
     found.iter().for_each(complain);
@@ -108,7 +109,29 @@ pub(super) fn check(
         0 => "nothing is wrong".to_owned(),
         warnings => format!("it would start, with {}", count(warnings, "warning")),
     };
-    Ok(print(&format!("{name}: {sum}: {verdict}\n"))?)
+    Ok(print(&format!("{name}: {sum}: {verdict}\n{bursts}"))?)
+}
+
+/// Bursts of a config that are shown.
+const MOST_BURSTS: usize = 20;
+
+/// Durations of full bursts with a length above one second, a line each: a full burst lasts longer
+/// than `-max-length`.
+fn bursts(plan: &Plan) -> String {
+    let groups = plan.groups.iter().map(|group| ("group", &group.name, &group.settings.limits));
+    let disks = plan.disks.iter().map(|disk| ("disk", &disk.name, &disk.settings.limits));
+    let lines = groups.chain(disks).flat_map(|(what, name, limits)| {
+        let long = LimitKind::ALL.into_iter().filter(|&kind| limits.limit(kind).burst_length_s > 1);
+        let lasting = long.filter_map(|kind| figures::full_burst(kind, limits.limit(kind)));
+        lasting.map(move |burst| format!("{what} {name}: {burst}\n"))
+    });
+    let mut lines = lines.collect::<Vec<_>>();
+    let more = lines.len().saturating_sub(MOST_BURSTS);
+    lines.truncate(MOST_BURSTS);
+    if more > 0 {
+        lines.push(format!("and {more} more\n"));
+    }
+    lines.concat()
 }
 
 fn count(number: usize, what: &str) -> String {

@@ -64,7 +64,7 @@ pub enum Part {
     Rate,
     /// The rate during a burst (`-max`).
     BurstRate,
-    /// How long a burst at that rate may last (`-max-length`).
+    /// How many seconds at that rate a full bucket holds (`-max-length`).
     BurstLength,
 }
 
@@ -160,13 +160,28 @@ pub struct Limit {
     pub rate: u64,
     /// Units per second during a burst; 0 is no burst beyond a tenth of a second's worth of `rate`.
     pub burst_rate: u64,
-    /// Seconds for which a burst at `burst_rate` may last after a long idle time; at least 1.
+    /// Seconds at `burst_rate` that a full bucket holds; at least 1. The bucket leaks at `rate`
+    /// meanwhile, so a full burst lasts longer: [`Limit::full_burst_ms`].
     pub burst_length_s: u64,
 }
 
 impl Limit {
     /// No limit: what every limit is until it is set.
     pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1 };
+
+    /// Duration of a burst at `burst_rate` after a long idle time, in milliseconds, rounded:
+    /// `burst_length_s · burst_rate ÷ (burst_rate − rate)`. `None` without a burst, or where the
+    /// burst rate is the rate, so that the burst has no end.
+    pub const fn full_burst_ms(&self) -> Option<u64> {
+        if self.burst_rate <= self.rate {
+            return None;
+        }
+        let above = (self.burst_rate - self.rate) as u128;
+        let held = self.burst_length_s as u128 * self.burst_rate as u128 * 1000;
+        let ms = (held + above / 2) / above;
+        // Both factors of a valid limit are bounded by `MAX_VALUE`.
+        Some(if ms > u64::MAX as u128 { u64::MAX } else { ms as u64 })
+    }
 }
 
 impl Default for Limit {

@@ -39,7 +39,13 @@ fn help(setting: Setting) -> String {
     match part {
         Part::Rate => format!("{unit} per second {which}; 0 is no limit"),
         Part::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
-        Part::BurstLength => "Seconds that such a burst may last [default: 1]".to_owned(),
+        Part::BurstLength => {
+            let rate = Setting::Limit(kind, Part::Rate).name();
+            format!(
+                "Seconds L of that rate M that may be saved up while idle; a full burst over the limit R, --{rate}, \
+                 lasts L × M ÷ (M − R) seconds, because R passes in any case [default: 1]"
+            )
+        }
     }
 }
 

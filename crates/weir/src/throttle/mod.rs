@@ -162,6 +162,9 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
     for name in shown {
         text += &format!("  {:width$}  {}\n", name.text(), name.show(&name.of(settings)));
     }
+    for line in figures::full_bursts(&settings.limits) {
+        text += &format!("  {line}\n");
+    }
     if settings.limits.values().all(|&value| value == 0) {
         text += "  no limits of its own\n";
     }
