@@ -194,6 +194,43 @@ class Strict(yaml.SafeLoader):
         assert len(keys) == len(set(keys)), f"a key twice in {keys}"
         return super().construct_mapping(node, deep)
 for one in yaml.load_all(sys.stdin, Loader=Strict):
+/// Options of QEMU's sockets in the code of a document: each with the assignments of its block.
+fn sockets_of(document: &str) -> Vec<(String, String)> {
+    let fenced = document.split("```").skip(1).step_by(2);
+    let of_block = |block: &str| {
+        let lines: Vec<&str> = block.lines().collect();
+        let assignment = |line: &&&str| line.starts_with("reconnect=");
+        let assignments: String = lines.iter().filter(assignment).map(|line| format!("{line}\n")).collect();
+        let words: Vec<&str> = block.split_whitespace().collect();
+        let of_words = words.windows(2).filter(|pair| ["-chardev", "chardev-add"].contains(&pair[0]));
+        let reconnecting = of_words.map(|pair| pair[1]).filter(|option| option.contains("reconnect"));
+        reconnecting.map(|option| (assignments.clone(), option.to_owned())).collect::<Vec<_>>()
+    };
+    fenced.flat_map(of_block).collect()
+}
+
+#[test]
+fn sockets_for_machines_are_written_as_the_installed_qemu_reads_them() {
+    need("qemu-system-x86_64");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut documents = markdown_below(&root.join("docs"));
+    documents.push(root.join("README.md"));
+    let mut found = 0;
+    for document in documents {
+        for (assignments, option) in sockets_of(&fs::read_to_string(&document).expect("it is a text")) {
+            // It goes on calling, whether or not the socket is there.
+            let script = format!(
+                "{assignments}exec qemu-system-x86_64 -machine none -nodefaults -display none \
+                 -chardev {option} -monitor stdio <<< quit"
+            );
+            let outcome = Client::new("bash").args(["-c", &script]).run();
+            assert_eq!(outcome.ended(), Some(0), "{}: {option}: {}", document.display(), outcome.said());
+            found += 1;
+        }
+    }
+    assert!(found >= 2, "the documents have commands for virtual machines");
+}
+
     spec, kind = one.get("spec", {}), one["kind"]
     print(one["apiVersion"], kind, one["metadata"]["name"])
     if kind == "PersistentVolume":
