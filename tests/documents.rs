@@ -29,10 +29,12 @@ trap 'echo "$block: \`$BASH_COMMAND\` failed with status $?"' ERR
 # An interactive shell forgets at its prompt what has ended, so that numbers of jobs count what runs.
 # Here the first list marks what has ended, the second one leaves it out.
 trap 'jobs > /dev/null; jobs > /dev/null; echo "$block: \`$BASH_COMMAND\`" > "$said.at"' DEBUG
-ready() { grep -c ' ready ' "$said" || true; }
+# Standard error, and the files that servers log to instead.
+logs=("$said")
+ready() { cat -- "${logs[@]}" | grep -c ' ready ' || true; }
 # Until so many servers were ready.
 await() {
-    tail -n +1 -f "$said" > "$said.pipe" & local tail=$!
+    tail -q -n +1 -f -- "${logs[@]}" > "$said.pipe" & local tail=$!
     disown "$tail"
     grep -cm "$1" ' ready ' < "$said.pipe" > "$said.ready"
     kill "$tail" || true # it may have ended, writing to nobody
@@ -59,6 +61,8 @@ struct Block {
     commands: String,
     /// Servers that it leaves in the background.
     servers: usize,
+    /// Files that they log to, where that is not standard error.
+    logs: Vec<String>,
 }
 
 /// What follows a prompt is a command, and so are the lines that it is continued on.
@@ -106,15 +110,21 @@ fn blocks(document: &str) -> (Vec<Block>, Vec<String>) {
             line.starts_with("weir serve ")
                 && line.split('#').next().is_some_and(|line| line.trim_end().ends_with('&'))
         };
-        blocks.push(Block { line, servers: one_line.lines().filter(begins).count(), commands });
+        let servers: Vec<&str> = one_line.lines().filter(begins).collect();
+        let log = |line: &&str| line.split_once("2> ")?.1.split_whitespace().next().map(str::to_owned);
+        let logs = servers.iter().filter_map(log).collect();
+        blocks.push(Block { line, servers: servers.len(), logs, commands });
     }
     (blocks, complaints)
 }
 
 fn script(name: &str, blocks: &[Block]) -> String {
     let mut script = BEFORE.to_owned();
-    for Block { line, commands, servers } in blocks {
+    for Block { line, commands, servers, logs } in blocks {
         let _ = write!(script, "\nblock={name}:{line} were=$(ready)\n{commands}\n");
+        for log in logs {
+            let _ = writeln!(script, "logs+=(\"$PWD/{log}\")");
+        }
         if *servers > 0 {
             let _ = writeln!(script, "await $((were + {servers}))");
         }
@@ -184,16 +194,6 @@ fn every_command_of_the_documents_runs_as_it_is_written() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
 }
 
-/// Reads objects from standard input, and prints of each its kind, its name and the names of what
-/// it refers to. A key that is said twice is an error, as for kubectl.
-const OBJECTS: &str = r#"
-import sys, yaml
-class Strict(yaml.SafeLoader):
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key) for key, _ in node.value]
-        assert len(keys) == len(set(keys)), f"a key twice in {keys}"
-        return super().construct_mapping(node, deep)
-for one in yaml.load_all(sys.stdin, Loader=Strict):
 /// Options of QEMU's sockets in the code of a document: each with the assignments of its block.
 fn sockets_of(document: &str) -> Vec<(String, String)> {
     let fenced = document.split("```").skip(1).step_by(2);
@@ -231,6 +231,16 @@ fn sockets_for_machines_are_written_as_the_installed_qemu_reads_them() {
     assert!(found >= 2, "the documents have commands for virtual machines");
 }
 
+/// Reads objects from standard input, and prints of each its kind, its name and the names of what
+/// it refers to. A key that is said twice is an error, as for kubectl.
+const OBJECTS: &str = r#"
+import sys, yaml
+class Strict(yaml.SafeLoader):
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key twice in {keys}"
+        return super().construct_mapping(node, deep)
+for one in yaml.load_all(sys.stdin, Loader=Strict):
     spec, kind = one.get("spec", {}), one["kind"]
     print(one["apiVersion"], kind, one["metadata"]["name"])
     if kind == "PersistentVolume":

@@ -89,6 +89,7 @@ mod stopping;
 mod systemd;
 mod takeover;
 mod tls;
+mod tour;
 mod trace;
 mod tune;
 mod verify;

@@ -16,6 +16,7 @@
 
 pub mod descriptors;
 pub mod figures;
+pub mod foreground;
 pub mod input;
 pub mod keys;
 pub mod logging;

@@ -1,4 +1,5 @@
 //! What a long command is at: on standard error, a bar on a terminal, else a line for each step.
+//! In the background of a terminal, nothing is drawn.
 
 use std::{
     cell::RefCell,
@@ -8,11 +9,12 @@ use std::{
     time::Duration,
 };
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::say;
+use crate::{foreground::Foreground, say};
 
 const TICK: Duration = Duration::from_millis(100);
+const DRAWINGS_A_SECOND: u8 = 20;
 /// After which somebody wonders.
 const MOMENT: Duration = Duration::from_secs(2);
 const SPINNER: &str = "{spinner} {msg} {elapsed}";
@@ -23,6 +25,7 @@ pub fn bar(template: &str, length: u64) -> ProgressBar {
 }
 
 fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
+    bar.set_draw_target(ProgressDrawTarget::term_like_with_hz(Box::new(Foreground), DRAWINGS_A_SECOND));
     bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
     bar
 }

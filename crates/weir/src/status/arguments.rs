@@ -39,8 +39,9 @@ pub(crate) struct StatusArgs {
     /// Print the daemon's own answer, with the rates added
     #[arg(long)]
     pub(crate) json: bool,
-    /// How long to measure rates over; 0 measures none
-    #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "500ms")]
+    /// How long to measure rates over, after a quarter of a second in which what limits allow at
+    /// once to an idle disk passes; 0 measures none
+    #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "1s")]
     pub(crate) interval: Duration,
     /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]

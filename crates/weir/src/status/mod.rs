@@ -8,6 +8,7 @@ mod tables;
 use std::{
     io::{IsTerminal as _, stdout},
     thread,
+    time::Duration,
 };
 
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
@@ -21,10 +22,15 @@ use crate::client::{
     report::Report,
 };
 
+/// Time before the interval. A limit lets a tenth of a second's worth pass at once after idle time:
+/// a load that begins together with this command would seem to exceed it.
+const LEAD_IN: Duration = Duration::from_millis(250);
+
 pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     let mut client = Client::reach(arguments.qmp)?;
     let mut earlier = None;
     if !arguments.interval.is_zero() {
+        thread::sleep(LEAD_IN);
         earlier = Some(client.measured()?.1);
         // Not a wait for an event: the interval is what is measured over.
         thread::sleep(arguments.interval);
