@@ -8,7 +8,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::harness::{Client, DEADLINE, MIB, Scratch, WEIR, text};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::harness::{Client, DEADLINE, MIB, Scratch, WEIR, assert_says, text, weir};
 
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + DEADLINE;
@@ -83,4 +88,34 @@ fn a_reader_who_stands_still_keeps_nobody_waiting_and_hears_what_is_missing() {
     assert!(found.join().unwrap());
     weir.kill().unwrap();
     weir.wait().unwrap();
+}
+
+#[test]
+fn a_daemon_in_the_background_logs_to_its_file_which_can_be_rotated() {
+    let scratch = Scratch::new();
+    let (socket, log, pid) = (scratch.socket("nbd"), scratch.path("weir.log"), scratch.path("pid"));
+    let at = format!("unix:{}", text(&socket));
+    let serve = ["serve", "memory:1M", "--no-control", "--name", "disk", "--iops-total", "100", "--nbd", &at];
+    let logging = ["--daemonize", "--pid-file", text(&pid), "--log-file", text(&log)];
+    let outcome = weir(&[&serve[..], &logging].concat()).run();
+    assert_eq!(
+        (outcome.ended(), outcome.said().as_str()),
+        (Some(0), ""),
+        "it says nothing on standard error"
+    );
+    let number = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    let read = |path: &std::path::Path| std::fs::read_to_string(path).unwrap_or_default();
+    let ready = read(&log);
+    let line = ready.lines().find(|line| line.contains(" ready ")).unwrap_or_else(|| panic!("{ready}"));
+    assert!(line.contains("limits=\"disk: iops 100\"") && !line.contains('\x1b'), "{line}");
+    let moved = scratch.path("weir.log.1");
+    std::fs::rename(&log, &moved).unwrap();
+    let signal = |signal| kill(Pid::from_raw(number), signal).unwrap();
+    signal(Signal::SIGHUP);
+    wait_until("the new file has what follows", || read(&log).contains("SIGHUP"));
+    assert!(!read(&moved).contains("SIGHUP"), "{}", read(&moved));
+    signal(Signal::SIGTERM);
+    wait_until("it ends", || !pid.exists());
+    let refused = weir(&[&serve[..], &["--log-file", text(&scratch.path("no/such/directory"))]].concat());
+    assert_says(&refused.fails(), &["log-file", "cannot be written"]);
 }

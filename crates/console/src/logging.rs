@@ -1,4 +1,4 @@
-//! The log, on standard error: standard output belongs to results.
+//! The log, on standard error or in a file: standard output belongs to results.
 //!
 //! Where standard error is the journal's (`JOURNAL_STREAM`, systemd.exec(5)), a line begins with
 //! its priority (sd-daemon(3)), and a line for people has no time: the journal has one.
@@ -9,12 +9,14 @@ use std::{
     env,
     fmt::{self, Display},
     io::{IsTerminal as _, stderr},
+    path::Path,
     sync::{
         OnceLock,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
 };
 
+use anyhow::Context as _;
 use file::LogFile;
 use nix::sys::stat::fstat;
 use settings::{LogFormat, LogSettings};
@@ -28,16 +30,23 @@ use tracing_subscriber::{
 };
 
 /// Starts the log for the rest of the process's life. Only the first call counts.
-pub fn start(settings: &LogSettings) {
+///
+/// # Errors
+/// The log's file cannot be opened.
+pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
+    if let Some(path) = &settings.file {
+        file::open(path).with_context(|| cannot_be_written(path))?;
+    }
+    let is_file = settings.file.is_some();
     let format = settings.format;
     let log = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(&settings.filter))
         .with_writer(move || LogFile(format))
         // To standard error, of which it would panic there.
         .log_internal_errors(false)
-        .with_ansi(stderr().is_terminal());
+        .with_ansi(!is_file && stderr().is_terminal());
     // A second start, as in tests, leaves the first log in place.
-    let _ = match (format, is_journal()) {
+    let _ = match (format, !is_file && is_journal()) {
         (LogFormat::Text, false) => log.finish().with(Warnings).try_init(),
         (LogFormat::Text, true) => {
             log.without_time().map_event_format(Prioritised).finish().with(Warnings).try_init()
@@ -48,6 +57,22 @@ pub fn start(settings: &LogSettings) {
             log.finish().with(Warnings).try_init()
         }
     };
+    Ok(())
+}
+
+fn cannot_be_written(path: &Path) -> String {
+    format!(
+        "log-file {}: cannot be written (name a file in a directory that weir may write to)",
+        path.display()
+    )
+}
+
+/// Opens the log's file anew, if there is one: it may have been moved away. Where it cannot be
+/// opened, lines go on to the one before, the first of which says so.
+pub fn reopen() {
+    if let Err((path, error)) = file::reopen() {
+        tracing::warn!("{}: {error}", cannot_be_written(&path));
+    }
 }
 
 /// How many warnings the log has had.

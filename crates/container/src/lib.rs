@@ -102,7 +102,7 @@ pub struct PluginArgs {
 pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     let PluginArgs { socket, directory, qmp, log, log_format } = arguments;
     let inherited = daemon::listen::Inherited::take();
-    logging::start(&LogSettings { filter: log, format: log_format });
+    logging::start(&LogSettings { filter: log, format: log_format, file: None })?;
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     let weir = env::current_exe().context("the program's own file is not known")?;
     let store = Store::open(&directory)?;

@@ -655,6 +655,7 @@ fn service(draft: ServiceDraft, tls: Option<Tls>, mistakes: &Mistakes) -> Servic
         log: LogSettings {
             filter: draft.log.map_or_else(|| "info".to_owned(), |said| said.value),
             format: draft.log_format.map(|said| said.value).unwrap_or_default(),
+            file: draft.log_file.map(|said| said.value),
         },
         pid_file: draft.pid_file.map(|said| said.value),
         state: draft.state.map(|said| said.value),

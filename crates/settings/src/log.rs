@@ -1,4 +1,6 @@
-//! What the log is to hold, and in which form.
+//! Content, form and destination of the log.
+
+use std::path::PathBuf;
 
 use tracing_subscriber::EnvFilter;
 
@@ -9,6 +11,8 @@ pub struct LogSettings {
     pub filter: String,
     /// The form of a line.
     pub format: LogFormat,
+    /// The file that lines are appended to; `None` is standard error.
+    pub file: Option<PathBuf>,
 }
 
 /// The form of a line of the log.

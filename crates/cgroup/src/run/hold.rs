@@ -91,7 +91,7 @@ pub(super) fn hold<'a>(
     };
     if group.version == Version::V2 && needs_watch(group, device, change)? {
         // The command's standard error is for what goes wrong only.
-        logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text });
+        logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text, file: None })?;
         held.watch = Some(watch::Running::start_or_stand_by(&file, Store::new(places.state))?);
     }
     held.notices = limit::set(hierarchy, &file, group, device, change)?.notices;

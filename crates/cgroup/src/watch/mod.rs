@@ -105,7 +105,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
         return Ok(settling::settle_latest(&hierarchy, path, &kept).and(weighted)?);
     }
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
-    logging::start(&LogSettings { filter, format: LogFormat::Text });
+    logging::start(&LogSettings { filter, format: LogFormat::Text, file: None })?;
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     let watch = Watch::claim(hierarchy, path, Store::new(arguments.state.as_deref()))?;
     let (stop, stopped) = mpsc::channel();

@@ -1,5 +1,6 @@
-//! Logs, at target `weir::limits`, which disks and groups were held back by their limits: every ten
-//! seconds, and not at all while nobody is.
+//! Logs which disks and groups were throttled by their limits, at level debug and target
+//! `weir::limits`: every ten seconds, and not at all while none is. Status and metrics have the
+//! same figures at any time, so at level info these lines would only hide others.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -12,6 +13,7 @@ use policy::{
 use super::inventory::Inventory;
 
 const INTERVAL: Duration = Duration::from_secs(10);
+const TARGET: &str = "weir::limits";
 
 /// What was last looked at, and when.
 #[derive(Debug, Default)]
@@ -35,7 +37,7 @@ impl HeldBack {
         if now - self.looked < INTERVAL {
             return;
         }
-        if !self.has_told(limited_ns) {
+        if !self.has_told(limited_ns) && tracing::enabled!(target: TARGET, tracing::Level::DEBUG) {
             self.last.look(inventory, now - self.looked);
         }
         (self.looked, self.limited_ns) = (now, limited_ns);
@@ -145,23 +147,26 @@ fn binding(stats: &Stats, above: &[(&str, &Stats)]) -> Option<String> {
 
 fn log(name: &str, stats: &Stats, seen: Seen, elapsed: Duration, above: &[(&str, &Stats)]) {
     let [waiting_reads, waiting_writes] = stats.waiting;
-    tracing::info!(
-        target: "weir::limits",
+    tracing::debug!(
+        target: TARGET,
         name,
         throttled = seen.throttled,
-        waited_ns = seen.waited_ns,
+        waited_ms = milliseconds(seen.waited_ns),
         limited_percent = seen.limited_ns.saturating_mul(100) / elapsed.as_nanos() as u64,
-        // Of the last ten to twenty seconds, and since the start.
-        wait_p50_ns = stats.recent_waits.p50_ns,
-        wait_p99_ns = stats.recent_waits.p99_ns,
-        wait_max_ns = stats.recent_waits.max_ns,
-        all_wait_p99_ns = stats.waits.p99_ns,
-        all_wait_max_ns = stats.waits.max_ns,
+        // Of the last ten to twenty seconds.
+        wait_p50_ms = milliseconds(stats.recent_waits.p50_ns),
+        wait_p99_ms = milliseconds(stats.recent_waits.p99_ns),
+        wait_max_ms = milliseconds(stats.recent_waits.max_ns),
         binding = binding(stats, above),
         waiting_reads,
         waiting_writes,
         "held back by limits"
     );
+}
+
+/// To a microsecond.
+fn milliseconds(nanoseconds: u64) -> f64 {
+    (nanoseconds as f64 / 1e3).round() / 1e3
 }
 
 #[cfg(test)]

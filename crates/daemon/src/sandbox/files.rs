@@ -177,6 +177,9 @@ impl Rules {
         if let Some(path) = &service.pid_file {
             self.place(path, AccessFs::RemoveFile.into())?;
         }
+        if let Some(path) = &service.log.file {
+            self.place(path, BitFlags::EMPTY)?;
+        }
         if let Some(record) = &service.record {
             let access =
                 make_bitflags!(AccessFs::{ReadDir | ReadFile | WriteFile | MakeReg | RemoveFile | Truncate});

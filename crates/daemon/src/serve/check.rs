@@ -27,8 +27,8 @@ use console::{Failure, complain, descriptors, figures, logging, on_reactor, prin
 use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
 use settings::{
-    Address, Door, Draft, Endpoint, Mistakes, Place, Plan, Said, SecretSource, Service, Standard, Wrong,
-    control::ControlSocket,
+    Address, Door, Draft, Endpoint, LogSettings, Mistakes, Place, Plan, Said, SecretSource, Service,
+    Standard, Wrong, control::ControlSocket,
 };
 
 use super::{addresses::is_awaited, memory};
@@ -95,7 +95,8 @@ pub(super) fn check(
             return Err(Failure::Found(1));
         }
     };
-    logging::start(&plan.service.log);
+    // Warnings are for the user of this command, not for the daemon's file.
+    logging::start(&LogSettings { file: None, ..plan.service.log.clone() })?;
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     let (sum, bursts) = (sum(&plan), bursts(&plan));

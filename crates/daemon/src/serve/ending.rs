@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use block::{disk::Totals, reactor, storage::rbd};
-use console::signals::Request;
+use console::{logging, signals::Request};
 use policy::time::Duration;
 use sd_notify::NotifyState;
 
@@ -201,8 +201,11 @@ async fn write_back(files: Vec<PathBuf>) {
     }
 }
 
-/// SIGHUP: the config file is read again, and the log says what came of it.
+/// SIGHUP: the log's file is opened anew, the config file is read again, and the log says what came
+/// of it.
 async fn hang_up(inventory: &Rc<Inventory>) {
+    // First, so that all of what follows is in the new file. Its file system may not answer.
+    reactor::blocking(logging::reopen).await;
     // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());

@@ -75,7 +75,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let regrets = before.as_ref().map(Newcomer::regrets).transpose()?;
     let passed = before.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
     let plan = plan(&draft, file.is_some(), passed)?;
-    logging::start(&plan.service.log);
+    logging::start(&plan.service.log)?;
     op::keep_from_children().context("what was passed cannot be kept from other programs")?;
     let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));
     let runner = runner.transpose()?;

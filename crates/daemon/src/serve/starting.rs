@@ -21,6 +21,7 @@ use block::{
     storage::{OpenError, Passed},
 };
 use console::{figures, signals::Signals};
+use policy::throttle::{Limits, Setting};
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
 use settings::{DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
@@ -56,6 +57,8 @@ use crate::{
 
 /// URIs in the line that says `ready`.
 const MOST_URIS_SHOWN: usize = 16;
+/// Disks and groups in that line whose limits are shown.
+const MOST_LIMITS_SHOWN: usize = 16;
 /// What a signal may come before.
 const DISKS_OPEN: &str = "all disks are open";
 
@@ -188,7 +191,7 @@ impl Daemon {
                  own with --qmp unix:PATH, or say --no-control)"
             );
         }
-        announce(&uris);
+        announce(&uris, &inventory);
         inventory.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
@@ -368,11 +371,37 @@ async fn take_along(
     newcomer.check(inventory)
 }
 
-fn announce(uris: &[String]) {
+/// Limits of groups and disks, of the first that have some: `gold: iops 2000; vm1: bps 10M`.
+fn limits(inventory: &Inventory) -> Option<String> {
+    let groups = inventory.groups();
+    let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));
+    let disks = inventory.disks();
+    let disks = disks
+        .iter()
+        .map(|running| (running.disk.name().to_string(), running.disk.throttle().settings().limits));
+    let limited = groups.chain(disks).filter(|(_, limits)| !limits.is_unlimited());
+    let shown = |(name, limits): (String, Limits)| format!("{name}: {}", figures::limits(&by_name(&limits)));
+    let all: Vec<_> = limited.collect();
+    let more = all.len().saturating_sub(MOST_LIMITS_SHOWN);
+    let mut lines: Vec<_> = all.into_iter().take(MOST_LIMITS_SHOWN).map(shown).collect();
+    if more > 0 {
+        lines.push(format!("and {more} more"));
+    }
+    (!lines.is_empty()).then(|| lines.join("; "))
+}
+
+fn by_name(limits: &Limits) -> figures::Limits {
+    let set = Setting::ALL.iter().map(|&setting| (setting.name().to_owned(), limits.get(setting)));
+    set.filter(|(_, value)| *value != 0).collect()
+}
+
+fn announce(uris: &[String], inventory: &Inventory) {
     let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
+    let limits = limits(inventory);
+    let limits = limits.as_deref();
     match uris.len().saturating_sub(MOST_URIS_SHOWN) {
-        0 => tracing::info!(exports = %shown, "ready"),
-        more => tracing::info!(exports = %shown, more, "ready"),
+        0 => tracing::info!(limits, exports = %shown, "ready"),
+        more => tracing::info!(limits, more, exports = %shown, "ready"),
     }
     notify::tell(&[NotifyState::Ready]);
 }

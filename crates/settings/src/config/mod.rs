@@ -83,7 +83,7 @@ pub fn read(path: &Path) -> io::Result<String> {
         let why = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
         return Err(io::Error::new(ErrorKind::FileTooLarge, why));
     }
-    parse_telling(&name, &text, path.parent().unwrap_or(Path::new("")), mistakes)
+    Ok(text)
 }
 
 /// Reads the text of a config file called `name`, with paths seen from `directory`.
@@ -284,6 +284,7 @@ impl Reader<'_> {
                 },
                 log: section.parse("log", log::filter),
                 log_format: section.value("log-format"),
+                log_file: self.path(section, "log-file"),
                 pid_file: self.path(section, "pid-file"),
                 state: self.path(section, "state"),
                 image_root: self.path(section, "image-root"),

@@ -327,7 +327,7 @@ fn check_service(old: &Service, new: &Service, said: &ServiceDraft) -> anyhow::R
     let sockets_at = [at(&said.socket_mode), at(&said.socket_owner)];
     let networks_at = [first(&said.access.allow), first(&said.access.deny)];
     let http_at = [at(&said.http), at(&said.http_token_file), first(&said.http_name)];
-    let log_at = [at(&said.log), at(&said.log_format)];
+    let log_at = [at(&said.log), at(&said.log_format), at(&said.log_file)];
     let TlsDraft { mode, certificates, verify_peer, psk } = &said.tls;
     let tls_at = [at(mode), at(certificates), at(verify_peer), at(psk)];
     let all: [(&str, bool, &[Option<&Place>]); 23] = [
@@ -350,7 +350,7 @@ fn check_service(old: &Service, new: &Service, said: &ServiceDraft) -> anyhow::R
         ("on-event", *on_event != new.on_event, &[at(&said.on_event)]),
         ("http, http-token-file or http-name", *http != new.http, &http_at),
         ("tls", *tls != new.tls, &tls_at),
-        ("log or log-format", *log != new.log, &log_at),
+        ("log, log-format or log-file", *log != new.log, &log_at),
         ("pid-file", *pid_file != new.pid_file, &[at(&said.pid_file)]),
         ("state", *state != new.state, &[at(&said.state)]),
         ("image-root", *image_root != new.image_root, &[at(&said.image_root)]),

@@ -351,13 +351,13 @@ struct LogArgs {
     /// Lines for people or JSON objects: text or json [default: text]
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<LogFormat>,
+    /// Append lines to this file instead of standard error, as with --daemonize; SIGHUP opens it
+    /// anew, so that logrotate can move it away
+    #[arg(long, value_name = "FILE")]
+    log_file: Option<PathBuf>,
 }
 
 impl ServeArgs {
-    /// Whether it is to go on in the background.
-    pub fn is_to_daemonize(&self) -> bool {
-        self.process.daemonize
-    }
     /// Fails where neither an image, a config file nor a step says what to serve.
     pub(crate) fn check_disks(&self) -> Result<(), String> {
         if self.image.images.is_empty() && self.config.is_none() && self.steps.is_empty() {
@@ -367,6 +367,10 @@ impl ServeArgs {
         Ok(())
     }
 
+    /// Whether it is to go on in the background.
+    pub fn is_to_daemonize(&self) -> bool {
+        self.process.daemonize
+    }
 
     /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
@@ -580,6 +584,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         },
         log: Said::option("log", log.log),
         log_format: Said::option("log-format", log.log_format),
+        log_file: Said::option("log-file", log.log_file),
         pid_file: Said::option("pid-file", process.pid_file),
         state: Said::option("state", process.state),
         image_root: Said::option("image-root", process.image_root),
