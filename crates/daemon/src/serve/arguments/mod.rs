@@ -52,7 +52,6 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 
 /// What `weir serve` is told.
 #[derive(Debug, Args)]
-#[command(override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>")]
 pub struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are
     /// then its keys

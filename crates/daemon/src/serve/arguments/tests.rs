@@ -19,6 +19,7 @@ fn plan(line: &str) -> Result<Plan, String> {
         let text = error.render().to_string();
         text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
     })?;
+    arguments.check_disks()?;
     arguments.into_draft().and_then(|draft| Plan::new(draft, 0)).map_err(|wrong| wrong.to_string())
 }
 
@@ -285,5 +286,8 @@ fn a_config_file_excludes_what_it_says_itself() {
 
 #[test]
 fn something_must_be_served() {
-    assert!(plan("").unwrap_err().starts_with("the following required arguments were not provided:"));
+    for line in ["", "--iops-total 5"] {
+        let error = plan(line).unwrap_err();
+        assert!(error.starts_with("nothing is named that is to be served (name an IMAGE"), "{error}");
+    }
 }
