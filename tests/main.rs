@@ -39,6 +39,7 @@ mod failures;
 mod fio;
 mod from_qemu;
 mod fuse;
+mod fuse_own;
 mod fuse_ring;
 mod hostile;
 mod http;

@@ -18,13 +18,14 @@ use anyhow::{Context as _, anyhow};
 use block::{
     error::what_gives_descriptors,
     reactor::{self, Worker},
-    storage::{OpenError, Passed},
+    storage::{OpenError, OwnMount, Passed},
 };
 use console::{figures, signals::Signals};
+use export::fuse;
 use policy::throttle::{Limits, Setting};
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
-use settings::{DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
+use settings::{Door, DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
 
 use super::{
     Daemon, Event,
@@ -100,6 +101,8 @@ impl Daemon {
         join_cluster(&mut plan, &inventory).await?;
         let plan = Rc::new(plan);
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
+        // Files that the old process still serves: no image may lie on one.
+        let _own = newcomer.as_ref().map(|_| files_over_fuse(&plan));
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         let is_awaited = is_awaited(&plan, &inventory, newcomer.as_ref());
         let opened = assemble::disks(&plan, &inventory, files, is_awaited);
@@ -232,6 +235,15 @@ impl Daemon {
 }
 
 /// Takes part in the cluster, if there is one; what has moved to another host is left out.
+/// File systems at the places where the plan shows disks over FUSE, as long as the value lives.
+fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
+    let files = plan.doors.iter().filter_map(|export| match &export.door {
+        Door::Fuse(fuse) => Some(&fuse.file),
+        _ => None,
+    });
+    files.filter_map(|file| fuse::served_at(file)).collect()
+}
+
 async fn join_cluster(plan: &mut Plan, inventory: &Inventory) -> anyhow::Result<()> {
     let Some(cluster) = Cluster::prepare(plan).await? else { return Ok(()) };
     let moved = cluster.moved();

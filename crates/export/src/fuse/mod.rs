@@ -33,5 +33,5 @@ mod told;
 mod work;
 
 pub use device::{Export, Owner, Standing};
-pub use mount::{Mount, NotMounted, Options, Told};
+pub use mount::{Mount, NotMounted, Options, Told, served_at};
 pub use server::{Rested, Server, Statistics};

@@ -35,7 +35,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use block::reactor::{clone_fuse_device, op::Fd};
+use block::{
+    reactor::{clone_fuse_device, op::Fd},
+    storage::OwnMount,
+};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags, statx},
@@ -126,6 +129,8 @@ pub struct Mount {
     by_helper: bool,
     /// The kernel's number for it.
     number: Option<u64>,
+    /// Keeps this process's images away from it.
+    _own: Option<OwnMount>,
     is_unmounted: AtomicBool,
     watcher: Mutex<Option<Watcher>>,
 }
@@ -148,12 +153,14 @@ impl Mount {
             }
             mounted => (mounted?, false),
         };
+        let root = mounted(&path);
         let watcher = Watcher::start(&path, by_helper).inspect_err(|error| {
             let path = path.display();
             tracing::warn!(%path, %error, "nobody will unmount the file if weir is killed, before it is served again");
         });
         Ok(Self {
-            number: mounted(&path).map(|(_, number)| number),
+            number: root.as_ref().map(|(_, number)| *number),
+            _own: root.as_ref().and_then(own),
             path,
             device: device.into(),
             owner,
@@ -184,7 +191,9 @@ impl Mount {
     pub fn adopt(told: Told, owner: Owner) -> Self {
         let Told { path, device, by_helper, number, watcher } = told;
         let watcher = watcher.map(|bell| Watcher { bell, child: None });
+        let root = mounted(&path).filter(|(_, found)| Some(*found) == number);
         Self {
+            _own: root.as_ref().and_then(own),
             path,
             device: device.into(),
             owner,
@@ -272,6 +281,19 @@ fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
     let (root, seen) = look(path).ok()?;
     let known = StatxFlags::from_bits_retain(seen.stx_mask).contains(StatxFlags::MNT_ID);
     (known && seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, seen.stx_mnt_id))
+}
+
+/// Marks the file system that is mounted over the file at `path` as one of this process, which is
+/// about to serve it for another one; `None` where none is.
+pub fn served_at(path: &Path) -> Option<OwnMount> {
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
+    own(&mounted(&path)?)
+}
+
+/// Marks a mount, by its root and number, as one that this process serves.
+fn own((root, _): &(OwnedFd, u64)) -> Option<OwnMount> {
+    let own = OwnMount::of(root);
+    own.inspect_err(|error| tracing::warn!(%error, "images on the file will not be recognised")).ok()
 }
 
 /// The file that is to be mounted over, and whose it is.

@@ -27,7 +27,7 @@ use crate::{
     storage::{
         OpenError,
         align::Alignment,
-        lock,
+        lock, own_mounts,
         root::{Pinned, Root},
     },
 };
@@ -62,6 +62,8 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     let pinned_path = pinned.as_ref().map(Pinned::path);
     let path = pinned_path.as_deref().unwrap_or(path);
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
+    // Before anything is asked of its file system, which this process may have to answer for.
+    own_mounts::check_path(path, &name)?;
     // Before opening: that of a FIFO would wait for its other end.
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
     let mut how = fs::OpenOptions::new();
@@ -89,6 +91,7 @@ fn of_descriptor(
     name: String,
     options: &FileOptions,
 ) -> Result<(File, fs::File), OpenError> {
+    own_mounts::check(descriptor, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let buffered = fs::File::from(descriptor.try_clone().map_err(|error| failed(&error))?);
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
@@ -117,6 +120,8 @@ fn lock_and_look(
     passed: Option<Passed>,
     options: &FileOptions,
 ) -> Result<(File, fs::File), OpenError> {
+    // Again, because its path may have led elsewhere a moment ago.
+    own_mounts::check(&main, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);
     // What is locked already is locked again by the same file, which changes nothing.

@@ -1,0 +1,156 @@
+//! File systems that this process serves, on which none of its images may lie.
+//!
+//! A request to such an image comes back to this process as another request. A system call that
+//! waits for the answer may stop the only thread that could give it, and both wait for ever.
+//!
+//! An image is recognised by the device number of its open descriptor, so its name does not matter:
+//! a path, a symbolic link, a bind mount, a descriptor that was passed. The kernel knows that
+//! number itself ([`AtFlags::STATX_DONT_SYNC`]). A loop device over a file of this process is
+//! recognised by the file that the kernel names for it.
+//!
+//! Never asks a file system anything.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, makedev, statx};
+
+use super::OpenError;
+
+/// Loop devices over files over loop devices that are looked through.
+const MOST_LEVELS: usize = 8;
+
+/// Device numbers of the file systems, each with the number of its [`OwnMount`]s.
+static DEVICES: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
+
+/// A file system that this process serves, as long as the value lives.
+#[derive(Debug)]
+pub struct OwnMount(u64);
+
+impl OwnMount {
+    /// The file system that `root`, which may be open with `O_PATH`, lies on.
+    ///
+    /// # Errors
+    /// The kernel does not say which that is.
+    pub fn of(root: impl AsFd) -> io::Result<Self> {
+        let device = look(root)?.device;
+        *devices().entry(device).or_default() += 1;
+        Ok(Self(device))
+    }
+}
+
+impl Drop for OwnMount {
+    fn drop(&mut self) {
+        let mut devices = devices();
+        if let Some(mounts) = devices.get_mut(&self.0) {
+            *mounts -= 1;
+            if *mounts == 0 {
+                devices.remove(&self.0);
+            }
+        }
+    }
+}
+
+fn devices() -> MutexGuard<'static, BTreeMap<u64, usize>> {
+    DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Device numbers of an open file, as the kernel has them.
+struct DeviceNumbers {
+    /// Number of the device that its file system is on.
+    device: u64,
+    /// Number of the block device that it is.
+    block_device: Option<(u32, u32)>,
+    /// The same for the device that its file system is on.
+    below: (u32, u32),
+}
+
+fn look(file: impl AsFd) -> io::Result<DeviceNumbers> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let seen = statx(file, c"", flags, StatxFlags::TYPE)?;
+    let is_block_device = FileType::from_raw_mode(seen.stx_mode.into()) == FileType::BlockDevice;
+    Ok(DeviceNumbers {
+        device: makedev(seen.stx_dev_major, seen.stx_dev_minor),
+        block_device: is_block_device.then_some((seen.stx_rdev_major, seen.stx_rdev_minor)),
+        below: (seen.stx_dev_major, seen.stx_dev_minor),
+    })
+}
+
+/// Refuses an image at `path` that lies on a file system of this process. A path that cannot be
+/// opened passes: the caller's attempt reports the error.
+pub(super) fn check_path(path: &Path, name: &str) -> Result<(), OpenError> {
+    let has_none = devices().is_empty();
+    match has_none {
+        true => Ok(()),
+        false => open_path(path).map_or(Ok(()), |file| check(&file, name)),
+    }
+}
+
+/// The same for an image that is open.
+pub(super) fn check(file: impl AsFd, name: &str) -> Result<(), OpenError> {
+    let has_none = devices().is_empty();
+    if has_none || !is_own(file, MOST_LEVELS) {
+        return Ok(());
+    }
+    let why = "is a file that this process itself serves, so each would wait for the other";
+    Err(OpenError::new(name, why, "name the image that the file shows, or serve it by another daemon"))
+}
+
+fn is_own(file: impl AsFd, levels: usize) -> bool {
+    let Ok(seen) = look(file) else { return false };
+    let is_here = devices().contains_key(&seen.device);
+    is_here
+        || levels > 0
+            && [seen.block_device, Some(seen.below)].into_iter().flatten().any(|number| {
+                let file = backing_file(number).and_then(|path| open_path(&path).ok());
+                file.is_some_and(|file| is_own(file, levels - 1))
+            })
+}
+
+/// File under a loop device or under a partition of one.
+fn backing_file((major, minor): (u32, u32)) -> Option<PathBuf> {
+    let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
+    let whole = |below: &str| fs::read_to_string(device.join(below).join("loop/backing_file")).ok();
+    let path = whole(".").or_else(|| whole(".."))?;
+    Some(PathBuf::from(path.trim_end_matches('\n')))
+}
+
+fn open_path(path: &Path) -> rustix::io::Result<std::os::fd::OwnedFd> {
+    rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_on_an_own_file_system_is_refused_by_every_name() {
+        let directory = tempfile::tempdir().expect("there is room");
+        let (path, link) = (directory.path().join("disk.raw"), directory.path().join("link"));
+        fs::write(&path, [0; 512]).expect("there is room");
+        std::os::unix::fs::symlink(&path, &link).expect("it is new");
+        let file = fs::File::open(&path).expect("it is there");
+        assert!(check(&file, "disk").is_ok(), "no file system is this process's");
+        let mounts = [(); 2].map(|()| OwnMount::of(open_path(&path).expect("it is there")).expect("known"));
+        let descriptor = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
+        let [first, second] = mounts;
+        for _ in 0..2 {
+            check(&file, "disk").expect_err("by a descriptor");
+            for path in [&path, &link, Path::new(&descriptor)] {
+                let error = check_path(path, "disk").expect_err("by a path").to_string();
+                assert!(error.contains("itself serves"), "{error}");
+            }
+            assert!(check_path(&directory.path().join("missing"), "disk").is_ok());
+            assert!(check_path(Path::new("/proc/self/stat"), "disk").is_ok(), "another file system");
+        }
+        drop(first);
+        check(&file, "disk").expect_err("one mount is left");
+        drop(second);
+        assert!(check(&file, "disk").is_ok());
+    }
+}

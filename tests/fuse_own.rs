@@ -1,0 +1,137 @@
+//! Images on a file that the same daemon serves over FUSE: refused, whatever names them.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    os::{fd::AsRawFd as _, unix::fs::symlink},
+    path::{Path, PathBuf},
+};
+
+use serde_json::{Value, json};
+
+use crate::{
+    fuse::{can_mount, spot, wait_until_unmounted},
+    harness::{
+        Client, LoopDevice, MIB, Qmp, Scratch, Serve, assert_says, need_root, pattern, qemu_img, text, weir,
+    },
+};
+
+/// Adds the disk `b` of this image.
+fn add(qmp: &mut Qmp, driver: &str, file: &Value) -> Value {
+    let node = json!({ "driver": driver, "node-name": "b", "file": file });
+    qmp.ask("x-weir-add-disk", json!({ "node": node }))
+}
+
+fn by_name(path: &Path) -> Value {
+    json!({ "driver": "file", "filename": text(path) })
+}
+
+/// A second name of the mount.
+struct Bound(PathBuf);
+
+impl Bound {
+    fn new(scratch: &Scratch, file: &Path) -> Self {
+        let name = spot(scratch, "bound");
+        Client::new("mount").args(["--bind", text(file), text(&name)]).succeeds();
+        Self(name)
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        Client::new("umount").args(["-l", text(&self.0)]).run();
+    }
+}
+
+#[test]
+fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
+    if !can_mount() {
+        return;
+    }
+    need_root("mounts and loop devices");
+    let scratch = Scratch::new();
+    let (image, file) = (scratch.filled("a.raw", MIB), scratch.filled("shown", 2 * MIB));
+    let control = scratch.socket("qmp");
+    let daemon = Serve::new(&scratch)
+        .arg(&image)
+        .args(["--name", "a", "--format", "raw", "--fuse", text(&file)])
+        .args(["--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let open = OpenOptions::new().read(true).write(true).open(&file).expect("it is served");
+    let mut qmp = Qmp::negotiated(&control);
+
+    let link = scratch.path("link");
+    symlink(&file, &link).expect("it is new");
+    let bound = Bound::new(&scratch, &file);
+    let elsewhere = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), open.as_raw_fd()));
+    let overlay = scratch.path("overlay.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&link)]).arg(&overlay).succeeds();
+    let split = scratch.path("split.qcow2");
+    let data = scratch.path("data.raw");
+    let options = format!("data_file={}", text(&data));
+    qemu_img(["create", "-q", "-f", "qcow2", "-o", &options]).arg(&split).arg("1M").succeeds();
+    fs::remove_file(&data).expect("it was made");
+    symlink(&bound.0, &data).expect("it has gone");
+    let device = LoopDevice::attach(&file, 512);
+    qmp.ask_with(&open, "add-fd", &json!({ "fdset-id": 7 }));
+    let set = PathBuf::from("/dev/fdset/7");
+
+    for (driver, path) in [
+        ("raw", &file),
+        ("raw", &link),
+        ("raw", &bound.0),
+        ("raw", &elsewhere),
+        ("raw", &set),
+        ("qcow2", &overlay),
+        ("qcow2", &split),
+    ] {
+        let said = add(&mut qmp, driver, &by_name(path)).to_string();
+        assert_says(&said, &["itself serves", "each would wait for the other"]);
+    }
+    let host_device = json!({ "driver": "host_device", "filename": text(device.path()) });
+    assert_says(&add(&mut qmp, "raw", &host_device).to_string(), &["itself serves"]);
+    drop((device, bound));
+
+    // The daemon and its disk are as before, and another process may have the file.
+    assert!(fs::read(&file).expect("it is served") == pattern(MIB as usize));
+    weir(&["image", "info", "-f", "raw", text(&file)]).succeeds();
+    drop(open);
+    qmp.command("remove-fd", json!({ "fdset-id": 7 }));
+
+    // Without the export, the name leads to the file below.
+    let exports = qmp.command("query-block-exports", json!({}));
+    let exports = exports.as_array().expect("a list");
+    let export = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
+    qmp.command("block-export-del", json!({ "id": export["id"], "mode": "hard" }));
+    wait_until_unmounted(&file);
+    assert_eq!(add(&mut qmp, "raw", &by_name(&file)).get("error"), None);
+    assert_eq!(File::open(&file).and_then(|file| file.metadata()).expect("it is there").len(), 2 * MIB);
+    daemon.stop();
+}
+
+#[test]
+fn a_process_that_takes_over_refuses_an_image_on_a_file_that_it_will_serve() {
+    if !can_mount() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (image, file) = (scratch.filled("a.raw", MIB), spot(&scratch, "shown"));
+    let first = format!(
+        "[disk.a]\nimage = {:?}\nformat = \"raw\"\nexport = [{{ type = \"fuse\", file = {:?} }}]\n",
+        text(&image),
+        text(&file)
+    );
+    let second = format!(
+        "{first}\n[disk.b]\nimage = {:?}\nformat = \"raw\"\nexport = [{{ type = \"nbd\", listen = \"unix:{}\" }}]\n",
+        text(&file),
+        text(&scratch.socket("b"))
+    );
+    let control = format!("unix:{}", text(&scratch.socket("the-control")));
+    let serve = |config: &str| {
+        let config = scratch.file("weir.toml", config);
+        Serve::new(&scratch).where_said().args(["--config", text(&config)]).env("WEIR_QMP", &control)
+    };
+    let old = serve(&first).start();
+    assert_says(&serve(&second).arg("--takeover").fails(), &["disk b", "itself serves"]);
+    assert!(fs::read(&file).expect("it is served") == pattern(MIB as usize));
+    old.stop();
+}
