@@ -81,7 +81,7 @@ pub(crate) fn wait_until_unmounted(file: &Path) {
     }
 }
 
-fn python(script: &str, arguments: &[&str]) -> String {
+pub(crate) fn python(script: &str, arguments: &[&str]) -> String {
     Client::new("python3").args(["-c", script]).args(arguments).succeeds()
 }
 
@@ -289,7 +289,7 @@ fallocate(fd, ZERO_RANGE | KEEP_SIZE, mib - 10, 1000)
 assert os.stat(path).st_size == mib and os.pread(fd, 10, mib - 10) == bytes(10)
 refused(errno.ENOSPC, fallocate, fd, ZERO_RANGE, mib - 10, 1000)
 refused(errno.ENOSPC, fallocate, fd, 0, 0, mib + 1)
-for mode in (0, KEEP_SIZE, COLLAPSE, INSERT):
+for mode in (COLLAPSE, INSERT):
     refused(errno.EOPNOTSUPP, fallocate, fd, mode, 0, 4096)
 # Mapped memory and the file are one.
 try:
@@ -344,12 +344,11 @@ import os, sys
 path, mib = sys.argv[1], 1 << 20
 fd = os.open(path, os.O_RDWR)
 assert os.pwrite(fd, b"x" * 1000, 2 * mib) == 1000
-# By whole sectors.
-assert os.stat(path).st_size == 2 * mib + 1024 and os.pread(fd, 3000, 2 * mib) == b"x" * 1000 + bytes(24)
+assert os.stat(path).st_size == 2 * mib + 1000 and os.pread(fd, 3000, 2 * mib) == b"x" * 1000
 append = os.open(path, os.O_WRONLY | os.O_APPEND)
 for _ in range(3):
     assert os.write(append, b"a" * 512) == 512
-assert os.pread(fd, 4096, 2 * mib + 1024) == b"a" * 1536
+assert os.pread(fd, 4096, 2 * mib + 1000) == b"a" * 1536
 os.ftruncate(fd, 4 * mib)
 assert os.stat(path).st_size == 4 * mib and os.pread(fd, 512, 4 * mib - 512) == bytes(512)
 os.posix_fallocate(fd, 4 * mib, mib)

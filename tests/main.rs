@@ -41,6 +41,7 @@ mod from_qemu;
 mod fuse;
 mod fuse_own;
 mod fuse_ring;
+mod fuse_size;
 mod hostile;
 mod http;
 mod image_habits;

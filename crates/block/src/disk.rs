@@ -605,6 +605,16 @@ impl Disk {
         Ok(())
     }
 
+    /// Reserves space for a range, which may lie past the end: see [`Image::reserve`].
+    ///
+    /// # Errors
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    pub async fn reserve(&self, _: Pass, offset: u64, length: u64) -> Result<()> {
+        self.check_writable()?;
+        let _inside = self.enter().await?;
+        self.image.reserve(offset, length).await
+    }
+
     /// Looks whether the image was resized from outside; returns its size in bytes.
     pub fn refresh_size(&self) -> Result<u64> {
         let before = self.size_bytes();

@@ -79,14 +79,22 @@ impl Image {
         }
     }
 
+    /// See [`Storage::size_multiple`]. A qcow2 image counts in sectors.
+    pub fn size_multiple(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.storage().size_multiple(),
+            Self::Qcow2(_) => 512,
+        }
+    }
+
     /// See [`Storage::resize`].
     ///
     /// # Errors
-    /// As there; also where the image was opened read-only.
+    /// As there; also where the image was opened read-only, or would look like one of another
+    /// format.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self {
-            Self::Raw(raw) if raw.is_read_only() => Err(ResizeError::ReadOnly),
-            Self::Raw(raw) => raw.storage().resize(size_bytes).await,
+            Self::Raw(raw) => raw.resize(size_bytes).await,
             Self::Qcow2(qcow2) => qcow2.resize(size_bytes).await,
         }
     }
@@ -474,6 +482,43 @@ impl Image {
             Self::Raw(raw) => raw.write_zeroes(offset, length, options).await,
             Self::Qcow2(qcow2) => qcow2.write_zeroes(offset, length, options).await,
         }
+    }
+
+    /// See [`Storage::can_reserve`].
+    pub fn can_reserve(&self) -> bool {
+        match self {
+            Self::Raw(raw) => raw.storage().can_reserve(),
+            Self::Qcow2(_) => false,
+        }
+    }
+
+    /// See [`Storage::reserve`]. Clusters of a qcow2 image are allocated when they are written.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        match self {
+            Self::Raw(raw) if raw.is_read_only() => Err(Error::NOT_PERMITTED),
+            Self::Raw(raw) => raw.storage().reserve(offset, length).await,
+            Self::Qcow2(_) => Err(Error::UNSUPPORTED),
+        }
+    }
+
+    /// Bytes of space that the disk's content takes where it is stored, by
+    /// [`Storage::allocated_bytes`]: for a format that maps, of all files that it is read from,
+    /// metadata included, and no more than the disk's size.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn allocated_bytes(&self) -> Result<u64> {
+        if let Self::Raw(raw) = self {
+            return raw.storage().allocated_bytes().await;
+        }
+        let mut allocated_bytes = 0_u64;
+        for storage in self.chain().flat_map(Self::files) {
+            allocated_bytes = allocated_bytes.saturating_add(storage.allocated_bytes().await?);
+        }
+        Ok(allocated_bytes.min(self.size_bytes()))
     }
 
     /// See [`Storage::discard`].

@@ -11,7 +11,8 @@ use crate::{
     error::{Error, Result},
     reactor::ublk::Registered,
     storage::{
-        Durability, Format, OpenError, OpenOptions, RangeLocks, Storage, ZeroOptions, open_bottom,
+        Durability, Format, OpenError, OpenOptions, RangeLocks, ResizeError, Storage, ZeroOptions,
+        open_bottom,
         probe::{HEADER_BYTES, Probed, check_format, probe_header},
         wrapped,
     },
@@ -147,6 +148,22 @@ impl Raw {
         self.storage.write_zeroes(offset, length, options).await
     }
 
+    /// See [`Storage::resize`]. Bytes that are cut off read as zeroes once the disk grows again.
+    pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        if self.read_only {
+            return Err(ResizeError::ReadOnly);
+        }
+        let Some(locks) = self.header.as_ref().filter(|_| size_bytes < HEADER_END) else {
+            return self.storage.resize(size_bytes).await;
+        };
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        let cut_bytes = self.storage.size_bytes().min(HEADER_END).saturating_sub(size_bytes);
+        if cut_bytes > 0 {
+            self.check_zeroed_header(size_bytes, cut_bytes).await?;
+        }
+        self.storage.resize(size_bytes).await
+    }
+
     /// Zeroes can complete a header too: some signatures have one in them.
     async fn check_zeroed_header(&self, offset: u64, length: u64) -> Result<()> {
         let front = length.min(HEADER_END - offset) as usize;
@@ -240,6 +257,22 @@ mod tests {
             assert_eq!(raw.write_zeroes(3, 1, options).await, Err(Error::NOT_PERMITTED));
             assert_eq!(raw.discard(3, 1).await, Err(Error::NOT_PERMITTED));
             assert_eq!(raw.write_zeroes(0, 4096, options).await, Ok(()));
+        });
+    }
+
+    #[test]
+    fn a_cut_cannot_complete_a_header() {
+        sim::run(1, async {
+            let raw = memory().guarding_header();
+            assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
+            assert_eq!(raw.resize(3).await, Err(ResizeError::Failed(Error::NOT_PERMITTED)));
+            assert_eq!(raw.storage().size_bytes(), 4096);
+            assert_eq!(raw.resize(4).await, Ok(()));
+            assert_eq!(raw.resize(700).await, Ok(()));
+            assert_eq!(raw.resize(2).await, Ok(()));
+            let raw = memory();
+            assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
+            assert_eq!(raw.resize(3).await, Ok(()), "of a format that was given");
         });
     }
 

@@ -89,8 +89,12 @@ pub trait Device: Send + Sync + 'static {
     fn size_bytes(&self) -> u64;
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     fn refresh_size(&self) -> Result<u64>;
+    /// See [`Storage::size_multiple`](super::Storage::size_multiple).
+    fn size_multiple(&self) -> u64 {
+        self.alignment().offset.max(resize::SECTOR)
+    }
     /// See [`Storage::resize`](super::Storage::resize). Nothing that changes bytes is on its way. A
-    /// multiple of the alignment, or the size it has.
+    /// multiple of [`Device::size_multiple`], or the size it has.
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError>;
     /// See [`Storage::description`](super::Storage::description).
     fn description(&self) -> String;
@@ -177,7 +181,7 @@ impl<D: Device> Align<D> {
     /// See [`Storage::resize`](super::Storage::resize).
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         if size_bytes != self.size_bytes() {
-            resize::check(size_bytes, self.alignment.offset)?;
+            resize::check(size_bytes, self.device().size_multiple())?;
         }
         let _everything = self.shared.locks.exclusive(0..u64::MAX).await;
         let _change = self.shared.flushes.change();

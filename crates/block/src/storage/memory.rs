@@ -192,6 +192,11 @@ impl Memory {
         self.size_bytes.load(Relaxed)
     }
 
+    /// Bytes of the pages that were written to.
+    pub(super) fn allocated_bytes(&self) -> u64 {
+        self.taken_bytes.load(Relaxed)
+    }
+
     pub(super) fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
@@ -548,7 +553,7 @@ mod tests {
             }
             let largest = Memory::LARGEST;
             assert_eq!(memory.resize(largest + 512), Err(ResizeError::TooLarge { largest }));
-            assert_eq!(memory.resize(100), Err(ResizeError::Unaligned { multiple: 512 }));
+            assert_eq!(memory.resize(0), Err(ResizeError::Unaligned { multiple: 1 }));
             assert_eq!(memory.size_bytes(), largest);
         });
     }

@@ -58,7 +58,7 @@ pub use options::InvalidOption;
 pub use own_mounts::OwnMount;
 pub use part::Part;
 pub use probe::Format;
-pub(crate) use range_lock::Guard as RangeGuard;
+pub use range_lock::Guard as RangeGuard;
 pub use range_lock::RangeLocks;
 pub use resize::ResizeError;
 pub use root::Root;
@@ -69,11 +69,18 @@ use std::{io, sync::Arc};
 
 use policy::time::Duration;
 
-use self::{align::Align, memory::Memory, nbd::Nbd, null::Null, rbd::Rbd, simulated::Simulated};
+use self::{
+    align::{Align, Device as _},
+    memory::Memory,
+    nbd::Nbd,
+    null::Null,
+    rbd::Rbd,
+    simulated::Simulated,
+};
 pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
-    error::Result,
+    error::{Error, Result},
     guest::Place,
     reactor::ublk::Registered,
 };
@@ -199,9 +206,22 @@ impl Storage {
         each!(self, inner => inner.refresh_size())
     }
 
+    /// Multiple of the sizes that [`Storage::resize`] accepts, in bytes: 1 where a size is kept to
+    /// the byte, which regular files and memory do; elsewhere 512, or the device's block.
+    pub fn size_multiple(&self) -> u64 {
+        match self {
+            Self::File(file) => file.device().size_multiple(),
+            Self::Nbd(nbd) => nbd.device().size_multiple(),
+            Self::Rbd(image) => image.device().size_multiple(),
+            Self::Simulated(disk) => disk.device().size_multiple(),
+            Self::Memory(_) | Self::Null(_) => 1,
+            Self::Wrapped(wrapped) => wrapped.inner().size_multiple(),
+        }
+    }
+
     /// Gives it another size, while it is used: what is cut off is lost, what is added reads as
-    /// zeroes. A size is a multiple of 512 bytes, and of the device's block where that is larger. A
-    /// block device takes none but its own, which is read again.
+    /// zeroes. A size is a multiple of [`Storage::size_multiple`], and not 0. A block device takes
+    /// none but its own, which is read again.
     ///
     /// # Errors
     /// [`ResizeError`]; the size is then what it was.
@@ -631,6 +651,42 @@ impl Storage {
     /// `only_if_fast`, and then nothing has changed.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         each!(self, inner => inner.write_zeroes(offset, length, options).await)
+    }
+
+    /// Whether [`Storage::reserve`] works, as far as is known: the file system may lack it.
+    pub fn can_reserve(&self) -> bool {
+        self.file().is_some_and(File::can_reserve)
+    }
+
+    /// Reserves space for a range, which may lie past the end: later writes there do not fail for
+    /// want of it. Neither content nor size changes.
+    ///
+    /// # Errors
+    /// [`Error::UNSUPPORTED`](crate::error::Error::UNSUPPORTED) where nothing can be reserved: only
+    /// regular files can, on most file systems. Otherwise as for writes.
+    pub async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        match self {
+            Self::File(file) => file.device().reserve(offset, length).await,
+            Self::Wrapped(wrapped) => Box::pin(wrapped.reserve(offset, length)).await,
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => {
+                Err(Error::UNSUPPORTED)
+            }
+        }
+    }
+
+    /// Bytes of space that the content takes where it is stored: of a regular file what `st_blocks`
+    /// has, of memory the pages that were written. Storage that does not keep count takes its whole
+    /// size.
+    ///
+    /// # Errors
+    /// As reported by the file system.
+    pub async fn allocated_bytes(&self) -> Result<u64> {
+        match self {
+            Self::File(file) => file.device().allocated_bytes().await,
+            Self::Memory(memory) => Ok(memory.allocated_bytes()),
+            Self::Wrapped(wrapped) => Box::pin(wrapped.allocated_bytes()).await,
+            Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => Ok(self.size_bytes()),
+        }
     }
 
     /// Tells the storage that a range is no longer needed. Its content is unspecified from then on.

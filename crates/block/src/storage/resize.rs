@@ -6,7 +6,8 @@
 
 use crate::error::Error;
 
-/// What a size is a multiple of at least: the sector that guests and QEMU count in.
+/// Multiple of the sizes of every storage that does not keep a size to the byte: the sector that
+/// guests and QEMU count in.
 pub(super) const SECTOR: u64 = 512;
 
 /// A size that was refused. The storage has the one it had.
@@ -60,9 +61,8 @@ impl From<Error> for ResizeError {
     }
 }
 
-/// Checks that a storage of blocks of this size could end there.
-pub(super) fn check(size_bytes: u64, block_bytes: u64) -> Result<(), ResizeError> {
-    let multiple = block_bytes.max(SECTOR);
+/// Checks that a storage whose sizes are multiples of `multiple` can have this one.
+pub(super) fn check(size_bytes: u64, multiple: u64) -> Result<(), ResizeError> {
     if size_bytes == 0 || !size_bytes.is_multiple_of(multiple) {
         return Err(ResizeError::Unaligned { multiple });
     }

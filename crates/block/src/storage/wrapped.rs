@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     buffer::Segments,
-    error::Result,
+    error::{Error, Result},
     reactor::{now, sleep_until},
 };
 
@@ -107,6 +107,18 @@ impl Wrapped {
         match self.part().size {
             Some(size_bytes) => Err(ResizeError::Part { size_bytes }),
             None => self.inner.resize(self.below(size_bytes)).await,
+        }
+    }
+
+    pub(super) async fn allocated_bytes(&self) -> Result<u64> {
+        Ok(self.inner.allocated_bytes().await?.min(self.part().size.unwrap_or(u64::MAX)))
+    }
+
+    pub(super) async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        let end = offset.saturating_add(length);
+        match self.part().size {
+            Some(size_bytes) if end > size_bytes => Err(Error::UNSUPPORTED),
+            _ => self.inner.reserve(self.below(offset), length).await,
         }
     }
 

@@ -22,6 +22,7 @@ use event_listener::Event;
 use super::{
     interrupts::Interrupts,
     message::{Attributes, Changes},
+    size::{FileEnd, Space},
     told,
 };
 
@@ -62,6 +63,8 @@ pub struct Standing {
     pub modified: (u64, u32),
     /// How many have it open.
     pub openers: usize,
+    /// Bytes of the file, where it ends before the disk.
+    pub file_bytes: Option<u64>,
     /// Requests that were taken and have not begun, one behind the other, as the kernel asks.
     pub messages: Vec<u8>,
 }
@@ -74,8 +77,13 @@ pub(super) struct Device {
     /// Since `modified` was set.
     is_changed: AtomicBool,
     pub(super) interrupts: Interrupts,
-    /// Held by whoever gives the disk another size.
+    /// Held exclusively by a request that changes the size, shared by requests that change bytes
+    /// of a file whose size can change.
     pub(super) growth: RangeLocks,
+    /// End of the file.
+    pub(super) end: FileEnd,
+    /// Space that the image takes.
+    pub(super) space: Arc<Space>,
     /// For a stopped disk: lost when nobody waits any more.
     pub(super) patience: Arc<Patience>,
     is_stopping: AtomicBool,
@@ -100,6 +108,8 @@ impl Device {
     pub(super) fn new(export: Export) -> Self {
         Self {
             owner: Mutex::new(export.owner),
+            end: FileEnd::default(),
+            space: Space::new(&export.disk),
             export,
             modified: Mutex::new(SystemTime::now()),
             is_changed: AtomicBool::new(false),
@@ -121,6 +131,16 @@ impl Device {
 
     pub(super) fn disk(&self) -> &Disk {
         &self.export.disk
+    }
+
+    /// Bytes of the file now.
+    pub(super) fn file_bytes(&self) -> u64 {
+        self.end.file_bytes(self.disk())
+    }
+
+    /// Counts the space that the image takes: see [`Device::attributes`].
+    pub(super) async fn count_space(&self) {
+        self.space.count(&self.export.disk).await;
     }
 
     pub(super) fn is_stopping(&self) -> bool {
@@ -165,6 +185,7 @@ impl Device {
             owner: *lock(&self.owner),
             modified: attributes.modified,
             openers: self.openers.load(SeqCst),
+            file_bytes: self.end.before_disk(self.disk()),
             messages: lock(&self.at_rest).values().flatten().copied().collect(),
         }
     }
@@ -177,6 +198,7 @@ impl Device {
         *lock(&self.owner) = standing.owner;
         *lock(&self.modified) = UNIX_EPOCH.checked_add(since).unwrap_or_else(SystemTime::now);
         *lock(&self.left) = messages;
+        self.end.set(standing.file_bytes);
         self.openers.store(standing.openers, SeqCst);
         self.served.store(standing.openers > 0, SeqCst);
         true
@@ -193,6 +215,7 @@ impl Device {
         }
     }
 
+    /// Attributes of the file, with the space as last counted.
     pub(super) fn attributes(&self) -> Attributes {
         let owner = *lock(&self.owner);
         let mut modified = lock(&self.modified);
@@ -202,7 +225,8 @@ impl Device {
         let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
         let writing = if self.export.read_only { 0o222 } else { 0 };
         Attributes {
-            size_bytes: self.disk().size_bytes(),
+            size_bytes: self.file_bytes(),
+            space_bytes: self.space.bytes(),
             modified: (modified.as_secs(), modified.subsec_nanos()),
             permissions: owner.permissions & !writing,
             uid: owner.uid,

@@ -12,7 +12,7 @@ use block::{
     disk::Pass,
     error::{Error, Result},
     reactor,
-    storage::{Durability, ResizeError, ZeroOptions},
+    storage::{Durability, RangeGuard, ZeroOptions},
 };
 use event_listener::EventListener;
 use policy::{request::Direction, throttle::Cost};
@@ -21,14 +21,15 @@ use super::{
     interrupts::Interruptible,
     message::{Changes, Operation, Reply},
     queue::Queue,
+    size::{disk_bytes_for, errno_of},
     work::{Incoming, Work},
 };
 use crate::intake::Mergeable as _;
 
-/// A disk's sector: its length is a multiple of this, and not 0.
-const SECTOR_BYTES: u64 = 512;
-/// Zeroed at a time: a range may be as long as the disk.
+/// Bytes that are zeroed at a time: a range may be as long as the disk.
 const ZERO_PART: u64 = 1 << 30;
+/// Parts of a range, of which each is then longer: a sparse file may have 8 EiB.
+const MOST_PARTS: u64 = 1024;
 /// Looked up at a time for a hole or for data.
 const SEEK_PART: u64 = 1 << 34;
 
@@ -72,8 +73,26 @@ impl Queue {
                 return self.deny(Incoming { unique, kept, work }, &denied);
             }
         };
-        let result = self.device.disk().read(pass, offset, length).await;
+        let result = match self.device.disk().read(pass, offset, length).await {
+            Err(Error::INVALID) => self.read_remaining(offset, length).await,
+            result => result,
+        };
         self.answer_read(unique, kept, result);
+    }
+
+    /// Repeats a read that failed because the disk was cut while it was in flight, for the part
+    /// that is inside the file now.
+    async fn read_remaining(&self, offset: u64, length: usize) -> Result<Segments> {
+        let left = self.device.file_bytes().saturating_sub(offset).min(length as u64) as usize;
+        if left == length {
+            return Err(Error::INVALID);
+        }
+        if left == 0 {
+            return Ok(Segments::default());
+        }
+        let disk = self.device.disk();
+        let pass = disk.admit_anyway(Direction::Read, &Cost::one(left as u64));
+        disk.retry_read(pass, offset, left).await
     }
 
     /// Reads that follow each other on the disk: one I/O, its data divided among them.
@@ -104,7 +123,10 @@ impl Queue {
             let (offset, length) = (part.candidate().offset, part.candidate().length);
             match self.admit(&[part.unique], Direction::Read, Cost::one(length)).await {
                 Ok(pass) => {
-                    let result = disk.retry_read(pass, offset, length as usize).await;
+                    let result = match disk.retry_read(pass, offset, length as usize).await {
+                        Err(Error::INVALID) => self.read_remaining(offset, length as usize).await,
+                        result => result,
+                    };
                     self.answer_read(part.unique, part.kept, result);
                 }
                 Err(denied) => self.deny(part, &denied),
@@ -131,7 +153,7 @@ impl Queue {
                 return self.deny(Incoming { unique, kept, work }, &denied);
             }
         };
-        let result = self.write_to_disk(pass, offset, data, durability).await;
+        let result = self.write_inside(pass, offset, data, durability).await;
         self.answer(unique, kept, result.map(|()| Reply::written(unique, bytes as u32)));
     }
 
@@ -154,9 +176,40 @@ impl Queue {
             durable = durability;
             all.append(data);
         }
-        let result = self.write_to_disk(pass, offset, all, durable).await;
+        let result = self.write_inside(pass, offset, all, durable).await;
         for (unique, kept, bytes) in answers {
             self.answer(unique, kept, result.map(|()| Reply::written(unique, bytes)));
+        }
+    }
+
+    /// Writes data that was inside the file when the request was taken. If the file was cut in the
+    /// meantime, the part past its end is dropped, as if the write had come before the cut.
+    async fn write_inside(
+        &self,
+        pass: Pass,
+        offset: u64,
+        mut data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        let _steady = self.keep_size().await;
+        if self.device.export.growable {
+            let room = self.device.file_bytes().saturating_sub(offset);
+            if room == 0 {
+                return Ok(());
+            }
+            if room < data.len() as u64 {
+                drop(data.split_off(room as usize));
+            }
+        }
+        self.write_to_disk(pass, offset, data, durability).await
+    }
+
+    /// Keeps the size from being changed by the file's clients, as long as the guard lives. Not
+    /// needed where they cannot.
+    async fn keep_size(&self) -> Option<RangeGuard<'_>> {
+        match self.device.export.growable {
+            true => Some(self.device.growth.shared(0..1).await),
+            false => None,
         }
     }
 
@@ -204,9 +257,8 @@ impl Queue {
         let Work::Extend { offset, mut data, durability, may_grow } = work else {
             unreachable!("what it is called for")
         };
-        let disk = self.device.disk();
         let _turn = self.device.growth.exclusive(0..1).await;
-        let size = disk.size_bytes();
+        let size = self.device.file_bytes();
         let offset = offset.unwrap_or(size);
         let end = offset.checked_add(data.len() as u64).ok_or(Error::from_errno(libc::EFBIG))?;
         if end > size {
@@ -223,25 +275,32 @@ impl Queue {
         Ok(bytes)
     }
 
-    /// Gives the disk the least size that has room for so many bytes.
+    /// Gives the file this size, and the disk the least one that it can have for it. The caller
+    /// holds `growth` of the device exclusively.
     async fn resize(&self, bytes: u64) -> Result<()> {
-        let too_large = Error::from_errno(libc::EFBIG);
-        let size = bytes.max(1).checked_next_multiple_of(SECTOR_BYTES).ok_or(too_large)?;
-        self.device.has_changed();
-        self.device.disk().resize(size).await.map_err(|refused| {
-            tracing::debug!(disk = %self.device.disk().name(), size, %refused, "the disk does not take another size");
-            match refused {
-                ResizeError::ReadOnly => Error::from_errno(libc::EROFS),
-                ResizeError::TooLarge { .. } => too_large,
-                ResizeError::Failed(error) => error,
-                ResizeError::Device { .. }
-                | ResizeError::Part { .. }
-                | ResizeError::Remote { .. }
-                | ResizeError::Unaligned { .. } => {
-                    Error::INVALID
-                }
-            }
-        })
+        let (device, disk) = (&self.device, self.device.disk());
+        let size = disk_bytes_for(disk, bytes).ok_or(Error::from_errno(libc::EFBIG))?;
+        let is_cut = bytes < device.file_bytes();
+        device.has_changed();
+        if size != disk.size_bytes() {
+            disk.resize(size).await.map_err(|refused| {
+                tracing::debug!(disk = %disk.name(), size, %refused, "the disk does not take another size");
+                Error::from_errno(errno_of(&refused))
+            })?;
+        }
+        if bytes == size {
+            device.end.set(None);
+            return Ok(());
+        }
+        if is_cut {
+            // Before the end is set: after a failure the file is longer, with its bytes unchanged.
+            let pass = disk.admit_anyway(Direction::Write, &Cost::one(size - bytes));
+            let options =
+                ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+            disk.write_zeroes(pass, bytes, size - bytes, options).await?;
+        }
+        device.end.set(Some(bytes));
+        Ok(())
     }
 
     /// Requests that move no data.
@@ -257,9 +316,14 @@ impl Queue {
             Operation::Seek { offset, whence } => {
                 self.seek(unique, offset, whence).await.map(|place| Reply::place(unique, place))
             }
+            Operation::GetAttributes => {
+                self.device.count_space().await;
+                Ok(Reply::attributes(unique, &self.device.attributes()))
+            }
             Operation::SetAttributes(changes) => {
                 self.change_size(unique, &changes).await?;
                 self.device.change_owner(&changes);
+                self.device.count_space().await;
                 Ok(Reply::attributes(unique, &self.device.attributes()))
             }
             // To be truncated.
@@ -274,7 +338,7 @@ impl Queue {
 
     /// What is cut off is discarded, and passes the limits as that.
     async fn change_size(&self, unique: u64, changes: &Changes) -> Result<()> {
-        let now = self.device.disk().size_bytes();
+        let now = self.device.file_bytes();
         let Some(size) = changes.size.filter(|size| *size != now) else { return Ok(()) };
         if self.device.export.read_only {
             return Err(Error::from_errno(libc::EROFS));
@@ -282,30 +346,31 @@ impl Queue {
         if !self.device.export.growable {
             return Err(Error::NOT_PERMITTED);
         }
-        self.pay(unique, now.saturating_sub(size)).await?;
+        drop(self.pay(unique, now.saturating_sub(size)).await?);
         let _turn = self.device.growth.exclusive(0..1).await;
-        match self.device.disk().size_bytes() == size {
+        match self.device.file_bytes() == size {
             true => Ok(()),
             false => self.resize(size).await,
         }
     }
 
-    /// Waits until so many bytes may be discarded: an operation each [`ZERO_PART`], and one where
-    /// there are none.
-    async fn pay(&self, unique: u64, mut bytes: u64) -> Result<()> {
+    /// Waits until `bytes` may be discarded: an operation for each part, and one for no bytes.
+    async fn pay(&self, unique: u64, mut bytes: u64) -> Result<Pass> {
+        let most = part_bytes(bytes);
         loop {
             self.check_going()?;
-            let part = ZERO_PART.min(bytes);
+            let part = most.min(bytes);
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
-            drop(admitted.map_err(|denied| denied.error())?);
+            let pass = admitted.map_err(|denied| denied.error())?;
             bytes -= part;
             if bytes == 0 {
-                return Ok(());
+                return Ok(pass);
             }
+            reactor::yield_now().await;
         }
     }
 
-    /// `fallocate(2)`. Blocks are not reserved: an image has its own.
+    /// `fallocate(2)`.
     async fn allocate(&self, unique: u64, offset: u64, length: u64, mode: u32) -> Result<()> {
         const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
         const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE;
@@ -314,48 +379,81 @@ impl Queue {
             return Err(Error::from_errno(libc::EROFS));
         }
         let mode = mode as i32;
-        let zeroes = match mode & !KEEP_SIZE {
-            PUNCH_HOLE if mode & KEEP_SIZE != 0 => Some(true),
-            ZERO_RANGE => Some(false),
-            0 => None,
-            _ => return Err(Error::UNSUPPORTED),
-        };
+        let keeps_size = mode & KEEP_SIZE != 0;
         let end = offset.checked_add(length).ok_or(Error::from_errno(libc::EFBIG))?;
-        let mut size = self.device.disk().size_bytes();
-        if end > size && mode & KEEP_SIZE == 0 {
-            if !self.device.export.growable {
-                return Err(Error::NO_SPACE);
-            }
-            self.pay(unique, 0).await?;
-            let _turn = self.device.growth.exclusive(0..1).await;
-            size = self.device.disk().size_bytes();
-            if end > size {
-                self.resize(end).await?;
-                if zeroes.is_none() && offset >= size {
-                    // What was added is all that was asked for.
-                    return Ok(());
+        match mode & !KEEP_SIZE {
+            PUNCH_HOLE if keeps_size => self.zero(unique, offset..end, true).await,
+            ZERO_RANGE => {
+                if !keeps_size {
+                    self.extend_to(unique, end).await?;
                 }
-                size = self.device.disk().size_bytes();
+                self.zero(unique, offset..end, false).await
             }
+            0 => self.reserve(unique, offset..end, keeps_size).await,
+            _ => Err(Error::UNSUPPORTED),
         }
-        match zeroes {
-            Some(may_unmap) => self.zero(unique, offset..end.min(size), may_unmap).await,
-            None => Err(Error::UNSUPPORTED),
+    }
+
+    /// Makes the file at least this long.
+    async fn extend_to(&self, unique: u64, end: u64) -> Result<()> {
+        if end <= self.device.file_bytes() {
+            return Ok(());
+        }
+        if !self.device.export.growable {
+            return Err(Error::NO_SPACE);
+        }
+        drop(self.pay(unique, 0).await?);
+        let _turn = self.device.growth.exclusive(0..1).await;
+        match end <= self.device.file_bytes() {
+            true => Ok(()),
+            false => self.resize(end).await,
+        }
+    }
+
+    /// Reserves space, and then makes the file longer where the range is past its end: a disk that
+    /// cannot reserve keeps its size.
+    async fn reserve(&self, unique: u64, range: std::ops::Range<u64>, keeps_size: bool) -> Result<()> {
+        let is_past_end = |queue: &Self| range.end > queue.device.file_bytes();
+        if is_past_end(self) && !self.device.export.growable {
+            return Err(Error::NO_SPACE);
+        }
+        let disk = self.device.disk();
+        if !disk.image().can_reserve() {
+            return Err(Error::UNSUPPORTED);
+        }
+        // It moves no data.
+        let pass = self.pay(unique, 0).await?;
+        let _turn = self.device.growth.exclusive(0..1).await;
+        disk.reserve(pass, range.start, range.end - range.start).await?;
+        match is_past_end(self) && !keeps_size {
+            true => self.resize(range.end).await,
+            false => Ok(()),
         }
     }
 
     async fn zero(&self, unique: u64, mut range: std::ops::Range<u64>, may_unmap: bool) -> Result<()> {
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
-        while range.start < range.end {
+        let most = part_bytes(range.end.min(self.device.file_bytes()).saturating_sub(range.start));
+        loop {
             self.check_going()?;
-            let part = ZERO_PART.min(range.end - range.start);
+            let inside = |queue: &Self| range.end.min(queue.device.file_bytes()).saturating_sub(range.start);
+            let part = most.min(inside(self));
+            if part == 0 {
+                return Ok(());
+            }
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
+            let _steady = self.keep_size().await;
+            // It may have been cut meanwhile.
+            let part = part.min(inside(self));
+            if part == 0 {
+                return Ok(());
+            }
             self.device.has_changed();
             self.device.disk().write_zeroes(pass, range.start, part, options).await?;
             range.start += part;
+            reactor::yield_now().await;
         }
-        Ok(())
     }
 
     /// `lseek(2)` to data or to a hole: a hole is what reads as zeroes without being looked at.
@@ -370,7 +468,7 @@ impl Queue {
         let mut at = offset;
         loop {
             self.check_going()?;
-            let left = disk.size_bytes().saturating_sub(at);
+            let left = self.device.file_bytes().saturating_sub(at);
             if left == 0 {
                 // Behind the last byte is a hole.
                 return if for_data || at == offset { Err(NOTHING) } else { Ok(at) };
@@ -487,6 +585,11 @@ impl Denied {
             Self::Resting => RESTING,
         }
     }
+}
+
+/// Bytes of a part of a long range.
+fn part_bytes(bytes: u64) -> u64 {
+    ZERO_PART.max(bytes.div_ceil(MOST_PARTS))
 }
 
 fn uniques(parts: &[Incoming]) -> Vec<u64> {

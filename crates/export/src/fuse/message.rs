@@ -265,6 +265,8 @@ pub struct InitReply {
 pub struct Attributes {
     /// Bytes.
     pub size_bytes: u64,
+    /// Bytes of storage that it takes.
+    pub space_bytes: u64,
     /// When the disk was changed last: seconds and nanoseconds of the calendar.
     pub modified: (u64, u32),
     /// Permissions.
@@ -361,7 +363,7 @@ impl Reply {
             // Here begins `fuse_attr`.
             .u64(1)
             .u64(file.size_bytes)
-            .u64(file.size_bytes.div_ceil(512))
+            .u64(file.space_bytes.div_ceil(512))
             .u64(seconds)
             .u64(seconds)
             .u64(seconds)
@@ -531,6 +533,7 @@ mod tests {
     fn replies_are_as_long_as_the_kernel_expects() {
         let file = Attributes {
             size_bytes: 1000,
+            space_bytes: 600,
             modified: (1, 2),
             permissions: 0o600,
             uid: 3,

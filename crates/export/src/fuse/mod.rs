@@ -29,6 +29,7 @@ mod ring;
 mod server;
 #[cfg(test)]
 mod simulation;
+mod size;
 mod told;
 mod work;
 

@@ -199,7 +199,7 @@ impl Queue {
         let Request { unique, operation } = request;
         let (kept, work) = match operation {
             Operation::Read { offset, length } => {
-                let left = self.device.disk().size_bytes().saturating_sub(offset);
+                let left = self.device.file_bytes().saturating_sub(offset);
                 let length = u64::from(length.min(MOST_BYTES)).min(left) as usize;
                 if length == 0 {
                     return self.reply(&Reply::data(unique, 0), &Segments::default());
@@ -216,9 +216,10 @@ impl Queue {
                 let length = length as usize;
                 (kept_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
             }
-            Operation::Sync | Operation::Allocate { .. } | Operation::Seek { .. } => {
-                (0, Work::Other(operation))
-            }
+            Operation::Sync
+            | Operation::Allocate { .. }
+            | Operation::Seek { .. }
+            | Operation::GetAttributes => (0, Work::Other(operation)),
             Operation::SetAttributes(changes) if changes.size.is_some() => (0, Work::Other(operation)),
             // A disk of one size keeps it, and what is in it, as a block device does.
             Operation::Open { flags } if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable => {
@@ -266,7 +267,7 @@ impl Queue {
         // The kernel appends where it believes the end to be; what it writes back has a place.
         let appends = has(libc::O_APPEND) && !cached;
         let end = offset.checked_add(data.len() as u64);
-        if !appends && end.is_some_and(|end| end <= self.device.disk().size_bytes()) {
+        if !appends && end.is_some_and(|end| end <= self.device.file_bytes()) {
             return Work::Write { offset, data, durability };
         }
         // What is mapped has an end, which may have been cut off meanwhile.
@@ -314,7 +315,6 @@ impl Queue {
         let device = &self.device;
         let reply = match operation {
             Operation::Forget | Operation::Interrupt { .. } => return,
-            Operation::GetAttributes => Reply::attributes(unique, &device.attributes()),
             Operation::SetAttributes(changes) => {
                 device.change_owner(&changes);
                 Reply::attributes(unique, &device.attributes())
@@ -327,7 +327,7 @@ impl Queue {
                 device.closed();
                 Reply::done(unique)
             }
-            Operation::StatFs => Reply::file_system(unique, device.disk().size_bytes()),
+            Operation::StatFs => Reply::file_system(unique, device.file_bytes()),
             Operation::Destroy => Reply::done(unique),
             Operation::Lookup => Reply::error(unique, libc::ENOTDIR),
             Operation::Ioctl => Reply::error(unique, libc::ENOTTY),

@@ -11,6 +11,7 @@
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
 //! repeats it.
 
+mod cuts;
 pub(super) mod kernel;
 
 use std::{

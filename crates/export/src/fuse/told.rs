@@ -66,6 +66,7 @@ fn head(unique: u64, operation: Operation) -> Vec<u8> {
         Operation::Read { .. } => (opcode::READ, 40),
         Operation::Write { .. } => (opcode::WRITE, 40),
         Operation::SetAttributes(_) => (opcode::SETATTR, 88),
+        Operation::GetAttributes => (opcode::GETATTR, 16),
         Operation::Open { .. } => (opcode::OPEN, 8),
         Operation::Allocate { .. } => (opcode::FALLOCATE, 32),
         Operation::Seek { .. } => (opcode::LSEEK, 24),
@@ -148,6 +149,7 @@ mod tests {
             for operation in [
                 Operation::SetAttributes(Changes { size, mode, uid, gid }),
                 Operation::Open { flags: small },
+                Operation::GetAttributes,
                 Operation::Sync,
                 Operation::Allocate { offset, length: number, mode: small },
                 Operation::Seek { offset, whence: small },

@@ -41,7 +41,7 @@ use super::{
     align::{Alignment, Device, Registering},
     lock,
     open_error::OpenError,
-    resize::ResizeError,
+    resize::{ResizeError, SECTOR},
 };
 use crate::{
     buffer::{Segment, Segments},
@@ -259,6 +259,15 @@ impl File {
             size_bytes: status.st_size,
         };
         (self.kind != Kind::BlockDevice).then_some(stamp)
+    }
+
+    /// See [`Storage::allocated_bytes`](crate::storage::Storage::allocated_bytes).
+    pub(in crate::storage) async fn allocated_bytes(&self) -> Result<u64> {
+        if self.kind == Kind::BlockDevice {
+            return Ok(self.size_bytes());
+        }
+        let fd = self.buffered.clone();
+        reactor::blocking(move || status::allocated_bytes(&fd)).await
     }
 
     /// With O_DIRECT there is no cache to fill.
@@ -512,6 +521,14 @@ impl Device for File {
         let size = u64::try_from(end.map_err(|errno| Error::from_errno(errno as i32))?).unwrap_or(0);
         self.size_bytes.store(size, Relaxed);
         Ok(size)
+    }
+
+    /// The end of a regular file may lie anywhere: its tail goes through the page cache.
+    fn size_multiple(&self) -> u64 {
+        match self.kind {
+            Kind::Regular => 1,
+            Kind::BlockDevice => self.zero_alignment.max(SECTOR),
+        }
     }
 
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {

@@ -1,9 +1,10 @@
-//! Which parts of a file are holes, by SEEK_DATA and SEEK_HOLE.
+//! Which parts of a file are holes, by SEEK_DATA and SEEK_HOLE, and how much space it takes.
 
 use std::os::fd::AsFd;
 
 use nix::{
     errno::Errno,
+    sys::stat::fstat,
     unistd::{Whence, lseek},
 };
 
@@ -11,6 +12,14 @@ use crate::{
     error::{Error, Result},
     storage::{Extent, MOST_EXTENTS, push_extent},
 };
+
+/// Bytes that the file takes on its file system; blocks.
+pub(super) fn allocated_bytes(fd: &impl AsFd) -> Result<u64> {
+    /// Of `st_blocks`, on every file system.
+    const UNIT: u64 = 512;
+    let status = fstat(fd).map_err(|errno| Error::from_errno(errno as i32))?;
+    Ok(u64::try_from(status.st_blocks).unwrap_or(0).saturating_mul(UNIT))
+}
 
 /// The extents of a range; blocks. The descriptor's position is nobody's, so moving it harms
 /// nobody; each call's answer is its own.

@@ -330,6 +330,42 @@ fn a_file_is_resized_while_it_is_used() {
 }
 
 #[test]
+fn a_file_is_cut_at_any_byte_and_grows_with_zeroes() {
+    everywhere(ODD_SIZE, |image, mut model, path| async move {
+        let sizes = [ODD_SIZE - 1, ODD_SIZE + 4097, 50_001, 50_003, 4097, 4096, 8192, 511, 513, 2, 70_000];
+        for (number, size) in sizes.into_iter().enumerate() {
+            assert_eq!(image.resize(size as u64).await, Ok(()));
+            model.resize(size, 0);
+            assert_eq!(image.size_bytes(), size as u64);
+            assert_eq!(std::fs::metadata(&path).expect("is there").len(), size as u64);
+            assert!(read(&image, 0, size).await == model, "of {size} bytes");
+            // Across its last blocks, so that there is something to cut.
+            let first = size.saturating_sub(5000);
+            let data = Buffer::copy_of(&vec![number as u8 + 1; size - first]);
+            model[first..].fill(number as u8 + 1);
+            image.write(first as u64, data.into(), Durability::Cached).await.expect("inside");
+            assert!(read(&image, 0, size).await == model, "of {size} bytes");
+        }
+    });
+}
+
+#[test]
+fn space_is_reserved_and_counted() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    real(async move {
+        let image = open_raw(file.path().to_str().expect("UTF-8"), OpenOptions::default()).expect("opens");
+        assert_eq!(image.reserve(1 << 20, 1 << 20).await, Ok(()));
+        assert!(image.allocated_bytes().await.expect("known") >= 1 << 20);
+        assert_eq!(image.size_bytes(), 4096);
+        assert_eq!(image.resize(4095).await, Ok(()));
+        assert!(image.allocated_bytes().await.expect("known") < 1 << 20, "a cut gives it back");
+        let memory = open_raw("memory:1M", OpenOptions::default()).expect("opens");
+        assert_eq!(memory.reserve(0, 1).await, Err(Error::UNSUPPORTED));
+        assert_eq!(memory.allocated_bytes().await, Ok(0));
+    });
+}
+
+#[test]
 fn what_is_read_only_keeps_its_size() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     real(async move {

@@ -107,6 +107,26 @@ impl File {
         }
     }
 
+    /// See [`Storage::can_reserve`](crate::storage::Storage::can_reserve).
+    pub(in crate::storage) fn can_reserve(&self) -> bool {
+        self.kind == Kind::Regular && !self.zeroing.allocate.load(Relaxed)
+    }
+
+    /// See [`Storage::reserve`](crate::storage::Storage::reserve).
+    pub(in crate::storage) async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if !self.can_reserve() {
+            return Err(Error::UNSUPPORTED);
+        }
+        match self.call(&self.zeroing.allocate, 0, offset, length).await? {
+            false => Err(Error::UNSUPPORTED),
+            true if self.durability(Durability::Cached) == Durability::Synchronous => self.sync().await,
+            true => Ok(()),
+        }
+    }
+
     async fn write_zero_pieces(&self, mut offset: u64, end: u64) -> Result<()> {
         while offset < end {
             let piece = PIECE.min(end - offset);

@@ -84,7 +84,7 @@ pub(super) fn standing(
         }
         Host::Fuse(server) => {
             let Some(fuse::Rested { mount, standing }) = server.rested()? else { return Ok(None) };
-            let Standing { owner, modified, openers, messages } = standing;
+            let Standing { owner, modified, openers, file_bytes, messages } = standing;
             descriptors.push(mount.device);
             let has_watcher = mount.watcher.is_some();
             descriptors.extend(mount.watcher);
@@ -98,6 +98,7 @@ pub(super) fn standing(
                 gid: owner.gid,
                 modified,
                 openers,
+                file_bytes,
                 bytes: messages.len(),
             };
             bytes.extend(messages);
@@ -258,6 +259,7 @@ fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
             gid,
             modified,
             openers,
+            file_bytes,
             bytes,
         } => {
             let device = pieces.descriptor()?;
@@ -265,7 +267,7 @@ fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
             let messages = pieces.bytes(bytes)?.to_vec();
             let mount = fuse::Told { path, device, by_helper, number, watcher };
             let owner = Owner { permissions, uid, gid };
-            let standing = Standing { owner, modified, openers, messages };
+            let standing = Standing { owner, modified, openers, file_bytes, messages };
             Taken::Fuse(fuse::Rested { mount, standing })
         }
     })

@@ -398,6 +398,9 @@ pub(super) enum StandingKind {
         gid: u32,
         modified: (u64, u32),
         openers: usize,
+        /// Bytes of the file, where it ends before the disk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        file_bytes: Option<u64>,
         /// Of its requests that have not begun.
         bytes: usize,
     },

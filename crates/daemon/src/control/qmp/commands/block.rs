@@ -468,6 +468,9 @@ fn check_blocks(inventory: &Inventory, disk: &Rc<RunningDisk>, size_bytes: u64) 
     Ok(())
 }
 
+/// Multiple of the sizes that `block_resize` sets, as guests count.
+const SECTOR_BYTES: u64 = 512;
+
 #[derive(Debug)]
 pub(super) struct BlockResize {
     device: Option<String>,
@@ -495,6 +498,10 @@ impl Command for BlockResize {
             generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
         })?;
         check_blocks(&inventory, &disk, self.size_bytes)?;
+        if !self.size_bytes.is_multiple_of(SECTOR_BYTES) {
+            let refused = ResizeError::Unaligned { multiple: SECTOR_BYTES };
+            return Err(Error::rule("size", format_args!("({}) cannot be: {refused}", self.size_bytes)));
+        }
         let before = disk.disk.size_bytes();
         disk.disk.resize(self.size_bytes).await.map_err(|error| match error {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {

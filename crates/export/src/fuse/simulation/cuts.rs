@@ -1,0 +1,137 @@
+//! A file that is cut at any byte and made longer again while it is read, written and punched: what
+//! lies past its end never comes to light, whatever the image counts in.
+
+use std::{
+    rc::Rc,
+    sync::{Arc, atomic::Ordering::SeqCst},
+};
+
+use block::{
+    disk::Disk,
+    image::{Image, Raw},
+    layer::throttle::{Group, GroupSettings},
+    reactor::{sim, spawn_joinable, timeout},
+    storage::Storage,
+};
+use policy::time::Duration;
+
+use super::{
+    BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::Connection, open, read_or_write,
+};
+use crate::{
+    draw::{self, chance, some_time},
+    fuse::{
+        channel::Channel,
+        device::{Device, Export, Owner},
+        queue::Queue,
+    },
+    seeds,
+};
+
+const GETATTR: u32 = 3;
+
+#[test]
+fn what_was_cut_off_never_comes_back() {
+    seeds::for_each("--lib", "what_was_cut_off_never_comes_back", 600, |seed| {
+        sim::run(seed, run());
+    });
+}
+
+async fn run() {
+    let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
+    let group = Group::new("group", settings, None).expect("drawn valid");
+    let disk = if chance(50) {
+        // To the byte.
+        let image = Image::Raw(Raw::new(Storage::memory(DISK_BYTES as u64)));
+        Arc::new(Disk::new("disk", image, <_>::default(), Some(&group)).expect("nothing is reserved"))
+    } else {
+        let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
+        let behaviour =
+            block::storage::simulated::Behaviour { block_bytes: BLOCK, latency, error_probability: 0.0 };
+        open(vec![0; DISK_BYTES], behaviour, &group).1
+    };
+    let device = Arc::new(Device::new(Export {
+        id: "file".into(),
+        disk: Arc::clone(&disk),
+        read_only: false,
+        growable: true,
+        over_io_uring: false,
+        owner: Owner { permissions: 0o600, uid: 0, gid: 0 },
+    }));
+    let connection = Rc::<Connection>::default();
+    let queues: Vec<_> = (0..sim::random(|random| random.usize(1..=3)))
+        .map(|_| {
+            let channel = Channel::Simulated(connection.descriptor());
+            spawn_joinable(Queue::new(Arc::clone(&device), channel).serve())
+        })
+        .collect();
+    let programs: Vec<_> = (0..sim::random(|random| random.usize(2..=6)))
+        .map(|_| spawn_joinable(program(Rc::clone(&connection))))
+        .collect();
+    for program in programs {
+        timeout(FOREVER, program).await.expect("every program ends");
+    }
+    let size = size(&connection).await;
+    set_size(&connection, DISK_BYTES).await;
+    let body = read_or_write(0, DISK_BYTES, 0);
+    let content = ask(&connection, READ, &body, &[]).await;
+    assert_eq!(content.len(), DISK_BYTES);
+    let stale = content.iter().skip(size).position(|&byte| byte != 0);
+    assert_eq!(stale, None, "what was past the end of {size} bytes has come back");
+    connection.unmount();
+    for queue in queues {
+        timeout(FOREVER, queue).await.expect("a queue ends");
+    }
+    assert_eq!(device.in_flight.load(SeqCst), 0);
+    assert_eq!(disk.memory().used(), 0, "memory that was not given back");
+}
+
+async fn program(connection: Rc<Connection>) {
+    for _ in 0..sim::random(|random| random.usize(4..20)) {
+        let start = sim::random(|random| random.usize(..DISK_BYTES));
+        let length = sim::random(|random| random.usize(1..=3 * BLOCK)).min(DISK_BYTES - start);
+        match sim::random(|random| random.u8(..8)) {
+            0 | 1 => {
+                let found = ask(&connection, READ, &read_or_write(start, length, 0), &[]).await;
+                assert!(found.len() <= length, "more than was asked for");
+            }
+            2..5 => {
+                let reply =
+                    ask(&connection, WRITE, &read_or_write(start, length, 0), &vec![0xff; length]).await;
+                assert_eq!(reply[..4], (length as u32).to_ne_bytes(), "all was written");
+            }
+            5 => {
+                let mut body = vec![0; 32];
+                body[8..16].copy_from_slice(&(start as u64).to_ne_bytes());
+                body[16..24].copy_from_slice(&(length as u64).to_ne_bytes());
+                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                body[24..28].copy_from_slice(&mode.to_ne_bytes());
+                ask(&connection, FALLOCATE, &body, &[]).await;
+            }
+            _ => set_size(&connection, if chance(20) { start - start % BLOCK } else { start }).await,
+        }
+        if chance(30) {
+            some_time(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+async fn size(connection: &Connection) -> usize {
+    /// Of `size` in `fuse_attr_out`.
+    const AT: usize = 24;
+    let reply = ask(connection, GETATTR, &[0; 16], &[]).await;
+    u64::from_ne_bytes(reply[AT..AT + 8].try_into().expect("eight bytes")) as usize
+}
+
+async fn set_size(connection: &Connection, size: usize) {
+    let mut body = vec![0; 88];
+    body[0] = 1 << 3;
+    body[16..24].copy_from_slice(&(size as u64).to_ne_bytes());
+    ask(connection, SETATTR, &body, &[]).await;
+}
+
+async fn ask(connection: &Connection, opcode: u32, body: &[u8], data: &[u8]) -> Vec<u8> {
+    let unique = connection.send(opcode, body, data, true);
+    let answer = connection.answer(unique).await;
+    answer.unwrap_or_else(|errno| panic!("opcode {opcode} failed with {errno}"))
+}

@@ -1,0 +1,158 @@
+//! Size of the file and the space that it takes, as far as they differ from those of its disk.
+//!
+//! ```text
+//!   ▕████████████████ file ██████████████▏0000▏
+//!   ▕████████████████████ disk ███████████████▏
+//!                                        ▲    ▲ multiple of the image's unit
+//!                                        └─ file_bytes
+//! ```
+//!
+//! A file ends at any byte, an image perhaps only at a sector ([`Image::size_multiple`]). Then the
+//! disk has the next size that the image can have, and the file ends before it. Bytes between both
+//! ends are zeroed when the file is cut, and no request of the file writes there, so a file that
+//! grows again reads zeroes. The end is in memory alone: an export that starts anew shows the
+//! whole disk.
+//!
+//! Never asks a file system on the thread of a worker.
+//!
+//! [`Image::size_multiple`]: block::image::Image::size_multiple
+
+use std::sync::{
+    Arc,
+    atomic::{
+        AtomicBool, AtomicU64,
+        Ordering::{Relaxed, SeqCst},
+    },
+};
+
+use block::{disk::Disk, reactor, storage::ResizeError};
+use event_listener::Event;
+use policy::time::Duration;
+
+/// Size of the disk under an empty file, at least: an image of no bytes cannot be opened again.
+const LEAST_DISK_BYTES: u64 = 512;
+/// Value of [`FileEnd`] where the file ends with the disk. No file is that long.
+const WITH_DISK: u64 = u64::MAX;
+/// Time that a reply waits for a file system to count the image's space. After it, the last known
+/// figure is used until the file system answers.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// End of the file.
+#[derive(Debug)]
+pub(super) struct FileEnd(AtomicU64);
+
+impl Default for FileEnd {
+    fn default() -> Self {
+        Self(AtomicU64::new(WITH_DISK))
+    }
+}
+
+impl FileEnd {
+    /// Bytes of the file over `disk`. An end that does not belong to the disk's size is out of
+    /// date: another client has resized the disk.
+    pub(super) fn file_bytes(&self, disk: &Disk) -> u64 {
+        let disk_bytes = disk.size_bytes();
+        match self.0.load(SeqCst) {
+            WITH_DISK => disk_bytes,
+            end if disk_bytes_for(disk, end) == Some(disk_bytes) => end,
+            _ => disk_bytes,
+        }
+    }
+
+    /// The end, where it is not the disk's.
+    pub(super) fn before_disk(&self, disk: &Disk) -> Option<u64> {
+        let file_bytes = self.file_bytes(disk);
+        (file_bytes != disk.size_bytes()).then_some(file_bytes)
+    }
+
+    /// Puts the end there, over a disk of the size that [`disk_bytes_for`] has.
+    pub(super) fn set(&self, file_bytes: Option<u64>) {
+        self.0.store(file_bytes.unwrap_or(WITH_DISK), SeqCst);
+    }
+}
+
+/// Size of the disk under a file of `file_bytes`; `None` if it exceeds 64 bits.
+pub(super) fn disk_bytes_for(disk: &Disk, file_bytes: u64) -> Option<u64> {
+    let multiple = disk.image().size_multiple();
+    match file_bytes {
+        0 => Some(LEAST_DISK_BYTES.next_multiple_of(multiple)),
+        file_bytes => file_bytes.checked_next_multiple_of(multiple),
+    }
+}
+
+/// Error number of a size that the disk refused.
+pub(super) fn errno_of(refused: &ResizeError) -> i32 {
+    match refused {
+        ResizeError::ReadOnly => libc::EROFS,
+        ResizeError::TooLarge { .. } => libc::EFBIG,
+        ResizeError::Failed(error) => error.errno(),
+        ResizeError::Device { .. }
+        | ResizeError::Part { .. }
+        | ResizeError::Remote { .. }
+        | ResizeError::Unaligned { .. } => libc::EINVAL,
+    }
+}
+
+/// Space that the image takes where it is stored, as last counted.
+#[derive(Debug)]
+pub(super) struct Space {
+    bytes: AtomicU64,
+    is_counting: AtomicBool,
+    /// A count that has exceeded [`PATIENCE`] has not ended.
+    is_late: AtomicBool,
+    counted: Event,
+}
+
+impl Space {
+    /// The whole size, before the first count.
+    pub(super) fn new(disk: &Disk) -> Arc<Self> {
+        Arc::new(Self {
+            bytes: AtomicU64::new(disk.size_bytes()),
+            is_counting: AtomicBool::new(false),
+            is_late: AtomicBool::new(false),
+            counted: Event::new(),
+        })
+    }
+
+    /// Bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// Counts the space once more, writes before the call included, or gives up after [`PATIENCE`].
+    pub(super) async fn count(self: &Arc<Self>, disk: &Arc<Disk>) {
+        // A count that is in progress may have begun too early, the next one has not.
+        for _ in 0..2 {
+            let counted = self.counted.listen();
+            if self.is_late.load(SeqCst) {
+                return;
+            }
+            let is_first = !self.is_counting.swap(true, SeqCst);
+            if is_first {
+                let (space, disk) = (Arc::clone(self), Arc::clone(disk));
+                reactor::spawn(async move { space.count_now(&disk).await });
+            }
+            if reactor::timeout(PATIENCE, counted).await.is_err() {
+                if self.is_counting.load(SeqCst) {
+                    self.is_late.store(true, SeqCst);
+                }
+                return;
+            }
+            if is_first {
+                return;
+            }
+        }
+    }
+
+    async fn count_now(&self, disk: &Disk) {
+        match disk.image().allocated_bytes().await {
+            Ok(bytes) => self.bytes.store(bytes, Relaxed),
+            Err(error) => {
+                tracing::debug!(disk = %disk.name(), %error, "the space of the image cannot be counted");
+            }
+        }
+        self.is_counting.store(false, SeqCst);
+        self.is_late.store(false, SeqCst);
+        self.counted.notify(usize::MAX);
+    }
+}
