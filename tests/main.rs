@@ -38,6 +38,7 @@ mod events;
 mod failures;
 mod fio;
 mod from_qemu;
+mod fsx;
 mod fuse;
 mod fuse_own;
 mod fuse_ring;

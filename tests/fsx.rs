@@ -1,0 +1,95 @@
+//! Random operations on a disk's file over FUSE, each checked against a model: `fsx/exercise.py`.
+//!
+//! A run has `WEIR_FSX_OPERATIONS` operations for each format and cache mode, 2500 where it says
+//! nothing; `WEIR_SEED` repeats one. Where the file ends between two sectors of a qcow2 image, the
+//! image has the next sector, zeroed.
+
+use std::{fs, path::Path};
+
+use crate::{
+    fuse::{can_mount, spot},
+    harness::{Client, MIB, Scratch, Serve, qemu_img, text},
+};
+
+const EXERCISE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fsx/exercise.py");
+const LARGEST: u64 = 256 << 10;
+/// Operations of one run of the program, each of which continues with the file of the previous
+/// run: the harness limits the time of a client.
+const SLICE: u64 = 10_000;
+
+fn number(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
+/// Exercises `file` and returns its content by the model.
+#[allow(clippy::print_stderr, reason = "a failure is repeated by its seed")]
+fn exercise(scratch: &Scratch, file: &Path) -> Vec<u8> {
+    let model = scratch.path("model");
+    let seed = number("WEIR_SEED", fastrand::u64(..1 << 32));
+    eprintln!("WEIR_SEED={seed}");
+    let mut left = number("WEIR_FSX_OPERATIONS", 2500);
+    for part in 0.. {
+        let operations = left.min(SLICE);
+        Client::new("python3")
+            .args([EXERCISE, text(file), "--model-to", text(&model)])
+            .args(["--seed", &(seed + part).to_string(), "--largest", &LARGEST.to_string()])
+            .args(["--operations", &operations.to_string()])
+            .succeeds();
+        left -= operations;
+        if left == 0 {
+            break;
+        }
+    }
+    fs::read(model).expect("it was written")
+}
+
+fn file_and_image_are_the_model(format: &str, cache: &str) {
+    if !can_mount() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (image, file) = (scratch.path(&format!("disk.{format}")), spot(&scratch, "file"));
+    qemu_img(["create", "-q", "-f", format]).arg(&image).arg("64K").succeeds();
+    let weir = Serve::new(&scratch)
+        .arg(&image)
+        .args(["--format", format, "--cache", cache])
+        .args(["--fuse", &format!("{},growable", text(&file))])
+        .start();
+    let mut model = exercise(&scratch, &file);
+    assert!(fs::read(&file).expect("it is served") == model, "the file is not the model");
+    weir.stop();
+    let content = if format == "raw" {
+        image
+    } else {
+        qemu_img(["check", "-q", "-f", format]).arg(&image).succeeds();
+        let content = scratch.path("content.raw");
+        qemu_img(["convert", "-f", format, "-O", "raw"]).arg(&image).arg(&content).succeeds();
+        model.resize(model.len().max(1).next_multiple_of(512), 0);
+        content
+    };
+    if model.is_empty() {
+        model.resize(512, 0);
+    }
+    assert!(fs::metadata(&content).expect("it is there").len() < MIB, "it is longer than it ever was");
+    assert!(fs::read(content).expect("it is there") == model, "the image is not the model");
+}
+
+#[test]
+fn a_raw_image_through_the_page_cache() {
+    file_and_image_are_the_model("raw", "writeback");
+}
+
+#[test]
+fn a_raw_image_past_the_page_cache() {
+    file_and_image_are_the_model("raw", "none");
+}
+
+#[test]
+fn a_qcow2_image_through_the_page_cache() {
+    file_and_image_are_the_model("qcow2", "writeback");
+}
+
+#[test]
+fn a_qcow2_image_past_the_page_cache() {
+    file_and_image_are_the_model("qcow2", "none");
+}
