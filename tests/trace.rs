@@ -41,6 +41,21 @@ fn what_is_written_in_a_format_is_read_from_it() {
 }
 
 #[test]
+fn options_stand_before_between_and_behind_the_files() {
+    let scratch = Scratch::new();
+    let from = text(&scratch.file("own.csv", REQUESTS)).to_owned();
+    let to = text(&scratch.path("made")).to_owned();
+    for words in [["--to", "spc", &from, &to], [&from, "--to", "spc", &to], [&from, &to, "--to", "spc"]] {
+        weir(&[&["trace", "convert"], &words[..]].concat()).succeeds();
+        assert_eq!(fs::read_to_string(&to).unwrap().lines().count(), 4, "{words:?}");
+        fs::remove_file(&to).unwrap();
+    }
+    let said = weir(&["trace", "convert", &from]).run();
+    assert_eq!(said.code(), 2);
+    assert_says(&said.said(), &["OUTPUT: missing"]);
+}
+
+#[test]
 fn what_has_no_word_is_counted_and_said() {
     let scratch = Scratch::new();
     let requests = format!(

@@ -39,15 +39,15 @@ pub enum Command {
     Info(InfoArgs),
 }
 
-/// What `weir trace convert` is told.
+/// The command line of `weir trace convert`.
 #[derive(Debug, Args)]
+#[command(override_usage = "weir trace convert [OPTIONS] <TRACE>... <OUTPUT>")]
 pub struct ConvertArgs {
-    /// Traces, read as one by their times; - is standard input
-    #[arg(value_name = "TRACE", required = true, num_args = 1..)]
-    pub(crate) traces: Vec<PathBuf>,
-    /// Where to; - is standard output
-    #[arg(value_name = "OUTPUT")]
-    pub(crate) output: PathBuf,
+    /// Traces, read as one by their times, and last the file to write; - is standard input, and as
+    /// the last standard output
+    // One list: clap accepts no option between a list and an argument behind it.
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) files: Vec<PathBuf>,
     /// The format to write [default: as OUTPUT ends]
     #[arg(long, value_name = "FORMAT")]
     pub(crate) to: Option<Format>,

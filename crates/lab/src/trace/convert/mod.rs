@@ -13,7 +13,7 @@ mod forms;
 mod live;
 mod sink;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow};
 use arguments::format_of;
@@ -46,12 +46,18 @@ pub fn run(command: Command) -> Result<(), Failure> {
 }
 
 fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
-    let (format, compression) = wanted(arguments).map_err(Failure::Usage)?;
-    let mut source = Source::open(arguments, format).map_err(anyhow::Error::from)?;
-    let cannot = || format!("{}: cannot be written", arguments.output.display());
-    let out = match arguments.output.as_path() {
+    let Some((output, traces)) = arguments.files.split_last().filter(|(_, traces)| !traces.is_empty()) else {
+        return Err(Failure::Usage(anyhow!(
+            "OUTPUT: missing (write it behind the traces; - is standard output)"
+        )));
+    };
+    let (format, compression) = wanted(output, arguments.to).map_err(Failure::Usage)?;
+    let options = Options { outcomes: true, ..arguments.reading.options() };
+    let mut source = Source::open(traces, &options, format).map_err(anyhow::Error::from)?;
+    let cannot = || format!("{}: cannot be written", output.display());
+    let out = match output.as_path() {
         path if path == Path::new("-") => Output::standard().with_context(cannot)?,
-        path => Output::create("OUTPUT", path, &arguments.traces)?,
+        path => Output::create("OUTPUT", path, traces)?,
     };
     let start = source.start().map_err(anyhow::Error::from)?;
     let mut sink = Sink::new(format, compression, out, start).with_context(cannot)?;
@@ -76,7 +82,7 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     sink.finish().with_context(cannot)?;
     left_out.iter().for_each(|line| say(line));
     read.with_context(|| {
-        format!("{} ends after {}", arguments.output.display(), figures::counted(written, "request"))
+        format!("{} ends after {}", output.display(), figures::counted(written, "request"))
     })?;
     Ok(())
 }
@@ -89,18 +95,17 @@ enum Source {
 }
 
 impl Source {
-    fn open(arguments: &ConvertArgs, to: Format) -> Result<Self, TraceError> {
-        let options = Options { outcomes: true, ..arguments.reading.options() };
-        let [only] = &arguments.traces[..] else {
-            return Merged::open(&arguments.traces, &options).map(|merged| Self::Any(merged.into()));
+    fn open(traces: &[PathBuf], options: &Options, to: Format) -> Result<Self, TraceError> {
+        let [only] = traces else {
+            return Merged::open(traces, options).map(|merged| Self::Any(merged.into()));
         };
         let mut lines = reader::open(only)?;
         let keeps_all =
             matches!(to, Format::Weir | Format::Recording) && options.absolute_time != Some(false);
-        if keeps_all && reader::is_recording(&mut lines, &options)? {
+        if keeps_all && reader::is_recording(&mut lines, options)? {
             return Ok(Self::Recording(lines.into(), Box::default()));
         }
-        let merged = Merged::new(vec![Reader::over(lines, &options)?], options.absolute_time)?;
+        let merged = Merged::new(vec![Reader::over(lines, options)?], options.absolute_time)?;
         Ok(Self::Any(merged.into()))
     }
 
@@ -117,13 +122,11 @@ impl Source {
 }
 
 /// The format to write, and how it is compressed.
-fn wanted(arguments: &ConvertArgs) -> anyhow::Result<(Format, Compression)> {
-    let (named, compression) = named(&arguments.output);
-    let format = arguments.to.or(named).ok_or_else(|| {
-        anyhow!(
-            "OUTPUT: {:?} does not say in which format (name it with --to)",
-            arguments.output.display().to_string()
-        )
+fn wanted(output: &Path, to: Option<Format>) -> anyhow::Result<(Format, Compression)> {
+    let (named, compression) = named(output);
+    let format = to.or(named).ok_or_else(|| {
+        let name = output.display().to_string();
+        anyhow!("OUTPUT: {name:?} does not say in which format (name it with --to)")
     })?;
     Ok((format, if format == Format::Recording { Compression::None } else { compression }))
 }
