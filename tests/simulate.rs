@@ -167,6 +167,20 @@ fn what_the_limits_do_is_printed_before_and_after() {
     );
 }
 
+/// All limits are keys of the config file.
+#[test]
+fn limits_beside_a_config_file_are_refused() {
+    let scratch = Scratch::new();
+    let trace = scratch.file("trace.csv", csv(&requests()));
+    let config = scratch.file("weir.toml", "[disk.null]\nimage = \"null:1G\"\n");
+    for setting in policy::throttle::Setting::ALL {
+        let option = format!("--{}", setting.name());
+        let said = weir(&["simulate", text(&trace), "--config", text(&config), &option, "1"]).run();
+        assert_eq!(said.code(), 2, "{option}");
+        assert_says(&said.said(), &["'--config <FILE>' cannot be used with", &option]);
+    }
+}
+
 #[test]
 fn the_two_streams_of_2009_are_simulated_in_all_eight_cases() {
     let printed = weir(&["simulate", "--workload", "two-streams"]).succeeds();

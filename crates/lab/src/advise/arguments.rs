@@ -85,7 +85,7 @@ pub(super) struct DeviceArgs {
     pub(super) rate: Option<RateOptions>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
     /// if not root]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", requires = "device")]
     pub(super) state: Option<PathBuf>,
 }
 

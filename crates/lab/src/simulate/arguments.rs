@@ -5,7 +5,7 @@ use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
 use block::storage::{delay::DelayOptions, rate::RateOptions};
 use clap::{ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
-use policy::prefetch;
+use policy::{prefetch, throttle::Setting};
 use settings::{
     Place, Said, Settings, Wrong,
     arguments::{LimitArgs, LongArgs, ShareArgs},
@@ -52,7 +52,7 @@ pub struct SimulateArgs {
     #[arg(value_name = "TRACE", required_unless_present_any = ["workload", "cluster"])]
     pub(crate) traces: Vec<PathBuf>,
     /// Take disks, groups and limits from this file of `weir serve`; images are not opened
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = Setting::ALL.map(Setting::name))]
     pub(crate) config: Option<PathBuf>,
     /// Put the disks into one group, which limits, reservations and watermark are then for: they
     /// share them
@@ -61,7 +61,7 @@ pub struct SimulateArgs {
     /// Hosts that share the limits by etcd, with the daemon's own code: hosts=N,disks=N of each,
     /// busy=PERCENT and idle=PERCENT of them, change=PERCENT and every=TIME, tick=TIME, lease=TIME,
     /// safe-share=PERCENT, …; see docs/cluster.md for all
-    #[arg(long, value_name = "SPEC", value_parser = settings::read::<ClusterSpec>, conflicts_with = "traces")]
+    #[arg(long, value_name = "SPEC", value_parser = settings::read::<ClusterSpec>, conflicts_with_all = ["traces", "config"])]
     pub(crate) cluster: Option<ClusterSpec>,
     #[command(flatten)]
     pub(crate) input: InputArgs,
@@ -113,7 +113,7 @@ pub(crate) struct DeviceArgs {
     pub(crate) size: Option<u64>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
     /// if not root]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", requires = "device")]
     pub(crate) state: Option<PathBuf>,
 }
 
