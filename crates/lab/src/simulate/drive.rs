@@ -8,13 +8,13 @@
 //! ```
 //!
 //! Disks that share a group or a device are in the same shard, so results do not depend on the
-//! number of shards. A simulation ends early when [`MOST_WAITING`] requests wait, on an
+//! number of shards. A simulation ends early when waiting requests take [`MOST_BYTES`], on an
 //! interruption, or at an error in a trace. The outcome then covers what came before and says why.
 
 use std::{
     ops::ControlFlow,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, SyncSender, sync_channel},
     },
@@ -25,8 +25,9 @@ use anyhow::anyhow;
 use policy::prefetch;
 
 use super::{
+    backlog::{BacklogMemory, MOST_BYTES},
     client::{Client, ClientSpec},
-    engine::{Engine, Impossible, MOST_WAITING, STEPS},
+    engine::{Engine, Impossible, RowSink, STEPS},
     events::Events,
     request::Request,
     setup::{Names, Setup},
@@ -76,7 +77,7 @@ pub(crate) struct Job<'a> {
     /// Whether to simulate without limits too.
     pub(crate) before: bool,
     /// Receives every request's result; forces one thread.
-    pub(crate) events: Option<&'a mut Events>,
+    pub(crate) events: Option<Arc<Mutex<Events>>>,
     pub(crate) stop: &'a AtomicBool,
     /// Called now and then with the number of requests and the last one's time.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
@@ -210,22 +211,26 @@ impl Reading<'_> {
     }
 
     fn read_in_one(mut self, job: Job<'_>, clients: &[ClientSpec]) -> anyhow::Result<Outcome> {
-        let Job { mut input, stop, tell, mut events, before, .. } = job;
-        let mut pair = Pair::new(&self.world, before, events.is_some(), clients)?;
-        let mut note = |world: &World, after: &mut Engine| {
-            if let Some(events) = &mut events {
-                events.write(world, after.take_rows());
+        let Job { mut input, stop, tell, events, before, .. } = job;
+        let follow = |world: &World| {
+            if let Some(events) = &events {
+                locked(events).follow(world);
             }
         };
-        self.read(&mut *input.source, stop, tell, |world, _, requests| {
+        let results =
+            events.clone().map(|events| -> RowSink { Box::new(move |rows| locked(&events).write(rows)) });
+        follow(&self.world);
+        let mut pair = Pair::new(&self.world, before, results, clients, &BacklogMemory::default())?;
+        self.read(&mut *input.source, stop, tell, |world, grown, requests| {
+            if grown {
+                follow(world);
+            }
             for request in requests.drain(..) {
                 pair.arrive(world, request, stop)?;
             }
-            // After each batch, so that memory need not hold all of them.
-            note(world, &mut pair.after);
             Ok(if pair.is_full() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })?;
-        pair.finish(&self.world, stop, |after| note(&self.world, after))?;
+        pair.finish(&self.world, stop)?;
         Ok(self.outcome(vec![pair], |_| 0, stop))
     }
 
@@ -238,10 +243,11 @@ impl Reading<'_> {
         let Job { setup, mut input, stop, tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
         let mut pairs = Vec::with_capacity(shards);
+        let memory = BacklogMemory::default();
         for shard in 0..shards {
             let own = |client: &&ClientSpec| shard_of(client.disk) == shard;
             let own: Vec<_> = clients.iter().filter(own).cloned().collect();
-            pairs.push(Pair::new(&self.world, before, false, &own)?);
+            pairs.push(Pair::new(&self.world, before, None, &own, &memory)?);
         }
         let full = AtomicBool::new(false);
         let pairs = thread::scope(|scope| {
@@ -282,8 +288,10 @@ impl Reading<'_> {
 
     fn why_partial(&mut self, pairs: &[Pair], stop: &AtomicBool) -> Option<String> {
         if pairs.iter().any(Pair::is_full) {
+            let waiting: usize = pairs.iter().map(|pair| pair.after.waiting()).sum();
             return Some(format!(
-                "{MOST_WAITING} requests waited for limits at once, and memory has no place for more (raise the limits, or split the trace)"
+                "{waiting} requests waited for limits at once, and the {} of memory for them are used up (raise the limits, or split the trace)",
+                settings::exact_size(MOST_BYTES as u64)
             ));
         }
         if stop.load(Ordering::Relaxed) && self.partial.is_none() {
@@ -330,11 +338,18 @@ impl Reading<'_> {
     }
 }
 
+fn locked(events: &Mutex<Events>) -> MutexGuard<'_, Events> {
+    events.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// An engine with limits and one without.
 #[derive(Debug)]
 struct Pair {
     after: Engine,
     before: Option<Engine>,
+    memory: BacklogMemory,
+    /// Found by this pair: it stops at once, also if others free memory later.
+    is_full: bool,
 }
 
 struct Batch {
@@ -343,13 +358,19 @@ struct Batch {
 }
 
 impl Pair {
-    fn new(world: &World, before: bool, rows: bool, clients: &[ClientSpec]) -> anyhow::Result<Self> {
-        let mut after = Engine::new(world, rows)?;
+    fn new(
+        world: &World,
+        before: bool,
+        results: Option<RowSink>,
+        clients: &[ClientSpec],
+        memory: &BacklogMemory,
+    ) -> anyhow::Result<Self> {
+        let mut after = Engine::beside(world, results, memory)?;
         let mut before = before.then(|| Engine::unlimited(world)).transpose()?;
         for engine in std::iter::once(&mut after).chain(&mut before) {
             clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));
         }
-        Ok(Self { after, before })
+        Ok(Self { after, before, memory: memory.clone(), is_full: false })
     }
 
     fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
@@ -365,7 +386,8 @@ impl Pair {
         if request.disk >= self.after.disks() {
             self.meet(world, request, stop)?;
         }
-        if self.is_full() {
+        self.is_full |= self.memory.is_full();
+        if self.is_full {
             return Ok(());
         }
         self.after.arrive(request, stop);
@@ -385,22 +407,14 @@ impl Pair {
     }
 
     fn is_full(&self) -> bool {
-        self.after.waiting() >= MOST_WAITING
+        self.is_full
     }
 
-    fn finish(
-        &mut self,
-        world: &World,
-        stop: &AtomicBool,
-        mut between: impl FnMut(&mut Engine),
-    ) -> Result<(), Impossible> {
+    fn finish(&mut self, world: &World, stop: &AtomicBool) -> Result<(), Impossible> {
         self.follow(world, world.disks.len())?;
         let is_over = self.is_full();
         let is_stopped = || is_over || stop.load(Ordering::Relaxed);
-        while self.after.run(STEPS) && !is_stopped() {
-            between(&mut self.after);
-        }
-        between(&mut self.after);
+        while self.after.run(STEPS) && !is_stopped() {}
         self.after.settle();
         if let Some(before) = &mut self.before {
             while before.run(STEPS) && !is_stopped() {}
@@ -425,7 +439,7 @@ impl Pair {
                 full.store(true, Ordering::Relaxed);
             }
         }
-        self.finish(&world, stop, |_| ())?;
+        self.finish(&world, stop)?;
         Ok(self)
     }
 }

@@ -12,9 +12,13 @@
 //!
 //! Requests must arrive in order. A disk is created at its first request, and a request comes after
 //! events of the same instant. So results depend neither on the order of disks nor on disks that
-//! share nothing. A waiting request takes about 120 bytes (240 while the table grows).
+//! share nothing. The first requests that wait of a disk and a direction are in the tree; all
+//! others are in a [`Backlog`](super::backlog), a few bytes each.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::{
+    fmt,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use policy::{
     prefetch::Invalid,
@@ -24,6 +28,7 @@ use policy::{
 };
 
 use super::{
+    backlog::{Backlog, BacklogMemory},
     bucket::{Bucket, Held},
     client::{Chain, Client},
     flow::What,
@@ -37,8 +42,9 @@ use super::{
 
 /// As many lines as can be told apart.
 pub(crate) const DRAWN: usize = 8;
-/// 6 GB of waiting requests, or 12 while a table grows.
-pub(crate) const MOST_WAITING: usize = 50_000_000;
+/// So many waiting requests of a disk and a direction are in the tree, which decides by the first
+/// one. Above 1, or a disk would count as idle between an admission and the next request.
+const HEADS: usize = 4;
 pub(super) const STEPS: usize = 1 << 14;
 /// The client of a request that no client waits for.
 const NOBODY: u32 = u32::MAX;
@@ -71,14 +77,38 @@ enum Sender {
     },
 }
 
+/// Receives results, in the order in which requests passed the limits.
+pub(crate) type RowSink = Box<dyn FnMut(&[Row]) + Send>;
+/// ResultRows that are handed on together.
+const AT_ONCE: usize = 4096;
+
+/// What becomes of results.
+enum ResultRows {
+    None,
+    /// Until [`Engine::take_rows`].
+    Kept(Vec<Row>),
+    HandedOn(Vec<Row>, RowSink),
+}
+
+impl fmt::Debug for ResultRows {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("ResultRows")
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Engine {
     state: State,
     waiting: Waiting,
+    /// What all backlogs occupy, of this engine and others of the same simulation.
+    memory: BacklogMemory,
+    /// Requests in backlogs.
+    behind: usize,
+    /// [`HEADS`], which changes no result.
+    heads: usize,
     clients: Vec<Sender>,
     watch: Watch,
-    /// By disk, if they are kept.
-    rows: Option<Vec<Row>>,
+    rows: ResultRows,
     /// Without limits and reading ahead.
     unlimited: bool,
 }
@@ -86,21 +116,44 @@ pub(crate) struct Engine {
 impl Engine {
     /// `rows` keeps results for [`Engine::take_rows`]. Fails if a group cannot keep its promises.
     pub(crate) fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
-        Self::of(world, rows, false)
+        Self::of(
+            world,
+            if rows { ResultRows::Kept(Vec::new()) } else { ResultRows::None },
+            false,
+            BacklogMemory::default(),
+        )
+    }
+
+    /// One of several that share memory for waiting requests, and results, if they are wanted.
+    pub(crate) fn beside(
+        world: &World,
+        results: Option<RowSink>,
+        memory: &BacklogMemory,
+    ) -> Result<Self, Impossible> {
+        let rows = results.map_or(ResultRows::None, |results| ResultRows::HandedOn(Vec::new(), results));
+        Self::of(world, rows, false, memory.clone())
     }
 
     /// The same disks and devices without weir: no limits, nothing read ahead.
     pub(crate) fn unlimited(world: &World) -> Result<Self, Impossible> {
-        Self::of(world, false, true)
+        Self::of(world, ResultRows::None, true, BacklogMemory::default())
     }
 
-    fn of(world: &World, rows: bool, unlimited: bool) -> Result<Self, Impossible> {
+    fn of(
+        world: &World,
+        rows: ResultRows,
+        unlimited: bool,
+        memory: BacklogMemory,
+    ) -> Result<Self, Impossible> {
         let mut engine = Self {
             state: State::default(),
             waiting: Waiting::default(),
+            memory,
+            behind: 0,
+            heads: HEADS,
             clients: Vec::new(),
             watch: Watch::default(),
-            rows: rows.then(Vec::new),
+            rows,
             unlimited,
         };
         engine.follow(world, world.disks.len())?;
@@ -162,6 +215,7 @@ impl Engine {
             limited,
             place: disk.place,
             ahead: ahead.map(Box::new),
+            behind: [(); 2].map(|()| Backlog::new(&self.memory)),
             queue: Queue::default(),
             held: Held::new(world, disk),
             tally: if index < DRAWN { Tally::drawn() } else { Tally::default() },
@@ -229,7 +283,7 @@ impl Engine {
     }
 
     pub(crate) fn waiting(&self) -> usize {
-        self.waiting.len()
+        self.waiting.len() + self.behind
     }
 
     /// Runs at most so many events; false once nothing is left.
@@ -254,11 +308,18 @@ impl Engine {
             disk.held.settle(now);
         }
         self.state.groups.iter_mut().for_each(|group| _ = group.queue.settle(now));
+        if let ResultRows::HandedOn(rows, results) = &mut self.rows {
+            results(&std::mem::take(rows));
+        }
     }
 
-    /// Results since the last call, in the order in which requests passed the limits.
-    pub(crate) fn take_rows(&mut self) -> std::vec::Drain<'_, Row> {
-        self.rows.get_or_insert_default().drain(..)
+    /// RowSink since the last call, in the order in which requests passed the limits, of an engine
+    /// that keeps them.
+    pub(crate) fn take_rows(&mut self) -> std::vec::IntoIter<Row> {
+        match &mut self.rows {
+            ResultRows::Kept(rows) => std::mem::take(rows).into_iter(),
+            _ => Vec::new().into_iter(),
+        }
     }
 
     pub(crate) fn disk(&self, index: usize) -> (&Tally, &Queue, &Held) {
@@ -334,9 +395,17 @@ impl Engine {
             _ => return self.serve(&request, client, Bucket::NONE),
         };
         let (arbiter, node) = (disk.arbiter, disk.node);
-        let token = self.waiting.enter(request, client);
         let tree = &mut self.state.arbiters[arbiter].tree;
         let now = Instant::from_nanos(self.state.now);
+        if tree.waiting(node, direction) >= self.heads {
+            // The tree's clock follows every arrival, also of a request that it does not get yet.
+            let passes = tree.pass(node, direction, &Cost::one(request.length), now);
+            debug_assert!(!passes, "no request overtakes those before it");
+            disk.behind[direction.index()].push(&request, client);
+            self.behind += 1;
+            return self.count_in(request.disk);
+        }
+        let token = self.waiting.enter(request, client);
         match tree.request(node, direction, Cost::one(request.length), token, now) {
             Admission::Admitted(token) => {
                 self.waiting.leave(token);
@@ -367,6 +436,7 @@ impl Engine {
                     let (request, client) = self.waiting.leave(token);
                     let bucket = self.count_out(&request);
                     self.serve(&request, client, bucket);
+                    self.follow_up(&request);
                 }
                 Decision::Idle => return,
                 Decision::Wait { until } => {
@@ -381,6 +451,19 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Gives the tree the next request of the disk and direction of one that was admitted.
+    fn follow_up(&mut self, admitted: &Request) {
+        let Some(direction) = admitted.op.direction() else { return };
+        let disk = &mut self.state.disks[admitted.disk];
+        let Some((next, client)) = disk.behind[direction.index()].pop(admitted.disk) else { return };
+        self.behind -= 1;
+        let token = self.waiting.enter(next, client);
+        let tree = &mut self.state.arbiters[disk.arbiter].tree;
+        let now = Instant::from_nanos(self.state.now);
+        let admission = tree.request(disk.node, direction, Cost::one(next.length), token, now);
+        assert!(matches!(admission, Admission::Queued(_)), "there are others before it");
     }
 
     fn look_at_devices(&mut self) {
@@ -443,8 +526,17 @@ impl Engine {
             Some(ahead) => ahead.change(request, now, &mut self.state.flow),
         };
         disk.tally.note(request.at_ns, now, completed, request.length);
-        if let Some(rows) = &mut self.rows {
-            rows.push(Row { request: *request, admitted_ns: now, completed_ns: completed, bucket });
+        let row = || Row { request: *request, admitted_ns: now, completed_ns: completed, bucket };
+        match &mut self.rows {
+            ResultRows::None => {}
+            ResultRows::Kept(rows) => rows.push(row()),
+            ResultRows::HandedOn(rows, results) => {
+                rows.push(row());
+                if rows.len() == AT_ONCE {
+                    results(rows);
+                    rows.clear();
+                }
+            }
         }
         if client != NOBODY {
             self.state.flow.foresee(completed, What::Answer(client, completed == request.at_ns));

@@ -31,6 +31,8 @@ pub(crate) struct Events {
 #[derive(Debug)]
 struct Named {
     disk: String,
+    /// The groups above it, innermost first.
+    groups: Vec<String>,
     buckets: Vec<(Bucket, String)>,
 }
 
@@ -46,13 +48,18 @@ impl Events {
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 
-    /// Errors are reported by [`finish`](Self::finish).
-    pub(crate) fn write(&mut self, world: &World, rows: impl Iterator<Item = Row>) {
+    /// Takes the names of the world's new disks; before rows of these.
+    pub(crate) fn follow(&mut self, world: &World) {
         for disk in &world.disks[self.disks.len()..] {
-            self.disks.push(Named { disk: quoted(&disk.name).into_owned(), buckets: Vec::new() });
+            let groups = world.groups_above(disk).map(|group| world.groups[group].name.clone()).collect();
+            self.disks.push(Named { disk: quoted(&disk.name).into_owned(), groups, buckets: Vec::new() });
         }
+    }
+
+    /// Errors are reported by [`finish`](Self::finish).
+    pub(crate) fn write(&mut self, rows: &[Row]) {
         for row in rows {
-            self.add(world, &row);
+            self.add(row);
             if self.text.len() >= BLOCK_BYTES {
                 self.flush();
             }
@@ -74,12 +81,11 @@ impl Events {
         self.text.clear();
     }
 
-    fn add(&mut self, world: &World, row: &Row) {
+    fn add(&mut self, row: &Row) {
         let Row { request, admitted_ns, completed_ns, bucket } = *row;
-        let Named { disk, buckets } = &mut self.disks[request.disk];
+        let Named { disk, groups, buckets } = &mut self.disks[request.disk];
         let at = buckets.iter().position(|(known, _)| *known == bucket).unwrap_or_else(|| {
-            let groups = world.groups_above(&world.disks[request.disk]);
-            let groups: Vec<_> = groups.map(|group| world.groups[group].name.as_str()).collect();
+            let groups: Vec<_> = groups.iter().map(String::as_str).collect();
             buckets.push((bucket, quoted(&bucket.name(&groups)).into_owned()));
             buckets.len() - 1
         });

@@ -15,6 +15,7 @@
 //! time are not. Never opens an image, and always says if a trace was not read to its end.
 
 mod arguments;
+mod backlog;
 mod bucket;
 mod client;
 pub mod cluster;
@@ -48,7 +49,7 @@ mod world;
 use std::{
     num::NonZeroUsize,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -170,8 +171,8 @@ fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Resul
     // Before anything is written, which may be an input.
     let input = input(arguments)?;
     let inputs = || arguments.traces.iter().chain(&arguments.config);
-    let mut events =
-        arguments.output.events.as_deref().map(|path| Events::create(path, inputs())).transpose()?;
+    let events = arguments.output.events.as_deref().map(|path| Events::create(path, inputs())).transpose()?;
+    let events = events.map(|events| Arc::new(Mutex::new(events)));
     let progress = Spinner::new();
     let tell = |requests, at| {
         let requests = figures::count(requests as f64);
@@ -179,11 +180,13 @@ fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Resul
     };
     let outcome = simulate(Job {
         threads: threads(arguments),
-        events: events.as_mut(),
+        events: events.clone(),
         tell: &tell,
         ..Job::new(setup, input, stop)
     })?;
     drop(progress);
+    let events = events.and_then(Arc::into_inner).map(Mutex::into_inner);
+    let events = events.map(|events| events.unwrap_or_else(PoisonError::into_inner));
     let written = events.map_or(Ok(()), Events::finish);
     let summary = Summary::new(&outcome, &setup.remarks);
     let mut result = ResultFile::new(begun.end(None), findings::of_run(&summary, &outcome));

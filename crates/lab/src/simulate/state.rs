@@ -3,6 +3,7 @@
 use policy::throttle::{NodeId, Tree};
 
 use super::{
+    backlog::Backlog,
     bucket::Held,
     device::Place,
     flow::Flow,
@@ -50,6 +51,8 @@ pub(super) struct DiskState {
     pub(super) limited: bool,
     pub(super) place: Place,
     pub(super) ahead: Option<Box<Ahead>>,
+    /// Waiting requests that the tree does not have yet, by direction.
+    pub(super) behind: [Backlog; 2],
     pub(super) queue: Queue,
     pub(super) held: Held,
     pub(super) tally: Tally,

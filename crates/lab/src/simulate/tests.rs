@@ -1,6 +1,6 @@
 //! A simulation as a whole, from a file to what is told of it.
 
-use std::{fs, path::Path, sync::atomic::AtomicBool};
+use std::{fs, path::Path};
 
 use clap::Parser as _;
 
@@ -285,13 +285,19 @@ fn what_came_before_a_broken_line_is_kept_and_marked() {
 }
 
 fn events(files: &Files, words: &str) -> (String, String) {
+fn simulate_with(events: Events, job: Job<'_>) -> (Outcome, Events) {
+    let events = Arc::new(Mutex::new(events));
+    let outcome = simulate(Job { events: Some(events.clone()), ..job }).unwrap();
+    let events = Arc::into_inner(events).expect("the simulation is over");
+    (outcome, events.into_inner().unwrap())
+}
+
     let arguments = arguments(words);
     let setup = Setup::new(&arguments).unwrap();
     let path = files.path().join("events.csv");
-    let mut events = Events::create(&path, &arguments.traces).unwrap();
+    let events = Events::create(&path, &arguments.traces).unwrap();
     let job = Job::new(&setup, input(&arguments).unwrap(), &GO_ON);
-    simulate(Job { threads: 4, events: Some(&mut events), ..job }).unwrap();
-    events.finish().unwrap();
+    simulate_with(events, Job { threads: 4, ..job }).1.finish().unwrap();
     (path.display().to_string(), fs::read_to_string(&path).unwrap())
 }
 
@@ -347,11 +353,11 @@ fn events_never_replace_what_is_read_and_keep_what_was_there_until_they_are_comp
 
 #[test]
 fn a_full_disk_ends_the_events_and_not_the_simulation() {
-    let mut events = Events::create(Path::new("/dev/full"), &[]).unwrap();
+    let events = Events::create(Path::new("/dev/full"), &[]).unwrap();
     let arguments = arguments("--workload random:iops=20000,seconds=1");
     let setup = Setup::new(&arguments).unwrap();
     let job = Job::new(&setup, input(&arguments).unwrap(), &GO_ON);
-    let outcome = simulate(Job { events: Some(&mut events), ..job }).unwrap();
+    let (outcome, events) = simulate_with(events, job);
     assert!(outcome.partial.is_none() && outcome.disks[0].after.requests > 15_000);
     let error = format!("{:#}", events.finish().unwrap_err());
     assert!(error.starts_with("/dev/full: cannot be written: No space left"), "{error}");

@@ -331,3 +331,71 @@ fn ages_without_requests_cost_no_looks_and_change_nothing() {
     let (_, rows) = run(&watched(90), [read(0, 512), read(u64::MAX, 512)]);
     assert_eq!(rows.len(), 2);
 }
+
+/// A disk in two nested groups with limits of their own, one beside it with a reservation, and one
+/// whose limits a watermark lifts now and then.
+fn crowded() -> World {
+    let group = |iops, parent| Group {
+        name: "group".to_owned(),
+        hold: DiskSettings {
+            limits: limits(&[(LimitKind::IopsTotal, rate(iops))]),
+            ..DiskSettings::default()
+        },
+        parent,
+    };
+    let member = |weight, reservation, group| {
+        let mut disk = Disk { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
+        disk.hold.share = policy::throttle::Share::new(weight).unwrap().with_reservation(reservation, 0);
+        disk
+    };
+    let mut world = watched(50);
+    world.groups = vec![group(900, None), group(400, Some(0))];
+    world.disks.extend([member(100, 0, 1), member(300, 0, 1), member(100, 150, 0)]);
+    world
+}
+
+#[test]
+fn a_backlog_changes_no_result() {
+    let mut random = fastrand::Rng::with_seed(11);
+    let world = crowded();
+    let mut at_ns = 0;
+    let requests: Vec<Request> = (0..6000)
+        .map(|_| {
+            at_ns += if random.u8(..20) == 0 { random.u64(..40 * MS) } else { 0 };
+            let op = Op::ALL[random.usize(..Op::ALL.len())];
+            let (disk, length) = (random.usize(..4), 512 << random.u32(..10));
+            Request { at_ns, disk, op, offset: random.u64(..1 << 30), length }
+        })
+        .collect();
+    let rows = |heads| {
+        let mut engine = Engine { heads, ..Engine::new(&world, true).unwrap() };
+        requests.iter().for_each(|request| engine.arrive(*request, &GO_ON));
+        let behind = engine.behind;
+        while engine.run(1000) {}
+        engine.settle();
+        let queue = |disk: usize| (engine.disk(disk).1.longest, engine.disk(disk).1.throttled_ns);
+        let queues: Vec<_> = (0..4).map(queue).collect();
+        let held: Vec<_> = (0..4).map(|disk| engine.disk(disk).2.times()).collect();
+        (behind, engine.take_rows().collect::<Vec<_>>(), queues, held)
+    };
+    let (behind, all, queues, held) = rows(usize::MAX);
+    assert_eq!((behind, all.len()), (0, requests.len()), "without a backlog the tree has all");
+    for heads in [2, HEADS] {
+        let (behind, rows, own_queues, own_held) = rows(heads);
+        assert!(behind > 1000, "{behind} requests wait behind others");
+        assert!(rows == all, "the same requests at the same instants");
+        assert_eq!((own_queues, own_held), (queues.clone(), held.clone()));
+    }
+}
+
+#[test]
+fn a_flood_of_requests_takes_bounded_memory() {
+    let world = alone(disk(limits(&[(LimitKind::IopsTotal, rate(100))])));
+    let mut engine = Engine::new(&world, false).unwrap();
+    for _ in 0..200_000 {
+        engine.arrive(read(0, 512), &GO_ON);
+    }
+    assert!(engine.waiting() > 199_000);
+    assert!(engine.waiting.requests.len() <= HEADS + 1, "{}", engine.waiting.requests.len());
+    assert!(engine.memory.bytes() < 210_000, "{}", engine.memory.bytes());
+}

@@ -1,0 +1,252 @@
+//! Requests that wait behind the first ones of their queue, in a few bytes each.
+//!
+//! ```text
+//!   arrivals ─► Backlog: differences to the request before ─► the tree's queue: the first HEADS ─► admitted
+//!                        1 to 41 bytes each, typically 10       about 120 bytes each
+//! ```
+//!
+//! A disk's requests of one direction are admitted in their order, and a tree decides by the first
+//! one alone. So all others need no place in the tree, and their place in memory is a code relative
+//! to the request before. All backlogs of a simulation share one [`BacklogMemory`], whose size
+//! bounds them. Never reorders or drops a request.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use super::request::{Op, Request};
+
+/// Bytes of all backlogs of one simulation: at least 26 million requests, some 100 million of a
+/// database, and 1,000 million that follow each other at one instant.
+pub(crate) const MOST_BYTES: usize = 1 << 30;
+/// Allocated and accounted at a time.
+const CHUNK_BYTES: usize = 4096;
+/// A code's first byte, and four numbers of at most 64 bits in groups of seven.
+const LONGEST_CODE: usize = 1 + 4 * 10;
+
+// The first byte of a code: the operation in three bits, and which numbers follow.
+const OP_BITS: u8 = 0b111;
+const SAME_TIME: u8 = 1 << 3;
+const SAME_LENGTH: u8 = 1 << 4;
+const SAME_OFFSET: u8 = 1 << 5;
+const IN_SEQUENCE: u8 = 1 << 6;
+const SAME_CLIENT: u8 = 1 << 7;
+
+/// BacklogMemory that the backlogs of one simulation occupy together, on all threads.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BacklogMemory(Arc<AtomicUsize>);
+
+impl BacklogMemory {
+    /// Returns true once [`MOST_BYTES`] are in use: the simulation must end.
+    pub(crate) fn is_full(&self) -> bool {
+        self.0.load(Ordering::Relaxed) >= MOST_BYTES
+    }
+
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn take(&self) {
+        self.0.fetch_add(CHUNK_BYTES, Ordering::Relaxed);
+    }
+
+    fn give_back(&self, chunks: usize) {
+        self.0.fetch_sub(chunks * CHUNK_BYTES, Ordering::Relaxed);
+    }
+}
+
+/// The request that a code is relative to.
+#[derive(Debug, Default)]
+struct PreviousRequest {
+    at_ns: u64,
+    offset: u64,
+    length: u64,
+    client: u32,
+}
+
+impl PreviousRequest {
+    fn end(&self) -> u64 {
+        self.offset.wrapping_add(self.length)
+    }
+
+    fn follow(&mut self, request: &Request, client: u32) {
+        *self = Self { at_ns: request.at_ns, offset: request.offset, length: request.length, client };
+    }
+}
+
+/// A queue of requests of one disk, with the clients that wait for them.
+#[derive(Debug)]
+pub(super) struct Backlog {
+    memory: BacklogMemory,
+    chunks: VecDeque<Vec<u8>>,
+    /// The position of the next code in the first chunk.
+    at: usize,
+    pushed: PreviousRequest,
+    popped: PreviousRequest,
+}
+
+impl Backlog {
+    pub(super) fn new(memory: &BacklogMemory) -> Self {
+        Self {
+            memory: memory.clone(),
+            chunks: VecDeque::new(),
+            at: 0,
+            pushed: PreviousRequest::default(),
+            popped: PreviousRequest::default(),
+        }
+    }
+
+    pub(super) fn push(&mut self, request: &Request, client: u32) {
+        if self.chunks.back().is_none_or(|last| last.len() + LONGEST_CODE > CHUNK_BYTES) {
+            self.memory.take();
+            self.chunks.push_back(Vec::with_capacity(CHUNK_BYTES));
+        }
+        let Self { chunks, pushed: before, .. } = self;
+        let chunk = chunks.back_mut().expect("a chunk with room");
+        let first = chunk.len();
+        let op = Op::ALL.iter().position(|op| *op == request.op).expect("an operation");
+        chunk.push(op as u8);
+        let mut number = |flag: u8, is_known: bool, number: u64| {
+            if is_known { chunk[first] |= flag } else { push_number(chunk, number) }
+        };
+        number(SAME_TIME, request.at_ns == before.at_ns, request.at_ns.wrapping_sub(before.at_ns));
+        number(SAME_LENGTH, request.length == before.length, request.length);
+        number(SAME_CLIENT, client == before.client, client.into());
+        if request.offset == before.offset {
+            chunk[first] |= SAME_OFFSET;
+        } else {
+            let ahead = request.offset.wrapping_sub(before.end());
+            number(IN_SEQUENCE, ahead == 0, zigzag(ahead));
+        }
+        before.follow(request, client);
+    }
+
+    /// The oldest request, of the disk that this is the backlog of.
+    pub(super) fn pop(&mut self, disk: usize) -> Option<(Request, u32)> {
+        let chunk = self.chunks.front()?;
+        let mut at = self.at;
+        let flags = chunk[at];
+        at += 1;
+        let before = &mut self.popped;
+        let mut number = |flag: u8| (flags & flag == 0).then(|| take_number(chunk, &mut at));
+        let at_ns = number(SAME_TIME).map_or(before.at_ns, |later| before.at_ns.wrapping_add(later));
+        let length = number(SAME_LENGTH).unwrap_or(before.length);
+        let client = number(SAME_CLIENT).map_or(before.client, |client| client as u32);
+        let offset = if flags & SAME_OFFSET != 0 {
+            before.offset
+        } else {
+            before.end().wrapping_add(number(IN_SEQUENCE).map_or(0, zagzig))
+        };
+        let op = Op::ALL[usize::from(flags & OP_BITS)];
+        let request = Request { at_ns, disk, op, offset, length };
+        before.follow(&request, client);
+        self.at = at;
+        if at == chunk.len() {
+            self.chunks.pop_front();
+            self.memory.give_back(1);
+            self.at = 0;
+        }
+        Some((request, client))
+    }
+}
+
+impl Drop for Backlog {
+    fn drop(&mut self) {
+        self.memory.give_back(self.chunks.len());
+    }
+}
+
+/// Small distances in either direction as small numbers.
+const fn zigzag(distance: u64) -> u64 {
+    (distance << 1) ^ ((distance as i64 >> 63) as u64)
+}
+
+/// The inverse of [`zigzag`].
+const fn zagzig(number: u64) -> u64 {
+    (number >> 1) ^ (number & 1).wrapping_neg()
+}
+
+/// Seven bits in each byte, the lowest first; the last byte is below 128 (LEB128).
+fn push_number(chunk: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        chunk.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    chunk.push(number as u8);
+}
+
+fn take_number(chunk: &[u8], at: &mut usize) -> u64 {
+    let (mut number, mut shift) = (0, 0);
+    loop {
+        let byte = chunk[*at];
+        *at += 1;
+        number |= u64::from(byte & 0x7f) << shift;
+        shift += 7;
+        if byte < 0x80 {
+            return number;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_request_comes_back_as_it_was_in_its_order() {
+        let mut random = fastrand::Rng::with_seed(7);
+        let mut at_ns = 0;
+        let any = |random: &mut fastrand::Rng| {
+            let bits = random.u32(0..=64);
+            random.u64(..).checked_shr(bits).unwrap_or(0)
+        };
+        let requests: Vec<(Request, u32)> = (0..20_000)
+            .map(|_| {
+                at_ns = u64::max(at_ns, any(&mut random));
+                let op = Op::ALL[random.usize(..Op::ALL.len())];
+                let offset = any(&mut random);
+                let length = any(&mut random).min(u64::MAX - offset);
+                (Request { at_ns, disk: 3, op, offset, length }, random.u32(..))
+            })
+            .collect();
+        let memory = BacklogMemory::default();
+        let mut backlog = Backlog::new(&memory);
+        let mut taken = Vec::new();
+        for (number, (request, client)) in requests.iter().enumerate() {
+            backlog.push(request, *client);
+            if number % 3 == 0 {
+                taken.extend(backlog.pop(3));
+            }
+        }
+        taken.extend(std::iter::from_fn(|| backlog.pop(3)));
+        assert_eq!(taken, requests);
+        assert_eq!(memory.bytes(), 0, "an empty backlog occupies nothing");
+    }
+
+    #[test]
+    fn requests_that_resemble_each_other_take_a_byte_each() {
+        let memory = BacklogMemory::default();
+        let mut backlog = Backlog::new(&memory);
+        let request =
+            |number: u64| Request { at_ns: 5, disk: 0, op: Op::Read, offset: number * 512, length: 512 };
+        (0..1_000_000).for_each(|number| backlog.push(&request(number), 1));
+        assert!(memory.bytes() < 1_020_000, "{}", memory.bytes());
+        // A workload as databases have it: nanoseconds, places at random in 1 TiB, one length.
+        let mut random = fastrand::Rng::with_seed(1);
+        let memory = BacklogMemory::default();
+        let mut backlog = Backlog::new(&memory);
+        for number in 0..100_000_u64 {
+            let offset = random.u64(..1 << 28) * 4096;
+            let at_ns = number * 100_000 + random.u64(..100_000);
+            backlog.push(&Request { at_ns, disk: 0, op: Op::Write, offset, length: 4096 }, u32::MAX);
+        }
+        assert!(memory.bytes() < 1_200_000, "{}", memory.bytes());
+        drop(backlog);
+        assert_eq!(memory.bytes(), 0);
+    }
+}
