@@ -6,11 +6,14 @@ use crate::{
     latencies,
     latencies::{Counts, Latencies, percentile_names, percentiles},
     load::{Outcome, Second},
+    over_time::OverTime,
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 
 /// With fewer complete seconds, the whole run is one sample.
 const FEWEST_SECONDS: usize = 3;
+/// Of a line over time.
+const MOST_POINTS: usize = 256;
 
 struct Direction<'a> {
     name: &'static str,
@@ -18,6 +21,7 @@ struct Direction<'a> {
     part: fn(&Second) -> u64,
     part_ns: fn(&Second) -> u64,
     took: fn(&Second) -> &Counts,
+    over_time: &'a OverTime,
 }
 
 pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
@@ -29,6 +33,7 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
             part: |second| second.reads,
             part_ns: |second| second.reads_ns,
             took: |second| &second.reads_took,
+            over_time: &measured.reads_over_time,
         },
         Direction {
             name: "write",
@@ -36,13 +41,12 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
             part: |second| second.writes,
             part_ns: |second| second.writes_ns,
             took: |second| &second.writes_took,
+            over_time: &measured.writes_over_time,
         },
     ];
     let directions: Vec<_> = both.into_iter().filter(|direction| !direction.latencies.is_empty()).collect();
     let mut charts = Vec::new();
-    if measured.seconds.len() >= 2 {
-        charts.push(over_time(outcome, &directions));
-    }
+    charts.extend(over_time(&directions));
     if !directions.is_empty() {
         charts.push(distribution(&directions));
     }
@@ -56,7 +60,7 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
 }
 
 fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
-    let Direction { name, latencies, part, part_ns, took } = direction;
+    let Direction { name, latencies, part, part_ns, took, .. } = direction;
     let seconds = &outcome.measured.seconds;
     let are_few = seconds.len() < FEWEST_SECONDS;
     let rates = if are_few {
@@ -99,18 +103,21 @@ fn table(outcome: &Outcome, directions: &[Direction<'_>]) -> Table {
     Table::new("Requests and their latencies", columns, rows.chain(flushes).map(row).collect())
 }
 
-fn over_time(outcome: &Outcome, directions: &[Direction<'_>]) -> Chart {
+fn over_time(directions: &[Direction<'_>]) -> Option<Chart> {
     let line = |direction: &Direction<'_>| {
-        let counts = outcome.measured.seconds.iter().map(direction.part);
-        let points = counts.enumerate().map(|(second, count)| (second as f64 + 1.0, count as f64));
-        Series { name: direction.name.to_owned(), points: points.collect() }
+        let points = direction.over_time.steady(direction.over_time, MOST_POINTS).rates();
+        Series { name: direction.name.to_owned(), points }
     };
-    Chart::Lines(Lines {
-        title: "Requests answered each second".to_owned(),
-        x: Axis::new("time", Unit::Seconds),
-        y: Axis::new("requests", Unit::Iops),
-        steps: false,
-        series: directions.iter().map(line).collect(),
+    let series: Vec<_> = directions.iter().map(line).filter(|series| series.points.len() > 1).collect();
+    (!series.is_empty()).then(|| {
+        Chart::Lines(Lines {
+            title: "Requests answered a second".to_owned(),
+            x: Axis::new("time", Unit::Seconds),
+            y: Axis::new("requests", Unit::Iops),
+            steps: false,
+            series,
+            limits: Vec::new(),
+        })
     })
 }
 
@@ -136,6 +143,7 @@ mod tests {
         let reads_took = (1..=200).map(|number| (number * 1000, 1)).collect();
         measured.seconds =
             vec![Second { reads: 200, reads_ns: 200_000, reads_took, ..Second::default() }; seconds];
+        (0..800).for_each(|number| measured.reads_over_time.note(number * 5_000_000, 1));
         Outcome { elapsed: Duration::from_secs(4), measured, ..Outcome::default() }
     }
 
@@ -167,6 +175,15 @@ mod tests {
         let Chart::Lines(lines) = &found.charts[1] else { panic!() };
         let (slowest, share) = *lines.series[0].points.last().unwrap();
         assert!((1e6..1.001e6).contains(&slowest) && share > 0.9999, "{slowest} {share}");
+    }
+
+    #[test]
+    fn a_run_of_four_seconds_is_a_line_of_many_points() {
+        let found = findings(&outcome(3), vec![]);
+        let Chart::Lines(lines) = &found.charts[0] else { panic!() };
+        let rates = &lines.series[0].points;
+        assert!(rates.len() >= 20, "{rates:?}");
+        assert!(rates.iter().all(|(_, rate)| (180.0..220.0).contains(rate)), "{rates:?}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use policy::time::{Duration, Instant};
 use crate::{
     latencies,
     latencies::{Counts, Latencies},
+    over_time::OverTime,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -44,6 +45,9 @@ pub(crate) struct Measured {
     pub(crate) flushes: Latencies,
     /// Complete seconds only.
     pub(crate) seconds: Vec<Second>,
+    /// Answers over time, for a chart.
+    pub(crate) reads_over_time: OverTime,
+    pub(crate) writes_over_time: OverTime,
     /// How long after it was due a request was sent; empty for a closed loop.
     pub(crate) late: Latencies,
     pub(crate) behind: Duration,
@@ -63,7 +67,17 @@ pub(crate) struct Second {
 impl Default for Measured {
     fn default() -> Self {
         let [reads, writes, flushes, late] = [(); 4].map(|()| latencies::new());
-        Self { reads, writes, flushes, seconds: Vec::new(), late, behind: Duration::ZERO }
+        let [reads_over_time, writes_over_time] = [(); 2].map(|()| OverTime::sums());
+        Self {
+            reads,
+            writes,
+            flushes,
+            seconds: Vec::new(),
+            reads_over_time,
+            writes_over_time,
+            late,
+            behind: Duration::ZERO,
+        }
     }
 }
 
@@ -87,6 +101,8 @@ impl Measured {
             ours.reads_took.extend(&theirs.reads_took);
             ours.writes_took.extend(&theirs.writes_took);
         }
+        self.reads_over_time.add(&other.reads_over_time);
+        self.writes_over_time.add(&other.writes_over_time);
         self.behind = self.behind.max(other.behind);
     }
 
@@ -124,17 +140,20 @@ impl Recorder {
             self.second_ends += SECOND;
         }
         let took_ns = at.nanos_since(due);
+        let since_ns = at.nanos_since(self.from);
         let latencies = match kind {
             Kind::Read => {
                 self.second.reads += 1;
                 self.second.reads_ns = self.second.reads_ns.saturating_add(took_ns);
                 self.reads.saturating_record(took_ns);
+                self.measured.reads_over_time.note(since_ns, 1);
                 &mut self.measured.reads
             }
             Kind::Write => {
                 self.second.writes += 1;
                 self.second.writes_ns = self.second.writes_ns.saturating_add(took_ns);
                 self.writes.saturating_record(took_ns);
+                self.measured.writes_over_time.note(since_ns, 1);
                 &mut self.measured.writes
             }
             Kind::Flush => &mut self.measured.flushes,
@@ -187,6 +206,8 @@ mod tests {
         let mut sum = one(&[Kind::Read, Kind::Flush], 1);
         sum.add(&one(&[Kind::Read, Kind::Write], 2));
         assert_eq!((sum.reads.len(), sum.writes.len(), sum.flushes.len()), (2, 3, 1));
+        let drawn = |series: &OverTime| series.points().map(|(_, count)| count).sum::<u64>();
+        assert_eq!((drawn(&sum.reads_over_time), drawn(&sum.writes_over_time)), (2, 3));
         let [first, second] = sum.seconds.as_slice() else { panic!("{:?}", sum.seconds) };
         assert_eq!((first.reads, first.writes), (2, 1));
         assert_eq!((first.reads_ns, first.writes_ns), (2_000_000, 1_000_000));

@@ -16,7 +16,7 @@ use super::{
     axis::{Ends, Scale},
     drawing::{self, Drawing, Drawn, Sheet, letters, px},
     html::escape,
-    palette::{GRID, INK, LINES, code},
+    palette::{GRID, INK, LIMIT, LINES, Pair, code},
 };
 use crate::result::{Axis, Lines, Series};
 
@@ -32,7 +32,7 @@ const Y_TICKS: usize = 5;
 const COLUMNS: usize = 600;
 
 pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
-    let mut html = legend(&drawn(lines));
+    let mut html = legend(lines);
     let _ = write!(html, "<div class=\"wide\">{}</div>", drawing(lines)?.inline());
     let hidden = lines.series.len().saturating_sub(LINES.len());
     if hidden > 0 {
@@ -46,9 +46,7 @@ pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
 }
 
 pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
-    let series = drawn(lines);
-    let legend: Vec<_> =
-        series.iter().zip(LINES).map(|(series, colour)| (series.name.as_str(), colour.light)).collect();
+    let legend: Vec<_> = named(lines).map(|(series, colour)| (series.name.as_str(), colour.light)).collect();
     Ok(drawing(lines)?.alone(&legend))
 }
 
@@ -56,9 +54,15 @@ fn drawn(lines: &Lines) -> Vec<&Series> {
     lines.series.iter().take(LINES.len()).collect()
 }
 
+/// What is drawn, with its colour: the series, and the limits above them.
+fn named(lines: &Lines) -> impl Iterator<Item = (&Series, Pair)> {
+    let limits = lines.limits.iter().take(LINES.len()).map(|series| (series, LIMIT));
+    lines.series.iter().zip(LINES).chain(limits)
+}
+
 fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
     let series = drawn(lines);
-    let points = || series.iter().flat_map(|series| &series.points);
+    let points = || named(lines).flat_map(|(series, _)| &series.points);
     let placed = |axis: &Axis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
     let points = || points().filter(|(x, y)| placed(&lines.x, *x) && placed(&lines.y, *y));
     let x = Scale::over(points().map(|point| point.0), &lines.x, Ends::Values, X_TICKS);
@@ -74,12 +78,12 @@ fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
 }
 
 /// Empty for a single unnamed line.
-fn legend(series: &[&Series]) -> String {
-    if series.iter().all(|series| series.name.is_empty()) {
+fn legend(lines: &Lines) -> String {
+    if named(lines).all(|(series, _)| series.name.is_empty()) {
         return String::new();
     }
     let mut html = "<ul class=\"legend\">".to_owned();
-    for (series, colour) in series.iter().zip(LINES) {
+    for (series, colour) in named(lines) {
         let (colour, name, scale) = (code(colour.light), escape(&series.name), drawing::SCALE);
         let _ = write!(
             html,
@@ -127,6 +131,11 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
         }
         chart.draw_series([PathElement::new(points, style)])?;
     }
+    for limit in lines.limits.iter().take(LINES.len()) {
+        let points = held(&places(limit, x, y));
+        let style = LIMIT.light.stroke_width(px(1.5).unsigned_abs());
+        chart.draw_series([PathElement::new(points, style)])?;
+    }
     Ok(())
 }
 
@@ -161,9 +170,13 @@ impl ValueFormatter<f64> for Direction<'_> {
 /// Level until the next point, from one end of the chart to the other.
 fn stepped(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let (Some(&(_, first)), Some(&(_, last))) = (points.first(), points.last()) else { return vec![] };
+    [(0.0, first)].into_iter().chain(held(points)).chain([(1.0, last)]).collect()
+}
+
+/// Level from each point until the next.
+fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let corners = points.windows(2).flat_map(|pair| [pair[0], (pair[1].0, pair[0].1)]);
-    let middle = corners.chain(points.last().copied());
-    [(0.0, first)].into_iter().chain(middle).chain([(1.0, last)]).collect()
+    corners.chain(points.last().copied()).collect()
 }
 
 /// From 0 to 1 both ways; at most four points for each column of pixels.
@@ -200,6 +213,7 @@ mod tests {
             y: Axis::new("IOPS", Unit::Iops),
             steps: false,
             series,
+            limits: Vec::new(),
         }
     }
 
@@ -234,6 +248,21 @@ mod tests {
         );
         assert!(svg.contains("line 7") && !svg.contains("line 8"), "{svg}");
         assert!(svg.contains("The first 8 lines are drawn; the file has 3 more."), "{svg}");
+    }
+
+    #[test]
+    fn a_limit_is_a_dashed_line_with_its_name() {
+        let rates = series("vm1", &[(0.0, 14.0), (10.0, 15.0)]);
+        let limits = vec![series("iops-total 15 of vm1", &[(0.0, 15.0), (5.0, 20.0), (10.0, 20.0)])];
+        let lines = Lines { limits, ..lines(vec![rates]) };
+        let svg = html(&lines).unwrap();
+        assert!(svg.contains("</svg>iops-total 15 of vm1</li>"), "{svg}");
+        let colour = code(LIMIT.light);
+        let line = svg.lines().find(|line| line.contains("<polyline") && line.contains(&colour));
+        let points = line.expect("a line").split("points=\"").nth(1).unwrap();
+        assert_eq!(points.split('"').next().unwrap().split_whitespace().count(), 5, "two steps: {points}");
+        let dashes = crate::report::palette::dash_rules(drawing::SCALE);
+        assert!(dashes.contains(&format!("[stroke=\"{colour}\"]{{stroke-dasharray")), "{dashes}");
     }
 
     #[test]

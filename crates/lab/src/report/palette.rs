@@ -37,6 +37,8 @@ pub(super) const LINES: [Pair; 8] = [
     pair(0x76_7676, 0x9A_9A9A),
 ];
 pub(super) const SOLID: usize = 5;
+/// Limits, dashed.
+pub(super) const LIMIT: Pair = pair(0xA4_133C, 0xFF_8FA3);
 /// From the worst to the best, which stands out from the background.
 pub(super) const CELLS: [Pair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
@@ -61,7 +63,7 @@ pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
 pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
 pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
 
-const ALL: [&[Pair]; 4] = [&[GROUND, INK, GRID, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
+const ALL: [&[Pair]; 4] = [&[GROUND, INK, GRID, LIMIT, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
 
 pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
@@ -82,7 +84,7 @@ pub(super) fn dash_rules(scale: i32) -> String {
         let (code, on, off) = (code(pair.light), on * scale, off * scale);
         format!("svg [stroke=\"{code}\"]{{stroke-dasharray:{on} {off}}}\n")
     };
-    LINES[SOLID..].iter().zip(dashes).map(rule).collect()
+    LINES[SOLID..].iter().zip(dashes).chain([(&LIMIT, [5, 5])]).map(rule).collect()
 }
 
 #[cfg(test)]
@@ -113,7 +115,8 @@ mod tests {
     fn lines_and_letters_stand_out_from_the_ground() {
         for of in MODES {
             let ground = of(&GROUND);
-            assert!(LINES.iter().all(|line| contrast(of(line), ground) >= 3.0), "success criterion 1.4.11");
+            let mut lines = LINES.iter().chain([&LIMIT]);
+            assert!(lines.all(|line| contrast(of(line), ground) >= 3.0), "success criterion 1.4.11");
             assert!(contrast(of(&INK), ground) >= 4.5, "success criterion 1.4.3");
         }
     }

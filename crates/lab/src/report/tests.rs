@@ -50,6 +50,7 @@ fn small() -> ResultFile {
                 x: axis("time", Unit::Seconds),
                 y: axis("IOPS", Unit::Iops),
                 steps: false,
+                limits: Vec::new(),
                 series: vec![Series { name: "none".to_owned(), points: vec![(0.0, 1.0), (1.0, 2.0)] }],
             }),
             Chart::HeatMap(HeatMap {
@@ -205,8 +206,10 @@ fn better() -> impl Strategy<Value = Better> {
 fn chart() -> impl Strategy<Value = Chart> {
     let points = prop::collection::vec((number(), number()), 0..6);
     let series = (text(), points).prop_map(|(name, points)| Series { name, points });
-    let lines = (text(), axis(), axis(), prop::collection::vec(series, 0..11))
-        .prop_map(|(title, x, y, series)| Chart::Lines(Lines { title, x, y, steps: false, series }));
+    let lines =
+        (text(), axis(), axis(), prop::collection::vec(series, 0..11)).prop_map(|(title, x, y, series)| {
+            Chart::Lines(Lines { title, x, y, steps: false, series, limits: Vec::new() })
+        });
     let names = || prop::collection::vec(text(), 0..4);
     let values = prop::collection::vec(prop::collection::vec(prop::option::of(number()), 0..4), 0..4);
     let map = (text(), unit(), better(), names(), names(), values).prop_map(

@@ -165,6 +165,9 @@ pub(crate) struct Lines {
     pub(crate) steps: bool,
     /// At most eight can be told apart.
     pub(crate) series: Vec<Series>,
+    /// Limits that held what is drawn, as dashed lines. A value holds until the next point.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) limits: Vec<Series>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -196,6 +199,7 @@ impl Lines {
             y: Axis::new("requests", Unit::Share),
             steps: true,
             series,
+            limits: Vec::new(),
         }
     }
 }

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     latencies::{self, Percentiles},
+    limit_lines::{LimitRates, lines_of},
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 
@@ -57,6 +58,7 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         x: Axis::new(swept.limit, unit),
         y: Axis::new("latency", Unit::Nanoseconds),
         steps: false,
+        limits: Vec::new(),
         series: vec![
             line("p50", |point| point.latency_ns.p50 as f64),
             line("p99", |point| point.latency_ns.p99 as f64),
@@ -64,10 +66,11 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         ],
     };
     let throttled = Lines {
-        title: "Share of the time in which somebody waited".to_owned(),
+        title: "Share of the time in which requests waited for limits".to_owned(),
         x: Axis::new(swept.limit, unit),
         y: Axis::new("throttled", Unit::Share),
         steps: false,
+        limits: Vec::new(),
         series: vec![line("throttled", |point| point.throttled)],
     };
     let row = |point: &Point| {
@@ -103,13 +106,15 @@ pub(super) fn of_story(story: &Story) -> Findings {
 
 fn sentence(what: &str, line: &Line) -> String {
     let p99 = |figures: &Figures| figures::time(figures.latency_ns.p99);
-    let before = line
-        .before
-        .as_ref()
-        .map_or_else(String::new, |before| format!(" instead of {} without limits", p99(before)));
+    let before = match &line.before {
+        None => String::new(),
+        // No device is simulated, so there is no time to compare with.
+        Some(before) if before.latency_ns.max == 0 => ", all of it for limits".to_owned(),
+        Some(before) => format!(" instead of {} without limits", p99(before)),
+    };
     let held = line.held_by.first().map_or_else(String::new, |held| format!(", mostly for {}", held.limit));
     format!(
-        "{what} {}: 99 of 100 requests within {}{before}; somebody waited {} of the time{held}.",
+        "{what} {}: 99 of 100 requests within {}{before}; requests waited {} of the time{held}.",
         line.name,
         p99(&line.after),
         figures::share(line.throttled)
@@ -146,28 +151,38 @@ fn table(summary: &Summary) -> Table {
 }
 
 fn charts(outcome: &Outcome) -> Vec<Chart> {
+    let world = &outcome.world;
     let mut done = Vec::new();
+    let mut moved = Vec::new();
     let mut waiting = Vec::new();
     let mut charts = Vec::new();
-    for (disk, of) in outcome.world.disks.iter().zip(&outcome.disks).take(DRAWN) {
+    let mut limits = LimitRates::default();
+    for (disk, of) in world.disks.iter().zip(&outcome.disks).take(DRAWN) {
         let Some(drawn) = of.after.drawn.as_ref().filter(|_| of.after.requests > 0) else { continue };
-        let (points, interval_s) = drawn.done.points(MOST_POINTS);
-        let rates = points.into_iter().map(|(at, count)| (at, count as f64 / interval_s)).collect();
-        done.push(Series { name: disk.name.clone(), points: rates });
-        let (points, _) = drawn.waiting.points(MOST_POINTS);
-        let depths = points.into_iter().map(|(at, depth)| (at, depth as f64)).collect();
-        waiting.push(Series { name: disk.name.clone(), points: depths });
+        let series = |points: Vec<_>| Series { name: disk.name.clone(), points };
+        done.push(series(drawn.done.steady(&drawn.done, MOST_POINTS).rates()));
+        moved.push(series(drawn.done_bytes.steady(&drawn.done, MOST_POINTS).rates()));
+        let depths = drawn.waiting.within(MOST_POINTS);
+        waiting.push(series(depths.points().map(|(at, depth)| (at, depth as f64)).collect()));
+        limits.add(Some(&disk.name), &disk.hold.limits);
+        for group in world.groups_above(disk).map(|group| &world.groups[group]) {
+            limits.add(Some(&group.name), &group.hold.limits);
+        }
         charts.extend(distribution(&disk.name, &of.after, of.before.as_ref()));
     }
-    let over_time = |title: &str, label: &str, unit, series: Vec<Series>| {
+    let over_time = |title: &str, label: &str, unit, series: Vec<Series>, limits: Vec<Series>| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
         let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
-        (!series.is_empty())
-            .then(|| Chart::Lines(Lines { title: title.to_owned(), x, y, steps: false, series }))
+        let lines = Lines { title: title.to_owned(), x, y, steps: false, series, limits };
+        (!lines.series.is_empty()).then_some(Chart::Lines(lines))
     };
+    let [of_iops, of_bps] =
+        [(&limits.iops, &done), (&limits.bps, &moved)].map(|(of, drawn)| lines_of(of, drawn));
+    let moved = if of_bps.is_empty() { Vec::new() } else { moved };
     let first = [
-        over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done),
-        over_time("Most requests that waited for limits", "waiting", Unit::Count, waiting),
+        over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done, of_iops),
+        over_time("Bytes done a second, with the limits", "bytes/s", Unit::BytesPerSecond, moved, of_bps),
+        over_time("Most requests that waited for limits", "waiting", Unit::Count, waiting, Vec::new()),
     ];
     first.into_iter().flatten().chain(charts).collect()
 }

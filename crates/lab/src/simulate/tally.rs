@@ -1,77 +1,12 @@
 //! Records of a running simulation: latencies, rates over time, who waited for what.
 //!
-//! Memory is bounded: histograms have steps of a hundredth, and series join intervals pairwise when
-//! there are too many. Recording allocates only where a histogram grows.
+//! Memory is bounded: histograms have steps of a hundredth, and [`OverTime`] has so many intervals.
+//! Recording allocates only where a histogram grows.
 
-use crate::latencies::{self, Latencies};
-
-const INTERVALS: usize = 1024;
-/// The first interval is 2 to this power in nanoseconds: about a millisecond.
-const FIRST_BITS: u32 = 20;
-
-/// A value over time, in intervals of equal length that double as needed.
-#[derive(Clone, Debug)]
-pub(crate) struct Series {
-    bits: u32,
-    values: Vec<u64>,
-    join: fn(u64, u64) -> u64,
-    /// What holds from the last note on, until the next: the number of those that wait.
-    level: u64,
-}
-
-impl Series {
-    pub(crate) fn sums() -> Self {
-        Self { bits: FIRST_BITS, values: Vec::with_capacity(INTERVALS), join: u64::saturating_add, level: 0 }
-    }
-
-    /// The highest level of each interval.
-    pub(crate) fn peaks() -> Self {
-        Self { join: |one, other| one.max(other), ..Self::sums() }
-    }
-
-    /// A level that holds until the next; there are [`peaks`](Self::peaks) of levels.
-    pub(crate) fn turn(&mut self, at: u64, level: u64) {
-        self.note(at, level);
-        self.level = level;
-    }
-
-    pub(crate) fn note(&mut self, at: u64, value: u64) {
-        let mut interval = at >> self.bits;
-        while interval >= INTERVALS as u64 {
-            self.halve();
-            interval = at >> self.bits;
-        }
-        let interval = interval as usize;
-        if self.values.len() <= interval {
-            self.values.resize(interval + 1, self.level);
-        }
-        self.values[interval] = (self.join)(self.values[interval], value);
-    }
-
-    fn halve(&mut self) {
-        let join = self.join;
-        let pairs = self.values.chunks(2).map(|pair| pair.iter().copied().fold(0, join));
-        let halved: Vec<u64> = pairs.collect();
-        self.values.clear();
-        self.values.extend(halved);
-        self.bits += 1;
-    }
-
-    pub(crate) fn interval_s(&self) -> f64 {
-        (1_u64 << self.bits) as f64 / 1e9
-    }
-
-    /// The middles of at most `most` intervals in seconds, their values, and the interval's length.
-    pub(crate) fn points(&self, most: usize) -> (Vec<(f64, u64)>, f64) {
-        let mut series = self.clone();
-        while series.values.len() > most {
-            series.halve();
-        }
-        let interval = series.interval_s();
-        let point = |(index, value): (usize, &u64)| ((index as f64 + 0.5) * interval, *value);
-        (series.values.iter().enumerate().map(point).collect(), interval)
-    }
-}
+use crate::{
+    latencies::{self, Latencies},
+    over_time::OverTime,
+};
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Queue {
@@ -124,8 +59,9 @@ pub(crate) struct Tally {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Drawn {
-    pub(crate) done: Series,
-    pub(crate) waiting: Series,
+    pub(crate) done: OverTime,
+    pub(crate) done_bytes: OverTime,
+    pub(crate) waiting: OverTime,
 }
 
 impl Default for Tally {
@@ -137,7 +73,8 @@ impl Default for Tally {
 
 impl Tally {
     pub(crate) fn drawn() -> Self {
-        let drawn = Drawn { done: Series::sums(), waiting: Series::peaks() };
+        let [done, done_bytes] = [(); 2].map(|()| OverTime::sums());
+        let drawn = Drawn { done, done_bytes, waiting: OverTime::peaks() };
         Self { drawn: Some(Box::new(drawn)), ..Self::default() }
     }
 
@@ -152,6 +89,7 @@ impl Tally {
         latencies::note(&mut self.latency, waited + served);
         if let Some(drawn) = &mut self.drawn {
             drawn.done.note(done, 1);
+            drawn.done_bytes.note(done, bytes);
         }
     }
 
@@ -190,32 +128,6 @@ impl Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_series_of_any_length_keeps_its_sum() {
-        let mut series = Series::sums();
-        (0..100_000).for_each(|number| series.note(number * 1_000_000_000, 1));
-        let (points, interval) = series.points(100);
-        assert!(points.len() <= 100 && points.len() >= 50, "{}", points.len());
-        assert_eq!(points.iter().map(|(_, value)| value).sum::<u64>(), 100_000);
-        assert!(points.iter().skip(1).all(|(at, _)| *at > interval));
-        let mut peaks = Series::peaks();
-        (0..5000).for_each(|number| peaks.note(number * 1_000_000_000, number % 7));
-        assert!(peaks.points(10).0.iter().all(|(_, value)| *value == 6));
-    }
-
-    #[test]
-    fn those_that_wait_are_drawn_until_they_pass_also_where_nobody_comes() {
-        let mut waiting = Series::peaks();
-        for (at, level) in [(0, 2300), (5, 2299), (9, 0), (12, 1), (14, 1)] {
-            waiting.turn(at << FIRST_BITS, level);
-        }
-        let levels: Vec<_> = waiting.points(INTERVALS).0.into_iter().map(|(_, level)| level).collect();
-        let mut expected = vec![2300; 6];
-        expected.extend([2299; 4]);
-        expected.extend([0, 0, 1, 1, 1]);
-        assert_eq!(levels, expected);
-    }
 
     #[test]
     fn a_queue_knows_how_long_somebody_waited() {

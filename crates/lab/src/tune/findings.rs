@@ -224,6 +224,7 @@ fn recommended(recommendations: &[Recommendation]) -> Table {
 }
 
 fn apply(recommendation: &Recommendation) -> Table {
+            limits: Vec::new(),
     let title = format!("For {}: {}", recommendation.goal.name(), recommendation.configuration);
     let rows = recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect();
     Table::new(&title, ["For", "What to type"], rows)
