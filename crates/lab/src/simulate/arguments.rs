@@ -30,6 +30,8 @@ Examples:
       On the device below that directory, as `weir probe` measured it; with pictures.
   weir simulate vm1.csv --sweep iops-total=500..5000:500 --p99 10ms
       A simulation for each limit, and the smallest that keeps 99 of 100 requests below 10 ms.
+  weir simulate day.csv --config weir.toml --sweep iops-total=200..2000:200 --sweep-of backup --p99 5ms --p99-of db
+      The largest limit of backup that keeps 99 of 100 requests of db below 5 ms.
   weir simulate --workload random:iops=5000,size=4K,seconds=10 --iops-total 4000
       Requests of a generator instead of a trace's.
   weir simulate --workload two-streams
@@ -126,9 +128,13 @@ pub(crate) struct SweepArgs {
     /// The disk or group whose limit it is [default: the only group, or all disks]
     #[arg(long, value_name = "NAME", requires = "sweep")]
     pub(crate) sweep_of: Option<String>,
-    /// End with the smallest limit that keeps 99 of 100 requests below this
+    /// End with the limit that keeps 99 of 100 requests below this: the smallest for requests that
+    /// it limits, the largest for those of other disks
     #[arg(long, value_name = "TIME", value_parser = settings::duration, requires = "sweep")]
     pub(crate) p99: Option<Duration>,
+    /// The disk or group whose requests --p99 judges [default: the one of --sweep-of, or all disks]
+    #[arg(long, value_name = "NAME", requires = "p99")]
+    pub(crate) p99_of: Option<String>,
 }
 
 #[derive(Debug, Args)]

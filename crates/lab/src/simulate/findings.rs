@@ -8,7 +8,7 @@ use super::{
     engine::DRAWN,
     output::{Figures, Line, Summary},
     story::Story,
-    swept::{Point, Swept},
+    swept::{JudgedDisks, Point, Swept},
     tally::Tally,
 };
 use crate::{
@@ -51,6 +51,9 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         name: name.to_owned(),
         points: swept.points.iter().map(|point| (point.value as f64, value(point))).collect(),
     };
+    let are_others = swept.points.first().is_some_and(|point| point.judges != JudgedDisks::Limited);
+    let judged = swept.p99.as_ref().and_then(|bound| bound.of.as_ref()).filter(|_| are_others);
+    let judged = judged.map(|name| line(&format!("p99 of {name}"), |point| point.judged_p99_ns as f64));
     let is_size = swept.setting.is_some_and(policy::throttle::Setting::is_size);
     let unit = if is_size { Unit::BytesPerSecond } else { Unit::Iops };
     let latency = Lines {
@@ -59,11 +62,14 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         y: Axis::new("latency", Unit::Nanoseconds),
         steps: false,
         limits: Vec::new(),
-        series: vec![
+        series: [
             line("p50", |point| point.latency_ns.p50 as f64),
             line("p99", |point| point.latency_ns.p99 as f64),
             line("p99.9", |point| point.latency_ns.p99_9 as f64),
-        ],
+        ]
+        .into_iter()
+        .chain(judged)
+        .collect(),
     };
     let throttled = Lines {
         title: "Share of the time in which requests waited for limits".to_owned(),
@@ -78,13 +84,16 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         let mut row = vec![swept.shown(point.value)];
         row.extend([p50, p99, p99_9].map(figures::time));
         row.extend([figures::count(point.iops), figures::bytes(point.bps), figures::share(point.throttled)]);
+        row.extend(swept.p99_of_disks(point));
         row
     };
     let measure = |point: &Point| {
         let name = format!("{}={}: latency p99", swept.limit, swept.shown(point.value));
         exact(name, Unit::Nanoseconds, Better::Lower, point.latency_ns.p99 as f64)
     };
-    let columns = [swept.limit, "p50", "p99", "p99.9", "IOPS", "bytes/s", "throttled"];
+    let disks: Vec<_> = swept.columns().iter().map(|name| format!("p99 {name}")).collect();
+    let columns = [swept.limit, "p50", "p99", "p99.9", "IOPS", "bytes/s", "throttled"].into_iter();
+    let columns = columns.chain(disks.iter().map(String::as_str));
     let title = format!("What each {} would have done", swept.limit);
     Findings {
         summary: swept.p99.iter().map(|bound| swept.sentence(bound)).collect(),

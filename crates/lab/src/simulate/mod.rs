@@ -73,7 +73,7 @@ use serde::Serialize;
 pub(crate) use setup::{MOST_DISKS, Names, Setup, device_of};
 use story::Story;
 pub(crate) use sweep::Sweep;
-use swept::{Point, Swept, sweep};
+use swept::{Point, Swept, SweptNames, sweep};
 use workload::names;
 pub(crate) use workload::{Workload, generators};
 pub(crate) use world::{Disk, UNKNOWN_SIZE, World};
@@ -208,6 +208,8 @@ fn run_sweep(
     }
     let begun = Header::begin();
     let of = arguments.sweep.sweep_of.as_deref();
+    let judged = arguments.sweep.p99_of.as_deref();
+    let between = SweptNames { limited: of, judged };
     // All of them, before the first takes its time.
     let setups = values.values.iter().map(|&value| setup.with(of, values.setting, value));
     setups.collect::<anyhow::Result<Vec<_>>>()?;
@@ -218,7 +220,7 @@ fn run_sweep(
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        Ok(Some((Point::new(value, &outcome, of), outcome.partial)))
+        Ok(Some((Point::new(value, &outcome, between)?, outcome.partial)))
     };
     let count = values.values.len();
     let points = sweep(&values.values, threads(arguments), one, |done| {
@@ -229,7 +231,7 @@ fn run_sweep(
     let interrupted = stop.load(Ordering::Relaxed).then(|| "interrupted".to_owned());
     let partial = partial.into_iter().flatten().next().or(interrupted);
     let below_ns = arguments.sweep.p99.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-    let swept = Swept::new(values, points, below_ns, partial);
+    let swept = Swept::new(values, points, below_ns.map(|below_ns| (below_ns, judged.or(of))), partial);
     let mut result = ResultFile::new(begun.end(None), findings::of_sweep(&swept));
     result.partial.clone_from(&swept.partial);
     print_and_keep(arguments, &swept, || swept.text(), &result)?;

@@ -1,5 +1,6 @@
-//! A sweep's result: a simulation for each value, and the smallest value that keeps latency below a
-//! bound. Traces are read anew for each value.
+//! A sweep's result: a simulation for each value, and the value that keeps latency below a bound:
+//! the smallest for the requests that the limit holds, the largest for those of their neighbours.
+//! Traces are read anew for each value.
 
 use std::{
     sync::{
@@ -19,15 +20,54 @@ use serde::Serialize;
 use super::{drive::Outcome, sweep::Sweep, tally::Tally};
 use crate::latencies::Percentiles;
 
+/// More disks than these have no column of their own.
+const MOST_COLUMNS: usize = 8;
+
+/// Whose limit takes other values, and whose requests are judged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SweptNames<'a> {
+    /// A disk or group; `None` is the only group, or all disks.
+    pub(crate) limited: Option<&'a str>,
+    /// A disk or group; `None` judges what is limited.
+    pub(crate) judged: Option<&'a str>,
+}
+
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Point {
     pub(crate) value: u64,
+    /// Of what is limited, like the figures below.
     pub(crate) latency_ns: Percentiles,
     pub(crate) iops: f64,
     pub(crate) bps: f64,
     /// The share of time in which requests waited, 0 to 1.
     pub(crate) throttled: f64,
+    /// Each disk with requests, where there are several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) disks: Vec<DiskP99>,
+    /// Of what is judged.
+    #[serde(skip)]
+    pub(crate) judged_p99_ns: u64,
+    #[serde(skip)]
+    pub(crate) judges: JudgedDisks,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct DiskP99 {
+    pub(crate) name: String,
+    pub(crate) p99_ns: u64,
+}
+
+/// Which direction helps the judged disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JudgedDisks {
+    /// Disks that the limit holds: a higher one never makes them slower.
+    Limited,
+    /// Neighbours of these disks: a lower limit leaves them more.
+    Neighbours,
+    /// Some of each.
+    Both,
 }
 
 #[derive(Debug, Serialize)]
@@ -35,7 +75,7 @@ pub(crate) struct Point {
 pub(crate) struct Swept {
     pub(crate) limit: &'static str,
     pub(crate) points: Vec<Point>,
-    /// The smallest value from which on the p99 stays below the bound.
+    /// The value that keeps the p99 below the bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p99: Option<Bound>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -48,38 +88,78 @@ pub(crate) struct Swept {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Bound {
     pub(crate) below_ns: u64,
-    pub(crate) smallest: Option<u64>,
+    /// The disk or group that is judged, if one was named.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) of: Option<String>,
+    #[serde(flatten)]
+    pub(crate) kept: BestLimit,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum BestLimit {
+    /// All values from this on keep it.
+    Smallest(Option<u64>),
+    /// All values up to this keep it.
+    Largest(Option<u64>),
 }
 
 impl Point {
-    /// For the named disk or group, or all disks together.
-    pub(crate) fn new(value: u64, outcome: &Outcome, of: Option<&str>) -> Self {
+    /// # Errors
+    /// If nothing that is judged has requests.
+    pub(crate) fn new(value: u64, outcome: &Outcome, between: SweptNames<'_>) -> anyhow::Result<Self> {
         let world = &outcome.world;
-        let is_meant = |index: usize| {
+        let is_of = |index: usize, name: Option<&str>| {
             let disk = &world.disks[index];
             let named = |name: &str| {
                 disk.name == name || world.groups_above(disk).any(|group| world.groups[group].name == name)
             };
-            of.is_none_or(named)
+            name.is_none_or(named)
         };
-        let mut all = Tally::default();
-        let mut throttled = 0.0;
-        for (_, disk) in outcome.disks.iter().enumerate().filter(|(index, _)| is_meant(*index)) {
-            all.add(&disk.after);
-            throttled = f64::max(throttled, disk.after.share(disk.queue.throttled_ns));
+        let used = || outcome.disks.iter().enumerate().filter(|(_, disk)| disk.after.requests > 0);
+        let (mut all, mut judged) = (Tally::default(), Tally::default());
+        let (mut throttled, mut of_limited, mut of_neighbours) = (0.0, false, false);
+        for (index, disk) in used() {
+            let is_limited = is_of(index, between.limited);
+            if is_limited {
+                all.add(&disk.after);
+                throttled = f64::max(throttled, disk.after.share(disk.queue.throttled_ns));
+            }
+            if is_of(index, between.judged.or(between.limited)) {
+                judged.add(&disk.after);
+                of_limited |= is_limited;
+                of_neighbours |= !is_limited;
+            }
         }
-        let group = of.and_then(|name| world.groups.iter().position(|group| group.name == name));
-        let group = group.or((of.is_none() && world.groups.len() == 1).then_some(0));
+        if let Some(name) = between.judged.filter(|_| judged.requests == 0) {
+            anyhow::bail!(
+                "--p99-of {name}: there are no requests of a disk or group of this name (weir trace info lists the disks)"
+            );
+        }
+        let group = between.limited.and_then(|name| world.groups.iter().position(|group| group.name == name));
+        let group = group.or((between.limited.is_none() && world.groups.len() == 1).then_some(0));
         if let Some(group) = group {
             throttled = all.share(outcome.groups[group].throttled_ns);
         }
-        Self {
+        let disks = used().map(|(index, disk)| DiskP99 {
+            name: world.disks[index].name.clone(),
+            p99_ns: Percentiles::of(&disk.after.latency).p99,
+        });
+        let disks: Vec<_> = disks.collect();
+        Ok(Self {
             value,
             latency_ns: Percentiles::of(&all.latency),
             iops: all.a_second(all.requests),
             bps: all.a_second(all.bytes),
             throttled,
-        }
+            disks: if disks.len() > 1 { disks } else { Vec::new() },
+            judged_p99_ns: Percentiles::of(&judged.latency).p99,
+            judges: match (of_limited, of_neighbours) {
+                (true, true) => JudgedDisks::Both,
+                (false, true) => JudgedDisks::Neighbours,
+                _ => JudgedDisks::Limited,
+            },
+        })
     }
 }
 
@@ -115,17 +195,28 @@ pub(crate) fn sweep<T: Send>(
 }
 
 impl Swept {
-    /// `below` also finds the smallest sufficient limit.
+    /// `below` also finds the limit that keeps the judged disks below it, where their name is `of`.
     pub(crate) fn new(
         sweep: &Sweep,
         points: Vec<Point>,
-        below_ns: Option<u64>,
+        below: Option<(u64, Option<&str>)>,
         partial: Option<String>,
     ) -> Self {
-        let p99 = below_ns.map(|below_ns| {
-            // From the largest down: a value that is below only by chance does not count.
-            let keep = points.iter().rev().take_while(|point| point.latency_ns.p99 < below_ns);
-            Bound { below_ns, smallest: keep.last().map(|point| point.value) }
+        let p99 = below.map(|(below_ns, of)| {
+            let is_below = |point: &&Point| point.judged_p99_ns < below_ns;
+            let judges = points.first().map_or(JudgedDisks::Limited, |point| point.judges);
+            // From the end that helps most: a value that is below only by chance does not count.
+            let kept = match judges {
+                JudgedDisks::Limited | JudgedDisks::Both => {
+                    let keep = points.iter().rev().take_while(is_below);
+                    BestLimit::Smallest(keep.last().map(|point| point.value))
+                }
+                JudgedDisks::Neighbours => {
+                    let keep = points.iter().take_while(is_below);
+                    BestLimit::Largest(keep.last().map(|point| point.value))
+                }
+            };
+            Bound { below_ns, of: of.map(str::to_owned), kept }
         });
         Self { limit: sweep.setting.name(), points, p99, partial, setting: Some(sweep.setting) }
     }
@@ -137,8 +228,16 @@ impl Swept {
         }
     }
 
+    /// The names of the disks that have a column of their own.
+    pub(crate) fn columns(&self) -> Vec<String> {
+        let disks = self.points.first().map_or(&[][..], |point| &point.disks);
+        disks.iter().take(MOST_COLUMNS).map(|disk| disk.name.clone()).collect()
+    }
+
     pub(crate) fn text(&self) -> String {
-        let numbers = [self.limit, "P50", "P99", "P99.9", "MAX", "IOPS", "BYTES/S", "THROTTLED"];
+        let disks: Vec<_> = self.columns().iter().map(|name| format!("P99 {name}")).collect();
+        let numbers = [self.limit, "P50", "P99", "P99.9", "MAX", "IOPS", "BYTES/S", "THROTTLED"].into_iter();
+        let numbers: Vec<_> = numbers.chain(disks.iter().map(String::as_str)).collect();
         let mut table = Table::new(columns(&[], &numbers));
         for point in &self.points {
             let Percentiles { p50, p99, p99_9, max, .. } = point.latency_ns;
@@ -149,6 +248,7 @@ impl Swept {
                 figures::bytes(point.bps),
                 figures::share(point.throttled),
             ]);
+            row.extend(self.p99_of_disks(point));
             table.row(row);
         }
         let mut text = table.render(false);
@@ -161,14 +261,56 @@ impl Swept {
         text
     }
 
+    /// A cell for each of [`columns`](Self::columns).
+    pub(crate) fn p99_of_disks(&self, point: &Point) -> impl Iterator<Item = String> {
+        let of = |name: String| point.disks.iter().find(|disk| disk.name == name).map(|disk| disk.p99_ns);
+        let cells = self.columns().into_iter().map(of);
+        cells
+            .map(|p99_ns| p99_ns.map_or_else(|| "-".to_owned(), figures::time))
+            .collect::<Vec<_>>()
+            .into_iter()
+    }
+
     pub(crate) fn sentence(&self, bound: &Bound) -> String {
-        let below = figures::time(bound.below_ns);
-        match bound.smallest {
-            Some(value) => {
-                let value = self.shown(value);
-                format!("The smallest that keeps 99 of 100 requests below {below}: {}={value}", self.limit)
+        let of = bound.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
+        let keeps = format!("keeps 99 of 100 requests{of} below {}", figures::time(bound.below_ns));
+        let (which, value) = match bound.kept {
+            BestLimit::Smallest(value) => ("smallest", value),
+            BestLimit::Largest(value) => ("largest", value),
+        };
+        match value {
+            Some(value) if self.is_indifferent() => {
+                format!(
+                    "Each of these {keeps}, {}={} as well: the limit makes no difference to it.",
+                    self.limit,
+                    self.shown(value)
+                )
             }
-            None => format!("None of these keeps 99 of 100 requests below {below} (try larger ones)."),
+            Some(value) => format!("The {which} that {keeps}: {}={}", self.limit, self.shown(value)),
+            None => format!("None of these {keeps} ({}).", self.why_none()),
+        }
+    }
+
+    /// Whether every value gives the judged disks the same p99, within what a histogram tells
+    /// apart.
+    fn is_indifferent(&self) -> bool {
+        let p99s = || self.points.iter().map(|point| point.judged_p99_ns);
+        let (least, most) = (p99s().min().unwrap_or(0), p99s().max().unwrap_or(0));
+        self.points.len() > 1 && most - least <= least / 50
+    }
+
+    /// What would help, if anything does.
+    fn why_none(&self) -> &'static str {
+        let last = self.points.last();
+        match last.map(|point| point.judges) {
+            Some(JudgedDisks::Neighbours) if self.is_indifferent() => {
+                "this limit makes no difference to it: what takes so long is its own limits or its device"
+            }
+            Some(JudgedDisks::Neighbours) => "try smaller ones",
+            _ if last.is_some_and(|point| point.throttled == 0.0) => {
+                "larger ones do not help: with the largest no request waits, so it is the device that takes so long"
+            }
+            _ => "try larger ones",
         }
     }
 }
@@ -177,24 +319,65 @@ impl Swept {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_smallest_limit_is_that_from_which_on_all_keep_below() {
+    fn swept(judges: JudgedDisks, throttled: f64, p99s: [u64; 4]) -> Swept {
         let point = |(value, p99)| Point {
             value,
             latency_ns: Percentiles { mean: 0.0, p50: 0, p90: 0, p99, p99_9: 0, max: 0 },
             iops: 0.0,
             bps: 0.0,
-            throttled: 0.0,
+            throttled,
+            disks: Vec::new(),
+            judged_p99_ns: p99,
+            judges,
         };
         let sweep: Sweep = "iops-total=1..4:1".parse().unwrap();
-        let smallest = |p99s: [u64; 4]| {
-            let points = (1..).zip(p99s).map(point).collect();
-            Swept::new(&sweep, points, Some(10), None).p99.unwrap().smallest
+        let points = (1..).zip(p99s).map(point).collect();
+        Swept::new(&sweep, points, Some((100, Some("db"))), None)
+    }
+
+    fn kept(judges: JudgedDisks, p99s: [u64; 4]) -> BestLimit {
+        swept(judges, 0.5, p99s).p99.unwrap().kept
+    }
+
+    #[test]
+    fn the_smallest_limit_is_that_from_which_on_all_keep_below() {
+        let smallest = |p99s| kept(JudgedDisks::Limited, p99s);
+        assert_eq!(smallest([400, 300, 90, 50]), BestLimit::Smallest(Some(3)));
+        assert_eq!(smallest([90, 300, 90, 50]), BestLimit::Smallest(Some(3)));
+        assert_eq!(smallest([400, 300, 200, 100]), BestLimit::Smallest(None));
+        assert_eq!(smallest([10, 10, 10, 10]), BestLimit::Smallest(Some(1)));
+    }
+
+    #[test]
+    fn a_neighbour_is_kept_below_by_the_largest_limit_up_to_which_all_do() {
+        let largest = |p99s| kept(JudgedDisks::Neighbours, p99s);
+        assert_eq!(largest([50, 90, 300, 400]), BestLimit::Largest(Some(2)));
+        assert_eq!(largest([50, 90, 300, 90]), BestLimit::Largest(Some(2)));
+        assert_eq!(largest([100, 200, 300, 400]), BestLimit::Largest(None));
+    }
+
+    #[test]
+    fn advice_is_given_where_it_helps_alone() {
+        let told = |judges, throttled, p99s| {
+            let swept = swept(judges, throttled, p99s);
+            swept.sentence(swept.p99.as_ref().unwrap())
         };
-        assert_eq!(smallest([40, 30, 9, 5]), Some(3));
-        assert_eq!(smallest([9, 30, 9, 5]), Some(3));
-        assert_eq!(smallest([40, 30, 20, 10]), None);
-        assert_eq!(smallest([1, 1, 1, 1]), Some(1));
+        assert_eq!(
+            told(JudgedDisks::Neighbours, 0.5, [50, 90, 300, 400]),
+            "The largest that keeps 99 of 100 requests of db below 100ns: iops-total=2"
+        );
+        let none = "None of these keeps 99 of 100 requests of db below 100ns";
+        for (judges, throttled, p99s, why) in [
+            (JudgedDisks::Limited, 0.5, [400, 300, 200, 150], "try larger ones"),
+            (JudgedDisks::Limited, 0.0, [400, 300, 200, 200], "larger ones do not help"),
+            (JudgedDisks::Neighbours, 0.5, [200, 300, 400, 500], "try smaller ones"),
+            (JudgedDisks::Neighbours, 0.5, [500, 500, 500, 500], "this limit makes no difference to it"),
+        ] {
+            let text = told(judges, throttled, p99s);
+            assert!(text.starts_with(&format!("{none} ({why}")), "{text}");
+        }
+        let text = told(JudgedDisks::Neighbours, 0.5, [50, 50, 50, 50]);
+        assert!(text.starts_with("Each of these keeps") && text.contains("no difference"), "{text}");
     }
 
     #[test]

@@ -163,14 +163,15 @@ fn larger_limits_make_nobody_wait_longer() {
         .map(|&value| {
             let setup = setup.with(None, values.setting, value).unwrap();
             let job = Job { before: false, ..Job::new(&setup, input(&arguments).unwrap(), &GO_ON) };
-            Point::new(value, &simulate(job).unwrap(), None)
+            let all = SweptNames { limited: None, judged: None };
+            Point::new(value, &simulate(job).unwrap(), all).unwrap()
         })
         .collect();
     assert!(points.is_sorted_by_key(|point| std::cmp::Reverse(point.latency_ns.p99)), "{points:?}");
     assert!(points.is_sorted_by(|one, other| one.throttled >= other.throttled), "{points:?}");
-    let swept = Swept::new(&values, points, Some(10_000_000), None);
+    let swept = Swept::new(&values, points, Some((10_000_000, None)), None);
     // 2000 come a second, at random; the bucket absorbs their swings.
-    assert_eq!(swept.p99.unwrap().smallest, Some(2000));
+    assert_eq!(swept.p99.unwrap().kept, swept::BestLimit::Smallest(Some(2000)));
 }
 
 #[test]
@@ -284,7 +285,6 @@ fn what_came_before_a_broken_line_is_kept_and_marked() {
     assert!(summary.text().contains("Not complete: "), "{}", summary.text());
 }
 
-fn events(files: &Files, words: &str) -> (String, String) {
 fn simulate_with(events: Events, job: Job<'_>) -> (Outcome, Events) {
     let events = Arc::new(Mutex::new(events));
     let outcome = simulate(Job { events: Some(events.clone()), ..job }).unwrap();
@@ -292,6 +292,7 @@ fn simulate_with(events: Events, job: Job<'_>) -> (Outcome, Events) {
     (outcome, events.into_inner().unwrap())
 }
 
+fn events(files: &Files, words: &str) -> (String, String) {
     let arguments = arguments(words);
     let setup = Setup::new(&arguments).unwrap();
     let path = files.path().join("events.csv");
