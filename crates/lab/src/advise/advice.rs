@@ -154,7 +154,7 @@ impl Joins {
     }
 }
 
-fn count(value: f64, unit: Unit) -> String {
+pub(super) fn count(value: f64, unit: Unit) -> String {
     match unit {
         Unit::Iops => figures::count(value),
         Unit::Bps => figures::bytes(value),

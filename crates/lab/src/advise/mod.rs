@@ -199,6 +199,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
             remarks.extend(too_narrow(search, &world, tenant, told)?);
         }
     }
+    remarks.extend(own_limits_alone(search, &told));
     let before =
         config.map(::settings::config::read).transpose().context("the config file cannot be read")?;
     let lines: Vec<Line> = told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
@@ -290,6 +291,23 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     format!(
         "{name}: without limits and alone on its device its {percentile} is {took}; no limit makes it shorter (--keep {percentile}={above} could be kept, or on a faster device less)."
     )
+}
+
+/// The reason why a tenant that is to be spared gets a limit, where its neighbours might be
+/// expected to get one: nothing that they share is known.
+fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
+    let tenants = &search.house.tenants;
+    if search.judge.whole || tenants.iter().all(|tenant| tenant.is_kept) {
+        return None;
+    }
+    let limited = tenants.iter().zip(told).filter(|(tenant, told)| tenant.is_kept && told.set.is_some());
+    let names: Vec<_> = limited.map(|(tenant, _)| tenant.name.as_str()).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "{}: the limit is the smallest that it can have itself. No limit of other disks is advised, because without a device none of them slows it: say what they share with --device, --rate or --config.",
+            names.join(", ")
+        )
+    })
 }
 
 /// What is to be known of a tenant that limits held when it was recorded.
@@ -485,16 +503,23 @@ fn only(limits: &Limits) -> (Unit, u64) {
 fn lies_between(search: &Search<'_>, name: &str, limits: &Limits, interval: Interval) -> String {
     let (unit, rate) = only(limits);
     let setting = Setting::Limit(need::kind(unit), Part::Rate);
-    let (between, blocks) = (Between::of(rate, interval).shown(unit), search.judge.blocks.name());
-    if interval.high.is_finite() {
-        return format!(
-            "{name}: {setting} {rate} lies between {between} for other days of the same {blocks}."
-        );
+    let rate_shown = if unit == Unit::Bps { ::settings::exact_size(rate) } else { rate.to_string() };
+    let this = format!("{name}: {setting} {rate_shown} is for this trace");
+    let blocks = search.judge.blocks.name();
+    let other_days = format!("on 95 of 100 other days made of the same {blocks} it would be");
+    let Between { low, high } = Between::of(rate, interval);
+    let [low_shown, high_shown] = [low, high.unwrap_or(0)].map(|value| advice::count(value as f64, unit));
+    match high {
+        Some(_) => format!("{this}; {other_days} between {low_shown} and {high_shown}."),
+        None if low > 0 => {
+            format!(
+                "{this}; {other_days} at least {low_shown}, and this trace does not show how much at most."
+            )
+        }
+        None => {
+            format!("{this}, whose {blocks} differ too much to show what it would be on other days.")
+        }
     }
-    let low = between.trim_end_matches('…');
-    format!(
-        "{name}: {setting} {rate} is {low} or more for other days of the same {blocks}; how much at most cannot be told from this trace."
-    )
 }
 
 /// One that nobody has yet.

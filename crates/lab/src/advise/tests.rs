@@ -436,11 +436,41 @@ fn an_interval_without_an_upper_end_says_so() {
     let search = Search { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
     let limits = limits_of([Some(Limit { rate: 1000, ..Limit::NONE }), None]);
     let said = |low, high| lies_between(&search, "b", &limits, Interval { low, high });
-    let days = "for other days of the same tenths";
-    assert_eq!(said(0.5, 2.0), format!("b: iops-total 1000 lies between 500…2.0K {days}."));
-    let open =
-        format!("b: iops-total 1000 is 0 or more {days}; how much at most cannot be told from this trace.");
-    assert_eq!(said(0.0, f64::INFINITY), open);
+    let this = "b: iops-total 1000 is for this trace";
+    let days = "on 95 of 100 other days made of the same tenths it would be";
+    assert_eq!(said(0.5, 2.0), format!("{this}; {days} between 500 and 2.0K."));
+    assert_eq!(
+        said(0.5, f64::INFINITY),
+        format!("{this}; {days} at least 500, and this trace does not show how much at most.")
+    );
+    assert_eq!(
+        said(0.0, f64::INFINITY),
+        format!("{this}, whose tenths differ too much to show what it would be on other days.")
+    );
+    let limits = limits_of([None, Some(Limit { rate: 2187 << 10, ..Limit::NONE })]);
+    let said = lies_between(&search, "b", &limits, Interval { low: 0.5, high: 2.0 });
+    assert!(said.starts_with("b: bps-total 2187K is for this trace; "), "{said}");
+}
+
+#[test]
+fn a_disk_that_is_to_be_spared_without_a_device_is_told_why_it_is_limited() {
+    let arrivals = noisy_neighbour(1, 1);
+    let stop = AtomicBool::new(false);
+    let remark = |whom: Option<&str>, device: Option<&str>| {
+        let mut house = house(&arrivals, device);
+        house.choose(&whom.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
+        let judge = judge(Target::new(99.0, 10 * MS), house.has_device, &arrivals);
+        let search = Search { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        let advice = advise(&search, None, &|_| ()).unwrap();
+        advice.remarks.into_iter().find(|remark| remark.contains("without a device"))
+    };
+    let name = house(&arrivals, None).tenants[0].name.clone();
+    let said = remark(Some(&name), None).expect("a remark");
+    assert!(
+        said.starts_with(&format!("{name}: the limit is the smallest that it can have itself.")),
+        "{said}"
+    );
+    assert_eq!(remark(None, None), None, "all disks are to be limited");
 }
 
 /// Disks that are in one group, which is held to this rate, and on a device.
