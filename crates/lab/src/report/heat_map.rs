@@ -23,11 +23,11 @@ use crate::result::{Better, HeatMap, Unit};
 
 const CELL_HEIGHT: f64 = 34.0;
 const CELL_WIDTHS: (f64, f64) = (34.0, 80.0);
-const NAME_WIDTHS: (f64, f64) = (40.0, 132.0);
+const NAME_WIDTHS: (f64, f64) = (40.0, 190.0);
 /// Width of a band: that of a telephone without its margins.
 const BAND: f64 = 356.0;
 /// Names in the columns' heads stand upright, from the cells to the top.
-const HEAD_HEIGHTS: (f64, f64) = (40.0, 200.0);
+const HEAD_HEIGHTS: (f64, f64) = (40.0, 260.0);
 const LINE: f64 = 15.0;
 /// Of a row's name.
 const LINES: usize = 2;
@@ -270,9 +270,8 @@ mod tests {
     #[test]
     fn each_value_is_written_into_its_cell() {
         let svg = html(&map(vec![vec![Some(85e3), Some(1.2e6)], vec![None, Some(3e6)]])).unwrap();
-        for text in
-            ["85us", "1.2ms", "3ms", "–", "none", "64K", "&lt;b&gt;", "a name that is", "far too…here is"]
-        {
+        let rows = ["none", "a name that is far too", "long for th…e there is"];
+        for text in ["85us", "1.2ms", "3ms", "–", "64K", "&lt;b&gt;"].into_iter().chain(rows) {
             assert!(svg.contains(&format!(">\n{text}\n</text>")), "{text} in {svg}");
         }
         assert!(svg.contains("lower is better"), "{svg}");
@@ -295,6 +294,14 @@ mod tests {
         assert_eq!(wrapped("a b c d e f g h", 1), ["a", "…"]);
         assert_eq!(wrapped("writethrough", 7), ["wri…ugh"]);
         assert_eq!(wrapped(" ", 7), [""; 0]);
+    }
+
+    #[test]
+    fn names_of_configurations_and_patterns_are_not_cut() {
+        let names = ["writethrough, 512K, L2 1/128, prefetch", "sequential first write 1M ×32"];
+        let lines = wrapped(names[0], fitting(NAME_WIDTHS.1));
+        assert_eq!(lines.join(" "), names[0]);
+        assert_eq!(cut(names[1], fitting(HEAD_HEIGHTS.1)), names[1]);
     }
 
     #[test]

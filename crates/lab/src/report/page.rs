@@ -21,6 +21,8 @@ use crate::result::{Chart, Header, Measure, SamplesAre, Table, Unit};
 const STYLE: &str = include_str!("page.css");
 /// Letters from which a cell is broken into lines.
 const LONG: usize = 48;
+/// A table with more columns is wider than a phone.
+const MOST_COLUMNS: usize = 6;
 /// Longer lists of measures are collapsed.
 const MANY: usize = 40;
 
@@ -82,7 +84,8 @@ impl Page {
     }
 
     pub(super) fn table(&mut self, shown: &Table) {
-        self.put("<section class=\"table\">");
+        let stacked = if is_wide(shown) { " stacked" } else { "" };
+        self.put(&format!("<section class=\"table{stacked}\">"));
         if !shown.title.is_empty() {
             self.put(&format!("<h3>{}</h3>", escape(&shown.title)));
         }
@@ -177,8 +180,17 @@ fn table(shown: &Table) -> String {
     let class = |column: usize, text: &str| {
         let right = sides.get(column) == Some(&Side::Right);
         match text {
+/// Whether a table is wider than a phone: cells hold lines or sentences, or there are many columns.
+/// On a phone a row of such a table is a block, in which each cell stands beside or below the name
+/// of its column: nothing has to be moved sideways.
+fn is_wide(shown: &Table) -> bool {
+    let is_long = |cell: &String| cell.contains('\n') || cell.chars().count() > LONG;
+    shown.columns.len() > MOST_COLUMNS || shown.rows.iter().flatten().any(is_long)
+}
+
             _ if right => " class=\"number\"",
             text if text.contains('\n') => " class=\"lines\"",
+    let is_wide = is_wide(shown);
             text if text.chars().count() > LONG => " class=\"long\"",
             _ => "",
         }
@@ -191,7 +203,9 @@ fn table(shown: &Table) -> String {
     for row in &shown.rows {
         html += "<tr>";
         for (column, cell) in row.iter().enumerate() {
-            let _ = write!(html, "<td{}>{}</td>", class(column, cell), escape(cell));
+            let name = shown.columns.get(column).filter(|name| is_wide && !name.is_empty());
+            let label = name.map_or_else(String::new, |name| format!(" data-label=\"{}\"", escape(name)));
+            let _ = write!(html, "<td{}{label}>{}</td>", class(column, cell), escape(cell));
         }
         html += "</tr>\n";
     }

@@ -94,6 +94,22 @@ impl Found<'_> {
         text
     }
 
+    /// The default, and then all others, the fastest first by the goal that everything counts for.
+    fn ordered(&self) -> Vec<Configuration> {
+        let search = self.search;
+        let (scores, default) = (search.scores(), search.space.default_configuration());
+        let mut ordered = search.samples.configurations.clone();
+        let score = |configuration: &Configuration| {
+            let quotients = scores.of(Goal::Balanced, configuration);
+            if quotients.is_empty() { f64::NEG_INFINITY } else { median(&quotients) }
+        };
+        ordered.sort_by(|one, other| {
+            let is_default = |configuration: &Configuration| *configuration == default;
+            is_default(other).cmp(&is_default(one)).then(score(other).total_cmp(&score(one)))
+        });
+        ordered
+    }
+
     fn scores(&self) -> Table {
         let search = self.search;
         let scores = search.scores();
@@ -112,7 +128,7 @@ impl Found<'_> {
             [configuration.to_string(), rounds.to_string()].into_iter().chain(Goal::ALL.map(of)).collect()
         };
         let columns = ["Configuration", "Rounds"].into_iter().chain(Goal::ALL.map(Goal::name));
-        let rows = search.samples.configurations.iter().map(row).collect();
+        let rows = self.ordered().iter().map(row).collect();
         let note = "The geometric mean over what counts for the goal, by quotients of the same round; \
                     1 is as fast as the default. In brackets: not safe enough for the goal.";
         Table { note: Some(note.to_owned()), ..Table::new("Speed beside the default", columns, rows) }
@@ -129,15 +145,18 @@ impl Found<'_> {
             let all = estimate(&own);
             let beside = samples.compare_cells((&default, pattern), (configuration, pattern));
             let [median, low, high] = [all.median, all.low, all.high].map(figures::count);
-            Some(vec![
+            let cells = vec![
                 configuration.to_string(),
                 median,
                 format!("{low} to {high}"),
                 beside.map_or_else(String::new, |comparison| beside_default(&comparison)),
                 own.len().to_string(),
-            ])
+            ];
+            Some((all.median, cells))
         };
-        let rows: Vec<_> = samples.configurations.iter().filter_map(row).collect();
+        let mut rows: Vec<_> = samples.configurations.iter().filter_map(row).collect();
+        rows.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+        let rows: Vec<_> = rows.into_iter().map(|(_, cells)| cells).collect();
         let columns = ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"];
         let title = pattern.to_string();
         (!rows.is_empty()).then(|| Table { note: Some(NOTE.to_owned()), ..Table::new(&title, columns, rows) })
@@ -166,7 +185,8 @@ impl Found<'_> {
             let cell = |pattern| samples.compare_cells((&default, pattern), (configuration, pattern));
             patterns.iter().map(cell).collect()
         };
-        let cells: Vec<Vec<Option<Comparison>>> = samples.configurations.iter().map(compared).collect();
+        let ordered = self.ordered();
+        let cells: Vec<Vec<Option<Comparison>>> = ordered.iter().map(compared).collect();
         let value = |cell: &Option<Comparison>| cell.as_ref().map(|comparison| comparison.ratio.median);
         let is_noise = |cell: &Option<Comparison>| {
             cell.as_ref().is_some_and(|comparison| comparison.verdict == Verdict::Same)
@@ -178,7 +198,7 @@ impl Found<'_> {
                 unit: Unit::Ratio,
                 better: Better::Higher,
                 columns: patterns.iter().map(ToString::to_string).collect(),
-                rows: samples.configurations.iter().map(ToString::to_string).collect(),
+                rows: ordered.iter().map(ToString::to_string).collect(),
                 values: cells.iter().map(|row| row.iter().map(value).collect()).collect(),
                 noise: cells.iter().map(|row| row.iter().map(is_noise).collect()).collect(),
             }));
@@ -204,6 +224,7 @@ impl Found<'_> {
             x: Axis::new("Time", Unit::Seconds),
             y: Axis::new("Operations per second", Unit::Iops),
             steps: false,
+            limits: Vec::new(),
             series: self.growth.iter().map(series).collect(),
         }
     }
@@ -217,14 +238,13 @@ fn beside_default(comparison: &Comparison) -> String {
 }
 
 fn recommended(recommendations: &[Recommendation]) -> Table {
-    let columns = ["For", "Use", "Gains", "Costs", "A power failure loses"];
+    let columns = ["For", "Use", "A power failure loses", "Gains", "Costs"];
     let rows = recommendations.iter().map(Recommendation::row).collect();
     let settled = recommendations.iter().all(|recommendation| recommendation.settled);
     Table { note: Some(rule(settled)), ..Table::new("Recommended", columns, rows) }
 }
 
 fn apply(recommendation: &Recommendation) -> Table {
-            limits: Vec::new(),
     let title = format!("For {}: {}", recommendation.goal.name(), recommendation.configuration);
     let rows = recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect();
     Table::new(&title, ["For", "What to type"], rows)

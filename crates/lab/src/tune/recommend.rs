@@ -69,7 +69,7 @@ impl Recommendation {
         }
     }
 
-    /// In a few words each: the goal, what to use for it, gains, costs, safety.
+    /// In a few words each: the goal, what to use for it, safety, gains, costs.
     pub(super) fn row(&self) -> Vec<String> {
         let told = |list: &[Difference]| match list {
             _ if self.is_default => "-".to_owned(),
@@ -93,9 +93,9 @@ impl Recommendation {
         vec![
             self.goal.name().to_owned(),
             format!("{}{}", self.configuration, remarks.collect::<String>()),
+            Safety::of(self.configuration.cache).loses().to_owned(),
             told(&self.gains),
             told(&self.costs),
-            Safety::of(self.configuration.cache).loses().to_owned(),
         ]
     }
 
