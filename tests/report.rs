@@ -310,6 +310,51 @@ fn two_results_are_compared() {
     assert_eq!(told["measures"][0]["verdict"], "worse", "{told:#}");
 }
 
+/// The recording of a disk that is held to 50 IOPS, made by a simulation.
+fn recording(scratch: &Scratch) -> String {
+    let mut trace = "time_ns,disk,op,offset,length\n".to_owned();
+    for number in 0..2000_u64 {
+        // Above the limit for the first ten seconds, then below it.
+        let at_ns = if number < 1000 { number * 10_000_000 } else { number * 40_000_000 };
+        trace += &format!("{at_ns},vm1,read,{},4096\n", number * 4096);
+    }
+    let trace = scratch.file("trace.csv", trace);
+    let (events, recording) = (scratch.path("events.csv"), scratch.path("day.recording"));
+    let simulate = ["simulate", text(&trace), "--iops-total", "50", "--delay", "read=2ms"];
+    weir(&[&simulate[..], &["--events", text(&events)]].concat()).succeeds();
+    weir(&["trace", "convert", text(&events), text(&recording)]).succeeds();
+    text(&recording).to_owned()
+}
+
+#[test]
+fn a_recording_is_drawn_with_its_limits() {
+    let scratch = Scratch::new();
+    let recording = recording(&scratch);
+    let page = scratch.path("day.html");
+    let config = scratch.file("weir.toml", "[disk.vm1]\nimage = \"null:1G\"\niops-total = 50\n");
+    let printed = weir(&["report", &recording, "-o", text(&page), "--config", text(&config)]).succeeds();
+    assert_says(&printed, &["disk vm1: 2000 requests; 99 of 100 took at most", "mostly by iops-total."]);
+    let drawn = fs::read_to_string(&page).expect("it was drawn");
+    assert_says(
+        &drawn,
+        &[
+            "<figcaption>vm1: requests a second</figcaption>",
+            "</svg>iops-total 50</li>",
+            "<figcaption>vm1: bytes a second</figcaption>",
+            "<figcaption>vm1: latency</figcaption>",
+            "<figcaption>vm1: share of the time throttled, by limit</figcaption>",
+        ],
+    );
+    let directory = scratch.path("charts");
+    let printed = weir(&["report", &recording, "--charts", text(&directory)]).succeeds();
+    assert_says(&printed, &["--config FILE draws those of a config file"]);
+    assert!(directory.join("vm1-latency.svg").exists(), "each chart is a file");
+    assert_eq!(weir(&["report", &recording, "--json"]).run().code(), 2);
+    let a = keep(&scratch, "a.json", &result(1.0));
+    assert_says(&weir(&["report", &recording, &a]).run().said(), &["a.json: is no recording"]);
+    assert_says(&weir(&["report", &a, "--config", text(&config)]).run().said(), &["--config: draws limits"]);
+}
+
 #[test]
 fn what_is_no_result_is_refused() {
     let scratch = Scratch::new();

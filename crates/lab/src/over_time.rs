@@ -104,6 +104,13 @@ impl OverTime {
         interval
     }
 
+    /// Goes on to this instant.
+    pub(crate) fn lasts_until(&mut self, at: u64) {
+        if at > self.last_ns {
+            self.note(at, 0);
+        }
+    }
+
     fn halve(&mut self) {
         let joins = self.joins;
         let pairs = self.values.chunks(2).map(|pair| pair.iter().copied().fold(0, |a, b| joins.join(a, b)));
@@ -168,6 +175,108 @@ impl OverTime {
     }
 }
 
+/// Latencies over time, in intervals like those of [`OverTime`], within a sixteenth.
+#[derive(Clone, Debug)]
+pub(crate) struct LatencyOverTime {
+    bits: u32,
+    /// By interval: how many requests took how long.
+    intervals: Vec<Vec<u32>>,
+}
+
+/// Half a mebibyte of counters at most.
+const LATENCY_INTERVALS: usize = 128;
+/// Steps of each doubling are 2 to this power.
+const STEP_BITS: u32 = 4;
+const STEPS: usize = (65 - STEP_BITS as usize) << STEP_BITS;
+/// Requests in an interval, on average, whose p99 is drawn.
+const LEAST_LATENCIES: u64 = 50;
+
+impl Default for LatencyOverTime {
+    fn default() -> Self {
+        Self { bits: FIRST_BITS, intervals: Vec::new() }
+    }
+}
+
+impl LatencyOverTime {
+    pub(crate) fn note(&mut self, at: u64, ns: u64) {
+        while at >> self.bits >= LATENCY_INTERVALS as u64 {
+            self.halve();
+        }
+        let interval = (at >> self.bits) as usize;
+        if self.intervals.len() <= interval {
+            self.intervals.resize(interval + 1, Vec::new());
+        }
+        let counts = &mut self.intervals[interval];
+        if counts.is_empty() {
+            counts.resize(STEPS, 0);
+        }
+        let count = &mut counts[step_of(ns)];
+        *count = count.saturating_add(1);
+    }
+
+    fn halve(&mut self) {
+        let mut halved: Vec<Vec<u32>> = Vec::with_capacity(LATENCY_INTERVALS);
+        for pair in self.intervals.chunks_mut(2) {
+            let mut counts = std::mem::take(&mut pair[0]);
+            match pair.get(1) {
+                Some(other) if counts.is_empty() => counts.clone_from(other),
+                Some(other) => {
+                    counts
+                        .iter_mut()
+                        .zip(other)
+                        .for_each(|(ours, theirs)| *ours = ours.saturating_add(*theirs));
+                }
+                None => {}
+            }
+            halved.push(counts);
+        }
+        self.intervals = halved;
+        self.bits += 1;
+    }
+
+    /// The middles of intervals in seconds, the median and the p99 in nanoseconds, of intervals
+    /// with requests.
+    pub(crate) fn points(&self) -> Vec<(f64, u64, u64)> {
+        let mut series = self.clone();
+        let count = |counts: &Vec<u32>| counts.iter().map(|count| u64::from(*count)).sum::<u64>();
+        let all: u64 = series.intervals.iter().map(count).sum();
+        while series.intervals.len() >= 2 * LEAST_INTERVALS
+            && all < LEAST_LATENCIES.saturating_mul(series.intervals.len() as u64)
+        {
+            series.halve();
+        }
+        let interval_s = (1_u64 << series.bits) as f64 / 1e9;
+        let point = |(index, counts): (usize, &Vec<u32>)| {
+            let all = count(counts);
+            let at = (index as f64 + 0.5) * interval_s;
+            (all > 0).then(|| (at, quantile(counts, all.div_ceil(2)), quantile(counts, all - all / 100)))
+        };
+        series.intervals.iter().enumerate().filter_map(point).collect()
+    }
+}
+
+/// Upper end of the fastest `rank` requests.
+fn quantile(counts: &[u32], rank: u64) -> u64 {
+    let mut sum = 0;
+    let step = counts.iter().position(|count| {
+        sum += u64::from(*count);
+        sum >= rank
+    });
+    middle_of(step.unwrap_or(0))
+}
+
+/// Exact below two to the power of [`STEP_BITS`], then as many steps in each doubling.
+fn step_of(ns: u64) -> usize {
+    let shift = (63 - ns.max(1).leading_zeros()).saturating_sub(STEP_BITS);
+    ((shift as usize) << STEP_BITS) + (ns >> shift) as usize
+}
+
+fn middle_of(step: usize) -> u64 {
+    let shift = (step >> STEP_BITS).saturating_sub(1);
+    let from = ((step - (shift << STEP_BITS)) as u64) << shift;
+    from + ((1 << shift) >> 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -226,6 +335,40 @@ mod tests {
         waited.note_stretch(0, 100_000 * S);
         let sum: u64 = waited.points().map(|(_, ns)| ns).sum();
         assert_eq!(sum, 100_000 * S + 5 * interval / 2);
+    }
+
+    #[test]
+    fn a_latency_is_known_within_a_sixteenth() {
+        let mut last = 0;
+        for ns in
+            (0..64).flat_map(|bit| [1_u64 << bit, (1_u64 << bit) | (1_u64 << bit >> 1)]).chain([u64::MAX])
+        {
+            let step = step_of(ns);
+            assert!(step < STEPS && step >= last, "{ns}: {step}");
+            last = step;
+            assert!(middle_of(step).abs_diff(ns) <= ns / 16, "{ns}: {}", middle_of(step));
+        }
+        for ns in 0..4096 {
+            assert!(middle_of(step_of(ns)).abs_diff(ns) <= ns / 16, "{ns}");
+        }
+    }
+
+    #[test]
+    fn latencies_are_drawn_where_they_were() {
+        let mut latency = LatencyOverTime::default();
+        for number in 0..60_000_u64 {
+            let is_slow = number >= 30_000 && number % 20 == 0;
+            latency.note(number * S / 1000, if is_slow { 80_000_000 } else { 1_000_000 });
+        }
+        let points = latency.points();
+        assert!(points.len() >= 30, "{}", points.len());
+        let near = |ns: u64, expected: u64| ns.abs_diff(expected) <= expected / 16;
+        for (at, p50, p99) in points {
+            assert!(near(p50, 1_000_000), "{p50} at {at}");
+            if !(29.0..31.0).contains(&at) {
+                assert!(near(p99, if at < 30.0 { 1_000_000 } else { 80_000_000 }), "{p99} at {at}");
+            }
+        }
     }
 
     #[test]

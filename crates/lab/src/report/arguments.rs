@@ -17,26 +17,35 @@ Examples:
       Which measures differ, by how much, and whether that is more than noise.
   weir report before.json after.json --fail-on-worse
       The same, for a script: status 1 if something got worse.
+  weir report day.recording -o day.html --config /etc/weir.toml
+      Of a recording: each disk's rates and latencies over time, beside its limits, and when it was throttled.
 
-Result files are those of `weir bench --result`, `weir tune` and `weir simulate --result`.
+Result files are those of `weir bench --result`, `weir tune` and `weir simulate --result`; recordings are those of `weir record` and of `record` in the config, several of which are read as one.
 A measure differs where chance makes such a difference in less than one of twenty cases. What `weir bench` measures are seconds of one run: how much another run would differ they do not tell. What `weir simulate` computes differs wherever it is not the same.
 Exit status: 0 shown, 1 failed, or something got worse and --fail-on-worse is given, 2 wrong use of the command line.";
 
-/// What `weir report` is told.
+/// The command line of `weir report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
-    /// A result file
-    #[arg(value_name = "A.json")]
+    /// A result file, or a recording of `weir record`
+    #[arg(value_name = "A.json|RECORDING")]
     pub(crate) a: PathBuf,
-    /// Another, to compare with the first
-    #[arg(value_name = "B.json")]
+    /// A second result, to compare with the first; or a recording that is read with it
+    #[arg(value_name = "B.json|RECORDING")]
     pub(crate) b: Option<PathBuf>,
+    /// Further recordings
+    #[arg(value_name = "RECORDING")]
+    pub(crate) more: Vec<PathBuf>,
     /// Draw it on one page, which needs nothing else to be looked at (HTML)
-    #[arg(long, value_name = "FILE.html")]
+    #[arg(short = 'o', long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
-    /// Draw each chart into a file of its own in this directory (SVG)
-    #[arg(long, value_name = "DIR", conflicts_with = "b")]
+    /// Draw each chart into a file of its own in this directory (SVG); not of a comparison
+    #[arg(long, value_name = "DIR")]
     pub(crate) charts: Option<PathBuf>,
+    /// Draw the limits of this file of `weir serve` in the charts of a recording, which has their
+    /// names alone
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "fail_on_worse"])]
+    pub(crate) config: Option<PathBuf>,
     /// Print a JSON object: medians, their intervals, and differences
     #[arg(long)]
     pub(crate) json: bool,

@@ -2,9 +2,10 @@
 
 use std::{
     io::{IsTerminal as _, stdout},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
+use anyhow::anyhow;
 use console::{Failure, print, print_json};
 use serde_json::{Value, json};
 
@@ -16,8 +17,9 @@ use super::{
 };
 use crate::{
     report::arguments::ReportArgs,
-    result::{Kind, Measure, ResultFile, load, write},
+    result::{Header, Kind, Machine, Measure, ResultFile, load, write},
     statistics::Estimate,
+    trace::drawn::{self, DrawnRecording},
 };
 
 /// Shows a result, or compares two.
@@ -25,6 +27,22 @@ use crate::{
 /// # Errors
 /// An unusable file, or with `--fail-on-worse` something that got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
+    if drawn::is_recording(&arguments.a) {
+        return show_recordings(&arguments);
+    }
+    let not_for_results = match (&arguments.b, &arguments.config, arguments.more.first()) {
+        (_, Some(_), _) => {
+            Some("--config: draws limits beside a recording, and this is a result (leave it out)".to_owned())
+        }
+        (_, _, Some(more)) => Some(format!("{}: two results can be compared (leave it out)", more.display())),
+        (Some(_), ..) if arguments.charts.is_some() => {
+            Some("--charts: a comparison has no charts of its own (name one result)".to_owned())
+        }
+        _ => None,
+    };
+    if let Some(why) = not_for_results {
+        return Err(Failure::Usage(anyhow!(why)));
+    }
     let a = load(&arguments.a)?;
     match &arguments.b {
         Some(path) => {
@@ -32,6 +50,33 @@ pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
             compare(&arguments, (&name(&arguments.a), &a), (&name(path), &b))
         }
         None => Ok(show(&arguments, &a)?),
+    }
+}
+
+fn show_recordings(arguments: &ReportArgs) -> Result<(), Failure> {
+    for (is_given, option, instead) in [
+        (arguments.json, "--json", "`weir trace info --json` has the figures of a recording"),
+        (arguments.fail_on_worse, "--fail-on-worse", "recordings are not compared"),
+    ] {
+        if is_given {
+            return Err(Failure::Usage(anyhow!("{option}: not for recordings ({instead})")));
+        }
+    }
+    let paths: Vec<PathBuf> =
+        [&arguments.a].into_iter().chain(&arguments.b).chain(&arguments.more).cloned().collect();
+    if let Some(other) = paths.iter().find(|path| !drawn::is_recording(path)) {
+        let why = anyhow!("{}: is no recording, unlike the first (name recordings alone)", other.display());
+        return Err(Failure::Usage(why));
+    }
+    let begun = Header::begin();
+    let DrawnRecording { findings, began_s, seconds, partial } =
+        drawn::draw(&paths, arguments.config.as_deref())?;
+    let header = Header { began: began_s, seconds, machine: Machine::default(), ..begun.end(None) };
+    let result = ResultFile { partial, ..ResultFile::new(header, findings) };
+    show(arguments, &result)?;
+    match &result.partial {
+        Some(why) => Err(Failure::Failed(anyhow!("not read to the end: {why}"))),
+        None => Ok(()),
     }
 }
 

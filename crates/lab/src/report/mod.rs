@@ -96,7 +96,11 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
 fn title(result: &ResultFile) -> String {
     let header = &result.header;
     let name = header.command.get(1).filter(|word| !word.starts_with('-'));
-    let name = name.map_or_else(|| "weir".to_owned(), |name| format!("weir {name}"));
+    let name = match name.map(String::as_str) {
+        Some("report") => "Recording".to_owned(),
+        Some(name) => format!("weir {name}"),
+        None => "weir".to_owned(),
+    };
     match &header.device {
         Some(device) => format!("{name} on {}", device.node),
         None => name,

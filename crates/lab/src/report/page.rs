@@ -151,10 +151,15 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
         format!("{} ({}){system}", device.node, device.key)
     });
     let (processors, memory) = (machine.processors, short(machine.memory_bytes as f64, Unit::Bytes));
+    // None of a recording, which does not have it.
+    let of_machine = match machine.processors {
+        0 => String::new(),
+        _ => format!("{processors} × {}, {memory} of memory", machine.processor),
+    };
     let facts = [
-        ("When", format!("{began} UTC, for {took}")),
+        ("When", if header.began == 0 { took } else { format!("{began} UTC, for {took}") }),
         ("Device", device),
-        ("Machine", format!("{processors} × {}, {memory} of memory", machine.processor)),
+        ("Machine", of_machine),
         ("Kernel", machine.kernel.clone()),
         ("weir", header.weir.clone()),
     ];
@@ -175,11 +180,6 @@ pub(super) fn measures(list: &[Measure]) -> Table {
     Table::new("Measured", columns, list.iter().map(row).collect())
 }
 
-fn table(shown: &Table) -> String {
-    let sides = columns::sides(shown);
-    let class = |column: usize, text: &str| {
-        let right = sides.get(column) == Some(&Side::Right);
-        match text {
 /// Whether a table is wider than a phone: cells hold lines or sentences, or there are many columns.
 /// On a phone a row of such a table is a block, in which each cell stands beside or below the name
 /// of its column: nothing has to be moved sideways.
@@ -188,9 +188,14 @@ fn is_wide(shown: &Table) -> bool {
     shown.columns.len() > MOST_COLUMNS || shown.rows.iter().flatten().any(is_long)
 }
 
+fn table(shown: &Table) -> String {
+    let sides = columns::sides(shown);
+    let is_wide = is_wide(shown);
+    let class = |column: usize, text: &str| {
+        let right = sides.get(column) == Some(&Side::Right);
+        match text {
             _ if right => " class=\"number\"",
             text if text.contains('\n') => " class=\"lines\"",
-    let is_wide = is_wide(shown);
             text if text.chars().count() > LONG => " class=\"long\"",
             _ => "",
         }

@@ -15,9 +15,9 @@ mod file;
 mod header;
 
 pub(crate) use file::{Kind, check, load, save, write};
-pub(crate) use header::{Begun, Header};
 #[cfg(test)]
-pub(crate) use header::{Device, Machine};
+pub(crate) use header::Device;
+pub(crate) use header::{Begun, Header, Machine};
 use serde::{Deserialize, Serialize};
 
 pub(crate) const FORMAT: &str = "weir-result";

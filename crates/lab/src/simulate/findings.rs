@@ -117,6 +117,7 @@ fn sentence(what: &str, line: &Line) -> String {
     let p99 = |figures: &Figures| figures::time(figures.latency_ns.p99);
     let before = match &line.before {
         None => String::new(),
+        Some(_) if line.after.latency_ns.max == 0 => String::new(),
         // No device is simulated, so there is no time to compare with.
         Some(before) if before.latency_ns.max == 0 => ", all of it for limits".to_owned(),
         Some(before) => format!(" instead of {} without limits", p99(before)),

@@ -13,6 +13,7 @@
 mod arguments;
 pub mod convert;
 mod disks;
+pub(crate) mod drawn;
 mod error;
 mod fields;
 mod format;

@@ -1,0 +1,332 @@
+//! Recordings as tables and charts: rates and latencies over time, and which limits throttled each
+//! disk when.
+//!
+//! ```text
+//!   recordings ─► Merged ─► requests by arrival ─► RecordedDisk: sums over time ─► Findings ─► `weir report`
+//!   config file ─► limits by disk ────────────────────────────────────────────┘
+//! ```
+//!
+//! A recording has the names of the limits that requests waited for, and not their values: these
+//! come from a config file. Memory is bounded: the first disks are drawn, and all have totals.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+use anyhow::anyhow;
+use console::figures;
+
+use super::{Merged, Options, Outcome, Record, Source as _, info::is_since_1970, reader};
+use crate::{
+    latencies::{Exact, Percentiles},
+    limit_lines::{LimitRates, lines_of},
+    over_time::{LatencyOverTime, OverTime},
+    result::{Axis, Chart, Findings, Lines, Series, Table, Unit},
+    simulate::Setup,
+};
+
+/// Disks with charts, in the order of their first requests.
+const DRAWN: usize = 16;
+/// Disks with totals.
+const MOST_DISKS: usize = 10_000;
+const MOST_POINTS: usize = 256;
+/// LimitRates of a disk with a line of their own.
+const MOST_LIMITS: usize = 8;
+
+/// The contents of recordings, as tables and charts.
+pub(crate) struct DrawnRecording {
+    pub(crate) findings: Findings,
+    /// Since 1970; 0 if the recordings have another clock.
+    pub(crate) began_s: u64,
+    pub(crate) seconds: f64,
+    pub(crate) partial: Option<String>,
+}
+
+/// Whether a file is a recording, as far as it can be read.
+pub(crate) fn is_recording(path: &Path) -> bool {
+    let read = reader::open(path).and_then(|mut lines| reader::is_recording(&mut lines, &Options::default()));
+    read.unwrap_or(false)
+}
+
+/// Reads recordings as one. `config` is the file of `weir serve` whose limits are drawn.
+///
+/// # Errors
+/// A file that cannot be read from its beginning, or a config file that a daemon would refuse.
+pub(crate) fn draw(paths: &[PathBuf], config: Option<&Path>) -> anyhow::Result<DrawnRecording> {
+    let setup = config.map(|path| Setup::of_config(path, None)).transpose()?;
+    let options = Options { outcomes: true, ..Options::default() };
+    let mut source = Merged::open(paths, &options)?;
+    let clock_ns = source.clock_ns();
+    let (mut disks, mut partial, mut last_ns): (Vec<RecordedDisk>, _, u64) = (Vec::new(), None, 0);
+    let mut places: HashMap<usize, usize> = HashMap::new();
+    loop {
+        let record = match source.next() {
+            Ok(Some(record)) => record,
+            Ok(None) => break,
+            Err(error) if disks.is_empty() => return Err(error.into()),
+            Err(error) => {
+                partial = Some(error.to_string());
+                break;
+            }
+        };
+        let place = match places.get(&record.disk.index()) {
+            Some(place) => *place,
+            None if disks.len() == MOST_DISKS => {
+                return Err(anyhow!(
+                    "there are more than {MOST_DISKS} disks (draw fewer recordings at a time)"
+                ));
+            }
+            None => {
+                disks.push(RecordedDisk::new(&source.disks()[record.disk.index()], disks.len() < DRAWN));
+                places.insert(record.disk.index(), disks.len() - 1);
+                disks.len() - 1
+            }
+        };
+        let noted = source.outcome(&record);
+        let outcome = noted.and_then(|noted| source.named(&record, noted));
+        let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
+        last_ns = last_ns.max(record.time_ns.saturating_add(took_ns));
+        disks[place].add(&record, outcome.as_ref());
+    }
+    let seconds = last_ns as f64 / 1e9;
+    Ok(DrawnRecording {
+        findings: findings(&disks, setup.as_ref(), seconds, source.lost()),
+        began_s: if is_since_1970(clock_ns) { clock_ns / 1_000_000_000 } else { 0 },
+        seconds,
+        partial,
+    })
+}
+
+struct RecordedDisk {
+    name: String,
+    requests: u64,
+    bytes: u64,
+    failed: u64,
+    latency: Exact,
+    waited: Exact,
+    throttled_ns: u64,
+    /// Until here a request that has arrived waits for a limit.
+    throttled_until_ns: u64,
+    by_limit: Vec<(String, u64)>,
+    over_time: Option<Box<DiskOverTime>>,
+}
+
+struct DiskOverTime {
+    done: OverTime,
+    done_bytes: OverTime,
+    latency: LatencyOverTime,
+    /// Nanoseconds, by the place of the limit in `by_limit`.
+    throttled: Vec<OverTime>,
+}
+
+impl RecordedDisk {
+    fn new(name: &str, is_drawn: bool) -> Self {
+        let over_time = is_drawn.then(|| {
+            let [done, done_bytes] = [(); 2].map(|()| OverTime::sums());
+            Box::new(DiskOverTime {
+                done,
+                done_bytes,
+                latency: LatencyOverTime::default(),
+                throttled: Vec::new(),
+            })
+        });
+        Self {
+            name: name.to_owned(),
+            requests: 0,
+            bytes: 0,
+            failed: 0,
+            latency: Exact::default(),
+            waited: Exact::default(),
+            throttled_ns: 0,
+            throttled_until_ns: 0,
+            by_limit: Vec::new(),
+            over_time,
+        }
+    }
+
+    /// In the order of arrival.
+    fn add(&mut self, record: &Record, outcome: Option<&Outcome<'_>>) {
+        self.requests += 1;
+        self.bytes = self.bytes.saturating_add(record.length);
+        let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
+        let done_ns = record.time_ns.saturating_add(took_ns);
+        if let Some(over_time) = &mut self.over_time {
+            over_time.done.note(done_ns, 1);
+            over_time.done_bytes.note(done_ns, record.length);
+        }
+        let Some(outcome) = outcome else { return };
+        self.failed += u64::from(outcome.has_failed);
+        self.latency.note(took_ns);
+        self.waited.note(outcome.times.wait_ns);
+        if let Some(over_time) = &mut self.over_time {
+            over_time.latency.note(done_ns, took_ns);
+        }
+        if let Some(limit) = outcome.limit {
+            self.throttle(limit, record.time_ns, record.time_ns.saturating_add(outcome.times.wait_ns));
+        }
+    }
+
+    /// Counts the time in which at least one request waits once, for the limit of the first one.
+    fn throttle(&mut self, limit: &str, from_ns: u64, until_ns: u64) {
+        let from_ns = from_ns.max(self.throttled_until_ns);
+        let Some(ns) = until_ns.checked_sub(from_ns).filter(|ns| *ns > 0) else { return };
+        self.throttled_until_ns = until_ns;
+        self.throttled_ns += ns;
+        let place = self.by_limit.iter().position(|(known, _)| known == limit);
+        let place = place.unwrap_or_else(|| {
+            // Further ones are counted with the last.
+            if self.by_limit.len() < MOST_LIMITS {
+                self.by_limit.push((limit.to_owned(), 0));
+            }
+            self.by_limit.len() - 1
+        });
+        self.by_limit[place].1 += ns;
+        if let Some(over_time) = &mut self.over_time {
+            over_time.throttled.resize_with(over_time.throttled.len().max(place + 1), OverTime::sums);
+            over_time.throttled[place].note_stretch(from_ns, until_ns);
+        }
+    }
+
+    /// The limits that throttled it, the longest first.
+    fn throttled_by(&self) -> Vec<&(String, u64)> {
+        let mut by_limit: Vec<_> = self.by_limit.iter().collect();
+        by_limit.sort_by_key(|(_, ns)| std::cmp::Reverse(*ns));
+        by_limit
+    }
+
+    fn sentence(&self, seconds: f64) -> String {
+        let Percentiles { p99, .. } = self.latency.percentiles();
+        let requests = figures::counted(self.requests, "request");
+        let latency = match self.latency.count() {
+            0 => "how long they took was not recorded".to_owned(),
+            _ => format!("99 of 100 took at most {}", figures::time(p99)),
+        };
+        let throttled = match self.throttled_by().first() {
+            None => "no limit throttled it".to_owned(),
+            Some((limit, _)) => format!(
+                "throttled {} of the time ({}), mostly by {limit}",
+                figures::share(share(self.throttled_ns, seconds)),
+                figures::time(self.throttled_ns)
+            ),
+        };
+        format!("disk {}: {requests}; {latency}; {throttled}.", self.name)
+    }
+
+    fn row(&self, seconds: f64) -> Vec<String> {
+        let a_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+        let times = |times: &Exact, of: fn(&Percentiles) -> u64| match times.count() {
+            0 => "-".to_owned(),
+            _ => figures::time(of(&times.percentiles())),
+        };
+        let by = self.throttled_by();
+        let by: Vec<_> =
+            by.iter().map(|(limit, ns)| format!("{limit} {}", figures::share(share(*ns, seconds)))).collect();
+        vec![
+            self.name.clone(),
+            self.requests.to_string(),
+            figures::count(a_second(self.requests)),
+            figures::bytes(a_second(self.bytes)),
+            times(&self.latency, |times| times.p50),
+            times(&self.latency, |times| times.p99),
+            times(&self.latency, |times| times.max),
+            times(&self.waited, |times| times.p99),
+            self.failed.to_string(),
+            figures::time(self.throttled_ns),
+            if by.is_empty() { "-".to_owned() } else { by.join(", ") },
+        ]
+    }
+
+    fn charts(&self, setup: Option<&Setup>, seconds: f64) -> Vec<Chart> {
+        let Some(over_time) = &self.over_time else { return Vec::new() };
+        let DiskOverTime { done, done_bytes, latency, throttled } = &**over_time;
+        let limits = limits_of(setup, &self.name);
+        let mut charts = Vec::new();
+        for (what, unit, series, limits) in [
+            ("requests a second", Unit::Iops, done, &limits.iops),
+            ("bytes a second", Unit::BytesPerSecond, done_bytes, &limits.bps),
+        ] {
+            let rates =
+                vec![Series { name: "done".to_owned(), points: series.steady(done, MOST_POINTS).rates() }];
+            let limits = lines_of(limits, &rates);
+            charts.push(over_time_chart(&self.name, what, Axis::new(what, unit), rates, limits));
+        }
+        let points = latency.points();
+        let line = |name: &str, of: fn(&(f64, u64, u64)) -> u64| {
+            // Zero has no place on a logarithmic scale.
+            let points = points.iter().filter(|point| of(point) > 0);
+            let points = points.map(|point| (point.0, of(point) as f64)).collect();
+            Series { name: name.to_owned(), points }
+        };
+        if !points.is_empty() {
+            let axis = Axis::new("latency", Unit::Nanoseconds).logarithmic();
+            let series = vec![line("p50", |point| point.1), line("p99", |point| point.2)];
+            charts.push(over_time_chart(&self.name, "latency", axis, series, Vec::new()));
+        }
+        let line = |((limit, _), series): (&(String, u64), &OverTime)| {
+            let mut series = series.within(MOST_POINTS);
+            series.lasts_until((seconds * 1e9) as u64);
+            let share = |(at, ns): (f64, u64)| (at, (ns as f64 / 1e9 / series.interval_s()).min(1.0));
+            Series { name: limit.clone(), points: series.points().map(share).collect() }
+        };
+        let series: Vec<_> = self.by_limit.iter().zip(throttled).map(line).collect();
+        if !series.is_empty() {
+            let what = "share of the time throttled, by limit";
+            charts.push(over_time_chart(
+                &self.name,
+                what,
+                Axis::new("throttled", Unit::Share),
+                series,
+                Vec::new(),
+            ));
+        }
+        charts
+    }
+}
+
+fn share(ns: u64, seconds: f64) -> f64 {
+    if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
+}
+
+fn over_time_chart(disk: &str, what: &str, y: Axis, series: Vec<Series>, limits: Vec<Series>) -> Chart {
+    let (title, x) = (format!("{disk}: {what}"), Axis::new("time", Unit::Seconds));
+    Chart::Lines(Lines { title, x, y, steps: false, series, limits })
+}
+
+/// The limits of a disk and its groups in a config file.
+fn limits_of(setup: Option<&Setup>, name: &str) -> LimitRates {
+    let mut limits = LimitRates::default();
+    let Some(world) = setup.map(|setup| &setup.world) else { return limits };
+    let Some(disk) = world.disks.iter().find(|disk| disk.name == name) else { return limits };
+    limits.add(None, &disk.hold.limits);
+    for group in world.groups_above(disk).map(|group| &world.groups[group]) {
+        limits.add(Some(&group.name), &group.hold.limits);
+    }
+    limits
+}
+
+fn findings(disks: &[RecordedDisk], setup: Option<&Setup>, seconds: f64, lost: u64) -> Findings {
+    let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled|by".split('|');
+    let rows = disks.iter().map(|disk| disk.row(seconds)).collect();
+    let note = "Rates are over the whole recording. A disk is throttled while at least one request waits for a limit.";
+    let table = Table { note: Some(note.to_owned()), ..Table::new("Each disk", columns, rows) };
+    let mut summary: Vec<_> = disks.iter().take(DRAWN).map(|disk| disk.sentence(seconds)).collect();
+    if disks.len() > DRAWN {
+        summary.push(format!("Of {} disks the first {DRAWN} are drawn.", disks.len()));
+    }
+    let was_throttled = disks.iter().any(|disk| disk.throttled_ns > 0);
+    if setup.is_none() && was_throttled {
+        summary.push(
+            "A recording has the names of limits and not their values: --config FILE draws those of a config file.".to_owned(),
+        );
+    }
+    if lost > 0 {
+        summary.push(format!("Lost while it was recorded: {}.", figures::counted(lost, "request")));
+    }
+    Findings {
+        summary,
+        opening: vec![table],
+        charts: disks.iter().flat_map(|disk| disk.charts(setup, seconds)).collect(),
+        ..Findings::default()
+    }
+}
