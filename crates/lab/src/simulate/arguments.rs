@@ -30,7 +30,8 @@ Examples:
       On the device below that directory, as `weir probe` measured it; with pictures.
   weir simulate vm1.csv --sweep iops-total=500..5000:500 --p99 10ms
       A simulation for each limit, and the smallest that keeps 99 of 100 requests below 10 ms.
-  weir simulate day.csv --config weir.toml --sweep iops-total=200..2000:200 --sweep-of backup --p99 5ms --p99-of db
+  weir simulate day.csv --config weir.toml --sweep iops-total=200..2000:200 \\
+      --sweep-of backup --p99 5ms --p99-of db
       The largest limit of backup that keeps 99 of 100 requests of db below 5 ms.
   weir simulate --workload random:iops=5000,size=4K,seconds=10 --iops-total 4000
       Requests of a generator instead of a trace's.
