@@ -187,6 +187,6 @@ mod tests {
         assert!(error("burst:x=1").starts_with("\"x\" is nothing that burst knows (there are "));
         assert!(error("zipf:theta=-1").starts_with("theta=-1 is not a number"));
         assert!(error("sequential:op=erase").starts_with("op=erase is neither"));
-        assert!(error("sequential:think=5").starts_with("think=5 is not a duration"));
+        assert!(error("sequential:think=5").starts_with("think=5 has no unit (write 5s"));
     }
 }

@@ -30,6 +30,7 @@ disk vm1
   iops-total-max  5000
   weight          200
   group           gold
+  a full burst of iops-total lasts 1.25 s
   held with others by group gold: -
   held with others by group host: bps 1G
 ";
