@@ -295,7 +295,7 @@ mod tests {
         assert!(ask(connect(&directory)).starts_with("HTTP/1.1 200 OK\r\n"));
         let mut answer = Vec::new();
         let ended = (&half[0]).read_to_end(&mut answer);
-        // No answer about a timeout, which would come only after the other clients had waited for it.
+        // No answer about a timeout, which would come only after other clients had waited for it.
         assert!(ended.is_ok() && answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
         drop(half);
     }
