@@ -131,7 +131,7 @@ fn a_process_that_takes_over_refuses_an_image_on_a_file_that_it_will_serve() {
         Serve::new(&scratch).where_said().args(["--config", text(&config)]).env("WEIR_QMP", &control)
     };
     let old = serve(&first).start();
-    assert_says(&serve(&second).arg("--takeover").fails(), &["disk b", "itself serves"]);
+    assert_says(&serve(&second).arg("--takeover").fails(), &[text(&file), "itself serves"]);
     assert!(fs::read(&file).expect("it is served") == pattern(MIB as usize));
     old.stop();
 }
