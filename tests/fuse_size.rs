@@ -198,8 +198,9 @@ assert seen() == (size, before - mib), (seen(), before)
 fallocate(fd, PUNCH_HOLE | KEEP_SIZE, size - 10, mib)
 assert seen()[0] == size
 os.pwrite(fd, b"z" * 20, size - 20)
+before = seen()[1]
 fallocate(fd, ZERO_RANGE | KEEP_SIZE, size - 10, mib)
-assert seen()[0] == size and os.pread(fd, 100, size - 20) == b"z" * 10 + bytes(10)
+assert seen()[0] == size and seen()[1] >= before + mib - 8192 and os.pread(fd, 100, size - 20) == b"z" * 10 + bytes(10)
 fallocate(fd, ZERO_RANGE, size - 15, 100)
 assert seen()[0] == size + 85 and os.pread(fd, 200, size - 20) == b"z" * 5 + bytes(100)
 for mode in (PUNCH_HOLE, 8, 32, 64):

@@ -90,9 +90,8 @@ impl Queue {
         if left == 0 {
             return Ok(Segments::default());
         }
-        let disk = self.device.disk();
-        let pass = disk.admit_anyway(Direction::Read, &Cost::one(left as u64));
-        disk.retry_read(pass, offset, left).await
+        let pass = self.admit_anyway(Direction::Read, left as u64);
+        self.device.disk().retry_read(pass, offset, left).await
     }
 
     /// Reads that follow each other on the disk: one I/O, its data divided among them.
@@ -294,7 +293,7 @@ impl Queue {
         }
         if is_cut {
             // Before the end is set: after a failure the file is longer, with its bytes unchanged.
-            let pass = disk.admit_anyway(Direction::Write, &Cost::one(size - bytes));
+            let pass = self.admit_anyway(Direction::Write, size - bytes);
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
             disk.write_zeroes(pass, bytes, size - bytes, options).await?;
@@ -387,7 +386,13 @@ impl Queue {
                 if !keeps_size {
                     self.extend_to(unique, end).await?;
                 }
-                self.zero(unique, offset..end, false).await
+                self.zero(unique, offset..end, false).await?;
+                let past_end = offset.max(self.device.file_bytes())..end;
+                let may_reserve = self.device.export.growable && self.device.disk().image().can_reserve();
+                match may_reserve && !past_end.is_empty() {
+                    true => self.reserve(unique, past_end, true).await,
+                    false => Ok(()),
+                }
             }
             0 => self.reserve(unique, offset..end, keeps_size).await,
             _ => Err(Error::UNSUPPORTED),
@@ -517,6 +522,12 @@ impl Queue {
             }
         }
         self.ended(kept);
+    }
+
+    /// Charges a further step of a request that was admitted, which waits for no limits.
+    fn admit_anyway(&self, direction: Direction, bytes: u64) -> Pass {
+        let pass = self.device.disk().admit_anyway(direction, &Cost::one(bytes));
+        pass.while_awaited(&self.device.patience)
     }
 
     /// Waits for the disk's limits.
