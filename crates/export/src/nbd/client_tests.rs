@@ -252,6 +252,13 @@ fn chunk(flags: u16, kind: u16, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// The header of a chunk, without what it announces.
+fn announced(kind: u16, length: u32) -> Vec<u8> {
+    let mut head = chunk(reply_flag::DONE, kind, &[]);
+    head.splice(16..20, length.to_be_bytes());
+    head
+}
+
 /// What becomes of one read of 100 bytes at 1000, and of the connection; its cookie is 0.
 fn read_from(structured: bool, replies: &[Vec<u8>]) -> (Result<Buffer, Error>, Option<String>) {
     let script = [welcome(structured), replies.concat()].concat();
@@ -305,6 +312,9 @@ fn a_server_that_breaks_the_rules_or_goes_ends_everything_in_flight() {
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &whole); 2], "the same data twice"),
         (true, vec![chunk(1, reply_type::OFFSET_HOLE, &data(1000, &[0xff; 4]))], "more data than"),
         (true, vec![error; 1025], "more errors than one reply can have"),
+        (true, vec![announced(reply_type::OFFSET_DATA, 109)], "more data than"),
+        (true, vec![announced(reply_type::OFFSET_DATA, u32::MAX)], "more data than"),
+        (true, vec![announced(reply_type::BLOCK_STATUS, 12)], "extents in a reply"),
     ] {
         let (read, fault) = read_from(structured, &replies);
         assert_eq!(read.unwrap_err(), GONE, "{why}");

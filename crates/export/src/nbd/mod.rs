@@ -41,6 +41,8 @@ pub mod context;
 pub mod credentials;
 pub mod errno;
 mod execute;
+#[cfg(test)]
+mod extents_tests;
 mod holding;
 mod incoming;
 pub mod kernel;

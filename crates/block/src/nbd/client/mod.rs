@@ -47,7 +47,7 @@ pub use self::{
 use self::{
     outgoing::Outgoing,
     pieces::Pieces,
-    reply::{Chunk, EXTENT_BYTES, Header},
+    reply::{Chunk, EXTENT_BYTES, Header, Longest},
 };
 use super::{
     inbox::Inbox,
@@ -159,7 +159,7 @@ struct InFlight {
 enum Expects {
     Nothing,
     Data(Read),
-    Extents(Vec<RawExtent>),
+    Extents { asked: u32, found: Vec<RawExtent> },
 }
 
 /// A run of an export that is alike: its length in bytes, never 0, and the flags that the server
@@ -285,8 +285,9 @@ impl Client {
     /// The server's, or [`GONE`].
     pub async fn extents(&self, offset: u64, length: u32) -> Result<Vec<RawExtent>> {
         let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
-        match self.connection.request(ask, Expects::Extents(Vec::new()), None).await? {
-            Expects::Extents(extents) => Ok(extents),
+        let expects = Expects::Extents { asked: length, found: Vec::new() };
+        match self.connection.request(ask, expects, None).await? {
+            Expects::Extents { found, .. } => Ok(found),
             _ => Err(Error::IO),
         }
     }
@@ -444,7 +445,8 @@ impl Connection {
     /// One reply, or one chunk of one.
     async fn reply(&self, inbox: &mut Inbox) -> Taken<()> {
         let (header, length) = loop {
-            match reply::parse(inbox.bytes(), self.about.structured).map_err(Fault::Breach)? {
+            let longest = |cookie| self.longest(cookie);
+            match reply::parse(inbox.bytes(), self.about.structured, longest).map_err(Fault::Breach)? {
                 Some(found) => break found,
                 None if inbox.fill(&self.stream).await? => {}
                 None => return Err(Fault::Closed),
@@ -457,7 +459,7 @@ impl Connection {
                 let length = match &self.in_flight.borrow()[key].expects {
                     Expects::Data(read) => Some(read.length),
                     Expects::Nothing => None,
-                    Expects::Extents(_) => {
+                    Expects::Extents { .. } => {
                         return Err(Fault::Breach("a simple reply to what has extents for an answer"));
                     }
                 };
@@ -504,13 +506,17 @@ impl Connection {
     }
 
     async fn extents(&self, inbox: &mut Inbox, key: usize, context: u32, length: usize) -> Taken<()> {
-        match &self.in_flight.borrow()[key].expects {
-            Expects::Extents(extents) if extents.is_empty() && Some(context) == self.about.allocation => {}
-            Expects::Extents(_) => {
+        let asked = match &self.in_flight.borrow()[key].expects {
+            Expects::Extents { asked, found }
+                if found.is_empty() && Some(context) == self.about.allocation =>
+            {
+                *asked
+            }
+            Expects::Extents { .. } => {
                 return Err(Fault::Breach("extents twice, or of a context that was not agreed on"));
             }
             _ => return Err(Fault::Breach("extents in a reply to what did not ask for them")),
-        }
+        };
         let kept = length.min(MOST_EXTENTS * EXTENT_BYTES);
         let bytes = inbox.payload(kept, &self.stream).await?;
         inbox.skip(length - kept, &self.stream).await?;
@@ -522,16 +528,30 @@ impl Connection {
             }
             found.push(RawExtent { length, flags });
         }
-        self.in_flight.borrow_mut()[key].expects = Expects::Extents(found);
+        self.in_flight.borrow_mut()[key].expects = Expects::Extents { asked, found };
         Ok(())
     }
 
     fn find(&self, cookie: u64) -> Taken<usize> {
+        self.key_of(cookie).map_err(Fault::Breach)
+    }
+
+    fn key_of(&self, cookie: u64) -> std::result::Result<usize, &'static str> {
         // The lower half is a place in the slab.
         let key = (cookie & u64::from(u32::MAX)) as usize;
         let in_flight = self.in_flight.borrow();
         let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.answered);
-        if found { Ok(key) } else { Err(Fault::Breach("a reply to a request that was not sent")) }
+        if found { Ok(key) } else { Err("a reply to a request that was not sent") }
+    }
+
+    /// The longest chunks that the answer to a request in flight can have.
+    fn longest(&self, cookie: u64) -> std::result::Result<Longest, &'static str> {
+        let key = self.key_of(cookie)?;
+        Ok(match &self.in_flight.borrow()[key].expects {
+            Expects::Nothing => Longest::default(),
+            Expects::Data(read) => Longest { data: read.length, extents: 0 },
+            Expects::Extents { asked, .. } => Longest { data: 0, extents: *asked as usize },
+        })
     }
 
     /// Where in a read's buffer a chunk belongs.
@@ -583,7 +603,7 @@ impl Connection {
         let is_whole = match &entry.expects {
             Expects::Nothing => true,
             Expects::Data(read) => read.pieces.are_all_of(read.length),
-            Expects::Extents(extents) => !extents.is_empty(),
+            Expects::Extents { found, .. } => !found.is_empty(),
         };
         if entry.error.is_none() && !is_whole {
             return Err(Fault::Breach("less data than was asked for"));

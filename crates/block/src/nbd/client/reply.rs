@@ -1,7 +1,7 @@
 //! Replies as a client reads them: bytes in, headers out ("Simple reply message", "Structured reply
 //! chunk message").
 //!
-//! Never allocates, and no length passes that the rules of its chunk do not allow.
+//! Never allocates, and no length passes that the rules of its chunk or its request do not allow.
 
 use super::super::{
     proto::{self, MAX_STRING_BYTES, reply_flag, reply_type},
@@ -49,13 +49,31 @@ pub(super) enum Chunk {
     },
 }
 
-/// The header that `bytes` begin with, and its length; `None` if it is not all there yet.
-pub(super) fn parse(bytes: &[u8], structured: bool) -> Result<Option<(Header, usize)>, &'static str> {
+/// The longest chunks that an answer to one request can have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Longest {
+    /// Bytes of data: those that were requested. 0 where the request is no read.
+    pub(super) data: usize,
+    /// Extents: one for each byte that was asked about. 0 where the request asks for none.
+    pub(super) extents: usize,
+}
+
+/// The header that `bytes` begin with, and its length; `None` if it is not all there yet. `longest`
+/// judges the cookie of a chunk, so that a length that the request does not allow is refused as
+/// soon as it is announced.
+///
+/// # Errors
+/// A breach of the protocol, also one that `longest` reports.
+pub(super) fn parse(
+    bytes: &[u8],
+    structured: bool,
+    longest: impl FnOnce(u64) -> Result<Longest, &'static str>,
+) -> Result<Option<(Header, usize)>, &'static str> {
     let mut fields = Fields::new(bytes);
     match fields.u32() {
         None => Ok(None),
         Some(proto::SIMPLE_REPLY_MAGIC) => Ok(simple(fields).map(|header| (header, SIMPLE_BYTES))),
-        Some(proto::STRUCTURED_REPLY_MAGIC) if structured => chunk(fields),
+        Some(proto::STRUCTURED_REPLY_MAGIC) if structured => chunk(fields, longest),
         Some(proto::STRUCTURED_REPLY_MAGIC) => Err("a structured reply, which was not agreed on"),
         Some(_) => Err("what should be a reply has another magic number"),
     }
@@ -65,20 +83,36 @@ fn simple(mut fields: Fields<'_>) -> Option<Header> {
     Some(Header::Simple { error: fields.u32()?, cookie: fields.u64()? })
 }
 
-fn chunk(mut fields: Fields<'_>) -> Result<Option<(Header, usize)>, &'static str> {
+fn chunk(
+    mut fields: Fields<'_>,
+    longest: impl FnOnce(u64) -> Result<Longest, &'static str>,
+) -> Result<Option<(Header, usize)>, &'static str> {
     let mut head = || Some((fields.u16()?, fields.u16()?, fields.u64()?, fields.u32()? as usize));
     let Some((flags, kind, cookie, length)) = head() else { return Ok(None) };
+    let longest = longest(cookie)?;
     let last = flags & reply_flag::DONE != 0;
     let found = match kind {
         reply_type::NONE if length == 0 && last => Some((Chunk::None, 0)),
         reply_type::NONE => return Err("an empty chunk that is not empty, or not the last"),
+        reply_type::OFFSET_DATA | reply_type::OFFSET_HOLE if longest.data == 0 => {
+            return Err("data in a reply to what was no read");
+        }
         reply_type::OFFSET_DATA if length > OFFSET_BYTES => {
+            if length - OFFSET_BYTES > longest.data {
+                return Err("more data than was asked for");
+            }
             fields.u64().map(|offset| (Chunk::Data { offset, length: length - OFFSET_BYTES }, OFFSET_BYTES))
         }
         reply_type::OFFSET_DATA => return Err("a chunk of data without any"),
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
         reply_type::OFFSET_HOLE => return Err("a hole's chunk of a length that none has"),
+        reply_type::BLOCK_STATUS if longest.extents == 0 => {
+            return Err("extents in a reply to what did not ask for them");
+        }
         reply_type::BLOCK_STATUS if is_status(length) => {
+            if (length - 4) / EXTENT_BYTES > longest.extents {
+                return Err("more extents than bytes that were asked about");
+            }
             fields.u32().map(|context| (Chunk::Status { context, length: length - 4 }, 4))
         }
         reply_type::BLOCK_STATUS => return Err("a chunk of extents of a length that none has"),
@@ -108,6 +142,12 @@ fn hole(mut fields: Fields<'_>) -> Result<Option<(Chunk, usize)>, &'static str> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const LONGEST: Longest = Longest { data: 1000, extents: 1000 };
+
+    fn parse(bytes: &[u8], structured: bool) -> Result<Option<(Header, usize)>, &'static str> {
+        super::parse(bytes, structured, |_| Ok(LONGEST))
+    }
 
     /// Understood, and only once it is complete.
     #[track_caller]
@@ -167,11 +207,23 @@ mod tests {
             (chunk(1, reply_type::BLOCK_STATUS_EXT, 20), "a chunk of a type"),
             (chunk(1, reply_type::ERROR, 5), "an error's chunk"),
             (chunk(1, reply_type::ERROR, u32::MAX), "an error's chunk"),
+            (chunk(1, reply_type::OFFSET_DATA, 1009), "more data than"),
+            (chunk(1, reply_type::OFFSET_DATA, u32::MAX), "more data than"),
+            (chunk(1, reply_type::BLOCK_STATUS, 4 + 8 * 1001), "more extents than"),
             (vec![0; 16], "what should be a reply"),
         ] {
-            let refused = parse(&bytes, true).expect_err(why);
+            // Nothing behind the header is waited for, except where the fault lies there.
+            let head =
+                if why == "a hole without a length" { bytes.len() } else { bytes.len().min(CHUNK_BYTES) };
+            let refused = parse(&bytes[..head], true).expect_err(why);
             assert!(refused.starts_with(why), "{refused}, not {why}");
         }
         assert!(parse(&chunk(1, reply_type::NONE, 0), false).is_err());
+        let data = chunk(1, reply_type::OFFSET_DATA, 9);
+        let status = chunk(1, reply_type::BLOCK_STATUS, 12);
+        for (bytes, why) in [(data, "data in a reply"), (status, "extents in a reply")] {
+            let refused = super::parse(&bytes[..CHUNK_BYTES], true, |_| Ok(Longest::default()));
+            assert!(refused.expect_err(why).starts_with(why));
+        }
     }
 }

@@ -56,6 +56,9 @@ use crate::{
 const MOST_AT_ONCE: u64 = 1 << 30;
 /// The same where the zeroes have to be sent.
 const MOST_SENT: u64 = 16 << 20;
+/// Bytes that one answer about allocation covers at least, as data where the server describes less:
+/// a cluster of most images. It bounds the round trips that short extents can cause.
+const LEAST_DESCRIBED: u64 = 64 << 10;
 
 /// An export that is a disk here.
 #[derive(Debug)]
@@ -259,10 +262,18 @@ impl Device for Nbd {
                 let (hole, zero) = (is(state::HOLE), is(state::ZERO));
                 push_extent(&mut extents, Extent { length: to - from, hole, zero });
             }
-            if at >= end || extents.len() == MOST_EXTENTS {
+            // One less, for the data below.
+            if at >= end || extents.len() == MOST_EXTENTS - 1 {
                 break;
             }
         }
-        if extents.is_empty() { Err(Error::IO) } else { Ok(extents) }
+        if extents.is_empty() {
+            return Err(Error::IO);
+        }
+        let least = end.min(offset + LEAST_DESCRIBED);
+        if at < least {
+            push_extent(&mut extents, Extent { length: least - at, hole: false, zero: false });
+        }
+        Ok(extents)
     }
 }
