@@ -36,7 +36,7 @@ enum Action {
 #[derive(Debug, Args)]
 struct Options {
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
     /// The bitmap's name
     #[arg(value_name = "BITMAP")]
@@ -45,7 +45,7 @@ struct Options {
     #[arg(short, long, value_name = "SIZE", value_parser = settings::size, requires = "add")]
     granularity: Option<u64>,
     /// The image that has the bitmaps to merge [default: the same]
-    #[arg(short = 'b', long, value_name = "FILE")]
+    #[arg(short = 'b', long, value_name = "FILE", value_parser = opening::image_name())]
     source_file: Option<PathBuf>,
     /// Its format: qcow2
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file", value_parser = opening::format_option())]

@@ -77,7 +77,7 @@ type Layer = (PathBuf, Format);
 async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
     let subject = &arguments.subject;
     let mut layers = vec![(subject.file.clone(), disk::format_of_chain(subject).await?)];
-    let base = arguments.base.as_deref().map(|base| opening::beside(&subject.file, base));
+    let base = arguments.base.as_deref().map(|base| opening::behind(&subject.file, base)).transpose()?;
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();

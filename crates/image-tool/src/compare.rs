@@ -40,10 +40,10 @@ Exit status: 0 the same, 1 different, 2 wrong use of the command line or an imag
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// One image
-    #[arg(value_name = "FILE1")]
+    #[arg(value_name = "FILE1", value_parser = opening::image_name())]
     first: PathBuf,
     /// The other
-    #[arg(value_name = "FILE2")]
+    #[arg(value_name = "FILE2", value_parser = opening::image_name())]
     second: PathBuf,
     /// The first one's format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]

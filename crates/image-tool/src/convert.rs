@@ -53,7 +53,7 @@ Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// What is copied, several one behind the other as one disk; and last where to
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = opening::image_name())]
     files: Vec<PathBuf>,
     /// The source's format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]

@@ -70,7 +70,7 @@ taken and change nothing.
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// The image to make
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: Option<PathBuf>,
     /// The disk's size [default: the backing file's]
     #[arg(value_name = "SIZE", value_parser = settings::size)]
@@ -242,7 +242,7 @@ fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Res
     let Some(backing) = wish.backing.as_ref().filter(|_| !arguments.unsafe_backing) else {
         return Ok(None);
     };
-    let place = opening::beside(path, &backing.name);
+    let place = opening::behind(path, &backing.name)?;
     let format = opening::format_named(backing.format.as_deref())
         .with_context(|| format!("{}: is the backing file", place.display()))?;
     virtual_size(&place, format).map(Some)
@@ -308,7 +308,7 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
     let data = match &wish.data_file {
         None => None,
         Some(data) => {
-            let place = opening::beside(path, data);
+            let place = opening::behind(path, data)?;
             if place == path {
                 return Err(Failure::Usage(anyhow!("data_file={data}: is the image itself (name another)")));
             }

@@ -39,6 +39,7 @@ pub(super) async fn open_at(
     keys: &mut Keys,
     pick: Option<&Pick>,
 ) -> anyhow::Result<Arc<Image>> {
+    opening::warn_if_container(path);
     let snapshot = match pick {
         Some(pick) => Some(pick.id(path, format, how).await?),
         None => None,

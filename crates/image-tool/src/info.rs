@@ -65,7 +65,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut shown = vec![show(file, *format, how)?];
     if arguments.backing_chain {
         let mut seen = HashSet::from([identity(file)?]);
-        while let Some((path, format)) = shown.last().and_then(|last| last.backing.clone()) {
+        let mut of = file.clone();
+        while let Some((name, format)) = shown.last().and_then(|last| last.backing.clone()) {
+            let path = opening::behind(&of, &name)?;
             if !seen.insert(identity(&path)?) {
                 bail_in(
                     &path,
@@ -79,6 +81,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
                 )?;
             }
             shown.push(show(&path, format, how)?);
+            of = path;
         }
     }
     let text = match (arguments.output.kind(), arguments.backing_chain) {
@@ -119,7 +122,7 @@ fn metadata(path: &Path) -> anyhow::Result<Option<fs::Metadata>> {
 struct Shown {
     json: Value,
     snapshots: Vec<Snapshot>,
-    backing: Option<(PathBuf, Option<Format>)>,
+    backing: Option<(String, Option<Format>)>,
 }
 
 fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure> {
@@ -155,10 +158,10 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
             listed = snapshots;
             backing = header.backing.as_ref().map(|backing| {
                 let format = opening::format_named(backing.format.as_deref()).ok();
-                (opening::beside(path, &backing.name), format)
+                (backing.name.clone(), format)
             });
-            if let Some((full, _)) = &backing {
-                json["full-backing-filename"] = full.display().to_string().into();
+            if let Some((name, _)) = &backing {
+                json["full-backing-filename"] = opening::beside(path, name).display().to_string().into();
             }
         }
     }

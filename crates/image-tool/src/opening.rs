@@ -4,11 +4,20 @@
 //! A format is guessed only to look at an image: a command that writes was told it, or there is a
 //! signature.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    ffi::OsStr,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 use block::{
-    image::qcow2::{header::Header, read_header},
+    image::{
+        open::resolve,
+        qcow2::{header::Header, read_header},
+    },
     nbd::uri::Uri,
     storage::{
         CacheMode, Format, OpenError, OpenOptions, Storage, open_storage,
@@ -18,13 +27,31 @@ use block::{
 };
 use clap::{
     Args,
-    builder::{PossibleValuesParser, TypedValueParser},
+    builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser},
 };
 
 /// `--help` lists the names alone: a line on each would triple the pages that have one.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new([Format::Raw, Format::Qcow2].map(Format::name))
         .try_map(|name| name.parse::<Format>())
+}
+
+/// Parser of an image's name. As in QEMU, `file:PATH` is the file PATH, whatever PATH looks like.
+pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|name| without_prefix(&name).ok_or("names no file behind `file:`"))
+}
+
+fn without_prefix(name: &Path) -> Option<PathBuf> {
+    match name.as_os_str().as_bytes().strip_prefix(b"file:") {
+        None => Some(name.to_owned()),
+        Some(b"") => None,
+        Some(path) => Some(local(Path::new(OsStr::from_bytes(path)))),
+    }
+}
+
+/// The same path, written so that it names a file of this host.
+fn local(path: &Path) -> PathBuf {
+    if is_elsewhere(path) { Path::new(".").join(path) } else { path.to_owned() }
 }
 
 /// Of a name that stands in an image.
@@ -39,12 +66,21 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
 }
 
 /// Where a name in an image points, for messages: a relative one begins at the image's directory.
-/// `block` resolves what it opens; this refuses no name.
+/// Refuses no name: files are opened by the path that [`behind`] returns.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
+    let name = name.strip_prefix("file:").unwrap_or(name);
     if is_elsewhere(image) {
         return name.into();
     }
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
+}
+
+/// The file that a name in an image leads to, by the rules of all images: a path, never an address.
+pub(super) fn behind(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
+    let seen_from = if is_elsewhere(image) { Path::new("") } else { image };
+    let path = resolve(seen_from, name)
+        .map_err(|why| anyhow!("{}: its backing or data file {name:?} {why}", image.display()))?;
+    Ok(local(&path))
 }
 
 pub(super) fn is_same(one: &Path, other: &Path) -> bool {
@@ -56,7 +92,7 @@ pub(super) fn is_same(one: &Path, other: &Path) -> bool {
 #[derive(Debug, Args)]
 pub(super) struct Subject {
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = image_name())]
     pub(super) file: PathBuf,
     /// Its format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = format_option())]
@@ -98,24 +134,39 @@ impl How {
     }
 }
 
-/// The format that was given, or else that of the signature.
+/// The format that was given, or else that of the signature. Warns of a file that only contains a
+/// disk, such as a compressed image.
 pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
     if let Some(format) = given {
+        warn_if_container(path);
         return Ok(format);
     }
-    let name = path.display();
+    let name = path.display().to_string();
     let probed = match path.to_str().filter(|_| is_elsewhere(path)) {
         Some(elsewhere) => probe_anywhere(elsewhere)?,
         None => probe::probe(path).with_context(|| format!("{name}: cannot be read"))?,
     };
-    match probed {
-        Probed::Raw => Ok(Format::Raw),
-        Probed::Looks("qcow2") => Ok(Format::Qcow2),
-        Probed::Looks(other) => {
-            bail!(
-                "{name}: is of the format {other}, which weir does not know (convert it with qemu-img first)"
-            )
-        }
+    let format = probe::check_format(None, probed, &name)?;
+    warn_of_container(path, probed);
+    Ok(format)
+}
+
+/// Warns of a file of this host that only contains a disk. What opens the file reports errors.
+pub(super) fn warn_if_container(path: &Path) {
+    if !is_elsewhere(path)
+        && let Ok(probed) = probe::probe(path)
+    {
+        warn_of_container(path, probed);
+    }
+}
+
+/// Prints the warning once for each image of a command.
+fn warn_of_container(path: &Path, probed: Probed) {
+    static WARNED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    if let Some(warning) = probe::warning(probed)
+        && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
+    {
+        console::say(&format!("weir: {}: {warning}", path.display()));
     }
 }
 
@@ -167,5 +218,43 @@ pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<
             backing.name
         )
     })?;
-    Ok(Some((beside(path, &backing.name), format)))
+    Ok(Some((behind(path, &backing.name)?, format)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_prefix_of_a_file_is_no_part_of_its_name() {
+        let read = |name: &str| without_prefix(Path::new(name)).map(|path| path.display().to_string());
+        for (name, path) in [
+            ("file:a:b.qcow2", "a:b.qcow2"),
+            ("file:/images/a", "/images/a"),
+            ("file:nbd://a", "./nbd://a"),
+            ("file:file:a", "file:a"),
+            ("./file:a", "./file:a"),
+            ("a:b", "a:b"),
+            ("nbd://host/a", "nbd://host/a"),
+        ] {
+            assert_eq!(read(name).as_deref(), Some(path), "{name}");
+        }
+        assert_eq!(read("file:"), None);
+    }
+
+    #[test]
+    fn an_image_leads_to_files_alone() {
+        let path =
+            |image: &str, name: &str| behind(Path::new(image), name).map(|path| path.display().to_string());
+        assert_eq!(path("/images/vm.qcow2", "file:base").unwrap(), "/images/base");
+        assert_eq!(path("vm.qcow2", "./nbd:a").unwrap(), "./nbd:a");
+        assert_eq!(path("vm.qcow2", "file:nbd:a").unwrap(), "./nbd:a");
+        assert_eq!(path("rbd:pool/vm", "base").unwrap(), "base");
+        for name in ["nbd://host/disk", "nbd+unix:///?socket=/s", "rbd:pool/image", "json:{}", "a:b"] {
+            for image in ["vm.qcow2", "/images/vm.qcow2", "rbd:pool/vm", "nbd://host/vm"] {
+                let refused = path(image, name).unwrap_err().to_string();
+                assert!(refused.contains("weir takes a path"), "{image}, {name}: {refused}");
+            }
+        }
+    }
 }

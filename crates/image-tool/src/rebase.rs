@@ -107,7 +107,7 @@ async fn rebase(
         return Ok(qcow2.close().await?);
     }
     if let Some((name, format)) = &backing {
-        check_no_loop(file, opening::beside(file, name), *format).await?;
+        check_no_loop(file, opening::behind(file, name)?, *format).await?;
     }
     let image = disk::open(file, Some(Format::Qcow2), how, &mut keys).await?;
     let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
@@ -158,7 +158,7 @@ impl Below {
             None => None,
         };
         let new = match new {
-            Some((name, format)) => Some(source(&opening::beside(file, name), *format, keys).await?),
+            Some((name, format)) => Some(source(&opening::behind(file, name)?, *format, keys).await?),
             None => None,
         };
         Ok(Self { old, new })

@@ -43,7 +43,7 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// The image
-    #[arg(value_name = "FILE")]
+    #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
     /// List the snapshots; the default
     #[arg(short, long)]

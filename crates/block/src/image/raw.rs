@@ -124,7 +124,7 @@ impl Raw {
         }
         header[offset as usize..end].copy_from_slice(change);
         match probe_header(&header) {
-            Probed::Raw => Ok(()),
+            Probed::Raw | Probed::Packed(_) => Ok(()),
             Probed::Looks(format) => {
                 tracing::warn!(
                     image = self.storage.description(),

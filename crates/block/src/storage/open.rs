@@ -184,13 +184,14 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         descriptor: options.descriptor.clone(),
     };
     let (file, plain) = file::open(path, &how)?;
-    // Who says the format need not be able to guess it.
-    let probed = match options.format {
-        Some(_) => Probed::Raw,
-        None => probe_file(&plain).map_err(|error| {
+    let probed = match (options.format, probe_file(&plain)) {
+        (_, Ok(probed)) => probed,
+        // Where a format was given, the guess is for a warning alone.
+        (Some(_), Err(_)) => Probed::Raw,
+        (None, Err(error)) => {
             let why = format!("its first bytes cannot be read: {error}");
-            OpenError::new(&path.display().to_string(), why, "is the device in order?")
-        })?,
+            return Err(OpenError::new(&path.display().to_string(), why, "is the device in order?"));
+        }
     };
     Ok((Storage::File(Align::new(file)), probed))
 }

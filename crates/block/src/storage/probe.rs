@@ -12,6 +12,9 @@
 //!
 //! The signatures are those of the formats' own specifications. The list has the formats that QEMU
 //! guesses, because QEMU may be the next to open the image.
+//!
+//! A second list has compressed files and archives ([`Probed::Packed`]). They are served as raw,
+//! since a guest may write one to its disk, and a [`warning`] names the program that unpacks them.
 
 use std::{
     fs, io,
@@ -64,6 +67,8 @@ pub enum Probed {
     Raw,
     /// The format of this name.
     Looks(&'static str),
+    /// A compressed file or an archive, or a disk on which a guest stores one.
+    Packed(&'static str),
 }
 
 /// Where a signature is, what it is, whose it is.
@@ -82,8 +87,35 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"#!/bin/sh\n#V2.0 Format", "cloop"),
 ];
 
+/// Compressed files and archives: gzip (RFC 1952, method 8), xz and zstd (their frame magic), bzip2
+/// (magic of the first block), ZIP (local file header), tar (POSIX ustar; an OVA is one).
+const PACKED: &[(usize, &[u8], &str)] = &[
+    (0, b"\x1f\x8b\x08", "gzip"),
+    (0, b"\xfd7zXZ\0", "xz"),
+    (0, b"\x28\xb5\x2f\xfd", "zstd"),
+    (4, b"\x31\x41\x59\x26\x53\x59", "bzip2"),
+    (0, b"PK\x03\x04", "zip"),
+    (257, b"ustar", "tar"),
+];
+
+/// Formats and archives by their name here, and what turns them into a disk that weir serves.
+const CONVERTED_BY: &[(&str, &str)] = &[
+    ("gzip", "gunzip"),
+    ("xz", "unxz"),
+    ("zstd", "unzstd"),
+    ("bzip2", "bunzip2"),
+    ("zip", "unzip"),
+    ("tar", "tar -xf, and qemu-img convert -O qcow2 for the disks of an OVA"),
+    ("vmdk", "qemu-img convert -f vmdk -O qcow2"),
+    ("vdi", "qemu-img convert -f vdi -O qcow2"),
+    ("vpc", "qemu-img convert -f vpc -O qcow2"),
+    ("vhdx", "qemu-img convert -f vhdx -O qcow2"),
+];
+
 /// Apple's disk images have theirs in the last 512 bytes.
 const DMG_TRAILER: &[u8] = b"koly";
+/// A VHD of fixed size is a raw disk with a footer of 512 bytes behind it.
+const VHD_FOOTER: &[u8] = b"conectix";
 
 /// What a disk with this beginning looks like; fewer than [`HEADER_BYTES`] are as good as followed
 /// by zeroes.
@@ -97,6 +129,14 @@ pub fn probe_header(header: &[u8]) -> Probed {
         None if is_vmdk_descriptor(header) => Probed::Looks("vmdk"),
         None => Probed::Raw,
     }
+}
+
+fn probe_packed(header: &[u8]) -> Probed {
+    let found = PACKED
+        .iter()
+        .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)))
+        .filter(|(_, _, name)| *name != "bzip2" || header.starts_with(b"BZh"));
+    found.map_or(Probed::Raw, |(_, _, name)| Probed::Packed(name))
 }
 
 /// A VMDK may begin with text that names its parts, other files: comments and empty lines, then
@@ -121,22 +161,23 @@ pub fn probe(path: &Path) -> io::Result<Probed> {
 pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
     let mut header = [0; HEADER_BYTES];
     let length = read_up_to(file, &mut header, 0)?;
-    let probed = probe_header(&header[..length]);
+    let header = &header[..length];
     let size = file.metadata()?.len();
-    if probed == Probed::Raw && size >= HEADER_BYTES as u64 {
-        let mut trailer = [0; DMG_TRAILER.len()];
-        read_up_to(file, &mut trailer, size - HEADER_BYTES as u64)?;
-        if trailer == DMG_TRAILER {
-            return Ok(Probed::Looks("dmg"));
-        }
+    let mut trailer = [0; HEADER_BYTES];
+    let mut trailer_length = 0;
+    if probe_header(header) == Probed::Raw && size >= HEADER_BYTES as u64 {
+        trailer_length = read_up_to(file, &mut trailer, size - HEADER_BYTES as u64)?;
     }
-    Ok(probed)
+    Ok(probe_ends(header, &trailer[..trailer_length]))
 }
 
 /// As [`probe`], of the first bytes and of the last: [`HEADER_BYTES`] each, or all there are.
 pub(super) fn probe_ends(first: &[u8], last: &[u8]) -> Probed {
+    let ends_with = |trailer: &[u8]| last.len() >= HEADER_BYTES && last.starts_with(trailer);
     match probe_header(first) {
-        Probed::Raw if last.len() >= HEADER_BYTES && last.starts_with(DMG_TRAILER) => Probed::Looks("dmg"),
+        Probed::Raw if ends_with(DMG_TRAILER) => Probed::Looks("dmg"),
+        Probed::Raw if ends_with(VHD_FOOTER) => Probed::Packed("vpc"),
+        Probed::Raw => probe_packed(first),
         probed => probed,
     }
 }
@@ -162,14 +203,32 @@ fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usi
 pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Result<Format, OpenError> {
     match (explicit, probed) {
         (Some(format), _) => Ok(format),
-        (None, Probed::Raw) => Ok(Format::Raw),
+        (None, Probed::Raw | Probed::Packed(_)) => Ok(Format::Raw),
         (None, Probed::Looks("qcow2")) => Ok(Format::Qcow2),
-        (None, Probed::Looks(other)) => Err(OpenError::new(
-            name,
-            format!("looks like {other}, so its format must be given"),
-            "--format raw serves its bytes as they are; to serve the disk inside, convert it: qemu-img convert -O qcow2",
-        )),
+        (None, Probed::Looks(other)) => {
+            let converter = converter(other).unwrap_or("qemu-img convert -O qcow2");
+            Err(OpenError::new(
+                name,
+                format!("looks like {other}, so its format must be given"),
+                &format!(
+                    "--format raw serves its bytes as they are; to serve the disk inside, convert it: {converter}"
+                ),
+            ))
+        }
     }
+}
+
+fn converter(name: &str) -> Option<&'static str> {
+    CONVERTED_BY.iter().find(|(of, _)| *of == name).map(|(_, by)| *by)
+}
+
+/// A warning about an image that is used although its bytes are those of a compressed file, an
+/// archive or a foreign format that contains a disk. `None` for all other images, also for LUKS and
+/// qcow2 inside a raw disk, where a guest or a client has reason to store them.
+pub fn warning(probed: Probed) -> Option<String> {
+    let (Probed::Looks(name) | Probed::Packed(name)) = probed else { return None };
+    let converter = converter(name)?;
+    Some(format!("looks like {name}: its bytes are no disk that a guest can boot (convert it: {converter})"))
 }
 
 #[cfg(test)]
@@ -186,6 +245,25 @@ mod tests {
             assert_eq!(probe_header(&header), Probed::Looks(name));
             header[at] ^= 1;
             assert_eq!(probe_header(&header), Probed::Raw);
+        }
+    }
+
+    #[test]
+    fn compressed_files_are_named_and_stay_writable() {
+        for &(at, signature, name) in PACKED {
+            let mut header = [0; HEADER_BYTES];
+            header[..3].copy_from_slice(b"BZh");
+            header[at..at + signature.len()].copy_from_slice(signature);
+            assert_eq!(probe_ends(&header, &[]), Probed::Packed(name));
+            assert_eq!(probe_header(&header), Probed::Raw, "a guest may write {name} to its disk");
+            assert_eq!(check_format(None, Probed::Packed(name), "a"), Ok(Format::Raw));
+            assert!(warning(Probed::Packed(name)).expect(name).contains("(convert it: "));
+        }
+        let mut footer = [0; HEADER_BYTES];
+        footer[..8].copy_from_slice(VHD_FOOTER);
+        assert_eq!(probe_ends(&[0; HEADER_BYTES], &footer), Probed::Packed("vpc"));
+        for quiet in [Probed::Raw, Probed::Looks("qcow2"), Probed::Looks("luks")] {
+            assert_eq!(warning(quiet), None);
         }
     }
 

@@ -11,7 +11,11 @@ use crate::{
         header::{Crypt, Header, Place},
     },
     reactor,
-    storage::{self, FileIdentity, Format, OpenError, Spec, Storage, open_any, probe::check_format, wrapped},
+    storage::{
+        self, FileIdentity, Format, OpenError, Spec, Storage, open_any,
+        probe::{self, Probed, check_format},
+        wrapped,
+    },
 };
 
 /// The most images in a chain. Each costs caches, and a read may go through all of them.
@@ -86,6 +90,7 @@ async fn find_top(
     seen.add(&bottom, &name)?;
     let guessed = own.format.is_none() && (path.is_some() || is_far);
     let format = check_format(own.format, probed, &name)?;
+    warn_of_container(&name, probed);
     if own.part.is_some() && format != Format::Raw {
         return Err(OpenError::new(
             &name,
@@ -114,7 +119,8 @@ async fn find_backing(
     // What a raw one does not have reads as zeroes, also where that is all.
     let may_be_empty = format == Format::Raw;
     let own = storage::OpenOptions { read_only: true, may_be_empty, ..behind(options, format) };
-    let storage = open_behind(&path, &name, own, seen).await?;
+    let (storage, probed) = open_behind(&path, &name, own, seen).await?;
+    warn_of_container(&name, probed);
     let name = path.display().to_string();
     let level = Level { name, storage, read_only: true, guessed: false, qcow2: None };
     follow(level, Some(&path), format, options, seen).await
@@ -210,7 +216,7 @@ async fn open_data_file(
     let name = format!("{}: its data file {}", level.name, path.display());
     let (read_only, handover) = (level.read_only, options.storage.handover);
     let own = storage::OpenOptions { read_only, handover, ..behind(options, Format::Raw) };
-    open_behind(&path, &name, own, seen).await.map(Some)
+    open_behind(&path, &name, own, seen).await.map(|(storage, _)| Some(storage))
 }
 
 /// What holds for files behind the image.
@@ -232,7 +238,7 @@ async fn open_behind(
     name: &str,
     mut options: storage::OpenOptions,
     seen: &mut Seen,
-) -> Result<Storage, OpenError> {
+) -> Result<(Storage, Probed), OpenError> {
     // Before its locks, which would only say that somebody has it.
     let at = path.to_owned();
     let there = reactor::blocking(move || FileIdentity::at(&at)).await;
@@ -242,15 +248,19 @@ async fn open_behind(
     };
     options.force_share &= options.read_only;
     let opened = bottom(format!("file:{text}"), options).await;
-    let (storage, _) = opened.map_err(|error| OpenError { image: name.to_owned(), ..error })?;
+    let (storage, probed) = opened.map_err(|error| OpenError { image: name.to_owned(), ..error })?;
     seen.add(&storage, name)?;
-    Ok(storage)
+    Ok((storage, probed))
 }
 
-async fn bottom(
-    spec: String,
-    options: storage::OpenOptions,
-) -> Result<(Storage, storage::probe::Probed), OpenError> {
+/// Logs that an image looks like a file that has to be unpacked or converted first.
+fn warn_of_container(image: &str, probed: Probed) {
+    if let Some(warning) = probe::warning(probed) {
+        tracing::warn!(image, "{warning}");
+    }
+}
+
+async fn bottom(spec: String, options: storage::OpenOptions) -> Result<(Storage, Probed), OpenError> {
     open_any(&spec, &options).await
 }
 

@@ -24,8 +24,8 @@ mod secrets;
 #[cfg(test)]
 mod tests;
 
-pub use self::chain::LONGEST_CHAIN;
 use self::chain::Level;
+pub use self::{chain::LONGEST_CHAIN, names::resolve};
 use super::{
     Image, Raw, Secret,
     qcow2::{CacheSettings, OpenFailure, Parts, Qcow2, luks::Cipher},

@@ -5,8 +5,12 @@
 
 use std::path::{Path, PathBuf};
 
-/// The path that `name`, found in the image at `image`, leads to.
-pub(super) fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
+/// The path that `name`, found in the image at `image`, leads to. An image that is in no directory
+/// of this host has an empty path.
+///
+/// # Errors
+/// The reason, to be read behind the name: it is no path, or an impossible one.
+pub fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
     let name = match protocol(name) {
         None => name,
         Some("file") => &name["file:".len()..],

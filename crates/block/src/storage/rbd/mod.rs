@@ -65,7 +65,7 @@ use self::{
 use super::{
     BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, OpenError, Passed, RangeLocks, ZeroOptions,
     align::{Alignment, Device},
-    probe::{HEADER_BYTES, Probed, probe_header},
+    probe::{HEADER_BYTES, Probed, probe_ends},
     push_extent,
     resize::ResizeError,
 };
@@ -140,10 +140,13 @@ pub(super) fn open(
     let probed = if probes {
         let header =
             backend.first_bytes(HEADER_BYTES.min(usize::try_from(size_bytes).unwrap_or(HEADER_BYTES)));
-        probe_header(&header.map_err(|error| {
-            let why = format!("its first bytes cannot be read: {error}");
-            OpenError::new(&address.name(), why, "is the cluster in order? `ceph -s` tells")
-        })?)
+        probe_ends(
+            &header.map_err(|error| {
+                let why = format!("its first bytes cannot be read: {error}");
+                OpenError::new(&address.name(), why, "is the cluster in order? `ceph -s` tells")
+            })?,
+            &[],
+        )
     } else {
         Probed::Raw
     };
