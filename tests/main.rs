@@ -46,6 +46,7 @@ mod fuse_size;
 mod hostile;
 mod http;
 mod image_habits;
+mod image_measure;
 mod image_names;
 mod image_soak;
 mod imitation;

@@ -3,7 +3,7 @@
 use clap::error::{ContextKind, ContextValue};
 
 /// For a subcommand, or any, and what stood there: what to do instead.
-const INSTEAD: [(&str, &str, &str); 9] = [
+const INSTEAD: [(&str, &str, &str); 7] = [
     (
         "convert",
         "-C",
@@ -17,7 +17,6 @@ const INSTEAD: [(&str, &str, &str); 9] = [
         "name the file, its format with -O, and its passphrase with --target-secret-file FILE",
     ),
     ("", "--object", "a passphrase is given with --secret-file FILE or --secret-fd N"),
-    ("", "measure", "`weir image map --output=json` shows how much of a disk is data; qemu-img measures"),
     (
         "",
         "amend",
@@ -25,7 +24,6 @@ const INSTEAD: [(&str, &str, &str); 9] = [
          qemu-img amends in place",
     ),
     ("", "dd", "`weir image convert` copies a whole disk; qemu-img, or dd(1) on a raw image, a part"),
-    ("", "bench", "`weir bench` has the options of `qemu-img bench`"),
 ];
 
 /// Puts what to do instead into an error about a command line that begins with these words.
@@ -76,8 +74,7 @@ mod tests {
             ("weir image convert -C a b", "cp --reflink"),
             ("weir image convert -s one a b", "-l SNAPSHOT"),
             ("weir image map --image-opts driver=qcow2", "with --secret-file FILE"),
-            ("weir image measure a", "qemu-img measures"),
-            ("weir image bench a", "`weir bench`"),
+            ("weir image dd if=a of=b", "dd(1)"),
         ] {
             let said = said(line);
             assert!(said.contains(instead), "{line}: {said}");

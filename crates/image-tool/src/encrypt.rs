@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 
 use block::image::{
     Secret,
-    qcow2::luks::{self, CipherKind, Hash, LuksOptions},
+    qcow2::luks::{self, CipherKind, Hash, LuksOptions, NewLuks},
 };
 use clap::Args;
 
@@ -88,6 +88,33 @@ impl Encryption {
     }
 }
 
+/// Bytes of the LUKS header of an image with these options, without its passphrase; `None` if the
+/// image is not encrypted. A passphrase that is named must be among the objects.
+pub(super) fn luks_bytes(options: &mut Options, objects: &[String]) -> Result<Option<u64>, String> {
+    let format = options.take("encrypt.format");
+    let key = options.take("encrypt.key-secret");
+    match format.as_deref() {
+        Some("luks") => {}
+        Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
+        None if key.is_some() || !objects.is_empty() => {
+            return Err("there is a secret, and encrypt.format=luks is missing among the options".to_owned());
+        }
+        None => return Ok(None),
+    }
+    if let Some(key) = key {
+        let id = format!("id={key}");
+        let is_named = |object: &String| object.split(',').any(|field| *field == id);
+        if !objects.iter().any(is_named) {
+            return Err(no_object(&key));
+        }
+    }
+    Ok(Some(NewLuks::area_bytes(luks_options(options)?.cipher)))
+}
+
+fn no_object(key: &str) -> String {
+    format!("encrypt.key-secret={key}: there is no such secret (--object secret,id={key},file=FILE)")
+}
+
 fn object(objects: &[String], key: &str) -> Result<Secret, String> {
     for text in objects {
         let Some(rest) = text.strip_prefix("secret,") else {
@@ -109,7 +136,7 @@ fn object(objects: &[String], key: &str) -> Result<Secret, String> {
         let read = keys::read(&[file.into()], &[]).map_err(|error| format!("{error:#}"))?;
         return read.first().cloned().ok_or_else(|| format!("--object {text}: is empty"));
     }
-    Err(format!("encrypt.key-secret={key}: there is no such secret (--object secret,id={key},file=FILE)"))
+    Err(no_object(key))
 }
 
 fn luks_options(options: &mut Options) -> Result<LuksOptions, String> {

@@ -30,6 +30,7 @@ mod form;
 mod info;
 mod keys;
 mod map;
+mod measure;
 mod opening;
 mod options;
 mod pick;
@@ -38,6 +39,7 @@ mod rebase;
 mod resize;
 mod snapshot;
 mod source;
+mod sparse;
 mod unfinished;
 
 use std::path::Path;
@@ -75,6 +77,9 @@ pub enum Command {
     /// Show what a disk is made of, and where it lies
     #[command(after_help = map::EXAMPLES)]
     Map(map::Arguments),
+    /// Show how large the file of a new image would be
+    #[command(after_help = measure::EXAMPLES)]
+    Measure(measure::Arguments),
     /// Give a disk another size
     #[command(after_help = resize::EXAMPLES)]
     Resize(resize::Arguments),
@@ -100,6 +105,7 @@ pub fn run(command: Command, serving: fn(&Path) -> Option<Served>) -> Result<(),
         Command::Convert(arguments) => convert::run(arguments),
         Command::Compare(arguments) => compare::run(arguments),
         Command::Map(arguments) => map::run(arguments),
+        Command::Measure(arguments) => measure::run(arguments),
         Command::Resize(arguments) => resize::run(arguments, serving),
         Command::Commit(arguments) => commit::run(arguments),
         Command::Rebase(arguments) => rebase::run(arguments),

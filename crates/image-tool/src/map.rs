@@ -229,7 +229,11 @@ impl Map {
 
 /// Pieces of a range of the file, which may reach past its end: where in it, how long, and whether
 /// all of it is zeroes.
-async fn in_file(storage: &Storage, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, u64, bool)>> {
+pub(super) async fn in_file(
+    storage: &Storage,
+    offset: u64,
+    length: u64,
+) -> anyhow::Result<Vec<(u64, u64, bool)>> {
     let there = storage.size_bytes().saturating_sub(offset).min(length);
     let (mut at, mut pieces) = (0, Vec::new());
     while at < there {

@@ -22,7 +22,7 @@ mod view;
 pub use bits::DirtyBits;
 pub use change::BitmapError;
 pub use directory::{
-    Bits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, encode, encode_table, flag, read,
+    Bits, Entry, GRANULARITY_BITS, LONGEST_NAME, copied_bytes, decode_table, encode, encode_table, flag, read,
 };
 use record::Recorded;
 pub(super) use record::Recording;

@@ -98,6 +98,20 @@ impl Default for CreateOptions {
     }
 }
 
+impl CreateOptions {
+    /// Bytes of a file that has a place for every guest cluster, without those clusters: header,
+    /// refcounts, L1 table, all L2 tables, LUKS header. Guest data counts as inside, also where it
+    /// has a file of its own.
+    ///
+    /// # Errors
+    /// The image would be too large for its clusters.
+    pub fn metadata_bytes(&self) -> Result<u64, BrokenRule> {
+        let inside = Self { preallocation: Preallocation::Metadata, data_file: None, ..self.clone() };
+        let layout = Layout::of(&inside)?;
+        Ok((layout.clusters - layout.guest_clusters) << layout.cluster_bits)
+    }
+}
+
 /// Why an image was not created.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CreateError {

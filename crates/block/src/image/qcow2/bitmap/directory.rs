@@ -56,6 +56,19 @@ pub struct Entry {
     pub extra: Vec<u8>,
 }
 
+/// Bytes that copies of these bitmaps need in an image with such clusters, of a disk of
+/// `size_bytes`: all their bits, a table for each, and the directory.
+pub fn copied_bytes(bitmaps: &[Entry], size_bytes: u64, cluster_bytes: u64) -> u64 {
+    let (mut bytes, mut directory) = (0, 0);
+    for bitmap in bitmaps {
+        let bits = size_bytes.div_ceil(1 << bitmap.granularity_bits);
+        let clusters = bits.div_ceil(8).div_ceil(cluster_bytes);
+        bytes += clusters * cluster_bytes + (clusters * 8).next_multiple_of(cluster_bytes);
+        directory += (FIXED + bitmap.name.len()).next_multiple_of(8) as u64;
+    }
+    bytes + directory.next_multiple_of(cluster_bytes)
+}
+
 impl Entry {
     /// The name, for people.
     pub fn name(&self) -> Cow<'_, str> {

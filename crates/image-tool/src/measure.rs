@@ -1,0 +1,347 @@
+//! `weir image measure`: the size of the file that an image needs, as `qemu-img measure` prints it.
+//!
+//! ```text
+//!   header, refcounts, L1, all L2 tables, LUKS header │ clusters that hold data   required
+//!                                                     │ all clusters              fully allocated
+//!   bitmap directory, tables, bits                                                bitmaps
+//! ```
+//!
+//! The allocation of the source decides. Guest data is never read, so zeroes that are stored as
+//! data count as data.
+
+use std::{ops::Range, path::PathBuf, sync::Arc};
+
+use anyhow::{Context as _, anyhow};
+use block::{
+    image::{
+        Image,
+        qcow2::{Piece, What, bitmap, create::Preallocation},
+    },
+    storage::Format,
+};
+use clap::Args;
+use console::{Failure, on_reactor, print};
+use serde_json::json;
+
+use super::{
+    Output, OutputArgs, create,
+    disk::{self, Kind},
+    encrypt, form,
+    keys::KeyArgs,
+    map,
+    opening::{self, How},
+    options::Options,
+    pick::Pick,
+    source::Source,
+    sparse,
+};
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image measure -O qcow2 vm1.raw
+      The size of a qcow2 file with what is in vm1.raw, and of one whose clusters are all allocated.
+  weir image measure -O qcow2 -o cluster_size=2M --size 1T --output=json
+      The same of an empty disk of 1 TiB, as qemu-img prints it for programs.
+
+Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
+
+/// The options of `weir image measure`.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The image that would be copied
+    #[arg(value_name = "FILE", value_parser = opening::image_name(), conflicts_with = "size")]
+    file: Option<PathBuf>,
+    /// Its format [default: as its signature says]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
+    format: Option<Format>,
+    /// Measure an empty disk of this size instead
+    #[arg(long, value_name = "SIZE", value_parser = settings::size)]
+    size: Option<u64>,
+    /// The new image's format
+    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
+    output_format: Format,
+    /// Options of the new image, such as cluster_size=2M,preallocation=full; help lists them
+    #[arg(short, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// Measure this internal snapshot instead of the disk: its id or name, or
+    /// snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::read::<Pick>)]
+    snapshot: Option<Pick>,
+    #[command(flatten)]
+    output: OutputArgs,
+    /// Read the image although another process writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// The secret that encrypt.key-secret names, as qemu-img has it; it is not read
+    #[arg(long, value_name = "OBJECT")]
+    object: Vec<String>,
+    #[command(flatten)]
+    keys: KeyArgs,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    if Options::ask_for_help(&arguments.options) {
+        return Ok(print(create::OPTIONS)?);
+    }
+    let target = Target::read(&arguments).map_err(|what| Failure::Usage(anyhow!(what)))?;
+    let measured = match (&arguments.file, arguments.size) {
+        (Some(file), _) => measure_file(file.clone(), target, &arguments)?,
+        (None, Some(size)) => {
+            if arguments.format.is_some() || arguments.snapshot.is_some() || arguments.force_share {
+                let what = "-f, -l and -U are for FILE, and there is --size instead";
+                return Err(Failure::Usage(anyhow!(what)));
+            }
+            arguments.keys.read()?.check_used()?;
+            target.measure(size, &Contents::default())?
+        }
+        (None, None) => {
+            let what = "no FILE was named and no --size given (weir image measure --help has examples)";
+            return Err(Failure::Usage(anyhow!(what)));
+        }
+    };
+    print(&match arguments.output.kind() {
+        Output::Human => measured.text(),
+        Output::Json => measured.json(),
+    })?;
+    Ok(())
+}
+
+fn measure_file(file: PathBuf, target: Target, arguments: &Arguments) -> Result<Measured, Failure> {
+    let how = How { force_share: arguments.force_share, ..How::default() };
+    let (format, pick) = (arguments.format, arguments.snapshot.clone());
+    let mut keys = arguments.keys.read()?;
+    on_reactor(async move {
+        let image = disk::open_at(&file, format, how, &mut keys, pick.as_ref()).await?;
+        keys.check_used()?;
+        let bitmaps = match &*image {
+            Image::Qcow2(qcow2) if qcow2.header().version >= 3 => {
+                Some(qcow2.bitmaps().await.with_context(|| file.display().to_string())?)
+            }
+            _ => None,
+        };
+        let size = image.size_bytes();
+        let sparse = match &*image {
+            Image::Qcow2(qcow2) => sparse::is_sparse(&file, &qcow2.header()).await?,
+            Image::Raw(_) => false,
+        };
+        let holes_of = sparse.then(|| Arc::clone(&image));
+        let source = Source::new([(file.display().to_string(), image)]);
+        let mut contents = Contents { bitmaps, is_of_image: true, data_clusters: 0 };
+        if let Some(cluster_bytes) = target.cluster_bytes() {
+            contents.data_clusters = data_clusters(&source, holes_of.as_deref(), cluster_bytes).await?;
+        }
+        Ok(target.measure(size, &contents)?)
+    })
+}
+
+/// Clusters of the target that data of the source touches. Clusters of `holes_of`, the source
+/// itself, count as data only where its file has no hole.
+async fn data_clusters(source: &Source, holes_of: Option<&Image>, cluster_bytes: u64) -> anyhow::Result<u64> {
+    let size = source.size_bytes();
+    let (mut at, mut next, mut count) = (0, 0, 0);
+    let mut add = |range: Range<u64>| {
+        let first = (range.start / cluster_bytes).max(next);
+        next = range.end.div_ceil(cluster_bytes);
+        count += next.saturating_sub(first);
+    };
+    while at < size {
+        for (length, kind) in source.status(at, size - at).await? {
+            let end = at + length;
+            match holes_of {
+                Some(image) if kind == Kind::Data => {
+                    data_in_file(image, at..end).await?.into_iter().for_each(&mut add);
+                }
+                _ if kind == Kind::Data => add(at..end),
+                _ => {}
+            }
+            at = end;
+        }
+    }
+    Ok(count)
+}
+
+/// The parts of a range of data that are no holes of the image's file.
+async fn data_in_file(image: &Image, range: Range<u64>) -> anyhow::Result<Vec<Range<u64>>> {
+    let Image::Qcow2(qcow2) = image else { return Ok(vec![range]) };
+    let (mut at, mut data) = (range.start, Vec::new());
+    while at < range.end {
+        for Piece { length, what } in qcow2.map(at, range.end - at).await? {
+            match what {
+                What::Data { host, .. } => {
+                    let parts = map::in_file(qcow2.storage(), host, length).await?;
+                    let parts = parts.into_iter().filter(|(.., is_zero)| !is_zero);
+                    data.extend(parts.map(|(into, length, _)| at + into..at + into + length));
+                }
+                _ => data.push(at..at + length),
+            }
+            at += length;
+        }
+    }
+    Ok(data)
+}
+
+/// Contents of the new image; empty by default.
+#[derive(Debug, Default)]
+struct Contents {
+    /// Of a source that can have bitmaps.
+    bitmaps: Option<Vec<bitmap::Entry>>,
+    is_of_image: bool,
+    data_clusters: u64,
+}
+
+/// The new image, without its size.
+#[derive(Debug)]
+enum Target {
+    Raw,
+    Qcow2(Box<block::image::qcow2::create::CreateOptions>),
+}
+
+impl Target {
+    fn read(arguments: &Arguments) -> Result<Self, String> {
+        let mut options = Options::read(&arguments.options)?;
+        if options.has("size") {
+            return Err("-o size: the size is that of FILE or --size (leave one of them out)".to_owned());
+        }
+        match arguments.output_format {
+            Format::Raw => {
+                let preallocation = create::preallocation(&mut options)?;
+                if preallocation == Some(Preallocation::Metadata) {
+                    return Err("preallocation=metadata: raw images have no metadata".to_owned());
+                }
+                create::take_hints(&mut options)?;
+                if !arguments.object.is_empty() {
+                    return Err("--object: raw images are not encrypted (use -O qcow2)".to_owned());
+                }
+                options.finish("raw")?;
+                Ok(Self::Raw)
+            }
+            Format::Qcow2 => {
+                let mut wish = create::qcow2_options(&mut options, (None, None))?;
+                let luks_bytes = encrypt::luks_bytes(&mut options, &arguments.object)?;
+                options.finish("qcow2")?;
+                // Only the length of the LUKS header counts.
+                wish.luks = luks_bytes.map(|bytes| vec![0; usize::try_from(bytes).unwrap_or(0)]);
+                Ok(Self::Qcow2(Box::new(wish)))
+            }
+        }
+    }
+
+    fn cluster_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Raw => None,
+            Self::Qcow2(wish) => Some(wish.cluster_bytes),
+        }
+    }
+
+    fn measure(&self, size: u64, contents: &Contents) -> anyhow::Result<Measured> {
+        let Self::Qcow2(wish) = self else {
+            let size = size.checked_next_multiple_of(512).context("sizes are below 8E")?;
+            return Ok(Measured { required: size, fully_allocated: size, bitmaps: None });
+        };
+        let mut wish = wish.checked()?;
+        wish.size_bytes = size;
+        let wish = wish.checked()?;
+        let cluster_bytes = wish.cluster_bytes;
+        let metadata = wish.metadata_bytes()?;
+        let fully_allocated = metadata + wish.size_bytes.next_multiple_of(cluster_bytes);
+        let is_allocated = matches!(wish.preallocation, Preallocation::Falloc | Preallocation::Full);
+        // Which zeroes would hide data of the backing file is not known.
+        let is_overlay = wish.backing.is_some() && contents.is_of_image;
+        let required = match is_allocated || is_overlay {
+            true => fully_allocated,
+            false => metadata + contents.data_clusters * cluster_bytes,
+        };
+        let bitmaps = contents.bitmaps.as_ref().filter(|_| wish.version >= 3);
+        let bitmaps = bitmaps.map(|bitmaps| bitmap::copied_bytes(bitmaps, size, cluster_bytes));
+        Ok(Measured { required, fully_allocated, bitmaps })
+    }
+}
+
+/// `BlockMeasureInfo` of QEMU's qapi/block-core.json, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Measured {
+    required: u64,
+    fully_allocated: u64,
+    /// In addition, where the source can have bitmaps and the new image can keep them.
+    bitmaps: Option<u64>,
+}
+
+impl Measured {
+    fn text(self) -> String {
+        let Self { required, fully_allocated, bitmaps } = self;
+        let mut text = format!("required size: {required}\nfully allocated size: {fully_allocated}\n");
+        if let Some(bitmaps) = bitmaps {
+            text += &format!("bitmaps size: {bitmaps}\n");
+        }
+        text
+    }
+
+    fn json(self) -> String {
+        let mut value = json!({ "required": self.required, "fully-allocated": self.fully_allocated });
+        if let Some(bitmaps) = self.bitmaps {
+            value["bitmaps"] = bitmaps.into();
+        }
+        form::json(&value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn measured(line: &str, contents: &Contents) -> Measured {
+        let words = ["measure"].into_iter().chain(line.split(' '));
+        let Line { arguments } = clap::Parser::try_parse_from(words).expect(line);
+        let target = Target::read(&arguments).expect(line);
+        target.measure(arguments.size.unwrap(), contents).expect(line)
+    }
+
+    #[test]
+    fn sizes_are_those_of_qemu_img() {
+        // Printed by qemu-img 7.2.
+        for (line, required, fully_allocated) in [
+            ("--size 1000", 1024, 1024),
+            ("-O qcow2 --size 0", 196_608, 196_608),
+            ("-O qcow2 --size 1000", 327_680, 393_216),
+            ("-O qcow2 --size 1G", 393_216, 1_074_135_040),
+            ("-O qcow2 --size 1.5G", 458_752, 1_611_071_488),
+            ("-O qcow2 -o preallocation=falloc --size 1G", 1_074_135_040, 1_074_135_040),
+            ("-O qcow2 -o cluster_size=512 --size 10M", 209_920, 10_695_680),
+            ("-O qcow2 -o cluster_size=512,refcount_bits=64 --size 10G", 346_283_520, 11_083_701_760),
+            ("-O qcow2 -o refcount_bits=1,cluster_size=2M --size 20T", 92_274_688, 21_990_324_830_208),
+            ("-O qcow2 -o backing_file=a,backing_fmt=raw --size 1G", 393_216, 1_074_135_040),
+            ("-O qcow2 -o encrypt.format=luks --size 1G", 2_490_368, 1_076_232_192),
+        ] {
+            let expect = Measured { required, fully_allocated, bitmaps: None };
+            assert_eq!(measured(line, &Contents::default()), expect, "{line}");
+        }
+    }
+
+    #[test]
+    fn bitmaps_need_their_bits_a_table_and_a_directory() {
+        let entry = bitmap::Entry {
+            table_offset: 0,
+            table_entries: 1,
+            flags: 0,
+            granularity_bits: 16,
+            name: b"b0".to_vec(),
+            extra: Vec::new(),
+        };
+        let contents = Contents { bitmaps: Some(vec![entry]), is_of_image: true, data_clusters: 17 };
+        let found = measured("-O qcow2 --size 1G", &contents);
+        assert_eq!((found.required, found.bitmaps), (1_507_328, Some(196_608)));
+        let text = "required size: 1507328\nfully allocated size: 1074135040\nbitmaps size: 196608\n";
+        assert_eq!(found.text(), text);
+        let found = measured("-O qcow2 -o cluster_size=2M --size 1G", &contents);
+        assert_eq!(found.bitmaps, Some(6_291_456));
+        assert_eq!(measured("-O qcow2 -o compat=0.10 --size 1G", &contents).bitmaps, None);
+        let overlay = measured("-O qcow2 -o backing_file=a,backing_fmt=raw --size 1G", &contents);
+        assert_eq!(overlay.required, overlay.fully_allocated);
+    }
+}
