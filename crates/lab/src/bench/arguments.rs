@@ -181,8 +181,8 @@ pub struct BenchArgs {
     /// Send for so long, such as 30s; with -c, whichever ends first
     #[arg(long, value_name = "TIME", value_parser = settings::long_duration)]
     pub(crate) runtime: Option<Duration>,
-    /// Tell latencies and the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs,
-    /// --rate-iops, --ramp-time and --runtime do so by themselves
+    /// Print the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs, --rate-iops,
+    /// --ramp-time and --runtime do so by themselves
     #[arg(long)]
     pub(crate) stats: bool,
     /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
@@ -203,10 +203,9 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
-    /// Whether latencies are told: where that was asked for, or a load that `qemu-img bench` does
-    /// not have and that latencies are the point of. Other places than its own, such as those of
-    /// `--random` or `--readers`, leave its output as it is.
-    pub(crate) fn has_statistics(&self) -> bool {
+    /// True if details over time are printed: with `--stats`, or for a load that `qemu-img bench`
+    /// does not have and whose course over time matters.
+    pub(crate) fn has_details(&self) -> bool {
         let more =
             [self.rwmixread.is_some(), self.zipf.is_some(), self.hot.is_some(), self.rate_iops.is_some()];
         let times = self.ramp_time.is_some() || self.runtime.is_some();

@@ -6,13 +6,14 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use policy::prefetch::Stats;
+use policy::{prefetch::Stats, time::Duration};
 use serde_json::{Map, Value, json};
 
+use super::text;
 use crate::{
     bench::arguments::BenchArgs,
     latencies,
-    latencies::Latencies,
+    latencies::{Latencies, Percentiles},
     load::{Job, Measured, Outcome, Second},
 };
 
@@ -23,7 +24,7 @@ const PERCENTILES: [f64; 17] =
 pub(super) fn own(
     arguments: &BenchArgs,
     job: &Job,
-    outcome: &Outcome,
+    (outcome, processor): (&Outcome, Duration),
     prefetch: Option<Stats>,
     partial: Option<&'static str>,
 ) -> Value {
@@ -36,6 +37,8 @@ pub(super) fn own(
         (Some(_), 0) => "write",
         (Some(_), _) => "mixed",
     };
+    let mut latencies = measured.reads.clone();
+    latencies.add(&measured.writes).expect("both have the same bounds");
     let each_second: Vec<u64> = measured.seconds.iter().map(|second| second.reads + second.writes).collect();
     json!({
         "image": arguments.target.to_string(),
@@ -56,6 +59,10 @@ pub(super) fn own(
         "seconds": outcome.seconds(),
         "iops": iops,
         "bytes-per-second": iops * load.block_bytes as f64,
+        // Of reads and writes together; of each alone, see `clat_ns` of `jobs`.
+        "latency-ns": (count > 0).then(|| Percentiles::of(&latencies)),
+        // Of all threads of this process.
+        "processor-per-request-ns": text::processor_ns(outcome, processor),
         "iops-each-second": each_second,
         // Mean delay behind the due instant; only of open loops.
         "late-ns": (!measured.late.is_empty()).then(|| measured.late.mean()),
@@ -201,8 +208,6 @@ impl Spread {
 
 #[cfg(test)]
 mod tests {
-    use policy::time::Duration;
-
     use super::{
         super::{check::job, tests::arguments},
         *,
@@ -219,7 +224,7 @@ mod tests {
     fn told() -> Value {
         let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
         let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
-        let own = own(&arguments, &job, &outcome, None, Some("interrupted"));
+        let own = own(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
         report(&arguments, &job, &outcome, &own)
     }
 

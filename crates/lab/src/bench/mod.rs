@@ -22,6 +22,7 @@ use std::{
     cell::Cell,
     fs,
     os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    rc::Rc,
     sync::{Arc, Mutex},
 };
 
@@ -37,11 +38,16 @@ use block::{
     },
     layer::throttle::DiskSettings,
     nbd::{client::Wanted, uri::Uri},
+    reactor::{now, sleep_until, spawn},
     storage::{OpenOptions, rbd},
 };
 use console::{Failure, complain, on_reactor, print, print_json};
 use export::vhost_user_blk::client;
-use policy::prefetch::Stats;
+use nix::sys::{
+    resource::{UsageWho, getrusage},
+    time::TimeValLike as _,
+};
+use policy::{prefetch::Stats, time::Duration};
 use settings::Qcow2Settings;
 
 use self::progress::Progress;
@@ -67,7 +73,14 @@ pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     let _claim = claimed(&arguments)?;
     let name = arguments.target.to_string();
     on_reactor(async move {
-        let run = Run { arguments, begun, interruption, stop, size_bytes: Cell::new(0) };
+        let run = Run {
+            arguments,
+            begun,
+            interruption,
+            stop,
+            size_bytes: Cell::new(0),
+            processor: Cell::default(),
+        };
         Ok(run.measure().await.context(name)?)
     })
 }
@@ -88,6 +101,8 @@ struct Run {
     stop: Stop,
     /// Of the disk, once it is open.
     size_bytes: Cell<u64>,
+    /// Of the load, once it has ended, without the warming up.
+    processor: Cell<Duration>,
 }
 
 impl Run {
@@ -190,7 +205,14 @@ impl Run {
         let parts = job.clone().split(jobs);
         let counts: Vec<_> = parts.iter().map(|part| part.answered.clone()).collect();
         let mut progress = Progress::default();
+        let before = Rc::new(Cell::new(None));
         let begin = || {
+            let (before, ramp) = (Rc::clone(&before), job.ramp);
+            before.set(Some(processor_time()));
+            spawn(async move {
+                sleep_until(now() + ramp).await;
+                before.set(Some(processor_time()));
+            });
             if !quiet && !json {
                 print(&text::announcement(&job, jobs))?;
             }
@@ -198,6 +220,8 @@ impl Run {
             Ok(())
         };
         let ran = put_all(parts, source, begin).await?;
+        let spent = before.get().map(|before| processor_time().saturating_sub(before));
+        self.processor.set(spent.unwrap_or_default());
         drop(progress);
         Ok((job, ran))
     }
@@ -231,7 +255,7 @@ impl Run {
         partial: Option<&'static str>,
     ) -> anyhow::Result<()> {
         if self.arguments.json {
-            let own = json::own(&self.arguments, job, outcome, prefetch, partial);
+            let own = json::own(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &own));
         }
         if self.arguments.quiet {
@@ -240,8 +264,9 @@ impl Run {
         if partial.is_none() {
             print(&text::completion(outcome))?;
         }
-        if self.arguments.has_statistics() || partial.is_some() {
-            print(&text::statistics(job, outcome))?;
+        print(&text::summary(job, outcome, self.processor.get()))?;
+        if self.arguments.has_details() || partial.is_some() {
+            print(&text::details(outcome))?;
         }
         self.unallocated().map_or(Ok(()), |said| print(&(said + "\n")))
     }
@@ -262,11 +287,21 @@ impl Run {
             BenchTarget::Image(image) => image.path(),
             BenchTarget::Nbd(_) | BenchTarget::VhostUser(_) => None,
         };
-        let told = text::announcement(job, self.arguments.jobs) + &text::statistics(job, outcome);
+        let told = text::announcement(job, self.arguments.jobs)
+            + &text::summary(job, outcome, self.processor.get())
+            + &text::details(outcome);
         let told = told.lines().map(|line| line.trim().to_owned()).chain(self.unallocated()).collect();
         let result = ResultFile::new(self.begun.end(place), findings::findings(outcome, told));
         self.arguments.results.keep(&ResultFile { partial: partial.map(str::to_owned), ..result })
     }
+}
+
+/// Time that all threads of this process have spent on processors.
+fn processor_time() -> Duration {
+    let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else { return Duration::ZERO };
+    let [user, system] = [usage.user_time(), usage.system_time()]
+        .map(|time| Duration::from_micros(u64::try_from(time.num_microseconds()).unwrap_or(0)));
+    user + system
 }
 
 async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Result<Disk> {

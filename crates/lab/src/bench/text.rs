@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use console::figures;
+use policy::time::Duration;
 
 use crate::{
     latencies::{Latencies, percentiles},
@@ -74,7 +75,9 @@ pub(super) fn completion(outcome: &Outcome) -> String {
     format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64())
 }
 
-pub(super) fn statistics(job: &Job, outcome: &Outcome) -> String {
+/// Rates, latencies and the cost of a request: what every run prints behind qemu-img's lines.
+/// `processor` is the time of all threads of this process.
+pub(super) fn summary(job: &Job, outcome: &Outcome, processor: Duration) -> String {
     let measured = &outcome.measured;
     let mut text = String::new();
     for (name, latencies) in [("read", &measured.reads), ("write", &measured.writes)] {
@@ -90,15 +93,31 @@ pub(super) fn statistics(job: &Job, outcome: &Outcome) -> String {
         let _ = writeln!(text, "flush: {} of them", measured.flushes.len());
         text += &latency_line(&measured.flushes);
     }
+    if let Some(each_ns) = processor_ns(outcome, processor) {
+        let _ = writeln!(text, "processor: {} per request", time(each_ns as u64));
+    }
+    if outcome.unanswered > 0 {
+        let _ = writeln!(text, "Not answered when nobody waited any longer: {}", outcome.unanswered);
+    }
+    text
+}
+
+/// Nanoseconds of processor for each request that was answered; `None` where none was.
+pub(super) fn processor_ns(outcome: &Outcome, processor: Duration) -> Option<f64> {
+    let count = outcome.measured.answered();
+    (count > 0).then(|| processor.as_nanos() as f64 / count as f64)
+}
+
+/// Details over time.
+pub(super) fn details(outcome: &Outcome) -> String {
+    let measured = &outcome.measured;
+    let mut text = String::new();
     if measured.seconds.len() > 1 {
         let iops = |second: &crate::load::Second| figures::count((second.reads + second.writes) as f64);
         let shown: Vec<_> = measured.seconds.iter().take(SECONDS_SHOWN).map(iops).collect();
         let more = measured.seconds.len() - shown.len();
         let more = if more > 0 { format!(" … and {more} more") } else { String::new() };
         let _ = writeln!(text, "IOPS each second: {}{more}", shown.join(" "));
-    }
-    if outcome.unanswered > 0 {
-        let _ = writeln!(text, "Not answered when nobody waited any longer: {}", outcome.unanswered);
     }
     if !measured.late.is_empty() {
         let late = &measured.late;
@@ -128,7 +147,7 @@ fn time(nanoseconds: u64) -> String {
     figures::time(nanoseconds)
 }
 
-fn nanoseconds(time: policy::time::Duration) -> u64 {
+fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
@@ -149,6 +168,21 @@ mod tests {
             announced("vm.raw"),
             "Sending 75000 read requests, 4096 bytes each, 64 in parallel (starting at offset 0, step size 4096)\n"
         );
+    }
+
+    #[test]
+    fn every_run_has_rates_latencies_and_the_cost_of_a_request() {
+        let mut outcome = Outcome { elapsed: Duration::from_secs(2), ..Outcome::default() };
+        (1..=1000).for_each(|number| outcome.measured.writes.record(number * 1000).unwrap());
+        let job = job(&arguments("a -w -s 1M -c 1000"), 1 << 30).unwrap();
+        let text = summary(&job, &outcome, Duration::from_millis(20));
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[0], "write: 1000 requests, 500 IOPS, 500M/s");
+        for part in ["  latency: min 1.0us, mean 50", ", p50 50", ", p99 99", ", p99.9 99"] {
+            assert!(lines[1].contains(part), "{part}: {text}");
+        }
+        assert_eq!(lines[2..], ["processor: 20us per request"]);
+        assert_eq!(summary(&job, &Outcome::default(), Duration::ZERO), "");
     }
 
     #[test]
