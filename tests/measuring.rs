@@ -9,7 +9,7 @@ use crate::harness::{Client, LoopDevice, MIB, Scratch, assert_says, text, weir};
 /// A short probe that keeps its results with the test.
 fn probe(scratch: &Scratch) -> Client {
     let state = scratch.path("state");
-    weir(&["probe", "--seconds", "1", "--state", text(&state)])
+    weir(&["probe", "--seconds", "1", "--accept", "--state", text(&state)])
 }
 
 #[test]

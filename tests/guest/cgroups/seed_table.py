@@ -46,6 +46,7 @@ class SeedTable:
         self.measured = {}
         self.probe_line = weir(
             "probe",
+            "--accept",
             f"/mnt/{disk.name}",
             "--seconds",
             PROBE_SECONDS,

@@ -25,6 +25,10 @@ use policy::{
 pub(crate) const DEPTH: usize = 32;
 /// Compared windows, after one that is not: a device needs a moment to get up to speed.
 const WINDOWS: u32 = 7;
+/// The largest spread of a rate that is not doubted.
+const STEADY: f64 = 0.3;
+/// How much longer a rate that varies is measured, first and then.
+const LONGER: [u32; 2] = [2, 4];
 /// Average answers in a window, for some percent of chance; windows with fewer are joined.
 const ANSWERS: u64 = 10;
 
@@ -77,6 +81,10 @@ impl Figure {
         self.rate.round() as u64
     }
 
+    pub(super) fn is_steady(&self) -> bool {
+        self.spread <= STEADY
+    }
+
     pub(super) fn bps(&self) -> u64 {
         (self.rate * self.load.block_bytes as f64).round() as u64
     }
@@ -104,6 +112,25 @@ struct Run {
 }
 
 impl Field {
+    /// Measures, and again for longer while the rate varies: twice, each time for twice as long.
+    /// `longer` is called before each repetition. The last figure counts.
+    pub(super) async fn measure_steadily(
+        &self,
+        load: Load,
+        time: Duration,
+        mut longer: impl FnMut(Duration),
+    ) -> anyhow::Result<Figure> {
+        let mut figure = self.measure(load, time).await?;
+        for factor in LONGER {
+            if figure.is_steady() {
+                break;
+            }
+            longer(time * factor);
+            figure = self.measure(load, time * factor).await?;
+        }
+        Ok(figure)
+    }
+
     pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
         let window = time / (WINDOWS + 1);
         let began = now();
@@ -305,6 +332,42 @@ mod tests {
         let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
         let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();
         assert!((figure.bps() as f64 / 13_500_000.0 - 1.0).abs() < 0.01, "{figure:?}");
+    }
+
+    #[test]
+    fn a_rate_that_varies_is_measured_for_longer() {
+        // The other load is active in some seconds.
+        let with_competitor = |is_active: fn(u64) -> bool| {
+            sim::run(1, async move {
+                let image = Rc::new(open_raw("memory:64M", rate("iops=2000")).unwrap());
+                let began = now();
+                for _ in 0..4 * DEPTH {
+                    let image = Rc::clone(&image);
+                    block::reactor::spawn(async move {
+                        loop {
+                            match now().nanos_since(began) / 1_000_000_000 {
+                                60.. => break,
+                                second if is_active(second) => drop(image.read(0, 4096).await),
+                                _ => sleep_until(now() + Duration::from_millis(100)).await,
+                            }
+                        }
+                    });
+                }
+                let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
+                let mut repeated = Vec::new();
+                let time = Duration::from_secs(8);
+                let figure = field.measure_steadily(LOAD, time, |time| repeated.push(time.as_secs())).await;
+                (figure.unwrap(), repeated)
+            })
+        };
+        let (figure, repeated) = with_competitor(|second| second < 4);
+        assert!((figure.rate / 2000.0 - 1.0).abs() < 0.03 && figure.is_steady(), "{figure:?}");
+        assert_eq!(repeated, [16]);
+        assert_eq!(with_competitor(|_| false).1, [0; 0]);
+        // It varies in each of them.
+        let (figure, repeated) = with_competitor(|second| second / 6 % 2 == 0);
+        assert!(!figure.is_steady(), "{figure:?}");
+        assert_eq!(repeated, [16, 32]);
     }
 
     #[test]

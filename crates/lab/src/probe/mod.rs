@@ -24,7 +24,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{EXAMPLES, ProbeArgs};
 use block::device::{Identity, Number, Roots};
 use console::{Failure, on_reactor, print, progress::Progress};
@@ -63,11 +63,12 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     let progress = Progress::new(arguments.json);
     let read_only = arguments.read_only;
     let seconds = Duration::from_secs(arguments.seconds);
+    let accept = arguments.accept;
     let measured = on_reactor(async move {
         let measured = measure(&target, &name, seconds, read_only, &progress).await;
         Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
     })?;
-    let (report, kept) = keep(measured, &store, device, arguments.path.display().to_string());
+    let (report, kept) = keep(measured, &store, device, arguments.path.display().to_string(), accept);
     let text = if arguments.json { report.json() } else { report.text() };
     print(&text)?;
     Ok(kept?)
@@ -114,7 +115,12 @@ async fn measure(
     let mut figures = Vec::new();
     for load in loads {
         progress.step(&format!("{} of {}", load.name(), report::size(load.block_bytes as u64)));
-        figures.push(field.measure(load, time).await?);
+        let longer = |time: Duration| {
+            let what = format!("{} again, for {} s: its rate varies", load.name(), time.as_secs());
+            progress.end();
+            progress.step(&what);
+        };
+        figures.push(field.measure_steadily(load, time, longer).await?);
         progress.end();
     }
     Ok(Measured { size_bytes: field.size_bytes, figures, not_measured })
@@ -140,17 +146,44 @@ fn capacity(figures: &[Figure]) -> Figures {
     }
 }
 
-/// What was measured is told whether or not it could be kept.
+/// The unsteady figures among those that the capacity is made of.
+fn unsteady(figures: &[Figure], capacity: Figures) -> Vec<&Figure> {
+    let Figures { read_iops, write_iops, read_bps, write_bps } = capacity;
+    let decides = |figure: &&Figure| {
+        let (iops, bps) = match figure.load.direction {
+            Direction::Read => (read_iops, read_bps),
+            Direction::Write => (write_iops, write_bps),
+        };
+        match figure.load.block_bytes {
+            4096 => figure.load.pattern == load::Pattern::Random && figure.iops() == iops,
+            _ => figure.bps() == bps,
+        }
+    };
+    figures.iter().filter(decides).filter(|figure| !figure.is_steady()).collect()
+}
+
+/// The report, and whether the record could be kept: it is not, unless `accept` is set, where the
+/// capacity is made of rates that vary.
 fn keep(
     measured: Measured,
     store: &Store,
     device: Option<(String, String)>,
     target: String,
+    accept: bool,
 ) -> (Report, anyhow::Result<()>) {
     let Measured { size_bytes, figures, mut not_measured } = measured;
     let mut capacity = capacity(&figures);
     let mut saved = Ok(None);
-    if let Some((node, key)) = &device {
+    let unsteady = unsteady(&figures, capacity);
+    if let (false, Some(_), [first, ..]) = (accept, &device, &unsteady[..]) {
+        saved = Err(anyhow!(
+            "{target}: not kept: the rate of {} of {} varies by {:.0} % (stop what else uses the device, give more \
+             --seconds, or keep it with --accept)",
+            first.load.name(),
+            report::size(first.load.block_bytes as u64),
+            first.spread * 100.0
+        ));
+    } else if let Some((node, key)) = &device {
         let earlier = store.load(key).ok().flatten();
         if let Some(earlier) = earlier.filter(|_| capacity.write_bps == 0 && capacity.write_iops == 0) {
             capacity.write_iops = earlier.capacity.write_iops;
@@ -192,7 +225,7 @@ mod tests {
             not_measured: Vec::new(),
         };
         let store = Store::new(Some(&file));
-        let (report, outcome) = keep(measure(), &store, device.clone(), "x".to_owned());
+        let (report, outcome) = keep(measure(), &store, device.clone(), "x".to_owned(), false);
         assert_eq!((report.capacity.read_iops, report.kept), (100, None));
         let error = outcome.unwrap_err().to_string();
         assert!(error.contains("cannot be written (give another place with --state)"), "{error}");
@@ -200,7 +233,43 @@ mod tests {
         assert!(error.contains("cannot be written to (give another place with --state)"), "{error}");
         let store = Store::new(Some(directory.path()));
         store.try_out().unwrap();
-        let (report, outcome) = keep(measure(), &store, device, "x".to_owned());
+        let (report, outcome) = keep(measure(), &store, device, "x".to_owned(), false);
+        assert!(outcome.is_ok() && report.kept.is_some());
+    }
+
+    #[test]
+    fn a_capacity_that_varies_is_kept_only_on_request() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::new(Some(directory.path()));
+        let device = Some(("/dev/vda".to_owned(), "serial".to_owned()));
+        let varying = |pattern, block_bytes, rate| Figure {
+            spread: 2.55,
+            ..figure(pattern, Direction::Read, block_bytes, rate)
+        };
+        let steady = figure(Pattern::Random, Direction::Read, 4096, 100.0);
+        let measured = |figures: &[Figure]| Measured {
+            size_bytes: 1 << 20,
+            figures: figures.to_vec(),
+            not_measured: Vec::new(),
+        };
+        let decisive = [varying(Pattern::Random, 4096, 100.0)];
+        let (report, outcome) = keep(measured(&decisive), &store, device.clone(), "x".to_owned(), false);
+        let error = outcome.unwrap_err().to_string();
+        assert!(
+            error.starts_with("x: not kept: the rate of random read of 4 KiB varies by 255 % ("),
+            "{error}"
+        );
+        assert!(report.kept.is_none() && store.load("serial").unwrap().is_none());
+        let (report, outcome) = keep(measured(&decisive), &store, device.clone(), "x".to_owned(), true);
+        assert!(outcome.is_ok() && report.kept.is_some());
+        // Rates that the capacity is not made of may vary.
+        let others = [
+            steady,
+            varying(Pattern::Sequential, 4096, 9000.0),
+            figure(Pattern::Random, Direction::Read, 1 << 20, 90.0),
+            varying(Pattern::Sequential, 1 << 20, 70.0),
+        ];
+        let (report, outcome) = keep(measured(&others), &store, device, "x".to_owned(), false);
         assert!(outcome.is_ok() && report.kept.is_some());
     }
 

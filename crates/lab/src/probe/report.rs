@@ -45,6 +45,7 @@ impl Report {
         }
         let _ = match &self.kept {
             Some(path) => writeln!(text, "kept in {}", path.display()),
+            None if self.device.is_some() => writeln!(text, "not kept"),
             None => writeln!(text, "not kept: a capacity is kept for disks of this machine"),
         };
         text
