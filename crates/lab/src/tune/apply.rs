@@ -5,6 +5,7 @@
 //! options are pointed out.
 
 use block::storage::CacheMode;
+use policy::prefetch::Mode;
 use settings::exact_size;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
@@ -51,13 +52,12 @@ impl Commands {
             L2Share::Full => " --l2-cache-size full".to_owned(),
             L2Share::Part(_) => format!(" --l2-cache-size {}", l2_bytes.unwrap_or(0)),
         });
-        let ahead = if prefetch { "on" } else { "off" };
         Self {
             create: qcow2.filter(|_| kind == Written::New).map(|Qcow2 { cluster_bytes, .. }| {
                 let (cluster, size) = (exact_size(cluster_bytes), exact_size(disk_bytes));
                 format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", word(name))
             }),
-            weir: format!("weir serve {} --format {format} --cache {mode}{own} --prefetch {ahead}", word(name)),
+            weir: format!("weir serve {} --format {format} --cache {mode}{own} --prefetch {prefetch}", word(name)),
             qemu_drive: format!(
                 "-drive {}",
                 word(&format!(
@@ -67,7 +67,7 @@ impl Commands {
             ),
             qemu_blockdev: blockdev(cache, format, target, &option),
             libvirt: libvirt(mode, format, qcow2, l2_bytes),
-            without: prefetch.then_some(
+            without: (prefetch == Mode::On).then_some(
                 "prefetch: neither QEMU nor libvirt has it; serve the disk with weir and let QEMU use it over NBD",
             ),
         }
@@ -113,7 +113,7 @@ fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2>, l2_bytes: Option<u64>
 mod tests {
     use super::*;
 
-    fn configuration(cache: CacheMode, prefetch: bool) -> Configuration {
+    fn configuration(cache: CacheMode, prefetch: Mode) -> Configuration {
         let qcow2 = Some(Qcow2 { cluster_bytes: 2 << 20, l2: L2Share::Full });
         Configuration { cache, qcow2, prefetch }
     }
@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn every_option_says_what_the_configuration_is() {
         let target = Target { name: "vm1.qcow2", disk_bytes: 100 << 30, kind: Written::New };
-        let commands = Commands::new(&configuration(CacheMode::None, true), target);
+        let commands = Commands::new(&configuration(CacheMode::None, Mode::On), target);
         assert_eq!(commands.create.unwrap(), "qemu-img create -f qcow2 -o cluster_size=2M vm1.qcow2 100G");
         assert_eq!(
             commands.weir,
@@ -151,7 +151,7 @@ mod tests {
         ];
         for (cache, direct, no_flush, write_cache) in parts {
             let target = Target { name: "a", disk_bytes: 1 << 30, kind: Written::New };
-            let text = Commands::new(&configuration(cache, false), target).qemu_blockdev;
+            let text = Commands::new(&configuration(cache, Mode::Auto), target).qemu_blockdev;
             assert!(text.contains(&format!(",cache.direct={direct},cache.no-flush={no_flush},")), "{text}");
             assert!(text.ends_with(&format!("write-cache={write_cache}")), "{text}");
         }
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_raw_disk_has_no_clusters_and_no_l2_cache() {
-        let raw = Configuration { cache: CacheMode::Directsync, qcow2: None, prefetch: false };
+        let raw = Configuration { cache: CacheMode::Directsync, qcow2: None, prefetch: Mode::Off };
         let target = Target { name: "/dev/sdb", disk_bytes: 1 << 30, kind: Written::Device };
         let commands = Commands::new(&raw, target);
         assert!(commands.qemu_blockdev.contains(",file.driver=host_device,file.filename=/dev/sdb,"));
@@ -172,13 +172,13 @@ mod tests {
     #[test]
     fn an_image_that_is_there_is_not_made_again() {
         let target = Target { name: "vm1.qcow2", disk_bytes: 1 << 30, kind: Written::Image };
-        assert_eq!(Commands::new(&configuration(CacheMode::None, false), target).create, None);
+        assert_eq!(Commands::new(&configuration(CacheMode::None, Mode::Auto), target).create, None);
     }
 
     #[test]
     fn odd_names_are_one_word_and_one_value() {
         let target = Target { name: "/vm's/a, b.qcow2", disk_bytes: 1 << 30, kind: Written::New };
-        let commands = Commands::new(&configuration(CacheMode::None, false), target);
+        let commands = Commands::new(&configuration(CacheMode::None, Mode::Auto), target);
         assert!(commands.weir.starts_with(r"weir serve '/vm'\''s/a, b.qcow2' --format"), "{commands:?}");
         assert!(
             commands.qemu_drive.starts_with(r"-drive 'file=/vm'\''s/a,, b.qcow2,format="),

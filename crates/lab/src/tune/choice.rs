@@ -23,9 +23,9 @@ const RULE: &str = "Recommended is the first configuration, in this order, that 
      the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
 
 /// To follow [`RULE`] where it was not followed to its end.
-const NOT_SETTLED: &str = " What is not settled was not measured often enough to show that: where it was shown of nothing, \
-     the goal's base is named (the default, or for integrity the default with a safe cache mode), and another may be \
-     ahead in the table. More --budget can settle it.";
+const NOT_SETTLED: &str = " Where no difference was shown, the whole budget was too little to decide: the goal's base is \
+     named (the default, or for integrity the default with a safe cache mode), and another may be ahead in the table. \
+     More --budget can settle it.";
 
 /// How recommendations came about, if all were `settled`, and if not.
 pub(super) fn rule(settled: bool) -> String {
@@ -81,7 +81,9 @@ impl Scores<'_> {
     }
 }
 
-/// The base if nothing was shown to be better; `None` if nothing is allowed for the goal.
+/// The base if nothing was shown to be better, also while that is open: then the choice is not
+/// settled, and another seed would not choose another configuration. `None` if nothing is allowed
+/// for the goal.
 pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
     let space = scores.space;
     let base = goal.base(space)?;
@@ -104,12 +106,17 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
         .iter()
         .filter(|(candidate, standing)| *standing == Standing::AsGood && is_good(candidate))
         .map(|(candidate, _)| *candidate);
-    let first = good.min_by_key(|candidate| {
+    let order = |candidate: &Configuration| {
         (*candidate != base, space.changes(candidate), candidate.memory_bytes(space.size_bytes))
+    };
+    let first = good.min_by_key(order).filter(|first| {
+        // What comes later in the order cannot take its place, and need not be decided.
+        let is_open = |(candidate, standing): &(Configuration, Standing)| {
+            *standing == Standing::Open && order(candidate) <= order(first)
+        };
+        rounds >= LEAST_ROUNDS && !standings.iter().any(is_open)
     });
-    let is_known =
-        rounds >= LEAST_ROUNDS && standings.iter().all(|(_, standing)| *standing != Standing::Open);
-    Some(Choice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() && is_known })
+    Some(Choice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() })
 }
 
 pub(super) fn standing(

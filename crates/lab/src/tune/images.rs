@@ -30,7 +30,7 @@ use block::{
 };
 use console::progress::Progress;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use policy::prefetch::{Mode, Settings};
+use policy::prefetch::Settings;
 use settings::exact_size;
 
 use super::{
@@ -167,8 +167,7 @@ impl Images {
             ..ImageOptions::default()
         };
         let disk = Disk::new("tune", open(&spec(path)?, options).await?, DiskSettings::default(), None)?;
-        let mode = if configuration.prefetch { Mode::On } else { Mode::Off };
-        disk.prefetch().set(Settings { mode, ..Settings::default() })?;
+        disk.prefetch().set(Settings { mode: configuration.prefetch, ..Settings::default() })?;
         Ok(Arc::new(disk))
     }
 

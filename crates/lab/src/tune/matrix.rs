@@ -6,8 +6,9 @@
 //!   random, sequential × read, write × 4K, 1M × depth 1, 32, and: synchronous writes, first writes, reads of what is in memory
 //! ```
 //!
-//! The default is QEMU's: writeback, clusters of 64 KiB, an L2 cache for the whole disk (QEMU: up
-//! to 256 GiB of it), nothing read ahead. Other configurations are described as changes to it.
+//! The default is that of `weir serve`: writeback, clusters of 64 KiB, an L2 cache for the whole
+//! disk (up to 256 GiB of it), `--prefetch auto`. Other configurations are described as changes to
+//! it.
 
 use std::{
     collections::HashSet,
@@ -16,7 +17,7 @@ use std::{
 };
 
 use block::storage::CacheMode;
-use policy::prefetch::Settings;
+use policy::prefetch::{Mode, Settings};
 
 /// QEMU's too.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
@@ -75,21 +76,21 @@ pub(super) struct Qcow2 {
 pub(super) struct Configuration {
     pub(super) cache: CacheMode,
     pub(super) qcow2: Option<Qcow2>,
-    pub(super) prefetch: bool,
+    pub(super) prefetch: Mode,
 }
 
 impl Configuration {
     /// Without the page cache, which is given back on demand.
     pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
         let l2 = self.qcow2.map_or(0, |Qcow2 { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
-        l2 + if self.prefetch { Settings::default().memory_bytes } else { 0 }
+        l2 + if self.prefetch == Mode::Off { 0 } else { Settings::default().memory_bytes }
     }
 }
 
 /// By the cache mode's name, because the mode itself has no hash.
 impl Hash for Configuration {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.cache.name(), self.qcow2, self.prefetch).hash(state);
+        (self.cache.name(), self.qcow2, self.prefetch.name()).hash(state);
     }
 }
 
@@ -103,7 +104,10 @@ impl fmt::Display for Configuration {
                 write!(f, ", L2 {l2}")?;
             }
         }
-        f.write_str(if self.prefetch { ", prefetch" } else { "" })
+        match self.prefetch {
+            Mode::Auto => Ok(()),
+            mode => write!(f, ", prefetch {mode}"),
+        }
     }
 }
 
@@ -114,7 +118,7 @@ pub(super) struct Space {
     /// Empty for a raw disk.
     pub(super) clusters: Vec<u64>,
     pub(super) l2: Vec<L2Share>,
-    pub(super) prefetch: Vec<bool>,
+    pub(super) prefetch: Vec<Mode>,
     /// Shares that come to the same number of bytes are the same.
     pub(super) size_bytes: u64,
 }
@@ -125,7 +129,7 @@ impl Space {
             caches: CacheMode::ALL.to_vec(),
             clusters: CLUSTERS.to_vec(),
             l2: L2Share::ALL.to_vec(),
-            prefetch: vec![false, true],
+            prefetch: vec![Settings::default().mode, Mode::Off, Mode::On],
             size_bytes,
         }
     }
@@ -197,7 +201,7 @@ impl Space {
             let Configuration { cache, qcow2, prefetch } = *configuration;
             let sizes = qcow2
                 .map(|Qcow2 { cluster_bytes, l2 }| (cluster_bytes, l2.bytes(self.size_bytes, cluster_bytes)));
-            (cache.name(), sizes, prefetch)
+            (cache.name(), sizes, prefetch.name())
         };
         let mut seen = HashSet::new();
         list.into_iter().filter(|configuration| seen.insert(key(configuration))).collect()
@@ -283,10 +287,10 @@ mod tests {
     fn names_are_unique() {
         let space = Space::of_made_images(16 << 30);
         let all = space.all();
-        assert_eq!(all.len(), 5 * 6 * 4 * 2);
+        assert_eq!(all.len(), 5 * 6 * 4 * 3);
         let names: HashSet<_> = all.iter().map(ToString::to_string).collect();
         assert_eq!(names.len(), all.len());
-        assert!(names.contains("none, 2M, L2 1/128, prefetch"), "{names:?}");
+        assert!(names.contains("none, 2M, L2 1/128, prefetch on"), "{names:?}");
         let patterns = Pattern::all();
         let names: HashSet<_> = patterns.iter().map(ToString::to_string).collect();
         assert_eq!(names.len(), 22);
@@ -297,7 +301,8 @@ mod tests {
     fn the_default_comes_first_and_one_factor_changes_at_a_time() {
         let space = Space::of_made_images(16 << 30);
         let list = space.one_at_a_time();
-        assert_eq!(list.len(), 1 + 4 + 5 + 3 + 1);
+        assert_eq!(list.len(), 1 + 4 + 5 + 3 + 2);
+        assert_eq!(list[0].prefetch, Settings::default().mode, "the default of `weir serve`");
         assert_eq!(list[0], space.default_configuration());
         assert_eq!(list[0].to_string(), "writeback, 64K");
         assert!(list[1..].iter().all(|configuration| space.changes(configuration) == 1), "{list:?}");
@@ -326,8 +331,8 @@ mod tests {
     #[test]
     fn a_raw_disk_has_cache_modes_and_prefetch() {
         let space = Space::of_image(1 << 30, None);
-        assert_eq!(space.one_at_a_time().len(), 6);
-        assert_eq!(space.all().len(), 10);
-        assert_eq!(space.all()[9].qcow2, None);
+        assert_eq!(space.one_at_a_time().len(), 7);
+        assert_eq!(space.all().len(), 15);
+        assert_eq!(space.all()[14].qcow2, None);
     }
 }

@@ -19,6 +19,8 @@ const MOST_TOLD: usize = 4;
 pub(super) struct Recommendation {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
+    /// Ahead in the table, which is not shown to be better where `settled` is false.
+    leader: Configuration,
     pub(super) settled: bool,
     /// Relative to the default, the largest first.
     pub(super) gains: Vec<Difference>,
@@ -57,6 +59,7 @@ impl Recommendation {
         Self {
             goal: choice.goal,
             configuration,
+            leader: choice.leader,
             settled: choice.settled,
             gains,
             costs,
@@ -85,7 +88,7 @@ impl Recommendation {
         let memory = format!("{} more memory", figures::bytes(self.more_memory_bytes as f64));
         let remarks = [
             (self.is_default, "the default"),
-            (!self.settled, "not settled"),
+            (!self.settled, "no difference shown"),
             (self.more_memory_bytes > 0, &memory),
         ];
         let remarks =
@@ -101,8 +104,10 @@ impl Recommendation {
 
     pub(super) fn sentence(&self) -> String {
         let mut text = format!("For {}: {}", self.goal.name(), self.configuration);
-        if self.is_default {
+        if self.is_default && self.settled {
             text += " (the default: nothing was shown to be better)";
+        } else if !self.settled {
+            text += " (no difference shown)";
         }
         text += ".";
         let told = |list: &[Difference]| {
@@ -127,8 +132,10 @@ impl Recommendation {
             text += &format!(" Takes {} of memory more.", figures::bytes(self.more_memory_bytes as f64));
         }
         text += &format!(" Safety: {}.", Safety::of(self.configuration.cache).words());
-        if !self.settled {
-            text += " Not settled: with more --budget it could become another one.";
+        if !self.settled && self.leader != self.configuration {
+            text += &format!(" Ahead so far: {}; more --budget can show whether it is better.", self.leader);
+        } else if !self.settled {
+            text += " More --budget can show whether another one is better.";
         }
         text
     }
@@ -206,7 +213,10 @@ mod tests {
         );
         let choice = Choice { configuration: default, settled: false, ..choice };
         let text = Recommendation::new(&choice, &samples, &patterns, &space, target).sentence();
+        assert!(text.contains("(no difference shown)"), "{text}");
+        assert!(text.contains(&format!(" Ahead so far: {other}; more --budget ")), "{text}");
+        let settled = Choice { settled: true, leader: default, ..choice };
+        let text = Recommendation::new(&settled, &samples, &patterns, &space, target).sentence();
         assert!(text.contains("(the default: nothing was shown to be better)"), "{text}");
-        assert!(text.contains("Not settled"), "{text}");
     }
 }

@@ -8,6 +8,10 @@
 //!   stage 2   their combinations, the most promising, with the best so far ─┘
 //! ```
 //!
+//! Stage 2 lasts until every goal is settled among all measured configurations, or until the
+//! budget is used: configurations of stage 1 that are not decided take part again. So a goal is
+//! not settled only where the budget was too small, and never because the search ended early.
+//!
 //! All configurations of a stage take turns, so that drift of the machine hits all of them.
 //! Combinations follow from the samples alone, so a search can be resumed from samples.
 
@@ -23,7 +27,7 @@ use crate::statistics::median;
 
 /// The share of the time left when stage 2 begins, at the latest.
 const LEFT_FOR_COMBINATIONS: f64 = 0.45;
-/// Rounds of a stage: what thirty do not show is too small to matter.
+/// Rounds of stage 1, so that stage 2 begins with more than the time that it needs.
 const MOST_ROUNDS: usize = 30;
 const MOST_COMBINATIONS: usize = 12;
 
@@ -170,12 +174,19 @@ impl Search {
     }
 
     fn begin_round(&mut self, left: f64) {
-        if self.rounds >= LEAST_ROUNDS {
+        if self.rounds >= LEAST_ROUNDS && self.stage == Stage::Factors {
             self.candidates = self.those_not_behind();
-            let is_late = self.stage == Stage::Factors && left < LEFT_FOR_COMBINATIONS;
+            let is_late = left < LEFT_FOR_COMBINATIONS;
             if is_late || self.rounds >= MOST_ROUNDS || self.is_settled() {
-                return self.end_stage();
+                return self.begin_combinations();
             }
+        } else if self.rounds >= LEAST_ROUNDS {
+            let open: Vec<_> = self.choices().into_iter().filter(|choice| !choice.settled).collect();
+            if open.is_empty() {
+                self.stage = Stage::Done;
+                return;
+            }
+            self.candidates = self.undecided(&open);
         }
         self.rounds += 1;
         self.round = self.samples.next_round();
@@ -183,34 +194,47 @@ impl Search {
         self.random.shuffle(&mut self.queue);
     }
 
-    fn end_stage(&mut self) {
-        self.stage = match self.stage {
-            Stage::Factors => Stage::Combinations,
-            Stage::Combinations | Stage::Done => Stage::Done,
-        };
-        if self.stage == Stage::Combinations {
-            let combinations = self.combinations();
-            if combinations.is_empty() {
-                self.stage = Stage::Done;
-                return;
-            }
-            let mut candidates = vec![self.space.default_configuration()];
-            let scores = self.scores();
-            for goal in &self.goals {
-                let choice = choose(*goal, &scores, &self.samples.configurations);
-                candidates.extend(goal.base(&self.space));
-                candidates.extend(choice.map(|choice| choice.leader));
-            }
-            candidates.extend(combinations);
-            let mut distinct: Vec<Configuration> = Vec::new();
-            for candidate in candidates {
-                if !distinct.contains(&candidate) && self.space.caches.contains(&candidate.cache) {
-                    distinct.push(candidate);
-                }
-            }
-            self.candidates = distinct;
-            self.rounds = self.rounds_so_far();
+    fn begin_combinations(&mut self) {
+        self.stage = Stage::Combinations;
+        let mut candidates = vec![self.space.default_configuration()];
+        let scores = self.scores();
+        for goal in &self.goals {
+            let choice = choose(*goal, &scores, &self.samples.configurations);
+            candidates.extend(goal.base(&self.space));
+            candidates.extend(choice.map(|choice| choice.leader));
         }
+        candidates.extend(self.combinations());
+        self.candidates = self.distinct(candidates);
+        self.rounds = self.rounds_so_far();
+    }
+
+    /// Configurations that decide the goals that are not settled: the default, the goals' bases,
+    /// and all that may be as good as the leader.
+    fn undecided(&self, open: &[Choice]) -> Vec<Configuration> {
+        let scores = self.scores();
+        let mut candidates = vec![self.space.default_configuration()];
+        for Choice { goal, leader, .. } in open {
+            candidates.extend(goal.base(&self.space));
+            let measured = self.samples.configurations.iter().copied();
+            candidates.extend(measured.filter(|one| {
+                goal.allows(one.cache) && standing(*goal, &scores, leader, one) != Standing::Behind
+            }));
+        }
+        self.distinct(candidates)
+    }
+
+    /// Each once, without those that were left out since.
+    fn distinct(&self, candidates: Vec<Configuration>) -> Vec<Configuration> {
+        let Space { caches, clusters, .. } = &self.space;
+        let mut distinct: Vec<Configuration> = Vec::new();
+        for candidate in candidates {
+            let is_possible = caches.contains(&candidate.cache)
+                && candidate.qcow2.is_none_or(|qcow2| clusters.contains(&qcow2.cluster_bytes));
+            if is_possible && !distinct.contains(&candidate) {
+                distinct.push(candidate);
+            }
+        }
+        distinct
     }
 
     /// Whether more rounds would change nothing for any goal.

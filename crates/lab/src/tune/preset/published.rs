@@ -11,6 +11,7 @@
 //! flushed: here that is a slice of 1 MiB writes with a flush at its end.
 
 use block::storage::CacheMode;
+use policy::prefetch::Mode;
 
 use super::{Claim, Column, Figure, Published, Relation, Row};
 use crate::tune::matrix::{CLUSTERS, Configuration, L2Share, Operation, Order, Pattern, Qcow2};
@@ -23,6 +24,7 @@ fn pattern(order: Order, operation: Operation, block_bytes: u64, depth: u32) -> 
 }
 
 fn qcow2(cache: CacheMode, cluster_bytes: u64, l2: L2Share, prefetch: bool) -> Configuration {
+    let prefetch = if prefetch { Mode::On } else { Mode::Off };
     Configuration { cache, qcow2: Some(Qcow2 { cluster_bytes, l2 }), prefetch }
 }
 
@@ -89,7 +91,7 @@ fn dd_and_hdparm() -> Vec<Column> {
 fn raw() -> Row {
     row(
         "raw",
-        Configuration { cache: CacheMode::None, qcow2: None, prefetch: false },
+        Configuration { cache: CacheMode::None, qcow2: None, prefetch: Mode::Off },
         &[1229.0, 1229.0, 2572.0],
     )
 }
