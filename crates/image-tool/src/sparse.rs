@@ -1,5 +1,5 @@
-//! Whether the clusters of a qcow2 file may be holes, as under preallocated metadata: then `measure`
-//! looks into the file below them, as QEMU does.
+//! Whether the clusters of a qcow2 file may be holes, as under preallocated metadata: then
+//! `measure` looks into the file below them, as QEMU does.
 //!
 //! Reads the refcounts alone. Damaged refcounts change an estimate and nothing else.
 
