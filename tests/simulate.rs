@@ -181,15 +181,15 @@ fn limits_beside_a_config_file_are_refused() {
     }
 }
 
-/// `backup` reads much at a time of a device that `db` shares.
+/// `backup` writes in bursts to a device that `db` shares.
 fn neighbours(scratch: &Scratch) -> (String, String) {
     let mut csv = "time_ns,disk,op,offset,length\n".to_owned();
     for tick in 0..400_u64 {
         let at = tick * 5_000_000;
-        writeln!(csv, "{at},db,read,{},4096", tick * 8192).unwrap();
         for number in 0..4 {
-            writeln!(csv, "{at},backup,read,{},65536", (tick * 4 + number) * 65536).unwrap();
+            writeln!(csv, "{at},backup,write,{},65536", (tick * 4 + number) * 65536).unwrap();
         }
+        writeln!(csv, "{at},db,write,{},4096", tick * 8192).unwrap();
     }
     let trace = scratch.file("neighbours.csv", csv);
     let config = "[disk.db]\nimage = \"null:1G\"\n[disk.backup]\nimage = \"null:1G\"\niops-total = 1000\n";
@@ -201,16 +201,23 @@ fn neighbours(scratch: &Scratch) -> (String, String) {
 fn a_sweep_judges_the_disk_that_is_named_and_advises_in_its_direction() {
     let scratch = Scratch::new();
     let (trace, config) = neighbours(&scratch);
-    let sweep = ["simulate", &trace, "--config", &config, "--device", "read=1ms,parallel=1"];
+    let sweep = ["simulate", &trace, "--config", &config, "--device", "write=1ms,parallel=1"];
     let sweep = [&sweep[..], &["--sweep", "iops-total=100..900:200", "--sweep-of", "backup"]].concat();
-    let printed = weir(&[&sweep[..], &["--p99", "8ms", "--p99-of", "db"]].concat()).succeeds();
+    let printed = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "db"]].concat()).succeeds();
     assert_says(
         &printed,
-        &["P99 db", "P99 backup", "The largest that keeps 99 of 100 requests of db below 8ms: iops-total="],
+        &[
+            "P99 db",
+            "P99 backup",
+            "The largest that keeps 99 of 100 requests of db below 3.0ms: iops-total=100",
+        ],
     );
     let printed = weir(&[&sweep[..], &["--p99", "1ms"]].concat()).succeeds();
-    assert_says(&printed, &["None of these keeps 99 of 100 requests of backup below 1ms (try larger ones)."]);
-    let said = weir(&[&sweep[..], &["--p99", "8ms", "--p99-of", "dbb"]].concat()).run();
+    assert_says(
+        &printed,
+        &["None of these keeps 99 of 100 requests of backup below 1.0ms (larger ones do not help: "],
+    );
+    let said = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "dbb"]].concat()).run();
     assert_says(&said.said(), &["--p99-of dbb: there are no requests of a disk or group of this name"]);
 }
 

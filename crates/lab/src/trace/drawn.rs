@@ -11,6 +11,7 @@
 
 use std::{
     collections::HashMap,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -43,8 +44,12 @@ pub(crate) struct DrawnRecording {
     pub(crate) partial: Option<String>,
 }
 
-/// Whether a file is a recording, as far as it can be read.
+/// Whether a regular file is a recording, as far as it can be read. Nothing is read of a pipe: its
+/// bytes are lost for the next reader.
 pub(crate) fn is_recording(path: &Path) -> bool {
+    if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
+        return false;
+    }
     let read = reader::open(path).and_then(|mut lines| reader::is_recording(&mut lines, &Options::default()));
     read.unwrap_or(false)
 }
