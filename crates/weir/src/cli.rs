@@ -184,6 +184,9 @@ pub(crate) enum Command {
 }
 
 #[cfg(test)]
+mod option_rules;
+
+#[cfg(test)]
 mod tests {
     use clap::CommandFactory as _;
 

@@ -1,0 +1,210 @@
+//! Rules that hold for the options of all commands. They are checked on the command tree itself, so
+//! that a new command or option cannot be forgotten.
+
+use std::collections::BTreeSet;
+
+use clap::{Arg, ArgAction, Command, builder::ValueParser};
+
+use super::Cli;
+
+/// Options that stay in force beside `--config`, by command. Each of these is read by its command
+/// when a config file is given; every other option of the command must be refused together with
+/// `--config`. Options of the whole command line (`--help`, `--version`) are left out.
+const BESIDE_CONFIG: &[(&str, &[&str])] = &[
+    (
+        "serve",
+        &[
+            "allow",
+            "blockdev",
+            "cgroup-limits",
+            "chardev",
+            "check",
+            "control",
+            "daemonize",
+            "deny",
+            "exit-when-idle",
+            "export",
+            "http",
+            "http-name",
+            "http-token-file",
+            "image-root",
+            "log",
+            "log-format",
+            "max-connections",
+            "max-connections-per-address",
+            "memory",
+            "metrics",
+            "monitor",
+            "nbd",
+            "nbd-server",
+            "no-control",
+            "object",
+            "on-event",
+            "pid-file",
+            "poll",
+            "qmp",
+            "record",
+            "sandbox",
+            "socket-mode",
+            "socket-owner",
+            "state",
+            "takeover",
+            "tls",
+            "tls-authz",
+            "tls-certificates",
+            "tls-psk",
+            "tls-verify-peer",
+            "user",
+            "workers",
+        ],
+    ),
+    ("verify", &["for", "json", "latency-p99", "qmp", "wait-p99"]),
+    (
+        "simulate",
+        &[
+            "absolute-time",
+            "columns",
+            "device",
+            "events",
+            "format",
+            "json",
+            "p99",
+            "p99-of",
+            "report",
+            "result",
+            "seed",
+            "state",
+            "sweep",
+            "sweep-of",
+            "threads",
+            "window",
+            "workload",
+        ],
+    ),
+    ("report", &["charts", "report"]),
+    (
+        "advise",
+        &[
+            "absolute-time",
+            "columns",
+            "device",
+            "for",
+            "format",
+            "json",
+            "keep",
+            "over",
+            "state",
+            "window",
+            "write-config",
+        ],
+    ),
+];
+
+/// The whole command tree, with everything resolved that clap resolves when it parses.
+fn built() -> Command {
+    let mut command = Cli::whole();
+    command.build();
+    command
+}
+
+/// Calls `check` with each command that is not a mere list of commands, and with its words.
+fn each_command(command: &Command, words: &[&str], check: &mut impl FnMut(&Command, &[&str])) {
+    for below in command.get_subcommands().filter(|below| below.get_name() != "help") {
+        let words = [words, &[below.get_name()]].concat();
+        if !below.is_subcommand_required_set() {
+            check(below, &words);
+        }
+        each_command(below, &words, check);
+    }
+}
+
+fn long_options(command: &Command) -> impl Iterator<Item = &Arg> {
+    let is_general = |arg: &Arg| matches!(arg.get_id().as_str(), "help" | "version");
+    command.get_arguments().filter(move |arg| arg.get_long().is_some() && !is_general(arg))
+}
+
+/// A command that takes its disks from a config file either refuses an option beside `--config`, or
+/// the option is listed as one that the command reads then.
+#[test]
+fn every_option_beside_a_config_file_is_in_force_or_refused() {
+    let mut seen = BTreeSet::new();
+    each_command(&built(), &[], &mut |command, words| {
+        let Some(config) = long_options(command).find(|arg| arg.get_long() == Some("config")) else { return };
+        // There the file is where a change is saved; the options are the change.
+        if long_options(command).any(|arg| arg.get_long() == Some("save")) {
+            return;
+        }
+        let name = words.join(" ");
+        let listed = BESIDE_CONFIG.iter().find(|(known, _)| *known == name);
+        let (_, listed) = listed.unwrap_or_else(|| panic!("`{name}` has --config: list its options here"));
+        seen.insert(name.clone());
+        let refused: BTreeSet<_> =
+            command.get_arg_conflicts_with(config).into_iter().map(Arg::get_id).collect();
+        for arg in long_options(command).filter(|arg| arg.get_id() != config.get_id()) {
+            let long = arg.get_long().expect("a long option");
+            let is_refused =
+                refused.contains(arg.get_id()) || command.get_arg_conflicts_with(arg).contains(&config);
+            assert!(
+                is_refused != listed.contains(&long),
+                "weir {name} --config FILE --{long}: must conflict with --config or be listed, not both"
+            );
+        }
+        for long in *listed {
+            let exists = long_options(command).any(|arg| arg.get_long() == Some(long));
+            assert!(exists, "weir {name} has no --{long}");
+        }
+    });
+    assert_eq!(seen.len(), BESIDE_CONFIG.len(), "each listed command has --config");
+}
+
+/// The command tree without the parsers of values: only the places of arguments are judged.
+fn without_parsers(command: Command) -> Command {
+    let plain = |arg: Arg| {
+        let takes_value = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
+        if takes_value { arg.value_parser(ValueParser::os_string()) } else { arg }
+    };
+    command.mut_args(plain).mut_subcommands(without_parsers)
+}
+
+/// An option in the form of the command line, with a value if it takes one.
+fn written(arg: &Arg) -> String {
+    let long = arg.get_long().expect("a long option");
+    let takes_value = matches!(arg.get_action(), ArgAction::Set | ArgAction::Append);
+    if takes_value { format!("--{long}=1") } else { format!("--{long}") }
+}
+
+/// Options stand before, between and behind a command's other arguments, as users of GNU programs
+/// expect. Behind the first word of another command that is run (`weir cgroup run -- COMMAND`),
+/// they are options of that command.
+#[test]
+fn every_option_of_every_command_stands_anywhere() {
+    let plain = without_parsers(Cli::whole());
+    let parses = |words: &[String]| plain.clone().try_get_matches_from(words).is_ok();
+    let (mut tried, mut refused) = (0, Vec::new());
+    each_command(&built(), &["weir"], &mut |command, words| {
+        if command.get_positionals().any(Arg::is_trailing_var_arg_set) {
+            return;
+        }
+        let positionals = command.get_positionals().flat_map(|arg| {
+            let range = arg.get_num_args().unwrap_or_default();
+            (0..range.min_values().max(1).max(range.max_values().min(3))).map(|number| number.to_string())
+        });
+        let positionals: Vec<String> = positionals.collect();
+        let required = long_options(command).filter(|arg| arg.is_required_set()).map(written);
+        let head: Vec<String> = words.iter().map(|word| (*word).to_owned()).chain(required).collect();
+        for option in long_options(command).filter(|arg| !arg.is_required_set()).map(written) {
+            // Some options exclude some of the arguments.
+            let fewest = (0..=positionals.len()).rev().map(|count| &positionals[..count]);
+            let with = |option_at: usize, positionals: &[String]| {
+                let (before, behind) = positionals.split_at(option_at);
+                [&head, before, std::slice::from_ref(&option), behind].concat()
+            };
+            let Some(fitting) = fewest.into_iter().find(|some| parses(&with(0, some))) else { continue };
+            tried += usize::from(!fitting.is_empty());
+            let places = (0..=fitting.len()).map(|at| with(at, fitting));
+            refused.extend(places.filter(|words| !parses(words)).map(|words| words.join(" ")));
+        }
+    });
+    assert!(tried > 300, "only {tried} options have been tried");
+    assert!(refused.is_empty(), "refused:\n{}", refused.join("\n"));
+}
