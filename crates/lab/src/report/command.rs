@@ -18,6 +18,7 @@ use super::{
 use crate::{
     report::arguments::ReportArgs,
     result::{Header, Kind, Machine, Measure, ResultFile, load, write},
+    simulate::Setup,
     statistics::Estimate,
     trace::drawn::{self, DrawnRecording},
 };
@@ -69,8 +70,9 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), Failure> {
         return Err(Failure::Usage(why));
     }
     let begun = Header::begin();
-    let DrawnRecording { findings, began_s, seconds, partial } =
-        drawn::draw(&paths, arguments.config.as_deref())?;
+    let setup = arguments.config.as_deref().map(|path| Setup::of_config(path, None)).transpose()?;
+    let limits = setup.as_ref().map(Setup::limits_by_disk);
+    let DrawnRecording { findings, began_s, seconds, partial } = drawn::draw(&paths, limits.as_ref())?;
     let header = Header { began: began_s, seconds, machine: Machine::default(), ..begun.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };
     show(arguments, &result)?;

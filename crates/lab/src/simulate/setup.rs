@@ -28,6 +28,7 @@ use super::{
     world::{Disk, Group, UNKNOWN_SIZE, World},
 };
 use crate::{
+    limit_lines::LimitRates,
     probe,
     simulate::arguments::{SimulateArgs, Terms},
 };
@@ -172,6 +173,19 @@ impl Setup {
         }
         let any = Any { disk, station: delay.map(station_of), budget };
         Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
+    }
+
+    /// The limits of each disk that is known by name, with those of its groups.
+    pub(crate) fn limits_by_disk(&self) -> HashMap<String, LimitRates> {
+        let of_disk = |disk: &Disk| {
+            let mut limits = LimitRates::default();
+            limits.add(None, &disk.hold.limits);
+            for group in self.world.groups_above(disk).map(|group| &self.world.groups[group]) {
+                limits.add(Some(&group.name), &group.hold.limits);
+            }
+            (disk.name.clone(), limits)
+        };
+        self.world.disks.iter().map(of_disk).collect()
     }
 
     /// How many independent parts there may be.

@@ -24,7 +24,6 @@ use crate::{
     limit_lines::{LimitRates, lines_of},
     over_time::{LatencyOverTime, OverTime},
     result::{Axis, Chart, Findings, Lines, Series, Table, Unit},
-    simulate::Setup,
 };
 
 /// Disks with charts, in the order of their first requests.
@@ -44,6 +43,9 @@ pub(crate) struct DrawnRecording {
     pub(crate) partial: Option<String>,
 }
 
+/// The limits of each disk, with those of its groups.
+pub(crate) type LimitsByDisk = HashMap<String, LimitRates>;
+
 /// Whether a regular file is a recording, as far as it can be read. Nothing is read of a pipe: its
 /// bytes are lost for the next reader.
 pub(crate) fn is_recording(path: &Path) -> bool {
@@ -54,12 +56,11 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     read.unwrap_or(false)
 }
 
-/// Reads recordings as one. `config` is the file of `weir serve` whose limits are drawn.
+/// Reads recordings as one. `limits` are drawn beside the rates.
 ///
 /// # Errors
-/// A file that cannot be read from its beginning, or a config file that a daemon would refuse.
-pub(crate) fn draw(paths: &[PathBuf], config: Option<&Path>) -> anyhow::Result<DrawnRecording> {
-    let setup = config.map(|path| Setup::of_config(path, None)).transpose()?;
+/// A file that cannot be read from its beginning, or more than [`MOST_DISKS`].
+pub(crate) fn draw(paths: &[PathBuf], limits: Option<&LimitsByDisk>) -> anyhow::Result<DrawnRecording> {
     let options = Options { outcomes: true, ..Options::default() };
     let mut source = Merged::open(paths, &options)?;
     let clock_ns = source.clock_ns();
@@ -96,7 +97,7 @@ pub(crate) fn draw(paths: &[PathBuf], config: Option<&Path>) -> anyhow::Result<D
     }
     let seconds = last_ns as f64 / 1e9;
     Ok(DrawnRecording {
-        findings: findings(&disks, setup.as_ref(), seconds, source.lost()),
+        findings: findings(&disks, limits, seconds, source.lost()),
         began_s: if is_since_1970(clock_ns) { clock_ns / 1_000_000_000 } else { 0 },
         seconds,
         partial,
@@ -242,10 +243,11 @@ impl RecordedDisk {
         ]
     }
 
-    fn charts(&self, setup: Option<&Setup>, seconds: f64) -> Vec<Chart> {
+    fn charts(&self, limits: Option<&LimitsByDisk>, seconds: f64) -> Vec<Chart> {
         let Some(over_time) = &self.over_time else { return Vec::new() };
         let DiskOverTime { done, done_bytes, latency, throttled } = &**over_time;
-        let limits = limits_of(setup, &self.name);
+        let none = LimitRates::default();
+        let limits = limits.and_then(|by_disk| by_disk.get(&self.name)).unwrap_or(&none);
         let mut charts = Vec::new();
         for (what, unit, series, limits) in [
             ("requests a second", Unit::Iops, done, &limits.iops),
@@ -298,19 +300,7 @@ fn over_time_chart(disk: &str, what: &str, y: Axis, series: Vec<Series>, limits:
     Chart::Lines(Lines { title, x, y, steps: false, series, limits })
 }
 
-/// The limits of a disk and its groups in a config file.
-fn limits_of(setup: Option<&Setup>, name: &str) -> LimitRates {
-    let mut limits = LimitRates::default();
-    let Some(world) = setup.map(|setup| &setup.world) else { return limits };
-    let Some(disk) = world.disks.iter().find(|disk| disk.name == name) else { return limits };
-    limits.add(None, &disk.hold.limits);
-    for group in world.groups_above(disk).map(|group| &world.groups[group]) {
-        limits.add(Some(&group.name), &group.hold.limits);
-    }
-    limits
-}
-
-fn findings(disks: &[RecordedDisk], setup: Option<&Setup>, seconds: f64, lost: u64) -> Findings {
+fn findings(disks: &[RecordedDisk], limits: Option<&LimitsByDisk>, seconds: f64, lost: u64) -> Findings {
     let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled|by".split('|');
     let rows = disks.iter().map(|disk| disk.row(seconds)).collect();
     let note = "Rates are over the whole recording. A disk is throttled while at least one request waits for a limit.";
@@ -320,7 +310,7 @@ fn findings(disks: &[RecordedDisk], setup: Option<&Setup>, seconds: f64, lost: u
         summary.push(format!("Of {} disks the first {DRAWN} are drawn.", disks.len()));
     }
     let was_throttled = disks.iter().any(|disk| disk.throttled_ns > 0);
-    if setup.is_none() && was_throttled {
+    if limits.is_none() && was_throttled {
         summary.push(
             "A recording has the names of limits and not their values: --config FILE draws those of a config file.".to_owned(),
         );
@@ -331,7 +321,7 @@ fn findings(disks: &[RecordedDisk], setup: Option<&Setup>, seconds: f64, lost: u
     Findings {
         summary,
         opening: vec![table],
-        charts: disks.iter().flat_map(|disk| disk.charts(setup, seconds)).collect(),
+        charts: disks.iter().flat_map(|disk| disk.charts(limits, seconds)).collect(),
         ..Findings::default()
     }
 }
