@@ -1,5 +1,5 @@
 """The rows that ask what rude clients cost: those that say nothing, come and go, send half a
-write, flood a disk with flushes, or take all descriptors.
+write or less and stall, flood a disk with flushes, or take all descriptors.
 
 Why beside peers: a server that many tenants reach is as strong as what one of them can do to it.
 
@@ -9,6 +9,7 @@ Never judges a speed: memory, processor time and counts.
 import contextlib
 import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -70,12 +71,12 @@ def connect(server):
     return client
 
 
-def negotiate(server):
-    """A client that may send requests to the default export."""
+def negotiate(server, name=b""):
+    """A client that may send requests to an export; "" is the default one."""
     client = connect(server)
     receive(client, 18)
-    # Fixed newstyle, without the zeroes behind the answer; then NBD_OPT_EXPORT_NAME of "".
-    client.sendall(struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, 0))
+    # Fixed newstyle, without the zeroes behind the answer; then NBD_OPT_EXPORT_NAME.
+    client.sendall(struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, len(name)) + name)
     receive(client, 10)
     return client
 
@@ -88,8 +89,9 @@ def everyone(setup, *options, image="memory:64M"):
     return weir | {QEMU: qemu, NBDKIT: servers.nbdkit_memory("64M")}
 
 
-def each(argvs, use, spoilt=False):
+def each(argvs, use, spoilt=False, start=servers.Server):
     """Contenders that each start a server for a sample. `spoilt`: it leaves peers in no state to end.
+    `start` makes the server.
     """
 
     def on(name, argv):
@@ -97,7 +99,7 @@ def each(argvs, use, spoilt=False):
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             try:
-                server = servers.Server(argv, killed=spoilt and name != WEIR)
+                server = start(argv, killed=spoilt and name != WEIR)
                 with server, contextlib.ExitStack() as stack:
                     return use(server, stack)
             except OSError as error:
@@ -187,6 +189,55 @@ def halves(setup, _stack):
     return each(everyone(setup, "--memory", "256M"), use)
 
 
+class Ended(servers.Server):
+    """A server whose end is measured."""
+
+    _ended = False
+
+    def end_seconds(self):
+        """Ends the server; returns how long that took."""
+        start = time.monotonic()
+        self._process.send_signal(signal.SIGTERM)
+        if self._process.wait(servers.STOP_SECONDS) != 0:
+            raise LoadFailed(f"the server ended with an error:\n{self.log()}")
+        self._ended = True
+        return time.monotonic() - start
+
+    def _stop(self, quiet):
+        if not self._ended:
+            super()._stop(quiet)
+
+
+def stalled(setup, _stack):
+    """What clients that send the header of a 1 MiB write and 100 bytes of it cost a client of another
+    disk, processor time to connect them, and the end of the server.
+    """
+    count = 10_000 if setup.seconds else 50
+
+    def use(server, stack):
+        def rate():
+            start, done = time.monotonic(), 0
+            while done == 0 or time.monotonic() - start < setup.seconds:
+                other.sendall(request(READ, 1, 0, 4096))
+                receive(other, 16 + 4096)
+                done += 1
+            return done / (time.monotonic() - start)
+
+        other = stack.enter_context(negotiate(server, b"other"))
+        alone, before = rate(), server.cpu_seconds()
+        clients = [stack.enter_context(negotiate(server)) for _ in range(count)]
+        connected = server.cpu_seconds() - before
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.sendall(request(WRITE, 1, 0, MIB) + bytes(100))
+        lost = max(0, 1 - rate() / alone)
+        return {"lost": lost, "connect_us": connected / count * 1e6, "end_s": server.end_seconds()}
+
+    disks = ("memory:64M", "--name", "stalled", "--name", "other")
+    argv = servers.weir(setup.program, "memory:64M", *disks, "--max-connections", "0", "--memory", "512M")
+    return each({WEIR: argv}, use, start=Ended)
+
+
 def flushes_of(device):
     """Flushes that the block device has completed (Documentation/block/stat.rst, field 16)."""
     return int(Path(f"/sys/block/{Path(device).name}/stat").read_text().split()[15])
@@ -256,7 +307,7 @@ ROWS = (
         "rude-quiet",
         "memory for each of 1000 clients: silent, and idle after negotiation",
         quiet,
-        (AtMost(16 << 10, "silent_bytes", _kib, WEIR), AtMost(64 << 10, "idle_bytes", _kib, WEIR)),
+        (AtMost(16 << 10, "silent_bytes", _kib, WEIR), AtMost(12 << 10, "idle_bytes", _kib, WEIR)),
         columns=("silent_bytes", "idle_bytes"),
         rounds_factor=0.4,
     ),
@@ -282,6 +333,19 @@ ROWS = (
         halves,
         (AtMost(256 * MIB, "resident_bytes", _mib, WEIR),),
         columns=("resident_bytes",),
+        rounds_factor=0.4,
+    ),
+    Row(
+        "rude-stalled",
+        "10000 clients that each send 100 bytes of a 1 MiB write: rate another disk loses, and the end",
+        stalled,
+        (
+            AtMost(0.1, "lost", "{:.0%}".format, WEIR),
+            AtMost(2, "end_s", "{:.2f} s".format, WEIR),
+            AtMost(500, "connect_us", "{:.0f} µs".format, WEIR),
+        ),
+        columns=("lost", "connect_us", "end_s"),
+        needs_weir=True,
         rounds_factor=0.4,
     ),
     Row(

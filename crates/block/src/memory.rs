@@ -3,29 +3,45 @@
 //! ```text
 //!   budget ┬─ reserved   metadata caches, read-ahead, buffers kept for reuse: set aside beforehand
 //!          ├─ pages      of disks in memory: taken when they are written, else ENOSPC
+//!          ├─ connections  of clients of NBD: buffers and state of each, else the client waits
 //!          └─ requests   data of requests in flight and of replies that nobody has read yet
 //!               ├─ one half: an equal part for each disk, which no other disk can take
 //!               └─ the other half: for whoever needs more; disks take turns
 //! ```
 //!
-//! Where there is none for a request, its client waits. A client that keeps memory because it does
-//! not send what it announced, or does not read what it asked for, is disconnected once others have
-//! to wait for it. So no client costs another disk its requests, and none ends the process.
+//! A request that finds no memory waits. Waiting requests are served in an order that is fair
+//! between disks ([`requests`]) and between the clients of a disk ([`queue`]). While requests
+//! wait, clients that hold memory without progress are disconnected, the sooner the more requests
+//! wait ([`holders`]). So a client delays neither other disks nor other clients of its disk for
+//! long, and no client ends the process.
 //!
-//! The common half goes to the disk that has least of it, and among those with as much (nothing, as
-//! a rule) to the one that had some longest ago. So a disk waits for one client of another that
-//! keeps memory until it is pushed out, not for all that are in the queue behind that one.
+//! One waiting request, the watchman, looks for clients without progress. All others sleep until
+//! they are served. Taking and returning memory within a disk's part is one atomic operation, also
+//! while requests of other disks wait. All else is O(log n) in disks, clients and waiting requests.
 //!
 //! A request is charged its payload. What it takes beside that while it is carried out (tables,
 //! blocks that were not aligned, ciphertext) is not counted: a fifth of the machine is left for it.
 
+mod holders;
+mod queue;
+mod requests;
+
 use std::sync::{
-    Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak,
-    atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    Arc, LazyLock, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering::SeqCst},
 };
 
-use event_listener::Event;
+use policy::time::{Duration, Instant};
 
+use self::{
+    holders::grace,
+    queue::{Place, Waiter},
+    requests::{Requests, Used},
+};
+pub use self::{
+    holders::{GRACE, Holder, Listing, SHORTEST_GRACE, SLOWEST_BPS},
+    queue::MemoryFlow,
+};
 use crate::{reactor, seldom::Seldom};
 
 /// What requests have at least, in bytes: in each half of it, one of the largest fits.
@@ -73,6 +89,8 @@ pub struct Usage {
     pub reserved: u64,
     /// Of disks in memory.
     pub pages: u64,
+    /// Of connected clients of NBD servers, beside their requests.
+    pub connections: u64,
     /// Of requests in flight and unread replies.
     pub requests: u64,
     /// The most that `requests` may be.
@@ -117,15 +135,41 @@ impl Drop for Aside {
     }
 }
 
+/// Memory of a client's connection beside its requests, until this is dropped.
+#[derive(Debug)]
+pub struct ConnectionMemory {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl ConnectionMemory {
+    /// Charges `bytes` to `budget`; `None` if they are not left.
+    pub fn new(budget: &Arc<Budget>, bytes: u64) -> Option<Self> {
+        let fits = budget.take_beside(&budget.connections, bytes);
+        fits.then(|| Self { budget: Arc::clone(budget), bytes })
+    }
+
+    /// Charges `bytes` for a client of another process, which is served in any case.
+    pub fn taken_over(budget: &Arc<Budget>, bytes: u64) -> Self {
+        budget.connections.fetch_add(bytes, SeqCst);
+        Self { budget: Arc::clone(budget), bytes }
+    }
+}
+
+impl Drop for ConnectionMemory {
+    fn drop(&mut self) {
+        self.budget.connections.fetch_sub(self.bytes, SeqCst);
+    }
+}
+
 /// A budget.
 #[derive(Debug)]
 pub struct Budget {
     total: AtomicU64,
     pages: AtomicU64,
+    connections: AtomicU64,
     /// What each account may always use.
     part: AtomicU64,
-    /// Somebody is in the queue.
-    is_awaited: AtomicBool,
     state: Mutex<State>,
     log: Seldom,
 }
@@ -133,44 +177,9 @@ pub struct Budget {
 #[derive(Debug, Default)]
 struct State {
     reserved: u64,
-    /// What each account uses.
-    accounts: Vec<Arc<Used>>,
-    /// How often somebody has had more than its part.
-    turns: u64,
-    queue: Vec<Arc<Waiter>>,
-    clients: Vec<Weak<dyn Holder>>,
-}
-
-/// What an account uses.
-#[derive(Debug, Default)]
-struct Used {
-    /// Of requests in flight and unread replies.
-    bytes: AtomicU64,
-    /// The turn in which it last had more than its part; 0 before it has. Changed under the lock.
-    turn: AtomicU64,
-}
-
-impl Used {
-    fn bytes(&self) -> u64 {
-        self.bytes.load(SeqCst)
-    }
-}
-
-/// Somebody who may keep memory for as long as a client likes.
-pub trait Holder: std::fmt::Debug + Send + Sync {
-    /// Whether it has been waiting for its client for longer than is reasonable.
-    fn is_overdue(&self) -> bool;
-    /// Ends it, so that the memory comes back, now or in a moment. Called once.
-    fn push_out(&self);
-}
-
-#[derive(Debug)]
-struct Waiter {
-    /// What its account uses.
-    used: Arc<Used>,
-    bytes: u64,
-    granted: AtomicBool,
-    news: Event,
+    requests: Requests,
+    /// When the watchman looks for clients without progress.
+    next_look: Instant,
 }
 
 static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| Budget::new(u64::MAX));
@@ -181,8 +190,8 @@ impl Budget {
         Arc::new(Self {
             total: AtomicU64::new(total),
             pages: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
             part: AtomicU64::new(MOST_REQUESTS / 2),
-            is_awaited: AtomicBool::new(false),
             state: Mutex::default(),
             log: Seldom::default(),
         })
@@ -196,7 +205,7 @@ impl Budget {
     /// Sets how many bytes may be used. Not for a budget in use: what is there stays.
     pub fn set_total(&self, bytes: u64) {
         self.total.store(bytes, SeqCst);
-        self.divide(&self.lock());
+        self.divide(&mut self.lock());
     }
 
     /// Who has how much now.
@@ -206,9 +215,10 @@ impl Budget {
             total: self.total(),
             reserved: state.reserved,
             pages: self.pages.load(SeqCst),
-            requests: state.accounts.iter().map(|used| used.bytes()).sum(),
+            connections: self.connections.load(SeqCst),
+            requests: state.requests.sum(),
             most_requests: self.most_requests(state.reserved),
-            waiting: state.queue.len() as u64,
+            waiting: state.requests.waiting(),
         }
     }
 
@@ -232,14 +242,16 @@ impl Budget {
 
     /// What may be had beside requests, for good.
     fn left(&self, reserved: u64) -> u64 {
-        let others = reserved + self.pages.load(SeqCst) + self.most_requests(reserved);
+        let taken = self.pages.load(SeqCst) + self.connections.load(SeqCst);
+        let others = reserved + taken + self.most_requests(reserved);
         self.total().saturating_sub(others)
     }
 
     /// Gives each account its part of what requests may have.
-    fn divide(&self, state: &State) {
-        let accounts = state.accounts.len().max(1) as u64;
-        self.part.store(self.most_requests(state.reserved) / 2 / accounts, SeqCst);
+    fn divide(&self, state: &mut State) {
+        let part = state.requests.divide(self.most_requests(state.reserved));
+        self.part.store(part, SeqCst);
+        state.requests.divided();
     }
 
     /// Sets aside `bytes` instead of `before` for `what`.
@@ -254,23 +266,13 @@ impl Budget {
             return Err(NotEnough { what, asked: bytes, left, total: self.total() });
         }
         state.reserved = rest + bytes;
-        self.divide(&state);
+        self.divide(&mut state);
         Ok(())
     }
 
     /// Takes a page for a disk in memory; false where there is none.
     pub(crate) fn take_page(&self, bytes: u64) -> bool {
-        let total = self.total();
-        if total == u64::MAX {
-            self.pages.fetch_add(bytes, SeqCst);
-            return true;
-        }
-        let state = self.lock();
-        let fits = bytes <= self.left(state.reserved);
-        if fits {
-            self.pages.fetch_add(bytes, SeqCst);
-        }
-        fits
+        self.take_beside(&self.pages, bytes)
     }
 
     /// Gives pages back.
@@ -278,83 +280,49 @@ impl Budget {
         self.pages.fetch_sub(bytes, SeqCst);
     }
 
-    /// Has `client` ended when others wait for what it keeps.
-    pub fn watch(&self, client: Weak<dyn Holder>) {
-        let mut state = self.lock();
-        state.clients.retain(|client| client.strong_count() > 0);
-        state.clients.push(client);
+    /// Adds `bytes` to one of the sums that grow beside requests, if they are left.
+    fn take_beside(&self, sum: &AtomicU64, bytes: u64) -> bool {
+        let total = self.total();
+        if total == u64::MAX {
+            sum.fetch_add(bytes, SeqCst);
+            return true;
+        }
+        let state = self.lock();
+        let fits = bytes <= self.left(state.reserved);
+        if fits {
+            sum.fetch_add(bytes, SeqCst);
+        }
+        fits
     }
 
-    /// Ends those that keep others waiting. Once each: an end takes a moment, and meanwhile all
-    /// that wait ask for it.
-    fn push_out(&self) {
-        let clients: Vec<_> = self.lock().clients.iter().filter_map(Weak::upgrade).collect();
-        for client in clients.iter().filter(|client| client.is_overdue()) {
-            if !self.forget(client) {
-                continue;
-            }
-            client.push_out();
+    /// Disconnects clients without progress, at most one for each waiting request, and sets the
+    /// time of the next look.
+    fn look(&self, now: Instant) {
+        let (mut overdue, mut seen) = (Vec::new(), Vec::new());
+        let waiting = {
+            let mut state = self.lock();
+            let waiting = state.requests.waiting();
+            let grace = grace(waiting);
+            let latest = now.as_nanos().checked_sub(grace.as_nanos() as u64);
+            let mut next = now + LOOK;
+            state.requests.for_holders_over_part(|holders| {
+                let due = holders.take_overdue(latest, waiting as usize, &mut overdue, &mut seen);
+                next = next.min(due.map_or(next, |due| due + grace));
+            });
+            // Clients that are overdue and were not disconnected yet.
+            state.next_look = if next > now { next } else { now + LOOK };
+            waiting
+        };
+        for holder in &overdue {
+            holder.push_out();
             if let Some(left_out) = self.log.line(reactor::recently()) {
-                tracing::warn!(left_out, "a client was disconnected: it kept memory that others wait for");
+                tracing::warn!(
+                    waiting,
+                    left_out,
+                    "a client was disconnected: it held memory without progress while requests waited"
+                );
             }
         }
-    }
-
-    /// Watches a client no more; false if it was not watched.
-    fn forget(&self, client: &Arc<dyn Holder>) -> bool {
-        let mut state = self.lock();
-        let is_it = |other: &Weak<dyn Holder>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(client));
-        let place = state.clients.iter().position(is_it);
-        place.is_some_and(|place| {
-            state.clients.swap_remove(place);
-            true
-        })
-    }
-
-    /// Lets in who may go now: whoever stays within its part, and then whose disk has least beyond
-    /// it, in turn. Nobody overtakes that one to the common half.
-    fn serve(&self, state: &mut State) {
-        loop {
-            let part = self.part.load(SeqCst);
-            let within = state.queue.iter().position(|waiter| waiter.used.bytes() + waiter.bytes <= part);
-            let standing = |&place: &usize| {
-                let used = &state.queue[place].used;
-                // Not what it has of its part: another disk, whose clients have nothing whenever
-                // one of them was pushed out, would come before one with any request in flight.
-                (used.bytes().saturating_sub(part), used.turn.load(SeqCst))
-            };
-            let next = (0..state.queue.len()).min_by_key(standing);
-            let may = |&place: &usize| self.may(state, &state.queue[place].used, state.queue[place].bytes);
-            let Some(place) = within.or(next.filter(may)) else { break };
-            let waiter = state.queue.remove(place);
-            self.charge(state, &waiter.used, waiter.bytes);
-            waiter.granted.store(true, SeqCst);
-            waiter.news.notify(usize::MAX);
-        }
-        self.is_awaited.store(!state.queue.is_empty(), SeqCst);
-    }
-
-    /// Charges an account. Where that is more than its part it was its turn.
-    fn charge(&self, state: &mut State, account: &Used, bytes: u64) {
-        if account.bytes.fetch_add(bytes, SeqCst) + bytes > self.part.load(SeqCst) {
-            state.turns += 1;
-            account.turn.store(state.turns, SeqCst);
-        }
-    }
-
-    /// Whether an account may have more: of its own part, or of the common half. Of that nobody has
-    /// more than is still free, except by one request: what waits long for its limits would
-    /// otherwise keep all of it.
-    fn may(&self, state: &State, account: &Arc<Used>, bytes: u64) -> bool {
-        let part = self.part.load(SeqCst);
-        let over = |used: u64| used.saturating_sub(part);
-        let used = account.bytes();
-        let others = state.accounts.iter().filter(|other| !Arc::ptr_eq(other, account));
-        let others: u64 = others.map(|used| over(used.bytes())).sum();
-        let common = self.most_requests(state.reserved) - part * state.accounts.len() as u64;
-        let wanted = over(used + bytes);
-        let Some(free) = common.checked_sub(others + wanted) else { return wanted == 0 };
-        over(used) == 0 || wanted <= free
     }
 }
 
@@ -362,6 +330,7 @@ impl Budget {
 #[derive(Debug)]
 pub struct Account {
     budget: Arc<Budget>,
+    number: u64,
     used: Arc<Used>,
     reserved: AtomicU64,
 }
@@ -370,11 +339,13 @@ impl Account {
     /// An account of its own in `budget`.
     pub fn new(budget: &Arc<Budget>) -> Arc<Self> {
         let used: Arc<Used> = Arc::default();
-        let mut state = budget.lock();
-        state.accounts.push(Arc::clone(&used));
-        budget.divide(&state);
-        drop(state);
-        Arc::new(Self { budget: Arc::clone(budget), used, reserved: AtomicU64::new(0) })
+        let number = {
+            let mut state = budget.lock();
+            let number = state.requests.add(&used);
+            budget.divide(&mut state);
+            number
+        };
+        Arc::new(Self { budget: Arc::clone(budget), number, used, reserved: AtomicU64::new(0) })
     }
 
     /// The budget that it is in.
@@ -405,95 +376,113 @@ impl Account {
     /// Takes memory for a request if nobody has to wait for it. To be [given
     /// back](Account::give_back).
     pub fn try_take(&self, bytes: u64) -> bool {
-        let part = self.budget.part.load(SeqCst);
-        let within = |used: u64| used.checked_add(bytes).filter(|&used| used <= part);
-        if self.used.bytes.fetch_update(SeqCst, SeqCst, within).is_ok() {
+        if let Some(sum) = self.used.add_within(bytes, self.part()) {
+            // The part may have shrunk in between, and the sum is recorded as within it.
+            if sum > self.part() {
+                self.budget.lock().requests.came_back(self.number);
+            }
             return true;
         }
-        let mut state = self.budget.lock();
-        let free = state.queue.is_empty() && self.budget.may(&state, &self.used, bytes);
-        if free {
-            self.budget.charge(&mut state, &self.used, bytes);
-        }
-        free
+        self.budget.lock().requests.try_charge(self.number, bytes)
     }
 
-    /// The same, and waits for it. Whoever gives up waiting has taken nothing.
+    /// Takes memory for a request of the client that `flow` belongs to, and waits for it if
+    /// necessary. A caller that gives up waiting has taken nothing.
     ///
     /// `bytes` is at most half of [`LEAST_REQUESTS`].
-    pub async fn take(&self, bytes: u64) {
+    pub async fn take(&self, flow: &MemoryFlow, bytes: u64) {
         if self.try_take(bytes) {
             return;
         }
-        let waiter = Arc::new(Waiter {
-            used: Arc::clone(&self.used),
-            bytes,
-            granted: AtomicBool::new(false),
-            news: Event::new(),
-        });
-        let mut place = Place { budget: &self.budget, waiter: &waiter, is_kept: false };
+        let waiter = Waiter::new(bytes);
         let mut news = waiter.news.listen();
-        {
-            let mut state = self.budget.lock();
-            state.queue.push(Arc::clone(&waiter));
-            self.budget.is_awaited.store(true, SeqCst);
-            // Once more: what came back before the store was given to nobody.
-            self.budget.serve(&mut state);
-        }
-        while !waiter.granted.load(SeqCst) {
-            if reactor::timeout(PATIENCE, news).await.is_err() {
-                self.budget.push_out();
+        let Some(place) = self.wait(flow, &waiter) else { return };
+        let mut queued = Queued { account: self, place, waiter: &waiter, is_kept: false };
+        while !waiter.is_granted.load(SeqCst) {
+            if waiter.is_watchman.load(SeqCst) {
+                let next_look = self.budget.lock().next_look;
+                if reactor::timeout(next_look - reactor::now(), news).await.is_err() {
+                    self.budget.look(reactor::now());
+                }
+            } else {
+                news.await;
             }
             news = waiter.news.listen();
         }
-        place.is_kept = true;
+        queued.is_kept = true;
     }
 
-    /// Whether it uses more than what no other can take.
-    pub fn is_over_its_part(&self) -> bool {
-        self.used() > self.budget.part.load(SeqCst)
+    fn wait(&self, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Option<Place> {
+        let mut state = self.budget.lock();
+        if state.requests.waiting() == 0 {
+            state.next_look = reactor::now() + LOOK;
+        }
+        state.requests.wait(self.number, flow, waiter)
     }
 
     /// Gives back what was taken.
     pub fn give_back(&self, bytes: u64) {
-        self.used.bytes.fetch_sub(bytes, SeqCst);
-        if self.budget.is_awaited.load(SeqCst) {
-            self.budget.serve(&mut self.budget.lock());
+        if self.used.subtract(bytes) {
+            self.budget.lock().requests.came_back(self.number);
         }
+    }
+
+    /// Lists a client whose transfer has started, so that it can be disconnected if it holds
+    /// memory without progress. To be called after [`Holder::due`] has changed; costs two atomic
+    /// operations while the client is listed.
+    pub fn watch(&self, holder: &Arc<impl Holder + 'static>) {
+        if !holder.listing().is_done() {
+            let holder: Arc<dyn Holder> = Arc::clone(holder) as _;
+            if let Some(list) = self.budget.lock().requests.holders(self.number) {
+                list.add(&holder);
+            }
+        }
+    }
+
+    /// Removes a client that has gone from the list of [`Account::watch`].
+    pub fn forget(&self, listing: &Listing) {
+        if listing.is_listed()
+            && let Some(list) = self.budget.lock().requests.holders(self.number)
+        {
+            list.remove(listing);
+        }
+    }
+
+    fn part(&self) -> u64 {
+        self.budget.part.load(SeqCst)
     }
 }
 
-/// Who waits looks so often for clients that keep it waiting.
-const PATIENCE: policy::time::Duration = policy::time::Duration::from_secs(1);
+/// Longest time between two looks for clients without progress, while requests wait.
+const LOOK: Duration = Duration::from_secs(1);
 
 impl Drop for Account {
     fn drop(&mut self) {
         let mut state = self.budget.lock();
         state.reserved -= *self.reserved.get_mut();
-        state.accounts.retain(|used| !Arc::ptr_eq(used, &self.used));
-        self.budget.divide(&state);
-        self.budget.serve(&mut state);
+        state.requests.remove(self.number);
+        self.budget.divide(&mut state);
     }
 }
 
-/// A place in the queue, or what was granted to somebody who then went.
-struct Place<'a> {
-    budget: &'a Budget,
+/// A queued request, or one that was served. Unless it is kept, its memory is returned.
+struct Queued<'a> {
+    account: &'a Account,
+    place: Place,
     waiter: &'a Arc<Waiter>,
     is_kept: bool,
 }
 
-impl Drop for Place<'_> {
+impl Drop for Queued<'_> {
     fn drop(&mut self) {
         if self.is_kept {
             return;
         }
-        let mut state = self.budget.lock();
-        state.queue.retain(|waiter| !Arc::ptr_eq(waiter, self.waiter));
-        if self.waiter.granted.load(SeqCst) {
-            self.waiter.used.bytes.fetch_sub(self.waiter.bytes, SeqCst);
+        let mut state = self.account.budget.lock();
+        if self.waiter.is_granted.load(SeqCst) {
+            self.account.used.subtract(self.waiter.bytes);
         }
-        self.budget.serve(&mut state);
+        state.requests.leave(self.account.number, self.place);
     }
 }
 

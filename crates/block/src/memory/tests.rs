@@ -3,7 +3,8 @@
 use std::{cell::RefCell, rc::Rc};
 
 use super::*;
-use crate::reactor::{now, sim, sleep_until, spawn_joinable, timeout};
+use crate::reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
+use event_listener::Event;
 use policy::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -30,6 +31,7 @@ fn memory_is_shared_between_disks() {
                     (Arc::clone(&budget), Rc::clone(&accounts), Rc::clone(&waited));
                 async move {
                     let account = &accounts[number % accounts.len()];
+                    let flow = MemoryFlow::default();
                     for _ in 0..20 {
                         let bytes = sim::random(|random| random.u64(1..=LARGEST));
                         let at_once = account.used() + bytes <= budget.part.load(SeqCst);
@@ -39,7 +41,7 @@ fn memory_is_shared_between_disks() {
                         } else {
                             pause()
                         };
-                        if timeout(patience, account.take(bytes)).await.is_err() {
+                        if timeout(patience, account.take(&flow, bytes)).await.is_err() {
                             continue;
                         }
                         *waited.borrow_mut() += u64::from(now() > began);
@@ -71,7 +73,6 @@ fn one_disk_leaves_the_others_as_much_as_it_has_beyond_its_part() {
     assert_eq!(greedy.used(), (64 + 64) * MIB, "its part, and half of the common half");
     while other.try_take(MIB) {}
     assert_eq!(other.used(), (64 + 32) * MIB);
-    assert!(greedy.is_over_its_part());
 }
 
 #[test]
@@ -95,69 +96,96 @@ fn what_is_set_aside_fits_or_is_refused() {
     assert_eq!(budget.usage().reserved, 0);
 }
 
-fn watch<T: Holder + 'static>(budget: &Budget, client: &Arc<T>) {
-    let watched: Arc<dyn Holder> = client.clone();
-    budget.watch(Arc::downgrade(&watched));
+/// A client that holds memory without progress since an instant, and how often it was visited and
+/// disconnected.
+#[derive(Debug)]
+struct Stalled {
+    account: Arc<Account>,
+    since: Instant,
+    listing: Listing,
+    visits: AtomicU64,
+    ends: AtomicU64,
+    ended: Event,
 }
 
-#[derive(Debug)]
-struct Silent(Arc<Account>, AtomicBool);
+impl Stalled {
+    fn new(account: &Arc<Account>) -> Arc<Self> {
+        let stalled = Arc::new(Self {
+            account: Arc::clone(account),
+            since: now(),
+            listing: Listing::default(),
+            visits: AtomicU64::new(0),
+            ends: AtomicU64::new(0),
+            ended: Event::new(),
+        });
+        account.watch(&stalled);
+        stalled
+    }
 
-impl Holder for Silent {
-    fn is_overdue(&self) -> bool {
-        !self.1.load(SeqCst)
+    /// Takes the largest request and holds it until the client is disconnected.
+    async fn hold(account: Arc<Account>) {
+        account.take(&MemoryFlow::default(), LARGEST).await;
+        let stalled = Self::new(&account);
+        stalled.ended.listen().await;
+        account.give_back(LARGEST);
+    }
+}
+
+impl Holder for Stalled {
+    fn due(&self) -> Option<Instant> {
+        self.visits.fetch_add(1, SeqCst);
+        Some(self.since)
     }
 
     fn push_out(&self) {
-        self.1.store(true, SeqCst);
-        self.0.give_back(LARGEST);
+        self.ends.fetch_add(1, SeqCst);
+        self.ended.notify(usize::MAX);
+    }
+
+    fn listing(&self) -> &Listing {
+        &self.listing
+    }
+}
+
+impl Drop for Stalled {
+    fn drop(&mut self) {
+        self.account.forget(&self.listing);
+    }
+}
+
+/// Clients that hold the largest request of `account` without progress, and connect again whenever
+/// they are disconnected.
+fn hostile(account: &Arc<Account>, count: usize) -> Vec<JoinHandle<()>> {
+    let client = |_| {
+        let account = Arc::clone(account);
+        spawn_joinable(async move {
+            loop {
+                Stalled::hold(Arc::clone(&account)).await;
+            }
+        })
+    };
+    (0..count).map(client).collect()
+}
+
+async fn end(clients: Vec<JoinHandle<()>>) {
+    for client in clients {
+        client.cancel().await;
     }
 }
 
 #[test]
-fn who_keeps_others_waiting_has_to_go() {
+fn a_client_without_progress_is_disconnected_after_the_grace() {
     sim::run(1, async {
         let budget = Budget::new(0);
-        let (silent, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
-        silent.take(LARGEST).await;
-        let client = Arc::new(Silent(silent, AtomicBool::new(false)));
-        watch(&budget, &client);
+        let (stalled, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
+        let holding = spawn_joinable(Stalled::hold(Arc::clone(&stalled)));
+        sleep_until(now() + Duration::from_millis(1)).await;
         let began = now();
-        other.take(LARGEST).await;
-        assert_eq!(now() - began, PATIENCE);
+        other.take(&MemoryFlow::default(), LARGEST).await;
+        let waited = now() - began;
+        assert!(waited <= GRACE && waited >= GRACE - LOOK, "{waited:?}");
+        holding.await;
     });
-}
-
-/// A client that sends a header, and nothing behind it.
-#[derive(Debug)]
-struct Stuck {
-    account: Arc<Account>,
-    since: policy::time::Instant,
-    end: Event,
-}
-
-/// How long it may keep the largest request: as `export` has it.
-const ALLOWED: Duration = Duration::from_secs(10 + 32);
-
-impl Stuck {
-    async fn keep(account: Arc<Account>) {
-        account.take(LARGEST).await;
-        let stuck = Arc::new(Self { account, since: now(), end: Event::new() });
-        let end = stuck.end.listen();
-        watch(stuck.account.budget(), &stuck);
-        end.await;
-        stuck.account.give_back(LARGEST);
-    }
-}
-
-impl Holder for Stuck {
-    fn is_overdue(&self) -> bool {
-        self.account.is_over_its_part() && now() > self.since + ALLOWED
-    }
-
-    fn push_out(&self) {
-        self.end.notify(usize::MAX);
-    }
 }
 
 /// However many clients of one disk keep what they can get, and come again once they were
@@ -170,27 +198,20 @@ fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
         sim::run(disks as u64, async move {
             let budget = Budget::new(128 * MIB);
             let accounts: Vec<_> = (0..disks).map(|_| Account::new(&budget)).collect();
-            let stuck = |_| {
-                let account = Arc::clone(&accounts[0]);
-                spawn_joinable(async move {
-                    loop {
-                        Stuck::keep(Arc::clone(&account)).await;
-                    }
-                })
-            };
-            let stuck: Vec<_> = (0..60).map(stuck).collect();
+            let stuck = hostile(&accounts[0], 60);
             let ordinary = |number: usize| {
                 let account = Arc::clone(&accounts[number]);
                 async move {
+                    let flow = MemoryFlow::default();
                     if number.is_multiple_of(2) {
-                        account.take(4096).await;
+                        account.take(&flow, 4096).await;
                     }
                     for _ in 0..3 {
                         sleep_until(now() + pause()).await;
                         let began = now();
-                        account.take(bytes).await;
+                        account.take(&flow, bytes).await;
                         let waited = now() - began;
-                        assert!(waited <= ALLOWED + 3 * PATIENCE, "{disks} disks: {waited:?}");
+                        assert!(waited <= GRACE + 3 * LOOK, "{disks} disks: {waited:?}");
                         sleep_until(now() + Duration::from_millis(1)).await;
                         account.give_back(bytes);
                     }
@@ -200,49 +221,38 @@ fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
             for client in ordinary {
                 client.await;
             }
-            for client in stuck {
-                client.cancel().await;
-            }
+            end(stuck).await;
         });
     }
 }
 
-/// A client whose end takes a while, and how often it was ended.
-#[derive(Debug)]
-struct Slow(Arc<Account>, AtomicU64);
-
-impl Holder for Slow {
-    fn is_overdue(&self) -> bool {
-        self.0.used() > 0
-    }
-
-    fn push_out(&self) {
-        self.1.fetch_add(1, SeqCst);
-    }
-}
-
-/// Each end is a line of the log, so thirty that wait must not make thirty of one.
+/// The end of a client takes a while, and each is a line of the log.
 #[test]
-fn a_client_is_pushed_out_once_however_many_wait() {
+fn a_client_is_disconnected_once_however_many_requests_wait() {
     sim::run(1, async {
         let budget = Budget::new(0);
         let (slow, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
-        slow.take(LARGEST).await;
-        let client = Arc::new(Slow(slow, AtomicU64::new(0)));
-        watch(&budget, &client);
+        slow.take(&MemoryFlow::default(), LARGEST).await;
+        let client = Stalled::new(&slow);
         let wait = |_| {
             let other = Arc::clone(&other);
             spawn_joinable(async move {
-                other.take(LARGEST).await;
+                other.take(&MemoryFlow::default(), LARGEST).await;
                 other.give_back(LARGEST);
             })
         };
         let waiting: Vec<_> = (0..30).map(wait).collect();
-        sleep_until(now() + 5 * PATIENCE).await;
-        assert_eq!(client.1.load(SeqCst), 1);
-        client.0.give_back(LARGEST);
+        sleep_until(now() + 5 * LOOK).await;
+        assert_eq!(client.ends.load(SeqCst), 1);
+        // A transfer that goes on does not list it again.
+        slow.watch(&client);
+        sleep_until(now() + 5 * LOOK).await;
+        assert_eq!(client.ends.load(SeqCst), 1);
+        slow.give_back(LARGEST);
         for waiter in waiting {
             waiter.await;
         }
     });
 }
+
+mod fairness;

@@ -1,14 +1,21 @@
 //! Bytes received and not yet parsed. One receive may bring many requests.
 
-use std::io;
+use std::{io, sync::Arc};
 
 use super::stream::Stream;
-use crate::buffer::Buffer;
+use crate::{
+    buffer::Buffer,
+    memory::{Budget, ConnectionMemory},
+};
 
-/// Received at a time from a client that may have nothing to say: all that an idle one costs.
-const IDLE_BYTES: usize = 32 << 10;
-/// The same during the handshake, when nobody knows yet who it is.
-const HANDSHAKE_BYTES: usize = 4 << 10;
+/// Received at a time during the handshake, and from a client that sends little. A hundred requests
+/// without payload fit.
+pub const SMALL_BYTES: usize = 4 << 10;
+/// Received at a time from a client whose last receives brought more than half of [`SMALL_BYTES`].
+pub const USUAL_BYTES: usize = 32 << 10;
+/// After so many receives of less in succession, the small size is used again. A client that sends
+/// reads and writes by turns keeps the larger one, because each change costs a receive.
+const QUIET_RECEIVES: u8 = 64;
 /// Received at a time from a client that has sent so much: what a Unix socket holds by default.
 const BUSY_BYTES: usize = 256 << 10;
 
@@ -21,6 +28,12 @@ pub struct Inbox {
     end: usize,
     /// The size of a buffer that waits for the client.
     idle_bytes: usize,
+    /// Charged for [`USUAL_BYTES`]; `None` during the handshake and for the end that asks.
+    budget: Option<Arc<Budget>>,
+    /// While [`USUAL_BYTES`] are in use.
+    larger: Option<ConnectionMemory>,
+    /// Receives of little in succession.
+    quiet: u8,
     /// What the last receive brought.
     received: usize,
     /// What has come of a payload whose receiving ended early.
@@ -34,8 +47,11 @@ impl Inbox {
     // No default: what it is for says its size.
     #[allow(clippy::new_without_default, reason = "it is for a handshake, and says so")]
     pub fn new() -> Self {
-        let idle_bytes = HANDSHAKE_BYTES;
+        let idle_bytes = SMALL_BYTES;
         Self {
+            budget: None,
+            larger: None,
+            quiet: 0,
             buffer: Some(Buffer::new(idle_bytes)),
             start: 0,
             end: 0,
@@ -66,9 +82,28 @@ impl Inbox {
         (std::mem::take(&mut self.unfinished), behind, std::mem::take(&mut self.to_skip))
     }
 
-    /// For the requests behind the handshake, as far as they have not arrived.
-    pub fn await_requests(&mut self) {
-        self.idle_bytes = IDLE_BYTES;
+    /// For the requests behind the handshake, as far as they have not arrived. What is received at
+    /// a time follows the client from now on; more than [`SMALL_BYTES`] is charged to `budget`.
+    pub fn await_requests(&mut self, budget: &Arc<Budget>) {
+        self.budget = Some(Arc::clone(budget));
+    }
+
+    /// Chooses the size of the next buffer by what the last receive brought. Where memory is used
+    /// up, the small size remains.
+    fn adapt(&mut self) {
+        let Some(budget) = &self.budget else { return };
+        if self.received > SMALL_BYTES / 2 {
+            self.quiet = 0;
+            if self.larger.is_none() {
+                self.larger = ConnectionMemory::new(budget, (USUAL_BYTES - SMALL_BYTES) as u64);
+            }
+        } else if self.larger.is_some() {
+            self.quiet += 1;
+            if self.quiet == QUIET_RECEIVES {
+                self.larger = None;
+            }
+        }
+        self.idle_bytes = if self.larger.is_some() { USUAL_BYTES } else { SMALL_BYTES };
     }
 
     /// What is there.
@@ -95,6 +130,7 @@ impl Inbox {
     pub async fn fill(&mut self, stream: &Stream) -> io::Result<bool> {
         let mut buffer = self.buffer.take().expect("one receive at a time");
         // Only the beginning of a request is ever left, or of an option, so this moves a few bytes.
+        self.adapt();
         let room = self.room(stream);
         if room == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
@@ -131,14 +167,31 @@ impl Inbox {
     /// # Errors
     /// The stream's, or its end.
     pub async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
+        self.payload_in_parts(length, stream, |_| {}).await
+    }
+
+    /// The same; `moved` is called with the length of each part that is there.
+    ///
+    /// # Errors
+    /// The stream's, or its end.
+    pub async fn payload_in_parts(
+        &mut self,
+        length: usize,
+        stream: &Stream,
+        moved: impl Fn(usize),
+    ) -> io::Result<Buffer> {
         let mut payload = Buffer::new(length);
         let mut filled = self.take(&mut payload);
+        moved(filled);
         while filled < length {
             let (result, buffer) = stream.receive(payload, filled).await;
             payload = buffer;
             match result {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => filled += count,
+                Ok(count) => {
+                    filled += count;
+                    moved(count);
+                }
                 Err(error) => {
                     self.unfinished = payload[..filled].to_vec();
                     return Err(error);

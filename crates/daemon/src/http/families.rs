@@ -94,7 +94,12 @@ impl Families {
         // u64::MAX where nothing bounds it.
         let total = (memory.total != u64::MAX).then_some(([], memory.total));
         to.gauges("weir_memory_limit_bytes", "What may be used for data.", total)?;
-        let owners = [("reserved", memory.reserved), ("pages", memory.pages), ("requests", memory.requests)];
+        let owners = [
+            ("reserved", memory.reserved),
+            ("pages", memory.pages),
+            ("connections", memory.connections),
+            ("requests", memory.requests),
+        ];
         let owners = owners.map(|(owner, bytes)| ([("owner", owner)], bytes));
         to.gauges("weir_memory_used_bytes", "What is used for data.", owners)?;
         let most = [([], memory.most_requests)];

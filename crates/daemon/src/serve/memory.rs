@@ -107,6 +107,7 @@ mod tests {
             total,
             reserved: 16 * MIB,
             pages: 0,
+            connections: 0,
             requests: 0,
             most_requests: 64 * MIB,
             waiting: 0,

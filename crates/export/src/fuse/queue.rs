@@ -28,6 +28,7 @@ use std::{
 use block::{
     buffer::{Segment, Segments},
     error::Error,
+    memory::MemoryFlow,
     reactor::{self, Launcher, Signal},
     storage::Durability,
 };
@@ -72,6 +73,8 @@ pub(super) struct Queue {
     /// Of all queues of the process.
     number: usize,
     in_flight: Cell<usize>,
+    /// Its share of the disk's memory while requests wait for it.
+    flow: MemoryFlow,
     /// Requests that did not begin when it came to rest.
     put_back: RefCell<Vec<Incoming>>,
     /// One request less is in flight.
@@ -83,7 +86,8 @@ impl Queue {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, Relaxed);
         let (in_flight, put_back) = (Cell::new(0), RefCell::default());
-        Rc::new(Self { device, channel, number, in_flight, put_back, news: Signal::default() })
+        let (flow, news) = (MemoryFlow::default(), Signal::default());
+        Rc::new(Self { device, channel, number, in_flight, flow, put_back, news })
     }
 
     /// Serves until the device is stopped, or has gone; nothing is in flight then.
@@ -287,7 +291,7 @@ impl Queue {
         if self.device.is_stopping() || self.device.is_resting() {
             return false;
         }
-        matches!(first(memory.take(bytes as u64), stop).await, First::One(()))
+        matches!(first(memory.take(&self.flow, bytes as u64), stop).await, First::One(()))
     }
 
     fn start_as_tasks(self: &Rc<Self>, intake: &mut Intake<Incoming>) {

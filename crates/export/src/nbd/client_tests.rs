@@ -1,6 +1,6 @@
 //! The client against weir's server, and against servers that break the rules. Simulated.
 
-use std::{cell::RefCell, rc::Rc, sync::Arc, sync::atomic::AtomicBool};
+use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use policy::{access::Access, time::Duration};
 
@@ -10,6 +10,7 @@ use super::{
     pipe::Pipe,
     proto::{self, info, opt, rep, reply_flag, reply_type},
     server::{Server, Terms},
+    stop::StopSignal,
     stream::Stream,
 };
 use block::{
@@ -42,7 +43,7 @@ fn serve(read_only: bool) -> Pipe {
         .expect("the first of its name");
     let (ours, theirs) = Pipe::pair();
     spawn(async move {
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = Arc::<StopSignal>::default();
         if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(theirs.clone()), &stop, 0).await
         {
             let _ = connection.serve(inbox).await;

@@ -17,10 +17,7 @@ use std::{
     cell::{Cell, RefCell},
     io,
     rc::Rc,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
 };
 
 use event_listener::Event;
@@ -36,20 +33,27 @@ use super::{
     request::{self, Breach, Command, Parsed, Refused},
     rest::{Rest, Rested, Stage},
     session::{Session, Tag},
+    stop::StopSignal,
     stream::Stream,
 };
-use crate::intake::{Intake, Joined};
+use crate::{
+    intake::{Intake, Joined},
+    race::{First, first},
+};
 use block::{
-    buffer::Buffer,
+    buffer::{Buffer, Segments},
     disk::{Disk, Patience},
     image::qcow2::bitmap::BitmapView,
-    memory::Account,
+    memory::{Account, MemoryFlow},
     reactor,
 };
 
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How often a client that has enough in flight is looked after: a stopped disk may hold all of it.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// Bytes of a message that are sent at a time. Requests of usual clients are no larger.
+const PART_BYTES: usize = 4 << 20;
 
 /// How soon a connection that is to come to rest is interrupted again.
 const AGAIN: Duration = Duration::from_millis(1);
@@ -72,7 +76,7 @@ pub(super) struct Connection {
     pub(super) replier: Replier,
     pub(super) outbox: Outbox,
     /// Set by the server, from another thread.
-    stop: Arc<AtomicBool>,
+    stop: Arc<StopSignal>,
     /// Replies can no longer be sent: the client is gone.
     broken: Cell<bool>,
     /// No more replies will come.
@@ -91,6 +95,8 @@ pub(super) struct Connection {
     receiving: Cell<bool>,
     /// What it keeps of the disk's memory.
     holding: Arc<Holding>,
+    /// Its share of the disk's memory while requests wait for it.
+    flow: MemoryFlow,
     /// Lost when nobody is there to answer, or the server wants no more of the client: then a
     /// stopped disk holds nothing of it.
     pub(super) patience: Arc<Patience>,
@@ -133,12 +139,13 @@ impl Connection {
         disk: Arc<Disk>,
         bitmaps: Arc<[BitmapView]>,
         session: Session,
-        stop: Arc<AtomicBool>,
+        stop: Arc<StopSignal>,
     ) -> Rc<Self> {
         let holding = Holding::with(&stream, &disk);
         Rc::new(Self {
             stream,
             holding,
+            flow: MemoryFlow::default(),
             disk,
             bitmaps,
             session,
@@ -175,7 +182,7 @@ impl Connection {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let attention = reactor::spawn_joinable(Rc::clone(&self).attend());
         let mut intake = Intake::default();
-        inbox.await_requests();
+        inbox.await_requests(self.disk.memory().budget());
         let outcome = loop {
             let outcome = self.receive_requests(&mut inbox, &mut intake).await;
             // However receiving ended, what was taken in is in flight.
@@ -185,7 +192,7 @@ impl Connection {
             }
         };
         attention.cancel().await;
-        if self.stop.load(Ordering::Relaxed) {
+        if self.stop.is_raised() {
             self.patience.lose();
         }
         let watch = match outcome {
@@ -217,7 +224,7 @@ impl Connection {
     /// Notices when a client that has left goes without its last replies.
     async fn watch(self: Rc<Self>) {
         // A server that stops has ended the receiving itself: that says nothing about the client.
-        if self.stop.load(Ordering::Relaxed) {
+        if self.stop.is_raised() {
             return;
         }
         let mut buffer = Buffer::new(1);
@@ -228,7 +235,7 @@ impl Connection {
                 break;
             }
         }
-        if !self.stop.load(Ordering::Relaxed) {
+        if !self.stop.is_raised() {
             self.abandon();
         }
     }
@@ -257,7 +264,7 @@ impl Connection {
     ) -> Result<End, Broken> {
         // What it came to rest in the middle of.
         inbox.skip(0, &self.stream).await?;
-        while !self.stop.load(Ordering::Relaxed) {
+        while !self.stop.is_raised() {
             if self.resting.get() {
                 return Ok(End::Resting);
             }
@@ -268,13 +275,15 @@ impl Connection {
             match parsed {
                 Parsed::Incomplete => {
                     self.start(intake).await;
-                    if !inbox.fill(&self.stream).await? && !self.stop.load(Ordering::Relaxed) {
+                    if !inbox.fill(&self.stream).await? && !self.stop.is_raised() {
                         return Ok(End::Vanished);
                     }
                 }
                 Parsed::Close(breach) => return Err(breach.into()),
                 Parsed::Refused(refused) => {
-                    self.make_room(intake, 0).await.keep();
+                    if let Some(nothing) = self.make_room(intake, 0).await {
+                        nothing.keep();
+                    }
                     self.start(intake).await;
                     // libnbd takes an answer to what it still sends for one to nothing, and gives
                     // up the connection. Only who is interrupted answers at once, as whoever goes
@@ -286,14 +295,19 @@ impl Connection {
                 Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
                 Parsed::Request(request) => {
                     let command = request.command;
-                    let memory = self.make_room(intake, bytes_in_flight(command)).await;
+                    let Some(memory) = self.make_room(intake, bytes_in_flight(command)).await else {
+                        // It goes on with the request, or leaves the loop because it stops.
+                        self.put_back(request.tag, command, None);
+                        continue;
+                    };
                     let data = match command.payload_bytes() as usize {
                         0 => None,
                         length if inbox.holds(length) => Some(inbox.payload(length, &self.stream).await?),
                         length => {
                             self.start(intake).await;
-                            let _waiting = self.holding.receiving.waits_for(length);
-                            let payload = inbox.payload(length, &self.stream).await;
+                            let receiving = self.holding.receives();
+                            let moved = |bytes| receiving.moved(bytes);
+                            let payload = inbox.payload_in_parts(length, &self.stream, moved).await;
                             if payload.is_err() {
                                 self.put_back(request.tag, command, None);
                             }
@@ -322,6 +336,7 @@ impl Connection {
             self.resting.set(true);
             // Who waits for limits begins nothing now.
             self.abandonment.notify(usize::MAX);
+            self.stop.interrupt();
             // It may have rested and gone on between two looks.
             while self.resting.get() && self.receiving.get() {
                 if !self.sending.get() {
@@ -357,7 +372,7 @@ impl Connection {
         bytes.extend(unfinished);
         bytes.extend(behind);
         *inbox = Inbox::holding(&bytes, skip);
-        inbox.await_requests();
+        inbox.await_requests(self.disk.memory().budget());
         let (tls, session) = (self.stream.is_tls(), self.session);
         let rested = self.stream.socket().cloned();
         let rested = rested.map(|socket| Rested { socket, tls, session, bytes, skip: skip as u64 });
@@ -394,15 +409,16 @@ impl Connection {
         }
     }
 
-    /// Waits until one more request may be in flight, and there is memory for it; what was taken in
-    /// before does not wait.
-    async fn make_room(self: &Rc<Self>, intake: &mut Intake<Incoming>, bytes: usize) -> Taken<'_> {
+    /// Waits until one more request may be in flight, and there is memory for it; what was taken
+    /// in before does not wait. `None` if the connection stops or comes to rest before there is
+    /// memory.
+    async fn make_room(self: &Rc<Self>, intake: &mut Intake<Incoming>, bytes: usize) -> Option<Taken<'_>> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
             self.start(intake).await;
             while !self.outbox.has_room(bytes) {
                 let room = reactor::timeout(LOOK, self.outbox.room.wait()).await;
-                let is_over = || self.stop.load(Ordering::Relaxed) || self.stream.is_closed_by_peer();
+                let is_over = || self.stop.is_raised() || self.stream.is_closed_by_peer();
                 if room.is_err() && is_over() {
                     self.patience.lose();
                 }
@@ -410,9 +426,17 @@ impl Connection {
         }
         if bytes > 0 && !memory.try_take(bytes as u64) {
             self.start(intake).await;
-            memory.take(bytes as u64).await;
+            loop {
+                let interrupted = self.stop.listen();
+                if self.stop.is_raised() || self.resting.get() {
+                    return None;
+                }
+                if let First::One(()) = first(memory.take(&self.flow, bytes as u64), interrupted).await {
+                    break;
+                }
+            }
         }
-        Taken { memory, bytes }
+        Some(Taken { memory, bytes })
     }
 
     /// Counts out requests that have been answered, or will not be; see [`Outbox::sent`].
@@ -450,21 +474,31 @@ impl Connection {
                 reactor::linger();
             }
             let length = message.segments.len();
-            let waiting = self.holding.sending.waits_for(length);
             self.sending.set(true);
             if !self.broken.get()
-                && let Err(error) = self.stream.send(message.segments).await
+                && let Err(error) = self.send(message.segments).await
             {
                 tracing::debug!(disk = %self.disk.name(), %error, "the client takes no more replies");
                 self.broken.set(true);
-                self.stop.store(true, Ordering::Relaxed);
+                self.stop.raise();
                 self.stream.close();
                 self.abandon();
             }
             self.sending.set(false);
-            drop(waiting);
             self.ended(message.requests, message.bytes, length);
         }
+    }
+
+    /// Sends a message, in parts where it is long, so that a client that reads is seen to do so.
+    async fn send(&self, mut message: Segments) -> io::Result<()> {
+        let sending = self.holding.sends(message.len().min(PART_BYTES));
+        while message.len() > PART_BYTES {
+            let rest = message.split_off(PART_BYTES);
+            self.stream.send(message).await?;
+            message = rest;
+            sending.continues(message.len().min(PART_BYTES));
+        }
+        self.stream.send(message).await
     }
 
     /// Whether the client has so many replies to read that it will not run dry while requests

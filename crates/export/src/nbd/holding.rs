@@ -1,54 +1,66 @@
-//! How long a client may keep memory that others wait for.
+//! Progress of a client's transfers, by which the memory budget decides whether to disconnect a
+//! client that holds memory while other requests wait ([`block::memory`]).
+//!
+//! Costs two atomic operations for a transfer, and one for each part of it.
 
 use std::sync::{
     Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
+    atomic::{
+        AtomicU64,
+        Ordering::{Relaxed, SeqCst},
+    },
 };
 
 use block::{
     disk::Disk,
-    memory::{Account, Budget, Holder},
+    memory::{Account, Holder, Listing, SLOWEST_BPS},
     reactor::{
         self,
         op::{self, Fd},
     },
 };
-use policy::time::Duration;
+use policy::time::{Duration, Instant};
 
 use super::stream::{self, Stream};
 
-/// What every client has, to begin with.
-const GRACE: Duration = Duration::from_secs(10);
-/// And then this much is expected to move in a second, in bytes.
-const SLOWEST_BPS: u64 = 1 << 20;
-
-/// What is awaited of one client, seen from the other threads.
+/// Transfers of one client, as other threads see them.
 #[derive(Debug)]
 pub(super) struct Holding {
     /// The rest of a write's data.
-    pub(super) receiving: Due,
-    /// That replies are read.
-    pub(super) sending: Due,
-    /// What it keeps.
+    receiving: Transfer,
+    /// A message of replies.
+    sending: Transfer,
     memory: Arc<Account>,
     socket: Option<Fd>,
+    listing: Listing,
 }
 
 impl Holding {
-    /// With the client at the other end of `stream`, as far as others have to wait for it.
+    /// Of the client at the other end of `stream`, which uses `disk`.
     pub(super) fn with(stream: &Stream, disk: &Disk) -> Arc<Self> {
         let memory = Arc::clone(disk.memory());
-        let (receiving, sending) = (Due::default(), Due::default());
-        let holding = Arc::new(Self { receiving, sending, memory, socket: stream.socket().cloned() });
-        let watched: Arc<dyn Holder> = holding.clone();
-        Budget::watch(holding.memory.budget(), Arc::downgrade(&watched));
-        holding
+        let (receiving, sending) = (Transfer::default(), Transfer::default());
+        let (socket, listing) = (stream.socket().cloned(), Listing::default());
+        Arc::new(Self { receiving, sending, memory, socket, listing })
     }
-}
 
-impl Holding {
-    /// While a message is on its way to the client: what tells it from the next one, and the bytes
-    /// that the client has yet to read.
+    /// A payload is received until the result is dropped. The client is on schedule for as long as
+    /// the bytes reported by [`UnderWay::moved`] last at the slowest rate.
+    pub(super) fn receives(self: &Arc<Self>) -> UnderWay<'_> {
+        self.receiving.start(0);
+        self.memory.watch(self);
+        UnderWay(&self.receiving)
+    }
+
+    /// A message of `bytes` is sent until the result is dropped.
+    pub(super) fn sends(self: &Arc<Self>, bytes: usize) -> UnderWay<'_> {
+        self.sending.start(bytes);
+        self.memory.watch(self);
+        UnderWay(&self.sending)
+    }
+
+    /// While a message is on its way to the client: a number that changes with each part of a
+    /// message, and the bytes that the client has yet to read.
     pub(super) fn in_a_message(&self) -> Option<(u64, usize)> {
         let due = self.sending.due()?;
         Some((due, op::unread_bytes(self.socket.as_ref()?).unwrap_or(0)))
@@ -61,48 +73,71 @@ impl Holding {
 }
 
 impl Holder for Holding {
-    fn is_overdue(&self) -> bool {
-        self.memory.is_over_its_part() && (self.receiving.is_past() || self.sending.is_past())
+    fn due(&self) -> Option<Instant> {
+        let due = self.receiving.due().into_iter().chain(self.sending.due()).min();
+        due.map(Instant::from_nanos)
     }
 
     fn push_out(&self) {
         self.push_out_now();
     }
+
+    fn listing(&self) -> &Listing {
+        &self.listing
+    }
 }
 
-/// When something should have happened; the largest value while nothing is awaited.
-#[derive(Debug)]
-pub(super) struct Due(AtomicU64);
+impl Drop for Holding {
+    fn drop(&mut self) {
+        self.memory.forget(&self.listing);
+    }
+}
 
-impl Default for Due {
+/// The instant until which a transfer is on schedule, in nanoseconds; the largest value while none
+/// is under way.
+#[derive(Debug)]
+struct Transfer(AtomicU64);
+
+impl Default for Transfer {
     fn default() -> Self {
         Self(AtomicU64::new(u64::MAX))
     }
 }
 
-impl Due {
-    /// So many bytes are awaited until what this returns is dropped.
-    pub(super) fn waits_for(&self, bytes: usize) -> Waiting<'_> {
-        let allowed = GRACE + Duration::from_secs(bytes as u64 / SLOWEST_BPS);
-        self.0.store((reactor::recently() + allowed).as_nanos(), Relaxed);
-        Waiting(self)
+impl Transfer {
+    /// Starts a transfer that is on schedule while `bytes` last at the slowest rate.
+    fn start(&self, bytes: usize) {
+        // Ordered before the look at the listing: see `Account::watch`.
+        self.0.store((reactor::recently() + lasts(bytes)).as_nanos(), SeqCst);
     }
 
-    fn is_past(&self) -> bool {
-        self.0.load(Relaxed) < reactor::now().as_nanos()
-    }
-
-    /// In nanoseconds, while something is awaited.
     fn due(&self) -> Option<u64> {
-        Some(self.0.load(Relaxed)).filter(|due| *due != u64::MAX)
+        Some(self.0.load(SeqCst)).filter(|due| *due != u64::MAX)
     }
 }
 
-/// See [`Due::waits_for`].
-#[must_use = "it lasts until it is dropped"]
-pub(super) struct Waiting<'a>(&'a Due);
+/// The time that `bytes` take at the slowest rate.
+fn lasts(bytes: usize) -> Duration {
+    Duration::from_nanos(bytes as u64 * 1_000_000_000 / SLOWEST_BPS)
+}
 
-impl Drop for Waiting<'_> {
+/// A transfer that is under way until this is dropped.
+#[must_use = "the transfer lasts until it is dropped"]
+pub(super) struct UnderWay<'a>(&'a Transfer);
+
+impl UnderWay<'_> {
+    /// Counts bytes of a payload that have arrived.
+    pub(super) fn moved(&self, bytes: usize) {
+        self.0.0.fetch_add(lasts(bytes).as_nanos() as u64, Relaxed);
+    }
+
+    /// Starts the next part of a message, of `bytes`.
+    pub(super) fn continues(&self, bytes: usize) {
+        self.0.start(bytes);
+    }
+}
+
+impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         self.0.0.store(u64::MAX, Relaxed);
     }

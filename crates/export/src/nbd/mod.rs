@@ -58,6 +58,7 @@ pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
+mod stop;
 #[cfg(test)]
 mod storage_simulation;
 mod unread;

@@ -57,7 +57,11 @@ pub(super) struct Rest {
     stage: AtomicU8,
     /// Of those that stood still, one after the other.
     turn: AtomicU64,
+    /// The stage has changed. Every connection listens.
     changed: Event,
+    /// A client has arrived, or a connection has come to rest. Only the server listens, while it
+    /// closes its doors or has its connections come to rest.
+    progress: Event,
     /// Clients that are being accepted, or are not registered yet.
     arriving: AtomicUsize,
     /// By number; nothing can be had of a stream that is no socket.
@@ -71,7 +75,7 @@ pub(super) struct Arriving(Arc<Rest>);
 impl Drop for Arriving {
     fn drop(&mut self) {
         self.0.arriving.fetch_sub(1, SeqCst);
-        self.0.changed.notify(usize::MAX);
+        self.0.progress.notify(usize::MAX);
     }
 }
 
@@ -109,17 +113,19 @@ impl Rest {
             self.stage.store(stage as u8, SeqCst);
         }
         self.changed.notify(usize::MAX);
+        self.progress.notify(usize::MAX);
     }
 
-    /// Hears of the next change; to be asked for before [`Rest::stage`] is looked at.
-    pub(super) fn listen(&self) -> EventListener {
-        self.changed.listen()
+    /// The next time that a client has arrived, a connection has come to rest, or the stage has
+    /// changed; to be called before the server looks at either.
+    pub(super) fn listen_to_progress(&self) -> EventListener {
+        self.progress.listen()
     }
 
     /// Waits until a stage is as it should be; returns it.
     pub(super) async fn until(&self, is_it: impl Fn(Stage) -> bool) -> Stage {
         loop {
-            let changed = self.listen();
+            let changed = self.changed.listen();
             let stage = self.stage();
             if is_it(stage) {
                 return stage;
@@ -151,7 +157,7 @@ impl Rest {
                     rested.insert(number, has.clone());
                 }
             }
-            self.changed.notify(usize::MAX);
+            self.progress.notify(usize::MAX);
             if self.over(turn).await {
                 return true;
             }
@@ -171,5 +177,61 @@ impl Rest {
 
     pub(super) fn rested(&self) -> MutexGuard<'_, HashMap<u64, Option<Rested>>> {
         self.rested.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        cell::Cell,
+        future::{Future, poll_fn},
+        pin::pin,
+        rc::Rc,
+    };
+
+    use super::*;
+    use block::reactor::{sim, spawn_joinable, yield_now};
+
+    /// Connections are woken when the stage changes, and neither by a client that arrives nor by
+    /// another connection that has come to rest.
+    #[test]
+    fn connections_are_woken_by_stages_alone() {
+        const CONNECTIONS: u64 = 100;
+        sim::run(1, async {
+            let rest = Arc::<Rest>::default();
+            let polls: Rc<Cell<u64>> = Rc::default();
+            let connection = |_| {
+                let (rest, polls) = (Arc::clone(&rest), Rc::clone(&polls));
+                spawn_joinable(async move {
+                    let mut still = pin!(rest.until(|stage| stage >= Stage::Still));
+                    poll_fn(|context| {
+                        polls.set(polls.get() + 1);
+                        still.as_mut().poll(context)
+                    })
+                    .await
+                })
+            };
+            let connections: Vec<_> = (0..CONNECTIONS).map(connection).collect();
+            let settle = || async {
+                for _ in 0..10 * CONNECTIONS {
+                    yield_now().await;
+                }
+            };
+            settle().await;
+            for _ in 0..1000 {
+                let heard = rest.listen_to_progress();
+                drop(rest.arriving());
+                heard.await;
+            }
+            settle().await;
+            assert_eq!(polls.get(), CONNECTIONS);
+            rest.set(Stage::Closed);
+            settle().await;
+            rest.set(Stage::Still);
+            for connection in connections {
+                assert_eq!(connection.await, Stage::Still);
+            }
+            assert_eq!(polls.get(), 3 * CONNECTIONS);
+        });
     }
 }

@@ -7,6 +7,7 @@
 //! Accepting happens on one reactor; each connection then lives on one worker thread and never
 //! moves. Exports are added and removed while the server runs.
 
+mod roster;
 mod welcome;
 
 use std::{
@@ -27,9 +28,10 @@ use std::{
 use event_listener::Event;
 use policy::{
     access::{Access, Client},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
+use self::roster::{Live, Roster};
 use super::{
     admission::{self, Admission, Refused},
     catalog::ExportInfo,
@@ -40,11 +42,13 @@ use super::{
     live::{Export, LiveExports},
     rest::{Arriving, Rest, Rested, Stage},
     session::Session,
+    stop::StopSignal,
     stream::Stream,
     visit::{Visit, Visited},
 };
 use crate::{afterwards, process::Process, race::first};
 use block::{
+    memory::{Budget, ConnectionMemory},
     reactor::{
         self, Worker,
         op::{self, Fd},
@@ -111,28 +115,13 @@ pub struct Server {
     stopping: AtomicBool,
     pub(super) rest: Arc<Rest>,
     served: AtomicBool,
-    connections: Mutex<HashMap<u64, Live>>,
+    connections: Mutex<Roster>,
     next_number: AtomicU64,
     /// Places taken; `freed` announces every change, and who has finished the handshake.
     places: AtomicUsize,
     freed: Event,
     endings: Seldom,
     refusals: Seldom,
-}
-
-#[derive(Debug)]
-struct Live {
-    socket: Fd,
-    stop: Arc<AtomicBool>,
-    /// Once the handshake has chosen one.
-    export: Option<usize>,
-    /// `None` through a Unix socket.
-    address: Option<IpAddr>,
-    since: Instant,
-    /// Whom others are told of.
-    visit: Option<Box<Visit>>,
-    /// Once it may send requests.
-    holding: Option<Arc<Holding>>,
 }
 
 /// What becomes of the clients of an export that is removed.
@@ -207,15 +196,12 @@ impl Server {
             return Err(NotRemoved::Unknown);
         }
         let live = self.lock();
-        let clients = live.values().filter(|live| live.export == Some(export));
-        if removal == Removal::Safe {
-            let connections = clients.clone().count();
-            if connections > 0 {
-                return Err(NotRemoved::InUse { connections });
-            }
+        let connections = live.count_of(export);
+        if removal == Removal::Safe && connections > 0 {
+            return Err(NotRemoved::InUse { connections });
         }
         exports.remove(export);
-        for client in clients {
+        for (_, client) in live.iter().filter(|(_, live)| live.export() == Some(export)) {
             // As if the client had vanished. Fails where it has.
             let _ = nix::sys::socket::shutdown(raw(&client.socket), nix::sys::socket::Shutdown::Both);
         }
@@ -246,7 +232,7 @@ impl Server {
 
     /// Clients connected to an export now.
     pub fn connections_of(&self, export: usize) -> usize {
-        self.lock().values().filter(|live| live.export == Some(export)).count()
+        self.lock().count_of(export)
     }
 
     /// The same for people, the first few by where they come from: `client 7 of 192.0.2.1`, `client
@@ -255,8 +241,8 @@ impl Server {
         let mut clients: Vec<_> = self
             .lock()
             .iter()
-            .filter(|(_, live)| live.export == Some(export))
-            .map(|(number, live)| (*number, live.address, live.socket.clone()))
+            .filter(|(_, live)| live.export() == Some(export))
+            .map(|(number, live)| (number, live.address, live.socket.clone()))
             .collect();
         clients.sort_by_key(|(number, ..)| *number);
         let more = clients.len().saturating_sub(MOST_NAMED);
@@ -273,11 +259,7 @@ impl Server {
 
     /// How many there are of each export that has any, in one look.
     pub fn connections_by_export(&self) -> HashMap<usize, usize> {
-        let mut sums = HashMap::new();
-        for export in self.lock().values().filter_map(|live| live.export) {
-            *sums.entry(export).or_default() += 1;
-        }
-        sums
+        self.lock().counts().clone()
     }
 
     /// Counts connection `number` to its export, unless that has been removed meanwhile.
@@ -285,12 +267,7 @@ impl Server {
         let exports = self.exports();
         let Some(chosen) = exports.get(export) else { return false };
         let visit = self.visit(chosen, number, client);
-        let mut is_there = false;
-        if let Some(live) = self.lock().get_mut(&number) {
-            live.export = Some(export);
-            live.visit.clone_from(&visit);
-            is_there = true;
-        }
+        let is_there = self.lock().choose(number, export, visit.clone());
         drop(exports);
         if is_there {
             self.served.store(true, Ordering::SeqCst);
@@ -323,8 +300,34 @@ impl Server {
                     break (socket, arriving);
                 }
             };
+            let Some(memory) = self.memory_for_one().await else { continue };
+            place.memory = Some(memory);
             workers[turn % workers.len()].spawn(move || place.keep_while(socket, arriving));
             turn += 1;
+        }
+    }
+
+    /// Charges a connection that was accepted; waits while `--memory` is used up. Meanwhile a
+    /// client that has not finished its handshake in time is disconnected. `None` if the server
+    /// stops or lets nobody in before there is memory.
+    async fn memory_for_one(&self) -> Option<ConnectionMemory> {
+        loop {
+            let freed = self.freed.listen();
+            if let Some(memory) = ConnectionMemory::new(Budget::process(), CONNECTION_BYTES) {
+                return Some(memory);
+            }
+            if self.stopping.load(Ordering::SeqCst) || self.rest.stage() != Stage::Open {
+                return None;
+            }
+            if let Some(left_out) = self.refusals.line(reactor::recently()) {
+                tracing::warn!(
+                    left_out,
+                    "a client waits for a connection: memory is used up (allow more with --memory)"
+                );
+            }
+            // Memory also comes back from what is not a client of this server.
+            let changed = first(freed, self.rest.until(|stage| stage != Stage::Open));
+            let _ = reactor::timeout(MOMENT, first(changed, self.push_out_oldest())).await;
         }
     }
 
@@ -402,18 +405,17 @@ impl Server {
     /// [`Server::come_to_rest`], or [`Server::go_on`].
     pub async fn close_doors(&self, patience: Duration) {
         self.rest.set(Stage::Closed);
-        let is_shaking = |live: &Live| live.export.is_none();
         let finished = async {
             loop {
-                let (freed, changed) = (self.freed.listen(), self.rest.listen());
-                if self.rest.nobody_arrives() && !self.lock().values().any(is_shaking) {
+                let (freed, changed) = (self.freed.listen(), self.rest.listen_to_progress());
+                if self.rest.nobody_arrives() && self.lock().oldest_unfinished().is_none() {
                     return;
                 }
                 first(freed, changed).await;
             }
         };
         if reactor::timeout(patience, finished).await.is_err() {
-            for live in self.lock().values().filter(|live| is_shaking(live)) {
+            for live in self.lock().unfinished() {
                 let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
             }
         }
@@ -425,7 +427,7 @@ impl Server {
         self.rest.set(Stage::Still);
         reactor::timeout(patience, async {
             loop {
-                let (freed, changed) = (self.freed.listen(), self.rest.listen());
+                let (freed, changed) = (self.freed.listen(), self.rest.listen_to_progress());
                 if self.rest.nobody_arrives() && self.rest.rested().len() == self.connections() {
                     return;
                 }
@@ -468,21 +470,18 @@ impl Server {
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let address = admission::address_of(&rested.socket);
         address.into_iter().for_each(|address| self.admission.count(address));
-        let place = Place { server: Arc::clone(self), number, address };
+        let memory = Some(ConnectionMemory::taken_over(Budget::process(), CONNECTION_BYTES));
+        let place = Place { server: Arc::clone(self), number, address, memory };
         let client = Client { address, name: None };
         let visit =
             self.exports().get(rested.session.export).and_then(|one| self.visit(one, number, &client));
-        let live = Live {
-            socket: rested.socket.clone(),
-            stop: Arc::default(),
-            export: Some(rested.session.export),
-            address,
-            since: reactor::now(),
-            visit,
-            holding: None,
-        };
+        let live = Live::new(rested.socket.clone(), address, reactor::now());
         let stop = Arc::clone(&live.stop);
-        self.lock().insert(number, live);
+        {
+            let mut roster = self.lock();
+            roster.insert(number, live);
+            roster.choose(number, rested.session.export, visit);
+        }
         self.served.store(true, Ordering::SeqCst);
         worker.spawn(move || async move {
             place.server.resume(rested, &stop, number).await;
@@ -491,7 +490,7 @@ impl Server {
         });
     }
 
-    async fn resume(&self, rested: Rested, stop: &Arc<AtomicBool>, number: u64) {
+    async fn resume(&self, rested: Rested, stop: &Arc<StopSignal>, number: u64) {
         let Rested { socket, session, bytes, skip, .. } = rested;
         let inbox = Inbox::holding(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
@@ -508,21 +507,16 @@ impl Server {
     /// Disconnects the client that has been shaking hands for longest, once it has had a moment for
     /// it.
     async fn push_out_oldest(&self) {
-        let oldest = || {
-            let live = self.lock();
-            let unfinished = live.iter().filter(|(_, live)| live.export.is_none());
-            unfinished.min_by_key(|(number, _)| **number).map(|(number, live)| (*number, live.since))
-        };
         let (number, since) = loop {
-            if let Some(oldest) = oldest() {
+            if let Some(oldest) = self.lock().oldest_unfinished() {
                 break oldest;
             }
             // All are being served, or the workers have yet to see those that took the places.
             reactor::sleep_until(reactor::now() + MOMENT).await;
         };
         reactor::sleep_until(since + MOMENT).await;
-        if let Some(live) = self.lock().get(&number)
-            && live.export.is_none()
+        if let Some(live) = self.lock().get(number)
+            && live.export().is_none()
         {
             tracing::debug!(
                 client = number,
@@ -540,14 +534,14 @@ impl Server {
         // Who is at rest has its part to finish.
         self.rest.set(Stage::Open);
         self.freed.notify(usize::MAX);
-        for live in self.lock().values() {
-            live.stop.store(true, Ordering::SeqCst);
+        for (_, live) in self.lock().iter() {
+            live.stop.raise();
             // Ends the receive that the connection waits in; fails where the client has gone.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
         let gone = || self.wait_while(|server| server.connections() > 0);
         if reactor::timeout(FAREWELL, gone()).await.is_err() {
-            for live in self.lock().values() {
+            for (_, live) in self.lock().iter() {
                 // Ends the send that the connection waits in.
                 let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
             }
@@ -576,18 +570,28 @@ impl Server {
         info
     }
 
-    /// What is seen of each client that may send requests.
-    pub(super) fn holding(&self) -> HashMap<u64, Arc<Holding>> {
+    /// The clients that may send requests.
+    pub(super) fn holders(&self) -> Vec<u64> {
+        self.lock().iter().filter(|(_, live)| live.holding.is_some()).map(|(number, _)| number).collect()
+    }
+
+    /// What is seen of a client that may send requests.
+    pub(super) fn holding(&self, number: u64) -> Option<Arc<Holding>> {
+        self.lock().get(number)?.holding.clone()
+    }
+
+    /// Each client that is being sent a message, with [`Holding::in_a_message`].
+    pub(super) fn in_a_message(&self) -> Vec<(u64, (u64, usize))> {
         let live = self.lock();
-        let held =
-            live.iter().filter_map(|(number, live)| Some((*number, Arc::clone(live.holding.as_ref()?))));
-        held.collect()
+        live.iter()
+            .filter_map(|(number, live)| Some((number, live.holding.as_ref()?.in_a_message()?)))
+            .collect()
     }
 
     /// A client for people: `client 7 of 192.0.2.1 at export vm1`.
     pub(super) fn called(&self, number: u64) -> String {
         let (export, address) =
-            self.lock().get(&number).map_or((None, None), |live| (live.export, live.address));
+            self.lock().get(number).map_or((None, None), |live| (live.export(), live.address));
         let of = address.map(|address| format!(" of {address}")).unwrap_or_default();
         let exports = self.exports();
         let export = export.and_then(|export| exports.get(export));
@@ -599,7 +603,7 @@ impl Server {
         self.exports.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
+    fn lock(&self) -> MutexGuard<'_, Roster> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -608,19 +612,24 @@ impl Server {
         &self,
         stream: Stream,
         session: Session,
-        stop: &Arc<AtomicBool>,
+        stop: &Arc<StopSignal>,
         number: u64,
     ) -> Option<Rc<Connection>> {
         let exports = self.exports();
         let export = exports.get(session.export)?;
         let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
         let connection = Connection::new(stream, disk, bitmaps, session, Arc::clone(stop));
-        if let Some(live) = self.lock().get_mut(&number) {
+        if let Some(live) = self.lock().get_mut(number) {
             live.holding = Some(Arc::clone(connection.holding()));
         }
         Some(connection.of_server(&self.rest, number))
     }
 }
+
+/// Memory of a connected client that sends nothing: buffers, tasks, and its place in the tables.
+/// Measured by the row `rude-quiet` of the bench; a client that sends more is charged for its
+/// larger buffer ([`super::inbox::USUAL_BYTES`]).
+pub const CONNECTION_BYTES: u64 = 12 << 10;
 
 /// Clients that a message names.
 const MOST_NAMED: usize = 5;
@@ -637,6 +646,8 @@ struct Place {
     number: u64,
     /// Whose it is; `None` through a Unix socket, and before a client has come.
     address: Option<IpAddr>,
+    /// Of the connection, once a client has come.
+    memory: Option<ConnectionMemory>,
 }
 
 impl Place {
@@ -655,7 +666,7 @@ impl Place {
             let take = |taken: usize| (taken < most).then(|| taken + 1);
             if server.places.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
                 let number = server.next_number.fetch_add(1, Ordering::Relaxed);
-                return Some(Self { server: Arc::clone(server), number, address: None });
+                return Some(Self { server: Arc::clone(server), number, address: None, memory: None });
             }
             let mut freed = pin!(freed);
             let mut wanted = pin!(async {
@@ -690,7 +701,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let gone = self.server.lock().remove(&self.number);
+        let gone = self.server.lock().remove(self.number);
         // Whoever is passed on has not gone: the other tells when it has.
         if let (Some(visited), Some(Live { visit: Some(visit), since, .. })) =
             (&self.server.terms.visited, gone)
@@ -702,6 +713,7 @@ impl Drop for Place {
             self.server.admission.leave(address);
         }
         self.server.places.fetch_sub(1, Ordering::SeqCst);
+        self.memory = None;
         self.server.freed.notify(usize::MAX);
     }
 }

@@ -37,7 +37,7 @@ fn export(name: &str) -> Export {
 /// The client's end of a connection to `server`, which lives on this thread.
 fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let place = Place { server: Arc::clone(server), number, address: None };
+    let place = Place { server: Arc::clone(server), number, address: None, memory: None };
     server.places.fetch_add(1, Ordering::SeqCst);
     reactor::spawn(place.keep_while(theirs.into(), server.rest.arriving()));
     ours

@@ -16,14 +16,7 @@ mod flood;
 mod hostile;
 mod wire;
 
-use std::{
-    cell::Cell,
-    rc::Rc,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-};
+use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use policy::{
     access::Access,
@@ -40,6 +33,7 @@ use super::{
     rest::Stage,
     server::{Server, Terms},
     session::ReplyStyle,
+    stop::StopSignal,
     stream::Stream,
 };
 use crate::seeds;
@@ -119,7 +113,7 @@ async fn serve_a_crowd() -> (Totals, u64) {
         stopped.set(true);
         // As `Server::stop` does to sockets.
         for (end, stop) in ends {
-            stop.store(true, Ordering::SeqCst);
+            stop.raise();
             end.end_receiving();
         }
     });
@@ -153,7 +147,7 @@ impl Crowd {
     /// The client's end of the pipe, and the connection it leads to.
     fn connect(&self) -> (Pipe, Served) {
         let (ours, theirs) = Pipe::pair();
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = Arc::<StopSignal>::default();
         let in_flight = Rc::new(Cell::new((0, 0)));
         let number = self.numbers.replace(self.numbers.get() + 1);
         let task = converse(
@@ -254,7 +248,7 @@ fn serve(disk: &Arc<Disk>) -> Arc<Server> {
 struct Served {
     task: JoinHandle<()>,
     end: Pipe,
-    stop: Arc<AtomicBool>,
+    stop: Arc<StopSignal>,
     in_flight: Rc<Cell<(usize, usize)>>,
 }
 
@@ -266,7 +260,7 @@ fn connect(server: &Arc<Server>) -> (Pipe, Served) {
 async fn converse(
     (server, number): (Arc<Server>, u64),
     pipe: Pipe,
-    stop: Arc<AtomicBool>,
+    stop: Arc<StopSignal>,
     in_flight: Rc<Cell<(usize, usize)>>,
     served: Rc<Cell<usize>>,
 ) {
@@ -352,7 +346,7 @@ fn what_a_stopped_disk_holds_of_a_client_ends_with_its_connection() {
             sleep_until(now() + Duration::from_secs(100)).await;
             assert!(!served.task.is_finished() && wire.left_over() == 0);
             if server_ends_it {
-                served.stop.store(true, Ordering::SeqCst);
+                served.stop.raise();
                 served.end.end_receiving();
                 let replies = wire.take(8 * 16).await.expect("each is answered with the error");
                 assert!(replies.chunks(16).all(|reply| reply[4..8] == 28_u32.to_be_bytes()), "{replies:?}");

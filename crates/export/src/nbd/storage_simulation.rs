@@ -17,7 +17,7 @@ mod changing;
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
+    atomic::{AtomicUsize, Ordering},
 };
 
 use policy::{access::Access, time::Duration};
@@ -28,6 +28,7 @@ use super::{
     pipe::Pipe,
     proto::export_flag,
     server::{Server, Terms},
+    stop::StopSignal,
     stream::Stream,
 };
 use crate::seeds;
@@ -112,7 +113,7 @@ fn dial(world: &World) -> std::io::Result<Stream> {
     host.open.fetch_add(1, Ordering::Relaxed);
     let (server, open, number) = (Arc::clone(&host.server), Arc::clone(&host.open), host.connections);
     spawn(async move {
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = Arc::<StopSignal>::default();
         let stream = Stream::Simulated(theirs.clone());
         if let Ok(Some((connection, inbox))) = server.open(stream, &stop, number).await {
             let _ = connection.serve(inbox).await;

@@ -79,13 +79,11 @@ impl Server {
     }
 
     fn push_out_stuck(&self, suspects: &mut Suspects, patience: Duration) -> Vec<String> {
-        let holding = self.holding();
-        let sending = holding.iter().filter_map(|(number, held)| Some((*number, held.in_a_message()?)));
-        let stuck = suspects.look(sending, reactor::now(), patience);
+        let stuck = suspects.look(self.in_a_message().into_iter(), reactor::now(), patience);
         let push_out = |number| {
             // Before its worker has forgotten whose it was.
             let client = self.called(number);
-            holding.get(&number)?.push_out_now();
+            self.holding(number)?.push_out_now();
             Some(client)
         };
         stuck.into_iter().filter_map(push_out).collect()
@@ -93,11 +91,11 @@ impl Server {
 
     /// A client that has not come to rest, for people; none where all have.
     pub fn restless(&self) -> Option<String> {
-        let rested: Vec<u64> = self.rest.rested().keys().copied().collect();
-        let mut numbers: Vec<_> =
-            self.holding().into_keys().filter(|number| !rested.contains(number)).collect();
-        numbers.sort_unstable();
-        numbers.first().map(|number| self.called(*number))
+        let restless = {
+            let (live, rested) = (self.holders(), self.rest.rested());
+            live.into_iter().filter(|number| !rested.contains_key(number)).min()
+        };
+        restless.map(|number| self.called(number))
     }
 }
 

@@ -64,7 +64,7 @@ impl Queue {
             let after = rest.split_off(bytes);
             let piece = mem::replace(&mut rest, after);
             let (disk, bytes) = (self.device.disk(), bytes as u64);
-            if self.unless_over(disk.memory().take(bytes), must_go).await.is_none() {
+            if self.unless_over(disk.memory().take(&self.flow, bytes), must_go).await.is_none() {
                 return self.give_back(incoming);
             }
             let _charge = Charge(disk.memory(), bytes);

@@ -47,6 +47,7 @@ use crate::{
 use block::{
     disk::Patience,
     guest::{Memory, Place},
+    memory::MemoryFlow,
     reactor::{self, Launcher, Notifier, Signal, op::Fd},
     storage::RangeLocks,
 };
@@ -153,6 +154,8 @@ pub(super) struct Queue {
     /// For those that wait for their limits.
     pub(super) stop: Event,
     pub(super) patience: Arc<Patience>,
+    /// Its share of the disk's memory while requests wait for it.
+    pub(super) flow: MemoryFlow,
     /// Held by the large request that is under way.
     pub(super) large: RangeLocks,
 }
@@ -202,6 +205,7 @@ impl Queue {
             abandoned: Cell::new(false),
             stop: Event::new(),
             patience: Arc::default(),
+            flow: MemoryFlow::default(),
             large: RangeLocks::default(),
         }))
     }

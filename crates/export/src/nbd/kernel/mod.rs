@@ -42,6 +42,7 @@ use super::{
     live, proto,
     rest::{self, Rest, Stage},
     session::{ReplyStyle, Session},
+    stop::StopSignal,
     stream::Stream,
 };
 use crate::race::{First, first};
@@ -184,7 +185,7 @@ pub struct Server {
     rest: Arc<Rest>,
     /// Connections that are served, or being replaced.
     attended: AtomicUsize,
-    live: Mutex<Vec<(Fd, Arc<AtomicBool>)>>,
+    live: Mutex<Vec<(Fd, Arc<StopSignal>)>>,
     /// The device is there, and ours.
     there: AtomicBool,
     course: AtomicU8,
@@ -358,7 +359,7 @@ impl Server {
         self.rest.set(Stage::Still);
         reactor::timeout(patience, async {
             loop {
-                let (changed, rest) = (self.changed.listen(), self.rest.listen());
+                let (changed, rest) = (self.changed.listen(), self.rest.listen_to_progress());
                 if self.rest.rested().len() == self.attended.load(SeqCst) {
                     return;
                 }
@@ -396,7 +397,7 @@ impl Server {
     /// As if the process had ended, but that what is in flight is answered.
     fn hang_up(&self) {
         for (socket, stop) in &*lock(&self.live) {
-            stop.store(true, SeqCst);
+            stop.raise();
             // Fails where the kernel has closed already.
             let _ = shutdown(socket, Shutdown::Read);
         }
@@ -438,7 +439,7 @@ impl Server {
         number: u64,
     ) -> Result<End, super::connection::Broken> {
         let RestedConnection { socket, bytes, skip } = connection;
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = Arc::<StopSignal>::default();
         lock(&self.live).push((socket.clone(), Arc::clone(&stop)));
         // Told to between the two, it would otherwise not hear.
         if self.is_on(Course::Leave) {

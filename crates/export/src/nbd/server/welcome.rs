@@ -6,17 +6,17 @@ use std::{
     net::{IpAddr, TcpStream},
     os::fd::OwnedFd,
     rc::Rc,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
 };
 
-use block::reactor::{self, op::Fd};
+use block::{
+    memory::{Budget, ConnectionMemory},
+    reactor::{self, op::Fd},
+};
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
 use policy::access::{Access, Client};
 
-use super::{Live, Server};
+use super::{Server, roster::Live};
 use crate::nbd::{
     catalog::{ExportInfo, Exports},
     connection::Connection,
@@ -25,6 +25,7 @@ use crate::nbd::{
     negotiate::{self, Handshake, TlsPolicy},
     rest::Arriving,
     session::Session,
+    stop::StopSignal,
     stream::Stream,
 };
 
@@ -38,16 +39,8 @@ impl Server {
     ) {
         prepare(&socket);
         let socket = Fd::from(socket);
-        let stop = Arc::new(AtomicBool::new(false));
-        let live = Live {
-            socket: socket.clone(),
-            stop: Arc::clone(&stop),
-            export: None,
-            address,
-            since: reactor::now(),
-            visit: None,
-            holding: None,
-        };
+        let live = Live::new(socket.clone(), address, reactor::now());
+        let stop = Arc::clone(&live.stop);
         self.lock().insert(number, live);
         drop(arriving);
         // A stop between accepting and registering would otherwise be missed.
@@ -64,7 +57,7 @@ impl Server {
     }
 
     /// Handshake, then transmission.
-    async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>, number: u64) -> Result<(), String> {
+    async fn converse(&self, stream: Stream, stop: &Arc<StopSignal>, number: u64) -> Result<(), String> {
         match self.open(stream, stop, number).await? {
             Some((connection, inbox)) => {
                 connection.serve(inbox).await.map(drop).map_err(|broken| broken.to_string())
@@ -78,7 +71,7 @@ impl Server {
     pub(in crate::nbd) async fn open(
         &self,
         stream: Stream,
-        stop: &Arc<AtomicBool>,
+        stop: &Arc<StopSignal>,
         number: u64,
     ) -> Result<Option<(Rc<Connection>, Inbox)>, String> {
         let negotiated = reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream, number)).await;
@@ -101,7 +94,7 @@ impl Server {
             Some(tls) if tls.required => TlsPolicy::Required,
             Some(_) => TlsPolicy::Allowed,
         };
-        let address = self.lock().get(&number).and_then(|live| live.address);
+        let address = self.lock().get(number).and_then(|live| live.address);
         let mut offer = Offer { server: self, client: Client { address, name: None } };
         let mut out = Vec::new();
         let mut handshake = Handshake::start(policy, &mut out);
@@ -126,6 +119,11 @@ impl Server {
                 }
                 negotiate::Event::Replied => {}
                 negotiate::Event::StartTls => {
+                    let memory = ConnectionMemory::new(Budget::process(), TLS_BYTES);
+                    let memory = memory.ok_or("--memory is used up: TLS was not started")?;
+                    if let Some(live) = self.lock().get_mut(number) {
+                        live.tls_memory = Some(memory);
+                    }
                     let keys = &self.tls.as_ref().expect("offered only with keys").keys;
                     let tls = keys.accept().map_err(|error| error.to_string())?;
                     stream = stream.start_tls(tls, inbox.bytes()).await.map_err(|error| error.to_string())?;
@@ -147,6 +145,11 @@ impl Server {
         }
     }
 }
+
+/// Memory of TLS for a client that sends nothing, beside
+/// [`CONNECTION_BYTES`](super::CONNECTION_BYTES): a buffer for 64 KiB of ciphertext, and OpenSSL's
+/// state.
+const TLS_BYTES: u64 = 128 << 10;
 
 const REMOVED: &str = "the export was removed during the handshake";
 

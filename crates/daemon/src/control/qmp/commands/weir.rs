@@ -256,10 +256,12 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
 
 /// What the process has of its budget; `total` is absent where nothing bounds it.
 fn memory() -> Value {
-    let Usage { total, reserved, pages, requests, most_requests, waiting } = Budget::process().usage();
+    let Usage { total, reserved, pages, connections, requests, most_requests, waiting } =
+        Budget::process().usage();
     let mut answer = json!({
         "reserved": reserved,
         "disks-in-memory": pages,
+        "connections": connections,
         "requests": requests,
         "most-requests": most_requests,
         "waiting": waiting,

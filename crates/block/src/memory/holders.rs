@@ -1,0 +1,148 @@
+//! Clients that hold memory while they send a request's data or read a reply, and the order in
+//! which they are disconnected when other requests wait for that memory.
+//!
+//! ```text
+//!   start of a transfer        on schedule until `due`        `due` + grace
+//!         ├──────────────────────────────┼──────────────────────────┤ disconnected, if requests wait
+//!         └─ each MiB that arrives moves `due` by a second ─►
+//! ```
+//!
+//! The grace is [`GRACE`] divided by the number of waiting requests, and at least
+//! [`SHORTEST_GRACE`]. A client that transfers [`SLOWEST_BPS`] is never disconnected.
+//!
+//! Starting a transfer takes no lock while its client is listed. A client is listed at its first
+//! transfer, and remains so until a check finds it without one.
+//!
+//! Never visits a client before its due time: the list is ordered by it.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use policy::time::{Duration, Instant};
+
+/// How long a client may lag behind its schedule while one request waits.
+pub const GRACE: Duration = Duration::from_secs(10);
+/// The same while many requests wait.
+pub const SHORTEST_GRACE: Duration = Duration::from_secs(1);
+/// Slowest transfer that is on schedule, in bytes per second.
+pub const SLOWEST_BPS: u64 = 1 << 20;
+
+/// How long a client may lag behind its schedule while `waiting` requests wait.
+pub(super) fn grace(waiting: u64) -> Duration {
+    let divided = Duration::from_nanos(GRACE.as_nanos() as u64 / waiting.max(1));
+    divided.max(SHORTEST_GRACE)
+}
+
+/// A client that may hold memory for as long as it likes.
+pub trait Holder: std::fmt::Debug + Send + Sync {
+    /// The instant until which the client is on schedule; `None` while no transfer is under way.
+    fn due(&self) -> Option<Instant>;
+    /// Disconnects the client, so that its memory comes back soon. Called once.
+    fn push_out(&self);
+    /// The client's place in the list.
+    fn listing(&self) -> &Listing;
+}
+
+/// A client's place in the list of its account.
+#[derive(Debug)]
+pub struct Listing {
+    /// Nanoseconds, or one of the states below. Written under the budget's lock.
+    due: AtomicU64,
+    number: u64,
+}
+
+const UNLISTED: u64 = u64::MAX;
+/// It was disconnected and is not listed again.
+const ENDED: u64 = u64::MAX - 1;
+
+impl Default for Listing {
+    fn default() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self { due: AtomicU64::new(UNLISTED), number: NEXT.fetch_add(1, SeqCst) }
+    }
+}
+
+impl Listing {
+    /// False if [`HolderList::add`] has to be called for a transfer that has started.
+    pub(super) fn is_done(&self) -> bool {
+        self.due.load(SeqCst) != UNLISTED
+    }
+
+    /// True if [`HolderList::remove`] has to be called.
+    pub(super) fn is_listed(&self) -> bool {
+        self.due.load(SeqCst) < ENDED
+    }
+}
+
+/// The clients of one account, by the instant at which each was last known to be on schedule.
+#[derive(Debug, Default)]
+pub(super) struct HolderList(BTreeMap<(u64, u64), Weak<dyn Holder>>);
+
+impl HolderList {
+    /// Lists a client, unless it is listed.
+    pub(super) fn add(&mut self, holder: &Arc<dyn Holder>) {
+        if !holder.listing().is_done() {
+            self.insert(holder);
+        }
+    }
+
+    fn insert(&mut self, holder: &Arc<dyn Holder>) {
+        let listing = holder.listing();
+        loop {
+            let Some(due) = holder.due() else {
+                listing.due.store(UNLISTED, SeqCst);
+                // A transfer that started before the store was not listed by its client.
+                if holder.due().is_none() {
+                    return;
+                }
+                continue;
+            };
+            let due = due.as_nanos().min(ENDED - 1);
+            listing.due.store(due, SeqCst);
+            self.0.insert((due, listing.number), Arc::downgrade(holder));
+            return;
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Removes a client that has gone.
+    pub(super) fn remove(&mut self, listing: &Listing) {
+        self.0.remove(&(listing.due.load(SeqCst), listing.number));
+    }
+
+    /// Removes up to `most` clients that were behind their schedule at `latest`, in nanoseconds,
+    /// and appends them to `overdue`. Every client that was looked at is appended to `seen`, to be
+    /// dropped without the lock. Returns when the first remaining client is due.
+    pub(super) fn take_overdue(
+        &mut self,
+        latest: Option<u64>,
+        most: usize,
+        overdue: &mut Vec<Arc<dyn Holder>>,
+        seen: &mut Vec<Arc<dyn Holder>>,
+    ) -> Option<Instant> {
+        while let Some(latest) = latest
+            && overdue.len() < most
+            && let Some(entry) = self.0.first_entry()
+            && entry.key().0 <= latest
+        {
+            let Some(holder) = entry.remove().upgrade() else { continue };
+            if holder.due().is_some_and(|due| due.as_nanos() <= latest) {
+                holder.listing().due.store(ENDED, SeqCst);
+                overdue.push(holder);
+            } else {
+                self.insert(&holder);
+                seen.push(holder);
+            }
+        }
+        self.0.first_key_value().map(|((due, _), _)| Instant::from_nanos(*due))
+    }
+}

@@ -1,0 +1,119 @@
+//! Requests of one disk that wait for memory, in fair order between the disk's clients.
+//!
+//! Fair queueing (Demers, Keshav and Shenker, *Analysis and Simulation of a Fair Queueing
+//! Algorithm*, SIGCOMM 1989): a request gets a tag when it is queued, the larger of the queue's
+//! virtual time and the tag of its client's last request, plus its length. The request with the
+//! smallest tag is served first. Each request that is served advances the virtual time by its
+//! length divided by the number of requests that wait.
+//!
+//! Clients that wait are served equally in bytes. A small request overtakes large requests, and a
+//! request waits for at most about its length of each other client.
+//!
+//! Never decides whether memory is left for a request: [`Requests`](super::requests::Requests) does.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use event_listener::Event;
+
+/// One client's share of a disk's memory: a connection, or a queue of a device.
+#[derive(Debug, Default)]
+pub struct MemoryFlow {
+    /// The tag of its last request that was queued. Accessed under the budget's lock.
+    tag: AtomicU64,
+}
+
+/// A request that waits.
+#[derive(Debug)]
+pub(super) struct Waiter {
+    pub(super) bytes: u64,
+    /// The memory is charged to its account.
+    pub(super) is_granted: AtomicBool,
+    /// It looks for clients that hold memory without progress.
+    pub(super) is_watchman: AtomicBool,
+    /// Notified when one of the flags is set.
+    pub(super) news: Event,
+}
+
+impl Waiter {
+    pub(super) fn new(bytes: u64) -> Arc<Self> {
+        Arc::new(Self {
+            bytes,
+            is_granted: AtomicBool::new(false),
+            is_watchman: AtomicBool::new(false),
+            news: Event::new(),
+        })
+    }
+}
+
+/// A request's place in its queue: its tag, and its number among requests of one tag.
+pub(super) type Place = (u64, u64);
+
+/// See the [module](self). Every operation takes O(log n).
+#[derive(Debug, Default)]
+pub(super) struct FairQueue {
+    waiting: BTreeMap<Place, Arc<Waiter>>,
+    by_size: BTreeSet<(u64, Place)>,
+    virtual_time: u64,
+    largest_tag: u64,
+    next_number: u64,
+}
+
+impl FairQueue {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    pub(super) fn push(&mut self, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Place {
+        let tag = self.virtual_time.max(flow.tag.load(SeqCst)).saturating_add(waiter.bytes);
+        flow.tag.store(tag, SeqCst);
+        self.largest_tag = self.largest_tag.max(tag);
+        self.next_number += 1;
+        let place = (tag, self.next_number);
+        self.waiting.insert(place, Arc::clone(waiter));
+        self.by_size.insert((waiter.bytes, place));
+        place
+    }
+
+    /// The request that is served next.
+    pub(super) fn first(&self) -> Option<(Place, &Arc<Waiter>)> {
+        self.waiting.first_key_value().map(|(place, waiter)| (*place, waiter))
+    }
+
+    /// The request that is served last.
+    pub(super) fn last(&self) -> Option<&Arc<Waiter>> {
+        self.waiting.last_key_value().map(|(_, waiter)| waiter)
+    }
+
+    /// A request of at most `room` bytes: the next one, or else the smallest.
+    pub(super) fn fitting(&self, room: u64) -> Option<(Place, u64)> {
+        let next = self.first().map(|(place, waiter)| (place, waiter.bytes));
+        let smallest = || self.by_size.first().map(|(bytes, place)| (*place, *bytes));
+        let fits = |(_, bytes): &(Place, u64)| *bytes <= room;
+        next.filter(fits).or_else(|| smallest().filter(fits))
+    }
+
+    /// Removes a request that is served now.
+    pub(super) fn serve(&mut self, place: Place) -> Option<Arc<Waiter>> {
+        let waiting = self.waiting.len() as u64;
+        let served = self.remove(place)?;
+        self.virtual_time += served.bytes.div_ceil(waiting);
+        Some(served)
+    }
+
+    /// Removes a request that is not served.
+    pub(super) fn remove(&mut self, place: Place) -> Option<Arc<Waiter>> {
+        let waiter = self.waiting.remove(&place)?;
+        self.by_size.remove(&(waiter.bytes, place));
+        if self.waiting.is_empty() {
+            // A client that was served is not behind one that comes later.
+            self.virtual_time = self.largest_tag;
+        }
+        Some(waiter)
+    }
+}

@@ -1,0 +1,341 @@
+//! The division of request memory among disks, and the order in which waiting requests are served.
+//!
+//! ```text
+//!   account within its part ──► a waiting request that fits there is served at once
+//!   common half ──► the account with the least beyond its part ──► its queue's next request
+//! ```
+//!
+//! Each account's amount beyond its part is recorded here together with the sum over all accounts,
+//! so that no operation visits all accounts or all waiters. An account within its part changes
+//! [`Used::bytes`] without the lock; the record is corrected by the next operation under the lock.
+//!
+//! Never waits, and never grants more than the limit: see [`Requests::charge`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use super::{
+    holders::HolderList,
+    queue::{FairQueue, MemoryFlow, Place, Waiter},
+};
+
+/// The part of an account that is accessed without the lock.
+#[derive(Debug, Default)]
+pub(super) struct Used {
+    /// Of requests in flight and unread replies.
+    bytes: AtomicU64,
+    /// The recorded amount beyond the account's part. Written under the lock.
+    beyond: AtomicU64,
+    /// Requests of this account wait. Written under the lock.
+    is_awaited: AtomicBool,
+}
+
+impl Used {
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(SeqCst)
+    }
+
+    /// Adds `bytes` if the sum is at most `limit`; returns the sum.
+    pub(super) fn add_within(&self, bytes: u64, limit: u64) -> Option<u64> {
+        let sum = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
+        self.bytes.fetch_update(SeqCst, SeqCst, sum).ok().map(|before| before + bytes)
+    }
+
+    /// Subtracts `bytes`; true if [`Requests::came_back`] has to be called.
+    pub(super) fn subtract(&self, bytes: u64) -> bool {
+        self.bytes.fetch_sub(bytes, SeqCst);
+        self.beyond.load(SeqCst) > 0 || self.is_awaited.load(SeqCst)
+    }
+
+    /// Records the amount beyond `part`, and returns it.
+    fn record_beyond(&self, part: u64) -> u64 {
+        loop {
+            let beyond = self.bytes().saturating_sub(part);
+            self.beyond.store(beyond, SeqCst);
+            // `subtract` reads `beyond` after it has written `bytes`, so either it sees the store,
+            // or its own change is seen here.
+            if self.bytes().saturating_sub(part) == beyond {
+                return beyond;
+            }
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tenancy {
+    used: Arc<Used>,
+    /// As in `used`.
+    beyond: u64,
+    /// The turn in which the account was last granted more than its part; 0 before that.
+    turn: u64,
+    queue: FairQueue,
+    holders: HolderList,
+}
+
+impl Tenancy {
+    fn rank(&self, number: u64) -> Rank {
+        (self.beyond, self.turn, number)
+    }
+}
+
+/// The order of accounts that wait for the common half: bytes beyond the part, turn, number.
+///
+/// Not the account's bytes within its part: a disk whose clients have nothing after each of them
+/// was disconnected would come before a disk with any request in flight.
+type Rank = (u64, u64, u64);
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct Requests {
+    /// Limit of the sum over all accounts.
+    most: u64,
+    /// Bytes that each account can use, whatever all other accounts use.
+    part: u64,
+    accounts: BTreeMap<u64, Tenancy>,
+    next_number: u64,
+    /// Sum of [`Tenancy::beyond`].
+    beyond: u64,
+    /// Accounts beyond their part.
+    over: BTreeSet<u64>,
+    /// The part has changed since the amounts beyond it were recorded.
+    is_stale: bool,
+    /// Grants that brought an account beyond its part.
+    turns: u64,
+    /// Accounts with waiting requests.
+    order: BTreeSet<Rank>,
+    waiting: u64,
+    /// The request that looks for clients without progress, if any request waits.
+    watchman: Option<Arc<Waiter>>,
+}
+
+impl Requests {
+    /// Adds an account; returns its number.
+    pub(super) fn add(&mut self, used: &Arc<Used>) -> u64 {
+        self.next_number += 1;
+        let account = Tenancy { used: Arc::clone(used), ..Tenancy::default() };
+        self.accounts.insert(self.next_number, account);
+        self.next_number
+    }
+
+    /// Removes an account for which no request waits.
+    pub(super) fn remove(&mut self, number: u64) {
+        if let Some(account) = self.accounts.remove(&number) {
+            self.beyond -= account.beyond;
+            self.over.remove(&number);
+        }
+    }
+
+    /// Limits the sum to `most`; returns the part of each account.
+    pub(super) fn divide(&mut self, most: u64) -> u64 {
+        self.most = most;
+        self.part = most / 2 / (self.accounts.len() as u64).max(1);
+        self.is_stale = true;
+        self.part
+    }
+
+    /// Serves what fits after [`Requests::divide`], once the new part is in force.
+    pub(super) fn divided(&mut self) {
+        if self.waiting == 0 {
+            return;
+        }
+        self.settle();
+        let waiting: Vec<u64> = self.order.iter().map(|(.., number)| *number).collect();
+        waiting.into_iter().for_each(|number| self.serve_part(number));
+        self.serve_common();
+    }
+
+    pub(super) fn waiting(&self) -> u64 {
+        self.waiting
+    }
+
+    pub(super) fn sum(&self) -> u64 {
+        self.accounts.values().map(|account| account.used.bytes()).sum()
+    }
+
+    pub(super) fn holders(&mut self, number: u64) -> Option<&mut HolderList> {
+        self.accounts.get_mut(&number).map(|account| &mut account.holders)
+    }
+
+    /// Visits the clients of each account that uses more than its part.
+    pub(super) fn for_holders_over_part(&mut self, mut visit: impl FnMut(&mut HolderList)) {
+        self.settle();
+        for number in &self.over {
+            if let Some(account) = self.accounts.get_mut(number) {
+                visit(&mut account.holders);
+            }
+        }
+    }
+
+    /// Charges `bytes` to an account unless a request has to wait for them.
+    pub(super) fn try_charge(&mut self, number: u64, bytes: u64) -> bool {
+        self.settle();
+        self.record(number);
+        self.waiting == 0 && self.charge(number, bytes)
+    }
+
+    /// Queues a request of `flow`, and serves what fits.
+    pub(super) fn wait(&mut self, number: u64, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Option<Place> {
+        let place = self.change(number, |account| account.queue.push(flow, waiter))?;
+        self.waiting += 1;
+        if self.watchman.is_none() {
+            self.appoint(Arc::clone(waiter));
+        }
+        if let Some(account) = self.accounts.get(&number) {
+            account.used.is_awaited.store(true, SeqCst);
+        }
+        // Memory that came back before the store has served no request.
+        self.came_back(number);
+        Some(place)
+    }
+
+    /// Removes a request that no longer waits, unless it was served.
+    pub(super) fn leave(&mut self, number: u64, place: Place) {
+        if let Some(Some(waiter)) = self.change(number, |account| account.queue.remove(place)) {
+            self.left(number, &waiter);
+        }
+        self.came_back(number);
+    }
+
+    /// Serves what fits after an account's memory came back.
+    pub(super) fn came_back(&mut self, number: u64) {
+        self.settle();
+        self.record(number);
+        self.serve_part(number);
+        self.serve_common();
+    }
+
+    fn settle(&mut self) {
+        if std::mem::take(&mut self.is_stale) {
+            let numbers: Vec<u64> = self.accounts.keys().copied().collect();
+            numbers.into_iter().for_each(|number| self.record(number));
+        }
+    }
+
+    /// Changes an account and keeps its rank in `order`.
+    fn change<T>(&mut self, number: u64, change: impl FnOnce(&mut Tenancy) -> T) -> Option<T> {
+        let account = self.accounts.get_mut(&number)?;
+        let before = (!account.queue.is_empty()).then(|| account.rank(number));
+        let result = change(account);
+        let after = (!account.queue.is_empty()).then(|| account.rank(number));
+        if before != after {
+            if let Some(before) = before {
+                self.order.remove(&before);
+            }
+            self.order.extend(after);
+        }
+        Some(result)
+    }
+
+    /// Brings the recorded amount beyond an account's part up to date.
+    fn record(&mut self, number: u64) {
+        let Some(account) = self.accounts.get(&number) else { return };
+        let (before, beyond) = (account.beyond, account.used.record_beyond(self.part));
+        if beyond == before {
+            return;
+        }
+        self.beyond = self.beyond - before + beyond;
+        if beyond > 0 {
+            self.over.insert(number);
+        } else {
+            self.over.remove(&number);
+        }
+        self.change(number, |account| account.beyond = beyond);
+    }
+
+    /// Charges `bytes` to an account if it may have them. A grant beyond its part is its turn.
+    fn charge(&mut self, number: u64, bytes: u64) -> bool {
+        let Some(account) = self.accounts.get(&number) else { return false };
+        loop {
+            let used = account.used.bytes();
+            if !self.may(account, used, bytes) {
+                return false;
+            }
+            // The account may have taken from its part without the lock meanwhile.
+            let sum = used + bytes;
+            if account.used.bytes.compare_exchange(used, sum, SeqCst, SeqCst).is_ok() {
+                if sum > self.part {
+                    self.turns += 1;
+                    let turn = self.turns;
+                    self.change(number, |account| account.turn = turn);
+                    self.record(number);
+                }
+                return true;
+            }
+        }
+    }
+
+    /// True if an account may have `bytes` more: of its part, or of the common half. An account
+    /// gets no more of the common half than remains free, except by one request. Otherwise a disk
+    /// whose requests wait long for its limits would occupy all of it.
+    fn may(&self, account: &Tenancy, used: u64, bytes: u64) -> bool {
+        let over = |used: u64| used.saturating_sub(self.part);
+        let others = self.beyond - account.beyond;
+        let common = self.most - self.part * self.accounts.len() as u64;
+        let wanted = over(used + bytes);
+        let Some(free) = common.checked_sub(others + wanted) else { return wanted == 0 };
+        over(used) == 0 || wanted <= free
+    }
+
+    /// Serves requests that fit into their account's part.
+    fn serve_part(&mut self, number: u64) {
+        while let Some(account) = self.accounts.get(&number)
+            && let Some(room) = self.part.checked_sub(account.used.bytes())
+            && let Some((place, bytes)) = account.queue.fitting(room)
+        {
+            // Where the account has taken the room without the lock, the next turn sees it.
+            if account.used.add_within(bytes, self.part).is_some() {
+                self.grant(number, place);
+            }
+        }
+    }
+
+    /// Serves the common half in the accounts' order. No request overtakes the first.
+    fn serve_common(&mut self) {
+        while let Some(&(.., number)) = self.order.first()
+            && let Some((place, waiter)) = self.accounts.get(&number).and_then(|one| one.queue.first())
+        {
+            let bytes = waiter.bytes;
+            if !self.charge(number, bytes) {
+                break;
+            }
+            self.grant(number, place);
+        }
+    }
+
+    fn grant(&mut self, number: u64, place: Place) {
+        if let Some(Some(waiter)) = self.change(number, |account| account.queue.serve(place)) {
+            waiter.is_granted.store(true, SeqCst);
+            waiter.news.notify(usize::MAX);
+            self.left(number, &waiter);
+        }
+    }
+
+    /// Counts out a request that has left its queue.
+    fn left(&mut self, number: u64, waiter: &Arc<Waiter>) {
+        self.waiting -= 1;
+        if let Some(account) = self.accounts.get(&number)
+            && account.queue.is_empty()
+        {
+            account.used.is_awaited.store(false, SeqCst);
+        }
+        if self.watchman.as_ref().is_some_and(|watchman| Arc::ptr_eq(watchman, waiter)) {
+            self.watchman = None;
+            // The last one, which remains the watchman for longest.
+            let next = self.order.last().and_then(|(.., number)| self.accounts.get(number));
+            if let Some(next) = next.and_then(|account| account.queue.last()) {
+                self.appoint(Arc::clone(next));
+            }
+        }
+    }
+
+    fn appoint(&mut self, waiter: Arc<Waiter>) {
+        waiter.is_watchman.store(true, SeqCst);
+        waiter.news.notify(usize::MAX);
+        self.watchman = Some(waiter);
+    }
+}

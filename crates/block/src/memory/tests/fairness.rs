@@ -1,0 +1,196 @@
+//! Memory between the clients of a disk, and the cost of waiting, in virtual time.
+
+use std::{
+    cell::Cell,
+    future::{Future, poll_fn},
+    pin::pin,
+};
+
+use super::*;
+
+/// Counts how often `future` is polled.
+async fn counted<T>(polls: Rc<Cell<u64>>, future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    poll_fn(|context| {
+        polls.set(polls.get() + 1);
+        future.as_mut().poll(context)
+    })
+    .await
+}
+
+/// 200 clients hold all memory that they are granted of a disk. A small request of another client
+/// of the disk is served after the first of them was disconnected.
+#[test]
+fn a_small_request_waits_for_one_client_of_its_disk_that_holds_memory() {
+    for (total, bytes) in [(128 * MIB, 4096), (16 << 30, 4096), (128 * MIB, MIB)] {
+        sim::run(1, async move {
+            let budget = Budget::new(total);
+            let (disk, _other) = (Account::new(&budget), Account::new(&budget));
+            let hostile = hostile(&disk, 200);
+            sleep_until(now() + Duration::from_millis(1)).await;
+            for _ in 0..3 {
+                let began = now();
+                disk.take(&MemoryFlow::default(), bytes).await;
+                let waited = now() - began;
+                assert!(waited <= SHORTEST_GRACE + 2 * LOOK, "{bytes} bytes of {total}: {waited:?}");
+                disk.give_back(bytes);
+            }
+            end(hostile).await;
+        });
+    }
+}
+
+/// Clients of one disk that always have a request waiting are served equally in bytes.
+#[test]
+fn clients_of_a_disk_are_served_equally() {
+    for seed in 0..3 {
+        sim::run(seed, async {
+            let budget = Budget::new(0);
+            let (disk, _other) = (Account::new(&budget), Account::new(&budget));
+            let served: Rc<Vec<_>> = Rc::new((0..8).map(|_| Cell::new(0_u64)).collect());
+            let flows: Vec<_> = (0..8).map(|_| Rc::new(MemoryFlow::default())).collect();
+            let request = |number: usize| {
+                let (disk, served) = (Arc::clone(&disk), Rc::clone(&served));
+                let flow = Rc::clone(&flows[number]);
+                async move {
+                    // From 64 KiB to 8 MiB.
+                    let bytes = (64 << 10) << number;
+                    loop {
+                        disk.take(&flow, bytes).await;
+                        served[number].set(served[number].get() + bytes);
+                        sleep_until(now() + Duration::from_millis(10) + pause()).await;
+                        disk.give_back(bytes);
+                    }
+                }
+            };
+            // Several requests of each client at a time, so that at least one always waits.
+            let requests = (0..8).flat_map(|number| (0..(256_usize >> number).max(8)).map(move |_| number));
+            let clients: Vec<_> = requests.map(|number| spawn_joinable(request(number))).collect();
+            sleep_until(now() + Duration::from_secs(10)).await;
+            let (least, most) =
+                (served.iter().map(Cell::get).min().unwrap(), served.iter().map(Cell::get).max().unwrap());
+            assert!(least > 32 * MIB, "{served:?}");
+            assert!(most <= 2 * least, "{served:?}");
+            end(clients).await;
+        });
+    }
+}
+
+/// The work of a second is independent of the product of waiting requests and clients: one waiting
+/// request looks for clients without progress, and no look visits a client that is on schedule.
+#[test]
+fn waiting_costs_nothing_until_there_is_memory() {
+    const CLIENTS: u64 = 2000;
+    sim::run(1, async {
+        let budget = Budget::new(0);
+        let (first, second, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
+        first.take(&MemoryFlow::default(), LARGEST).await;
+        let clients: Vec<_> = (0..CLIENTS).map(|_| Stalled::new(&first)).collect();
+        // None of them is overdue.
+        let until = now() + SHORTEST_GRACE;
+        let polls: Rc<Cell<u64>> = Rc::default();
+        let wait = |_| {
+            let (second, polls) = (Arc::clone(&second), Rc::clone(&polls));
+            spawn_joinable(counted(polls, async move {
+                second.take(&MemoryFlow::default(), LARGEST).await;
+                second.give_back(LARGEST);
+            }))
+        };
+        let waiting: Vec<_> = (0..CLIENTS).map(wait).collect();
+        sleep_until(until).await;
+        let visits = || clients.iter().map(|client| client.visits.load(SeqCst)).sum::<u64>();
+        assert!(visits() <= 2 * CLIENTS, "{} visits", visits());
+        assert!(polls.get() <= CLIENTS + 10, "{} polls", polls.get());
+        // As many as wait are disconnected at the first look behind the grace, once each.
+        sleep_until(now() + 20 * LOOK).await;
+        assert!(visits() <= 4 * CLIENTS, "{} visits", visits());
+        assert!(clients.iter().all(|client| client.ends.load(SeqCst) == 1));
+        assert!(polls.get() <= CLIENTS + 40, "{} polls", polls.get());
+        // A request is woken when it is served, and otherwise only to become the watchman.
+        first.give_back(LARGEST);
+        for one in waiting {
+            one.await;
+        }
+        assert!(polls.get() <= 4 * CLIENTS, "{} polls", polls.get());
+    });
+}
+
+/// A waiting request of one disk does not make requests of another disk, within its part, take the
+/// lock.
+#[test]
+fn a_disk_within_its_part_is_not_slowed_by_requests_that_wait() {
+    sim::run(1, async {
+        let budget = Budget::new(0);
+        let (first, second) = (Account::new(&budget), Account::new(&budget));
+        let hostile = hostile(&first, 10);
+        sleep_until(now() + Duration::from_millis(1)).await;
+        assert!(budget.usage().waiting > 0);
+        let locked = budget.lock();
+        assert!(second.try_take(MIB));
+        second.give_back(MIB);
+        drop(locked);
+        end(hostile).await;
+    });
+}
+
+/// The grace is divided by the number of waiting requests.
+#[test]
+fn the_grace_shrinks_as_requests_wait() {
+    let seconds = [0, 1, 2, 5, 10, 11, 1_000_000].map(|waiting| grace(waiting).as_secs_f64());
+    assert_eq!(seconds, [10.0, 10.0, 5.0, 2.0, 1.0, 1.0, 1.0]);
+}
+
+/// A client that moves data at the slowest rate is not disconnected, and one that stops is.
+#[test]
+fn progress_keeps_a_client() {
+    #[derive(Debug)]
+    struct Slow(Listing, AtomicU64, AtomicU64);
+    impl Holder for Slow {
+        fn due(&self) -> Option<Instant> {
+            Some(Instant::from_nanos(self.1.load(SeqCst)))
+        }
+        fn push_out(&self) {
+            self.2.fetch_add(1, SeqCst);
+        }
+        fn listing(&self) -> &Listing {
+            &self.0
+        }
+    }
+    sim::run(1, async {
+        let budget = Budget::new(0);
+        let (disk, _other) = (Account::new(&budget), Account::new(&budget));
+        disk.take(&MemoryFlow::default(), LARGEST).await;
+        let slow = Arc::new(Slow(Listing::default(), AtomicU64::new(now().as_nanos()), AtomicU64::new(0)));
+        disk.watch(&slow);
+        let waiting: Vec<_> = (0..20)
+            .map(|_| {
+                let disk = Arc::clone(&disk);
+                spawn_joinable(async move { disk.take(&MemoryFlow::default(), LARGEST).await })
+            })
+            .collect();
+        for _ in 0..100 {
+            sleep_until(now() + Duration::from_millis(500)).await;
+            slow.1.store(now().as_nanos(), SeqCst);
+        }
+        assert_eq!(slow.2.load(SeqCst), 0);
+        sleep_until(now() + SHORTEST_GRACE + LOOK).await;
+        assert_eq!(slow.2.load(SeqCst), 1);
+        end(waiting).await;
+    });
+}
+
+/// Clients that have gone leave nothing behind, whether requests waited or not.
+#[test]
+fn clients_that_have_gone_are_not_listed() {
+    let budget = Budget::new(0);
+    let disk = Account::new(&budget);
+    sim::run(1, async move {
+        for _ in 0..100 {
+            drop(Stalled::new(&disk));
+        }
+        let kept = Stalled::new(&disk);
+        let listed = budget.lock().requests.holders(1).expect("the account").len();
+        assert_eq!(listed, 1);
+        drop(kept);
+    });
+}

@@ -1,0 +1,165 @@
+//! Connected clients of a server, counted by export and by whether their handshake is complete.
+//!
+//! Every question that is asked whenever a client comes or leaves is O(log n) in clients.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use block::{memory::ConnectionMemory, reactor::op::Fd};
+use policy::time::Instant;
+
+use crate::nbd::{holding::Holding, stop::StopSignal, visit::Visit};
+
+/// A connected client.
+#[derive(Debug)]
+pub(super) struct Live {
+    pub(super) socket: Fd,
+    pub(super) stop: Arc<StopSignal>,
+    /// `None` through a Unix socket.
+    pub(super) address: Option<IpAddr>,
+    pub(super) since: Instant,
+    /// Reported to listeners when the client has left.
+    pub(super) visit: Option<Box<Visit>>,
+    /// After the handshake.
+    pub(super) holding: Option<Arc<Holding>>,
+    /// Memory of TLS, after the client has started it.
+    pub(super) tls_memory: Option<ConnectionMemory>,
+    /// After the handshake.
+    export: Option<usize>,
+}
+
+impl Live {
+    /// A client that has not chosen an export.
+    pub(super) fn new(socket: Fd, address: Option<IpAddr>, since: Instant) -> Self {
+        Self {
+            socket,
+            stop: Arc::default(),
+            address,
+            since,
+            visit: None,
+            holding: None,
+            tls_memory: None,
+            export: None,
+        }
+    }
+
+    pub(super) fn export(&self) -> Option<usize> {
+        self.export
+    }
+}
+
+/// Clients by number. Numbers are given in the order of arrival.
+#[derive(Debug, Default)]
+pub(super) struct Roster {
+    live: HashMap<u64, Live>,
+    /// Clients that have not chosen an export.
+    unfinished: BTreeMap<u64, Instant>,
+    /// Clients of each export that has any.
+    by_export: HashMap<usize, usize>,
+}
+
+impl Roster {
+    /// Adds a client that has not chosen an export.
+    pub(super) fn insert(&mut self, number: u64, live: Live) {
+        self.unfinished.insert(number, live.since);
+        self.live.insert(number, live);
+    }
+
+    /// Counts a client to the export that it has chosen; false if the client has gone.
+    pub(super) fn choose(&mut self, number: u64, export: usize, visit: Option<Box<Visit>>) -> bool {
+        let Some(live) = self.live.get_mut(&number) else { return false };
+        live.visit = visit;
+        let before = live.export.replace(export);
+        self.unfinished.remove(&number);
+        *self.by_export.entry(export).or_default() += 1;
+        self.uncount(before);
+        true
+    }
+
+    pub(super) fn remove(&mut self, number: u64) -> Option<Live> {
+        let gone = self.live.remove(&number)?;
+        self.unfinished.remove(&number);
+        self.uncount(gone.export);
+        Some(gone)
+    }
+
+    fn uncount(&mut self, export: Option<usize>) {
+        let Some(export) = export else { return };
+        if let Some(count) = self.by_export.get_mut(&export) {
+            *count -= 1;
+            if *count == 0 {
+                self.by_export.remove(&export);
+            }
+        }
+    }
+
+    pub(super) fn get(&self, number: u64) -> Option<&Live> {
+        self.live.get(&number)
+    }
+
+    pub(super) fn get_mut(&mut self, number: u64) -> Option<&mut Live> {
+        self.live.get_mut(&number)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Live)> {
+        self.live.iter().map(|(number, live)| (*number, live))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.live.len()
+    }
+
+    /// Clients of an export.
+    pub(super) fn count_of(&self, export: usize) -> usize {
+        self.by_export.get(&export).copied().unwrap_or(0)
+    }
+
+    /// Clients of each export that has any.
+    pub(super) fn counts(&self) -> &HashMap<usize, usize> {
+        &self.by_export
+    }
+
+    /// The client that has been in its handshake for longest, and when it arrived.
+    pub(super) fn oldest_unfinished(&self) -> Option<(u64, Instant)> {
+        self.unfinished.first_key_value().map(|(number, since)| (*number, *since))
+    }
+
+    /// Clients in their handshake.
+    pub(super) fn unfinished(&self) -> impl Iterator<Item = &Live> {
+        self.unfinished.keys().filter_map(|number| self.live.get(number))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::{fd::OwnedFd, unix::net::UnixStream};
+
+    use super::*;
+
+    fn client(since: u64) -> Live {
+        let (ours, _) = UnixStream::pair().expect("sockets");
+        Live::new(OwnedFd::from(ours).into(), None, Instant::from_nanos(since))
+    }
+
+    #[test]
+    fn clients_are_counted_by_export_and_handshake() {
+        let mut roster = Roster::default();
+        for number in 1..=3 {
+            roster.insert(number, client(10 * number));
+        }
+        assert_eq!(roster.oldest_unfinished(), Some((1, Instant::from_nanos(10))));
+        assert!(roster.choose(1, 7, None) && roster.choose(3, 7, None) && !roster.choose(4, 7, None));
+        assert_eq!((roster.count_of(7), roster.unfinished().count(), roster.len()), (2, 1, 3));
+        assert_eq!(roster.oldest_unfinished(), Some((2, Instant::from_nanos(20))));
+        // A second choice of one client does not count it twice.
+        assert!(roster.choose(3, 8, None));
+        assert_eq!(roster.counts(), &HashMap::from([(7, 1), (8, 1)]));
+        for number in 1..=3 {
+            assert!(roster.remove(number).is_some() && roster.remove(number).is_none());
+        }
+        assert_eq!((roster.counts().len(), roster.oldest_unfinished(), roster.len()), (0, None, 0));
+    }
+}
