@@ -439,7 +439,9 @@ fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures
     let rate: Get<u64> = |one, kind| Some(one.limits.limit(kind).rate).filter(|&rate| rate > 0);
     let burst: Get<u64> = |one, kind| Some(one.limits.limit(kind).burst_rate).filter(|&rate| rate > 0);
     let level: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.units);
-    let room: Get<u64> = |one, kind| one.stats.tokens[kind.index()];
+    let capacity: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.capacity);
+    let room: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.room());
+    let ratio: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.ratio());
     let empty: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| seconds(level.empty_in_ns));
     for (bytes, unit, rates) in
         [(false, "operations", "operations_per_second"), (true, "bytes", "bytes_per_second")]
@@ -450,9 +452,13 @@ fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures
         to.gauges(&name(&format!("burst_limit_{rates}")), help, rows(all, key, Some(bytes), burst))?;
         let help = "What has passed a limit and not run out of its bucket yet.";
         to.gauges(&name(&format!("bucket_level_{unit}")), help, rows(all, key, Some(bytes), level))?;
-        let help = "What may pass a limit now before requests wait.";
+        let help = "Capacity of a limit's bucket: the burst rate times the burst length.";
+        to.gauges(&name(&format!("bucket_capacity_{unit}")), help, rows(all, key, Some(bytes), capacity))?;
+        let help = "Capacity of a limit's bucket less its level.";
         to.gauges(&name(&format!("bucket_room_{unit}")), help, rows(all, key, Some(bytes), room))?;
     }
+    let help = "Level of a limit's bucket as a share of its capacity.";
+    to.gauges(&name("bucket_level_ratio"), help, rows(all, key, None, ratio))?;
     let help = "Time after which a limit's bucket is empty, if nothing passes.";
     to.gauges(&name("bucket_empty_seconds"), help, rows(all, key, None, empty))
 }

@@ -20,7 +20,7 @@ use block::{
 use export::vhost_user_blk::Process;
 use policy::{
     request::Direction,
-    throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Stats},
+    throttle::{Counters, Enforcement, Level, LimitKind, Limits, Part, Setting, Stats},
 };
 use serde_json::{Map, Value, json};
 
@@ -83,7 +83,7 @@ struct Took {
     latencies: Option<Latencies>,
 }
 
-/// Of what is kept here, in bytes, at most for each disk: counts have 135 buckets.
+/// Bytes kept for each disk, at most: both counts have 135 buckets.
 #[cfg(test)]
 pub(super) const MOST_OF_A_DISK: usize =
     size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 4 * 160;
@@ -385,6 +385,7 @@ fn throttle(object: &mut Object, figures: &ThrottleFigures) {
                 if stats.recent_waits.max_ns > 0 { json!(stats.recent_waits.p99_ns) } else { Value::Null },
             ),
             ("bucket_level_ratio", ratio(bucket_level(stats))),
+            ("buckets", buckets(stats)),
         ],
     );
 }
@@ -401,11 +402,18 @@ fn set(limits: &Limits) -> Value {
 
 /// How full the fullest bucket is; none without limits.
 fn bucket_level(stats: &Stats) -> Option<f64> {
-    let level = |kind: LimitKind| {
-        let (level, room) = (stats.levels[kind.index()]?.units, stats.tokens[kind.index()]?);
-        (level + room > 0).then(|| level as f64 / (level as f64 + room as f64))
+    stats.levels.iter().flatten().map(Level::ratio).max_by(f64::total_cmp)
+}
+
+/// Level and capacity of each bucket, by the name of its limit.
+fn buckets(stats: &Stats) -> Value {
+    let bucket = |kind: LimitKind| {
+        let level = stats.levels[kind.index()]?;
+        let told =
+            json!({ "level": level.units, "capacity": level.capacity, "ratio": ratio(Some(level.ratio())) });
+        Some((Setting::Limit(kind, Part::Rate).name().to_owned(), told))
     };
-    LimitKind::ALL.into_iter().filter_map(level).max_by(f64::total_cmp)
+    Value::Object(LimitKind::ALL.into_iter().filter_map(bucket).collect())
 }
 
 fn limit_name(kind: Option<LimitKind>) -> Value {
@@ -548,8 +556,53 @@ pub(super) fn sample(object: &Object) -> Sample {
 #[cfg(test)]
 mod tests {
     use block::measures::Measures;
+    use policy::throttle::WaitSummary;
 
     use super::*;
+
+    #[test]
+    fn the_second_bucket_of_a_burst_does_not_count_as_its_level() {
+        let mut stats = Stats {
+            reads: Counters::default(),
+            writes: Counters::default(),
+            waits: WaitSummary::default(),
+            recent_waits: WaitSummary::default(),
+            limited_ns: 0,
+            binding: Some(LimitKind::IopsTotal),
+            tokens: [None; 6],
+            levels: [None; 6],
+            waiting: [8, 0],
+            kept: None,
+        };
+        assert_eq!((bucket_level(&stats), buckets(&stats)), (None, json!({})));
+        // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst's own rate.
+        stats.tokens[LimitKind::IopsTotal.index()] = Some(0);
+        let level = Level { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
+        stats.levels[LimitKind::IopsTotal.index()] = Some(level);
+        assert_eq!(ratio(bucket_level(&stats)), json!(0.104));
+        let told = json!({ "iops-total": { "level": 1245, "capacity": 12_000, "ratio": 0.104 } });
+        assert_eq!(buckets(&stats), told);
+    }
+
+    #[test]
+    fn waits_are_those_of_the_last_second_alone() {
+        let buckets = Measures::default().latency(Timed::Read).counts().len();
+        let spread = |of: &[(usize, u64)]| {
+            let mut counts = vec![0; buckets];
+            of.iter().for_each(|&(place, count)| counts[place] = count);
+            Spread::new(counts, 0)
+        };
+        let (short, long) = (40, 80);
+        let mut before = Vec::new();
+        assert_eq!(grown(&mut before, [spread(&[(long, 100)]), spread(&[])]), None, "the first look");
+        let last = grown(&mut before, [spread(&[(long, 100)]), spread(&[(short, 50)])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), Spread::rank_ns(spread(&[(short, 1)]).counts(), 0.5));
+        let last = grown(&mut before, [spread(&[(long, 100), (0, 900)]), spread(&[(short, 50)])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), Some(0), "none waited");
+        assert_eq!(grown(&mut before, [spread(&[(short, 3)]), spread(&[])]), None, "another disk counts");
+        let last = grown(&mut before, [spread(&[(short, 3)]), spread(&[])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), None, "no request was answered");
+    }
 
     #[test]
     fn a_group_s_latencies_are_those_of_all_its_disks() {
@@ -559,6 +612,7 @@ mod tests {
             counts[place] = count;
             counts
         };
+        let grown = |took| LastCounts { took, waited: vec![0; buckets] };
         let mut of_disks = OfDisks::default();
         // Nothing is known of a disk that has just come.
         of_disks.add(&Passed::default(), None);

@@ -382,13 +382,16 @@ impl Buckets {
         u64::try_from(bucket.level.saturating_add(bucket.deferred) / UNIT).unwrap_or(u64::MAX)
     }
 
-    /// The same, and how long it takes to run out; `None` if the limit is not set.
+    /// The level with the bucket's capacity and the time it takes to run out; `None` if the limit
+    /// is not set.
     pub(super) fn level_now(&self, kind: LimitKind) -> Option<Level> {
         let bucket = &self.buckets[kind.index()];
         let rate = u128::from(bucket.rate);
         let empty_in_ns = bucket.level.saturating_add(bucket.deferred).checked_div(rate)?;
         let empty_in_ns = u64::try_from(empty_in_ns).unwrap_or(u64::MAX);
-        Some(Level { units: self.level(kind), empty_in_ns })
+        // Rounded up, because a limit of 5 has a bucket of half an operation.
+        let capacity = u64::try_from(bucket.size.div_ceil(UNIT)).unwrap_or(u64::MAX);
+        Some(Level { units: self.level(kind), capacity, empty_in_ns })
     }
 
     /// Fills this limit's bucket with so many units, if it is set; what is more than full is

@@ -56,10 +56,27 @@ pub struct WaitSummary {
 /// How full a limit's bucket is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Level {
-    /// Bytes or operations.
+    /// Bytes or operations. Above `capacity` after a request larger than the bucket, and after a
+    /// change to a smaller limit.
     pub units: u64,
+    /// Bytes or operations of a full bucket, at least 1: the burst rate times the burst length, or
+    /// a tenth of the rate without a burst. The second bucket, which limits the rate of a long
+    /// burst, is not a part of it.
+    pub capacity: u64,
     /// Nanoseconds after which it is empty, if nothing else passes.
     pub empty_in_ns: u64,
+}
+
+impl Level {
+    /// Units until the bucket is full; a burst may spread them over its length.
+    pub const fn room(&self) -> u64 {
+        self.capacity.saturating_sub(self.units)
+    }
+
+    /// Level as a share of the capacity, at most 1.
+    pub fn ratio(&self) -> f64 {
+        (self.units as f64 / self.capacity.max(1) as f64).min(1.0)
+    }
 }
 
 /// A node, as seen at one instant.

@@ -104,7 +104,7 @@ fn tokens_are_what_may_still_pass_at_once() {
     let client = disk.add(Workload::WRITES.of(100_000).queued(4));
     disk.run_until(ms(1));
     let Stats { tokens, levels, .. } = disk.tree.stats(disk.group, ms(1));
-    let level = Level { units: 3, empty_in_ns: 39_000_000 };
+    let level = Level { units: 3, capacity: 10, empty_in_ns: 39_000_000 };
     assert_eq!(levels[LimitKind::IopsTotal.index()], Some(level), "of 4 at 100 a second, 0.1 leaked");
     assert_eq!(levels[LimitKind::BpsRead.index()], None);
     assert_eq!(tokens[LimitKind::IopsTotal.index()], Some(6), "of 10; 4 passed, 0.1 leaked");
@@ -116,6 +116,24 @@ fn tokens_are_what_may_still_pass_at_once() {
     assert_eq!(tokens[LimitKind::BpsRead.index()], None);
     assert_eq!(disk.tree.stats(disk.disk(client), ms(1)).tokens, [None; 6], "it has no limits of its own");
     assert_eq!(disk.tree.waiting(disk.group, Direction::Write), 0);
+}
+
+#[test]
+fn a_long_burst_fills_a_tenth_of_its_bucket_in_a_tenth_of_its_length() {
+    let mut disk = Timeline::new("iops-total=100,iops-total-max=400,iops-total-max-length=30");
+    disk.queue_reads(20_000);
+    let level = |disk: &Timeline, at_s| {
+        disk.tree.stats(disk.group, s(at_s)).levels[LimitKind::IopsTotal.index()].expect("a limit is set")
+    };
+    disk.run_until(s(4));
+    let early = level(&disk, 4);
+    assert_eq!(early.capacity, 12_000, "400 for 30 s");
+    assert_within_percent(5.0, early.units as f64, 4.0 * (400.0 - 100.0));
+    assert_within_percent(5.0, early.ratio(), 0.1);
+    assert_eq!(early.room(), early.capacity - early.units);
+    // 30 s × 400 / (400 - 100).
+    disk.run_until(s(41));
+    assert!(level(&disk, 41).ratio() > 0.99, "{:?}", level(&disk, 41));
 }
 
 fn kept(disks: &Timeline, client: usize, at_s: u64) -> Kept {

@@ -447,14 +447,16 @@ fn server(serving: &Serving) -> Value {
 }
 
 fn throttle(stats: &Stats) -> Value {
-    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, waiting, kept, .. } = stats;
+    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, levels, waiting, kept } =
+        stats;
     let [reads_waiting, writes_waiting] = waiting;
     let mut answer = json!({
         "reads": counters(reads),
         "writes": counters(writes),
         "waiting": { "reads": reads_waiting, "writes": writes_waiting },
         "limited-ns": limited_ns,
-        "tokens": token_counts(tokens),
+        "tokens": by_limit(tokens, |units| json!(units)),
+        "buckets": by_limit(levels, |level| json!({ "level": level.units, "capacity": level.capacity })),
     });
     for (name, waits) in [("wait-ns", waits), ("recent-wait-ns", recent_waits)] {
         if waits.max_ns > 0 {
@@ -479,8 +481,9 @@ fn counters(counters: &Counters) -> Value {
     })
 }
 
-fn token_counts(tokens: &[Option<u64>; 6]) -> Value {
-    let entry = |kind: LimitKind| Some((limit_name(kind).to_owned(), json!(tokens[kind.index()]?)));
+/// An object with the limits that are set as its keys.
+fn by_limit<V>(values: &[Option<V>; 6], show: impl Fn(&V) -> Value) -> Value {
+    let entry = |kind: LimitKind| Some((limit_name(kind).to_owned(), show(values[kind.index()].as_ref()?)));
     Value::Object(LimitKind::ALL.into_iter().filter_map(entry).collect::<Map<_, _>>())
 }
 
