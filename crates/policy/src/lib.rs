@@ -11,6 +11,7 @@
 //! - [`device`]: when an imitated device is done with a request.
 //! - [`polling`]: whether a thread that waits for completions had better stay awake.
 //! - [`access`]: which clients are let in.
+//! - [`counter`]: growth and rates of counters, also of those that fall.
 //! - [`request`] and [`time`]: the words that all of them share.
 //!
 //! Time comes in as an argument ([`time::Instant`]), decisions go out as values: the daemon, the
@@ -25,6 +26,7 @@ extern crate alloc;
 
 pub mod access;
 pub mod cluster;
+pub mod counter;
 pub mod device;
 pub mod merge;
 pub mod polling;

@@ -164,7 +164,9 @@ impl Model {
             limits.limit_mut(LimitKind::BpsWrite).rate = client.limit_bps;
             let passed = |bytes| [Counters::default(), Counters { bytes, ..Counters::default() }];
             let before = passed(mem::replace(&mut client.sampled, client.passed));
-            consumed.add(&Taken::since(&before, &passed(client.passed), TICK * SAMPLE_TICKS as u32, limits));
+            let elapsed = TICK * SAMPLE_TICKS as u32;
+            let taken = Taken::since(&before, &passed(client.passed), elapsed, limits);
+            consumed.add(&taken.expect("no counter falls"));
         }
         let capacity = Capacity { write_bps: DEVICE_BPS, ..Capacity::default() };
         let rates = Rates { write_bps: done * per_second, ..Rates::default() };

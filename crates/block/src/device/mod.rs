@@ -321,8 +321,8 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// The use of `device` since the last measure, in thousandths; `None` the first time, and
-    /// before 20 ms have passed.
+    /// The use of `device` since the last measure, in thousandths; `None` the first time, before
+    /// 20 ms have passed, and where its totals fell.
     ///
     /// May exceed 1000 a little: a measured capacity is a median, and requests complete in lumps.
     ///
@@ -335,23 +335,24 @@ impl Meter {
         };
         let reading = device.reading(now)?;
         self.last = Some((now, reading));
-        Ok(last.map(|(at, before)| used(device.capacity.as_ref(), before, reading, now - at)))
+        Ok(last.and_then(|(at, before)| used(device.capacity.as_ref(), before, reading, now - at)))
     }
 }
 
-/// The use of a device between two readings that are `elapsed` apart, in thousandths.
-fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: Duration) -> u32 {
+/// The use of a device between two readings that are `elapsed` apart, in thousandths; `None` if its
+/// totals fell.
+fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: Duration) -> Option<u32> {
     match (before, after) {
         (Reading::Worked(before), Reading::Worked(after)) => {
-            thousandths(after.saturating_sub(before).as_nanos(), elapsed.as_nanos())
+            Some(thousandths(after.checked_sub(before)?.as_nanos(), elapsed.as_nanos()))
         }
         (Reading::Statistics(before), Reading::Statistics(after)) => {
-            let done = after.since(&before);
+            let done = after.since(&before)?;
             let busy = || thousandths(u128::from(done.busy_ms), elapsed.as_millis()).min(1000);
-            capacity.and_then(|capacity| share(capacity, &done, elapsed)).unwrap_or_else(busy)
+            Some(capacity.and_then(|capacity| share(capacity, &done, elapsed)).unwrap_or_else(busy))
         }
         // A device is of one kind.
-        _ => 0,
+        _ => None,
     }
 }
 

@@ -242,12 +242,12 @@ impl Watched {
     }
 
     /// What has passed since the last time, beside what the limits would have let pass; `None` the
-    /// first time.
+    /// first time, and where a counter fell.
     fn taken(&mut self, now: Instant) -> Option<Taken> {
         let target = self.subject.target.upgrade()?;
         let passed = target.passed();
         let (at, before) = self.last.replace((now, passed))?;
-        Some(Taken::since(&before, &passed, now - at, target.limits()))
+        Taken::since(&before, &passed, now - at, target.limits())
     }
 }
 

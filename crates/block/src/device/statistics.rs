@@ -6,12 +6,14 @@
 
 use std::{fs, io, os::unix::fs::FileExt as _, path::Path};
 
+use policy::counter;
+
 /// Bytes of a line of statistics that are looked at; a line of 17 numbers has 360 at most.
 const MAX_LINE_BYTES: usize = 512;
 /// The unit of the kernel's sectors, whatever the disk's own are.
 const SECTOR_BYTES: u64 = 512;
 
-/// Totals at one moment. They wrap around at 2⁶⁴, some of them earlier.
+/// Totals at one moment. The kernel keeps the times in 32 bits, which wrap around after 49 days.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Reads completed.
@@ -47,17 +49,22 @@ impl Statistics {
         })
     }
 
-    /// What has been done since an earlier moment.
-    #[must_use]
-    pub fn since(&self, earlier: &Self) -> Self {
-        Self {
-            reads: self.reads.wrapping_sub(earlier.reads),
-            read_bytes: self.read_bytes.wrapping_sub(earlier.read_bytes),
-            writes: self.writes.wrapping_sub(earlier.writes),
-            written_bytes: self.written_bytes.wrapping_sub(earlier.written_bytes),
-            busy_ms: self.busy_ms.wrapping_sub(earlier.busy_ms),
-            queued_ms: self.queued_ms.wrapping_sub(earlier.queued_ms),
-        }
+    /// Growth since an earlier moment; `None` if a total fell, because then it is another disk.
+    pub fn since(&self, earlier: &Self) -> Option<Self> {
+        let [reads, read_bytes, writes, written_bytes] =
+            counter::growths(&earlier.counters(), &self.counters())?;
+        Some(Self {
+            reads,
+            read_bytes,
+            writes,
+            written_bytes,
+            busy_ms: counter::growth_of_32_bits(earlier.busy_ms, self.busy_ms)?,
+            queued_ms: counter::growth_of_32_bits(earlier.queued_ms, self.queued_ms)?,
+        })
+    }
+
+    const fn counters(&self) -> [u64; 4] {
+        [self.reads, self.read_bytes, self.writes, self.written_bytes]
     }
 }
 
@@ -109,10 +116,15 @@ mod tests {
     }
 
     #[test]
-    fn totals_may_wrap() {
-        let before = Statistics { reads: u64::MAX, ..Statistics::default() };
-        let after = Statistics { reads: 4, busy_ms: 7, ..Statistics::default() };
-        assert_eq!(after.since(&before), Statistics { reads: 5, busy_ms: 7, ..Statistics::default() });
+    fn times_wrap_and_other_totals_that_fall_are_of_another_disk() {
+        let (before, after) = (u64::from(u32::MAX), 7);
+        let before =
+            Statistics { reads: 4, busy_ms: before, queued_ms: before - 10, ..Statistics::default() };
+        let after = Statistics { reads: 9, busy_ms: after, queued_ms: after, ..Statistics::default() };
+        let done = Statistics { reads: 5, busy_ms: 8, queued_ms: 18, ..Statistics::default() };
+        assert_eq!(after.since(&before), Some(done));
+        assert_eq!(before.since(&after), None);
+        assert_eq!(Statistics { reads: 3, ..after }.since(&before), None);
     }
 
     #[test]

@@ -22,7 +22,13 @@ fn done(reads: u64, read_bytes: u64, writes: u64, written_bytes: u64) -> Statist
 fn check(capacity: Option<&Capacity>, done: Statistics, expect: u32) {
     let zero = Reading::Statistics(Statistics::default());
     let elapsed = Duration::from_millis(100);
-    assert_eq!(used(capacity, zero, Reading::Statistics(done), elapsed), expect);
+    assert_eq!(used(capacity, zero, Reading::Statistics(done), elapsed), Some(expect));
+}
+
+#[test]
+fn totals_that_fall_say_nothing_about_the_use() {
+    let [before, after] = [done(50, 4096 * 50, 25, 0), done(49, 4096 * 49, 26, 0)].map(Reading::Statistics);
+    assert_eq!(used(Some(&CAPACITY), before, after, Duration::from_millis(100)), None);
 }
 
 #[test]

@@ -10,6 +10,7 @@
 use std::ops::ControlFlow;
 
 use block::device::Number;
+use policy::counter;
 
 use super::{Unknown, count, nested};
 
@@ -26,19 +27,26 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// What was done since an earlier moment. Lower totals are a new beginning, as of a cgroup that
-    /// was made again: then all of them count.
+    /// Growth since an earlier moment; `None` if a total fell. Totals fall when a cgroup is made
+    /// again, and in version 1 when one below it is removed.
+    pub(crate) fn since(&self, earlier: &Self) -> Option<Self> {
+        let [read_bytes, written_bytes, reads, writes, discarded_bytes, discards] =
+            counter::growths(&earlier.counters(), &self.counters())?;
+        Some(Self { read_bytes, written_bytes, reads, writes, discarded_bytes, discards })
+    }
+
+    /// Both together.
     #[must_use]
-    pub(crate) fn since(&self, earlier: &Self) -> Self {
-        let difference = |now: u64, then: u64| now.checked_sub(then).unwrap_or(now);
-        Self {
-            read_bytes: difference(self.read_bytes, earlier.read_bytes),
-            written_bytes: difference(self.written_bytes, earlier.written_bytes),
-            reads: difference(self.reads, earlier.reads),
-            writes: difference(self.writes, earlier.writes),
-            discarded_bytes: difference(self.discarded_bytes, earlier.discarded_bytes),
-            discards: difference(self.discards, earlier.discards),
-        }
+    pub(crate) fn plus(&self, other: &Self) -> Self {
+        let [mut sums, more] = [self.counters(), other.counters()];
+        sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.saturating_add(more));
+        let [read_bytes, written_bytes, reads, writes, discarded_bytes, discards] = sums;
+        Self { read_bytes, written_bytes, reads, writes, discarded_bytes, discards }
+    }
+
+    const fn counters(&self) -> [u64; 6] {
+        let Self { read_bytes, written_bytes, reads, writes, discarded_bytes, discards } = *self;
+        [read_bytes, written_bytes, reads, writes, discarded_bytes, discards]
     }
 
     fn set(&mut self, key: &str, value: &str) -> Option<()> {

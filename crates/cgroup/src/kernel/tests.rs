@@ -159,10 +159,12 @@ fn io_stat_of_no_kernel_is_refused_with_its_line() {
 }
 
 #[test]
-fn what_was_done_since_survives_a_new_beginning() {
+fn totals_that_fall_have_no_growth() {
     let (before, after) = (usage([10, 20, 3, 4, 5, 6]), usage([11, 22, 6, 8, 10, 12]));
-    assert_eq!(after.since(&before), usage([1, 2, 3, 4, 5, 6]));
-    assert_eq!(before.since(&after), before, "a cgroup made again counts from nothing");
+    assert_eq!(after.since(&before), Some(usage([1, 2, 3, 4, 5, 6])));
+    assert_eq!(before.since(&after), None);
+    let less_written = usage([11, 19, 6, 8, 10, 12]);
+    assert_eq!(less_written.since(&before), None, "nor have the totals beside it");
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn a_limit_is_told_kept_and_removed() {
     let outcome = bench.set(0, &Change::of(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
     assert_eq!(
         outcome.text(),
-        "/a on /dev/vda: bps-write 4000000, iops-read 100\nasked for: bps-w 4000000, iops-r 100\n"
+        "/a on /dev/vda: bps-write 4000000, iops-read 100\nasked for: bps-w 3.8M, iops-r 100\n"
     );
     assert_eq!(bench.told(0), Some(4_000_000));
     let kept = Kept::load(&bench.file()).unwrap();

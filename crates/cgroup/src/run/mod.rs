@@ -29,6 +29,7 @@ use command::{Ended, Signals};
 use console::{Failure, complain, say};
 use hold::Places;
 use place::Place;
+use policy::counter;
 use summary::{Summary, Waited};
 
 use super::{
@@ -132,8 +133,8 @@ fn see_it_run(
     Ok(Ran { before, after, ended, wall })
 }
 
-/// What was done to each device; the limited one is among them in any case.
-fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number, String, Usage)> {
+/// Usage of each device, always including the limited one; `None` for a device whose totals fell.
+fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number, String, Option<Usage>)> {
     let usage = |reading: &Reading, number| {
         reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
     };
@@ -143,13 +144,13 @@ fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number
     numbers
         .into_iter()
         .map(of)
-        .filter(|(number, _, done)| Some(*number) == limited || *done != Usage::default())
+        .filter(|(number, _, done)| Some(*number) == limited || *done != Some(Usage::default()))
         .collect()
 }
 
 fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Waited {
-    let pressure = before.pressure.zip(after.pressure).map(|(before, after)| {
-        Duration::from_micros(after.some.total_us.saturating_sub(before.some.total_us))
+    let pressure = before.pressure.zip(after.pressure).and_then(|(before, after)| {
+        counter::growth(before.some.total_us, after.some.total_us).map(Duration::from_micros)
     });
     // Each says how long somebody waited at least.
     match (pressure, ended.waited) {

@@ -52,7 +52,9 @@ pub(super) struct Summary {
     pub(super) limited: Option<Number>,
     pub(super) asked: Asked,
     /// The limited device, then others: number, node, what was done there.
-    pub(super) devices: Vec<(Number, String, Usage)>,
+    /// No usage where the kernel's totals fell meanwhile, as those of version 1 do when a cgroup
+    /// below is removed.
+    pub(super) devices: Vec<(Number, String, Option<Usage>)>,
     pub(super) waited: Waited,
     /// Written to files and not yet to a disk.
     pub(super) dirty_bytes: Option<u64>,
@@ -106,29 +108,34 @@ impl Summary {
             ("LIMITS", Side::Left),
         ]);
         for (number, node, usage) in &self.devices {
-            let rate = Rate::of(usage, self.wall);
+            let rate = usage.map(|usage| Rate::of(&usage, self.wall));
             let limits = |direction| {
                 if Some(*number) == self.limited { self.limits(direction) } else { "-".to_owned() }
             };
             let rows = [
-                ("read", usage.read_bytes, usage.reads, rate.read_bps, rate.read_iops, Direction::Read),
+                (
+                    "read",
+                    usage.map(|usage| [usage.read_bytes, usage.reads]),
+                    rate.map(|rate| [rate.read_bps, rate.read_iops]),
+                    Direction::Read,
+                ),
                 (
                     "write",
-                    usage.written_bytes,
-                    usage.writes,
-                    rate.write_bps,
-                    rate.write_iops,
+                    usage.map(|usage| [usage.written_bytes, usage.writes]),
+                    rate.map(|rate| [rate.write_bps, rate.write_iops]),
                     Direction::Write,
                 ),
             ];
-            for (name, bytes, operations, bps, iops, direction) in rows {
+            let known =
+                |value: Option<f64>, show: fn(f64) -> String| value.map_or_else(|| "-".to_owned(), show);
+            for (name, totals, rates, direction) in rows {
                 table.row(vec![
                     if name == "read" { node.clone() } else { String::new() },
                     name.to_owned(),
-                    figures::bytes(bytes as f64),
-                    figures::count(operations as f64),
-                    figures::bytes(bps),
-                    figures::count(iops),
+                    known(totals.map(|[bytes, _]| bytes as f64), figures::bytes),
+                    known(totals.map(|[_, operations]| operations as f64), figures::count),
+                    known(rates.map(|[bps, _]| bps), figures::bytes),
+                    known(rates.map(|[_, iops]| iops), figures::count),
                     limits(direction),
                 ]);
             }
@@ -164,15 +171,19 @@ impl Summary {
 
     /// One line, since the command may write to the same place.
     pub(super) fn json(&self) -> String {
-        let device = |(number, node, usage): &(Number, String, Usage)| {
-            let rate = Rate::of(usage, self.wall);
+        let device = |(number, node, usage): &(Number, String, Option<Usage>)| {
+            let done = usage.map(|usage| (usage, Rate::of(&usage, self.wall)));
             json!({
                 "name": node,
                 "number": number.to_string(),
                 "limited": Some(*number) == self.limited,
-                "reads": { "bytes": usage.read_bytes, "operations": usage.reads, "bps": rate.read_bps, "iops": rate.read_iops },
-                "writes": { "bytes": usage.written_bytes, "operations": usage.writes, "bps": rate.write_bps, "iops": rate.write_iops },
-                "discards": { "bytes": usage.discarded_bytes, "operations": usage.discards },
+                "reads": done.map(|(usage, rate)| json!({
+                    "bytes": usage.read_bytes, "operations": usage.reads, "bps": rate.read_bps, "iops": rate.read_iops,
+                })),
+                "writes": done.map(|(usage, rate)| json!({
+                    "bytes": usage.written_bytes, "operations": usage.writes, "bps": rate.write_bps, "iops": rate.write_iops,
+                })),
+                "discards": usage.map(|usage| json!({ "bytes": usage.discarded_bytes, "operations": usage.discards })),
             })
         };
         let waited = self.waited.time();
@@ -263,7 +274,7 @@ mod tests {
             wall: Duration::from_secs(10),
             limited: Some(DISK),
             asked,
-            devices: vec![(DISK, "/dev/vda".to_owned(), usage)],
+            devices: vec![(DISK, "/dev/vda".to_owned(), Some(usage))],
             waited: Waited::Anyone(Duration::from_millis(6500)),
             dirty_bytes: Some(0),
             left: None,
@@ -307,11 +318,22 @@ held with watermark 90%
     }
 
     #[test]
+    fn totals_that_fell_are_not_known() {
+        let mut summary = summary();
+        summary.devices[0].2 = None;
+        let text = summary.text();
+        let expect = "/dev/vda  read       -           -        -     -  iops 100";
+        assert!(text.contains(expect), "{text}");
+        let answer: Value = serde_json::from_str(&summary.json()).unwrap();
+        assert_eq!(answer["devices"][0]["writes"], Value::Null);
+    }
+
+    #[test]
     fn programs_get_one_line_with_numbers() {
         let other = (
             Number { major: 8, minor: 16 },
             "/dev/sdb".to_owned(),
-            Usage { reads: 1, read_bytes: 4096, ..Usage::default() },
+            Some(Usage { reads: 1, read_bytes: 4096, ..Usage::default() }),
         );
         let mut summary = summary();
         summary.devices.push(other);

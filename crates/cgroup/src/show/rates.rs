@@ -10,6 +10,7 @@ use std::{
 };
 
 use block::device::Number;
+use policy::counter;
 
 use super::{
     reading::{Account, Reading},
@@ -99,7 +100,7 @@ pub(crate) struct DeviceRow {
     pub(crate) account: Account,
     /// What weir keeps for it, which may be more than limits.
     pub(crate) asked: Option<Asked>,
-    /// `None` where there is nothing to compare with.
+    /// `None` where there is nothing to compare with, and where totals fell.
     pub(crate) rate: Option<Rate>,
 }
 
@@ -136,7 +137,8 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
         .flat_map(|earlier| &earlier.groups)
         .map(|seen| (seen.name.as_path(), seen))
         .collect();
-    let comparison = Comparison { time, wish, kept: &later.kept };
+    let grown = grown_with_those_below(&before, later);
+    let comparison = Comparison { time, wish, kept: &later.kept, grown: &grown };
     let mut rows: Vec<Row> = later
         .groups
         .iter()
@@ -157,10 +159,35 @@ fn longest_wait(row: &Row) -> Option<(PathBuf, f64)> {
     Some((row.name.clone(), longest))
 }
 
+/// Growth of version 1's own totals, of each cgroup with those below it. The totals that the kernel
+/// sums up itself lose those of a cgroup that is removed.
+fn grown_with_those_below<'a>(
+    before: &HashMap<&Path, &Seen>,
+    later: &'a Snapshot,
+) -> HashMap<(&'a Path, Number), Usage> {
+    let mut grown: HashMap<(&Path, Number), Usage> = HashMap::new();
+    for seen in &later.groups {
+        for (number, account) in &seen.reading.devices {
+            let Some(own) = account.own else { continue };
+            let earlier = before.get(seen.name.as_path()).and_then(|seen| seen.reading.devices.get(number));
+            let earlier = earlier.and_then(|account| account.own).unwrap_or_default();
+            // Own totals fall when a cgroup is made again: then all of them are new.
+            let more = own.since(&earlier).unwrap_or(own);
+            for above in seen.name.ancestors() {
+                let sum = grown.entry((above, *number)).or_default();
+                *sum = sum.plus(&more);
+            }
+        }
+    }
+    grown
+}
+
 struct Comparison<'a> {
     time: Duration,
     wish: Wish,
     kept: &'a Kept,
+    /// Of cgroups of version 1.
+    grown: &'a HashMap<(&'a Path, Number), Usage>,
 }
 
 impl Comparison<'_> {
@@ -178,12 +205,16 @@ impl Comparison<'_> {
             number: *number,
             account: *account,
             asked: Asked::of(self.kept, &now.name, *number),
-            rate: earlier(number).map(|earlier| Rate::of(&account.usage.since(&earlier.usage), self.time)),
+            rate: earlier(number).and_then(|earlier| match account.own {
+                Some(_) => Some(Rate::of(self.grown.get(&(now.name.as_path(), *number))?, self.time)),
+                None => self.rate(&earlier.usage, &account.usage),
+            }),
         };
         let pressure = now.reading.pressure;
         let pressure_before = before.and_then(|before| before.reading.pressure);
-        let waited = pressure.zip(pressure_before).map(|(now, before)| {
-            self.share(Duration::from_micros(now.some.total_us.saturating_sub(before.some.total_us)))
+        let waited = pressure.zip(pressure_before).and_then(|(now, before)| {
+            let grown_us = counter::growth(before.some.total_us, now.some.total_us)?;
+            Some(self.share(Duration::from_micros(grown_us)))
         });
         let task_before = |id| before.and_then(|before| before.tasks.get(id));
         Row {
@@ -196,10 +227,14 @@ impl Comparison<'_> {
     }
 
     fn task(&self, id: TaskId, before: Option<&Task>, now: &Task) -> TaskRow {
-        let rate = before.and_then(|before| Some(Rate::of(&usage(now)?.since(&usage(before)?), self.time)));
+        let rate = before.and_then(|before| self.rate(&usage(before)?, &usage(now)?));
         let waited = before.filter(|_| self.wish.are_waits_counted);
-        let waited = waited.map(|before| self.share(now.waited.saturating_sub(before.waited)));
+        let waited = waited.and_then(|before| Some(self.share(now.waited.checked_sub(before.waited)?)));
         TaskRow { id, task: now.clone(), rate, waited }
+    }
+
+    fn rate(&self, before: &Usage, now: &Usage) -> Option<Rate> {
+        Some(Rate::of(&now.since(before)?, self.time))
     }
 
     fn share(&self, part: Duration) -> f64 {
@@ -318,6 +353,45 @@ pub(super) mod tests {
         assert_eq!(rows[0].rate().unwrap().write_bps, 24_576.0);
         assert_eq!(rows[1].devices[0].rate, None, "it was not there before");
         assert_eq!(rows[1].rate(), None);
+    }
+
+    #[test]
+    fn a_cgroup_of_version_1_that_is_removed_takes_its_totals_along_and_no_rate() {
+        let account = |with_those_below: u64, own: u64| Account {
+            own: Some(wrote(own << 20).usage),
+            ..wrote(with_those_below << 20)
+        };
+        let earlier = at(
+            10,
+            vec![
+                seen("/", &[(DISK, account(161_009, 100))]),
+                seen("/a", &[(DISK, account(160_904, 160_904))]),
+                seen("/x", &[(DISK, account(5, 5))]),
+            ],
+        );
+        let later = at(
+            12,
+            vec![
+                seen("/", &[(DISK, account(161_008, 102))]),
+                seen("/a", &[(DISK, account(160_906, 160_906))]),
+            ],
+        );
+        let rows = rows(Some(&earlier), &later, ALL);
+        let mib = |row: usize| rows[row].devices[0].rate.unwrap().write_bps / f64::from(1 << 20);
+        assert_eq!((mib(0), mib(1)), (2.0, 1.0), "2 MiB each of / and /a in 2 s");
+    }
+
+    #[test]
+    fn totals_that_fall_have_no_rate() {
+        let mib = |mib: u64| wrote(mib << 20);
+        let earlier = at(10, vec![seen("/", &[(DISK, mib(161_005)), (OTHER, mib(7))])]);
+        let later = at(12, vec![seen("/", &[(DISK, mib(161_000)), (OTHER, mib(9))])]);
+        let row = &rows(Some(&earlier), &later, ALL)[0];
+        assert_eq!(row.devices[0].rate, None);
+        assert_eq!(row.devices[1].rate.unwrap().write_bps, f64::from(1 << 20));
+        let pressure = |total_us| at(total_us, vec![with_pressure(seen("/a", &[]), total_us)]);
+        let again = Snapshot { at: Duration::from_secs(9), ..pressure(1) };
+        assert_eq!(rows(Some(&pressure(5)), &again, ALL)[0].waited, None, "it was made again");
     }
 
     #[test]

@@ -24,13 +24,17 @@ use crate::{
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Account {
+    /// Totals of the cgroup and all below it.
     pub(crate) usage: Usage,
+    /// Totals of the cgroup alone; only in version 1, where `usage` falls when a cgroup below is
+    /// removed.
+    pub(crate) own: Option<Usage>,
     pub(crate) limits: Rates,
 }
 
 impl Account {
     fn is_empty(&self) -> bool {
-        *self == Self::default()
+        Self { own: None, ..*self } == Self::default()
     }
 }
 
@@ -75,7 +79,13 @@ fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
     };
     let usage = blkio::usage(&totals(blkio::BYTES)?, &totals(blkio::OPERATIONS)?)?;
     let limits = limit_files::merged(&limit_files::read(group)?);
-    Ok(Reading { devices: merged(usage, limits), pressure: None })
+    let mut devices = merged(usage, limits);
+    let own = blkio::usage(&file(group, blkio::BYTES)?, &file(group, blkio::OPERATIONS)?)?;
+    let own: BTreeMap<Number, Usage> = own.into_iter().collect();
+    for (device, account) in &mut devices {
+        account.own = Some(own.get(device).copied().unwrap_or_default());
+    }
+    Ok(Reading { devices, pressure: None })
 }
 
 fn merged(
@@ -143,7 +153,7 @@ mod tests {
         let limits = Rates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
-            BTreeMap::from([(DISK, Account { usage, limits })]),
+            BTreeMap::from([(DISK, Account { usage, own: None, limits })]),
             "and no idle device"
         );
         assert_eq!(reading.pressure.unwrap().some.total_us, 7000);
@@ -168,6 +178,8 @@ mod tests {
         let reading = read(&group).unwrap().unwrap();
         let disk = reading.devices[&DISK];
         assert_eq!((disk.usage.read_bytes, disk.usage.writes), (4096, 2), "with what is below it where told");
+        let own = disk.own.expect("version 1 tells it");
+        assert_eq!((own.read_bytes, own.writes), (0, 2), "and without");
         assert_eq!(disk.limits, Rates { bps: [None, Some(4_000_000)], ..Rates::NONE });
         let other = reading.devices[&Number { major: 8, minor: 16 }];
         assert_eq!(other.limits, Rates { iops: [Some(7), None], ..Rates::NONE });

@@ -403,7 +403,7 @@ impl Steered {
     fn take(&mut self, now: Instant) {
         let passed = *self.pool.passed();
         if let Some((at, before)) = self.taken.replace((now, passed)).filter(|(at, _)| *at < now) {
-            self.rate = Some(Taken::since(&before, &passed, now - at, *self.pool.limits()));
+            self.rate = Taken::since(&before, &passed, now - at, *self.pool.limits());
         }
     }
 

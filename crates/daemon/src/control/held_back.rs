@@ -6,6 +6,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use block::{disk::Disk, layer::throttle::Group, reactor};
 use policy::{
+    counter,
     throttle::{Part, Setting, Stats, limited_with_groups},
     time::{Duration, Instant},
 };
@@ -69,13 +70,12 @@ impl Seen {
         }
     }
 
-    /// What came after `before`. Counters begin anew where a name is given again.
+    /// Growth since `before`; zero if a counter fell, because the name belongs to another object.
     fn since(self, before: Self) -> Self {
-        Self {
-            throttled: self.throttled.saturating_sub(before.throttled),
-            waited_ns: self.waited_ns.saturating_sub(before.waited_ns),
-            limited_ns: self.limited_ns.saturating_sub(before.limited_ns),
-        }
+        let counters = |seen: Self| [seen.throttled, seen.waited_ns, seen.limited_ns];
+        let [throttled, waited_ns, limited_ns] =
+            counter::growths(&counters(before), &counters(self)).unwrap_or_default();
+        Self { throttled, waited_ns, limited_ns }
     }
 }
 

@@ -11,6 +11,7 @@
 //! Pure: time is an argument, and so is everything that was measured.
 
 use policy::{
+    counter,
     throttle::{Brief, Kept},
     time::{Duration, Instant},
     watermark::Capacity,
@@ -92,9 +93,10 @@ impl Condition {
     }
 }
 
-/// Percent of the time between two looks in which work waited here for a limit.
+/// Percent of the time between two looks in which work waited here for a limit; 0 if the counter
+/// fell.
 pub(crate) fn limited_percent(before: &Brief, now: &Brief, elapsed: Duration) -> u64 {
-    let limited = u128::from(now.limited_ns.saturating_sub(before.limited_ns));
+    let limited = u128::from(counter::growth(before.limited_ns, now.limited_ns).unwrap_or(0));
     u64::try_from(limited * 100 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX).min(100)
 }
 

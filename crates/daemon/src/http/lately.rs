@@ -5,6 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use policy::counter::{self, Growth};
+
 /// How far back rates look.
 const SPAN: Duration = Duration::from_secs(1);
 /// Looks that are kept, at most: more than ten a second are not taken.
@@ -17,13 +19,6 @@ pub(super) struct Lately<const N: usize> {
     looks: VecDeque<(Instant, [u64; N])>,
 }
 
-/// How much they grew, and in what time.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Growth<const N: usize> {
-    pub(super) by: [u64; N],
-    pub(super) seconds: f64,
-}
-
 impl<const N: usize> Default for Lately<N> {
     fn default() -> Self {
         Self { looks: VecDeque::new() }
@@ -32,10 +27,10 @@ impl<const N: usize> Default for Lately<N> {
 
 impl<const N: usize> Lately<N> {
     /// Counts that were taken at an instant; the growth since a second before, or since the first
-    /// that is known. None of the first. Counters that are smaller than before began anew.
+    /// that is known. None of the first, and where a counter fell.
     pub(super) fn look(&mut self, at: Instant, counts: [u64; N]) -> Option<Growth<N>> {
-        let begun_anew = |(_, before): &(Instant, [u64; N])| before.iter().zip(&counts).any(|(a, b)| a > b);
-        if self.looks.back().is_some_and(begun_anew) {
+        let has_fallen = |(_, before): &(Instant, [u64; N])| counter::growths(before, &counts).is_none();
+        if self.looks.back().is_some_and(has_fallen) {
             self.looks.clear();
         }
         // The last that is a second old stays.
@@ -44,30 +39,12 @@ impl<const N: usize> Lately<N> {
         {
             self.looks.pop_front();
         }
-        let growth = self.looks.front().and_then(|(then, before)| {
-            let seconds = at.saturating_duration_since(*then).as_secs_f64();
-            let by = std::array::from_fn(|index| counts[index] - before[index]);
-            (seconds > 0.0).then_some(Growth { by, seconds })
-        });
+        let growth = self
+            .looks
+            .front()
+            .and_then(|(then, before)| Growth::between(before, &counts, at.saturating_duration_since(*then)));
         self.looks.push_back((at, counts));
         growth
-    }
-}
-
-impl<const N: usize> Growth<N> {
-    pub(super) fn per_second(&self, index: usize) -> f64 {
-        self.by[index] as f64 / self.seconds
-    }
-
-    /// Of a counter of nanoseconds, which part of the time it is.
-    pub(super) fn part(&self, index: usize) -> f64 {
-        (self.per_second(index) / 1e9).min(1.0)
-    }
-
-    /// Of two counters, the first one's part of the sum; none where neither has grown.
-    pub(super) fn ratio(&self, some: usize, others: usize) -> Option<f64> {
-        let (some, others) = (self.by[some], self.by[others]);
-        (some + others > 0).then(|| some as f64 / (some + others) as f64)
     }
 }
 
@@ -90,7 +67,7 @@ mod tests {
                 20.. => assert!((rate - 200.0).abs() < 1.0, "{tenth}: {rate}"),
                 _ => assert!((100.0..201.0).contains(&rate), "{tenth}: {rate}"),
             }
-            assert!(growth.seconds < 1.01);
+            assert!(growth.elapsed < SPAN + SPAN / 100);
         }
     }
 

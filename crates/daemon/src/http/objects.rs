@@ -19,6 +19,7 @@ use block::{
 };
 use export::vhost_user_blk::Process;
 use policy::{
+    counter::{self, Growth},
     request::Direction,
     throttle::{Counters, Enforcement, Level, LimitKind, Limits, Part, Setting, Stats},
 };
@@ -26,7 +27,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     desk::Of,
-    lately::{Growth, Lately},
+    lately::Lately,
     sample::{Latencies, Sample, rounded},
     snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
 };
@@ -73,6 +74,22 @@ struct LastSecond {
     held: Option<[u64; HELD]>,
     took: Took,
     held_longest: Option<(Whose, LimitKind)>,
+}
+
+/// Growth of a disk's counts in the last second, by bucket: of latencies and of waits.
+#[derive(Clone, Debug, Default)]
+struct LastCounts {
+    took: Vec<u64>,
+    waited: Vec<u64>,
+}
+
+impl LastCounts {
+    fn add(&mut self, other: &Self) {
+        for (sums, more) in [(&mut self.took, &other.took), (&mut self.waited, &other.waited)] {
+            sums.resize(more.len(), 0);
+            sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
+        }
+    }
 }
 
 /// How long the requests of a second took; none where that is not known.
@@ -251,7 +268,7 @@ fn disk(
     ];
     let growth = before.totals.look(now, counts);
     let waiting: usize = stats.waiting.iter().sum();
-    let waited = growth.map_or(0.0, |growth| growth.part(4).max(growth.part(5)));
+    let waited = growth.map_or(0.0, |growth| growth.share_of_time(4).max(growth.share_of_time(5)));
     // What waits for longer than a second has not been counted yet.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let held = if is_stuck { 1.0 } else { waited };
@@ -312,7 +329,11 @@ fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now:
             ("parent", json!(figures.parent)),
             ("latency_p50_ns", json!(before.took.p50_ns)),
             ("latency_p99_ns", json!(before.took.p99_ns)),
-            ("wait_ratio", ratio(Some(passed.held.max(growth.map_or(0.0, |growth| growth.part(0)))))),
+            ("wait_p99_ns", json!(before.wait_p99_ns)),
+            (
+                "wait_ratio",
+                ratio(Some(passed.held.max(growth.map_or(0.0, |growth| growth.share_of_time(0))))),
+            ),
             (
                 "limit",
                 limit_name(
@@ -349,7 +370,7 @@ fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Obje
             ("name", json!(figures.name)),
             ("disks", json!(figures.disks)),
             ("capacity", capacity),
-            ("busy_ratio", ratio(growth.map(|growth| growth.part(4)))),
+            ("busy_ratio", ratio(growth.map(|growth| growth.share_of_time(4)))),
         ],
     );
     rates(&mut object, per_second(growth.as_ref()));
@@ -506,6 +527,25 @@ impl LastSecond {
         });
         grown
     }
+}
+
+/// Time that 99 of 100 requests waited at most, of their counts by bucket; 0 in the first bucket,
+/// which has those that did not wait. `None` where there were no requests.
+fn wait_p99_ns(counts: &[u64]) -> Option<u64> {
+    let (_, first_at_most_ns) = Spread::bounds_ns(0);
+    let p99_ns = Spread::rank_ns(counts, 0.99)?;
+    Some(if Some(p99_ns) > first_at_most_ns { p99_ns } else { 0 })
+}
+
+/// Growth of both together since the counts of the look before, which they replace. None of the
+/// first look, and none where another disk of the same name has counted since.
+fn grown(before: &mut Vec<u32>, [reads, writes]: [Spread; 2]) -> Option<Vec<u64>> {
+    let sums = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
+    let now: Vec<u32> = sums.map(|count| count as u32).collect();
+    let before = std::mem::replace(before, now.clone());
+    let both = before.iter().zip(&now);
+    let grown = both.map(|(before, now)| counter::growth_of_32_bits((*before).into(), (*now).into()));
+    if before.is_empty() { None } else { grown.collect() }
 }
 
 impl Took {

@@ -199,6 +199,6 @@ impl Target {
         let passed = [stats.reads, stats.writes];
         let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));
         let elapsed_ns = at.checked_sub(earlier).filter(|&elapsed| elapsed > 0)?;
-        Some(Taken::since(&before, &passed, Duration::from_nanos(elapsed_ns), self.limits))
+        Taken::since(&before, &passed, Duration::from_nanos(elapsed_ns), self.limits)
     }
 }

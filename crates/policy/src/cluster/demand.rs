@@ -9,6 +9,7 @@
 //! Never asks the tree anything: its statistics are an argument.
 
 use super::ByKind;
+use crate::counter;
 use crate::throttle::{LimitKind, Stats};
 use crate::time::{Instant, NANOS_PER_SECOND};
 
@@ -153,12 +154,14 @@ pub struct Demand {
     at: Instant,
     last: Stats,
     usual: [Usual; 6],
+    /// As of the last call.
+    demand: ByKind,
 }
 
 impl Demand {
     /// From the group's statistics at the start.
     pub fn new(at: Instant, stats: Stats) -> Self {
-        Self { at, last: stats, usual: [Usual::default(); 6] }
+        Self { at, last: stats, usual: [Usual::default(); 6], demand: ByKind::default() }
     }
 
     /// The demand as of the time since the last call, in units per second.
@@ -167,21 +170,24 @@ impl Demand {
     /// them back, and then the host wants all.
     pub fn observe(&mut self, now: Instant, stats: Stats) -> ByKind {
         let elapsed_ns = now.nanos_since(self.at).max(1);
-        let held_ns = stats.limited_ns.saturating_sub(self.last.limited_ns);
+        let before = counters(&core::mem::replace(&mut self.last, stats));
+        self.at = now;
+        // A counter that falls: the group was replaced, and its work since then is unknown.
+        let Some([held_ns, read_requests, read_bytes, write_requests, written_bytes]) =
+            counter::growths(&before, &counters(&stats))
+        else {
+            return self.demand;
+        };
         let passed = |kind: LimitKind| {
-            let units = |stats: &Stats| {
-                let of = |counters: crate::throttle::Counters| {
-                    if kind.counts_bytes() { counters.bytes } else { counters.requests }
-                };
-                match kind {
-                    LimitKind::BpsTotal | LimitKind::IopsTotal => {
-                        of(stats.reads).saturating_add(of(stats.writes))
-                    }
-                    LimitKind::BpsRead | LimitKind::IopsRead => of(stats.reads),
-                    LimitKind::BpsWrite | LimitKind::IopsWrite => of(stats.writes),
-                }
+            let [read, written] = match kind.counts_bytes() {
+                true => [read_bytes, written_bytes],
+                false => [read_requests, write_requests],
             };
-            units(&stats).saturating_sub(units(&self.last))
+            match kind {
+                LimitKind::BpsTotal | LimitKind::IopsTotal => read.saturating_add(written),
+                LimitKind::BpsRead | LimitKind::IopsRead => read,
+                LimitKind::BpsWrite | LimitKind::IopsWrite => written,
+            }
         };
         let (bytes, requests) = (passed(LimitKind::BpsTotal), passed(LimitKind::IopsTotal).max(1));
         let demand = LimitKind::ALL.map(|kind| {
@@ -194,9 +200,14 @@ impl Demand {
             let held_ns = if stats.binding == Some(kind) { held_ns } else { 0 };
             self.usual[kind.index()].wants(Tick { units, one, elapsed_ns, held_ns })
         });
-        (self.at, self.last) = (now, stats);
+        self.demand = demand;
         demand
     }
+}
+
+const fn counters(stats: &Stats) -> [u64; 5] {
+    let Stats { reads, writes, limited_ns, .. } = stats;
+    [*limited_ns, reads.requests, reads.bytes, writes.requests, writes.bytes]
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use alloc::vec::Vec;
 use super::Rates;
 use super::demand::Demand;
 use super::division::{Claim, divide};
+use crate::counter;
 use crate::request::Direction;
 use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits, Stats, WaitSummary};
 use crate::time::{Duration, Instant};
@@ -267,12 +268,12 @@ impl Pool {
         let Some((before_at, before)) = of.seen.replace((now, passed)) else { return };
         of.waiting_seen = waited.is_some();
         let elapsed_s = now.nanos_since(before_at) as f64 / 1e9;
-        // A counter that falls began anew: the group was removed and made again.
-        let since = [0, 1].map(|direction: usize| {
-            let part =
-                |of: fn(&Counters) -> u64| of(&passed[direction]).saturating_sub(of(&before[direction]));
-            [part(|counters| counters.bytes), part(|counters| counters.requests)]
-        });
+        let counters = |passed: &Passed| passed.map(|passed| [passed.bytes, passed.requests]);
+        let since =
+            |direction: usize| counter::growths(&counters(&before)[direction], &counters(&passed)[direction]);
+        // A counter that falls: the cgroup was made again, and its work since then is unknown.
+        let (Some(read), Some(written)) = (since(0), since(1)) else { return };
+        let since = [read, written];
         let nothing = since.iter().flatten().all(|units| *units == 0);
         of.stuck_s = if waited == Some(true) && nothing { of.stuck_s + elapsed_s } else { 0.0 };
         of.idle_s = if waited == Some(false) && nothing { of.idle_s + elapsed_s } else { 0.0 };

@@ -1,6 +1,7 @@
 //! What those with limits took, compared with what their limits would have let pass. The controller
 //! of a watermark uses it while limits are lifted: how far above their limits all are together.
 
+use crate::counter;
 use crate::throttle::{Counters, LimitKind, Limits};
 use crate::time::{Duration, NANOS_PER_SECOND};
 
@@ -15,13 +16,17 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// What has passed since `before`, so long ago, under these limits.
-    pub fn since(before: &[Counters; 2], passed: &[Counters; 2], elapsed: Duration, limits: Limits) -> Self {
+    /// Units admitted since `before` under these limits; `None` if a counter fell.
+    pub fn since(
+        before: &[Counters; 2],
+        passed: &[Counters; 2],
+        elapsed: Duration,
+        limits: Limits,
+    ) -> Option<Self> {
         let since = |part: fn(&Counters) -> u64| {
-            let one = |direction: usize| part(&passed[direction]).saturating_sub(part(&before[direction]));
-            [one(0), one(1)]
+            counter::growths(&before.each_ref().map(part), &passed.each_ref().map(part))
         };
-        let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
+        let (requests, bytes) = (since(|counters| counters.requests)?, since(|counters| counters.bytes)?);
         let operations = [0, 1].map(|direction: usize| match limits.iops_size {
             0 => [requests[direction]; 2],
             size => {
@@ -29,7 +34,7 @@ impl Taken {
                 [requests[direction].max(parts), requests[direction].saturating_add(parts)]
             }
         });
-        Self { limits, elapsed, bytes, operations }
+        Some(Self { limits, elapsed, bytes, operations })
     }
 }
 

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 
 use console::figures;
 use policy::{
+    counter,
     request::Direction,
     throttle::{LimitKind, Part, Setting},
 };
@@ -378,7 +379,7 @@ struct Step {
 impl Step {
     fn between(before: &Throttle, now: &Throttle) -> Option<Self> {
         let less = |of: fn(&Work) -> u64| {
-            let of_direction = |before: &Work, now: &Work| Some(of(now).checked_sub(of(before))? as f64);
+            let of_direction = |before: &Work, now: &Work| Some(counter::growth(of(before), of(now))? as f64);
             Some([of_direction(&before.reads, &now.reads)?, of_direction(&before.writes, &now.writes)?])
         };
         let [read_requests, write_requests] = less(|work| work.requests)?;
@@ -444,7 +445,7 @@ fn waits(node: Node<'_>) -> bool {
 
 /// The share of the time in which its own limits held something up.
 fn limited(before: Node<'_>, now: Node<'_>, seconds: f64) -> Option<f64> {
-    let ns = now.throttle().limited_ns.checked_sub(before.throttle().limited_ns)?;
+    let ns = counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)?;
     Some(ns as f64 / 1e9 / seconds)
 }
 

@@ -182,7 +182,10 @@ fn what_is_consumed_is_told_in_multiples_of_the_limits() {
         assert_eq!((consumed.together(), consumed.most()), (2000, 2000), "four seconds' worth in two");
         let nothing = [counters(0, 0), counters(0, 0)];
         let idle = Taken::since(&nothing, &nothing, Duration::from_secs(2), target.limits());
-        consumed.add(&idle);
+        consumed.add(&idle.expect("no counter fell"));
+        set(&target.passed, nothing);
+        pause(2000).await;
+        assert!(watched.taken(now()).is_none(), "counters fell");
         assert_eq!((consumed.together(), consumed.most()), (1000, 2000), "and another that took nothing");
     });
 }

@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use block::device::{Identity, Number, Source};
 use console::progress::Progress;
 use nix::{fcntl::OFlag, unistd::syncfs};
-use policy::steering::Rates;
+use policy::{counter, steering::Rates};
 
 use super::{
     Figures, Kept, Way, Wish,
@@ -146,8 +146,9 @@ impl<'a> Proof<'a> {
             .map(|trace| trace.read(self.worker.process()))
             .transpose()
             .context("the trace")?;
-        let charged = of_usage(self.place.usage(self.disk)?).saturating_sub(of_usage(usage));
-        let disk = source.read()?.since(&disk);
+        let charged = counter::growth(of_usage(usage), of_usage(self.place.usage(self.disk)?));
+        let charged = charged.context("the cgroup's counters fell meanwhile")?;
+        let disk = source.read()?.since(&disk).context("the disk's counters fell meanwhile")?;
         let calls = Duration::from_nanos(answer.nanoseconds);
         Ok(Figures {
             bytes: answer.bytes,

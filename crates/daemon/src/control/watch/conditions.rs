@@ -223,7 +223,7 @@ impl Devices {
         };
         let (at, before, condition) = known;
         let elapsed = now - std::mem::replace(at, now);
-        let done = done(&std::mem::replace(before, statistics), &statistics, elapsed);
+        let Some(done) = done(&std::mem::replace(before, statistics), &statistics, elapsed) else { return };
         let Some(percent) = judge::done_percent(&capacity, &done) else { return };
         let (name, queue) = (device.name(), done.queue);
         let kind = match condition.observe(judge::device(percent, queue), judge::DEVICES, now) {
@@ -242,15 +242,15 @@ impl Devices {
     }
 }
 
-/// Rates between two looks.
-fn done(before: &Statistics, after: &Statistics, elapsed: Duration) -> Done {
-    let done = after.since(before);
+/// Rates between two looks; `None` if totals fell.
+fn done(before: &Statistics, after: &Statistics, elapsed: Duration) -> Option<Done> {
+    let done = after.since(before)?;
     let a_second = |amount: u64| {
         u64::try_from(u128::from(amount) * 1_000_000_000 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX)
     };
-    Done {
+    Some(Done {
         iops: [a_second(done.reads), a_second(done.writes)],
         bps: [a_second(done.read_bytes), a_second(done.written_bytes)],
         queue: done.queued_ms as f64 / 1000.0 / elapsed.as_secs_f64().max(1e-9),
-    }
+    })
 }
