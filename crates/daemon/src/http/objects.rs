@@ -63,6 +63,7 @@ struct DiskBefore {
 struct GroupBefore {
     limited: Lately<1>,
     took: Took,
+    wait_p99_ns: Option<u64>,
 }
 
 /// What is looked at once a second, since it is long: latencies, and what held a disk back.
@@ -70,9 +71,12 @@ struct GroupBefore {
 struct LastSecond {
     /// Reads and writes by how long they took, modulo 2³²: half of what they are.
     counts: Vec<u32>,
+    /// The same by how long they waited for limits.
+    waits: Vec<u32>,
     /// By owner, limit and direction.
     held: Option<[u64; HELD]>,
     took: Took,
+    wait_p99_ns: Option<u64>,
     held_longest: Option<(Whose, LimitKind)>,
 }
 
@@ -103,7 +107,7 @@ struct Took {
 /// Bytes kept for each disk, at most: both counts have 135 buckets.
 #[cfg(test)]
 pub(super) const MOST_OF_A_DISK: usize =
-    size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 4 * 160;
+    size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;
 
 pub(super) fn milliseconds(time: SystemTime) -> u64 {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -134,7 +138,7 @@ impl Before {
             objects.disks.insert(Arc::clone(&figures.name), object);
             let own = groups.get(&*figures.group).copied();
             for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
-                of_groups.entry(&group.name).or_default().add(&passed, grown.as_deref());
+                of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
             }
         }
         for figures in &snapshot.groups {
@@ -142,7 +146,8 @@ impl Before {
             let before = self.groups.entry(Arc::clone(&name)).or_default();
             let OfDisks { passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
             if is_another {
-                before.took = Took::of(grown.as_deref());
+                before.took = Took::of(grown.as_ref().map(|grown| &*grown.took));
+                before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
             }
             objects.groups.insert(name, group(figures, &passed, before, snapshot.taken));
         }
@@ -211,16 +216,14 @@ impl Passed {
 #[derive(Debug, Default)]
 struct OfDisks {
     passed: Passed,
-    /// In the last second, by how long it took.
-    grown: Option<Vec<u64>>,
+    grown: Option<LastCounts>,
 }
 
 impl OfDisks {
-    fn add(&mut self, passed: &Passed, grown: Option<&[u64]>) {
+    fn add(&mut self, passed: &Passed, grown: Option<&LastCounts>) {
         self.passed.add(passed);
         if let Some(grown) = grown {
-            let sums = self.grown.get_or_insert_with(|| vec![0; grown.len()]);
-            sums.iter_mut().zip(grown).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
+            self.grown.get_or_insert_default().add(grown);
         }
     }
 }
@@ -281,6 +284,7 @@ fn disk(
         ("size_bytes", json!(figures.size_bytes)),
         ("latency_p50_ns", json!(before.last.took.p50_ns)),
         ("latency_p99_ns", json!(before.last.took.p99_ns)),
+        ("wait_p99_ns", json!(before.last.wait_p99_ns)),
         ("wait_ratio", ratio(Some(held))),
         ("held_by", held_by(figures, groups, before.last.held_longest)),
         ("is_stopped", json!(figures.is_stopped)),
@@ -401,10 +405,6 @@ fn throttle(object: &mut Object, figures: &ThrottleFigures) {
             ("enforcement", if is_watched { json!(word) } else { Value::Null }),
             ("scale_ratio", ratio(scale.filter(|_| is_watched))),
             ("waiting_requests", json!(stats.waiting.iter().sum::<usize>())),
-            (
-                "wait_p99_ns",
-                if stats.recent_waits.max_ns > 0 { json!(stats.recent_waits.p99_ns) } else { Value::Null },
-            ),
             ("bucket_level_ratio", ratio(bucket_level(stats))),
             ("buckets", buckets(stats)),
         ],
@@ -506,26 +506,20 @@ fn held_by(
 
 impl LastSecond {
     /// What has been counted since the look before; none of the first.
-    fn look(&mut self, figures: &DiskFigures) -> Option<Vec<u64>> {
-        let [reads, writes] = [Timed::Read, Timed::Write].map(|of| figures.measures.latency(of));
-        let sums =
-            reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
-        let counts: Vec<u32> = sums.map(|count| count as u32).collect();
-        // What was before this began is not of the last second.
-        let grown = (!self.counts.is_empty()).then(|| {
-            let grown = counts.iter().zip(&self.counts).map(|(now, then)| now.wrapping_sub(*then).into());
-            grown.collect::<Vec<u64>>()
-        });
-        self.counts = counts;
-        self.took = Took::of(grown.as_deref());
+    fn look(&mut self, figures: &DiskFigures) -> Option<LastCounts> {
+        let measures = &figures.measures;
+        let took = grown(&mut self.counts, [Timed::Read, Timed::Write].map(|of| measures.latency(of)));
+        let waited = grown(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
+        self.took = Took::of(took.as_deref());
+        self.wait_p99_ns = waited.as_deref().and_then(wait_p99_ns);
         let now = held(figures);
         self.held_longest = self.held.replace(now).and_then(|before| {
-            let grown = now.iter().zip(&before).map(|(now, before)| now.saturating_sub(*before));
-            let (place, ns) = grown.enumerate().max_by_key(|(_, ns)| *ns)?;
+            let grown = counter::growths(&before, &now)?;
+            let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
             let place = (ns > 0).then_some(place / Direction::ALL.len())?;
             Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
         });
-        grown
+        Some(LastCounts { took: took?, waited: waited? })
     }
 }
 
@@ -656,11 +650,11 @@ mod tests {
         let mut of_disks = OfDisks::default();
         // Nothing is known of a disk that has just come.
         of_disks.add(&Passed::default(), None);
-        assert_eq!(Took::of(of_disks.grown.as_deref()), Took::default());
+        assert!(of_disks.grown.is_none());
         let (short, long) = (20, 60);
-        of_disks.add(&Passed::default(), Some(&counts(short, 900)));
-        of_disks.add(&Passed::default(), Some(&counts(long, 100)));
-        let took = Took::of(of_disks.grown.as_deref());
+        of_disks.add(&Passed::default(), Some(&grown(counts(short, 900))));
+        of_disks.add(&Passed::default(), Some(&grown(counts(long, 100))));
+        let took = Took::of(Some(&of_disks.grown.unwrap().took));
         let alone = |place| Spread::rank_ns(&counts(place, 1), 0.5);
         assert_eq!((took.p50_ns, took.p99_ns), (alone(short), alone(long)));
         assert_eq!(took.latencies.unwrap().iter().sum::<u32>(), 1000);

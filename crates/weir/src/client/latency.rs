@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use policy::counter;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -18,8 +19,40 @@ pub(crate) struct Bucket {
     requests: u64,
 }
 
+/// Requests of one disk or group by how long they took, and how long they waited for limits.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+pub(crate) struct RequestTimes {
+    pub(crate) latencies: Vec<Bucket>,
+    /// Those of requests that did not wait are in the first bucket. Empty from a daemon that does
+    /// not count them.
+    #[serde(default)]
+    pub(crate) waits: Vec<Bucket>,
+}
+
+impl RequestTimes {
+    /// Growth since an earlier moment; `None` where some counts fell.
+    pub(crate) fn since(&self, before: &Self) -> Option<Self> {
+        let latencies = grown(&before.latencies, &self.latencies)?;
+        Some(Self { latencies, waits: grown(&before.waits, &self.waits)? })
+    }
+
+    /// Adds those of another disk.
+    pub(crate) fn add(&mut self, other: &Self) {
+        for (own, more) in [(&mut self.latencies, &other.latencies), (&mut self.waits, &other.waits)] {
+            *own = sum(own.iter().chain(more));
+        }
+    }
+
+    /// Time that 99 of 100 requests waited at most: 0 in the first bucket. `None` where there were
+    /// no requests.
+    pub(crate) fn wait_p99_ns(&self) -> Option<u64> {
+        let bucket = rank(&self.waits, 0.99)?;
+        Some(if bucket.above_ns == 0 { 0 } else { bucket.middle_ns() })
+    }
+}
+
 /// Of disks, by their names.
-pub(crate) type Counted = BTreeMap<String, Vec<Bucket>>;
+pub(crate) type Counted = BTreeMap<String, RequestTimes>;
 
 /// Nanoseconds that half of the requests, and 99 of 100, took at most; known to a tenth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,24 +83,27 @@ pub(crate) fn read(answer: Value) -> Result<Counted, serde_json::Error> {
     #[derive(Deserialize)]
     struct Disk {
         name: String,
-        latencies: Vec<Bucket>,
+        #[serde(flatten)]
+        times: RequestTimes,
     }
     let disks = Vec::<Disk>::deserialize(answer)?;
-    Ok(disks.into_iter().map(|disk| (disk.name, disk.latencies)).collect())
+    Ok(disks.into_iter().map(|disk| (disk.name, disk.times)).collect())
 }
 
 /// What came to each; `None` where some have gone.
-pub(crate) fn grown(before: &[Bucket], now: &[Bucket]) -> Option<Vec<Bucket>> {
+fn grown(before: &[Bucket], now: &[Bucket]) -> Option<Vec<Bucket>> {
     let of = |all: &[Bucket], above_ns| {
         all.iter().find(|one| one.above_ns == above_ns).map_or(0, |one| one.requests)
     };
-    let is_less = before.iter().any(|one| of(now, one.above_ns) < one.requests);
-    let grown = now.iter().map(|one| Bucket { requests: one.requests - of(before, one.above_ns), ..*one });
-    (!is_less).then(|| grown.collect())
+    let has_fallen = before.iter().any(|one| counter::growth(one.requests, of(now, one.above_ns)).is_none());
+    let grown = |one: &Bucket| {
+        Some(Bucket { requests: counter::growth(of(before, one.above_ns), one.requests)?, ..*one })
+    };
+    if has_fallen { None } else { now.iter().map(grown).collect() }
 }
 
 /// The buckets of several disks as one's.
-pub(crate) fn sum<'a>(all: impl IntoIterator<Item = &'a Bucket>) -> Vec<Bucket> {
+fn sum<'a>(all: impl IntoIterator<Item = &'a Bucket>) -> Vec<Bucket> {
     let mut sums: BTreeMap<u64, Bucket> = BTreeMap::new();
     for bucket in all {
         let sum = sums.entry(bucket.above_ns).or_insert(Bucket { requests: 0, ..*bucket });
@@ -79,14 +115,18 @@ pub(crate) fn sum<'a>(all: impl IntoIterator<Item = &'a Bucket>) -> Vec<Bucket> 
 /// How long the slowest of such a part of the quickest took, from 0 to 1; `None` where there were
 /// no requests.
 pub(crate) fn rank_ns(buckets: &[Bucket], part: f64) -> Option<u64> {
+    rank(buckets, part).map(Bucket::middle_ns)
+}
+
+/// The bucket of that rank.
+fn rank(buckets: &[Bucket], part: f64) -> Option<&Bucket> {
     let all = buckets.iter().fold(0_u64, |sum, bucket| sum.saturating_add(bucket.requests));
     let rank = (all as f64 * part).ceil() as u64;
     let mut seen = 0_u64;
-    let place = buckets.iter().find(|bucket| {
+    buckets.iter().find(|bucket| {
         seen = seen.saturating_add(bucket.requests);
         seen >= rank && all > 0
-    });
-    place.map(Bucket::middle_ns)
+    })
 }
 
 #[cfg(test)]
@@ -113,7 +153,8 @@ mod tests {
         ] }]);
         let counted = read(answer).unwrap();
         let expect = Some(Latency { p50_ns: 1_500_000, p99_ns: 9_000_000 });
-        assert_eq!(Latency::of(&counted["db"]), expect);
+        assert_eq!(Latency::of(&counted["db"].latencies), expect);
+        assert_eq!(counted["db"].wait_p99_ns(), None, "it does not count them");
         assert!(read(json!({})).is_err());
         assert_eq!(Latency::of(&[]), None);
         assert_eq!(Latency::of(&buckets(&[(1, 0)])), None);

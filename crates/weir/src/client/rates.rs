@@ -3,12 +3,15 @@
 //! Between counters of two runs of the daemon there is no rate. A group's rate is that of its
 //! disks: the daemon counts at a group only what its limits were asked about.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
-use policy::throttle::limited_with_groups;
+use policy::{
+    counter::{self, Growth},
+    throttle::limited_with_groups,
+};
 
 use super::{
-    latency::{self, Bucket, Latency},
+    latency::{Latency, RequestTimes},
     report::{Disk, Group, Node, Report, Work},
 };
 
@@ -23,11 +26,18 @@ pub(crate) struct Rate {
     /// Of the requests that were answered meanwhile; `None` where there were none, or they were not
     /// counted.
     pub(crate) latency: Option<Latency>,
+    /// Time that 99 of 100 of the same requests waited for limits at most.
+    pub(crate) wait_p99_ns: Option<u64>,
 }
 
 impl Rate {
     pub(crate) fn iops(&self) -> f64 {
         self.read_iops + self.write_iops
+    }
+
+    fn took(&mut self, times: &RequestTimes) {
+        self.latency = Latency::of(&times.latencies);
+        self.wait_p99_ns = times.wait_p99_ns();
     }
 
     fn add(&mut self, other: &Self) {
@@ -47,10 +57,9 @@ pub(crate) struct Rates {
 
 impl Rates {
     pub(crate) fn between(earlier: &Report, later: &Report) -> Self {
-        let interval_ns = later.uptime_ns.saturating_sub(earlier.uptime_ns);
-        if interval_ns == 0 {
+        let Some(interval_ns @ 1..) = counter::growth(earlier.uptime_ns, later.uptime_ns) else {
             return Self::default();
-        }
+        };
         let before = earlier.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let comparison = Comparison { earlier, before, later, interval_ns };
         let mut of: HashMap<String, Rate> = HashMap::new();
@@ -58,7 +67,7 @@ impl Rates {
         let mut waited: HashMap<&str, u64> = HashMap::new();
         for disk in &later.disks {
             let Some(before) = comparison.before.get(disk.name.as_str()) else { continue };
-            let own = disk.throttle.waited_ns().saturating_sub(before.throttle.waited_ns());
+            let own = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns()).unwrap_or(0);
             for group in later.groups_above(&disk.settings) {
                 let sum = waited.entry(&group.name).or_default();
                 *sum = sum.saturating_add(own);
@@ -70,22 +79,22 @@ impl Rates {
                 of.insert(group.name.clone(), rate);
             }
         }
-        let mut took: HashMap<&str, Vec<Bucket>> = HashMap::new();
+        let mut took: HashMap<&str, RequestTimes> = HashMap::new();
         for disk in &later.disks {
             let Some(mut rate) = comparison.disk(disk) else { continue };
             let answered = comparison.answered(disk);
-            rate.latency = Latency::of(&answered);
+            rate.took(&answered);
             for group in later.groups_above(&disk.settings) {
                 if let Some(sum) = of.get_mut(&group.name) {
                     sum.add(&rate);
                 }
-                took.entry(&group.name).or_default().extend(&answered);
+                took.entry(&group.name).or_default().add(&answered);
             }
             of.insert(disk.name.clone(), rate);
         }
         for (group, took) in took {
             if let Some(rate) = of.get_mut(group) {
-                rate.latency = Latency::of(&latency::sum(&took));
+                rate.took(&took);
             }
         }
         Self { interval_ns, of }
@@ -109,15 +118,15 @@ impl Comparison<'_> {
         let before = *self.before.get(disk.name.as_str())?;
         let (read_iops, read_bps) = self.work(before.reads, disk.reads)?;
         let (write_iops, write_bps) = self.work(before.writes, disk.writes)?;
-        let waited = disk.throttle.waited_ns().saturating_sub(before.throttle.waited_ns());
+        let waited = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns())?;
         let limited = self.limited(Node::Disk(before), Node::Disk(disk), waited)?;
-        Some(Rate { read_iops, write_iops, read_bps, write_bps, limited, latency: None })
+        Some(Rate { read_iops, write_iops, read_bps, write_bps, limited, latency: None, wait_p99_ns: None })
     }
 
     /// How long those requests took that were answered meanwhile.
-    fn answered(&self, disk: &Disk) -> Vec<Bucket> {
+    fn answered(&self, disk: &Disk) -> RequestTimes {
         let [before, now] = [self.earlier, self.later].map(|report| report.latencies.get(&disk.name));
-        before.zip(now).and_then(|(before, now)| latency::grown(before, now)).unwrap_or_default()
+        before.zip(now).and_then(|(before, now)| now.since(before)).unwrap_or_default()
     }
 
     fn group(&self, group: &Group, waited_ns: u64) -> Option<Rate> {
@@ -127,10 +136,10 @@ impl Comparison<'_> {
     }
 
     fn work(&self, before: Work, now: Work) -> Option<(f64, f64)> {
-        let seconds = self.interval_ns as f64 / 1e9;
-        let requests = now.requests.checked_sub(before.requests)? as f64;
-        let bytes = now.bytes.checked_sub(before.bytes)? as f64;
-        Some((requests / seconds, bytes / seconds))
+        let elapsed = Duration::from_nanos(self.interval_ns);
+        let counters = |work: Work| [work.requests, work.bytes];
+        let growth = Growth::between(&counters(before), &counters(now), elapsed)?;
+        Some((growth.per_second(0), growth.per_second(1)))
     }
 
     fn limited(&self, before: Node<'_>, now: Node<'_>, waited_ns: u64) -> Option<f64> {
@@ -145,7 +154,7 @@ impl Comparison<'_> {
 }
 
 fn limited_ns(before: Node<'_>, now: Node<'_>) -> Option<u64> {
-    now.throttle().limited_ns.checked_sub(before.throttle().limited_ns)
+    counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)
 }
 
 /// The limit that it waits for now; `GROUP: LIMIT` for that of the nearest group above.
@@ -164,7 +173,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::client::report::Report;
+    use crate::client::{latency, report::Report};
 
     fn report(uptime_ns: u64, requests: u64, limited_ns: u64, waiting: u64) -> Report {
         let work = json!({ "requests": requests, "bytes": requests * 4096 });
@@ -237,6 +246,26 @@ mod tests {
         assert_eq!(latency("outer", &earlier), both(11, 11));
         earlier.latencies.clear();
         assert_eq!(latency("a", &earlier), None, "it was not counted");
+    }
+
+    #[test]
+    fn waits_are_of_the_same_time_as_latencies() {
+        // 100 requests that waited 172 ms before, and 100 that take 17 ms and wait 9 ms of it now.
+        let counted = |quick: u64| {
+            let bucket = |ms: u64, requests: u64| json!({ "above-ns": ms * 1_000_000, "at-most-ns": ms * 1_000_000, "requests": requests });
+            let (latencies, waits) =
+                ([bucket(17, quick), bucket(180, 100)], [bucket(9, quick), bucket(172, 100)]);
+            let disk = |name: &str| json!({ "name": name, "latencies": latencies, "waits": waits });
+            latency::read(json!([disk("a"), disk("b")])).unwrap()
+        };
+        let (mut earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 0, 0));
+        (earlier.latencies, later.latencies) = (counted(0), counted(100));
+        let rates = Rates::between(&earlier, &later);
+        for name in ["a", "outer"] {
+            let rate = rates.of(name).unwrap();
+            let p99_ns = rate.latency.unwrap().p99_ns;
+            assert_eq!((p99_ns, rate.wait_p99_ns), (17_000_000, Some(9_000_000)), "{name}");
+        }
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl Shown {
 fn with_rates(mut answer: Value, report: &Report, rates: &Rates) -> Value {
     for disk in answer["disks"].as_array_mut().into_iter().flatten() {
         let counted = disk["name"].as_str().and_then(|name| report.latencies.get(name));
-        if let Some(latency) = counted.and_then(|counted| Latency::of(counted)) {
+        if let Some(latency) = counted.and_then(|counted| Latency::of(&counted.latencies)) {
             disk["latency-ns"] = latency_json(latency);
         }
     }
@@ -118,6 +118,9 @@ fn rate_json(rate: &Rate, interval_ns: u64) -> Value {
     });
     if let Some(latency) = rate.latency {
         told["latency-ns"] = latency_json(latency);
+    }
+    if let Some(p99_ns) = rate.wait_p99_ns {
+        told["wait-ns"] = json!({ "p99": p99_ns });
     }
     told
 }

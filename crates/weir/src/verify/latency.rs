@@ -6,7 +6,7 @@
 use console::figures;
 
 use super::judge::{Finding, RESTARTED, Verdict};
-use crate::client::latency::{self, Bucket, Counted};
+use crate::client::latency::{self, Counted, RequestTimes};
 
 /// The part of requests that has to be in time.
 const PART: f64 = 0.99;
@@ -35,8 +35,8 @@ impl Latencies {
         both.map(|(name, before, now)| self.finding(name, before, now)).collect()
     }
 
-    fn finding(&self, name: &str, before: &[Bucket], now: &[Bucket]) -> Finding {
-        let p99 = latency::grown(before, now).map(|grown| latency::rank_ns(&grown, PART));
+    fn finding(&self, name: &str, before: &RequestTimes, now: &RequestTimes) -> Finding {
+        let p99 = now.since(before).map(|grown| latency::rank_ns(&grown.latencies, PART));
         let (p99_ns, verdict) = match p99 {
             None => (0, Verdict::NotJudged(RESTARTED)),
             Some(None) => (0, Verdict::NotAsked),

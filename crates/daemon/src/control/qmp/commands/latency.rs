@@ -1,4 +1,5 @@
-//! `x-weir-query-latencies`: how many requests of each disk took how long.
+//! `x-weir-query-latencies`: how many requests of each disk took how long, and waited how long for
+//! limits.
 //!
 //! Counted from the first time that somebody asks: whoever wants to know of a time asks at both of
 //! its ends. Never told with the state of all, which is asked for each second and is long already.
@@ -7,16 +8,25 @@ use block::{
     disk::Disk,
     measures::{Spread, Timed},
 };
+use policy::request::Direction;
 use serde_json::{Value, json};
 
 query!(QueryLatencies, "x-weir-query-latencies", |inventory| {
     inventory.disks().iter().map(|running| told(&running.disk)).collect()
 });
 
-/// Of reads and writes together, what is not 0.
+/// Of reads and writes together.
 fn told(disk: &Disk) -> Value {
     let measures = disk.measure();
-    let [reads, writes] = [Timed::Read, Timed::Write].map(|of| measures.latency(of));
+    json!({
+        "name": &**disk.name(),
+        "latencies": buckets([Timed::Read, Timed::Write].map(|of| measures.latency(of))),
+        "waits": buckets(Direction::ALL.map(|direction| measures.waits(direction))),
+    })
+}
+
+/// The buckets of both together that are not empty.
+fn buckets([reads, writes]: [Spread; 2]) -> Value {
     let both = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let bucket = |(place, requests): (usize, u64)| {
         let (above_ns, at_most_ns) = Spread::bounds_ns(place);
@@ -26,6 +36,5 @@ fn told(disk: &Disk) -> Value {
         }
         bucket
     };
-    let latencies: Vec<_> = both.enumerate().filter(|(_, requests)| *requests > 0).map(bucket).collect();
-    json!({ "name": &**disk.name(), "latencies": latencies })
+    both.enumerate().filter(|(_, requests)| *requests > 0).map(bucket).collect()
 }
