@@ -53,7 +53,10 @@ fn the_narrowest_network_decides_before_a_byte_is_sent() {
     assert_eq!([bytes([127, 0, 0, 1]), bytes([127, 1, 2, 3])], [8, 8]);
     assert_eq!([bytes([127, 1, 2, 4]), bytes([127, 1, 0, 0])], [0, 0]);
     assert_eq!(refused(&scratch), json!({ "networks": 2, "connections": 0, "names": 0, "exports": 0 }));
-    assert_says(&operator::prints(&scratch, &["status", "--interval", "0"]), &["REFUSED AT", "BY NETWORK"]);
+    assert_says(
+        &operator::prints(&scratch, &["status", "--all", "--interval", "0"]),
+        &["REFUSED AT", "BY NETWORK"],
+    );
     assert_says(&weir.stop(), &["a client was refused", "address=\"127.1.2.4\""]);
 }
 

@@ -489,7 +489,7 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
     assert_eq!((&disk["group"], &disk["weight"]), (&json!("gold"), &json!(300)));
     let loops = attached.device();
     let held = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
-    let table = weir(&["status", "--qmp", &address, "--interval", "0"]).succeeds();
+    let table = weir(&["status", "--all", "--qmp", &address, "--interval", "0"]).succeeds();
     assert_says(&table, &["ON THIS HOST", &held]);
     let mut control = Qmp::negotiated(&qmp);
     let (_, refused) = control.refused("block-export-del", json!({ "id": name }));

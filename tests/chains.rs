@@ -209,7 +209,7 @@ fn caches_are_sized_counted_and_changed() {
     let (_, said) = qmp
         .refused("x-weir-set", json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}));
     assert_says(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
-    let shown = harness::weir(&["status", "--qmp"]);
+    let shown = harness::weir(&["status", "--all", "--qmp"]);
     let shown = shown.arg(format!("unix:{}", text(&scratch.socket("qmp")))).succeeds();
     assert_says(&shown, &["HITS", "COVERS", "100%"]);
     weir.stop();

@@ -52,9 +52,12 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
             let [p50, p99] = ["p50", "p99"].map(|key| of[key].as_u64().expect("some were answered"));
             assert!(0 < p50 && p50 <= p99, "{disk:#}");
         }
+        let wait_p99 = disk["rate"]["wait-ns"]["p99"].as_u64().expect("it waited");
+        let latency_p99 = disk["rate"]["latency-ns"]["p99"].as_u64();
+        assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "a wait is a part of the latency: {disk:#}");
         let idle = find(&status, "disks", "b");
         assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["binding"]), (&0.0.into(), &Value::Null));
-        assert_says(&prints(&scratch, &["status"]), &["DISK", "P50", "iops 500"]);
+        assert_says(&prints(&scratch, &["status"]), &["last ", "DISK", "P99 WAIT", "HELD BY", "iops 500"]);
 
         let said = prints(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
         assert_eq!(said, "a: iops-total: 500 → 1500\n");

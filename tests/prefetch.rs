@@ -145,7 +145,7 @@ fn the_status_shows_disks_that_read_ahead() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--prefetch", "on"]);
     prints(&scratch, &["prefetch", "b", "off"]);
-    let shown = prints(&scratch, &["status", "--interval", "0"]);
+    let shown = prints(&scratch, &["status", "--all", "--interval", "0"]);
     assert_says(&shown, &["DISK  PREFETCH  HIT RATE  ACCURACY", "\na     on "]);
     assert!(!shown.contains("\nb     off"), "{shown}");
     let status = status(&scratch, "0");
@@ -162,7 +162,7 @@ fn the_status_shows_disks_that_read_ahead() {
         &["disk b\n  prefetch                  off\n", "  prefetch-memory           4M\n", "\n  hit rate "],
     );
     prints(&scratch, &["prefetch", "b", "auto"]);
-    assert_says(&prints(&scratch, &["status", "--interval", "0"]), &["\nb     auto "]);
+    assert_says(&prints(&scratch, &["status", "--all", "--interval", "0"]), &["\nb     auto "]);
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn a_sequential_reader_is_answered_from_memory_until_that_is_switched_off() {
     assert!(after["accuracy"].as_f64() > Some(0.8), "{after:#}");
     assert!(count(&after, "used-bytes") <= count(&after, "read-ahead-bytes"), "{after:#}");
     assert!(count(&after, "memory") <= MIB, "{after:#}");
-    let shown = prints(&scratch, &["status", "--interval", "0"]);
+    let shown = prints(&scratch, &["status", "--all", "--interval", "0"]);
     let row = shown.lines().find(|line| line.starts_with("vm1   on ")).expect("the table has it");
     assert_eq!(row.matches('%').count(), 2, "{shown}");
 

@@ -26,7 +26,7 @@ WIDTHS = (360, 390, 640, 641, 900, 1099, 1100, 1280, 1399, 1400, 1440, 1920)
 # What is told of a disk, and what LIMIT shows of it.
 LIMITS = {
     "wiki": ({"limits": {"iops-total": 10000, "iops-total-max": 20000, "iops-total-max-length": 10}}, "iops 10000↑20000×10s"),
-    "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1536001K"),
+    "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1.5G"),
     "registry": ({"held_by": {"name": "silver", "limit": "bps-write"}, "wait_ratio": 1}, "silver: bps-w"),
 }
 MANY = {f"{kind}-{which}{more}": 1234567 for kind in ("iops", "bps") for which in ("read", "write") for more in ("", "-max")}
@@ -164,7 +164,7 @@ def limits_are_whole(reader):
         expect(many).to_have_attribute("data-more", "")
         expect(many).to_have_attribute("title", many.inner_text())
         seen = many.evaluate(SEEN)
-        assert seen and all(seen.values()) and "bps-r 1234567" in seen, f"{width}: {seen}"
+        assert seen and all(seen.values()) and "bps-r 1.2M" in seen, f"{width}: {seen}"
 
 
 # The figures of a cell that can be seen, and whether each is all within it.

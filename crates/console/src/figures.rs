@@ -111,13 +111,19 @@ pub fn full_burst(kind: LimitKind, limit: Limit) -> Option<String> {
     Some(format!("a full burst of {name} lasts {seconds} s"))
 }
 
+/// A size or a limit in bytes as a user writes it where that is short, else rounded: `20M`, `9.5M`.
+pub fn size(value: u64) -> String {
+    let exact = settings::exact_size(value);
+    if exact.len() <= 6 { exact } else { bytes(value as f64) }
+}
+
 fn limit(limits: &Limits, kind: LimitKind) -> Option<String> {
     let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
     let rate = value(Part::Rate);
     if rate == 0 {
         return None;
     }
-    let number = |value| if kind.counts_bytes() { settings::exact_size(value) } else { value.to_string() };
+    let number = |value| if kind.counts_bytes() { size(value) } else { value.to_string() };
     let mut text = format!("{} {}", short(kind), number(rate));
     if value(Part::BurstRate) > 0 {
         text += &format!("↑{}", number(value(Part::BurstRate)));
@@ -184,6 +190,8 @@ mod tests {
             set(&[("bps-read", 10 << 20), ("bps-read-max-length", 1), ("iops-write", 7)]),
             "bps-r 10M, iops-w 7"
         );
+        assert_eq!(set(&[("bps-total", 10_000_000), ("bps-total-max", 12_345_678_901)]), "bps 9.5M↑11.5G");
+        assert_eq!([999, 4608, 10_000, 3_221_225_984].map(size), ["999", "4608", "10000", "3.0G"]);
     }
 
     #[test]

@@ -349,13 +349,28 @@ pub(crate) struct Throttle {
     pub(crate) waiting: Waiting,
     /// How long requests waited, since the start; absent while none has.
     pub(crate) wait_ns: Option<Waits>,
-    /// The same of the last ten to twenty seconds.
+    /// The same of the last ten to twenty seconds. Not for tables, which show an interval.
     pub(crate) recent_wait_ns: Option<Waits>,
     /// Time during which work waited for these very limits.
     pub(crate) limited_ns: u64,
     pub(crate) binding: Option<String>,
-    /// Units that may still pass at once, by limit.
-    pub(crate) tokens: BTreeMap<String, u64>,
+    /// The bucket of each limit that is set, by the limit's name.
+    pub(crate) buckets: BTreeMap<String, BucketLevel>,
+}
+
+/// Level and capacity of a limit's bucket, in operations or bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct BucketLevel {
+    pub(crate) level: u64,
+    pub(crate) capacity: u64,
+}
+
+impl BucketLevel {
+    /// Level as a share of the capacity, at most 1.
+    pub(crate) fn ratio(self) -> f64 {
+        (self.level as f64 / self.capacity.max(1) as f64).min(1.0)
+    }
 }
 
 impl Throttle {

@@ -2,33 +2,48 @@
 
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use crate::client::Target;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir status
-      Every disk, group and device: limits, rates, and which limit holds back what.
+      Every disk and group: limits, rates, and which limit throttles it.
+  weir status --all -o wide
+      The same with all columns, and caches, reading ahead, devices, exports and memory.
   weir status gold --interval 5s
-      The group gold and the disks in it, with rates over five seconds.
+      The group gold and the disks in it, with figures of five seconds.
   weir status --json | jq '.disks[] | {name, limited: .rate.limited}'
       The share of time during which each disk waited for limits.
 
-P50 and P99 are how long half of the reads and writes that were answered in the interval, and 99 of 100, took at \
-most, from their arrival on, known to a tenth; the daemon counts that from the first time that somebody asks. HELD \
-is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; WAIT how \
-many do; P99 WAIT how long 99 of 100 requests that had to wait have waited at most, in the last ten to twenty \
-seconds, and P99 WAIT ALL since the daemon started. In JSON, latency-ns of rate has P50 and P99, and latency-ns of a \
-disk the same of all requests since they are counted. A disk that its device failed has its errors below. Of a \
-MACHINE'S EXPORT, USED BY is the process that is connected, QUEUES the rings that are served now, IN FLIGHT what is \
-being carried out of its REQUESTS, as the guest sent them; KICKS how often the guest said that there are requests, \
-CALLS how often it was told that there are answers, and COPIES how often data could not go straight between its \
-memory and the disk. Of what is read ahead, HIT RATE is the share of reads that were answered from memory, and \
-ACCURACY the share that was used. Of the memory for data, OF is how much there may be, RESERVED is set aside for \
-metadata caches, reading ahead and buffers, DISKS is what was written to disks in memory, REQUESTS the data of \
-requests in flight and of replies that clients have not read yet, and WAIT how many requests wait for memory. In \
-JSON, the key memory has these in bytes, and most-requests, what REQUESTS may be at most.";
+The first line names the interval that all figures but WAIT belong to. P99 is how long 99 of 100 of the reads and \
+writes that were answered in it took at most, from their arrival on, known to a tenth, and P99 WAIT how long 99 of 100 \
+waited for limits; the daemon counts both from the first time that a client asks. WAIT is the number of requests that \
+wait now, HELD the share of the interval during which requests waited for limits, and HELD BY the limit that they wait \
+for now: iops-total is the disk's or group's own, gold: iops-total that of the group gold. With -o wide, P50 is beside \
+P99, and WAIT SINCE START is the P99 of the requests that had to wait, since the daemon started.
+
+A cluster's groups, disks that are not open, reservations that are not in force and errors of devices have further \
+tables where there are any. With --all there are further tables. Of a MACHINE'S EXPORT, USED BY is the process that is connected, \
+QUEUES the rings that are served now, IN FLIGHT what is being carried out of its REQUESTS, as the guest sent them; \
+KICKS how often the guest notified weir of requests, CALLS how often weir notified the guest of answers, and COPIES \
+how often data could not go straight between its memory and the disk. Of what is read ahead, HIT RATE is the share of \
+reads that were answered from memory, and ACCURACY the share that was used. Of the memory for data, OF is its limit, \
+RESERVED is set aside for metadata caches, reading ahead and buffers, DISKS is what was written to disks in memory, \
+REQUESTS the data of requests in flight and of replies that clients have not read yet, and WAIT the number of requests \
+that wait for memory. In JSON, the key memory has these in bytes, and most-requests, the most that REQUESTS may reach. \
+There, rate has latency-ns and wait-ns of the interval, and latency-ns of a disk is of all requests since they are \
+counted.";
+
+/// Columns of the tables of disks and groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// Those that show what is throttled, by which limit
+    Table,
+    /// All
+    Wide,
+}
 
 /// What `weir status` is told.
 #[derive(Debug, Args)]
@@ -37,8 +52,14 @@ pub(crate) struct StatusArgs {
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
     /// Print the daemon's own answer, with the rates added
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["output", "all"])]
     pub(crate) json: bool,
+    /// Print wide for all columns of disks and groups
+    #[arg(short, long, value_name = "FORM", value_enum, default_value_t = Output::Table, hide_default_value = true)]
+    pub(crate) output: Output,
+    /// Print all tables: also caches, reading ahead, devices, exports, servers and memory
+    #[arg(long)]
+    pub(crate) all: bool,
     /// How long to measure rates over, after a quarter of a second in which what limits allow at
     /// once to an idle disk passes; 0 measures none
     #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "1s")]

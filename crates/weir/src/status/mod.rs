@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use arguments::Output;
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
 use console::{Failure, print, print_json};
 use serde_json::{Value, json};
@@ -41,7 +42,16 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     if arguments.json {
         return Ok(print_json(&with_rates(shown.only(answer), &report, &rates))?);
     }
-    Ok(print(&tables::render(&report, &rates, &shown, stdout().is_terminal()))?)
+    let form = Form { all: arguments.all, wide: arguments.output == Output::Wide };
+    Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
+}
+
+/// Which tables and columns are printed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Form {
+    /// Tables of all kinds, not only those of disks, groups and what is wrong.
+    all: bool,
+    wide: bool,
 }
 
 struct Shown {

@@ -1,11 +1,11 @@
-//! The tables of `weir status`; all but that of the disks only where they have rows.
+//! The tables of `weir status`, each only where it has rows.
 
 use console::{
     figures,
     table::{Side, Table},
 };
 
-use super::Shown;
+use super::{Form, Shown};
 use crate::client::{
     latency::Latency,
     rates,
@@ -16,39 +16,46 @@ use crate::client::{
     },
 };
 
-/// All tables that have rows, separated by an empty line. `bold` is for terminals.
-pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) -> String {
-    let tables = [
-        disks(report, rates, shown),
-        unopened(report, shown),
-        caches(report, shown),
-        read_ahead(report, shown),
-        groups(report, rates, shown),
+/// Tables that have rows, separated by an empty line. `bold` is for terminals.
+pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, bold: bool) -> String {
+    let mut tables = vec![
+        disks(report, rates, shown, form),
+        groups(report, rates, shown, form),
         shared(report, shown),
+        unopened(report, shown),
         left_out(report, shown),
-        devices(report, shown),
-        machines(report, shown),
-        host_devices(report, shown),
-        clusters(report, shown),
-        remote(report, shown),
         errors(report, shown),
-        refused(report),
-        memory(report, shown),
     ];
+    if form.all {
+        tables.extend([
+            caches(report, shown),
+            read_ahead(report, shown),
+            devices(report, shown),
+            machines(report, shown),
+            host_devices(report, shown),
+            clusters(report, shown),
+            remote(report, shown),
+            refused(report),
+            memory(report, shown),
+        ]);
+    }
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
     let text = texts.collect::<Vec<_>>().join("\n");
-    if text.is_empty() { "no disk and no group\n".to_owned() } else { text }
+    if text.is_empty() {
+        return "no disk and no group\n".to_owned();
+    }
+    if rates.interval_ns == 0 { text } else { format!("last {}\n{text}", figures::time(rates.interval_ns)) }
 }
 
-fn disks(report: &Report, rates: &Rates, shown: &Shown) -> Table {
+fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
     let mut columns = vec![("DISK", Side::Left), ("GROUP", Side::Left), ("LIMITS", Side::Left)];
-    columns.extend(MEASURED);
+    columns.extend(measured_columns(form));
     let mut table = Table::new(columns);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let Disk { name, settings, .. } = disk;
         let group = settings.group.clone().unwrap_or_else(nothing);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
-        row.extend(measured(report, Node::Disk(disk), rates.of(name)));
+        row.extend(measured(report, Node::Disk(disk), rates.of(name), form));
         table.row(row);
     }
     table
@@ -294,23 +301,24 @@ fn read_ahead(report: &Report, shown: &Shown) -> Table {
     table
 }
 
-fn groups(report: &Report, rates: &Rates, shown: &Shown) -> Table {
-    let mut columns = vec![
-        ("GROUP", Side::Left),
-        ("IN", Side::Left),
-        ("DISKS", Side::Right),
-        ("LIMITS", Side::Left),
-        ("WATERMARK", Side::Left),
-    ];
-    columns.extend(MEASURED);
+fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
+    let all = || report.groups.iter().filter(|group| shown.has(&group.name));
+    // Columns of nothing but dashes are left out.
+    let has_parents = form.wide || all().any(|group| group.settings.group.is_some());
+    let has_watermarks = form.wide || all().any(|group| watermark(group) != nothing());
+    let mut columns = vec![("GROUP", Side::Left)];
+    columns.extend(has_parents.then_some(("IN", Side::Left)));
+    columns.extend([("DISKS", Side::Right), ("LIMITS", Side::Left)]);
+    columns.extend(has_watermarks.then_some(("WATERMARK", Side::Left)));
+    columns.extend(measured_columns(form));
     let mut table = Table::new(columns);
-    for group in report.groups.iter().filter(|group| shown.has(&group.name)) {
+    for group in all() {
         let Group { name, settings, .. } = group;
-        let parent = settings.group.clone().unwrap_or_else(nothing);
-        let disks = group.disks.len().to_string();
-        let limits = figures::limits(&settings.limits);
-        let mut row = vec![name.clone(), parent, disks, limits, watermark(group)];
-        row.extend(measured(report, Node::Group(group), rates.of(name)));
+        let mut row = vec![name.clone()];
+        row.extend(has_parents.then(|| settings.group.clone().unwrap_or_else(nothing)));
+        row.extend([group.disks.len().to_string(), figures::limits(&settings.limits)]);
+        row.extend(has_watermarks.then(|| watermark(group)));
+        row.extend(measured(report, Node::Group(group), rates.of(name), form));
         table.row(row);
     }
     table
@@ -356,39 +364,50 @@ fn watermark(group: &Group) -> String {
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 
-const MEASURED: [(&str, Side); 10] = [
-    ("IOPS", Side::Right),
-    ("READ/s", Side::Right),
-    ("WRITE/s", Side::Right),
-    ("P50", Side::Right),
-    ("P99", Side::Right),
-    ("WAIT", Side::Right),
-    ("HELD", Side::Right),
-    ("P99 WAIT", Side::Right),
-    ("P99 WAIT ALL", Side::Right),
-    ("BINDING", Side::Left),
+/// What is measured of disks and groups; whether a column is of the wide form alone.
+const MEASURED: [(&str, Side, bool); 10] = [
+    ("IOPS", Side::Right, false),
+    ("READ/s", Side::Right, false),
+    ("WRITE/s", Side::Right, false),
+    ("P50", Side::Right, true),
+    ("P99", Side::Right, false),
+    ("P99 WAIT", Side::Right, false),
+    ("WAIT SINCE START", Side::Right, true),
+    ("WAIT", Side::Right, false),
+    ("HELD", Side::Right, false),
+    ("HELD BY", Side::Left, false),
 ];
 
-fn measured(report: &Report, node: Node<'_>, rate: Option<&Rate>) -> [String; 10] {
+fn measured_columns(form: Form) -> impl Iterator<Item = (&'static str, Side)> {
+    MEASURED.into_iter().filter(move |(.., wide)| form.wide || !wide).map(|(name, side, _)| (name, side))
+}
+
+fn measured(
+    report: &Report,
+    node: Node<'_>,
+    rate: Option<&Rate>,
+    form: Form,
+) -> impl Iterator<Item = String> {
     let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
-    let Throttle { waiting, wait_ns, recent_wait_ns, .. } = node.throttle();
+    let Throttle { waiting, wait_ns, .. } = node.throttle();
     let latency = |of: fn(&Latency) -> u64| {
         let latency = rate.and_then(|rate| rate.latency);
         latency.as_ref().map_or_else(nothing, |latency| figures::time(of(latency)))
     };
-    let p99 = |waits: Option<Waits>| waits.map_or_else(nothing, |waits| figures::time(waits.p99));
-    [
+    let wait_p99 = rate.and_then(|rate| rate.wait_p99_ns).filter(|&p99_ns| p99_ns > 0);
+    let cells = [
         of(|rate| figures::count(rate.iops())),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
         latency(|latency| latency.p50_ns),
         latency(|latency| latency.p99_ns),
+        wait_p99.map_or_else(nothing, figures::time),
+        wait_ns.map_or_else(nothing, |waits: Waits| figures::time(waits.p99)),
         waiting.total().to_string(),
         of(|rate| figures::share(rate.limited)),
-        p99(*recent_wait_ns),
-        p99(*wait_ns),
         rates::binding(report, node).unwrap_or_else(nothing),
-    ]
+    ];
+    cells.into_iter().zip(MEASURED).filter(move |(_, (.., wide))| form.wide || !wide).map(|(cell, _)| cell)
 }
 
 fn devices(report: &Report, shown: &Shown) -> Table {

@@ -64,7 +64,9 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
 /// So many requests of vm1 took 1.0 ms, and as few as ever 31 ms.
 fn latencies(quick: u64) -> Counted {
     let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
-    let vm1 = json!({ "name": "vm1", "latencies": [bucket(999_999, quick), bucket(31_000_000, quick / 50)] });
+    let latencies = [bucket(999_999, quick), bucket(31_000_000, quick / 50)];
+    let waits = [bucket(0, quick), bucket(12_000_000, quick / 50)];
+    let vm1 = json!({ "name": "vm1", "latencies": latencies, "waits": waits });
     latency::read(json!([vm1, { "name": "vm2", "latencies": [] }])).unwrap()
 }
 
@@ -85,18 +87,13 @@ fn the_tables() {
     let (_, report, rates) = reports();
     let shown = Shown::new(&report, &[]).unwrap();
     let expect = "\
-DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s    P50   P99  WAIT  HELD  P99 WAIT  P99 WAIT ALL  BINDING
-vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  1.0ms  31ms    31   75%      12ms          31ms  iops-total
-vm2   -      -                     0       0        0      -     -     0    0%         -             -  -
+last 1.0s
+DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s   P99  P99 WAIT  WAIT  HELD  HELD BY
+vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  31ms      12ms    31   75%  iops-total
+vm2   -      -                     0       0        0     -         -     0    0%  -
 
-DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
-vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
-
-DISK  PREFETCH     HIT RATE  ACCURACY  READ AHEAD  WASTED  MEMORY    OF  STREAMS
-vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
-
-GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  WAIT  HELD  P99 WAIT  P99 WAIT ALL  BINDING
-gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms     0    0%         -             -  -
+GROUP  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s   P99  P99 WAIT  WAIT  HELD  HELD BY
+gold       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  31ms      12ms     0    0%  -
 
 GROUP  CLUSTER  OF ALL HOSTS  HERE
 gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
@@ -104,23 +101,57 @@ gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
 NAME  NOT PROMISED  WHY
 gold  iops 500      b has it
 
+DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
+vm2   stopped: nospace            0             3             1               0
+";
+    assert_eq!(tables::render(&report, &rates, &shown, Form::default(), false), expect);
+}
+
+#[test]
+fn all_tables_with_all_columns() {
+    let (_, report, rates) = reports();
+    let shown = Shown::new(&report, &[]).unwrap();
+    let expect = "\
+last 1.0s
+DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
+vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  1.0ms  31ms      12ms              31ms    31   75%  iops-total
+vm2   -      -                     0       0        0      -     -         -                 -     0    0%  -
+
+GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
+gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms      12ms                 -     0    0%  -
+
+GROUP  CLUSTER  OF ALL HOSTS  HERE
+gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
+
+NAME  NOT PROMISED  WHY
+gold  iops 500      b has it
+
+DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
+vm2   stopped: nospace            0             3             1               0
+
+DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
+vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
+
+DISK  PREFETCH     HIT RATE  ACCURACY  READ AHEAD  WASTED  MEMORY    OF  STREAMS
+vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
+
 DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
 /dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe
 
 MACHINE'S EXPORT  DISK  USED BY                 QUEUES  IN FLIGHT  REQUESTS  KICKS  CALLS  COPIES
 vm2               vm2   qemu-system-x86 (4711)       4         32      1.5M  20.0K  30.0K       7
-
-DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
-vm2   stopped: nospace            0             3             1               0
 ";
-    assert_eq!(tables::render(&report, &rates, &shown, false), expect);
+    let form = Form { all: true, wide: true };
+    assert_eq!(tables::render(&report, &rates, &shown, form, false), expect);
 }
 
 #[test]
 fn names_choose_disks_groups_and_what_is_in_them() {
     let (_, report, rates) = reports();
-    let table =
-        |asked: &[&str]| tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), false);
+    let table = |asked: &[&str]| {
+        let form = Form { all: true, ..Form::default() };
+        tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), form, false)
+    };
     assert!(!table(&["vm2"]).contains("vm1") && !table(&["vm2"]).contains("DEVICE"));
     assert!(table(&["gold"]).contains("\nvm1 ") && table(&["gold"]).contains("/dev/vda"));
     let unknown = Shown::new(&report, &names(&["vm3"])).err().unwrap();
@@ -140,6 +171,7 @@ fn json_is_the_daemon_s_answer_with_rates() {
     assert_eq!((&rate["reads"]["iops"], &rate["limited"]), (&json!(1000.0), &json!(0.75)));
     assert_eq!(rate["interval-ns"], 1_000_000_000);
     assert_eq!(rate["latency-ns"], json!({ "p50": 1_000_000, "p99": 31_000_001 }));
+    assert_eq!(rate["wait-ns"], json!({ "p99": 12_000_001 }));
     assert_eq!(printed["disks"][0]["latency-ns"], json!({ "p50": 1_000_000, "p99": 31_000_001 }));
     let all = with_rates(answer, &report, &rates);
     assert!(
@@ -151,6 +183,8 @@ fn json_is_the_daemon_s_answer_with_rates() {
 fn one_report_has_no_rates() {
     let (_, report, _) = reports();
     let shown = Shown::new(&report, &[]).unwrap();
-    let table = tables::render(&report, &Rates::default(), &shown, false);
-    assert!(table.contains("vm1   gold   iops 1000↑5000×5s     -       -        -    -    -    31     -"));
+    let table = tables::render(&report, &Rates::default(), &shown, Form::default(), false);
+    let row =
+        "vm1   gold   iops 1000↑5000×5s     -       -        -    -         -    31     -  iops-total\n";
+    assert!(table.starts_with("DISK") && table.contains(row), "{table}");
 }

@@ -1,7 +1,8 @@
 // Numbers as weir's console writes them: `12.3K`, `9.8M`, `1.2ms`, `<1%`.
 //
-// Rates are rounded. Settings are exact, so that what is shown can be typed back. The rules are
-// those of `console::figures`; a test holds both to the same examples. What is not known is `-`.
+// Rates are rounded. Settings are exact where they can be typed; limits in short are rounded where
+// their exact form is long. The rules are those of `console::figures`; a test holds both to the same
+// examples. What is not known is `-`.
 
 const UNITS = ["", "K", "M", "G", "T"];
 export const UNKNOWN = "-";
@@ -82,12 +83,18 @@ export const countsBytes = (name) => name.startsWith("bps-") && !name.endsWith("
 /// A setting's value as it would be typed.
 export const exact = (name, value) => countsBytes(name) ? exactSize(value) : isNumber(value) ? String(value) : UNKNOWN;
 
+/// A setting's value in short: rounded where a size has a long exact form.
+const short = (name, value) => {
+    const text = exact(name, value);
+    return countsBytes(name) && text.length > 6 ? bytes(value) : text;
+};
+
 /// Limits in short, each as its rate and its burst: `["iops 1000", "↑5000×5s"]`.
 export function limitParts(of) {
-    return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, short]) => {
-        const burst = of[`${kind}-max`] > 0 ? `↑${exact(kind, of[`${kind}-max`])}` : "";
+    return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, title]) => {
+        const burst = of[`${kind}-max`] > 0 ? `↑${short(kind, of[`${kind}-max`])}` : "";
         const length = of[`${kind}-max-length`] > 1 ? `×${of[`${kind}-max-length`]}s` : "";
-        return [`${short} ${exact(kind, of[kind])}`, burst + length];
+        return [`${title} ${short(kind, of[kind])}`, burst + length];
     });
 }
 

@@ -22,7 +22,7 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
                 "waiting": { "reads": 31, "writes": 0 }, "limited-ns": second * 750_000_000,
                 "recent-wait-ns": { "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 },
                 "wait-ns": { "p50": 8_000_000, "p99": 29_000_000, "max": 55_000_000 },
-                "binding": "iops-total", "tokens": { "iops-total": 0 }
+                "binding": "iops-total", "buckets": { "iops-total": { "level": 240, "capacity": 400 } }
             },
             "prefetch": { "mode": "auto", "memory": 8 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
                           "window-max": 2 << 20, "streams": 256 },
@@ -31,7 +31,9 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
     };
     let took = |name: &&str| {
         let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
-        json!({ "name": name, "latencies": [bucket(850_000, second * 1000), bucket(42_000_000, second * 20)] })
+        let latencies = [bucket(850_000, second * 1000), bucket(42_000_000, second * 20)];
+        let waits = [bucket(0, second * 1000), bucket(31_000_000, second * 20)];
+        json!({ "name": name, "latencies": latencies, "waits": waits })
     };
     let latencies = latency::read(disks.iter().map(took).collect()).unwrap();
     let disks: Vec<Value> = disks.iter().map(disk).collect();

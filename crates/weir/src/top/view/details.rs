@@ -29,7 +29,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'
     let lines = [
         fact(row.node.kind(), about(&state.report, row.node)),
         fact("set", settings(&state.report, row.node)),
-        waits(&state.report, row.node),
+        waits(&state.report, row),
         held(state, row, width),
         ahead(row.node),
     ];
@@ -57,7 +57,7 @@ fn about_disk(report: &Report, disk: &Disk) -> String {
     let machines: String = machines.filter_map(machine).collect();
     let devices: String =
         report.exports.iter().filter(|export| export.disk == *name).filter_map(device).collect();
-    format!("{} · {clients}{machines}{devices}{cache}{read_only} · {image}", settings::exact_size(*size))
+    format!("{} · {clients}{machines}{devices}{cache}{read_only} · {image}", figures::size(*size))
 }
 
 /// What a virtual machine does, while one is connected.
@@ -99,22 +99,22 @@ fn settings(report: &Report, node: Node<'_>) -> String {
     text
 }
 
-fn waits(report: &Report, node: Node<'_>) -> Line<'static> {
-    let throttle = node.throttle();
+/// What waits now, the waits of the interval that the list is of, and how full the buckets are.
+fn waits(report: &Report, row: &Row<'_>) -> Line<'static> {
+    let throttle = row.node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
-    if let Some(waits) = throttle.recent_wait_ns {
-        let [p50, p99, max] = [waits.p50, waits.p99, waits.max].map(figures::time);
-        text += &format!(" · p50 {p50} p99 {p99} max {max}");
+    if let Some(p99_ns @ 1..) = row.rate.and_then(|rate| rate.wait_p99_ns) {
+        text += &format!(" · p99 wait {}", figures::time(p99_ns));
     }
     let mut line = fact("waiting", text);
-    if let Some(binding) = rates::binding(report, node) {
-        line.push_span(Span::styled(format!(" · binding {binding}"), HELD));
+    if let Some(binding) = rates::binding(report, row.node) {
+        line.push_span(Span::styled(format!(" · held by {binding}"), HELD));
     }
-    for (limit, tokens) in &throttle.tokens {
-        line.push_span(Span::raw(format!(" · {limit} left {tokens}")));
+    for (limit, bucket) in &throttle.buckets {
+        line.push_span(Span::raw(format!(" · {limit} bucket {} full", figures::share(bucket.ratio()))));
     }
     if let Some(waits) = throttle.wait_ns {
-        line.push_span(Span::raw(format!(" · since the start p99 {}", figures::time(waits.p99))));
+        line.push_span(Span::raw(format!(" · p99 wait since the start {}", figures::time(waits.p99))));
     }
     line
 }

@@ -65,7 +65,11 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
         None => {
             let (disks, groups) = (count(report.disks.len(), "disk"), count(report.groups.len(), "group"));
             let age = figures::age(report.uptime_ns);
-            let facts = format!("· up {age} · {disks}, {groups} · {target}");
+            let last = match state.rates.interval_ns {
+                0 => String::new(),
+                interval_ns => format!(" · last {}", figures::time(interval_ns)),
+            };
+            let facts = format!("· up {age} · {disks}, {groups}{last} · {target}");
             Line::from(vec![name, Span::raw(facts)])
         }
     };

@@ -13,12 +13,61 @@ use ratatui::{
 };
 
 use crate::{
-    client::{latency::Latency, rates::Rate, report::Node},
+    client::{
+        latency::Latency,
+        rates::{self, Rate},
+        report::{Node, Report},
+    },
     top::{list, list::Column, state::State},
 };
 
-/// Columns of the group and the numbers; names and limits share what is left.
-const WIDTHS: [u16; 9] = [0, 9, 6, 7, 8, 5, 5, 5, 5];
+/// Widths of the columns of numbers, from IOPS to HELD.
+const NUMBERS: [u16; 7] = [6, 7, 8, 5, 5, 5, 5];
+/// The mark of a group before its name.
+const MARK: usize = 2;
+/// Longest name of a limit: `iops-total`, `iops-write`.
+const LIMIT: usize = 10;
+/// Letters of a column of text that is cut, at least.
+const LEAST: usize = 12;
+
+/// Widths of the columns of text, which share what the numbers leave. A column that would have no
+/// room is left out; what it says is also in the lines about the chosen row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Texts {
+    name: usize,
+    group: Option<usize>,
+    held_by: Option<usize>,
+    limits: Option<usize>,
+}
+
+impl Texts {
+    /// The most important first: a name, the limit that throttles it, its group, its limits.
+    fn new(width: usize, rows: &[list::Row<'_>]) -> Self {
+        let longest = |of: &dyn Fn(&list::Row<'_>) -> usize| rows.iter().map(of).max().unwrap_or(0);
+        let group_of =
+            |row: &list::Row<'_>| row.node.settings().group.as_ref().map_or(0, |group| group.chars().count());
+        let groups = longest(&group_of);
+        // Not the width of the limits that hold now: columns keep their places while they change.
+        let held_by = if groups == 0 { LIMIT } else { groups + ": ".len() + LIMIT };
+        let numbers: usize = NUMBERS.iter().map(|width| usize::from(*width) + 1).sum();
+        let mut left = width.saturating_sub(numbers);
+        let names = longest(&|row| row.name.chars().count()) + MARK;
+        let name = names.max(LEAST + MARK).min(left.saturating_sub(LEAST + 1).max(LEAST + MARK));
+        left = left.saturating_sub(name);
+        let mut next = |wanted: usize, least: usize| {
+            let width = wanted.min(left.saturating_sub(1));
+            (width >= least.min(wanted)).then(|| {
+                left -= width + 1;
+                width
+            })
+        };
+        let held_by = next(held_by, LEAST);
+        let group = if groups == 0 { None } else { next(groups.max("GROUP▾".chars().count()), usize::MAX) };
+        let limits = longest(&|row| figures::limits(&row.node.settings().limits).chars().count());
+        let limits = next(limits.max("LIMITS".len()), LEAST);
+        Self { name, group, held_by, limits }
+    }
+}
 
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let rows = state.rows();
@@ -27,12 +76,18 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
         frame.render_widget(Line::styled(text, DIM), area);
         return;
     }
-    let mut widths = WIDTHS.map(Constraint::Length).to_vec();
-    widths[0] = Constraint::Fill(1);
-    widths.push(Constraint::Fill(1));
-    let heading = Column::ALL.map(|column| heading(state, column)).into_iter().chain([Cell::from("LIMITS")]);
-    let table = Table::new(rows.iter().map(row), widths)
-        .header(Row::new(heading).style(Modifier::BOLD))
+    let texts = Texts::new(usize::from(area.width), &rows);
+    let length = |width: usize| Constraint::Length(u16::try_from(width).unwrap_or(u16::MAX));
+    let mut widths = vec![length(texts.name)];
+    widths.extend(texts.group.map(length));
+    widths.extend(NUMBERS.map(Constraint::Length));
+    widths.extend([texts.held_by, texts.limits].into_iter().flatten().map(length));
+    let shown = Column::ALL.into_iter().filter(|column| *column != Column::Group || texts.group.is_some());
+    let mut headings: Vec<Cell<'_>> = shown.map(|column| heading(state, column)).collect();
+    headings.extend(texts.held_by.map(|_| Cell::from("HELD BY")));
+    headings.extend(texts.limits.map(|_| Cell::from("LIMITS")));
+    let table = Table::new(rows.iter().map(|one| row(&state.report, one, texts)), widths)
+        .header(Row::new(headings).style(Modifier::BOLD))
         .column_spacing(1)
         .row_highlight_style(Modifier::REVERSED);
     let mut place = TableState::new().with_selected(state.chosen(&rows));
@@ -54,7 +109,7 @@ fn heading(state: &State, column: Column) -> Cell<'static> {
     }
 }
 
-fn row(row: &list::Row<'_>) -> Row<'static> {
+fn row(report: &Report, row: &list::Row<'_>, texts: Texts) -> Row<'static> {
     let of = |figure: fn(&Rate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
     let latency = |of: fn(&Latency) -> u64| {
         let latency = row.rate.and_then(|rate| rate.latency);
@@ -68,9 +123,11 @@ fn row(row: &list::Row<'_>) -> Row<'static> {
         Node::Disk(_) => (" ", Style::default()),
     };
     let figure = |cell: Cell<'static>| if held { cell.style(HELD) } else { cell };
-    Row::new([
-        Cell::from(format!("{mark} {}", row.name)),
-        Cell::from(settings.group.clone().unwrap_or_else(|| "-".to_owned())),
+    let text =
+        |text: &str, width: usize| Cell::from(super::fitted(Line::from(text.to_owned()), width as u16));
+    let mut cells = vec![text(&format!("{mark} {}", row.name), texts.name)];
+    cells.extend(texts.group.map(|width| text(settings.group.as_deref().unwrap_or("-"), width)));
+    cells.extend([
         of(|rate| figures::count(rate.iops())),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
@@ -78,11 +135,42 @@ fn row(row: &list::Row<'_>) -> Row<'static> {
         latency(|latency| latency.p99_ns),
         figure(right(waiting.to_string())),
         figure(of(|rate| figures::share(rate.limited))),
-        Cell::from(figures::limits(&settings.limits)),
-    ])
-    .style(style)
+    ]);
+    let held_by = rates::binding(report, row.node);
+    let held_by = held_by.as_deref().unwrap_or("-");
+    cells.extend(texts.held_by.map(|width| figure(text(held_by, width))));
+    cells.extend(texts.limits.map(|width| text(&figures::limits(&settings.limits), width)));
+    Row::new(cells).style(style)
 }
 
 fn right(text: String) -> Cell<'static> {
     Cell::from(Text::from(text).alignment(Alignment::Right))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::top::state::tests::watched;
+
+    #[track_caller]
+    fn check(width: usize, names: &[&str], expect: Texts) {
+        assert_eq!(Texts::new(width, &watched(2, names).rows()), expect);
+    }
+
+    #[test]
+    fn the_limit_that_holds_has_room_before_groups_and_limits() {
+        let texts = Texts { name: 14, group: None, held_by: Some(16), limits: None };
+        check(80, &["vm1"], texts);
+        check(100, &["vm1"], Texts { group: Some(6), limits: Some(13), ..texts });
+        check(132, &["vm1"], Texts { group: Some(6), limits: Some(17), ..texts });
+    }
+
+    #[test]
+    fn a_long_name_is_whole_where_there_is_room() {
+        let long = "a-disk-with-a-long-name-of-forty-letters";
+        let texts = Texts { name: 19, group: None, held_by: Some(12), limits: None };
+        check(80, &[long], texts);
+        let wide = Texts { name: 42, group: Some(6), held_by: Some(16), limits: Some(17) };
+        check(220, &[long], wide);
+    }
 }

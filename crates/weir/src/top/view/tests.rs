@@ -65,6 +65,11 @@ fn the_least_screen() {
 }
 
 #[test]
+fn a_wide_screen_has_whole_names_and_the_limit_that_holds() {
+    check(&mut watched(60, &["vm1", "a-disk-with-a-long-name"]), (220, 24), "wide.txt");
+}
+
+#[test]
 fn a_large_screen_has_larger_charts_and_a_longer_list() {
     check(&mut watched(130, &["vm1"]), (132, 43), "large.txt");
 }

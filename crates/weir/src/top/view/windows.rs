@@ -21,11 +21,12 @@ t Enter                      change limits, prefetch … of the chosen one
 Ctrl-Z                       stop; `fg` continues
 q Ctrl-C                     quit
 
-P50 and P99 are how long half of the reads and writes took at most, and 99
-of 100, since the last look; HELD the share of the time in which requests
-waited for limits, of its own or of a group above; WAIT how many wait now.
-How long those waited is below the charts, in which lines that never move
-are limits. Of what is read ahead, accuracy is the share that was used.
+The first line names the interval that figures are of. P50 and P99 are how
+long half of the reads and writes took at most, and 99 of 100; HELD is the
+share of the interval in which requests waited for limits; WAIT how many
+wait now, and HELD BY the limit that they wait for, of a group after its
+name. How long requests waited is below the charts, in which lines that
+never move are limits. Of what is read ahead, accuracy is the share used.
 ";
 
 pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
