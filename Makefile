@@ -158,6 +158,8 @@ soak: ## the properties and the simulation with many more cases and seeds; how o
 	@scripts/prometheus
 	WEIR_SCRAPE_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e metrics::prometheus
 	WEIR_WRONG_TOKENS=10000 $(CARGO) test --release --locked -p weir --test e2e http::wrong_tokens
+	@scripts/python-clients
+	WEIR_SCHEMATHESIS_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e openapi::
 	WEIR_TAKEOVERS=$(SOAK_TAKEOVERS) $(CARGO) test --release --locked -p weir --test e2e takeover:: -- --nocapture
 	WEIR_PAUSES=1,10,60 $(CARGO) test --release --locked -p weir --test e2e recipes::a_pause
 	$(RELEASE)

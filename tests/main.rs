@@ -64,6 +64,7 @@ mod nbd_storage;
 mod nbdcopy;
 mod nbdinfo;
 mod offers;
+mod openapi;
 mod packaging;
 mod page;
 mod prefetch;

@@ -86,7 +86,7 @@ pub(crate) fn need(program: &str) {
         return;
     }
     assert!(
-        !(program.starts_with("qmp-") || program == "page-python"),
+        !(program.starts_with("qmp-") || ["page-python", "schemathesis"].contains(&program)),
         "{program}: not found (run `scripts/python-clients`, which installs it beside what cargo builds)"
     );
     assert!(

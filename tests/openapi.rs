@@ -1,0 +1,112 @@
+//! The API of `--http` against its description: schemathesis sends requests that `openapi.json`
+//! allows and requests that it forbids, and compares each answer with it.
+//!
+//! An undocumented status, an answer that its schema does not have, a body that should have been
+//! refused and a 5xx other than 503 fail. `WEIR_SCHEMATHESIS_SECONDS` goes on for that long, with
+//! another seed each time.
+
+use std::{env, fs, os::unix::fs::PermissionsExt as _};
+
+use serde_json::Value;
+
+use crate::harness::{Client, Scratch, Serve, text};
+
+const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+/// Requests of each operation in each phase, at most: about a minute on a quiet machine.
+const EXAMPLES: &str = "60";
+/// Checks that are left out. A body that the schema allows may be refused, because the schema lacks
+/// the rules between limits (a total beside a read limit). `http.rs` tests whether a token is
+/// needed: ten wrong tokens would keep the client waiting for the rest of the run.
+const NOT_JUDGED: &str = "positive_data_acceptance,ignored_auth";
+/// Names that exist: an unknown name is answered with 404 whatever the body is.
+const NAMES: &str = r#"
+[[operations]]
+include-path-regex = "^/api/v1/disks/"
+parameters = { name = "db" }
+
+[[operations]]
+include-path-regex = "^/api/v1/groups/"
+parameters = { name = "gold" }
+"#;
+
+/// Starts a daemon with a disk in a group; returns it and the address of its page.
+fn serve(scratch: &Scratch) -> (crate::harness::Weir, String) {
+    let token = scratch.file("token", format!("{TOKEN}\n"));
+    fs::set_permissions(&token, fs::Permissions::from_mode(0o600)).unwrap();
+    let config = "[group.gold]\niops-total = 1000\n[disk.db]\nimage = \"memory:16M\"\ngroup = \"gold\"\n";
+    let config = scratch.file("weir.toml", config);
+    let weir = Serve::new(scratch)
+        .args(["--config", text(&config), "--http", "127.0.0.1:0", "--http-token-file", text(&token)])
+        .start();
+    let line = weir.wait_for_log("page at=");
+    let address = line.split_once("at=").unwrap().1.split(' ').next().unwrap().to_owned();
+    (weir, address)
+}
+
+fn schemathesis(scratch: &Scratch, address: &str, config: &str, seed: &str) -> Client {
+    let config = scratch.file("schemathesis.toml", config);
+    let client = Client::new("schemathesis").inside(&scratch.path("")).args([
+        "--config-file",
+        text(&config),
+        "--no-color",
+        "run",
+        &format!("http://{address}/api/v1/openapi.json"),
+    ]);
+    // A stream has no end.
+    client
+        .args(["--exclude-path", "/api/v1/stream", "--checks", "all", "--exclude-checks", NOT_JUDGED])
+        .args(["-H", &format!("Authorization: Bearer {TOKEN}"), "--warnings", "off", "--seed", seed])
+}
+
+#[test]
+fn every_answer_is_as_described() {
+    let scratch = Scratch::new();
+    let (weir, address) = serve(&scratch);
+    match env::var("WEIR_SCHEMATHESIS_SECONDS") {
+        Ok(seconds) => {
+            let seed = std::process::id().to_string();
+            schemathesis(&scratch, &address, NAMES, &seed).args(["--max-time", &seconds]).succeeds();
+        }
+        Err(_) => {
+            // The second run has random names.
+            for (config, examples) in [(NAMES, EXAMPLES), ("", "10")] {
+                schemathesis(&scratch, &address, config, "1")
+                    .args(["--max-examples", examples, "--generation-deterministic"])
+                    .succeeds();
+            }
+        }
+    }
+    weir.stop();
+}
+
+#[test]
+fn a_text_that_is_no_number_is_none_by_the_schema() {
+    let described: Value = serde_json::from_str(include_str!("../docs/reference/openapi.json")).unwrap();
+    let schemas = &described["components"]["schemas"];
+    for (name, schema) in schemas["Changes"]["properties"].as_object().unwrap() {
+        let kind = schema["$ref"].as_str().unwrap().rsplit('/').next().unwrap();
+        let forms = schemas[kind]["oneOf"].as_array().unwrap();
+        for form in forms.iter().filter(|form| form["type"] == "string") {
+            let pattern = form["pattern"].as_str().unwrap_or_else(|| panic!("{name}: any text is allowed"));
+            assert!(pattern.starts_with('^') && pattern.ends_with('$'), "{name}: {pattern}");
+        }
+        assert!(forms.iter().all(|form| form["type"] != "integer" || form["maximum"].is_u64()), "{name}");
+    }
+}
+
+#[test]
+fn every_operation_has_an_id_and_says_whether_it_needs_the_token() {
+    let described: Value = serde_json::from_str(include_str!("../docs/reference/openapi.json")).unwrap();
+    let mut ids = Vec::new();
+    for (path, item) in described["paths"].as_object().unwrap() {
+        for (method, operation) in item.as_object().unwrap().iter().filter(|(key, _)| *key != "parameters") {
+            ids.push(operation["operationId"].as_str().unwrap_or_else(|| panic!("{method} {path}")));
+            let security = operation["security"].as_array().unwrap_or_else(|| panic!("{method} {path}"));
+            assert_eq!(security.is_empty(), method == "get", "{method} {path}");
+        }
+    }
+    let count = ids.len();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), count, "an id is there twice");
+}
