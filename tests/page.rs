@@ -46,6 +46,11 @@ fn what_the_daemon_does_not_say_is_not_known() {
 }
 
 #[test]
+fn it_opens_with_the_most_throttled_disk_and_charts_of_what_is_known() {
+    scenario("start").succeeds();
+}
+
+#[test]
 fn it_looks_as_its_pictures_and_anybody_can_use_it() {
     scenario("looks").reading(&json!(figures()).to_string()).succeeds();
 }

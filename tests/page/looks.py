@@ -29,7 +29,12 @@ LIMITS = {
     "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1.5G"),
     "registry": ({"held_by": {"name": "silver", "limit": "bps-write"}, "wait_ratio": 1}, "silver: bps-w"),
 }
-MANY = {f"{kind}-{which}{more}": 1234567 for kind in ("iops", "bps") for which in ("read", "write") for more in ("", "-max")}
+MANY = {
+    f"{kind}-{which}{more}": value
+    for kind, value in (("iops", 123456789012345), ("bps", 1234567))
+    for which in ("read", "write")
+    for more in ("", "-max")
+}
 
 PICTURES = daemon.ROOT / "docs" / "pictures"
 APART, MOST = 16, 16

@@ -35,12 +35,12 @@ window.EventSource = class extends EventTarget {
 """
 
 
-def play(page, change=lambda scene: None):
-    """The scene, with what `change` makes of it."""
+def play(page, change=lambda scene: None, stream=STREAM):
+    """The scene, with what `change` makes of it; `stream` takes the place of `EventSource`."""
     scene = json.loads(SCENE.read_text())
     change(scene)
     page.clock.set_fixed_time(scene["overview"]["time_ms"])
-    page.add_init_script(STREAM)
+    page.add_init_script(stream)
 
     def give(route):
         path = route.request.url.split("/api/v1/", 1)[1]

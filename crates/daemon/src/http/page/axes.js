@@ -35,7 +35,7 @@ export function ticks(top, base, isWhole = false) {
 }
 
 const MINUTE_MS = 60_000;
-const TIMES_MS = [1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440].map((minutes) => minutes * MINUTE_MS);
+const TIMES_MS = [0.25, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440].map((minutes) => minutes * MINUTE_MS);
 
 /// Round times of day between two instants, at most `most`.
 export function instants(from, to, most) {

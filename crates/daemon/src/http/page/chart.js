@@ -11,6 +11,8 @@ import { clock, time } from "./figures.js";
 /// A field with so many times half of the fullest one's requests is the faintest.
 const HALVINGS = 14;
 
+/// Below this span the times below a chart have seconds.
+const WITH_SECONDS_MS = 180_000;
 /// Limits further above all that was measured are left out, or there would be nothing to see of it.
 const FAR = 4;
 
@@ -48,6 +50,11 @@ class Chart {
 
     times(width) {
         return instants(this.bounds(width).from, this.history.end_ms, Math.max(2, Math.floor(width / 80)));
+    }
+
+    /// A time of day below the chart.
+    clock(at) {
+        return clock(at, this.history.span_ms < WITH_SECONDS_MS);
     }
 
     /// The value of a series at the cursor, or its last.
@@ -90,7 +97,7 @@ export class Lines extends Chart {
         const top = this.fixed ?? Math.max(this.isWhole ? 4 : 0, Math.max(highest, ...near.map(({ value }) => value)) * 1.12 || 1);
         const y = (value) => height - ROOM.bottom - value / top * (height - ROOM.top - ROOM.bottom);
         const marks = ticks(top, this.base, this.isWhole).map((value) => [value, this.show(value)]);
-        frame(pen, { width, height, colour, marks, times: this.times(width), y, x, clock: (at) => clock(at, false) });
+        frame(pen, { width, height, colour, marks, times: this.times(width), y, x, clock: (at) => this.clock(at) });
         this.series.forEach(({ colour: name, thin }, index) => this.line(pen, series[index], { x, y, colour: colour(name), thin }));
         const within = (at) => Math.min(width - ROOM.right, Math.max(ROOM.left, x(at)));
         const places = near.map(({ value, from, to }) => ({
@@ -207,7 +214,7 @@ export class Heat extends Chart {
         this.cells(pen, { width, height, rows, bounds: bounds_ns, low, high, x, y, hue: colour("heat") });
         const decades = [];
         for (let power = 10 ** Math.ceil(Math.log10(low)); power <= high; power *= 10) decades.push([power, time(power)]);
-        frame(pen, { width, height, colour, marks: decades, times: this.times(width), y, x, clock: (at) => clock(at, false) });
+        frame(pen, { width, height, colour, marks: decades, times: this.times(width), y, x, clock: (at) => this.clock(at) });
         for (const { key, colour: name } of this.told) {
             Lines.prototype.line.call(this, pen, this.history.series[key] ?? [], { x, y, colour: colour(name) });
         }

@@ -9,7 +9,7 @@ import { attribute, element, say } from "./element.js";
 import * as figures from "./figures.js";
 import { Follower, SPANS } from "./history.js";
 import { Limits } from "./limits.js";
-import { binding, isHeld, operations } from "./store.js";
+import { binding, held, holder, isHeld, operations } from "./store.js";
 import { series as table } from "./table.js";
 
 const TILES = [
@@ -24,7 +24,7 @@ const TILES = [
 ];
 const TITLES = {
     P50: "half of the last second's requests took less", P99: "99 of 100 of the last second's requests took less",
-    "WAIT P99": "of those that had to wait, 99 of 100 waited less", WAIT: "requests that wait now", HELD: "part of the last second in which something waited",
+    "WAIT P99": "99 of 100 of the last second's requests waited less for limits", WAIT: "requests that wait now", HELD: "part of the last second in which something waited",
 };
 const KEY = "weir-span";
 
@@ -57,8 +57,7 @@ export class Detail {
         if (!node) {
             this.isBuilt = false;
             this.follower?.stop();
-            const isKnown = this.store.timeMs !== null;
-            const text = this.key ? !isKnown ? "" : `There is no ${this.key.replace("/", " ")} now.` : "Choose a disk or a group to see what it did, and to change its limits.";
+            const text = this.key ? !this.store.isKnown ? "" : `There is no ${this.key.replace("/", " ")} now.` : "Choose a disk or a group to see what it did, and to change its limits.";
             this.host.replaceChildren(element("h2", { id: "detail-title", class: "unseen" }, "Nothing is chosen"), element("p", { class: "nothing" }, text));
             return;
         }
@@ -82,6 +81,7 @@ export class Detail {
         const tiles = element("dl", { class: "tiles" }, ...TILES.map(([name], index) =>
             element("div", { class: `t-${name.toLowerCase().replace(/[ /]/, "-")}`, title: TITLES[name] }, element("dt", {}, name), this.tiles[index])));
         this.held = element("p", { class: "held" });
+        this.holder = element("button", { type: "button", class: "link", onclick: () => this.toHolder() });
         this.cursor = new Cursor();
         this.charts(node);
         this.limits = new Limits(node, this.store, { token: this.token, announce: this.announce, drafted: () => this.redraw() });
@@ -92,7 +92,7 @@ export class Detail {
         this.host.replaceChildren(
             element("div", { class: "title" }, back, element("h2", { id: "detail-title" }, node.name),
                 element("span", { class: "kind" }, node.kind), this.above),
-            this.about, tiles, this.held, this.times(), this.problem,
+            this.about, element("p", { class: "window" }, "The last second; WAIT: now"), tiles, this.held, this.times(), this.problem,
             element("div", { class: "charts" }, this.operations.shown, this.bytes.shown),
             this.limits.shown,
             element("div", { class: "charts" }, this.heat.shown, this.queue.shown, this.shares.shown, this.hits.shown),
@@ -114,7 +114,7 @@ export class Detail {
             series: [{ key: "waiting_requests", label: "waiting", colour: "held" }] }, this.cursor);
         this.shares = new Lines({ title: "Held, and bucket", show: figures.share, top: 1, series: [
             { key: "wait_ratio", label: "held", colour: "held" }, { key: "bucket_level_ratio", label: "bucket full", colour: "read" }],
-        note: "part of each second in which something waited; how full the fullest bucket is: at 100% requests wait" }, this.cursor);
+        note: "part of each second in which something waited; how full the fullest bucket is: at 100% a burst is used up, and requests wait" }, this.cursor);
         this.hits = new Lines({ title: "Answered from memory", show: figures.share, top: 1, series: [
             { key: "prefetch_hit_ratio", label: "reads that were read ahead", colour: "read" }, { key: "cache_hit_ratio", label: "metadata cache hits", colour: "write" }] }, this.cursor);
         this.drawn = [this.operations, this.bytes, this.heat, this.queue, this.shares, this.hits];
@@ -215,6 +215,14 @@ export class Detail {
         this.fill();
     }
 
+    /// To the limit that requests wait for, of the disk or the group whose it is.
+    toHolder() {
+        const [whose, by] = [holder(this.node, this.store), held(this.node)];
+        if (!whose || !by) return;
+        if (whose.key !== this.key) this.choose(whose.key);
+        this.limits?.reach(by.limit);
+    }
+
     redraw() {
         for (const chart of this.drawn ?? []) chart.draw();
     }
@@ -235,8 +243,12 @@ export class Detail {
         TILES.forEach(([, show], index) => say(this.tiles[index], show(node)));
         const limit = binding(node);
         this.host.classList.toggle("is-held", isHeld(node));
-        say(this.held, node.is_stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
-            : limit ? `Held by ${limit}` : isHeld(node) ? "Requests wait" : "Nothing waits");
+        if (limit && !node.is_stopped) {
+            // Kept while it is the same, so that the keyboard stays on it.
+            if (this.holder.parentNode !== this.held) this.held.replaceChildren("Held by ", this.holder);
+            say(this.holder, limit);
+        } else say(this.held, node.is_stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
+            : isHeld(node) ? "Requests wait" : "Nothing waits");
         this.held.classList.toggle("is-stopped", Boolean(node.is_stopped));
         this.limits.write(node);
         const told = facts(node);

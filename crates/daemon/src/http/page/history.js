@@ -6,12 +6,15 @@
 
 import { ask, place } from "./api.js";
 
-/// The spans that the daemon keeps: their length, and how they are named.
+/// The spans that can be shown: their length, which of the daemon's they are a part of, and how they
+/// are named.
 export const SPANS = {
-    "10m": { span_ms: 600_000, title: "10 min" },
-    "2h": { span_ms: 7_200_000, title: "2 h" },
-    "2d": { span_ms: 172_800_000, title: "2 days" },
+    "1m": { span_ms: 60_000, kept: "10m", title: "1 min" },
+    "10m": { span_ms: 600_000, kept: "10m", title: "10 min" },
+    "2h": { span_ms: 7_200_000, kept: "2h", title: "2 h" },
+    "2d": { span_ms: 172_800_000, kept: "2d", title: "2 days" },
 };
+const LEAST_SPAN_MS = 60_000;
 /// Never asked more often, nor more seldom.
 const BETWEEN_MS = [1000, 15_000];
 /// Of a daemon that answers what was not asked for.
@@ -61,6 +64,31 @@ function newer(known, fresh) {
     };
 }
 
+/// The last part of steps that begin at `start_ms`: those that end after `from_ms`.
+function after({ step_ms, start_ms, values }, from_ms) {
+    const drop = Math.min(values.length, Math.max(0, Math.floor((from_ms - start_ms) / step_ms)));
+    return { start_ms: start_ms + drop * step_ms, values: values.slice(drop) };
+}
+
+/// The part of a history within its span. Where less is known, the span is as long as that, so that
+/// the charts of a daemon that has just started are not a sliver at their right edge.
+function shown(history) {
+    const { step_ms, start_ms, end_ms, steps } = history;
+    const series = Object.values(history.series);
+    const first = Array.from({ length: steps }, (_, index) => index).find((index) => series.some((values) => values[index] != null)) ?? steps;
+    const known_ms = end_ms - start_ms - first * step_ms;
+    const span_ms = Math.min(history.span_ms, Math.max(LEAST_SPAN_MS, known_ms));
+    const from_ms = end_ms - span_ms;
+    const parts = Object.entries(history.series).map(([name, values]) => [name, after({ step_ms, start_ms, values }, from_ms)]);
+    const [, part] = parts[0] ?? [null, { start_ms, values: { length: steps } }];
+    const heat = after({ ...history.heat, values: history.heat.rows }, from_ms);
+    return {
+        ...history, span_ms, start_ms: part.start_ms, steps: part.values.length,
+        series: Object.fromEntries(parts.map(([name, { values }]) => [name, values])),
+        heat: { ...history.heat, start_ms: heat.start_ms, rows: heat.values },
+    };
+}
+
 /// Follows one disk or group over one span, until it is stopped.
 export class Follower {
     /// `told(history, error)`, one of them null.
@@ -95,18 +123,18 @@ export class Follower {
             this.timer = setTimeout(() => this.get(), BETWEEN_MS[1]);
             return;
         }
-        const { span_ms } = SPANS[this.span];
+        const { span_ms, kept } = SPANS[this.span];
         const asked = this.known;
         const since = asked ? `&since=${Math.min(asked.end_ms - asked.step_ms, asked.heat.start_ms + (asked.heat.rows.length - 1) * asked.heat.step_ms)}` : "";
         try {
-            const told = await ask("GET", `${place(this.node)}/history?span=${this.span}${since}`, { signal: this.stopped.signal });
+            const told = await ask("GET", `${place(this.node)}/history?span=${kept}${since}`, { signal: this.stopped.signal });
             if (!(told?.step_ms > 0)) throw new Error("it has no steps");
             const fresh = read(told, span_ms);
             if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
             // Nothing, not even the last step again: the clock was set back, and all has another time.
             if (fresh.steps === 0) this.known = null;
             else this.known = newer(asked, fresh);
-            if (this.known) this.told(this.known, null);
+            if (this.known) this.told(shown(this.known), null);
         } catch (error) {
             if (this.stopped.signal.aborted) return;
             this.told(null, error);

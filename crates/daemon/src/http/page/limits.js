@@ -114,6 +114,15 @@ export class Limits {
         this.fields.get(name).focus();
     }
 
+    /// Brings the field of a limit into sight, with the keyboard in it.
+    reach(name) {
+        if (!(name in figures.KINDS)) return;
+        this.add(name, true);
+        const field = this.fields.get(name);
+        field.scrollIntoView({ block: "center" });
+        field.focus({ preventScroll: true });
+    }
+
     field(name, label) {
         const input = element("input", {
             type: "text", inputmode: figures.countsBytes(name) ? "text" : "numeric", name, autocomplete: "off", spellcheck: "false",

@@ -9,7 +9,7 @@ import { Detail } from "./detail.js";
 import { Events } from "./events.js";
 import * as figures from "./figures.js";
 import { listen } from "./live.js";
-import { Store } from "./store.js";
+import { Store, operations } from "./store.js";
 import { Token } from "./token.js";
 import { Tree, sums } from "./tree.js";
 
@@ -21,8 +21,12 @@ const token = new Token(store);
 const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere), () => part("filter").focus());
 const events = new Events(store, { choose: (key) => choose(key, true), announce });
 const detail = new Detail(part("detail"), store, { back, choose: (key) => choose(key), token, announce });
+/// Where the list and the chosen one stand side by side, as style.css has it.
+const isWide = matchMedia("(min-width: 1100px)");
 
 let [isDue, lastMs, version] = [false, 0, null];
+/// Key of the disk beside the list while the address names none.
+let suggested = null;
 
 /// Draws soon, and not more often than it can be seen.
 function soon() {
@@ -38,7 +42,8 @@ function draw() {
     tree.update();
     detail.update();
     token.update();
-    say(part("sums"), sums(store));
+    // Before the first overview nothing is known, not even that there is no disk.
+    say(part("sums"), store.isKnown ? sums(store) : "");
     titled();
     const { name, version: is, started_ms } = store.daemon;
     say(part("daemon"), [name, is, started_ms ? `up ${figures.age((store.timeMs ?? Date.now()) - started_ms)}` : null].filter(Boolean).join(" · "));
@@ -64,6 +69,24 @@ function chosen() {
     }
 }
 
+/// The most throttled disk; of those that are not throttled the busiest.
+function suggestion() {
+    const value = (disk) => [disk.wait_ratio ?? 0, operations(disk) ?? 0];
+    const [first] = store.disks().sort((a, b) => {
+        const [held, busy] = [value(a), value(b)];
+        return held[0] !== busy[0] && busy[0] - held[0] || busy[1] - held[1] || (a.name < b.name ? -1 : 1);
+    });
+    return first?.key ?? null;
+}
+
+/// Key of the disk or group in the right half: from the address, else the suggestion.
+function shownKey() {
+    const key = chosen();
+    if (key !== null || !isWide.matches) return key;
+    if (suggested === null || !store.get(suggested)) suggested = store.isKnown ? suggestion() : null;
+    return suggested;
+}
+
 function choose(key, goThere = false) {
     const [kind, ...name] = key.split("/");
     const hash = `#${kind}/${encodeURIComponent(name.join("/"))}`;
@@ -82,7 +105,7 @@ function back() {
 }
 
 function titled() {
-    const key = detail.key;
+    const key = chosen();
     document.title = [key?.slice(key.indexOf("/") + 1), "weir", store.daemon.name].filter(Boolean).join(" · ");
 }
 
@@ -97,16 +120,23 @@ function view(name) {
 }
 
 function route() {
-    const key = chosen();
     const had = detail.key;
-    detail.show(key);
-    tree.mark(key);
-    events.mark(key);
+    const key = show();
     titled();
     if (key && key !== had) part("detail").scrollTop = 0;
-    view(key ? "detail" : document.body.dataset.view === "events" ? "events" : "list");
+    view(chosen() ? "detail" : document.body.dataset.view === "events" ? "events" : "list");
 }
 
+/// Marks the chosen or suggested one in all places.
+function show() {
+    const key = shownKey();
+    detail.show(key);
+    tree.mark(key, key === chosen());
+    events.mark(key);
+    return key;
+}
+
+isWide.addEventListener("change", route);
 addEventListener("popstate", route);
 addEventListener("hashchange", route);
 // The link to the disks leaves the address, and what it names, as it is.
@@ -173,6 +203,10 @@ listen((kind, told) => {
             part("notice").hidden = false;
             say(part("notice"), `The daemon is weir ${is} now, and this page is of ${version}: reload it.`);
         } else version = is;
+        // Drawn before it is called live.
+        if (detail.key !== shownKey()) show();
+        draw();
+        return;
     }
     soon();
 }, (isLive, sinceMs, why) => {

@@ -15,6 +15,11 @@ export class Store {
     /// Counts up where nodes come, go or move, so that the tree is built anew.
     shape = 0;
 
+    /// Whether an overview has come.
+    get isKnown() {
+        return this.timeMs !== null;
+    }
+
     static key = (kind, name) => `${kind}/${name}`;
 
     overview(told) {
@@ -22,7 +27,7 @@ export class Store {
         this.devices = new Map();
         this.daemon = told.daemon ?? {};
         this.access = told.access ?? "read";
-        this.timeMs = told.time_ms ?? null;
+        this.timeMs = told.time_ms ?? Date.now();
         this.take("group", told.groups);
         this.take("disk", told.disks);
         this.takeDevices(told.devices);
@@ -106,6 +111,12 @@ export function held(node, isShort = false) {
     const limit = (isShort ? KINDS[by.limit] : null) ?? by.limit ?? "a limit";
     return { whose: by.name && by.name !== node.name ? by.name : null, limit };
 }
+
+/// The disk or group whose limit that is.
+export const holder = (node, store) => {
+    const by = node.held_by;
+    return (by && store.get(Store.key(by.of === "disk" ? "disk" : "group", by.name))) ?? (held(node) ? node : null);
+};
 
 /// The same in words: `iops-total`, of a group above `gold: iops-total`; or null.
 export function binding(node) {

@@ -24,7 +24,7 @@ const COLUMNS = [
     { id: "write", title: "WRITE/s", of: (node) => node.write_bytes_per_second, show: figures.bytes, says: "bytes written per second" },
     { id: "wait", title: "WAIT", of: (node) => node.waiting_requests, show: (value) => value == null ? "-" : String(value), says: "requests that wait now" },
     { id: "held", title: "HELD", of: (node) => node.wait_ratio, show: figures.share, says: "part of the last second in which something waited" },
-    { id: "p99", title: "P99", of: (node) => node.latency_p99_ns, show: figures.time, says: "latency that 99 of 100 requests stayed below" },
+    { id: "p99", title: "P99", of: (node) => node.latency_p99_ns, show: figures.time, says: "latency that 99 of 100 of the last second's requests stayed below" },
     { id: "limits", title: "LIMIT" },
 ];
 
@@ -89,10 +89,14 @@ export class Tree {
         this.order();
     }
 
-    /// Which row is marked as chosen; it may have no row.
-    mark(key) {
-        [this.chosen, this.active] = [key, key ?? this.active];
-        this.reveal(key);
+    /// Which row is marked as chosen; it may have no row. The keyboard goes there where the reader
+    /// has chosen it.
+    mark(key, isAsked = true) {
+        this.chosen = key;
+        if (isAsked) {
+            this.active = key ?? this.active;
+            this.reveal(key);
+        }
         this.place();
     }
 
@@ -138,7 +142,7 @@ export class Tree {
         this.body.style.height = `${this.rows.length * this.height()}px`;
         this.empty.hidden = this.rows.length > 0;
         // Nothing is known before the first overview.
-        const none = this.store.timeMs === null ? "" : "No disk and no group.";
+        const none = !this.store.isKnown ? "Asking the daemon …" : "No disk and no group.";
         say(this.empty, this.filter ? "Nothing has such a name." : none);
         this.place();
     }
