@@ -1,6 +1,7 @@
 //! Image locks, shared with QEMU: who may open an image, and what the refused one is told.
 
 use std::{
+    fs,
     io::{BufRead as _, BufReader, Write as _},
     path::Path,
     process::{Child, ChildStdin, Command, Stdio},
@@ -241,4 +242,32 @@ fn two_weirs_exclude_each_other_unless_both_read() {
 fn sharing_is_for_reading_alone() {
     let said = Serve::sparse(MIB).arg("--force-share").rejects_usage();
     assert_says(&said, &["--force-share", "read-only"]);
+}
+
+/// No other process is involved, and none can be stopped.
+#[test]
+fn a_command_that_is_in_its_own_way_blames_no_other_process() {
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.path("one.qcow2"), scratch.path("two.qcow2"));
+    for (image, below) in [(&two, &one), (&one, &two)] {
+        qemu_img(["create", "-q", "-f", "qcow2", "-u", "-F", "qcow2", "-b", text(below)])
+            .args([text(image), "1M"])
+            .succeeds();
+    }
+    let raw = scratch.sparse("disk.raw", MIB);
+    let link = scratch.path("link.raw");
+    fs::hard_link(&raw, &link).unwrap();
+    let over = scratch.path("over.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&over)]).succeeds();
+    for (words, expected) in [
+        (vec!["commit", "-f", "qcow2", text(&one)], "which never ends"),
+        (vec!["commit", "-f", "qcow2", "-b", text(&one), text(&one)], "which never ends"),
+        (vec!["convert", "-f", "raw", text(&raw), text(&link)], "is what is copied"),
+        (vec!["convert", "-f", "qcow2", text(&over), text(&raw)], "by another name"),
+        (vec!["convert", "-f", "qcow2", "-n", text(&over), text(&link)], "by another name"),
+        (vec!["create", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&link)], "its own backing file"),
+    ] {
+        let said = weir_image(&words).fails();
+        assert!(said.contains(expected) && !said.contains("another process"), "{words:?}: {said}");
+    }
 }

@@ -94,6 +94,13 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
             };
             bail!("{name}: {what}");
         };
+        if layers.iter().any(|(path, _)| opening::is_same(path, &below)) {
+            bail!(
+                "{name}: its backing file {} is in the chain of backing files already, which never ends (name \
+                 another with `weir image rebase -u`)",
+                below.display()
+            );
+        }
         let is_base = base.as_ref().is_none_or(|base| opening::is_same(&below, base));
         layers.push((below, below_format));
         if is_base {

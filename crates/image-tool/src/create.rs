@@ -243,6 +243,10 @@ fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Res
         return Ok(None);
     };
     let place = opening::behind(path, &backing.name)?;
+    if opening::is_same(&place, path) {
+        let what = anyhow!("{}: would be its own backing file (choose another)", path.display());
+        return Err(Failure::Usage(what));
+    }
     let format = opening::format_named(backing.format.as_deref())
         .with_context(|| format!("{}: is the backing file", place.display()))?;
     virtual_size(&place, format).map(Some)

@@ -7,7 +7,7 @@
 use std::{
     collections::BTreeSet,
     ffi::OsStr,
-    os::unix::ffi::OsStrExt as _,
+    os::unix::{ffi::OsStrExt as _, fs::MetadataExt as _},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
 };
@@ -83,9 +83,10 @@ pub(super) fn behind(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
     Ok(local(&path))
 }
 
+/// True if both paths lead to one file, by the same name, a symbolic link or a hard link.
 pub(super) fn is_same(one: &Path, other: &Path) -> bool {
-    let real = |path: &Path| path.canonicalize().ok();
-    one == other || real(one).is_some_and(|path| Some(path) == real(other))
+    let identity = |path: &Path| path.metadata().map(|file| (file.dev(), file.ino())).ok();
+    one == other || identity(one).is_some_and(|file| Some(file) == identity(other))
 }
 
 /// The image that a command is about.
@@ -125,7 +126,7 @@ pub(super) struct How {
 impl How {
     /// With what helps whoever wants to change an image, rather than to serve it.
     pub(super) fn refused(self, mut error: OpenError) -> OpenError {
-        if self.write && error.why.starts_with("locked") {
+        if self.write && error.why.starts_with("locked") && !error.held_here {
             let is_weir = error.holder.as_deref().is_some_and(|name| name.starts_with("weir"));
             let or = if is_weir { ", or take the disk from it with `weir disk remove`" } else { "" };
             error.remedy = format!("stop it first{or}");

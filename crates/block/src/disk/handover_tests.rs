@@ -143,7 +143,7 @@ fn who_comes_early_waits_for_whoever_has_it() {
         one.hold(PATIENT, || true).await.expect("free");
         let no_patience = two.hold(Duration::ZERO, || true).await;
         let said = no_patience.expect_err("the other has it").to_string();
-        assert!(said.contains("locked for writing by another process"), "{said}");
+        assert!(said.contains("locked for writing by this process"), "{said}");
         assert_eq!(two.hold(PATIENT, || false).await, Err(NotHeld::GivenUp));
         let waiting = spawn_joinable({
             let two = Rc::clone(&two);

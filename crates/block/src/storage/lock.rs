@@ -112,11 +112,16 @@ impl Conflict {
 
     /// Says who is in the way of `file`, where that can be found; blocks.
     pub(super) fn into_error(self, file: impl AsFd, name: &str) -> OpenError {
-        let holder = holder(file, self.byte);
-        self.error(name, holder)
+        let holder = holder(&file, self.byte);
+        self.error(file, name, holder)
     }
 
-    fn error(self, name: &str, holder: Option<Holder>) -> OpenError {
+    fn error(self, file: impl AsFd, name: &str, holder: Option<Holder>) -> OpenError {
+        if holder.is_none() && is_held_here(file, self.byte) {
+            let why = self.what.replace("another process", "this process");
+            let remedy = "it is open here already, perhaps by another name; name another file";
+            return OpenError { held_here: true, ..OpenError::new(name, why, remedy) };
+        }
         let by = holder.as_ref().map(|Holder { pid, command }| format!(" (pid {pid}, {command})"));
         let why = self.what + &by.unwrap_or_default();
         OpenError { holder: holder.map(|holder| holder.command), ..OpenError::new(name, why, self.remedy) }
@@ -137,7 +142,7 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, 
         };
         let holder = holder(file, conflict.byte);
         if holder.is_some() || Instant::now() >= until {
-            return Err(conflict.error(name, holder));
+            return Err(conflict.error(file, name, holder));
         }
         thread::sleep(LOOK_AGAIN);
     }
@@ -256,20 +261,35 @@ fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
     let own = std::process::id();
     let mut looked_at = 0;
     for pid in pids.filter(|&pid| pid != own && parent(pid) != Some(own)) {
-        let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
-        for descriptor in descriptors {
-            looked_at += 1;
-            if looked_at > MOST_LOOKED_AT {
-                return None;
-            }
-            let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
-            if info.lines().any(|line| is_lock_on(line, inode, byte)) {
-                let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                return Some(Holder { pid, command: plain(command.trim()) });
-            }
+        if has_lock(pid, inode, byte, &mut looked_at)? {
+            let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            return Some(Holder { pid, command: plain(command.trim()) });
         }
     }
     None
+}
+
+/// True if this process holds the byte by another descriptor than `file`, which holds no lock.
+fn is_held_here(file: impl AsFd, byte: i64) -> bool {
+    let inode = rustix::fs::fstat(file).map(|stat| stat.st_ino).ok();
+    inode.and_then(|inode| has_lock(std::process::id(), inode, byte, &mut 0)) == Some(true)
+}
+
+/// Whether a descriptor of the process holds the byte. Counts the descriptors in `looked_at`;
+/// `None` if there are more than [`MOST_LOOKED_AT`].
+fn has_lock(pid: u32, inode: u64, byte: i64, looked_at: &mut usize) -> Option<bool> {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
+    for descriptor in descriptors {
+        *looked_at += 1;
+        if *looked_at > MOST_LOOKED_AT {
+            return None;
+        }
+        let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
+        if info.lines().any(|line| is_lock_on(line, inode, byte)) {
+            return Some(true);
+        }
+    }
+    Some(false)
 }
 
 fn parent(pid: u32) -> Option<u32> {
@@ -352,7 +372,15 @@ mod tests {
         let error = acquire(&two, "vm1.raw", Use::Read).expect_err("locked").to_string();
         assert_eq!(
             error,
-            "vm1.raw: locked for writing by another process (stop it, or read what it writes with --force-share)"
+            "vm1.raw: locked for writing by this process (it is open here already, perhaps by another name; \
+             name another file)"
+        );
+        let conflict = try_acquire(&two, "vm1.raw", Use::Read).expect_err("locked");
+        let by = Some(Holder { pid: 7, command: "qemu-io".to_owned() });
+        assert_eq!(
+            conflict.error(&two, "vm1.raw", by).to_string(),
+            "vm1.raw: locked for writing by another process (pid 7, qemu-io) (stop it, or read what it writes with \
+             --force-share)"
         );
     }
 

@@ -15,6 +15,8 @@ pub struct OpenError {
     /// Which file it is that somebody has locked, if that is why: see
     /// [`Identity::what`](super::Identity::what).
     pub locked: Option<Box<str>>,
+    /// This process itself has the file open, perhaps under another name, and holds the lock.
+    pub held_here: bool,
     /// It may be otherwise soon: nobody answers where it lies, or one that has died is still seen.
     pub may_pass: bool,
 }
@@ -27,6 +29,7 @@ impl OpenError {
             remedy: remedy.into(),
             holder: None,
             locked: None,
+            held_here: false,
             may_pass: false,
         }
     }

@@ -10,7 +10,15 @@ const REMEDY: &str = "export one disk twice, or make both read-only";
 /// That a disk has the image which is called so.
 pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
     let why = format!("the disk {disk:?} has it");
-    OpenError { image, why, remedy: REMEDY.to_owned(), holder: None, locked: None, may_pass: false }
+    OpenError {
+        image,
+        why,
+        remedy: REMEDY.to_owned(),
+        holder: None,
+        locked: None,
+        held_here: false,
+        may_pass: false,
+    }
 }
 
 impl Inventory {
