@@ -92,3 +92,15 @@ fn qemu_sees_the_bitmaps_that_weir_makes_and_weir_changes_qemu_s() {
         assert_eq!(bitmaps(&path), Value::Null);
     }
 }
+
+#[test]
+fn an_old_image_with_snapshots_says_why_its_size_stays() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "compat=0.10");
+    qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
+    let said = weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).fails();
+    assert_says(&said, &["disk.qcow2: its snapshots do not record the size", "compat=1.1", "snapshot -d"]);
+    qemu_img(["amend", "-f", "qcow2", "-o", "compat=1.1", text(&path)]).succeeds();
+    weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).succeeds();
+    is_right(&path);
+}

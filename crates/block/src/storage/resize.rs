@@ -50,6 +50,12 @@ pub enum ResizeError {
         /// The most it can hold.
         largest: u64,
     },
+    /// Internal snapshots do not record the disk's size, as in version 2 of qcow2.
+    #[error(
+        "its snapshots do not record the size of the disk, because version 2 of qcow2 has no place for it (delete \
+         them with `weir image snapshot -d`, or make it version 3 with `qemu-img amend -o compat=1.1`)"
+    )]
+    Snapshots,
     /// The system refused.
     #[error("{0} (the size is as it was)")]
     Failed(Error),

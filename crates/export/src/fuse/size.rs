@@ -89,6 +89,7 @@ pub(super) fn errno_of(refused: &ResizeError) -> i32 {
         ResizeError::Device { .. }
         | ResizeError::Part { .. }
         | ResizeError::Remote { .. }
+        | ResizeError::Snapshots
         | ResizeError::Unaligned { .. } => libc::EINVAL,
     }
 }

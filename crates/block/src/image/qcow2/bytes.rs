@@ -77,7 +77,10 @@ pub(super) async fn set_size(storage: &Storage, size_bytes: u64) -> Result<()> {
 pub(super) fn error_of(error: ResizeError) -> Error {
     match error {
         ResizeError::Failed(error) => error,
-        ResizeError::ReadOnly | ResizeError::Part { .. } | ResizeError::Remote { .. } => Error::NOT_PERMITTED,
+        ResizeError::ReadOnly
+        | ResizeError::Part { .. }
+        | ResizeError::Remote { .. }
+        | ResizeError::Snapshots => Error::NOT_PERMITTED,
         ResizeError::Device { .. } | ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
             Error::NO_SPACE
         }

@@ -10,7 +10,7 @@ use super::{
     l1::{L1, padded},
 };
 use crate::{
-    error::{Error, Result},
+    error::Result,
     storage::{Durability, ResizeError, ZeroOptions},
 };
 
@@ -35,8 +35,7 @@ impl Qcow2 {
             return Err(ResizeError::TooLarge { largest });
         }
         if header.snapshots > 0 && header.version < 3 {
-            // Snapshots of version 2 do not say how large the disk was.
-            return Err(ResizeError::Failed(Error::UNSUPPORTED));
+            return Err(ResizeError::Snapshots);
         }
         let _quiet = self.quiesce().await?;
         let from = self.size_bytes();
