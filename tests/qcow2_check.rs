@@ -167,29 +167,101 @@ fn snapshots_that_say_too_little_are_found_as_qemu_finds_them() {
     }
 }
 
-/// Damage for which weir and QEMU have other remedies.
-const RUINS: [Damage; 9] = [
+/// Damage to refcounts that weir and QEMU repair in different ways.
+const LOST_REFCOUNTS: [Damage; 6] = [
     ("no refcount table", |at| at.put(56, 0)),
     ("a refcount table between clusters", |at| at.put(48, 0x1_0200)),
     ("a refcount table beyond the end", |at| at.put(48, 1 << 40)),
     ("no refcount block", |at| at.put(at.refcount_table, 0)),
     ("a refcount block on guest data", |at| at.put(at.refcount_table, number(&at.file, at.l2) & !(1 << 63))),
     ("a refcount block beyond the end", |at| at.put(at.refcount_table, 1 << 40)),
-    ("a cluster beyond the end", |at| at.put(at.l2, 1 << 40)),
-    ("an L2 table inside a cluster", |at| at.put(at.l1, at.l2 | 512)),
-    ("an L2 table beyond the end", |at| at.put(at.l1, 1 << 40)),
 ];
 
 #[test]
-fn what_is_ruined_is_made_an_image_again() {
+fn lost_refcounts_are_counted_again() {
     let scratch = Scratch::new();
-    for (what, ruin) in RUINS {
+    for (what, ruin) in LOST_REFCOUNTS {
         let path = image(&scratch, "image.qcow2", "");
         ruin(&places(&path));
         assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{what}");
         weir(&["check", "-q", "--repair", text(&path)]).succeeds();
         assert_eq!(agree(&path, what).0, 0, "{what}: repaired");
     }
+}
+
+/// Damage after which the place of some guest data is unknown, and the range that it affects.
+const AMBIGUOUS: [(Damage, u64, u64); 4] = [
+    (("a cluster beyond the end", |at| at.put(at.l2, 1 << 40)), 0, 65_536),
+    (("a cluster inside another", |at| at.put(at.l2 + 8, number(&at.file, at.l2) | 512)), 65_536, 65_536),
+    (("an L2 table inside a cluster", |at| at.put(at.l1, at.l2 | 512)), 0, 8 << 20),
+    (("an L2 table beyond the end", |at| at.put(at.l1, 1 << 40)), 0, 8 << 20),
+];
+
+#[test]
+fn ambiguous_content_stays_until_it_is_given_up() {
+    let scratch = Scratch::new();
+    for ((what, damage), offset, length) in AMBIGUOUS {
+        let path = image(&scratch, "image.qcow2", "");
+        let at = places(&path);
+        damage(&at);
+        let entries = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
+        let refused = weir(&["check", "-r", "all", "--output=json", text(&path)]).run();
+        assert_eq!(refused.code(), 2, "{what}: {}", refused.said());
+        assert!(refused.said().contains("--force"), "{what}: {}", refused.said());
+        let report: Value = serde_json::from_str(&refused.printed()).unwrap();
+        let ranges = serde_json::json!([{ "offset": offset, "length": length }]);
+        assert_eq!(report["ambiguous-ranges"], ranges, "{what}");
+        let after = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
+        assert_eq!(after, entries, "{what}: evidence stays");
+        let forced = weir(&["check", "-r", "all", "--force", text(&path)]).run();
+        assert_eq!(forced.code(), 0, "{what}: {}", forced.said());
+        let lost = format!("Lost: {length} bytes at {offset:#x} of the disk\n");
+        assert!(forced.said().contains(&lost), "{what}: {}", forced.said());
+        assert_eq!(agree(&path, what).0, 0, "{what}: given up");
+    }
+    let refused = weir(&["check", "--force", text(&scratch.path("image.qcow2"))]).run();
+    assert_eq!(refused.code(), 2, "--force without a repair");
+}
+
+/// Otherwise the guest would read old data of the backing file.
+#[test]
+fn zeroes_with_a_bad_offset_stay_zeroes() {
+    let scratch = Scratch::new();
+    let base = scratch.file("base.raw", vec![0xff; 1 << 20]);
+    for (options, zeroes) in [("cluster_size=64k", "64k"), ("cluster_size=64k,extended_l2=on", "32k")] {
+        let path = scratch.path("image.qcow2");
+        let create = qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base), "-o", options]);
+        create.arg(&path).succeeds();
+        qemu_io(["-f", "qcow2"], ["write -P 1 0 64k", "write -z 0 64k"], &path);
+        let at = places(&path);
+        at.put(at.l2, number(&at.file, at.l2) | 0x200);
+        if options.contains("extended") {
+            // The second half is read from the backing file.
+            at.put(at.l2 + 8, 0xffff << 32);
+        }
+        assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{options}");
+        weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
+        assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 0, "{options}");
+        qemu_img(["check", "-q", text(&path)]).succeeds();
+        let mut reads = vec![format!("read -P 0 0 {zeroes}"), "read -P 0xff 64k 64k".to_owned()];
+        if options.contains("extended") {
+            reads.push("read -P 0xff 32k 32k".to_owned());
+        }
+        qemu_io(["-f", "qcow2"], reads, &path);
+    }
+}
+
+#[test]
+fn flags_of_an_l1_entry_without_a_table_are_seen_and_cleared() {
+    let scratch = Scratch::new();
+    let path = scratch.path("image.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&path), "1G"]).succeeds();
+    let at = places(&path);
+    at.put(at.l1 + 8, 1 << 63);
+    assert_ne!(qemu_img(["check", text(&path)]).run().code(), 0);
+    assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2);
+    weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
+    assert_eq!(agree(&path, "cleared").0, 0);
 }
 
 #[test]

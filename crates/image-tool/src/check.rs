@@ -5,7 +5,7 @@
 
 use anyhow::{Context as _, anyhow};
 use block::{
-    image::qcow2::check::{Repair, Report, check},
+    image::qcow2::check::{GuestRange, Repair, Report, check},
     plain::plain,
     storage::{CacheMode, Format},
 };
@@ -25,7 +25,10 @@ Examples:
   weir image check --repair=leaks vm1.qcow2
       Free what nothing refers to.
   weir image check --repair vm1.qcow2
-      Mend everything that can be mended. What it costs is said: entries that point nowhere become unallocated.
+      Repair everything that has one right repair. No byte that a guest can read changes; content that is ambiguous
+      stays as it is, and is reported.
+  weir image check -r all --force vm1.qcow2
+      Also give up ambiguous content, such as data with an impossible offset. Each guest range that is lost is printed.
 
 Exit status: 0 consistent, 1 not checked to the end, 2 corrupt, 3 leaks, 63 the format has nothing to check.
 A wrong command line exits with 2 as well, and prints usage.";
@@ -51,6 +54,9 @@ pub struct Arguments {
     /// The same, as qemu-img has it
     #[arg(short = 'r', value_name = "WHAT")]
     short_repair: Option<What>,
+    /// With a repair of all: give up guest data whose content is ambiguous, and print its ranges
+    #[arg(long)]
+    force: bool,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
     /// writeback]
     #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::read::<CacheMode>)]
@@ -73,8 +79,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let repair = match arguments.repair.or(arguments.short_repair) {
         None => Repair::Nothing,
         Some(What::Leaks) => Repair::Leaks,
+        Some(What::All) if arguments.force => Repair::Forced,
         Some(What::All) => Repair::All,
     };
+    if arguments.force && repair != Repair::Forced {
+        return Err(Failure::Usage(anyhow!("{name}: --force: needs a repair of all (add -r all)")));
+    }
     let write = repair != Repair::Nothing;
     if write && arguments.force_share {
         return Err(Failure::Usage(anyhow!(
@@ -97,6 +107,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));
         }
+        eprint(&ranges(&report, &name, repair));
         print(&match arguments.output.kind() {
             Output::Human => text(&report),
             Output::Json => form::json(&json(&report, &name)),
@@ -114,10 +125,44 @@ fn status(report: &Report) -> Result<(), Failure> {
     }
 }
 
+/// The guest ranges that were lost, and those that a repair left unchanged.
+fn ranges(report: &Report, name: &str, repair: Repair) -> String {
+    let mut text = String::new();
+    for range in &report.lost {
+        text += &format!("Lost: {}\n", plain(&range.to_string()));
+    }
+    for range in &report.ambiguous {
+        text += &format!("Ambiguous: {}\n", plain(&range.to_string()));
+    }
+    if repair == Repair::All && report.corruptions > 0 {
+        let remedy = if report.ambiguous.is_empty() {
+            "copy the disk with `weir image convert --salvage`"
+        } else {
+            "copy the disk with `weir image convert --salvage` first; `-r all --force` gives these ranges up"
+        };
+        text += &format!(
+            "weir: {}: not repaired: a repair could lose data or bring back old data ({remedy})\n",
+            plain(name)
+        );
+    }
+    text
+}
+
 fn eprint(text: &str) {
     use std::io::Write as _;
     // Where standard error is closed there is nobody to tell.
     let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+fn json_ranges(ranges: &[GuestRange]) -> Value {
+    let range = |range: &GuestRange| {
+        let mut json = json!({ "offset": range.offset, "length": range.length });
+        if let Some(name) = &range.snapshot {
+            json["snapshot"] = name.as_str().into();
+        }
+        json
+    };
+    ranges.iter().map(range).collect()
 }
 
 /// As qemu-img prints it: what is zero is left out, but for the errors.
@@ -136,6 +181,11 @@ fn json(report: &Report, name: &str) -> Value {
     ] {
         if value > 0 {
             json[key] = value.into();
+        }
+    }
+    for (key, ranges) in [("ambiguous-ranges", &report.ambiguous), ("lost-ranges", &report.lost)] {
+        if !ranges.is_empty() {
+            json[key] = json_ranges(ranges);
         }
     }
     json

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   count all references ─► compare with the refcounts ─► compare the COPIED flags
-//!     drop what points nowhere      correct, or make anew         correct
+//!     correct entries              correct, or make anew         correct
 //! ```
 //!
 //! - `counts`: how often each cluster is referred to.
-//! - `walk`: header, L1 and L2 tables; `others`: snapshots, bitmaps, the LUKS header; `completing`:
-//!   a complete snapshot table.
+//! - `header`: reserved fields and names. `walk`: L1 tables; `tables`: L2 tables; `entries`: the verdict on an L2 entry.
+//! - `metadata`: which tables a repair may change; `ranges`: guest ranges in reports.
+//! - `others`: snapshots, bitmaps, the LUKS header; `completing`: a complete snapshot table.
 //! - `refcounts`: the refcounts in the file against those counted; `rebuild`: new ones.
 //! - `copied`: the flags by which a cluster may be written in place.
 //!
@@ -15,18 +16,26 @@
 //! Nothing in it is trusted. Memory and time grow with what is in the file, not with what its
 //! numbers claim: a table is read once, however many entries refer to it.
 //!
-//! Order of repairs: references that point nowhere are dropped and refcounts are raised before
-//! anything is lowered, with a flush between. So an interrupted repair leaves at most the damage
-//! that it found, and leaks.
+//! Order of repairs: entries are corrected and refcounts are raised before anything is lowered, with
+//! a flush between. So an interrupted repair leaves at most the damage that it found, and leaks.
 //!
-//! Never frees what it does not understand: if a part could not be read, leaks stay leaks.
+//! Never changes a guest byte that can be read, zeroes included. An entry with an ambiguous content
+//! stays unless the user gives it up ([`Repair::Forced`]).
+//!
+//! Never frees a cluster in an image with a part that could not be read or is ambiguous: leaks stay
+//! leaks there.
 
 mod completing;
 mod copied;
 mod counts;
+mod entries;
+mod header;
+mod metadata;
 mod others;
+mod ranges;
 mod rebuild;
 mod refcounts;
+mod tables;
 #[cfg(test)]
 mod tests;
 mod walk;
@@ -42,6 +51,10 @@ use super::{
 use crate::{error::Result as IoResult, storage::Storage};
 use completing::Planned;
 use counts::Counts;
+use metadata::{MetadataKind, ReferenceSurvey};
+pub use ranges::GuestRange;
+use ranges::GuestRanges;
+use walk::L1Table;
 
 /// Findings are told up to so many; the others are counted.
 pub const MOST_FINDINGS: usize = 1000;
@@ -56,8 +69,11 @@ pub enum Repair {
     Nothing,
     /// Clusters that nothing refers to are freed.
     Leaks,
-    /// Everything that can be.
+    /// Everything that has one right repair. Ambiguous content stays, and is reported.
     All,
+    /// The same, and ambiguous content is given up: its guest ranges read as zeroes afterwards, or
+    /// as the backing file where a whole L2 table is lost or the image has version 2.
+    Forced,
 }
 
 /// What was found. Numbers have the names of `qemu-img check`.
@@ -83,6 +99,12 @@ pub struct Report {
     pub compressed_clusters: u64,
     /// Where the last cluster in use ends, in bytes.
     pub image_end_offset: u64,
+    /// Guest ranges whose content is ambiguous, and was left unchanged. Sorted; not all of them
+    /// where there are very many.
+    pub ambiguous: Vec<GuestRange>,
+    /// Guest ranges that a forced repair gave up: all of them, sorted. What cannot be listed is not
+    /// given up.
+    pub lost: Vec<GuestRange>,
     /// What is wrong and what was done, for people; [`MOST_FINDINGS`] at most.
     pub findings: Vec<String>,
     /// How many findings there were beyond that.
@@ -116,27 +138,45 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
         header.autoclear &= autoclear::KNOWN;
         write_header(storage, &header).await?;
     }
-    let (mut report, has_moved) = Pass::new(storage, header, repair).run().await?;
+    let has_stale_bitmaps = header.bitmaps.is_some() && header.autoclear & autoclear::BITMAPS == 0;
+    let (mut report, survey, _) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
+    let is_intact = report.is_consistent() && report.leaks == 0 && !has_stale_bitmaps;
+    if repair != Repair::Nothing && !is_intact {
+        report = repair_surveyed(storage, repair, survey).await?;
+    }
+    if repair != Repair::Nothing && report.is_consistent() {
+        mark_clean(storage).await?;
+    }
+    Ok(report)
+}
+
+/// Repairs an image by an earlier survey of it. Reports the repairs, and the damage that a second
+/// look still finds.
+async fn repair_surveyed(
+    storage: &Storage,
+    repair: Repair,
+    survey: ReferenceSurvey,
+) -> Result<Report, MetadataError> {
+    let header = read_repairable(storage).await?;
+    let (mut report, _, has_moved) = Pass::new(storage, header, repair, Some(survey)).run().await?;
     if has_moved {
-        // What nothing leads to any more is no finding.
+        // The old place of a structure that was moved is no finding.
         let header = read_repairable(storage).await?;
-        Pass::new(storage, header, Repair::Leaks).run().await?;
+        let (_, survey, _) = Pass::new(storage, header.clone(), Repair::Nothing, None).run().await?;
+        Pass::new(storage, header, Repair::Leaks, Some(survey)).run().await?;
     }
     if has_moved || report.corruptions_fixed + report.leaks_fixed > 0 {
-        // What is left is what a second look finds.
         let header = read_repairable(storage).await?;
-        let (mut second, _) = Pass::new(storage, header, Repair::Nothing).run().await?;
+        let (mut second, ..) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
         second.corruptions_fixed = report.corruptions_fixed;
         second.leaks_fixed = report.leaks_fixed;
+        second.lost = std::mem::take(&mut report.lost);
         for finding in std::mem::take(&mut second.findings) {
             report.say(format!("Still: {finding}"));
         }
         second.findings = report.findings;
         second.unsaid += report.unsaid;
         report = second;
-    }
-    if repair != Repair::Nothing && report.is_consistent() {
-        mark_clean(storage).await?;
     }
     Ok(report)
 }
@@ -190,7 +230,12 @@ struct Pass<'a> {
     shape: Shape,
     /// Clusters of the file; the last may be incomplete.
     file_clusters: u64,
-    counts: Counts,
+    found: ReferenceSurvey,
+    /// References that an earlier look at the same image found; without them nothing is written to
+    /// a table.
+    survey: Option<ReferenceSurvey>,
+    /// L1 tables that were read.
+    disks: Vec<L1Table>,
     /// Clusters whose refcount in the file is another than what was counted: 1 if it is 1,
     /// otherwise 2.
     stored: Counts,
@@ -203,11 +248,13 @@ struct Pass<'a> {
     is_frozen: bool,
     /// A snapshot table that is to take the place of the one in the file.
     planned: Option<Planned>,
+    ambiguous: GuestRanges,
+    lost: GuestRanges,
     report: Report,
 }
 
 impl<'a> Pass<'a> {
-    fn new(storage: &'a Storage, header: Header, repair: Repair) -> Self {
+    fn new(storage: &'a Storage, header: Header, repair: Repair, survey: Option<ReferenceSurvey>) -> Self {
         let shape = Shape {
             cluster_bits: header.cluster_bits,
             extended: header.has_subclusters(),
@@ -224,22 +271,27 @@ impl<'a> Pass<'a> {
             shape,
             file_clusters: storage.size_bytes().div_ceil(header.cluster_bytes()),
             header,
-            counts: Counts::default(),
+            found: ReferenceSurvey::default(),
+            survey,
+            disks: Vec::new(),
             stored: Counts::default(),
             lowered_to_one: HashSet::new(),
             is_incomplete: false,
             is_frozen: false,
             planned: None,
+            ambiguous: GuestRanges::default(),
+            lost: GuestRanges::default(),
             report,
         }
     }
 
-    /// What was found, and whether it counts in something that has moved, or was to.
-    async fn run(mut self) -> Result<(Report, bool), MetadataError> {
-        self.count_region("the header", 0, self.header.cluster_bytes(), 1);
+    /// The report, the references that were found, and whether a structure was moved, or was to be.
+    async fn run(mut self) -> Result<(Report, ReferenceSurvey, bool), MetadataError> {
+        self.check_header().await?;
+        self.count_metadata(MetadataKind::Header, "the header", (0, self.header.cluster_bytes()), 1);
         let tables = self.count_snapshots().await?;
-        self.walk(tables).await?;
         self.count_luks();
+        self.walk(tables).await?;
         self.count_bitmaps().await?;
         // Before anything is freed that was referred to until now.
         self.flush_repairs().await?;
@@ -250,7 +302,9 @@ impl<'a> Pass<'a> {
         self.put_snapshot_table().await?;
         self.check_copied().await?;
         self.flush_repairs().await?;
-        Ok((self.report, has_moved))
+        self.report.ambiguous = self.ambiguous.finish();
+        self.report.lost = self.lost.finish();
+        Ok((self.report, self.found, has_moved))
     }
 
     async fn flush_repairs(&self) -> IoResult<()> {
@@ -258,7 +312,7 @@ impl<'a> Pass<'a> {
     }
 
     fn repairs_all(&self) -> bool {
-        self.repair == Repair::All
+        matches!(self.repair, Repair::All | Repair::Forced)
     }
 
     /// Something is wrong, and stays so.
@@ -303,7 +357,7 @@ impl<'a> Pass<'a> {
         }
         let bits = self.header.cluster_bits;
         for cluster in offset >> bits..=(offset + length - 1) >> bits {
-            self.counts.add(cluster, times);
+            self.found.counts.add(cluster, times);
         }
         true
     }

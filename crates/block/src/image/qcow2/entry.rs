@@ -8,13 +8,13 @@
 use super::Invalid;
 
 /// Bits 9 to 55: where something lies in the file.
-const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bit 63: the refcount is exactly one, so it may be written in place.
 pub(super) const COPIED: u64 = 1 << 63;
 /// Bit 62: compressed.
 pub(super) const COMPRESSED: u64 = 1 << 62;
 /// Bit 0: reads as zeroes; not with extended entries.
-const ZERO: u64 = 1;
+pub(super) const ZERO: u64 = 1;
 
 /// Subclusters of a cluster with extended entries.
 pub const SUBCLUSTERS: u32 = 32;

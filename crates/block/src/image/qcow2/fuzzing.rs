@@ -48,7 +48,7 @@ pub fn check(data: &[u8]) {
     with(data, async |content| {
         let image = Storage::holding(&content).await;
         let Ok(found) = check::check(&image, Repair::Nothing).await else { return };
-        for repair in [Repair::Leaks, Repair::All] {
+        for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
             let image = Storage::holding(&content).await;
             let Ok(repaired) = check::check(&image, repair).await else { continue };
             if repaired.corruptions + repaired.check_errors > 0 {

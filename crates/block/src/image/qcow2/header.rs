@@ -10,7 +10,7 @@
 //! Source: QEMU's docs/interop/qcow2.rst, "Header"; the limits beyond it are QEMU's own, so that
 //! QEMU can open what weir makes.
 
-use super::Invalid;
+use super::{Invalid, big_endian::u32_at};
 
 /// "QFI\xfb".
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -68,13 +68,13 @@ pub mod autoclear {
     pub const KNOWN: u64 = BITMAPS | RAW_DATA_FILE;
 }
 
-mod extension {
-    pub(super) const END: u32 = 0;
-    pub(super) const BACKING_FORMAT: u32 = 0xe279_2aca;
-    pub(super) const FEATURE_NAMES: u32 = 0x6803_f857;
-    pub(super) const BITMAPS: u32 = 0x2385_2875;
-    pub(super) const ENCRYPTION: u32 = 0x0537_be77;
-    pub(super) const DATA_FILE: u32 = 0x4441_5441;
+pub(super) mod extension {
+    pub(in crate::image::qcow2) const END: u32 = 0;
+    pub(in crate::image::qcow2) const BACKING_FORMAT: u32 = 0xe279_2aca;
+    pub(in crate::image::qcow2) const FEATURE_NAMES: u32 = 0x6803_f857;
+    pub(in crate::image::qcow2) const BITMAPS: u32 = 0x2385_2875;
+    pub(in crate::image::qcow2) const ENCRYPTION: u32 = 0x0537_be77;
+    pub(in crate::image::qcow2) const DATA_FILE: u32 = 0x4441_5441;
 }
 
 const V2_LENGTH: usize = 72;
@@ -233,7 +233,7 @@ impl Header {
             others: Vec::new(),
             later_fields: bytes.get(OWN_LENGTH..length).unwrap_or_default().to_vec(),
         };
-        let names = header.read_extensions(&fields, length)?;
+        let names = header.read_extensions(&fields)?;
         header.check_features(&names, if length > V3_LENGTH { bytes[V3_LENGTH] } else { 0 })?;
         header.read_backing_name(&fields)?;
         header.check()?;
@@ -330,27 +330,11 @@ impl Header {
         size_bytes.div_ceil(1 << (self.cluster_bits + self.l2_bits()))
     }
 
-    fn read_extensions(&mut self, fields: &Fields<'_>, start: usize) -> Result<Vec<FeatureName>, Invalid> {
-        let backing_offset = fields.u64(8)?;
-        // They end where the name begins, or with the cluster.
-        let end =
-            if backing_offset == 0 { self.cluster_bytes() } else { backing_offset.min(self.cluster_bytes()) };
-        let mut at = start;
+    fn read_extensions(&mut self, fields: &Fields<'_>) -> Result<Vec<FeatureName>, Invalid> {
         let mut names = Vec::new();
-        while at as u64 + 8 <= end && at + 8 <= fields.0.len() {
-            let (kind, length) = (fields.u32(at)?, fields.u32(at + 4)? as usize);
-            if kind == extension::END {
-                break;
-            }
-            at += 8;
-            if length as u64 > end - at as u64 {
-                return Err(Invalid::new(format!(
-                    "header extension {kind:#x} at {at:#x} has {length} bytes and does not fit"
-                )));
-            }
-            let data = fields.bytes(at, length)?;
+        for extension in extensions(fields.0) {
+            let (kind, _, data) = extension?;
             self.read_extension(kind, data, &mut names)?;
-            at += length.next_multiple_of(8);
         }
         Ok(names)
     }
@@ -377,6 +361,7 @@ impl Header {
                 self.encryption = Some(Place { offset: inner.u64(0)?, length: inner.u64(8)? });
             }
             extension::DATA_FILE => self.data_file = Some(text(data, "the data file's name")?),
+            extension::END => {}
             _ => self.others.push((kind, data.to_vec())),
         }
         Ok(())
@@ -550,6 +535,42 @@ impl Header {
         }
         table("the bitmap directory", directory.offset, directory.length)
     }
+}
+
+/// Kind, offset and data of each extension in the first cluster, with the one that ends them; that
+/// has no data. They also end where the backing file's name begins, or with the cluster.
+pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usize, &[u8]), Invalid>> {
+    let fields = Fields(bytes);
+    let is_later = fields.u32(4).is_ok_and(|version| version >= 3);
+    let start =
+        if is_later { fields.u32(100).map_or(V3_LENGTH, |length| length as usize) } else { V2_LENGTH };
+    let cluster_bits = fields.u32(20).unwrap_or(0).clamp(*CLUSTER_BITS.start(), *CLUSTER_BITS.end());
+    let backing = fields.u64(8).ok().filter(|offset| *offset != 0).unwrap_or(u64::MAX);
+    let end = backing.min(1 << cluster_bits).min(bytes.len() as u64) as usize;
+    let bytes = &bytes[..end];
+    let mut next = Some(start);
+    std::iter::from_fn(move || {
+        let at = next.take().filter(|at| at + 8 <= end)?;
+        let word = |at: usize| u32_at(bytes, at);
+        let (kind, length) = (word(at), word(at + 4) as usize);
+        if kind == extension::END {
+            return Some(Ok((kind, at, &bytes[at..at])));
+        }
+        let data = (at + 8).checked_add(length).and_then(|end| bytes.get(at + 8..end));
+        let Some(data) = data else {
+            let at = at + 8;
+            let what = format!("header extension {kind:#x} at {at:#x} has {length} bytes and does not fit");
+            return Some(Err(Invalid::new(what)));
+        };
+        next = Some(at + 8 + length.next_multiple_of(8));
+        Some(Ok((kind, at, data)))
+    })
+}
+
+/// The reserved bytes behind the compression type; none where the header has none.
+pub(super) fn compression_padding(bytes: &[u8], version: u32) -> &[u8] {
+    let has_type = version >= 3 && Fields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
+    if has_type { bytes.get(V3_LENGTH + 1..OWN_LENGTH).unwrap_or_default() } else { &[] }
 }
 
 /// The bitmaps extension, its kind and length first.

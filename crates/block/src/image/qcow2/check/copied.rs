@@ -31,11 +31,11 @@ impl Pass<'_> {
                 continue;
             }
             tables.insert(table);
-            if let Some(right) =
-                self.flag(raw, table, || format!("the L1 entry {} of the L2 table at {table:#x}", at / 8))
-            {
+            let place = offset + at as u64;
+            let what = || format!("the L1 entry {} of the L2 table at {table:#x}", at / 8);
+            if let Some(right) = self.flag(raw, table, place, what) {
                 l1[at..at + 8].copy_from_slice(&right.to_be_bytes());
-                bytes::write(self.storage, offset + at as u64, &right.to_be_bytes()).await?;
+                bytes::write(self.storage, place, &right.to_be_bytes()).await?;
             }
         }
         for table in tables {
@@ -60,8 +60,9 @@ impl Pass<'_> {
             if !self.shape.data_file && !self.is_inside(host, self.header.cluster_bytes()) {
                 continue;
             }
-            let what = || format!("the L2 entry at {:#x} of the cluster at {host:#x}", offset + at as u64);
-            if let Some(right) = self.flag_of_data(raw, host, what) {
+            let place = offset + at as u64;
+            let what = || format!("the L2 entry at {place:#x} of the cluster at {host:#x}");
+            if let Some(right) = self.flag_of_data(raw, host, place, what) {
                 table[at..at + 8].copy_from_slice(&right.to_be_bytes());
                 changed = true;
             }
@@ -73,24 +74,31 @@ impl Pass<'_> {
     }
 
     /// Clusters of a data file belong to one entry each, and are not counted.
-    fn flag_of_data(&mut self, raw: u64, host: u64, what: impl Fn() -> String) -> Option<u64> {
+    fn flag_of_data(&mut self, raw: u64, host: u64, place: u64, what: impl Fn() -> String) -> Option<u64> {
         if self.shape.data_file {
-            return self.compare_flag(raw, true, what);
+            return self.compare_flag(raw, true, place, what);
         }
-        self.flag(raw, host, what)
+        self.flag(raw, host, place, what)
     }
 
-    /// What the entry should be, if it is to be corrected.
-    fn flag(&mut self, raw: u64, offset: u64, what: impl Fn() -> String) -> Option<u64> {
+    /// The entry at `place` as it should be, if it is to be corrected.
+    fn flag(&mut self, raw: u64, offset: u64, place: u64, what: impl Fn() -> String) -> Option<u64> {
         let cluster = offset >> self.header.cluster_bits;
-        if self.repair == Repair::Leaks && raw & COPIED == 0 && self.lowered_to_one.contains(&cluster) {
+        let is_lowered = self.repair == Repair::Leaks && self.lowered_to_one.contains(&cluster);
+        if is_lowered && raw & COPIED == 0 && self.may_write(place) {
             // A part of the repair that lowered it: neither wrong before nor afterwards.
             return Some(raw | COPIED);
         }
-        self.compare_flag(raw, self.is_used_once(cluster), what)
+        self.compare_flag(raw, self.is_used_once(cluster), place, what)
     }
 
-    fn compare_flag(&mut self, raw: u64, should_be: bool, what: impl Fn() -> String) -> Option<u64> {
+    fn compare_flag(
+        &mut self,
+        raw: u64,
+        should_be: bool,
+        place: u64,
+        what: impl Fn() -> String,
+    ) -> Option<u64> {
         if (raw & COPIED != 0) == should_be {
             return None;
         }
@@ -99,7 +107,7 @@ impl Pass<'_> {
         } else {
             "is marked COPIED, and its refcount is not 1"
         };
-        if self.repairs_all() {
+        if self.repairs_all() && self.may_write(place) {
             self.corrected(format!("{} {state}", what()));
             return Some(raw ^ COPIED);
         }
@@ -110,7 +118,7 @@ impl Pass<'_> {
     /// By the refcount in the file.
     fn is_used_once(&self, cluster: u64) -> bool {
         match self.stored.get(cluster) {
-            0 => self.counts.get(cluster) == 1,
+            0 => self.found.counts.get(cluster) == 1,
             other => other == 1,
         }
     }

@@ -3,18 +3,18 @@
 //! Never gives up a snapshot. Bitmaps that cannot be read are dropped when everything is repaired:
 //! they only save work.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
-use super::{Pass, write_header};
+use super::{Pass, counts::Counts, metadata::MetadataKind, write_header};
 use crate::image::qcow2::{
     Invalid, MetadataError,
-    bitmap::{self, Bits},
+    bitmap::{self, Bits, Entry, flag},
     header::{Bitmaps, Place, autoclear},
     snapshot,
 };
 
-/// L1 tables: where each is and how many entries it has, and how often there is one there.
-pub(super) type L1Tables = BTreeMap<(u64, u32), u64>;
+/// L1 tables by offset and number of entries, each with the names of its snapshots.
+pub(super) type L1Tables = BTreeMap<(u64, u32), Vec<String>>;
 
 impl Pass<'_> {
     /// Counts the snapshot table and the L1 tables that it names, and says which they are.
@@ -37,20 +37,26 @@ impl Pass<'_> {
                 return Ok(tables);
             }
         };
-        self.count_region("the snapshot table", self.header.snapshots_offset, length as u64, 1);
+        let place = (self.header.snapshots_offset, length as u64);
+        self.count_metadata(MetadataKind::SnapshotTable, "the snapshot table", place, 1);
         self.plan_snapshot_table(&snapshots).await?;
         // Tables that do not overlap are together no longer than the file.
         let mut bytes = 0;
+        let mut ids = HashSet::new();
         for snapshot in snapshots {
             let length = u64::from(snapshot.l1_entries) * 8;
             let what = format!("the L1 table of snapshot {:?}", snapshot.name());
-            if !self.count_region(&what, snapshot.l1_offset, length, 1) {
-                self.is_incomplete = true;
-                continue;
+            if !ids.insert(snapshot.id.clone()) {
+                self.corrupt(format!("two snapshots have the id {:?}", snapshot.id()));
             }
-            let times = tables.entry((snapshot.l1_offset, snapshot.l1_entries)).or_insert(0);
-            *times += 1;
-            if *times == 1 {
+            let needed = self.header.l1_entries_for(snapshot.disk_bytes.unwrap_or(0));
+            if u64::from(snapshot.l1_entries) < needed {
+                self.corrupt(format!("{what} has {} of {needed} entries", snapshot.l1_entries));
+            }
+            let names: &mut Vec<String> =
+                tables.entry((snapshot.l1_offset, snapshot.l1_entries)).or_default();
+            names.push(snapshot.name().into_owned());
+            if names.len() == 1 {
                 bytes += length;
             }
             if bytes > self.storage.size_bytes().next_multiple_of(self.header.cluster_bytes()) {
@@ -59,12 +65,21 @@ impl Pass<'_> {
                 return Ok(L1Tables::new());
             }
         }
+        // Snapshots may share a whole table, as its refcount says.
+        tables.retain(|(offset, entries), names| {
+            let what = format!("the L1 table of snapshot {:?}", names[0]);
+            let region = (*offset, u64::from(*entries) * 8);
+            let is_inside = self.count_metadata(MetadataKind::L1, &what, region, names.len() as u64);
+            self.is_incomplete |= !is_inside;
+            is_inside
+        });
         Ok(tables)
     }
 
     pub(super) fn count_luks(&mut self) {
         if let Some(place) = self.header.encryption {
-            self.count_region("the LUKS header", place.offset, place.length, 1);
+            let region = (place.offset, place.length);
+            self.count_metadata(MetadataKind::Luks, "the LUKS header", region, 1);
         }
     }
 
@@ -118,6 +133,19 @@ impl Pass<'_> {
         for entry in entries {
             let table = entry.table();
             let what = format!("bitmap {:?}", entry.name());
+            if !entry.extra.is_empty() {
+                // Its program may know better: nothing is dropped for it.
+                self.corrupt(format!("{what} has extra data of an unknown kind"));
+            }
+            // QEMU opens no image with such a bitmap. While one is in use, the disk may have changed.
+            let needed =
+                Entry::entries_for(self.header.size_bytes, entry.granularity_bits, self.header.cluster_bits);
+            if entry.flags & flag::IN_USE == 0 && u64::from(entry.table_entries) != needed {
+                return Err(invalid(format!(
+                    "the table of {what} has {} entries instead of {needed}",
+                    entry.table_entries
+                )));
+            }
             bytes += table.length;
             if !self.is_inside(table.offset, table.length) || bytes > self.storage.size_bytes() {
                 return Err(invalid(format!(
@@ -135,6 +163,16 @@ impl Pass<'_> {
                 places.push(Place { offset, length: cluster });
             }
             places.push(table);
+        }
+        let bits = self.header.cluster_bits;
+        let mut own = Counts::default();
+        for Place { offset, length } in &places {
+            for cluster in offset >> bits..(offset + length).div_ceil(1 << bits) {
+                if own.get(cluster) + self.found.counts.get(cluster) > 0 {
+                    return Err(invalid(format!("cluster {cluster} holds a bitmap, and something else")));
+                }
+                own.add(cluster, 1);
+            }
         }
         Ok(places)
     }

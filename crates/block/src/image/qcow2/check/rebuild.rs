@@ -22,13 +22,13 @@ impl Pass<'_> {
     pub(super) async fn rebuild(&mut self, old: &Structures) -> Result<(), MetadataError> {
         self.forget_old(old);
         // Nothing that is there is written over, whether it is in use or not.
-        let first = self.file_clusters.max(self.counts.last_used().map_or(0, |cluster| cluster + 1));
+        let first = self.file_clusters.max(self.found.counts.last_used().map_or(0, |cluster| cluster + 1));
         let (blocks, table_clusters) = self.room(first)?;
         let bits = self.header.cluster_bits;
         let table_first = first + blocks.len() as u64;
         let end = table_first + table_clusters;
         for cluster in first..end {
-            self.counts.put(cluster, 1);
+            self.found.counts.put(cluster, 1);
         }
         let mut table = vec![0; (table_clusters << bits) as usize];
         for (index, number) in blocks.iter().enumerate() {
@@ -59,9 +59,9 @@ impl Pass<'_> {
         let of_table = table..table + table_clusters;
         let of_blocks = old.blocks.iter().filter(|block| **block != 0).map(|block| block >> bits);
         for cluster in of_table.chain(of_blocks) {
-            let number = self.counts.get(cluster);
+            let number = self.found.counts.get(cluster);
             if number > 0 {
-                self.counts.put(cluster, number - 1);
+                self.found.counts.put(cluster, number - 1);
             }
         }
     }
@@ -72,7 +72,7 @@ impl Pass<'_> {
         let per_block = numbers::count(self.header.cluster_bytes(), self.header.refcount_order);
         let mut numbers: BTreeSet<u64> = BTreeSet::new();
         let mut from = 0;
-        while let Some(cluster) = self.counts.used(from..u64::MAX).next() {
+        while let Some(cluster) = self.found.counts.used(from..u64::MAX).next() {
             let number = cluster / per_block;
             numbers.insert(number);
             from = (number + 1) * per_block;
@@ -102,8 +102,8 @@ impl Pass<'_> {
         let mut block = vec![0; self.header.cluster_bytes() as usize];
         let per_block = numbers::count(block.len() as u64, order);
         let first = number * per_block;
-        for cluster in self.counts.used(first..first + per_block) {
-            let counted = self.counts.get(cluster).min(numbers::largest(order));
+        for cluster in self.found.counts.used(first..first + per_block) {
+            let counted = self.found.counts.get(cluster).min(numbers::largest(order));
             numbers::put(&mut block, order, (cluster - first) as usize, counted);
         }
         block

@@ -44,7 +44,7 @@ impl Pass<'_> {
                 let what = format!("refcount block {index} at {block:#x} is not at a cluster of its own");
                 self.damaged(&mut structures, what);
             } else if block != 0 {
-                self.counts.add(block >> self.header.cluster_bits, 1);
+                self.found.counts.add(block >> self.header.cluster_bits, 1);
             }
             structures.blocks.push(if is_usable { block } else { 0 });
         }
@@ -57,7 +57,7 @@ impl Pass<'_> {
             .filter(|block| **block != 0)
             .map(|block| block >> self.header.cluster_bits);
         let shared: Vec<u64> =
-            table_clusters.chain(of_blocks).filter(|cluster| self.counts.get(*cluster) != 1).collect();
+            table_clusters.chain(of_blocks).filter(|cluster| self.found.counts.get(*cluster) != 1).collect();
         for cluster in shared {
             self.damaged(&mut structures, format!("cluster {cluster} holds refcounts, and something else"));
         }
@@ -109,16 +109,17 @@ impl Pass<'_> {
         if is_uncounted && self.can_rebuild() {
             self.rebuild(&structures).await?;
         }
-        let end = self.counts.last_used().map_or(0, |cluster| (cluster + 1) << self.header.cluster_bits);
+        let end =
+            self.found.counts.last_used().map_or(0, |cluster| (cluster + 1) << self.header.cluster_bits);
         self.report.image_end_offset = self.report.image_end_offset.max(end);
         Ok(())
     }
 
     /// Clusters that are in use and have no refcount at all.
     fn find_uncounted(&mut self, clusters: Range<u64>) -> bool {
-        let uncounted: Vec<u64> = self.counts.used(clusters).collect();
+        let uncounted: Vec<u64> = self.found.counts.used(clusters).collect();
         for cluster in &uncounted {
-            let what = format!("cluster {cluster} refcount=0 reference={}", self.counts.get(*cluster));
+            let what = format!("cluster {cluster} refcount=0 reference={}", self.found.counts.get(*cluster));
             if self.can_rebuild() {
                 self.corrected(what);
             } else {
@@ -144,7 +145,7 @@ impl Pass<'_> {
         let mut changed = false;
         for cluster in clusters.clone() {
             let index = (cluster - clusters.start) as usize;
-            let (stored, counted) = (numbers::get(&block, order, index), self.counts.get(cluster));
+            let (stored, counted) = (numbers::get(&block, order, index), self.found.counts.get(cluster));
             if stored > 0 && lowering {
                 let end = (cluster + 1) << self.header.cluster_bits;
                 self.report.image_end_offset = self.report.image_end_offset.max(end);
@@ -181,7 +182,7 @@ impl Pass<'_> {
             _ if self.is_frozen => false,
             Repair::Nothing => false,
             Repair::Leaks => is_leak && !self.is_incomplete,
-            Repair::All => fits && !(is_leak && self.is_incomplete),
+            Repair::All | Repair::Forced => fits && !(is_leak && self.is_incomplete),
         };
         match (is_repaired, is_leak) {
             (true, true) => self.report.leaks_fixed += 1,

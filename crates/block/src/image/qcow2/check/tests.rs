@@ -7,7 +7,7 @@ use crate::{
         bitmap,
         create::{CreateOptions, Preallocation, create},
         entry::COPIED,
-        header::{Bitmaps, Place},
+        header::{Backing, Bitmaps, Place},
         numbers, snapshot,
     },
     reactor::sim,
@@ -17,7 +17,8 @@ use crate::{
 /// damage.
 async fn image(options: CreateOptions) -> (Storage, Header) {
     let storage = Storage::memory(512);
-    let options = CreateOptions { size_bytes: 256 << 10, cluster_bytes: 4096, ..options };
+    let size_bytes = options.size_bytes.max(256 << 10);
+    let options = CreateOptions { size_bytes, cluster_bytes: 4096, ..options };
     let header = create(&storage, None, &options).await.expect("valid");
     (storage, header)
 }
@@ -88,17 +89,144 @@ fn a_leak_is_freed() {
     assert_eq!((report.allocated_clusters, report.fragmented_clusters), (63, 1));
 }
 
+/// Damages a preallocated image and repairs it, which must change nothing of its content; then gives
+/// up what stays ambiguous. Both reports.
+fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> (Report, Report) {
+    sim::run(1, async move {
+        let (storage, header) = image(preallocated()).await;
+        damage(&storage, &header).await;
+        let refused = check(&storage, Repair::All).await.expect("a header");
+        let forced = check(&storage, Repair::Forced).await.expect("a header");
+        assert_eq!((forced.corruptions, forced.leaks, forced.check_errors), (0, 0, 0), "{forced:#?}");
+        (refused, forced)
+    })
+}
+
+fn range(offset: u64, length: u64) -> GuestRange {
+    GuestRange { snapshot: None, offset, length }
+}
+
 #[test]
-fn entries_that_point_nowhere_are_dropped() {
+fn entries_that_point_nowhere_stay_unless_they_are_given_up() {
     for wrong in [0x5_0200, 1 << 40 | COPIED, 3 << 62 | 0x100_0000_0000] {
-        let report = damaged(async move |storage, header| {
+        let (refused, forced) = ambiguous(async move |storage, header| {
             let l2 = l2_of(storage, header).await;
             put(storage, l2 + 8, wrong).await;
+            check(storage, Repair::All).await.expect("a header");
+            assert_eq!(number_at(storage, l2 + 8).await, wrong);
         });
-        assert_eq!((report.leaks, report.corruptions), (1, 1), "{report:?}");
+        // The cluster that the entry meant is not free.
+        assert_eq!(
+            (refused.corruptions > 0, refused.leaks, refused.leaks_fixed),
+            (true, 1, 0),
+            "{refused:?}"
+        );
+        assert_eq!((refused.ambiguous, refused.lost), (vec![range(4096, 4096)], Vec::new()));
+        assert_eq!((forced.leaks_fixed, forced.lost), (1, vec![range(4096, 4096)]));
     }
-    let report = damaged(async |storage, header| put(storage, header.l1_offset, 1 << 50).await);
-    assert_eq!((report.leaks, report.corruptions), (65, 1), "the table and all that it reached: {report:?}");
+    let (refused, forced) = ambiguous(async |storage, header| put(storage, header.l1_offset, 1 << 50).await);
+    assert_eq!(
+        (refused.corruptions, refused.leaks),
+        (1, 65),
+        "the table and all that it reached: {refused:?}"
+    );
+    assert_eq!(forced.lost, [range(0, 256 << 10)], "up to the end of the disk");
+}
+
+#[test]
+fn zeroes_outlive_the_repair_of_their_offset() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2, first | 0x201).await;
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed, repaired.leaks_fixed), (0, 1, 1));
+        assert_eq!(number_at(&storage, l2).await, 1, "the zero flag");
+        assert_eq!(repaired.lost, []);
+    });
+}
+
+#[test]
+fn subclusters_that_read_as_zeroes_outlive_the_repair_of_their_offset() {
+    sim::run(1, async {
+        let options = CreateOptions { extended_l2: true, cluster_bytes: 16_384, ..preallocated() };
+        let storage = Storage::memory(512);
+        let options = CreateOptions { size_bytes: 256 << 10, ..options };
+        let header = create(&storage, None, &options).await.expect("valid");
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2, first | 0x200).await;
+        put(&storage, l2 + 8, 0xff00_ff00 << 32).await;
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!(
+            (number_at(&storage, l2).await, number_at(&storage, l2 + 8).await),
+            (0, 0xff00_ff00 << 32)
+        );
+    });
+}
+
+#[test]
+fn an_l1_entry_without_a_table_has_no_flags() {
+    sim::run(1, async {
+        for wrong in [COPIED, 1 << 56, COPIED | 1] {
+            let (storage, header) = image(CreateOptions::default()).await;
+            put(&storage, header.l1_offset, wrong).await;
+            let found = check(&storage, Repair::Nothing).await.expect("a header");
+            assert_eq!((found.corruptions, found.leaks), (1, 0), "{found:?}");
+            let repaired = check(&storage, Repair::All).await.expect("a header");
+            assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+            assert_eq!(number_at(&storage, header.l1_offset).await, 0);
+        }
+    });
+}
+
+/// The content of a guest's cluster would be "corrected" as a table.
+#[test]
+fn a_guest_s_cluster_that_looks_like_a_table_keeps_its_bytes() {
+    for repair in [Repair::All, Repair::Forced] {
+        sim::run(1, async move {
+            let (storage, header) = image(CreateOptions { size_bytes: 4 << 20, ..preallocated() }).await;
+            let l2 = l2_of(&storage, &header).await;
+            let data = number_at(&storage, l2).await & !COPIED;
+            bytes::write(&storage, data, &[0x3f; 4096]).await.expect("memory");
+            let second = number_at(&storage, header.l1_offset + 8).await;
+            assert_ne!(second, 0);
+            put(&storage, header.l1_offset + 8, data | COPIED).await;
+            let report = check(&storage, repair).await.expect("a header");
+            assert_eq!(bytes::read(&storage, data, 4096).await.expect("memory"), [0x3f; 4096]);
+            if repair == Repair::All {
+                assert!(report.corruptions > 0 && report.lost.is_empty(), "{report:?}");
+            } else {
+                assert_eq!((report.corruptions, report.lost), (0, vec![range(2 << 20, 2 << 20)]));
+                assert_eq!(number_at(&storage, header.l1_offset + 8).await, 0);
+            }
+        });
+    }
+}
+
+#[test]
+fn guest_data_on_metadata_is_seen_and_given_up_by_force_alone() {
+    let (refused, forced) = ambiguous(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2 + 8, header.l1_offset | COPIED).await;
+    });
+    assert!(refused.corruptions > 0, "{refused:?}");
+    assert_eq!(forced.lost, [range(4096, 4096)]);
+}
+
+#[test]
+fn ranges_name_the_snapshots_that_share_a_table() {
+    sim::run(1, async {
+        let (storage, header) = with_old_snapshots(preallocated(), 1).await;
+        let l2 = l2_of(&storage, &header).await;
+        put(&storage, l2 + 8, 0x200).await;
+        put(&storage, l2 + 16, 0x200).await;
+        let report = check(&storage, Repair::Forced).await.expect("a header");
+        let in_snapshot = GuestRange { snapshot: Some(String::new()), ..range(4096, 8192) };
+        assert_eq!(report.lost, [range(4096, 8192), in_snapshot]);
+    });
 }
 
 /// Nothing is counted in a data file, so this alone keeps two clusters from sharing one there.
@@ -110,11 +238,12 @@ fn clusters_of_a_data_file_lie_where_the_disk_has_them() {
         let l2 = l2_of(&storage, &header).await;
         let first = number_at(&storage, l2).await;
         put(&storage, l2 + 8, first).await;
-        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        let found = check(&storage, Repair::All).await.expect("a header");
         assert_eq!((found.corruptions, found.leaks), (1, 0), "{found:?}");
-        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!(number_at(&storage, l2 + 8).await, first);
+        let repaired = check(&storage, Repair::Forced).await.expect("a header");
         assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
-        assert_eq!(number_at(&storage, l2 + 8).await, 0);
+        assert_eq!(number_at(&storage, l2 + 8).await, 1);
         assert_eq!(number_at(&storage, l2).await, first);
     });
 }
@@ -186,14 +315,14 @@ async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Hea
     let (storage, mut header) = image(options).await;
     let (l1, table) = (storage.size_bytes(), storage.size_bytes() + 4096);
     put(&storage, l1, l2_of(&storage, &header).await).await;
-    let entry = snapshot::Snapshot {
+    let entry = |number: u32| snapshot::Snapshot {
         l1_offset: l1,
         l1_entries: 1,
-        id: b"1".to_vec(),
+        id: number.to_string().into_bytes(),
         vm_state_bytes: 77,
         ..snapshot::Snapshot::default()
     };
-    let entries = vec![entry; count as usize];
+    let entries: Vec<_> = (1..=count).map(entry).collect();
     bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
     (header.snapshots, header.snapshots_offset) = (count, table);
     write_header(&storage, &header).await.expect("fits");
@@ -283,9 +412,14 @@ fn leaks_alone_are_repaired_where_only_that_is_asked() {
         let (storage, header) = image(preallocated()).await;
         let l2 = l2_of(&storage, &header).await;
         put(&storage, l2, 0).await;
-        put(&storage, l2 + 8, 1 << 40).await;
+        put(&storage, l2 + 8, 1 << 56).await;
         let report = check(&storage, Repair::Leaks).await.expect("a header");
         assert_eq!((report.leaks_fixed, report.corruptions), (2, 1), "{report:?}");
+        // One of the leaks may be the cluster that this entry meant.
+        put(&storage, l2 + 8, 1 << 40).await;
+        put(&storage, l2 + 16, 0).await;
+        let report = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((report.leaks_fixed, report.leaks), (0, 1), "{report:?}");
     });
 }
 
@@ -369,4 +503,93 @@ fn refcounts_are_made_anew_where_their_table_is_lost() {
         });
         assert!(report.corruptions > 64, "each cluster counts as free: {report:?}");
     }
+}
+
+#[test]
+fn reserved_fields_of_the_header_are_cleared() {
+    sim::run(1, async {
+        let (storage, header) = image(CreateOptions::default()).await;
+        put(&storage, 104, 1).await;
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((found.corruptions, found.ambiguous.len()), (1, 0), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!((number_at(&storage, 104).await, read_header(&storage).await), (0, Ok(header)));
+    });
+}
+
+#[test]
+fn names_of_other_files_that_cannot_be_right_are_reported() {
+    let with = |change: fn(&mut Header)| {
+        sim::run(1, async move {
+            let (storage, mut header) = image(CreateOptions::default()).await;
+            change(&mut header);
+            write_header(&storage, &header).await.expect("fits");
+            check(&storage, Repair::All).await.expect("a header")
+        })
+    };
+    assert_eq!(with(|_| ()).corruptions, 0);
+    for (part, change) in [
+        ("unknown format", (|header| header.backing = Some(backing_of("r!w"))) as fn(&mut Header)),
+        ("no name of a file", |header| {
+            header.incompatible |= incompatible::DATA_FILE;
+            header.data_file = Some("\0data".into());
+        }),
+        ("without a name", |header| header.incompatible |= incompatible::DATA_FILE),
+        ("no external data file", |header| header.data_file = Some("data".into())),
+    ] {
+        let report = with(change);
+        assert!(report.corruptions > 0, "{report:?}");
+        assert!(report.findings.iter().any(|finding| finding.contains(part)), "{part}: {report:?}");
+    }
+    assert_eq!(with(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
+}
+
+/// What follows such an extension may have been misread.
+#[test]
+fn an_extension_of_a_wrong_length_is_reported_and_stays() {
+    sim::run(1, async {
+        let options = CreateOptions { luks: Some(vec![7; 10_000]), ..CreateOptions::default() };
+        let (storage, _) = image(options).await;
+        put(&storage, 112, 0x0537_be77_0000_0018).await;
+        let before = bytes::read(&storage, 0, 4096).await.expect("memory");
+        let report = check(&storage, Repair::All).await.expect("a header");
+        assert!(
+            report.findings.iter().any(|finding| finding.contains("24 bytes instead of 16")),
+            "{report:?}"
+        );
+        assert_eq!(bytes::read(&storage, 0, 4096).await.expect("memory"), before);
+    });
+}
+
+fn backing_of(format: &str) -> Backing {
+    Backing { name: "base".into(), format: Some(format.into()) }
+}
+
+#[test]
+fn a_bitmap_with_a_table_of_another_size_is_dropped() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        let end = storage.size_bytes();
+        let entry = bitmap::Entry {
+            table_offset: end + 4096,
+            table_entries: 2,
+            flags: 0,
+            granularity_bits: 16,
+            name: b"b".to_vec(),
+            extra: Vec::new(),
+        };
+        let encoded = bitmap::encode(&[entry]);
+        bytes::write(&storage, end, &encoded).await.expect("memory");
+        bytes::write(&storage, end + 4096, &[0; 4096]).await.expect("memory");
+        let place = Place { offset: end, length: encoded.len() as u64 };
+        header.bitmaps = Some(Bitmaps { count: 1, directory: place });
+        header.autoclear = autoclear::BITMAPS;
+        write_header(&storage, &header).await.expect("fits");
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert!(found.findings.iter().any(|finding| finding.contains("instead of 1")), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
+        assert_eq!(read_header(&storage).await.expect("a header").bitmaps, None);
+    });
 }

@@ -1,39 +1,55 @@
-//! From the L1 tables to every guest cluster: who refers to what, and which references point
-//! nowhere.
+//! The L1 tables: which L2 tables they lead to, and the entries that lead nowhere.
 //!
-//! Each L2 table is read once, in the order of the file, with the number of L1 entries that refer
-//! to it: snapshots share most of theirs.
+//! Each L2 table is read once, in the order of the file, with the L1 entries that refer to it:
+//! snapshots share most of theirs.
 //!
-//! Never follows an entry that does not point to a cluster of the file.
+//! Never follows an entry that does not point to a cluster of the file. Such an entry stays, since
+//! the table may still be somewhere, unless the user gives its guest range up.
 
 use std::collections::BTreeMap;
 
-use super::{Pass, bytes, others::L1Tables};
+use super::{
+    Pass, Repair, bytes, entries::judge, metadata::MetadataKind, others::L1Tables, ranges::GuestRange,
+};
 use crate::{
     error::Result,
     image::qcow2::{
         MetadataError,
         big_endian::{u64_at, words},
-        entry::{COMPRESSED, COPIED, Cluster, L1Entry, Standard},
+        entry::{L1Entry, OFFSET, SUBCLUSTERS},
     },
 };
 
-/// Bits 0 to 8 and 56 to 62 of an L1 entry mean nothing.
+/// Reserved bits of an L1 entry: 0 to 8 and 56 to 62.
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
-/// Bits 1 to 8 and 56 to 61 of a standard L2 entry mean nothing.
-const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 /// Tables are read in pieces of this many bytes.
 const PIECE: u64 = 1 << 20;
 
-/// Who refers to an L2 table.
-#[derive(Clone, Copy, Debug, Default)]
-struct Uses {
-    /// Entries of the active L1 table.
-    active: u64,
-    /// All entries.
-    all: u64,
-    /// The disk's byte where the last of them begins.
-    guest: u64,
+/// An L1 table.
+#[derive(Clone, Debug)]
+pub(super) struct L1Table {
+    /// Offset of the table in the file.
+    l1_offset: u64,
+    /// Names of the snapshots with this table; empty for the active one.
+    snapshots: Vec<String>,
+}
+
+/// An entry of an L1 table.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct L1Reference {
+    /// Index in [`Pass::disks`].
+    disk: u32,
+    index: u32,
+}
+
+/// The L1 entries that refer to an L2 table.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Uses {
+    /// Number of entries of the active L1 table.
+    pub(super) active: u64,
+    /// Number of references.
+    pub(super) all: u64,
+    pub(super) owners: Vec<L1Reference>,
 }
 
 impl Pass<'_> {
@@ -41,43 +57,59 @@ impl Pass<'_> {
     pub(super) async fn walk(&mut self, snapshots: L1Tables) -> std::result::Result<(), MetadataError> {
         let mut tables = BTreeMap::new();
         let (offset, entries) = (self.header.l1_offset, self.header.l1_entries);
-        if self.count_region("the L1 table", offset, u64::from(entries) * 8, 1) {
-            self.read_l1(offset, entries, Uses { active: 1, all: 1, guest: 0 }, &mut tables).await?;
+        if self.count_metadata(MetadataKind::L1, "the L1 table", (offset, u64::from(entries) * 8), 1) {
+            self.disks.push(L1Table { l1_offset: offset, snapshots: Vec::new() });
+            self.read_l1(offset, entries, 1, &mut tables).await?;
         } else {
             self.is_incomplete = true;
         }
-        for ((offset, entries), times) in snapshots {
-            self.read_l1(offset, entries, Uses { active: 0, all: times, guest: 0 }, &mut tables).await?;
+        for ((offset, entries), names) in snapshots {
+            let times = names.len() as u64;
+            self.disks.push(L1Table { l1_offset: offset, snapshots: names });
+            self.read_l1(offset, entries, times, &mut tables).await?;
         }
+        let cluster = self.header.cluster_bytes();
+        let mut known = BTreeMap::new();
         for (offset, uses) in tables {
-            self.counts.add(offset >> self.header.cluster_bits, uses.all);
-            self.walk_l2(offset, uses).await?;
+            if self.is_to_be_given_up(offset).await {
+                self.give_up_table(offset, &uses).await?;
+                continue;
+            }
+            self.count_metadata(MetadataKind::L2, "an L2 table", (offset, cluster), uses.all);
+            known.insert(offset, uses);
+        }
+        for (offset, uses) in known {
+            self.walk_l2(offset, &uses).await?;
         }
         Ok(())
     }
 
+    /// Reads the table of the last of the disks, which is referred to `times` times.
     async fn read_l1(
         &mut self,
         offset: u64,
         entries: u32,
-        uses: Uses,
+        times: u64,
         tables: &mut BTreeMap<u64, Uses>,
     ) -> Result<()> {
+        let disk = self.disks.len() as u32 - 1;
+        let is_active = self.disks.last().is_some_and(|disk| disk.snapshots.is_empty());
         let end = offset + u64::from(entries) * 8;
         let mut at = offset;
         while at < end {
             let length = PIECE.min(end - at);
             let Some(read) = self.read("an L1 table", at, length).await else { return Ok(()) };
-            for (index, raw) in words(&read).enumerate() {
+            for (word, raw) in words(&read).enumerate() {
                 if raw == 0 {
                     continue;
                 }
-                let place = at + index as u64 * 8;
-                if let Some(table) = self.l2_of(raw, place).await? {
+                let place = at + word as u64 * 8;
+                let owner = L1Reference { disk, index: ((place - offset) / 8) as u32 };
+                if let Some(table) = self.l2_of(raw, place, owner).await? {
                     let known: &mut Uses = tables.entry(table).or_default();
-                    known.active += uses.active;
-                    known.all += uses.all;
-                    known.guest = ((place - offset) / 8).wrapping_mul(self.table_covers());
+                    known.active += u64::from(is_active);
+                    known.all += times;
+                    known.owners.push(owner);
                 }
             }
             at += length;
@@ -85,38 +117,50 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Bytes of the disk that an L2 table describes.
-    fn table_covers(&self) -> u64 {
-        self.header.cluster_bytes() / self.shape.entry_bytes() as u64 * self.header.cluster_bytes()
-    }
-
     /// The L2 table of an L1 entry that is right, or was made so.
-    async fn l2_of(&mut self, raw: u64, place: u64) -> Result<Option<u64>> {
-        // What remains of an entry with bits that mean nothing is as good as any.
-        let entry = L1Entry::decode(raw & !L1_RESERVED, self.shape);
-        let offset = entry.as_ref().map_or(0, |entry| entry.offset);
-        let wrong = if entry.is_err() {
+    async fn l2_of(&mut self, raw: u64, place: u64, owner: L1Reference) -> Result<Option<u64>> {
+        let offset = raw & OFFSET;
+        let what = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
+        let fault = if L1Entry::decode(raw & !L1_RESERVED, self.shape).is_err() {
             Some("points inside a cluster")
         } else if offset != 0 && !self.is_inside(offset, self.header.cluster_bytes()) {
             Some("points beyond the end of the file")
         } else {
             None
         };
-        if let Some(why) = wrong {
-            self.put_number(place, 0, format!("the L1 entry {raw:#x} at {place:#x} {why}")).await?;
-            self.is_incomplete |= !self.repairs_all();
+        if let Some(fault) = fault {
+            self.give_up_l1(place, owner, what(fault)).await?;
+            return Ok(None);
+        }
+        if offset == 0 {
+            self.put_number(place, 0, what("has bits that mean nothing without an L2 table")).await?;
             return Ok(None);
         }
         if raw & L1_RESERVED != 0 {
-            let what = format!("the L1 entry {raw:#x} at {place:#x} has reserved bits");
-            self.put_number(place, raw & !L1_RESERVED, what).await?;
+            self.put_number(place, raw & !L1_RESERVED, what("has reserved bits")).await?;
         }
-        Ok((offset != 0).then_some(offset))
+        Ok(Some(offset))
     }
 
-    /// Corrects a number of a table, where everything is repaired.
+    /// Clears an L1 entry whose guest range has no content that can be determined, where the user
+    /// gives that up, or reports it.
+    async fn give_up_l1(&mut self, place: u64, owner: L1Reference, what: String) -> Result<()> {
+        let covers = self.table_covers();
+        if self.repair == Repair::Forced && self.may_write(place) && self.may_lose(&[owner]) {
+            bytes::write(self.storage, place, &0_u64.to_be_bytes()).await?;
+            self.corrected(format!("{what}; its guest range is given up"));
+            self.add_ranges(&[owner], 0..covers, true);
+        } else {
+            self.is_incomplete = true;
+            self.corrupt(what);
+            self.add_ranges(&[owner], 0..covers, false);
+        }
+        Ok(())
+    }
+
+    /// Corrects a number of a table, where everything is repaired and the table is nothing else.
     async fn put_number(&mut self, place: u64, value: u64, what: String) -> Result<()> {
-        if self.repairs_all() {
+        if self.repairs_all() && self.may_write(place) {
             bytes::write(self.storage, place, &value.to_be_bytes()).await?;
             self.corrected(what);
         } else {
@@ -125,151 +169,75 @@ impl Pass<'_> {
         Ok(())
     }
 
-    async fn walk_l2(&mut self, offset: u64, uses: Uses) -> Result<()> {
-        let cluster = self.header.cluster_bytes();
-        let Some(mut table) = self.read("an L2 table", offset, cluster).await else { return Ok(()) };
-        let entry_bytes = self.shape.entry_bytes();
-        let mut expected = None;
-        let mut changed = false;
-        for at in (0..table.len()).step_by(entry_bytes) {
-            let entry = &table[at..at + entry_bytes];
-            let raw = u64_at(entry, 0);
-            let map = if self.shape.extended { u64_at(entry, 8) } else { 0 };
-            if raw == 0 && map == 0 {
-                continue;
-            }
-            if let Some((raw, map)) = self.count_entry(raw, map, uses, (offset, at), &mut expected) {
-                table[at..at + 8].copy_from_slice(&raw.to_be_bytes());
-                if self.shape.extended {
-                    table[at + 8..at + 16].copy_from_slice(&map.to_be_bytes());
-                }
-                changed = true;
-            }
+    /// True for an L2 table that is also something else, and makes no sense as a table, if the user
+    /// gives such content up.
+    async fn is_to_be_given_up(&mut self, offset: u64) -> bool {
+        if self.repair != Repair::Forced || self.may_write(offset) {
+            return false;
         }
-        if changed {
-            bytes::write(self.storage, offset, &table).await?;
+        let Some(table) = self.read("an L2 table", offset, self.header.cluster_bytes()).await else {
+            return false;
+        };
+        let sound = |entry: &[u8]| {
+            let map = if self.shape.extended { u64_at(entry, 8) } else { 0 };
+            judge(self.shape, (u64_at(entry, 0), map), 0, |offset, length| self.fault_at(offset, length))
+                .is_sound()
+        };
+        // Nothing is shared in a data file, where each entry would need its own guest offset.
+        !self.shape.data_file && !table.chunks_exact(self.shape.entry_bytes()).all(sound)
+    }
+
+    async fn give_up_table(&mut self, offset: u64, uses: &Uses) -> Result<()> {
+        for owner in &uses.owners {
+            let place = self.disks[owner.disk as usize].l1_offset + u64::from(owner.index) * 8;
+            let what = format!("the L1 entry at {place:#x} points to {offset:#x}, which is no L2 table");
+            self.give_up_l1(place, *owner, what).await?;
         }
         Ok(())
     }
 
-    /// Counts what an entry refers to, or says what it is to become.
-    fn count_entry(
-        &mut self,
-        raw: u64,
-        map: u64,
-        uses: Uses,
-        (table, at): (u64, usize),
-        expected: &mut Option<u64>,
-    ) -> Option<(u64, u64)> {
-        let place = table + at as u64;
-        let cleared = self.clear_reserved(raw, place);
-        let entry = (at / self.shape.entry_bytes()) as u64;
-        // Numbers of a broken header may wrap: they are only compared.
-        let guest = uses.guest.wrapping_add(entry * self.header.cluster_bytes());
-        let changed = self.count_cleared((cleared.unwrap_or(raw), map), guest, uses, place, expected);
-        changed.or(cleared.map(|raw| (raw, map)))
+    /// Bytes of the disk that an L2 table describes.
+    pub(super) fn table_covers(&self) -> u64 {
+        self.header.cluster_bytes() / self.shape.entry_bytes() as u64 * self.header.cluster_bytes()
     }
 
-    /// What an entry with reserved bits is without them, if it is to be corrected. They are ignored
-    /// by who reads it, and count as wrong all the same, as for QEMU: a later version may give them
-    /// a meaning.
-    fn clear_reserved(&mut self, raw: u64, place: u64) -> Option<u64> {
-        if raw & COMPRESSED != 0 || raw & L2_RESERVED == 0 {
-            return None;
-        }
-        let what = format!("the L2 entry {raw:#x} at {place:#x} has reserved bits");
-        if self.repairs_all() {
-            self.corrected(what);
-            return Some(raw & !L2_RESERVED);
-        }
-        self.corrupt(what);
-        None
+    /// First guest byte of an L1 entry. Numbers of a broken header may wrap: they are only
+    /// compared and reported.
+    pub(super) fn guest_of(&self, owner: L1Reference) -> u64 {
+        u64::from(owner.index).wrapping_mul(self.table_covers())
     }
 
-    fn count_cleared(
-        &mut self,
-        (raw, map): (u64, u64),
-        guest: u64,
-        uses: Uses,
-        place: u64,
-        expected: &mut Option<u64>,
-    ) -> Option<(u64, u64)> {
-        let wrong = match self.shape.decode(raw, map) {
-            Ok(cluster @ Cluster::Standard(standard)) => match self.shape.check_place(cluster, guest) {
-                Ok(()) => self.count_standard(standard, uses, expected),
-                Err(invalid) => Some(invalid.to_string()),
-            },
-            Ok(Cluster::Compressed { offset, length }) => {
-                return self.count_compressed((raw, map), (offset, length), uses, place);
+    /// True if the report has room for every guest range of an entry of their table.
+    pub(super) fn may_lose(&mut self, owners: &[L1Reference]) -> bool {
+        // A hostile image may have millions of owners, which need not be looked at one by one.
+        if !self.lost.has_room(owners.len()) {
+            return false;
+        }
+        let names = owners.iter().map(|owner| self.disks[owner.disk as usize].snapshots.len().max(1));
+        let more = names.sum::<usize>() * SUBCLUSTERS as usize;
+        self.lost.has_room(more)
+    }
+
+    /// Notes a part of the guest range of L1 entries, as lost or as ambiguous.
+    pub(super) fn add_ranges(&mut self, owners: &[L1Reference], part: std::ops::Range<u64>, is_lost: bool) {
+        for owner in owners {
+            let offset = self.guest_of(*owner).wrapping_add(part.start);
+            let mut length = part.end - part.start;
+            let names = &self.disks[owner.disk as usize].snapshots;
+            let list = if is_lost { &mut self.lost } else { &mut self.ambiguous };
+            if !list.has_room(1) {
+                return;
             }
-            Err(invalid) => Some(invalid.to_string()),
-        };
-        let wrong = wrong?;
-        self.drop_entry(format!("the L2 entry at {place:#x}: {wrong}"))
-    }
-
-    /// What is to be done with an entry that points nowhere: it becomes unallocated, or stays and
-    /// is no sign of what is in use.
-    fn drop_entry(&mut self, what: String) -> Option<(u64, u64)> {
-        if self.repairs_all() {
-            self.corrected(format!("{what}; it is unallocated now"));
-            return Some((0, 0));
-        }
-        self.corrupt(what);
-        None
-    }
-
-    fn count_standard(
-        &mut self,
-        standard: Standard,
-        uses: Uses,
-        expected: &mut Option<u64>,
-    ) -> Option<String> {
-        let host = standard.host?;
-        let cluster = self.header.cluster_bytes();
-        if !self.shape.data_file {
-            if !self.is_inside(host, cluster) {
-                return Some(format!("the cluster at {host:#x} is beyond the end of the file"));
+            if names.is_empty() {
+                // Beyond the end of the disk there are no guest bytes.
+                length = length.min(self.header.size_bytes.saturating_sub(offset));
+                if length > 0 {
+                    list.add(GuestRange { snapshot: None, offset, length });
+                }
             }
-            self.counts.add(host >> self.header.cluster_bits, uses.all);
+            for name in names {
+                list.add(GuestRange { snapshot: Some(name.clone()), offset, length });
+            }
         }
-        self.report.allocated_clusters += uses.active;
-        if expected.is_some_and(|expected| expected != host) {
-            self.report.fragmented_clusters += uses.active;
-        }
-        *expected = Some(host.wrapping_add(cluster));
-        None
-    }
-
-    fn count_compressed(
-        &mut self,
-        (raw, map): (u64, u64),
-        (offset, length): (u64, u64),
-        uses: Uses,
-        place: u64,
-    ) -> Option<(u64, u64)> {
-        debug_assert_ne!(raw & COMPRESSED, 0);
-        if !self.is_inside(offset, length) {
-            let what = format!("the compressed cluster at {offset:#x} is beyond the end of the file");
-            return self.drop_entry(format!("the L2 entry at {place:#x}: {what}"));
-        }
-        let bits = self.header.cluster_bits;
-        for cluster in offset >> bits..=(offset + length - 1) >> bits {
-            self.counts.add(cluster, uses.all);
-        }
-        self.report.allocated_clusters += uses.active;
-        self.report.compressed_clusters += uses.active;
-        // Compressed clusters have no place of their own.
-        self.report.fragmented_clusters += uses.active;
-        if raw & COPIED == 0 && map == 0 {
-            return None;
-        }
-        let what = format!("the L2 entry at {place:#x} is compressed, and marked as if it were not");
-        if self.repairs_all() {
-            self.corrected(what);
-            return Some((raw & !COPIED, 0));
-        }
-        self.corrupt(what);
-        None
     }
 }

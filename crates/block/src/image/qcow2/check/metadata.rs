@@ -1,0 +1,117 @@
+//! Which clusters hold metadata, and which of that may be changed in place.
+//!
+//! ```text
+//!   first look, which writes nothing ─► survey ─► second look, which repairs
+//! ```
+//!
+//! A wrong reference may make a guest's cluster, or another table, look like an L1 or L2 table. So
+//! a repair writes to a table only if the survey found no other reference to its cluster: the
+//! "reserved bits" of such a table may be a guest's data.
+//!
+//! Refcount structures and bitmaps are no metadata in this sense. If they lie on something else,
+//! they are made anew or dropped.
+
+use super::{Pass, counts::Counts};
+
+/// Kind of metadata in a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MetadataKind {
+    Header = 1,
+    L1,
+    L2,
+    SnapshotTable,
+    Luks,
+    /// More than one of them.
+    Several,
+}
+
+impl MetadataKind {
+    const ALL: [Self; 6] = [Self::Header, Self::L1, Self::L2, Self::SnapshotTable, Self::Luks, Self::Several];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Header => "the header",
+            Self::L1 => "an L1 table",
+            Self::L2 => "an L2 table",
+            Self::SnapshotTable => "the snapshot table",
+            Self::Luks => "the LUKS header",
+            Self::Several => "several tables",
+        }
+    }
+}
+
+/// References to clusters, as a look at the whole image found them.
+#[derive(Debug, Default)]
+pub(super) struct ReferenceSurvey {
+    /// All references.
+    pub(super) counts: Counts,
+    /// References that make the cluster metadata.
+    metadata: Counts,
+    /// The [`MetadataKind`] of a cluster as a number; 0 is none.
+    kinds: Counts,
+}
+
+impl ReferenceSurvey {
+    fn kind(&self, cluster: u64) -> Option<MetadataKind> {
+        let number = self.kinds.get(cluster);
+        MetadataKind::ALL.into_iter().find(|kind| *kind as u64 == number)
+    }
+
+    /// True if nothing refers to the cluster except what makes it one kind of metadata.
+    fn is_exclusive(&self, cluster: u64) -> bool {
+        let is_one_kind = self.kind(cluster).is_some_and(|kind| kind != MetadataKind::Several);
+        is_one_kind && self.metadata.get(cluster) == self.counts.get(cluster)
+    }
+}
+
+impl Pass<'_> {
+    /// Counts the clusters of a region of metadata that is referred to `times` times. Reports a
+    /// region beyond the end of the file, for which it returns false, and one that lies on other
+    /// metadata.
+    pub(super) fn count_metadata(
+        &mut self,
+        kind: MetadataKind,
+        what: &str,
+        (offset, length): (u64, u64),
+        times: u64,
+    ) -> bool {
+        if !self.count_region(what, offset, length, times) {
+            return false;
+        }
+        let bits = self.header.cluster_bits;
+        let mut beneath = None;
+        for cluster in offset >> bits..(offset + length).div_ceil(1 << bits) {
+            let number = match self.found.kind(cluster) {
+                None => kind,
+                Some(other) => {
+                    beneath.get_or_insert((cluster, other));
+                    MetadataKind::Several
+                }
+            };
+            self.found.kinds.put(cluster, number as u64);
+            self.found.metadata.add(cluster, times);
+        }
+        if let Some((cluster, other)) = beneath {
+            self.is_incomplete = true;
+            self.corrupt(format!("{what} at {offset:#x} lies on {} in cluster {cluster}", other.name()));
+        }
+        true
+    }
+
+    /// The reason why a region of the file cannot hold guest data.
+    pub(super) fn fault_at(&self, offset: u64, length: u64) -> Option<String> {
+        if !self.is_inside(offset, length) {
+            return Some(format!("points to {offset:#x}, beyond the end of the file"));
+        }
+        let bits = self.header.cluster_bits;
+        let mut clusters = offset >> bits..(offset + length).div_ceil(1 << bits);
+        let kind = clusters.find_map(|cluster| self.found.kind(cluster))?;
+        Some(format!("points to {offset:#x}, which holds {}", kind.name()))
+    }
+
+    /// True if a repair may change a table at this place of the file.
+    pub(super) fn may_write(&self, offset: u64) -> bool {
+        let cluster = offset >> self.header.cluster_bits;
+        self.survey.as_ref().is_some_and(|survey| survey.is_exclusive(cluster))
+    }
+}

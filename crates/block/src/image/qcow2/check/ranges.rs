@@ -1,0 +1,128 @@
+//! Guest ranges in a report: content that cannot be determined, and content that was given up.
+//!
+//! Adjacent ranges of one disk are one range, so the list stays short where a whole table is
+//! affected.
+
+use std::fmt;
+
+/// Bytes of the disk, or of the disk in a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GuestRange {
+    /// Name of the snapshot; `None` is the disk itself.
+    pub snapshot: Option<String>,
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes; not 0.
+    pub length: u64,
+}
+
+impl fmt::Display for GuestRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { snapshot, offset, length } = self;
+        write!(f, "{length} bytes at {offset:#x} of the disk")?;
+        match snapshot {
+            Some(name) => write!(f, " in snapshot {name:?}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Ranges that a report has at most. An image may claim billions.
+const MOST_RANGES: usize = 100_000;
+
+/// Ranges in the order in which they were found.
+#[derive(Debug, Default)]
+pub(super) struct GuestRanges {
+    ranges: Vec<GuestRange>,
+    is_full: bool,
+}
+
+impl GuestRanges {
+    /// True if this many ranges can be added.
+    pub(super) fn has_room(&mut self, more: usize) -> bool {
+        if !self.is_full && self.ranges.len() + more > MOST_RANGES {
+            join(&mut self.ranges);
+            // Not again and again for a list that hardly becomes shorter.
+            self.is_full = self.ranges.len() > MOST_RANGES / 2;
+        }
+        !self.is_full && self.ranges.len() + more <= MOST_RANGES
+    }
+
+    /// Adds a range, as part of the last one where it continues that. Without room it is left out.
+    pub(super) fn add(&mut self, range: GuestRange) {
+        let continued = self.ranges.last_mut();
+        let continued =
+            continued.filter(|last| last.snapshot == range.snapshot && last.end() == range.offset);
+        if let Some(last) = continued {
+            last.length = last.length.saturating_add(range.length);
+        } else if self.has_room(1) {
+            self.ranges.push(range);
+        }
+    }
+
+    /// The ranges, sorted, with adjacent and overlapping ones joined.
+    pub(super) fn finish(mut self) -> Vec<GuestRange> {
+        join(&mut self.ranges);
+        self.ranges
+    }
+}
+
+/// Sorts the ranges and joins adjacent and overlapping ones.
+fn join(ranges: &mut Vec<GuestRange>) {
+    ranges.sort();
+    let mut joined: Vec<GuestRange> = Vec::new();
+    for range in ranges.drain(..) {
+        match joined.last_mut() {
+            Some(last) if last.snapshot == range.snapshot && last.end() >= range.offset => {
+                last.length = last.end().max(range.end()) - last.offset;
+            }
+            _ => joined.push(range),
+        }
+    }
+    *ranges = joined;
+}
+
+impl GuestRange {
+    fn end(&self) -> u64 {
+        self.offset.saturating_add(self.length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adjacent_ranges_are_one() {
+        let range = |snapshot: Option<&str>, offset, length| GuestRange {
+            snapshot: snapshot.map(str::to_owned),
+            offset,
+            length,
+        };
+        let mut ranges = GuestRanges::default();
+        ranges.add(range(Some("a"), 0, 5));
+        ranges.add(range(Some("a"), 5, 5));
+        ranges.add(range(None, 10, 10));
+        ranges.add(range(Some("a"), 10, 1));
+        ranges.add(range(None, 0, 12));
+        assert_eq!(ranges.ranges.len(), 4);
+        let ranges = ranges.finish();
+        assert_eq!(ranges, [range(None, 0, 20), range(Some("a"), 0, 11)]);
+    }
+
+    #[test]
+    fn a_list_has_a_bound() {
+        let mut ranges = GuestRanges::default();
+        for number in 0..2 * MOST_RANGES as u64 {
+            ranges.add(GuestRange { snapshot: None, offset: number * 2, length: 1 });
+        }
+        assert!(!ranges.has_room(1));
+        assert!(ranges.finish().len() <= MOST_RANGES);
+        let mut ranges = GuestRanges::default();
+        for number in 0..2 * MOST_RANGES as u64 {
+            let snapshot = (number % 2 == 0).then(String::new);
+            ranges.add(GuestRange { snapshot, offset: number / 2, length: 1 });
+        }
+        assert_eq!(ranges.finish().len(), 2, "joined when there is no room");
+    }
+}
