@@ -14,6 +14,7 @@ SOAK_SEEDS ?= 20000
 SOAK_CASES ?= 20000
 SOAK_KILLS ?= 200
 SOAK_SEQUENCES ?= 2000
+SOAK_DAMAGED ?= 20000
 SOAK_TAKEOVERS ?= 200
 SOAK_DAYS ?= 200
 SOAK_OPERATIONS ?= 1000000
@@ -148,13 +149,14 @@ miri: ## rings and memory of guests under Miri, a few cases each (nightly with i
 	@scripts/deps build
 	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-block -p weir-export --lib -- virtio::ring buffer:: guest::dirty
 
-soak: ## the properties and the simulation with many more cases and seeds; how often advice is as sure as it says; random operations on files over FUSE; qcow2 in every combination, killed, and in random histories with qemu-img; taken over; figures scraped for ten minutes; cgroups for longer; machines killed and moved
+soak: ## the properties and the simulation with many more cases and seeds; how often advice is as sure as it says; random operations on files over FUSE; qcow2 in every combination, killed, and in random histories with qemu-img; 20,000 damaged images repaired; taken over; figures scraped for ten minutes; cgroups for longer; machines killed and moved
 	@scripts/deps build clients guest libvirt systemd
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_SEEDS=$(SOAK_DAYS) $(CARGO) test --release --locked -p weir-lab --lib advise::tests::coverage -- --nocapture
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	WEIR_SEQUENCES=$(SOAK_SEQUENCES) $(CARGO) test --release --locked -p weir --test e2e image_soak
 	WEIR_FSX_OPERATIONS=$(SOAK_OPERATIONS) $(CARGO) test --release --locked -p weir --test e2e fsx::
+	WEIR_DAMAGED=$(SOAK_DAMAGED) $(CARGO) test --release --locked -p weir --test e2e qcow2_damage -- --nocapture
 	@scripts/prometheus
 	WEIR_SCRAPE_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e metrics::prometheus
 	WEIR_WRONG_TOKENS=10000 $(CARGO) test --release --locked -p weir --test e2e http::wrong_tokens

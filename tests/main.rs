@@ -75,6 +75,7 @@ mod qcow2_conformance;
 mod qcow2_convert;
 mod qcow2_crash;
 mod qcow2_create;
+mod qcow2_damage;
 mod qcow2_snapshot;
 mod qemu_img;
 mod qemu_io;

@@ -1,0 +1,410 @@
+//! Damaged images: `weir image check` beside `qemu-img check`.
+//!
+//! ```text
+//!   seed ─► damaged image ─► check ─► repair ─► repair by force
+//!                              │         │           │
+//!                              ▼         ▼           ▼
+//!                 sees what QEMU sees    QEMU finds nothing, or weir refused
+//!                                        every guest byte is as before, or reported as lost
+//! ```
+//!
+//! weir's check, repair and reads run in this process, on a simulated reactor and in memory, because
+//! there are many images. qemu-img runs where its answer decides: its check where weir found nothing
+//! or claims a complete repair, and its reads where a repair changed the file.
+//!
+//! An image comes from its seed alone: `WEIR_SEED=N WEIR_DAMAGED=1` repeats one. A plain run tries a
+//! few, `make soak` 20,000.
+
+mod images;
+
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    ops::AddAssign,
+    path::PathBuf,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+};
+
+use block::{
+    image::{
+        Image, Raw,
+        qcow2::{
+            CacheSettings, Parts, Qcow2,
+            check::{GuestRange, Repair, Report, check},
+            header::{Crypt, Header},
+            luks::{Cipher, CipherKind},
+            read_header,
+        },
+    },
+    reactor::sim,
+    storage::Storage,
+};
+use fastrand::Rng;
+
+use self::images::{BASE, KEY, Template, open_arguments, templates};
+use crate::harness::{Client, Scratch, qemu_img};
+
+/// Bytes of a disk that are read: damage may make it much larger.
+const MOST_BYTES: u64 = 512 << 10;
+/// Parts of a disk that QEMU reads one by one, where it cannot read the whole.
+const SAMPLES: usize = 24;
+/// Interval of images that QEMU reads although weir reads all of them, and that QEMU checks after a
+/// repair by force too.
+const THOROUGH: u64 = 8;
+/// Failures that are shown.
+const MOST_SHOWN: usize = 20;
+
+fn setting(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().expect("a number"))
+}
+
+#[test]
+fn repair_keeps_every_byte_and_leaves_what_qemu_finds_right() {
+    compare(setting("WEIR_SEED", 1), setting("WEIR_DAMAGED", 200));
+}
+
+/// Numbers of images by what became of them.
+#[derive(Clone, Copy, Debug, Default)]
+struct DamageTally {
+    /// Neither program finds damage.
+    intact: u64,
+    /// The header cannot be used.
+    unusable: u64,
+    /// Everything was repaired, and QEMU agrees.
+    repaired: u64,
+    /// A repair left ambiguous content unchanged.
+    refused: u64,
+    /// Of those, everything was repaired by force.
+    forced: u64,
+    /// Repairs before and after which QEMU read the disk.
+    read_by_qemu: u64,
+}
+
+impl AddAssign for DamageTally {
+    fn add_assign(&mut self, more: Self) {
+        self.intact += more.intact;
+        self.unusable += more.unusable;
+        self.repaired += more.repaired;
+        self.refused += more.refused;
+        self.forced += more.forced;
+        self.read_by_qemu += more.read_by_qemu;
+    }
+}
+
+/// Runs the images of some seeds, on all processors.
+pub(crate) fn compare(first: u64, many: u64) {
+    let scratch = Scratch::new();
+    let templates = templates(&scratch.path("."));
+    let next = AtomicU64::new(first);
+    let failures: Mutex<Vec<String>> = Mutex::default();
+    let tally: Mutex<DamageTally> = Mutex::default();
+    let threads = thread::available_parallelism().map_or(1, usize::from) as u64;
+    thread::scope(|scope| {
+        for number in 0..setting("WEIR_THREADS", threads) {
+            let directory = scratch.path(&format!("thread-{number}"));
+            let (templates, next, failures, tally) = (&templates, &next, &failures, &tally);
+            scope.spawn(move || {
+                let bench = Workplace::new(directory, templates);
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= first + many {
+                        return;
+                    }
+                    match bench.run(templates, seed) {
+                        Ok(one) => *tally.lock().expect("no panic holds it") += one,
+                        Err(what) => {
+                            println!("{what}\n");
+                            failures.lock().expect("no panic holds it").push(what);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let tally = tally.into_inner().expect("all threads have ended");
+    println!("{many} images from seed {first}: {tally:?}");
+    let failures = failures.into_inner().expect("all threads have ended");
+    let shown = failures.iter().take(MOST_SHOWN).cloned().collect::<Vec<_>>().join("\n\n");
+    assert!(failures.is_empty(), "{} of {many} images:\n{shown}", failures.len());
+}
+
+/// Files of one thread, in which QEMU looks at images.
+struct Workplace {
+    directory: PathBuf,
+    base: Vec<u8>,
+}
+
+/// Parts of a disk: `None` where it cannot be read. By the name of the snapshot; the disk itself has
+/// none.
+type Disks = BTreeMap<Option<String>, Vec<Option<Vec<u8>>>>;
+
+/// An image in memory, with the files beside it.
+#[derive(Clone)]
+struct DamagedImage {
+    bytes: Vec<u8>,
+    base: Vec<u8>,
+    data: Option<Vec<u8>>,
+    grain: u64,
+}
+
+impl Workplace {
+    fn new(directory: PathBuf, templates: &[Template]) -> Self {
+        fs::create_dir(&directory).expect("the directory is ours");
+        let above = directory.parent().expect("it has one");
+        let base = fs::read(above.join(BASE)).expect("it was made");
+        fs::write(directory.join(BASE), &base).expect("the directory is ours");
+        fs::copy(above.join(KEY), directory.join(KEY)).expect("the directory is ours");
+        for (name, content) in templates.iter().filter_map(|template| template.data.as_ref()) {
+            fs::write(directory.join(name), content).expect("the directory is ours");
+        }
+        Self { directory, base }
+    }
+
+    fn run(&self, templates: &[Template], seed: u64) -> Result<DamageTally, String> {
+        let mut random = Rng::with_seed(seed);
+        let template = &templates[random.usize(..templates.len())];
+        let (bytes, damage) = template.damaged(&mut random);
+        let about = format!("seed {seed}: {}: {damage}\n", template.options);
+        let data = template.data.as_ref().map(|(_, content)| content.clone());
+        let content = DamagedImage { bytes, base: self.base.clone(), data, grain: template.grain };
+        // QEMU repeats some of what weir has answered already.
+        let is_thorough = seed.is_multiple_of(THOROUGH);
+        self.examine(template, content, &mut random, is_thorough).map_err(|what| about + &what)
+    }
+
+    fn examine(
+        &self,
+        template: &Template,
+        content: DamagedImage,
+        random: &mut Rng,
+        is_thorough: bool,
+    ) -> Result<DamageTally, String> {
+        let Some((found, _)) = repaired(&content, Repair::Nothing) else {
+            return Ok(DamageTally { unusable: 1, ..DamageTally::default() });
+        };
+        if is_clean(&found) {
+            self.qemu_finds_nothing(template, &content.bytes, "weir finds nothing", &found)?;
+            return Ok(DamageTally { intact: 1, ..DamageTally::default() });
+        }
+        let before = disks(&content);
+        let is_readable = before.get(&None).is_some_and(|parts| parts.iter().all(Option::is_some));
+        let mut tally = DamageTally::default();
+        let mut by_qemu = None;
+        for repair in [Repair::All, Repair::Forced] {
+            let Some((report, bytes)) = repaired(&content, repair) else {
+                return Ok(DamageTally { unusable: 1, ..tally });
+            };
+            let about = format!("{repair:?}");
+            let after = DamagedImage { bytes, ..content.clone() };
+            if repair == Repair::All && !report.lost.is_empty() {
+                return Err(format!("lost without force: {report:#?}"));
+            }
+            let is_changed = after.bytes != content.bytes;
+            if is_changed {
+                compare_disks(&before, &disks(&after), template.grain, &report)
+                    .map_err(|what| format!("{about}, read by weir: {what}\n{report:#?}"))?;
+            }
+            if is_changed && !template.is_encrypted && (is_thorough || !is_readable) {
+                let samples =
+                    by_qemu.get_or_insert_with(|| self.read(template, &content.bytes, None, random));
+                let parts: Vec<u64> = samples.keys().copied().collect();
+                let read = self.read(template, &after.bytes, Some(&parts), random);
+                compare_samples(samples, &read, template.grain, &report)
+                    .map_err(|what| format!("{about}, read by QEMU: {what}\n{report:#?}"))?;
+                tally.read_by_qemu += 1;
+            }
+            if is_clean(&report) && (is_thorough || repair == Repair::All) {
+                self.qemu_finds_nothing(template, &after.bytes, &about, &report)?;
+            }
+            match (repair, is_clean(&report)) {
+                (Repair::All, true) => return Ok(DamageTally { repaired: 1, ..tally }),
+                (Repair::All, false) => tally.refused += 1,
+                (_, is_clean) => tally.forced += u64::from(is_clean),
+            }
+        }
+        Ok(tally)
+    }
+
+    fn put(&self, bytes: &[u8]) {
+        fs::write(self.directory.join("image"), bytes).expect("the directory is ours");
+    }
+
+    fn qemu_finds_nothing(
+        &self,
+        template: &Template,
+        bytes: &[u8],
+        about: &str,
+        report: &Report,
+    ) -> Result<(), String> {
+        self.put(bytes);
+        let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
+        let outcome = check.inside(&self.directory).run();
+        let said = format!("{}{}", outcome.said(), outcome.printed());
+        // Another file's name is changed, or the image claims the old encryption: QEMU has looked at
+        // nothing else then.
+        let is_about_others = ["No such file", "'encrypt.key-secret' is required"];
+        if outcome.ended() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
+            return Ok(());
+        }
+        let first = said.lines().take(8).collect::<Vec<_>>().join("\n");
+        Err(format!("{about}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.ended()))
+    }
+
+    /// What QEMU reads: the whole disk, or some parts of it where that fails. By the part's number.
+    fn read(
+        &self,
+        template: &Template,
+        bytes: &[u8],
+        parts: Option<&[u64]>,
+        random: &mut Rng,
+    ) -> BTreeMap<u64, Vec<u8>> {
+        self.put(bytes);
+        let grain = template.grain;
+        let convert = qemu_img(["convert", "-f", "qcow2", "-O", "raw", "image", "disk"]);
+        let size =
+            u64::from_be_bytes(bytes.get(24..32).map_or([0; 8], |size| size.try_into().expect("eight")));
+        if size <= MOST_BYTES && convert.inside(&self.directory).run().ended() == Some(0) {
+            let disk = fs::read(self.directory.join("disk")).expect("it was just made");
+            return (0..).zip(disk.chunks(grain as usize).map(<[u8]>::to_vec)).collect();
+        }
+        let count = size.min(MOST_BYTES) / grain;
+        let parts = match parts {
+            Some(parts) => random_choice(parts.to_vec(), random),
+            None => random_choice((0..count).collect(), random),
+        };
+        // An error may end all reads of an open image, so each is opened again.
+        let mut script = String::new();
+        for part in &parts {
+            let offset = part * grain;
+            script += &format!("open -r -o driver=qcow2 image\nread -v {offset} {grain}\nclose\n");
+        }
+        let printed = Client::new("qemu-io").reading(&script).inside(&self.directory).run().printed();
+        dumps(&printed, grain)
+    }
+}
+
+fn random_choice(mut parts: Vec<u64>, random: &mut Rng) -> Vec<u64> {
+    random.shuffle(&mut parts);
+    parts.truncate(SAMPLES);
+    parts
+}
+
+/// The parts in what `read -v` printed: lines of an offset, sixteen bytes, and text.
+fn dumps(printed: &str, grain: u64) -> BTreeMap<u64, Vec<u8>> {
+    let mut read: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
+    for line in printed.lines() {
+        let line = line.rsplit("qemu-io> ").next().unwrap_or(line);
+        let Some((offset, rest)) = line.split_once(":  ") else { continue };
+        let Ok(offset) = u64::from_str_radix(offset, 16) else { continue };
+        let bytes = rest.split(' ').take(16).filter_map(|byte| u8::from_str_radix(byte, 16).ok());
+        read.entry(offset / grain).or_default().extend(bytes);
+    }
+    read.retain(|_, bytes| bytes.len() as u64 == grain);
+    read
+}
+
+fn is_clean(report: &Report) -> bool {
+    report.corruptions + report.leaks + report.check_errors == 0
+}
+
+/// The report of a check, and the file after it; `None` where the header cannot be used.
+fn repaired(content: &DamagedImage, repair: Repair) -> Option<(Report, Vec<u8>)> {
+    let bytes = content.bytes.clone();
+    sim::run(1, async move {
+        let storage = Storage::holding(&bytes).await;
+        let report = check(&storage, repair).await.ok()?;
+        Some((report, storage.content().await.expect("memory")))
+    })
+}
+
+/// Everything that weir reads from an image.
+fn disks(content: &DamagedImage) -> Disks {
+    let content = content.clone();
+    sim::run(1, async move {
+        let mut disks = Disks::new();
+        let storage = Storage::holding(&content.bytes).await;
+        let Ok(header) = read_header(&storage).await else { return disks };
+        let Ok(image) = Qcow2::open(parts(&content, &header).await).await else { return disks };
+        let snapshots = image.snapshots().await.unwrap_or_default();
+        disks.insert(None, read_all(&image, content.grain).await);
+        for snapshot in snapshots.iter().take(4) {
+            let parts = parts(&content, &header).await;
+            let Ok(disk) = Qcow2::open_snapshot(parts, &snapshot.id()).await else { continue };
+            disks.insert(Some(snapshot.name().into_owned()), read_all(&disk, content.grain).await);
+        }
+        disks
+    })
+}
+
+async fn read_all(image: &Qcow2, grain: u64) -> Vec<Option<Vec<u8>>> {
+    let mut read = Vec::new();
+    for part in 0..image.size_bytes().min(MOST_BYTES) / grain {
+        let mut bytes = vec![0; grain as usize];
+        let data = image.read(part * grain, bytes.len()).await.ok();
+        read.push(data.map(|data| {
+            data.copy_to(&mut bytes);
+            bytes
+        }));
+    }
+    read
+}
+
+async fn parts(content: &DamagedImage, header: &Header) -> Parts {
+    let backing = match &header.backing {
+        Some(_) => Some(Box::new(Image::Raw(Raw::new(Storage::holding(&content.base).await).read_only()))),
+        None => None,
+    };
+    let data = match &content.data {
+        Some(data) if header.has_data_file() => Some(Storage::holding(data).await),
+        _ => None,
+    };
+    // Any key shows whether the same bytes are decrypted.
+    let key: [u8; 64] = std::array::from_fn(|index| index as u8);
+    Parts {
+        storage: Storage::holding(&content.bytes).await,
+        backing,
+        data,
+        cipher: (header.crypt == Crypt::Luks).then(|| Cipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+        read_only: true,
+        caches: CacheSettings::default(),
+    }
+}
+
+fn is_lost(lost: &[GuestRange], snapshot: &Option<String>, offset: u64) -> bool {
+    lost.iter().any(|range| {
+        range.snapshot == *snapshot && (range.offset..range.offset + range.length).contains(&offset)
+    })
+}
+
+fn compare_disks(before: &Disks, after: &Disks, grain: u64, report: &Report) -> Result<(), String> {
+    for (name, parts) in before {
+        let now = after.get(name).ok_or_else(|| format!("{name:?} cannot be opened any more"))?;
+        for (number, part) in parts.iter().enumerate() {
+            let offset = number as u64 * grain;
+            if part.is_some() && now.get(number) != Some(part) && !is_lost(&report.lost, name, offset) {
+                return Err(format!("{name:?} changed at {offset:#x}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn compare_samples(
+    before: &BTreeMap<u64, Vec<u8>>,
+    after: &BTreeMap<u64, Vec<u8>>,
+    grain: u64,
+    report: &Report,
+) -> Result<(), String> {
+    for (number, part) in before {
+        let offset = number * grain;
+        if after.get(number) != Some(part) && !is_lost(&report.lost, &None, offset) {
+            let now = after.get(number).map(|bytes| bytes[0]);
+            return Err(format!("changed at {offset:#x} from {:#x}… to {now:x?}", part[0]));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,305 @@
+//! Small images of every kind, made by QEMU, and damage done to their metadata.
+//!
+//! Damage follows rules (a bit of an entry, an offset inside a cluster, a copy of another entry, the
+//! offset of other metadata, a file that ends early) or is random. It comes from the seed alone.
+
+use std::{fs, ops::Range, path::Path};
+
+use fastrand::Rng;
+
+use crate::harness::{Client, qemu_img, weir_image};
+
+const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// The backing file of all images that have one.
+pub(super) const BASE: &str = "base.raw";
+/// The passphrase, in a file of this name.
+pub(super) const KEY: &str = "key";
+const SECRET: &str = "secret,id=key,file=key";
+const LUKS: &str = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10,\
+                    encrypt.cipher-alg=aes-128,encrypt.cipher-mode=cbc";
+
+/// An image before it is damaged.
+pub(super) struct Template {
+    pub(super) options: &'static str,
+    pub(super) content: Vec<u8>,
+    /// Name and content of the external data file.
+    pub(super) data: Option<(String, Vec<u8>)>,
+    pub(super) is_encrypted: bool,
+    /// Bytes that are described alike: a subcluster, or a cluster.
+    pub(super) grain: u64,
+    cluster: u64,
+    /// The parts of the file that hold metadata.
+    tables: Vec<Range<usize>>,
+    /// The LUKS header, which a check does not look into.
+    keys: Range<usize>,
+}
+
+/// Creation options, and what else the image has: (b)acking file, (c)ompressed clusters,
+/// (s)napshots, (d)irty bitmaps, (e)ncryption.
+const KINDS: [(&str, &str); 17] = [
+    ("cluster_size=512", "bc"),
+    ("cluster_size=512", "s"),
+    ("cluster_size=512", "bds"),
+    ("cluster_size=512,compat=0.10", "bc"),
+    ("cluster_size=512,compat=0.10", "s"),
+    ("cluster_size=4k,compat=0.10", ""),
+    ("cluster_size=512,refcount_bits=1", "b"),
+    ("cluster_size=4k,refcount_bits=64,lazy_refcounts=on", "bc"),
+    ("cluster_size=4k,compression_type=zstd", "bcs"),
+    ("cluster_size=4k,preallocation=metadata", "d"),
+    ("cluster_size=64k", "bs"),
+    ("cluster_size=16k,extended_l2=on", "b"),
+    ("cluster_size=16k,extended_l2=on", "bcs"),
+    ("cluster_size=16k,extended_l2=on,preallocation=metadata", ""),
+    ("cluster_size=4k,data_file=data-plain.raw", ""),
+    ("cluster_size=16k,extended_l2=on,data_file=data-raw.raw,data_file_raw=on", ""),
+    ("cluster_size=512,ENCRYPT", "e"),
+];
+
+/// Makes all images in a directory, together with the backing file.
+pub(super) fn templates(directory: &Path) -> Vec<Template> {
+    let base: Vec<u8> = (0..300_u32 << 10).map(|at| 0x80 | (at >> 9) as u8).collect();
+    fs::write(directory.join(BASE), base).expect("the directory is ours");
+    fs::write(directory.join(KEY), "abc").expect("the directory is ours");
+    KINDS.iter().enumerate().map(|(number, kind)| Template::new(directory, number as u64, *kind)).collect()
+}
+
+fn number(text: &str) -> u64 {
+    let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
+    let unit = if text[digits.len()..].starts_with('k') { 1024 } else { 1 };
+    digits.parse::<u64>().expect("a number") * unit
+}
+
+impl Template {
+    fn new(directory: &Path, seed: u64, (options, has): (&'static str, &str)) -> Self {
+        let cluster = number(options.strip_prefix("cluster_size=").expect("the first option"));
+        let is_extended = options.contains("extended_l2");
+        let size: u64 = if cluster == 512 { 96 << 10 } else { (256 << 10).max(cluster * 8) };
+        let words = options.replace("ENCRYPT", LUKS);
+        let is_encrypted = has.contains('e');
+        let command = ["create", "-q", "-f", "qcow2"];
+        // QEMU measures for an unknown time how fast keys are derived.
+        let create = if is_encrypted { weir_image(&command) } else { qemu_img(command) };
+        let mut create = create.inside(directory);
+        if has.contains('b') {
+            create = create.args(["-b", BASE, "-F", "raw"]);
+        }
+        if is_encrypted {
+            create = create.args(["--object", SECRET]);
+        }
+        create.args(["-o", &words, "image", &size.to_string()]).succeeds();
+        let mut random = Rng::with_seed(seed);
+        let mut write = |many: usize| {
+            let grain = if is_extended { cluster / 32 } else { cluster };
+            let mut commands: Vec<String> = (0..many)
+                .map(|_| {
+                    let offset = random.u64(..size / grain) * grain;
+                    let length = (1 + random.u64(..3)) * grain;
+                    let length = length.min(size - offset);
+                    match random.u32(..4) {
+                        0 if !options.contains("compat") => format!("write -z {offset} {length}"),
+                        _ => format!("write -P {} {offset} {length}", 1 + random.u32(..120)),
+                    }
+                })
+                .collect();
+            if has.contains('c') {
+                let offset = random.u64(..size / cluster) * cluster;
+                commands.push(format!("discard {offset} {cluster}"));
+                commands.push(format!("write -c -P 77 {offset} {cluster}"));
+            }
+            let mut io = Client::new("qemu-io").inside(directory);
+            for command in &commands {
+                io = io.args(["-c", command]);
+            }
+            io.args(open_arguments("image", is_encrypted)).succeeds();
+        };
+        write(24);
+        if has.contains('d') {
+            qemu_img(["bitmap", "--add", "-g", "512", "image", "changes"]).inside(directory).succeeds();
+            write(6);
+        }
+        for name in ["one", "two"].into_iter().filter(|_| has.contains('s')) {
+            qemu_img(["snapshot", "-c", name, "image"]).inside(directory).succeeds();
+            write(8);
+        }
+        let content = fs::read(directory.join("image")).expect("it was just made");
+        let data = options.split(',').find_map(|option| option.strip_prefix("data_file=")).map(|name| {
+            let content = fs::read(directory.join(name)).expect("it was just made");
+            (name.to_owned(), content)
+        });
+        let grain = if is_extended { cluster / 32 } else { cluster };
+        let mut template =
+            Self { options, content, data, is_encrypted, grain, cluster, tables: Vec::new(), keys: 0..0 };
+        template.find_tables();
+        template
+    }
+
+    fn word(&self, at: usize) -> u64 {
+        let bytes = self.content.get(at..at + 8).map_or([0; 8], |bytes| bytes.try_into().expect("eight"));
+        u64::from_be_bytes(bytes)
+    }
+
+    fn half(&self, at: usize) -> usize {
+        (self.word(at) >> 32) as usize
+    }
+
+    /// Everything that the header leads to, short of guest data.
+    fn find_tables(&mut self) {
+        let cluster = self.cluster as usize;
+        let mut tables = vec![0..112, 112..cluster.min(512)];
+        let mut l1_tables = vec![(self.word(40) as usize, self.half(36))];
+        let (blocks, refcount_bytes) = (self.word(48) as usize, self.half(56) * cluster);
+        tables.push(blocks..blocks + refcount_bytes.min(64));
+        for at in (blocks..blocks + refcount_bytes).step_by(8) {
+            let block = self.word(at) as usize;
+            if block != 0 {
+                tables.push(block..block + cluster.min(self.content.len() / cluster * 2 + 8));
+            }
+        }
+        let mut at = self.word(64) as usize;
+        let start = at;
+        for _ in 0..self.half(60) {
+            l1_tables.push((self.word(at) as usize, self.half(at + 8)));
+            let names = self.half(at + 12);
+            at += (40 + self.half(at + 36) + (names >> 16) + (names & 0xffff)).next_multiple_of(8);
+        }
+        tables.push(start..at);
+        for (offset, entries) in l1_tables {
+            tables.push(offset..offset + entries * 8);
+            for at in (offset..offset + entries * 8).step_by(8) {
+                let table = (self.word(at) & OFFSET) as usize;
+                if table != 0 {
+                    // The first part has the entries of so small a disk.
+                    tables.push(table..table + cluster.min(1024));
+                }
+            }
+        }
+        let extension = 0x2385_2875_0000_0018_u64.to_be_bytes();
+        if let Some(at) = self.content[..cluster].windows(8).position(|window| window == extension) {
+            let (length, offset) = (self.word(at + 16) as usize, self.word(at + 24) as usize);
+            tables.push(offset..offset + length);
+            let table = self.word(offset) as usize;
+            tables.push(table..table + self.half(offset + 8) * 8);
+        }
+        let extension = 0x0537_be77_0000_0010_u64.to_be_bytes();
+        if let Some(at) = self.content[..cluster].windows(8).position(|window| window == extension) {
+            let (offset, length) = (self.word(at + 8) as usize, self.word(at + 16) as usize);
+            self.keys = offset..offset + length;
+        }
+        tables.retain(|table| !table.is_empty() && table.end <= self.content.len());
+        self.tables = tables;
+    }
+
+    /// A damaged copy, and a description of the damage.
+    pub(super) fn damaged(&self, random: &mut Rng) -> (Vec<u8>, String) {
+        let mut content = self.content.clone();
+        let mut said = String::new();
+        for _ in 0..[1, 1, 1, 2, 3][random.usize(..5)] {
+            said += &self.damage(&mut content, random);
+            said += "; ";
+        }
+        let end = self.keys.end.min(content.len());
+        let keys = self.keys.start.min(end)..end;
+        content[keys.clone()].copy_from_slice(&self.content[keys]);
+        (content, said)
+    }
+
+    fn damage(&self, content: &mut Vec<u8>, random: &mut Rng) -> String {
+        let table = self.tables[random.usize(..self.tables.len())].clone();
+        let in_table = |random: &mut Rng| {
+            let words = table.len() / 8;
+            table.start + random.usize(..words.max(1)) * 8
+        };
+        match random.u32(..20) {
+            0 => {
+                let longest = if random.bool() { content.len() } else { (64 << 10).min(content.len()) };
+                let mut end = (1 + random.usize(..longest)).next_multiple_of(512).min(content.len());
+                if random.bool() {
+                    end = end.next_multiple_of(self.cluster as usize).min(content.len());
+                }
+                content.truncate(end);
+                format!("cut off at {end:#x}")
+            }
+            1 => {
+                let (at, byte) = (random.usize(..content.len()), random.u8(..));
+                content[at] = byte;
+                format!("byte {at:#x} is {byte:#x}")
+            }
+            2 | 3 => {
+                let at = table.start + random.usize(..table.len());
+                let many = 1 + random.usize(..16);
+                let end = (at + many).min(content.len());
+                for byte in content.get_mut(at.min(end)..end).into_iter().flatten() {
+                    *byte = random.u8(..);
+                }
+                format!("random bytes from {at:#x} to {end:#x}")
+            }
+            4 => {
+                let clusters = content.len() / self.cluster as usize;
+                let [from, to] =
+                    std::array::from_fn(|_| random.usize(..clusters.max(1)) * self.cluster as usize);
+                let end = (from + self.cluster as usize).min(content.len());
+                if to + (end - from) <= content.len() {
+                    content.copy_within(from..end, to);
+                }
+                format!("cluster {from:#x} copied to {to:#x}")
+            }
+            _ => {
+                let mut at = in_table(random);
+                // Entries in use are damaged most often.
+                for _ in 0..8 {
+                    if word_at(content, at) != 0 {
+                        break;
+                    }
+                    at = in_table(random);
+                }
+                let old = word_at(content, at);
+                let other = word_at(content, in_table(random));
+                let new = self.another(old, other, content.len(), random);
+                if let Some(place) = content.get_mut(at..at + 8) {
+                    place.copy_from_slice(&new.to_be_bytes());
+                }
+                format!("{old:#x} at {at:#x} is {new:#x}")
+            }
+        }
+    }
+
+    /// A wrong value for an entry.
+    fn another(&self, old: u64, other: u64, length: usize, random: &mut Rng) -> u64 {
+        let place = |offset: u64| old & !OFFSET | offset;
+        match random.u32(..16) {
+            0..4 => old ^ 1 << random.u32(..64),
+            4 => old | 0x200,
+            5 => 0,
+            6 => u64::MAX,
+            7 => COPIED,
+            8 => old | 1,
+            9 => old ^ COMPRESSED,
+            10 => old.wrapping_add(self.cluster),
+            11 => place((length as u64 & !(self.cluster - 1)) + random.u64(..4) * self.cluster),
+            12 => other,
+            13 => place(self.tables[random.usize(..self.tables.len())].start as u64 & !(self.cluster - 1)),
+            14 => place(random.u64(..length as u64) & !(self.cluster - 1)),
+            _ => random.u64(..),
+        }
+    }
+}
+
+fn word_at(content: &[u8], at: usize) -> u64 {
+    content.get(at..at + 8).map_or(0, |bytes| u64::from_be_bytes(bytes.try_into().expect("eight")))
+}
+
+/// Arguments by which QEMU's programs open an image.
+pub(super) fn open_arguments(name: &str, is_encrypted: bool) -> Vec<String> {
+    let words: Vec<&str> =
+        if is_encrypted { vec!["--object", SECRET, "--image-opts"] } else { vec!["-f", "qcow2"] };
+    let mut words: Vec<String> = words.into_iter().map(str::to_owned).collect();
+    words.push(if is_encrypted {
+        format!("driver=qcow2,file.driver=file,file.filename={name},encrypt.key-secret=key")
+    } else {
+        name.to_owned()
+    });
+    words
+}
