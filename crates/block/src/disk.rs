@@ -14,6 +14,7 @@
 
 mod failures;
 mod handover;
+mod silence;
 mod takeover;
 mod zeroes;
 
@@ -26,6 +27,7 @@ use failures::Request;
 pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
 use handover::Handover;
 pub use handover::NotHeld;
+pub use silence::Closed;
 pub use takeover::NotTaken;
 pub use zeroes::DetectZeroes;
 
@@ -616,9 +618,12 @@ impl Disk {
     }
 
     /// Looks whether the image was resized from outside; returns its size in bytes.
-    pub fn refresh_size(&self) -> Result<u64> {
+    ///
+    /// # Errors
+    /// It cannot be seen.
+    pub async fn refresh_size(&self) -> Result<u64> {
         let before = self.size_bytes();
-        let size_bytes = self.image.refresh_size()?;
+        let size_bytes = self.image.refresh_size().await?;
         self.compare_size(before, size_bytes);
         Ok(size_bytes)
     }

@@ -38,6 +38,7 @@ use block::{
     reactor::{self, Polling},
 };
 use logging::Priority;
+use policy::time::Duration;
 
 /// The variable that is set for a server in the background: who started it waits until nobody has
 /// its standard error any more.
@@ -151,8 +152,15 @@ pub const NO_RING: &str = "io_uring cannot be used (see kernel.io_uring_disabled
 pub fn on_reactor<T: 'static>(
     work: impl Future<Output = Result<T, Failure>> + 'static,
 ) -> Result<T, Failure> {
-    reactor::run(Polling::Off, work).context(NO_RING)?
+    let result = reactor::run(Polling::Off, work);
+    // The next command finds images free that this one has used.
+    reactor::wait_for_closings(TO_CLOSE);
+    result.context(NO_RING)?
 }
+
+/// How long the end of a command waits for files that are still being closed: longer only if a file
+/// system does not answer.
+const TO_CLOSE: Duration = Duration::from_secs(2);
 
 /// Prints results. Ends the program with status 0 where nobody reads them any more.
 ///

@@ -130,7 +130,7 @@ fn below(mut storage: &Storage) -> Below<'_> {
                 Some(budget) => return Below::Imitated(budget),
                 None => wrapped.inner(),
             },
-            Storage::File(file) => return file.device().device_number().map_or(Below::Nothing, Below::File),
+            Storage::File(file) => return Below::File(file.device().device_number()),
             Storage::Memory(_)
             | Storage::Nbd(_)
             | Storage::Null(_)

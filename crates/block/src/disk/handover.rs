@@ -179,7 +179,8 @@ impl Disk {
         while self.image.is_busy() {
             reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
         }
-        self.image.release_locks();
+        let image = Arc::clone(&self.image);
+        reactor::blocking(move || image.release_locks()).await;
     }
 
     /// A request begins; `None` where nobody has to know.

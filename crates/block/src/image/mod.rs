@@ -68,13 +68,13 @@ impl Image {
         if let Self::Raw(raw) = self {
             raw.storage().look_again().await?;
         }
-        self.refresh_size()
+        self.refresh_size().await
     }
 
     /// See [`Storage::refresh_size`]. A format that stores its size has no other.
-    pub fn refresh_size(&self) -> Result<u64> {
+    pub async fn refresh_size(&self) -> Result<u64> {
         match self {
-            Self::Raw(raw) => raw.storage().refresh_size(),
+            Self::Raw(raw) => raw.storage().refresh_size().await,
             Self::Qcow2(qcow2) => Ok(qcow2.size_bytes()),
         }
     }
@@ -392,6 +392,27 @@ impl Image {
         }
     }
 
+    /// Returns once the file systems of all files of the chain have answered.
+    ///
+    /// # Errors
+    /// [`Error::TIMED_OUT`](crate::error::Error::TIMED_OUT) after [`Image::give_up`].
+    pub(crate) async fn ask(&self) -> Result<()> {
+        for storage in self.chain().flat_map(Self::files) {
+            storage.ask().await?;
+        }
+        Ok(())
+    }
+
+    /// See [`Storage::give_up`], of all files of the chain.
+    pub(crate) fn give_up(&self) {
+        self.chain().flat_map(Self::files).for_each(Storage::give_up);
+    }
+
+    /// See [`Storage::closed`], of all files of the chain.
+    pub(crate) fn closed(&self) -> Vec<async_channel::Receiver<()>> {
+        self.chain().flat_map(Self::files).filter_map(Storage::closed).collect()
+    }
+
     /// The names of the bitmaps that take down what is written to it.
     pub fn recorded_bitmaps(&self) -> Vec<String> {
         match self {
@@ -464,7 +485,7 @@ impl Image {
         let said = |failure| open::said(name, &failure);
         for storage in self.files() {
             storage.take_up(heirs).await?;
-            storage.refresh_size().map_err(|error| said(error.into()))?;
+            storage.refresh_size().await.map_err(|error| said(error.into()))?;
             storage.was_changed();
         }
         match self {

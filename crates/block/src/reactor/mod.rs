@@ -24,6 +24,7 @@ mod fuse;
 mod launcher;
 mod notifier;
 pub mod op;
+mod permits;
 mod pool;
 mod priority;
 mod restricted;
@@ -47,6 +48,8 @@ pub use figures::{Figures, RingTotals};
 pub use fuse::{FuseRing, clone_fuse_device};
 pub use launcher::Launcher;
 pub use notifier::{Notifier, set_aside as set_notifiers_aside, set_aside_for as notifiers_set_aside_for};
+pub use op::wait_for_closings;
+pub(crate) use permits::{Permit, Permits};
 pub use pool::{threads_may_stay, threads_must_end};
 pub use priority::{in_background, is_in_background};
 pub use rouse::next_to_wake;
@@ -54,7 +57,8 @@ pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;
 pub use wide::takes_fuse_commands;
-pub use worker::{Worker, is_worker};
+pub(crate) use worker::check_may_block;
+pub use worker::{Worker, is_worker, may_block, never_blocks_here};
 
 /// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.
 struct Reactor {
@@ -242,11 +246,29 @@ pub fn was_long() {
     });
 }
 
-/// Runs `f` on a thread of its own and waits for it: for system calls that block and that io_uring
-/// lacks (SEEK_HOLE, opening a file). In simulation it runs in place.
+/// Runs `f` on another thread and waits for it: for system calls that block and that io_uring
+/// lacks (SEEK_HOLE, opening a file). The number of threads has no limit, so callers bound the
+/// number of calls that one file, client or disk can have running. If the future is dropped, `f`
+/// runs to its end. In simulation it runs in place.
+///
+/// # Panics
+/// If `f` does, or no thread can be created.
 pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
-    let simulated = with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)));
-    if simulated { f() } else { pool::run(f).await }
+    if is_simulated() { f() } else { pool::run(f).await }
+}
+
+/// Runs `f` on another thread and waits for it: for computations that take long and always end
+/// (compression, key derivation). The number of threads has a limit. In simulation it runs in
+/// place.
+///
+/// # Panics
+/// If `f` does.
+pub async fn computing<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    if is_simulated() { f() } else { blocking::unblock(f).await }
+}
+
+fn is_simulated() -> bool {
+    with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)))
 }
 
 /// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks

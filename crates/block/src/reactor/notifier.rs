@@ -47,7 +47,7 @@ fn spare() -> MutexGuard<'static, Spare> {
 
 fn make() -> io::Result<IoUring> {
     let registered = [registering::EVENTFD, registering::UNREGISTER_EVENTFD];
-    restricted::build(&mut IoUring::builder(), 1, &[opcode::Nop::CODE], &registered)
+    restricted::build(&mut IoUring::builder(), 1, None, &[opcode::Nop::CODE], &registered)
 }
 
 /// How many descriptors [`set_aside`] takes for `count` notifiers.

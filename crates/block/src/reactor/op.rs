@@ -7,52 +7,126 @@
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
-    sync::Arc,
+    sync::{Arc, Condvar, Mutex, PoisonError},
 };
 
-use io_uring::{opcode, types};
+use io_uring::{opcode, squeue, types};
 use nix::sys::resource::{Resource, getrlimit};
+use policy::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    priority,
+    Permit, pool, priority,
     uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
+    worker,
 };
 use crate::buffer::{Buffer, Segment, Segments};
 
 /// An open file, socket or device, shared between threads and operations in flight.
 #[derive(Clone, Debug)]
-pub struct Fd(Arc<OwnedFd>);
+pub struct Fd {
+    open: Arc<Open>,
+    /// Returned when the operations that hold this clone have ended.
+    permit: Option<Arc<Permit>>,
+}
+
+#[derive(Debug)]
+struct Open {
+    /// `None` only while it is dropped.
+    fd: Option<OwnedFd>,
+    closing: Option<Arc<dyn Closing>>,
+}
+
+/// What precedes the closing of a file. Both may wait for the file system (a close sends locks and
+/// written data to an NFS or FUSE server), so they run on a thread that may block. A
+/// [`Closing`] is dropped after the file is closed.
+pub(crate) trait Closing: std::fmt::Debug + Send + Sync {
+    /// The last use of the file: no operation on it is in flight.
+    fn before(&self, fd: BorrowedFd<'_>);
+}
+
+/// Files that are being closed on other threads.
+static CLOSINGS: Mutex<usize> = Mutex::new(0);
+static CLOSED: Condvar = Condvar::new();
+
+/// Waits until all files that were dropped on threads that never block are closed, but no longer
+/// than `patience`; whether they are. Blocks.
+pub fn wait_for_closings(patience: Duration) -> bool {
+    let closings = CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = CLOSED.wait_timeout_while(closings, patience, |closings| *closings > 0);
+    *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let (Some(fd), Some(closing)) = (self.fd.take(), self.closing.take()) else { return };
+        let close = move || {
+            closing.before(fd.as_fd());
+            drop(fd);
+            drop(closing);
+        };
+        if worker::may_block() {
+            return close();
+        }
+        *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        pool::start(move || {
+            close();
+            *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+            CLOSED.notify_all();
+        });
+    }
+}
 
 impl Fd {
+    /// A file whose last use, wherever it is, is followed by `closing`.
+    pub(crate) fn of_file(fd: impl Into<OwnedFd>, closing: Arc<dyn Closing>) -> Self {
+        Self { open: Arc::new(Open { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
+    }
+
+    /// The same file, holding a permit for as long as the clone or an operation on it exists.
+    pub(crate) fn holding(&self, permit: Permit) -> Self {
+        Self { open: Arc::clone(&self.open), permit: Some(Arc::new(permit)) }
+    }
+
+    /// Of operations on it: one that holds a permit is executed by a thread of the kernel from the
+    /// start. File systems in user space claim that an attempt never waits, and read ahead within
+    /// it.
+    pub(super) fn flags(&self) -> squeue::Flags {
+        if self.permit.is_some() { squeue::Flags::ASYNC } else { squeue::Flags::empty() }
+    }
+
+    fn owned(&self) -> &OwnedFd {
+        self.open.fd.as_ref().expect("open until it is dropped")
+    }
+
     fn target(&self) -> types::Fd {
         types::Fd(self.raw())
     }
 
     pub(super) fn raw(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.owned().as_raw_fd()
     }
 
     /// Whether it is the same one, not another of the same file.
     pub(super) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.open, &other.open)
     }
 
     /// Whether nothing else holds it: no other owner, and no operation in flight.
     pub(crate) fn is_unshared(&self) -> bool {
-        Arc::strong_count(&self.0) == 1
+        Arc::strong_count(&self.open) == 1
     }
 }
 
 impl<T: Into<OwnedFd>> From<T> for Fd {
     fn from(fd: T) -> Self {
-        Self(Arc::new(fd.into()))
+        Self { open: Arc::new(Open { fd: Some(fd.into()), closing: None }), permit: None }
     }
 }
 
 impl AsFd for Fd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.owned().as_fd()
     }
 }
 
@@ -95,7 +169,8 @@ pub async fn read_at(
         let entry = opcode::Read::new(fd.target(), only.target().wrapping_add(filled), length(bytes))
             .offset(offset)
             .ioprio(priority::current())
-            .build();
+            .build()
+            .flags(fd.flags());
         // SAFETY: a segment's memory stays where it is when the segment moves, and the descriptor
         // is held with it.
         let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon(MOST_READS_HELD_BACK);
@@ -106,7 +181,8 @@ pub async fn read_at(
     let entry = opcode::Readv::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
         .offset(offset)
         .ioprio(priority::current())
-        .build();
+        .build()
+        .flags(fd.flags());
     // SAFETY: the vectors are boxed, and the segments they point to are held.
     let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon(MOST_READS_HELD_BACK);
     let (result, (_, filled, _)) = op.await;
@@ -144,7 +220,8 @@ pub async fn write_at(
         let entry = opcode::Write::new(fd.target(), only.source(), length(only.len()))
             .offset(offset)
             .rw_flags(flags)
-            .build();
+            .build()
+            .flags(fd.flags());
         // SAFETY: as in `read_at`.
         let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon(MOST_WRITES_HELD_BACK);
         let (result, (_, segments)) = op.await;
@@ -154,7 +231,8 @@ pub async fn write_at(
     let entry = opcode::Writev::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
         .offset(offset)
         .rw_flags(flags)
-        .build();
+        .build()
+        .flags(fd.flags());
     // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
     let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
@@ -246,7 +324,7 @@ async fn sent(op: Sending) -> (io::Result<usize>, Segments) {
 pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
     let mut count: libc::c_int = 0;
     // SAFETY: SIOCOUTQ (TIOCOUTQ's other name) writes one int, to `count`.
-    let result = unsafe { libc::ioctl(fd.0.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+    let result = unsafe { libc::ioctl(fd.raw(), libc::TIOCOUTQ, &raw mut count) };
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -260,7 +338,7 @@ pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
 pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
     let mut count: libc::c_int = 0;
     // SAFETY: FIONREAD writes one int, to `count`.
-    let result = unsafe { libc::ioctl(fd.0.as_raw_fd(), libc::FIONREAD, &raw mut count) };
+    let result = unsafe { libc::ioctl(fd.raw(), libc::FIONREAD, &raw mut count) };
     if result < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -1,65 +1,149 @@
 //! Threads for system calls that block.
 //!
-//! They stay for a while and are used again, except while a process starts that is going to give up
-//! rights: what a thread may do is its own, so one that was there before would keep them. Until
-//! [`threads_may_stay`], each call has a thread that ends with it.
+//! A thread that has nothing to do is used again for [`IDLE`], except while a process starts that
+//! is going to give up rights: a thread keeps the rights that it has, so no thread may outlive the
+//! start. Until [`threads_may_stay`], each call has a thread that ends with the call.
+//!
+//! There is no limit on the number of threads: a call to a file system that has stopped answering
+//! never returns, and with a limit the calls to one file system would use up the threads of all.
+//! Callers bound their calls instead: an open file allows a few at once, a control connection
+//! executes its commands in turn.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    collections::VecDeque,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
-/// Those that may still run; none: threads stay.
+/// How long a thread without work is kept.
+const IDLE: Duration = Duration::from_secs(5);
+
+/// Threads that may still run; `None`: threads stay.
 static PASSING: Mutex<Option<Vec<JoinHandle<()>>>> = Mutex::new(None);
 
-/// From now on no thread outlives what it was started for.
+static STAYING: Staying = Staying { work: Mutex::new(Work::new()), arrived: Condvar::new() };
+
+type Call = Box<dyn FnOnce() + Send>;
+
+struct Staying {
+    work: Mutex<Work>,
+    arrived: Condvar,
+}
+
+struct Work {
+    calls: VecDeque<Call>,
+    /// Threads that wait for a call.
+    idle: usize,
+    threads: usize,
+}
+
+impl Work {
+    const fn new() -> Self {
+        Self { calls: VecDeque::new(), idle: 0, threads: 0 }
+    }
+}
+
+impl Staying {
+    fn lock(&self) -> MutexGuard<'_, Work> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// # Panics
+    /// If there is no thread and none can be created.
+    fn start(&'static self, call: Call) {
+        let mut work = self.lock();
+        work.calls.push_back(call);
+        if work.calls.len() > work.idle {
+            let thread = thread::Builder::new().name("blocking".to_owned());
+            match thread.spawn(|| self.work()) {
+                Ok(_) => work.threads += 1,
+                // The next thread that finishes its call takes this one.
+                Err(error) if work.threads > 0 => {
+                    tracing::warn!(%error, "no further thread for system calls that block");
+                }
+                Err(error) => panic!("no thread for system calls that block: {error}"),
+            }
+        }
+        drop(work);
+        self.arrived.notify_one();
+    }
+
+    fn work(&self) {
+        let mut work = self.lock();
+        loop {
+            while let Some(call) = work.calls.pop_front() {
+                drop(work);
+                // The caller that awaits the result reports the panic.
+                let _ = catch_unwind(AssertUnwindSafe(call));
+                work = self.lock();
+            }
+            work.idle += 1;
+            let waited = self.arrived.wait_timeout_while(work, IDLE, |work| work.calls.is_empty());
+            work = waited.unwrap_or_else(PoisonError::into_inner).0;
+            work.idle -= 1;
+            if work.calls.is_empty() {
+                work.threads -= 1;
+                return;
+            }
+        }
+    }
+}
+
+/// From now on no thread outlives the call that it was started for.
 pub fn threads_must_end() {
     PASSING.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
 }
 
-/// Waits until those that run have ended; from now on threads stay.
+/// Waits until the threads that run have ended; from now on threads stay.
 pub fn threads_may_stay() {
     let passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner).take();
     for thread in passing.into_iter().flatten() {
-        // Whoever waits for its result has heard of a panic.
+        // The caller that awaits the result reports a panic.
         let _ = thread.join();
     }
 }
 
+/// Starts `call` on a thread of the pool, and does not wait for it.
+///
 /// # Panics
-/// If `f` does, or no thread can be had.
-pub(super) async fn run<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
-    let result = {
-        let mut passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner);
-        match &mut *passing {
-            None => Err(f),
-            Some(threads) => {
-                let (sender, receiver) = async_channel::bounded(1);
-                threads.retain(|thread| !thread.is_finished());
-                // Nobody waits any more where it cannot be sent.
-                threads.push(thread::spawn(move || drop(sender.try_send(f()))));
-                Ok(receiver)
-            }
+/// If there is no thread and none can be created.
+pub(super) fn start(call: impl FnOnce() + Send + 'static) {
+    let mut passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner);
+    match &mut *passing {
+        None => {
+            drop(passing);
+            STAYING.start(Box::new(call));
         }
-    };
-    match result {
-        Ok(receiver) => receiver.recv().await.expect("what was to be done does not panic"),
-        Err(f) => blocking::unblock(f).await,
+        Some(threads) => {
+            threads.retain(|thread| !thread.is_finished());
+            threads.push(thread::spawn(call));
+        }
     }
+}
+
+/// # Panics
+/// If `f` does, or if there is no thread and none can be created.
+pub(super) async fn run<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = async_channel::bounded(1);
+    // Sending fails if the caller no longer waits.
+    start(move || drop(sender.try_send(f())));
+    receiver.recv().await.expect("the call does not panic")
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{fs, sync::mpsc};
 
     use super::*;
     use crate::reactor::{self, Polling};
 
-    /// This process's threads of that kind.
+    /// This process's threads that stay.
     fn staying() -> usize {
         let threads = fs::read_dir("/proc/self/task").expect("it is there").flatten();
         let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
-        threads.map(name).filter(|name| name.starts_with("blocking-")).count()
+        threads.map(name).filter(|name| name.starts_with("blocking")).count()
     }
 
     /// The only test that makes them stay; others of this process may have them at any time.
@@ -75,5 +159,23 @@ mod tests {
             assert_eq!(reactor::blocking(|| 7).await, 7);
         })
         .expect("io_uring works on a test machine");
+    }
+
+    #[test]
+    fn calls_that_never_return_delay_no_other_call() {
+        const STUCK: usize = 600;
+        let (release, released) = mpsc::channel::<()>();
+        let released = std::sync::Arc::new(Mutex::new(released));
+        for _ in 0..STUCK {
+            let released = std::sync::Arc::clone(&released);
+            STAYING.start(Box::new(move || {
+                let released = released.lock().unwrap_or_else(PoisonError::into_inner);
+                let _ = released.recv();
+            }));
+        }
+        let (sender, receiver) = mpsc::channel();
+        STAYING.start(Box::new(move || drop(sender.send(7))));
+        assert_eq!(receiver.recv(), Ok(7));
+        drop(release);
     }
 }

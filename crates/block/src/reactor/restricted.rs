@@ -37,20 +37,28 @@ pub(super) mod registering {
     pub(in super::super) const SYNC_CANCEL: u8 = 24;
 }
 
-/// A ring for these operations, without any flags of theirs, and for registering these things.
+/// A ring for these operations, without flags but `IOSQE_ASYNC`, and for registering these things;
+/// with so many threads of the kernel for operations on files, or its default.
 ///
 /// # Errors
 /// As `io_uring_setup(2)` and `io_uring_register(2)`.
 pub(super) fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
     builder: &mut Builder<S, C>,
     entries: u32,
+    file_threads: Option<u32>,
     operations: &[u8],
     registered: &[u8],
 ) -> io::Result<IoUring<S, C>> {
     let ring = builder.setup_r_disabled().build(entries)?;
+    if let Some(threads) = file_threads {
+        // Zero leaves the number of threads for sockets and pipes unchanged.
+        ring.submitter().register_iowq_max_workers(&mut [threads, 0])?;
+    }
     let operations = operations.iter().map(|code| Restriction::sqe_op(*code));
     let registered = registered.iter().map(|code| Restriction::register_op(*code));
-    let mut list: Vec<_> = operations.chain(registered).collect();
+    // The only flag of an operation, and harmless: `IOSQE_ASYNC`.
+    let flags = Restriction::sqe_flags_allowed(squeue::Flags::ASYNC.bits());
+    let mut list: Vec<_> = operations.chain(registered).chain([flags]).collect();
     ring.submitter().register_restrictions(&mut list)?;
     ring.submitter().register_enable_rings()?;
     Ok(ring)
@@ -71,7 +79,7 @@ mod tests {
 
     #[test]
     fn an_operation_that_is_not_in_the_list_is_refused() {
-        let mut ring = build(&mut IoUring::builder(), 4, &OPERATIONS, &[]).expect("a ring");
+        let mut ring = build(&mut IoUring::builder(), 4, None, &OPERATIONS, &[]).expect("a ring");
         let shadow = c"/etc/shadow";
         let here = types::Fd(libc::AT_FDCWD);
         for entry in [

@@ -93,6 +93,23 @@ enum Wait {
     Lingering(Duration),
 }
 
+/// Threads of the kernel for operations on files (`IORING_REGISTER_IOWQ_MAX_WORKERS`); the kernel
+/// reduces it to `RLIMIT_NPROC`. Its default is four for each processor, and operations on one file
+/// system that has stopped answering would occupy all of them: then no file is synced or read any
+/// more. [`File`](crate::storage::Storage::File)s bound their own operations.
+const FILE_THREADS: u32 = 1 << 20;
+/// How long the end of a ring waits for operations that the kernel does not cancel.
+const TO_CANCEL: Duration = Duration::from_secs(2);
+
+thread_local! {
+    static HAS_STUCK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a ring of this thread ended while the kernel was still executing operations.
+pub(super) fn has_stuck_operations() -> bool {
+    HAS_STUCK.get()
+}
+
 /// A wait that something else ends.
 const FOREVER: Duration = Duration::from_secs(3600);
 
@@ -430,13 +447,21 @@ impl Uring {
 
     /// Cancels what is in flight and waits until the kernel has let go of all of it, but for what
     /// only the end of the ring ends. (`IORING_REGISTER_SYNC_CANCEL` is as old as Linux 6.0.)
+    ///
+    /// An operation on a file system that does not answer may never end: after [`TO_CANCEL`] its
+    /// memory is left to the kernel.
     pub(super) fn cancel_all(&self) {
+        let deadline = real_now() + TO_CANCEL;
         let in_flight = || {
             let is_over = |slot: &Slot| matches!(slot, Slot::Complete(_) | Slot::Kept(_));
             let waiting = self.slots.borrow().iter().any(|(_, slot)| !is_over(slot));
             waiting || self.event_armed.get()
         };
         while in_flight() {
+            if real_now() >= deadline && !self.event_armed.get() {
+                HAS_STUCK.set(true);
+                return;
+            }
             self.enter(Wait::No);
             // Errors say that there was nothing left to cancel, or that it is too late to: then it
             // completes by itself.
@@ -455,14 +480,15 @@ fn build<S: squeue::EntryMarker>() -> io::Result<IoUring<S>> {
     builder.setup_cqsize(COMPLETIONS).setup_clamp();
     builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
     let registered = [restricted::registering::BUFFERS, restricted::registering::SYNC_CANCEL];
-    restricted::build(&mut builder, SUBMISSIONS, &restricted::OPERATIONS, &registered)
+    restricted::build(&mut builder, SUBMISSIONS, Some(FILE_THREADS), &restricted::OPERATIONS, &registered)
 }
 
 impl Drop for Uring {
     fn drop(&mut self) {
         // The ring ends a moment after its descriptor is closed, and nobody is told when.
         for (_, slot) in std::mem::take(self.slots.get_mut()) {
-            if let Slot::Kept(orphan) = slot {
+            // Abandoned operations are left only by a cancellation that took too long.
+            if let Slot::Kept(orphan) | Slot::Abandoned(orphan) = slot {
                 std::mem::forget(orphan);
             }
         }

@@ -6,11 +6,26 @@ use std::{cell::Cell, future::Future, io, sync::Arc, thread};
 use super::{
     Driver, Figures, Polling, RingTotals,
     executor::{Arrival, Party, Remote},
-    run, spawn, with_current,
+    run, spawn,
+    uring::has_stuck_operations,
+    with_current,
 };
 
 thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+    static NEVER_BLOCKS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Declares that this thread serves several disks, so no system call on it may wait for a device, a
+/// file system or a server. Holds for each [`Worker`] from its start.
+pub fn never_blocks_here() {
+    NEVER_BLOCKS.set(true);
+}
+
+/// Whether a system call on this thread may wait for a device, a file system or a server: false
+/// after [`never_blocks_here`].
+pub fn may_block() -> bool {
+    !NEVER_BLOCKS.get()
 }
 
 /// Whether this thread is a [`Worker`]'s: one that requests run on for as long as there are any.
@@ -18,11 +33,26 @@ pub fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
+struct Ended {
+    result: io::Result<()>,
+    /// The kernel had not finished all operations, so the thread may never end.
+    is_stuck: bool,
+}
+
+/// Precedes a system call that may wait for a file system. Panics in debug builds on a thread that
+/// never blocks.
+#[track_caller]
+pub(crate) fn check_may_block() {
+    debug_assert!(may_block(), "a system call that may wait, on a thread that serves disks");
+}
+
 /// A thread that runs a reactor until it is stopped.
 pub struct Worker {
     remote: Arc<Remote>,
     figures: Arc<Figures>,
-    thread: thread::JoinHandle<io::Result<()>>,
+    thread: thread::JoinHandle<()>,
+    /// The reactor's result, sent at its end.
+    ended: std::sync::mpsc::Receiver<Ended>,
     stop: async_channel::Sender<()>,
 }
 
@@ -34,9 +64,11 @@ impl Worker {
     pub fn start(name: &str, polling: Polling) -> io::Result<Self> {
         let (stop, stopped) = async_channel::bounded::<()>(1);
         let (announce, announced) = std::sync::mpsc::channel();
+        let (sender, ended) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             IS_WORKER.set(true);
-            run(polling, async move {
+            never_blocks_here();
+            let result = run(polling, async move {
                 let parts = with_current(|reactor| {
                     let Driver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
                     (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
@@ -45,14 +77,16 @@ impl Worker {
                 let _ = announce.send(parts);
                 // An error means that the Worker was dropped; either way it is time to stop.
                 let _ = stopped.recv().await;
-            })
+            });
+            // Nothing receives it if the Worker was dropped.
+            let _ = sender.send(Ended { result, is_stuck: has_stuck_operations() });
         })?;
         match announced.recv() {
-            Ok((remote, figures)) => Ok(Self { remote, figures, thread, stop }),
+            Ok((remote, figures)) => Ok(Self { remote, figures, thread, ended, stop }),
             // The thread ended before it could announce itself, so it has the reason.
-            Err(_) => match thread.join() {
-                Ok(Err(error)) => Err(error),
-                Ok(Ok(())) | Err(_) => Err(io::Error::other("the worker thread ended as it started")),
+            Err(_) => match ended.recv() {
+                Ok(Ended { result: Err(error), .. }) => Err(error),
+                Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended as it started")),
             },
         }
     }
@@ -82,7 +116,8 @@ impl Worker {
         self.figures.totals()
     }
 
-    /// Ends the thread and waits for it; [`run`] says what becomes of tasks that are left. Workers
+    /// Ends the thread and waits for it, unless operations that the kernel cannot cancel are left:
+    /// then the thread ends with the last of them. [`run`] says what becomes of tasks. Workers
     /// that share groups of disks stop together: a group's timer may live on any of them.
     ///
     /// # Errors
@@ -92,9 +127,16 @@ impl Worker {
     /// With the worker's own panic, if it had one.
     pub fn stop(self) -> io::Result<()> {
         self.stop.close();
-        match self.thread.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
+        match self.ended.recv() {
+            Ok(Ended { result, is_stuck: true }) => result,
+            Ok(Ended { result, is_stuck: false }) => {
+                let _ = self.thread.join();
+                result
+            }
+            Err(_) => match self.thread.join() {
+                Err(panic) => std::panic::resume_unwind(panic),
+                Ok(()) => Err(io::Error::other("the worker thread ended without a result")),
+            },
         }
     }
 }

@@ -88,7 +88,7 @@ pub trait Device: Send + Sync + 'static {
     /// See [`Storage::size_bytes`](super::Storage::size_bytes).
     fn size_bytes(&self) -> u64;
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
-    fn refresh_size(&self) -> Result<u64>;
+    async fn refresh_size(&self) -> Result<u64>;
     /// See [`Storage::size_multiple`](super::Storage::size_multiple).
     fn size_multiple(&self) -> u64 {
         self.alignment().offset.max(resize::SECTOR)
@@ -174,8 +174,8 @@ impl<D: Device> Align<D> {
     }
 
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
-    pub fn refresh_size(&self) -> Result<u64> {
-        self.device().refresh_size()
+    pub async fn refresh_size(&self) -> Result<u64> {
+        self.device().refresh_size().await
     }
 
     /// See [`Storage::resize`](super::Storage::resize).

@@ -34,7 +34,7 @@ use nix::{
 };
 
 use super::OpenError;
-use crate::plain::plain;
+use crate::{plain::plain, reactor::check_may_block};
 
 const USED: i64 = 100;
 const FORBIDDEN: i64 = 200;
@@ -150,6 +150,7 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, 
 
 /// The same, if they are to be had now; none are held otherwise.
 pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: Use) -> Result<bool, Conflict> {
+    check_may_block();
     let file = file.as_fd();
     place_all(file, name, wanted).inspect_err(|_| release(file))
 }
@@ -201,6 +202,7 @@ fn find_conflict(file: impl AsFd, wanted: Use) -> Result<(), Conflict> {
 /// Why an image that can be opened would be refused now, because somebody else has it. Whoever
 /// asks is in nobody's way. Blocks.
 pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
+    check_may_block();
     let file = fs::File::open(path).ok()?;
     let conflict = find_conflict(&file, Use::of(read_only, false)).err()?;
     Some(conflict.into_error(&file, &path.display().to_string()))
@@ -211,6 +213,7 @@ pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
 /// and `exec`, in which QEMU, started by the next line of a script, would find the image in use
 /// (seen on a busy machine).
 pub(super) fn release(file: impl AsFd) {
+    check_may_block();
     let all = libc::flock { l_len: FORBIDDEN + RESIZE + 1 - USED, ..request(libc::F_UNLCK, USED) };
     // Where there are no locks there is nothing to release.
     let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));

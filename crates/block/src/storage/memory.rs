@@ -197,7 +197,7 @@ impl Memory {
         self.taken_bytes.load(Relaxed)
     }
 
-    pub(super) fn refresh_size(&self) -> Result<u64> {
+    pub(super) async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 

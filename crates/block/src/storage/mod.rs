@@ -82,7 +82,7 @@ use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     guest::Place,
-    reactor::ublk::Registered,
+    reactor::{self, ublk::Registered},
 };
 
 /// How zeroes may come about.
@@ -200,10 +200,14 @@ impl Storage {
         each!(self, inner => inner.size_bytes())
     }
 
-    /// Looks whether the storage was resized from outside; returns the size in bytes, which
-    /// [`Storage::size_bytes`] repeats from now on.
-    pub fn refresh_size(&self) -> Result<u64> {
-        each!(self, inner => inner.refresh_size())
+    /// Reads the size anew, in case the storage was resized from outside; returns the size in
+    /// bytes, which [`Storage::size_bytes`] repeats from now on. A file's size takes as long as its
+    /// file system takes to answer.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub async fn refresh_size(&self) -> Result<u64> {
+        each!(self, inner => inner.refresh_size().await)
     }
 
     /// Multiple of the sizes that [`Storage::resize`] accepts, in bytes: 1 where a size is kept to
@@ -262,13 +266,56 @@ impl Storage {
 
     /// Which file is at the bottom; none where that is no file.
     pub(crate) fn file_identity(&self) -> Option<FileIdentity> {
-        self.file().and_then(File::identity)
+        self.file().map(File::identity)
     }
 
     /// What the file at the bottom looks like from outside: another stamp, another content. None
     /// where that is no file.
-    pub(crate) fn stamp(&self) -> Option<Stamp> {
-        self.file().and_then(File::stamp)
+    pub(crate) async fn stamp(&self) -> Option<Stamp> {
+        match self.file() {
+            Some(file) => file.stamp().await,
+            None => None,
+        }
+    }
+
+    /// Whether the bottom is a regular file.
+    pub(crate) fn has_stamp(&self) -> bool {
+        self.file().is_some_and(File::can_grow)
+    }
+
+    /// Bytes that its file system has allocated to the file at the bottom; `None` where that is no
+    /// file, or the file system cannot tell. After `patience` it is the last known number.
+    pub async fn allocated_bytes_within(&self, patience: Duration) -> Option<u64> {
+        let file = self.file()?;
+        match reactor::timeout(patience, file.allocated_bytes()).await {
+            Ok(bytes) => bytes.ok(),
+            Err(_) => Some(file.last_allocated_bytes()),
+        }
+    }
+
+    /// Returns once the file system of the file at the bottom has answered; at once where that is
+    /// no file.
+    pub(crate) async fn ask(&self) -> Result<()> {
+        match self.file() {
+            Some(file) => file.ask().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Fails what waits for the file at the bottom, and all later requests, with
+    /// [`Error::TIMED_OUT`](crate::error::Error::TIMED_OUT): its file system does not answer, and it
+    /// is to be closed. Reads and writes of a file whose file system cannot be attempted without
+    /// waiting are failed; others end by themselves.
+    pub(crate) fn give_up(&self) {
+        if let Some(file) = self.file() {
+            file.give_up();
+        }
+    }
+
+    /// Its other end is closed once the file at the bottom is closed and its locks are released;
+    /// `None` where that is no file.
+    pub(crate) fn closed(&self) -> Option<async_channel::Receiver<()>> {
+        self.file().map(File::closed)
     }
 
     /// What it is, for people: kind, place, cache mode, wrappers.
@@ -346,7 +393,7 @@ impl Storage {
         if let Some(image) = self.rbd() {
             image.look_again().await?;
         }
-        self.refresh_size()
+        self.refresh_size().await
     }
 
     /// What a library keeps of it in this process's memory, at most, in bytes.
@@ -682,6 +729,7 @@ impl Storage {
     /// As reported by the file system.
     pub async fn allocated_bytes(&self) -> Result<u64> {
         match self {
+            Self::File(file) if !file.device().can_grow() => Ok(self.size_bytes()),
             Self::File(file) => file.device().allocated_bytes().await,
             Self::Memory(memory) => Ok(memory.allocated_bytes()),
             Self::Wrapped(wrapped) => Box::pin(wrapped.allocated_bytes()).await,

@@ -26,7 +26,7 @@ impl Null {
         self.size_bytes.load(Relaxed)
     }
 
-    pub(super) fn refresh_size(&self) -> Result<u64> {
+    pub(super) async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 

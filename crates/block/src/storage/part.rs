@@ -103,7 +103,7 @@ mod tests {
             let part = Storage::memory(4096).part(Part { offset: 1024, size: None });
             assert_eq!(part.size_bytes(), 3072);
             part.resize(7168).await.expect("memory grows");
-            assert_eq!((part.size_bytes(), part.refresh_size()), (7168, Ok(7168)));
+            assert_eq!((part.size_bytes(), part.refresh_size().await), (7168, Ok(7168)));
             let beyond = Storage::memory(4096).part(Part { offset: 5000, size: None });
             assert_eq!(beyond.size_bytes(), 0);
         });

@@ -314,7 +314,7 @@ impl Device for Simulated {
         self.lock().visible.len() as u64
     }
 
-    fn refresh_size(&self) -> Result<u64> {
+    async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 

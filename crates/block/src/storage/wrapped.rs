@@ -99,8 +99,8 @@ impl Wrapped {
         self.part().size_in(self.inner.size_bytes())
     }
 
-    pub(super) fn refresh_size(&self) -> Result<u64> {
-        Ok(self.part().size_in(self.inner.refresh_size()?))
+    pub(super) async fn refresh_size(&self) -> Result<u64> {
+        Ok(self.part().size_in(Box::pin(self.inner.refresh_size()).await?))
     }
 
     pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {

@@ -49,15 +49,15 @@ impl Assembly {
     /// What it takes to open the image of a disk, with its passphrases.
     pub(crate) async fn opening(&mut self, planned: &settings::Disk) -> anyhow::Result<Opening> {
         let sources = planned.qcow2.secrets.clone();
-        for source in &sources {
-            if let SecretSource::File(path) = source {
-                warn_of_readers("passphrase", path);
-            }
-        }
         // On another thread: a pipe says nothing until its other end is closed.
         let mut secrets = std::mem::take(&mut self.secrets);
         let own;
         (self.secrets, own) = reactor::blocking(move || {
+            for source in &sources {
+                if let SecretSource::File(path) = source {
+                    warn_of_readers("passphrase", path);
+                }
+            }
             let own = sources.iter().map(|source| secrets.get(source)).collect::<anyhow::Result<_>>();
             (secrets, own)
         })

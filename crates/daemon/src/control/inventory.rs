@@ -415,6 +415,9 @@ impl Inventory {
         let disk = self.unlist_disk(name)?;
         let _closing = Closing::begin(&self.closing, name);
         disk.close().await;
+        if let Ok(disk) = Rc::try_unwrap(disk) {
+            disk.until_free().await;
+        }
         Ok(())
     }
 

@@ -13,6 +13,9 @@ use policy::time::Duration;
 use serde_json::{Map, Value};
 use settings::{Image, Qcow2Settings};
 
+/// How long the removal of a disk waits for its files to be closed.
+const TO_BE_FREE: Duration = Duration::from_secs(5);
+
 #[derive(Debug)]
 pub(crate) struct RunningDisk {
     pub(crate) disk: Arc<Disk>,
@@ -35,11 +38,25 @@ impl RunningDisk {
     pub(crate) async fn close(&self) {
         let disk = self.disk.name();
         self.disk.failures().lift();
-        if let Err(error) = self.disk.flush().await {
-            tracing::error!(%disk, %error, "the last flush of a disk that is removed failed");
-        }
-        if let Err(error) = self.disk.close().await {
-            tracing::error!(%disk, %error, "a disk that is removed could not be closed");
+        let ending = async {
+            if let Err(error) = self.disk.flush().await {
+                tracing::error!(%disk, %error, "the last flush of a disk that is removed failed");
+            }
+            if let Err(error) = self.disk.close().await {
+                tracing::error!(%disk, %error, "a disk that is removed could not be closed");
+            }
+        };
+        self.disk.unless_silent(ending).await;
+    }
+
+    /// Waits until the files of a disk that was closed are free for other programs, for
+    /// [`TO_BE_FREE`] at most: a file system that does not answer keeps them open. The caller has
+    /// the last reference to the disk.
+    pub(crate) async fn until_free(self) {
+        let (name, closed) = (Arc::clone(self.disk.name()), self.disk.closed());
+        drop(self);
+        if !closed.within(TO_BE_FREE).await {
+            tracing::warn!(disk = %name, "the files of a disk that was removed are still open: its file system does not answer");
         }
     }
 }

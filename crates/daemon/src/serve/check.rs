@@ -21,7 +21,10 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::storage::{self, rate::Budgets};
+use block::{
+    reactor,
+    storage::{self, rate::Budgets},
+};
 use clap::Args;
 use console::{Failure, complain, descriptors, figures, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
@@ -289,7 +292,14 @@ async fn images(
             others == Others::AreInTheWay && !planned.handover
                 || holder.is_some_and(|name| !name.starts_with("weir"))
         };
-        if let Some(error) = path.and_then(|path| storage::in_use(path, planned.read_only))
+        let in_use = match path.map(Path::to_owned) {
+            Some(path) => {
+                let read_only = planned.read_only;
+                reactor::blocking(move || storage::in_use(&path, read_only)).await
+            }
+            None => None,
+        };
+        if let Some(error) = in_use
             && is_told(error.holder.as_deref())
         {
             found.push(anyhow::Error::from(error).context(place()));

@@ -5,13 +5,15 @@
 //!                                             └─ before: what users of files over FUSE keep in memory
 //! ```
 //!
-//! Never ends before every disk is flushed or has failed to be, unless it is asked twice.
+//! Never ends before every disk is flushed or has failed to be, unless it is asked twice. A disk
+//! whose file system has stopped answering fails to be flushed after ten seconds.
 
 use std::{
     future::poll_fn,
     path::{Path, PathBuf},
     pin::pin,
     rc::Rc,
+    sync::Arc,
     task::Poll,
 };
 
@@ -143,6 +145,7 @@ impl Daemon {
             while inventory.leaving.get() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
+            let giving_up: Vec<_> = disks.iter().map(give_up_once_silent).collect();
             if !stopped.is_empty() {
                 // What they hold goes back into rings and to devices, for who serves these next.
                 let all_gone = async {
@@ -167,10 +170,18 @@ impl Daemon {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
             let result = flush_and_close(&disks).await;
+            drop(giving_up);
             inventory.recordings.end_all().await;
             let _ = events.try_send(Event::Finished(result));
         });
     }
+}
+
+/// Gives a disk up once a file system below it does not answer: what waits for it then fails, and
+/// the other disks are flushed and closed.
+fn give_up_once_silent(running: &Rc<RunningDisk>) -> reactor::JoinHandle<()> {
+    let disk = Arc::clone(&running.disk);
+    reactor::spawn_joinable(async move { disk.give_up_once_silent().await })
 }
 
 /// Has the kernel write what file systems on these files, or on loop devices over them, and loop

@@ -85,6 +85,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     reactor::threads_must_end();
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
+        // Here control sockets, exports and workers meet: no disk may hold them up.
+        reactor::never_blocks_here();
         let file = file.map(|file| (file, said));
         let started = Daemon::start(plan, steps, file, inherited, before, (signals, runner)).await;
         if let (Err(error), Some(regrets)) = (&started, regrets) {

@@ -9,12 +9,23 @@ use std::{
 };
 
 use block::{disk::Disk, image::qcow2::bitmap::BitmapView, storage::BlockSize};
-use policy::access::Access;
+use policy::{access::Access, time::Duration};
 
 use super::{
     catalog::{BlockSizes, ExportInfo, Features},
     proto,
 };
+
+/// How long a client in its handshake waits for the file system to tell the size of an image. Then
+/// it gets the last known size.
+const TO_SEE_SIZE: Duration = Duration::from_secs(1);
+
+/// Finds out whether the image of a disk was resized from outside.
+pub(super) async fn look_at_size(disk: &Disk) {
+    if let Err(error) = disk.refresh_size_within(TO_SEE_SIZE).await {
+        tracing::warn!(disk = %disk.name(), %error, "cannot see whether the image was resized");
+    }
+}
 
 /// A disk as a server offers it.
 #[allow(missing_docs, reason = "the names say it")]
@@ -33,12 +44,9 @@ pub struct Export {
 }
 
 impl Export {
-    /// As it is now, with the size of an image that was resized from outside.
+    /// As last known; [`look_at_size`] finds out whether the image was resized from outside.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
-        if let Err(error) = self.disk.refresh_size() {
-            tracing::warn!(disk = %self.disk.name(), %error, "cannot see whether the image was resized");
-        }
         ExportInfo {
             name: Arc::clone(&self.name),
             description: Arc::clone(&self.description),

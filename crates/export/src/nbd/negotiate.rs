@@ -118,7 +118,7 @@ enum Then {
 
 /// The server's side of one connection's handshake: [`Handshake::start`] once, then
 /// [`Handshake::advance`] until an event says it is over. The owner limits the time it may take.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Handshake {
     policy: TlsPolicy,
     phase: Phase,

@@ -10,7 +10,7 @@ use super::wire::{self, Fields};
 use std::sync::Arc;
 
 /// What the options so far have agreed on.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Terms {
     pub(super) fixed_newstyle: bool,
     pub(super) no_zeroes: bool,

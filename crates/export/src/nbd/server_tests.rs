@@ -1,6 +1,7 @@
 //! Exports that come and go, over real sockets.
 
 use std::{
+    cell::Cell,
     io::{ErrorKind, Read, Write},
     os::unix::net::UnixStream,
 };
@@ -172,7 +173,7 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
         for number in 0..200 {
             server.add(export(&format!("disk-{number}"))).expect("a name of its own");
         }
-        let offer = Offer { server: &server, client: Client::default() };
+        let offer = Offer { server: &server, client: Client::default(), shown: Cell::new(None) };
         let info = [&[0, 0, 0, 6][..], b"disk-7", &[0, 0]].concat();
         for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
             let mut out = Vec::new();

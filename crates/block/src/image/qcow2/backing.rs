@@ -26,21 +26,29 @@ impl Qcow2 {
     /// # Panics
     /// Without a reactor on this thread.
     pub fn watch_backing(&self) {
-        let before: Vec<_> = self.images_below().map(|image| image.storage().stamp()).collect();
-        if before.iter().all(Option::is_none) {
+        if !self.images_below().any(|image| image.storage().has_stamp()) {
             return;
         }
         let image = Arc::downgrade(&self.0);
         reactor::spawn(async move {
+            let mut before: Option<Vec<_>> = None;
             loop {
-                reactor::sleep_until(reactor::now() + LOOK_EVERY).await;
                 let Some(image) = image.upgrade().map(Self) else { return };
-                let mut below = image.images_below().zip(&before);
-                if let Some((changed, _)) = below.find(|(image, before)| image.storage().stamp() != **before)
-                {
-                    image.lose_backing(changed);
-                    return;
+                // One after the other: a file system that does not answer holds up this task alone.
+                let mut stamps = Vec::new();
+                for below in image.images_below() {
+                    stamps.push(below.storage().stamp().await);
                 }
+                if let Some(before) = &before {
+                    let mut below = image.images_below().zip(before.iter().zip(&stamps));
+                    if let Some((changed, _)) = below.find(|(_, (before, now))| before != now) {
+                        image.lose_backing(changed);
+                        return;
+                    }
+                }
+                before.get_or_insert(stamps);
+                drop(image);
+                reactor::sleep_until(reactor::now() + LOOK_EVERY).await;
             }
         });
     }

@@ -195,7 +195,7 @@ impl ImageFile {
         }
         if !self.storage.can_grow() {
             // Its owner may have made it longer.
-            return if self.storage.refresh_size()? >= end { Ok(()) } else { Err(Error::NO_SPACE) };
+            return if self.storage.refresh_size().await? >= end { Ok(()) } else { Err(Error::NO_SPACE) };
         }
         let more = (end / GROWTH_PART).clamp(LEAST_GROWTH, MOST_GROWTH);
         let wanted = (end + more).next_multiple_of(LEAST_GROWTH);

@@ -160,7 +160,7 @@ impl Qcow2 {
         }
         let packed = self.file.storage().read(host, Buffer::new(there as usize)).await?.to_vec();
         let kind = self.compression;
-        let unpacked = reactor::blocking(move || {
+        let unpacked = reactor::computing(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)
         });

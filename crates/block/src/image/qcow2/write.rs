@@ -459,7 +459,7 @@ impl Qcow2 {
         let mut cluster = vec![0; cluster_bytes as usize];
         data.copy_to(&mut cluster);
         let kind = self.compression;
-        let packed = reactor::blocking(move || compress::compress(kind, &cluster)).await;
+        let packed = reactor::computing(move || compress::compress(kind, &cluster)).await;
         let Some(packed) = packed else { return self.write(offset, data, Durability::Cached).await };
         let image = self.clone();
         let write = reactor::spawn_to_end(async move {

@@ -176,7 +176,7 @@ impl Control {
     /// `io_uring_setup(2)` says.
     pub fn open() -> io::Result<Self> {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
-        let ring = restricted::build(&mut IoUring::builder(), 1, &[opcode::UringCmd80::CODE], &[])?;
+        let ring = restricted::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
         let mut control = Self { driver, ring, dialect: Dialect::Ioctl, features: 0 };
         let mut features = 0_u64;
         match control.exchange(Command::new(command::GET_FEATURES, ANY), Some(&mut features)) {

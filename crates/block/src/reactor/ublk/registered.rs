@@ -131,7 +131,8 @@ impl Registered {
         let entry = opcode::ReadFixed::new(target, room, length(self.bytes - filled), self.number()?)
             .offset(offset)
             .ioprio(priority::current())
-            .build();
+            .build()
+            .flags(fd.flags());
         // SAFETY: the kernel holds the buffer itself, and the descriptor is held with its number.
         let op = unsafe { Op::start(&entry, (fd.clone(), self.clone())) }.soon(MOST_READS_HELD_BACK);
         op.await.0.map(|count| count as usize)
@@ -152,7 +153,8 @@ impl Registered {
         let entry = opcode::WriteFixed::new(target, rest, length(self.bytes - written), self.number()?)
             .offset(offset)
             .rw_flags(durability.flags())
-            .build();
+            .build()
+            .flags(fd.flags());
         // SAFETY: as in `read_at`.
         let op = unsafe { Op::start(&entry, (fd.clone(), self.clone())) }.soon(MOST_WRITES_HELD_BACK);
         op.await.0.map(|count| count as usize)

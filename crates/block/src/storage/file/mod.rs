@@ -15,7 +15,9 @@
 //! and zeroes would hide that. Never makes a file longer, unless it is resized.
 
 mod cache_mode;
+mod calls;
 mod direct;
+mod lane;
 mod open;
 mod passed;
 mod resize;
@@ -25,17 +27,20 @@ mod tests;
 mod zero;
 
 use std::{
-    os::fd::AsFd as _,
-    sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed},
+    os::fd::{AsFd as _, BorrowedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed},
+    },
 };
-
-use nix::unistd::{Whence, lseek};
 
 pub(super) use self::open::{FileOptions, open};
 pub use self::{
     cache_mode::CacheMode,
     passed::{Passed, PassedFile},
 };
+use lane::Lane;
+
 use super::{
     BlockSize, Durability, Extent, Stamp, ZeroOptions,
     align::{Alignment, Device, Registering},
@@ -47,8 +52,9 @@ use crate::{
     buffer::{Segment, Segments},
     error::{Error, Result},
     reactor::{
-        self,
-        op::{self, Fd, MOST_SEGMENTS},
+        check_may_block,
+        op::{self, Closing, Fd, MOST_SEGMENTS},
+        recently,
         ublk::Registered,
         yield_now,
     },
@@ -87,6 +93,7 @@ impl FileIdentity {
 
     /// Of the file that a path leads to now; nothing where there is none.
     pub(crate) fn at(path: &std::path::Path) -> Option<Self> {
+        check_may_block();
         use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
         let metadata = std::fs::metadata(path).ok()?;
         let is_device = metadata.file_type().is_block_device();
@@ -101,7 +108,12 @@ pub struct File {
     fd: Fd,
     /// The same file without.
     buffered: Fd,
+    lane: Lane,
     kind: Kind,
+    identity: FileIdentity,
+    /// The number of the device that it is, or that its file system is on, in the form of stat(2).
+    device_number: u64,
+    ending: Arc<Ending>,
     cache: CacheMode,
     read_only: bool,
     /// Locks keep others from writing to it whenever it is used.
@@ -113,6 +125,7 @@ pub struct File {
     zero_alignment: u64,
     page_bytes: u64,
     size_bytes: AtomicU64,
+    allocated_bytes: AtomicU64,
     name: String,
     /// It came from another process, with the locks.
     passed: Option<Passed>,
@@ -127,12 +140,45 @@ pub struct File {
     past_ends: Seldom,
 }
 
+/// The end of a file: the locks are released after the last operation, which may still write, and
+/// before the file is closed.
+#[derive(Debug)]
+struct Ending {
+    /// The locks belong to this process.
+    releases: AtomicBool,
+    /// Closed with the last descriptor.
+    _closed: async_channel::Sender<()>,
+    closed: async_channel::Receiver<()>,
+}
+
+impl Ending {
+    fn new() -> Arc<Self> {
+        let (sender, closed) = async_channel::bounded(1);
+        Arc::new(Self { releases: AtomicBool::new(false), _closed: sender, closed })
+    }
+}
+
+impl Closing for Ending {
+    fn before(&self, fd: BorrowedFd<'_>) {
+        if self.releases.load(Relaxed) {
+            lock::release(fd);
+        }
+    }
+}
+
+/// The end of a descriptor that is not the last one of its file.
+#[derive(Debug)]
+struct Beside {
+    _ending: Arc<Ending>,
+}
+
+impl Closing for Beside {
+    fn before(&self, _: BorrowedFd<'_>) {}
+}
+
 impl Drop for File {
     fn drop(&mut self) {
-        // What is in flight may still write: then they last until that is done.
-        if !self.is_anothers() && !self.is_busy() {
-            lock::release(&self.fd);
-        }
+        self.ending.releases.store(!self.is_anothers(), Relaxed);
     }
 }
 
@@ -180,7 +226,7 @@ impl File {
             Err(_) => return Ok(false),
         }
         // What another host has written is not in the page cache of this one.
-        let _ = rustix::fs::fadvise(&self.buffered, 0, None, rustix::fs::Advice::DontNeed);
+        calls::forget_pages(&self.buffered);
         Ok(true)
     }
 
@@ -224,9 +270,12 @@ impl File {
             0 => {}
             errno => return Err(Error::from_errno(errno)),
         }
-        let result = retried(|| op::sync(&self.fd)).await;
-        if let Err(error) = result {
-            if let Some(left_out) = self.sync_failures.line(reactor::recently()) {
+        let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
+        let result = self.lane.operate(&self.fd, sync).await;
+        if let Err(error) = result
+            && !self.lane.is_given_up()
+        {
+            if let Some(left_out) = self.sync_failures.line(recently()) {
                 let what = "sync failed: writes since the last one may be lost";
                 tracing::error!(file = self.name, %error, left_out, "{what}");
             }
@@ -239,35 +288,48 @@ impl File {
     }
 
     /// The number of the device that it is, or that its file system is on, in the form of stat(2).
-    pub(crate) fn device_number(&self) -> Option<u64> {
-        let status = nix::sys::stat::fstat(&self.buffered).ok()?;
-        Some(if self.kind == Kind::BlockDevice { status.st_rdev } else { status.st_dev })
+    pub(crate) fn device_number(&self) -> u64 {
+        self.device_number
     }
 
     /// Which file it is, whatever it is called.
-    pub(crate) fn identity(&self) -> Option<FileIdentity> {
-        let status = nix::sys::stat::fstat(&self.buffered).ok()?;
-        Some(FileIdentity::of(status.st_dev, status.st_ino, status.st_rdev, self.kind == Kind::BlockDevice))
+    pub(crate) fn identity(&self) -> FileIdentity {
+        self.identity
     }
 
     /// See [`Storage::stamp`](crate::storage::Storage::stamp). A block device has none.
-    pub(crate) fn stamp(&self) -> Option<Stamp> {
-        let status = nix::sys::stat::fstat(&self.buffered).ok()?;
-        let stamp = Stamp {
-            modified_s: status.st_mtime,
-            modified_ns: status.st_mtime_nsec,
-            size_bytes: status.st_size,
-        };
-        (self.kind != Kind::BlockDevice).then_some(stamp)
+    pub(crate) async fn stamp(&self) -> Option<Stamp> {
+        match self.kind {
+            Kind::Regular => self.lane.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
+            Kind::BlockDevice => None,
+        }
     }
 
     /// See [`Storage::allocated_bytes`](crate::storage::Storage::allocated_bytes).
     pub(in crate::storage) async fn allocated_bytes(&self) -> Result<u64> {
-        if self.kind == Kind::BlockDevice {
-            return Ok(self.size_bytes());
-        }
-        let fd = self.buffered.clone();
-        reactor::blocking(move || status::allocated_bytes(&fd)).await
+        let bytes = self.lane.call(&self.buffered, |fd| calls::allocated_bytes(fd)).await?;
+        self.allocated_bytes.store(bytes, Relaxed);
+        Ok(bytes)
+    }
+
+    /// As last seen.
+    pub(in crate::storage) fn last_allocated_bytes(&self) -> u64 {
+        self.allocated_bytes.load(Relaxed)
+    }
+
+    /// See [`Storage::ask`](crate::storage::Storage::ask).
+    pub(in crate::storage) async fn ask(&self) -> Result<()> {
+        self.lane.call(&self.buffered, |fd| calls::ask(fd)).await
+    }
+
+    /// See [`Storage::give_up`](crate::storage::Storage::give_up).
+    pub(in crate::storage) fn give_up(&self) {
+        self.lane.give_up();
+    }
+
+    /// See [`Storage::closed`](crate::storage::Storage::closed).
+    pub(in crate::storage) fn closed(&self) -> async_channel::Receiver<()> {
+        self.ending.closed.clone()
     }
 
     /// With O_DIRECT there is no cache to fill.
@@ -277,18 +339,28 @@ impl File {
 
     /// See [`Storage::will_need`](crate::storage::Storage::will_need).
     pub(super) async fn will_need(&self, offset: u64, length: u64) {
-        if self.can_read_ahead()
-            && let Err(error) = op::read_ahead(&self.fd, offset, length).await
-        {
+        if !self.can_read_ahead() {
+            return;
+        }
+        let read_ahead = async |fd: Fd| Ok(op::read_ahead(&fd, offset, length).await?);
+        if let Err(error) = self.lane.operate(&self.fd, read_ahead).await {
             tracing::debug!(file = self.name, %error, "reading ahead was refused");
         }
     }
 
     async fn read_all(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
-        let length = target.len();
-        if length == 0 {
+        if target.is_empty() {
             return Ok(target);
         }
+        if self.lane.bounds_transfers() {
+            let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
+            return Box::pin(self.lane.operate(fd, read)).await;
+        }
+        self.read_whole(fd, offset, target).await
+    }
+
+    async fn read_whole(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len();
         let (result, target) = op::read_at(fd, target, 0, offset).await;
         match result {
             Ok(count) if count == length => Ok(target),
@@ -330,7 +402,7 @@ impl File {
             // Resized while the request was on its way, which is as if it had come afterwards.
             return Error::INVALID;
         }
-        if let Some(left_out) = self.past_ends.line(reactor::recently()) {
+        if let Some(left_out) = self.past_ends.line(recently()) {
             let what = "read past the end: the file was truncated while in use";
             tracing::warn!(file = self.name, end, left_out, "{what}");
         }
@@ -341,6 +413,14 @@ impl File {
         if data.is_empty() {
             return Ok(());
         }
+        if self.lane.bounds_transfers() {
+            let write = async |fd: Fd| self.write_whole(&fd, offset, data, asked).await;
+            return Box::pin(self.lane.operate(fd, write)).await;
+        }
+        self.write_whole(fd, offset, data, asked).await
+    }
+
+    async fn write_whole(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
         let durability = self.durability(asked);
         if durability == Durability::Synchronous && self.dsync_refused.load(Relaxed) {
             Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
@@ -420,10 +500,33 @@ impl File {
 
 impl Registering for File {
     async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        if self.lane.bounds_transfers() {
+            let read = async |fd: Fd| Ok(self.read_registered_by(&fd, offset, buffer).await);
+            return self.lane.operate(&self.fd, read).await.unwrap_or_else(|error| Some(Err(error)));
+        }
+        self.read_registered_by(&self.fd, offset, buffer).await
+    }
+
+    async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        asked: Durability,
+    ) -> Option<Result<()>> {
+        if self.lane.bounds_transfers() {
+            let write = async |fd: Fd| Ok(self.write_registered_by(&fd, offset, buffer, asked).await);
+            return self.lane.operate(&self.fd, write).await.unwrap_or_else(|error| Some(Err(error)));
+        }
+        self.write_registered_by(&self.fd, offset, buffer, asked).await
+    }
+}
+
+impl File {
+    async fn read_registered_by(&self, fd: &Fd, offset: u64, buffer: &Registered) -> Option<Result<()>> {
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
             let at = offset + done as u64;
-            match buffer.read_at(&self.fd, done, at).await {
+            match buffer.read_at(fd, done, at).await {
                 Ok(count) if count > 0 && count.is_multiple_of(self.alignment.offset as usize) => {
                     done += count;
                 }
@@ -439,8 +542,9 @@ impl Registering for File {
         Some(Ok(()))
     }
 
-    async fn write_registered(
+    async fn write_registered_by(
         &self,
+        fd: &Fd,
         offset: u64,
         buffer: &Registered,
         asked: Durability,
@@ -451,7 +555,7 @@ impl Registering for File {
         }
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
-            match buffer.write_at(&self.fd, done, offset + done as u64, durability).await {
+            match buffer.write_at(fd, done, offset + done as u64, durability).await {
                 // A part of a block is written again.
                 Ok(count) if count as u64 >= self.alignment.offset => {
                     done += count - count % self.alignment.offset as usize;
@@ -514,11 +618,8 @@ impl Device for File {
         self.size_bytes.load(Relaxed)
     }
 
-    fn refresh_size(&self) -> Result<u64> {
-        // Seeking to the end works for files and devices alike, and does no I/O; nobody uses the
-        // position.
-        let end = lseek(&self.buffered, 0, Whence::SeekEnd);
-        let size = u64::try_from(end.map_err(|errno| Error::from_errno(errno as i32))?).unwrap_or(0);
+    async fn refresh_size(&self) -> Result<u64> {
+        let size = self.lane.call(&self.buffered, |fd| calls::size(fd)).await?;
         self.size_bytes.store(size, Relaxed);
         Ok(size)
     }
@@ -589,10 +690,9 @@ impl Device for File {
     }
 
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        let (fd, kind) = (self.buffered.clone(), self.kind);
-        if kind == Kind::BlockDevice {
+        if self.kind == Kind::BlockDevice {
             return Ok(vec![Extent { length, hole: false, zero: false }]);
         }
-        reactor::blocking(move || status::extents(&fd, offset, length)).await
+        self.lane.call(&self.buffered, move |fd| status::extents(fd, offset, length)).await
     }
 }

@@ -8,7 +8,7 @@ use std::{
     io::{ErrorKind, Seek, SeekFrom},
     os::{
         fd::{AsRawFd, OwnedFd},
-        unix::fs::{FileTypeExt, OpenOptionsExt},
+        unix::fs::{FileTypeExt, MetadataExt as _, OpenOptionsExt},
     },
     path::Path,
     sync::{
@@ -19,10 +19,10 @@ use std::{
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::{CacheMode, File, FileIdentity, Kind, Passed, direct, zero};
+use super::{Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, direct, lane::Lane, zero};
 use crate::{
     error::what_gives_descriptors,
-    reactor::op::Fd,
+    reactor::{check_may_block, op::Fd},
     seldom::Seldom,
     storage::{
         OpenError,
@@ -53,6 +53,7 @@ pub(in crate::storage) struct FileOptions {
 
 /// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
 pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File), OpenError> {
+    check_may_block();
     let name = path.display().to_string();
     if let Some(descriptor) = &options.descriptor {
         return of_descriptor(descriptor, name, options);
@@ -136,10 +137,17 @@ fn lock_and_look(
         Kind::Regular => 1,
         Kind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
     };
+    let status = buffered.metadata().map_err(|error| failed(&error))?;
+    let (lane, ending) = (Lane::of(&buffered, kind == Kind::BlockDevice), Ending::new());
+    let again = buffered.try_clone().map_err(|error| failed(&error))?;
     let file = File {
-        fd: Fd::from(main),
-        buffered: Fd::from(buffered.try_clone().map_err(|error| failed(&error))?),
+        fd: Fd::of_file(main, Arc::clone(&ending) as _),
+        buffered: Fd::of_file(again, Arc::new(Beside { _ending: Arc::clone(&ending) })),
+        lane,
         kind,
+        identity: FileIdentity::of(status.dev(), status.ino(), status.rdev(), kind == Kind::BlockDevice),
+        device_number: if kind == Kind::BlockDevice { status.rdev() } else { status.dev() },
+        ending,
         cache: options.cache,
         read_only: options.read_only,
         is_protected,
@@ -148,6 +156,7 @@ fn lock_and_look(
         zero_alignment,
         page_bytes: page_bytes(),
         size_bytes: AtomicU64::new(size_bytes),
+        allocated_bytes: AtomicU64::new(status.blocks() * 512),
         name,
         passed,
         zeroing: zero::Refused::default(),

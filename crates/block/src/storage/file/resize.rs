@@ -5,20 +5,14 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use nix::unistd::ftruncate;
-
-use super::{File, Kind};
-use crate::{
-    error::Error,
-    reactor,
-    storage::{align::Device as _, resize::ResizeError},
-};
+use super::{File, Kind, calls};
+use crate::storage::{align::Device as _, resize::ResizeError};
 
 impl File {
     /// See [`Storage::resize`](crate::storage::Storage::resize).
     pub(super) async fn set_size(&self, size_bytes: u64) -> Result<(), ResizeError> {
         if self.kind == Kind::BlockDevice {
-            let actual = self.refresh_size()?;
+            let actual = self.refresh_size().await?;
             return if actual == size_bytes {
                 Ok(())
             } else {
@@ -39,15 +33,14 @@ impl File {
             // First, so that nobody reads there any more.
             self.size_bytes.store(size_bytes, Relaxed);
         }
-        let fd = self.buffered.clone();
-        match reactor::blocking(move || ftruncate(&fd, size)).await {
+        match self.lane.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {
             Ok(()) => {
                 self.size_bytes.store(size_bytes, Relaxed);
                 Ok(())
             }
-            Err(errno) => {
+            Err(error) => {
                 self.size_bytes.store(old, Relaxed);
-                Err(Error::from_errno(errno as i32).into())
+                Err(error.into())
             }
         }
     }

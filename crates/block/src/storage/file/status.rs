@@ -1,25 +1,14 @@
-//! Which parts of a file are holes, by SEEK_DATA and SEEK_HOLE, and how much space it takes.
+//! Which parts of a file are holes, by SEEK_DATA and SEEK_HOLE.
 
 use std::os::fd::AsFd;
 
-use nix::{
-    errno::Errno,
-    sys::stat::fstat,
-    unistd::{Whence, lseek},
-};
+use nix::{errno::Errno, unistd::Whence};
 
+use super::calls;
 use crate::{
     error::{Error, Result},
     storage::{Extent, MOST_EXTENTS, push_extent},
 };
-
-/// Bytes that the file takes on its file system; blocks.
-pub(super) fn allocated_bytes(fd: &impl AsFd) -> Result<u64> {
-    /// Of `st_blocks`, on every file system.
-    const UNIT: u64 = 512;
-    let status = fstat(fd).map_err(|errno| Error::from_errno(errno as i32))?;
-    Ok(u64::try_from(status.st_blocks).unwrap_or(0).saturating_mul(UNIT))
-}
 
 /// The extents of a range; blocks. The descriptor's position is nobody's, so moving it harms
 /// nobody; each call's answer is its own.
@@ -54,5 +43,5 @@ fn run_at(fd: &impl AsFd, at: u64, end: u64) -> Result<(bool, u64)> {
 
 fn seek(fd: &impl AsFd, offset: u64, whence: Whence) -> nix::Result<u64> {
     let offset = i64::try_from(offset).map_err(|_| Errno::EINVAL)?;
-    lseek(fd, offset, whence).map(i64::unsigned_abs)
+    calls::seek(fd, offset, whence)
 }

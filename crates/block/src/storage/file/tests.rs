@@ -298,13 +298,13 @@ fn growing_is_noticed_and_shrinking_fails_reads() {
         let file = std::fs::OpenOptions::new().write(true).open(path).expect("opens");
         file.set_len(2 << 20).expect("grows");
         assert_eq!(image.size_bytes(), 1 << 20);
-        assert_eq!(image.refresh_size(), Ok(2 << 20));
+        assert_eq!(image.refresh_size().await, Ok(2 << 20));
         assert_eq!(read(&image, (2 << 20) - 10, 10).await, [0; 10]);
         file.set_len(1000).expect("shrinks");
         assert_eq!(read(&image, 0, 512).await, content[..512], "a block that is still whole");
         let beyond = image.read(0, 4096).await;
         assert_eq!(beyond.err(), Some(Error::IO));
-        assert_eq!(image.refresh_size(), Ok(1000));
+        assert_eq!(image.refresh_size().await, Ok(1000));
     });
 }
 

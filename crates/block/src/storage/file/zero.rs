@@ -18,7 +18,7 @@ use super::{File, Kind, is_unsupported, retried};
 use crate::{
     buffer::Buffer,
     error::{Error, Result},
-    reactor::op,
+    reactor::op::{self, Fd},
     storage::{Durability, ZeroOptions, align::Device},
 };
 
@@ -94,7 +94,8 @@ impl File {
             return Ok(false);
         }
         let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
-        match retried(|| op::allocate(&self.fd, mode, offset, length)).await {
+        let allocate = async |fd: Fd| retried(|| op::allocate(&fd, mode, offset, length)).await;
+        match self.lane.operate(&self.fd, allocate).await {
             Ok(()) => Ok(true),
             Err(error) if is_unsupported(&std::io::Error::from_raw_os_error(error.errno())) => {
                 refused.store(true, Relaxed);

@@ -151,7 +151,7 @@ impl Device for Nbd {
     }
 
     /// The protocol has no word for it: see [`Device::resize`].
-    fn refresh_size(&self) -> Result<u64> {
+    async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 

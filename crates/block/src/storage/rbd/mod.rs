@@ -460,7 +460,7 @@ impl<B: Backend> Device for Rbd<B> {
     }
 
     /// As last seen: to look would wait for the cluster. [`Rbd::look_again`] looks.
-    fn refresh_size(&self) -> Result<u64> {
+    async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 

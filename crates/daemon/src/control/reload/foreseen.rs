@@ -3,10 +3,10 @@
 //! address, that a device was measured to do less than is promised, promises beside those of what
 //! was added over the control socket, caches that have no room, bitmaps that are not there.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, path::Path};
 
 use anyhow::Context as _;
-use block::storage;
+use block::{reactor, storage};
 use serde_json::Value;
 use settings::{Address, Endpoint};
 
@@ -88,7 +88,7 @@ impl Work<'_> {
             let planned = &self.plan.disks[index];
             let place = || self.draft.disks[index].image.place.to_string();
             self.inventory.check_image(&planned.image).with_context(place)?;
-            check_secrets(planned)?;
+            check_secrets(planned).await?;
             let looked = looking::alone(planned);
             let trial = Trial::begin(assembly.opening(&looked).await.with_context(place)?, false);
             let Ok(image) = trial.outcome().await else {
@@ -99,8 +99,10 @@ impl Work<'_> {
             looking::check_marks(planned, &image).with_context(place)?;
             files.take(planned, &image).with_context(place)?;
             let path = planned.image.path().filter(|_| !planned.force_share && !planned.handover);
-            if let Some(error) = path.and_then(|path| storage::in_use(path, planned.read_only)) {
-                return Err(error).with_context(place);
+            if let Some(path) = path.map(Path::to_owned) {
+                let read_only = planned.read_only;
+                let in_use = reactor::blocking(move || storage::in_use(&path, read_only)).await;
+                in_use.map_or(Ok(()), Err).with_context(place)?;
             }
             let running = assemble::disk(&looked, None, image)?;
             for export in self.plan.doors.iter().filter(|export| export.disk == index) {

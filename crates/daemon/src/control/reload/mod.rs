@@ -235,11 +235,13 @@ async fn leave_out_moved(inventory: &Inventory, (draft, plan): (&mut Draft, &mut
 }
 
 /// A pipe may never say its passphrase, and every later reload would wait for this one.
-fn check_secrets(disk: &settings::Disk) -> anyhow::Result<()> {
+async fn check_secrets(disk: &settings::Disk) -> anyhow::Result<()> {
     for source in &disk.qcow2.secrets {
         let SecretSource::File(path) = source else { continue };
         // What is not there is told by whoever reads it.
-        let is_file = fs::metadata(path).map_or(true, |metadata| metadata.is_file());
+        let of_call = path.clone();
+        let metadata = reactor::blocking(move || fs::metadata(of_call)).await;
+        let is_file = metadata.map_or(true, |metadata| metadata.is_file());
         ensure!(
             is_file,
             "disk {}: secret-file: {} is no file, and only a start waits for what it says (use a file, or restart weir)",
@@ -378,7 +380,7 @@ impl Work<'_> {
             let planned = &self.plan.disks[index];
             let place = || self.draft.disks[index].image.place.to_string();
             self.inventory.check_image(&planned.image).with_context(place)?;
-            check_secrets(planned)?;
+            check_secrets(planned).await?;
             let opening = assembly.opening(planned).await.with_context(place)?;
             trials.push((index, Trial::begin(opening, false)));
         }

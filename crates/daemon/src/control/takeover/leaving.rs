@@ -33,7 +33,7 @@ use super::{
 use crate::{
     control::{
         doors::Host,
-        inventory::{Door, Inventory, RunningExport},
+        inventory::{Door, Inventory, RunningDisk, RunningExport},
         serving::Serving,
     },
     listen::Listening,
@@ -81,10 +81,26 @@ pub(crate) struct Asked {
 ///
 /// # Errors
 /// What cannot be taken over.
-pub(crate) fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
-    begin_or_refuse(inventory, asked).inspect_err(|error| {
+pub(crate) async fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
+    let sizes = look_at_sizes(inventory).await;
+    sizes.and_then(|()| begin_or_refuse(inventory, asked)).inspect_err(|error| {
         tracing::warn!("another weir cannot take over, and all goes on: {error:#}");
     })
+}
+
+/// The newcomer learns the sizes that clients would learn now.
+async fn look_at_sizes(inventory: &Inventory) -> anyhow::Result<()> {
+    let look = |running: Rc<RunningDisk>| {
+        reactor::spawn_joinable(async move {
+            let size = running.disk.refresh_size_within(IN_FLIGHT).await;
+            size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
+        })
+    };
+    let looking: Vec<_> = inventory.disks().into_iter().map(look).collect();
+    for looked in looking {
+        looked.await?;
+    }
+    Ok(())
 }
 
 fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
@@ -196,8 +212,6 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
                 disk.name()
             )
         })?;
-        // As a client would be told that comes now.
-        disk.refresh_size().with_context(|| format!("disk {}: its size cannot be seen", disk.name()))?;
         let files = disk.descriptors()?;
         let (name, identity) = (disk.name().to_string(), Identity::of(disk));
         disks.push(OfferedDisk { name, files: files.len(), identity, origin: added::disk(&running) });

@@ -202,6 +202,7 @@ impl Server {
     /// # Errors
     /// [`Error`]; then there is no device.
     pub async fn connect(export: Export) -> Result<Arc<Self>, Error> {
+        live::look_at_size(&export.disk).await;
         let (wanted, connections) = (Arc::new(device(&export)), export.connections);
         let made = {
             let wanted = Arc::clone(&wanted);

@@ -3,6 +3,7 @@
 //! Never keeps more for a client than it needs: nobody knows yet who it is.
 
 use std::{
+    cell::Cell,
     net::{IpAddr, TcpStream},
     os::fd::OwnedFd,
     rc::Rc,
@@ -21,7 +22,7 @@ use crate::nbd::{
     catalog::{ExportInfo, Exports},
     connection::Connection,
     inbox::Inbox,
-    name,
+    live, name,
     negotiate::{self, Handshake, TlsPolicy},
     rest::Arriving,
     session::Session,
@@ -95,12 +96,23 @@ impl Server {
             Some(_) => TlsPolicy::Allowed,
         };
         let address = self.lock().get(number).and_then(|live| live.address);
-        let mut offer = Offer { server: self, client: Client { address, name: None } };
+        let mut offer =
+            Offer { server: self, client: Client { address, name: None }, shown: Cell::new(None) };
         let mut out = Vec::new();
         let mut handshake = Handshake::start(policy, &mut out);
         let mut inbox = Inbox::new();
         loop {
-            let step = handshake.advance(inbox.bytes(), &offer, &mut out);
+            let (before, filled) = (handshake.clone(), out.len());
+            let mut step = handshake.advance(inbox.bytes(), &offer, &mut out);
+            // The option's answer has the size of an export. Looking at it takes time, so it is
+            // done here, and the option is answered again.
+            if let Some(export) = offer.shown.take() {
+                self.look_at_size_of(export).await;
+                handshake = before;
+                out.truncate(filled);
+                step = handshake.advance(inbox.bytes(), &offer, &mut out);
+                offer.shown.set(None);
+            }
             inbox.consume(step.consumed);
             // Before the client is told, or it could have an export that seems to have no clients.
             if let negotiate::Event::Transmission(session) = &step.event
@@ -151,6 +163,15 @@ impl Server {
 /// state.
 const TLS_BYTES: u64 = 128 << 10;
 
+impl Server {
+    async fn look_at_size_of(&self, export: usize) {
+        let disk = self.exports().get(export).map(|export| Arc::clone(&export.disk));
+        if let Some(disk) = disk {
+            live::look_at_size(&disk).await;
+        }
+    }
+}
+
 const REMOVED: &str = "the export was removed during the handshake";
 
 /// Bytes of replies gathered before they are sent, so that those to many short options go out in
@@ -188,6 +209,8 @@ fn prepare(socket: &OwnedFd) {
 pub(super) struct Offer<'a> {
     pub(super) server: &'a Server,
     pub(super) client: Client,
+    /// The last export that the client was shown.
+    pub(super) shown: Cell<Option<usize>>,
 }
 
 impl Exports for Offer<'_> {
@@ -203,6 +226,7 @@ impl Exports for Offer<'_> {
     }
 
     fn get(&self, export: usize) -> Option<ExportInfo> {
+        self.shown.set(Some(export));
         self.server.exports().get(export).map(|export| self.server.offered(export.info()))
     }
 

@@ -107,7 +107,7 @@ impl Qcow2 {
     /// What the file says now, while another process may write to it.
     async fn bitmaps_of_another(&self) -> std::result::Result<Vec<Entry>, NoView> {
         let storage = self.file.storage();
-        storage.refresh_size().map_err(MetadataError::from)?;
+        storage.refresh_size().await.map_err(MetadataError::from)?;
         Ok(self.bitmaps_of(&read_header(storage).await?).await?)
     }
 }

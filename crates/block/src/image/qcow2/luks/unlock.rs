@@ -114,7 +114,7 @@ pub async fn unlock(storage: &Storage, place: Place, passphrase: &Secret) -> Res
         let material = storage.read(place.offset + slot.offset, Buffer::new(header.material_bytes())).await?;
         let (header, slot, passphrase) = (header.clone(), slot.clone(), passphrase.clone());
         let mut material = Zeroizing::new(material.to_vec());
-        let opened = reactor::blocking(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
+        let opened = reactor::computing(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
         if let Some(cipher) = opened {
             return Ok(cipher);
         }

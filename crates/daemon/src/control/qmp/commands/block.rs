@@ -24,6 +24,7 @@ use super::{
 };
 use crate::control::{
     inventory::{Inventory, NodeBelow, Refused, RunningDisk, StorageNode},
+    opening::PATIENCE,
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
 };
 
@@ -350,7 +351,8 @@ async fn open_bottom(
     inventory.check_image(image).map_err(generic)?;
     let spec = image.spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
-        reactor::blocking(move || check_kind(&path, device)).await.map_err(Error::generic)?;
+        let checked = reactor::timeout(PATIENCE, reactor::blocking(move || check_kind(&path, device))).await;
+        checked.unwrap_or_else(|_| Err(no_answer(&spec))).map_err(Error::generic)?;
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
     let secret = id.map(|id| inventory.secret(id)).transpose()?;
@@ -369,14 +371,24 @@ async fn open_bottom(
         }
         Err(error) => return Err(error),
     }
-    let opened = match open(&spec, options.clone()).await {
-        Err(_) if may_be_read_only && !options.storage.read_only => {
-            // It is free again for this.
-            options.storage.descriptor = None;
-            let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
-            open(&spec, ImageOptions { storage, ..options }).await
-        }
-        result => result,
+    let opening = async {
+        let opened = match open(&spec, options.clone()).await {
+            Err(_) if may_be_read_only && !options.storage.read_only => {
+                // It is free again for this.
+                options.storage.descriptor = None;
+                let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
+                open(&spec, ImageOptions { storage, ..options }).await
+            }
+            result => result,
+        };
+        Ok::<_, Error>(opened)
+    };
+    // An NBD server has time limits, which the options set.
+    let opened = match image.path() {
+        Some(_) => reactor::timeout(PATIENCE, opening).await.unwrap_or_else(|_| {
+            Err(Error::generic(format!("Could not open '{spec}': {}", no_answer(&spec))))
+        })?,
+        None => opening.await?,
     };
     opened.map_err(|error| {
         let OpenError { image, why, remedy, .. } = inventory.naming_holder(error);
@@ -387,6 +399,11 @@ async fn open_bottom(
         };
         Error::generic(format!("Could not open '{image}': {behind}{why} ({remedy})"))
     })
+}
+
+fn no_answer(spec: &str) -> String {
+    let seconds = PATIENCE.as_secs();
+    format!("the file system of {spec} has not answered for {seconds} s (see to it, and add the disk again)")
 }
 
 /// QEMU has a driver for files and one for devices.
@@ -439,7 +456,7 @@ impl Command for BlockdevDel {
                     }
                     Some(storage) => {
                         taken.close().await;
-                        drop(taken);
+                        taken.until_free().await;
                         open_again(&inventory, &node.name, &storage, below, told).await;
                     }
                 }

@@ -3,7 +3,7 @@
 //! A disk is a device and a node at once, both called by its name. What weir does not know is
 //! absent.
 
-use std::{os::unix::fs::MetadataExt as _, rc::Rc};
+use std::rc::Rc;
 
 use block::{
     image::{
@@ -13,6 +13,7 @@ use block::{
     reactor,
 };
 use image_tool::{beside, describe};
+use policy::time::Duration;
 use serde_json::{Value, json};
 
 use crate::control::{
@@ -20,16 +21,33 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, errors, settings},
 };
 
+/// How long a query waits for the file system of a disk; then it has the last known figure.
+const TO_SEE_SIZE: Duration = Duration::from_secs(1);
+
+/// The nodes of all disks, asked for at once: file systems that do not answer cost the time of one.
+async fn nodes(inventory: &Inventory) -> Vec<(Rc<RunningDisk>, Value)> {
+    let begin = |running: Rc<RunningDisk>| {
+        let of_task = Rc::clone(&running);
+        (running, reactor::spawn_joinable(async move { node(&of_task).await }))
+    };
+    let begun: Vec<_> = inventory.disks().into_iter().map(begin).collect();
+    let mut nodes = Vec::new();
+    for (running, node) in begun {
+        nodes.push((running, node.await));
+    }
+    nodes
+}
+
 query!(QueryBlock, "query-block", |inventory| {
     let mut list = Vec::new();
-    for running in inventory.disks() {
+    for (running, node) in nodes(&inventory).await {
         let mut entry = json!({
             "device": &**running.disk.name(),
             // QEMU's own answer to everything.
             "type": "unknown",
             "removable": false,
             "locked": false,
-            "inserted": node(&running).await,
+            "inserted": node,
         });
         if let Some(status) = errors::io_status(running.disk.failures()) {
             entry["io-status"] = json!(status);
@@ -52,10 +70,7 @@ impl Command for QueryNamedBlockNodes {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let mut list = Vec::new();
-        for running in inventory.disks() {
-            list.push(node(&running).await);
-        }
+        let list = nodes(&inventory).await.into_iter().map(|(_, node)| node).collect();
         Ok(Value::Array(list))
     }
 }
@@ -126,11 +141,8 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
             info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
         }
     }
-    if let Some(path) = running.image.path().map(ToOwned::to_owned) {
-        let metadata = reactor::blocking(move || std::fs::metadata(path)).await;
-        if let Ok(metadata) = metadata.as_ref().map(|metadata| metadata.blocks() * 512) {
-            info["actual-size"] = json!(metadata);
-        }
+    if let Some(bytes) = running.disk.image().storage().allocated_bytes_within(TO_SEE_SIZE).await {
+        info["actual-size"] = json!(bytes);
     }
     info
 }

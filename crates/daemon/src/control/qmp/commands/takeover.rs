@@ -29,7 +29,7 @@ impl Command for TakeOver {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let begun = leaving::begin(&inventory, self.0);
+        let begun = leaving::begin(&inventory, self.0).await;
         begun.map(|()| json!({})).map_err(|error| Error::generic(format!("{error:#}")))
     }
 }

@@ -1,0 +1,146 @@
+//! Isolation of one file from all others when its file system stops answering.
+//!
+//! A file system in user space, or one of a server, may stop answering. The kernel then keeps a
+//! thread for each operation and each call in hand, for as long as that lasts. So a file has few in
+//! hand at once, and requests beyond that wait here, where they cost no thread:
+//!
+//! ```text
+//!   reads, writes, syncs, allocations ─► OPERATIONS at once ─► io_uring, a kernel thread for each
+//!   sizes, extents, lengths, locks    ─► CALLS at once      ─► a thread of the pool for each
+//! ```
+//!
+//! Reads and writes on block devices and on the usual local file systems take no thread and are
+//! not bounded. On all other file systems (FUSE, NFS, CIFS, 9P, …) the kernel executes them on a
+//! thread from the start (`IOSQE_ASYNC`): an attempt that must not wait (`RWF_NOWAIT`) waits on
+//! FUSE for reading ahead.
+//!
+//! Gives up: once the file is to be closed although its file system does not answer, whatever waits
+//! for it fails with [`Error::TIMED_OUT`]. The kernel keeps the memory of operations in hand.
+
+use std::{
+    fs,
+    future::{Future, poll_fn},
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
+    task::Poll,
+};
+
+use event_listener::Event;
+use rustix::fs::fstatfs;
+
+use crate::{
+    error::{Error, Result},
+    reactor::{self, Permits, op::Fd},
+};
+
+/// Operations of io_uring on one file that occupy a thread of the kernel each. By default the
+/// kernel has four threads for each processor, shared by all files of a ring.
+const OPERATIONS: usize = 64;
+/// File systems on devices of this host, or in its memory, by their numbers in linux/magic.h: ext2
+/// to ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs, ramfs, and overlayfs, whose files are mostly
+/// on one of these.
+const LOCAL: [u32; 9] = [
+    0xef53,
+    0x5846_5342,
+    0x9123_683e,
+    0xf2f5_2010,
+    0xca45_1a4e,
+    0x2fc1_2fc1,
+    0x0102_1994,
+    0x8584_58f6,
+    0x794c_7630,
+];
+/// System calls on one file.
+const CALLS: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct Lane {
+    /// Reads and writes occupy threads of the kernel, too.
+    occupies_threads: bool,
+    operations: Arc<Permits>,
+    calls: Arc<Permits>,
+    is_given_up: AtomicBool,
+    given_up: Event,
+}
+
+impl Lane {
+    /// Of an open file.
+    pub(super) fn of(file: &fs::File, is_device: bool) -> Self {
+        let is_local = |magic: u32| LOCAL.contains(&magic);
+        // The type is a C long, of which file systems use 32 bits.
+        let local = is_device || fstatfs(file).is_ok_and(|system| is_local(system.f_type as u32));
+        Self {
+            occupies_threads: !local,
+            operations: Permits::new(OPERATIONS),
+            calls: Permits::new(CALLS),
+            is_given_up: AtomicBool::new(false),
+            given_up: Event::new(),
+        }
+    }
+
+    /// Whether reads and writes go through [`Lane::operate`] as well.
+    pub(super) fn bounds_transfers(&self) -> bool {
+        self.occupies_threads
+    }
+
+    /// Operates on the file in its turn. `operate` passes on the descriptor that it is given, which
+    /// counts as in hand until the kernel has finished with it.
+    ///
+    /// # Errors
+    /// As `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    pub(super) async fn operate<T>(&self, fd: &Fd, operate: impl AsyncFnOnce(Fd) -> Result<T>) -> Result<T> {
+        self.unless_given_up(async {
+            let fd = fd.holding(self.operations.take().await);
+            operate(fd).await
+        })
+        .await
+    }
+
+    /// Makes a system call that may wait, in its turn and on another thread.
+    ///
+    /// # Errors
+    /// As `call`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    pub(super) async fn call<T: Send + 'static>(
+        &self,
+        fd: &Fd,
+        call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let fd = fd.clone();
+        self.unless_given_up(async {
+            let permit = self.calls.take().await;
+            reactor::blocking(move || {
+                let _permit = permit;
+                call(&fd)
+            })
+            .await
+        })
+        .await
+    }
+
+    /// Fails the operations and calls that wait for the file, and all later ones.
+    pub(super) fn give_up(&self) {
+        self.is_given_up.store(true, SeqCst);
+        self.given_up.notify(usize::MAX);
+    }
+
+    pub(super) fn is_given_up(&self) -> bool {
+        self.is_given_up.load(SeqCst)
+    }
+
+    async fn unless_given_up<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        // Listens before it looks, or giving up in between would be missed.
+        let mut given_up = pin!(self.given_up.listen());
+        if self.is_given_up() {
+            return Err(Error::TIMED_OUT);
+        }
+        let mut work = pin!(work);
+        poll_fn(|context| match work.as_mut().poll(context) {
+            Poll::Ready(result) => Poll::Ready(result),
+            Poll::Pending => given_up.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),
+        })
+        .await
+    }
+}
