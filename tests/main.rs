@@ -90,6 +90,7 @@ mod reference;
 mod reload;
 mod report;
 mod sandbox;
+mod silent_files;
 mod simulate;
 mod startup;
 mod stopping;

@@ -18,6 +18,7 @@
 mod blkio_group;
 mod client;
 mod daemon;
+pub(crate) mod fuse_server;
 mod log;
 mod loop_device;
 pub(crate) mod operator;

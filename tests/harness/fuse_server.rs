@@ -1,0 +1,225 @@
+//! A file system over FUSE with one file, which stops answering requests of chosen kinds. To the
+//! kernel a hung NFS server, or a hung daemon of a file system in user space, looks the same.
+//!
+//! Written from linux/fuse.h alone. The tests' own process never touches the mounted file: it would
+//! wait for itself.
+
+use std::{
+    collections::HashSet,
+    ffi::CString,
+    fs::{self, File, OpenOptions},
+    io::{Read as _, Write as _},
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+};
+
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+
+use super::{DEADLINE, need_root};
+
+/// Kinds of requests: opcodes of linux/fuse.h.
+pub(crate) const GETATTR: u32 = 3;
+pub(crate) const OPEN: u32 = 14;
+pub(crate) const READ: u32 = 15;
+pub(crate) const WRITE: u32 = 16;
+pub(crate) const STATFS: u32 = 17;
+pub(crate) const RELEASE: u32 = 18;
+pub(crate) const FSYNC: u32 = 20;
+pub(crate) const FLUSH: u32 = 25;
+pub(crate) const GETLK: u32 = 31;
+pub(crate) const SETLK: u32 = 32;
+pub(crate) const FALLOCATE: u32 = 43;
+pub(crate) const LSEEK: u32 = 46;
+/// All that a test can stop.
+pub(crate) const ALL: [u32; 13] =
+    [LOOKUP, GETATTR, OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, GETLK, SETLK, FALLOCATE, LSEEK];
+
+const LOOKUP: u32 = 1;
+const FORGET: u32 = 2;
+const SETATTR: u32 = 4;
+const INIT: u32 = 26;
+const OPENDIR: u32 = 27;
+const RELEASEDIR: u32 = 29;
+const INTERRUPT: u32 = 36;
+const BATCH_FORGET: u32 = 42;
+
+const HEADER_BYTES: usize = 40;
+const MOST_WRITE: u32 = 128 << 10;
+const ENOENT: i32 = 2;
+const ENOSYS: i32 = 38;
+const POSIX_LOCKS: u32 = 1 << 1;
+
+/// The mounted file system; unmounted by force when dropped, which ends requests that are held.
+pub(crate) struct FuseServer {
+    directory: PathBuf,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    device: File,
+    state: Mutex<State>,
+    held: Condvar,
+}
+
+struct State {
+    data: Vec<u8>,
+    stopped: HashSet<u32>,
+    held: Vec<Vec<u8>>,
+}
+
+impl FuseServer {
+    /// Mounts the file system at `directory`. It has a file `h` of `bytes` bytes.
+    #[track_caller]
+    pub(crate) fn mount(directory: &Path, bytes: usize) -> Self {
+        need_root("mounts");
+        fs::create_dir(directory).expect("a directory of the test's");
+        let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").expect("FUSE is there");
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
+        let options = CString::new(options).expect("no zero in it");
+        mount("held", directory, "fuse.held", MountFlags::empty(), Some(options.as_c_str())).expect("mounts");
+        let state = State { data: vec![0; bytes], stopped: HashSet::new(), held: Vec::new() };
+        let shared = Arc::new(Shared { device, state: Mutex::new(state), held: Condvar::new() });
+        let of_thread = Arc::clone(&shared);
+        thread::spawn(move || of_thread.serve());
+        Self { directory: directory.to_owned(), shared }
+    }
+
+    /// The file's path.
+    pub(crate) fn file(&self) -> PathBuf {
+        self.directory.join("h")
+    }
+
+    /// Holds requests of these kinds from now on.
+    pub(crate) fn stop(&self, kinds: &[u32]) {
+        self.shared.lock().stopped.extend(kinds);
+    }
+
+    /// Waits until a request of this kind is held.
+    #[track_caller]
+    pub(crate) fn wait_until_held(&self, kind: u32) {
+        let state = self.shared.lock();
+        let holds_none = |state: &mut State| !state.held.iter().any(|request| opcode(request) == kind);
+        let (_state, waited) = self
+            .shared
+            .held
+            .wait_timeout_while(state, DEADLINE, holds_none)
+            .unwrap_or_else(PoisonError::into_inner);
+        assert!(!waited.timed_out(), "no request of kind {kind} came");
+    }
+
+    /// Answers the held requests and all later ones.
+    pub(crate) fn go_on(&self) {
+        let mut state = self.shared.lock();
+        state.stopped.clear();
+        for request in std::mem::take(&mut state.held) {
+            self.shared.answer(&mut state, &request);
+        }
+    }
+}
+
+impl Drop for FuseServer {
+    fn drop(&mut self) {
+        // Aborts the connection, so that processes with the file open can close it.
+        let _ = unmount(&self.directory, UnmountFlags::FORCE | UnmountFlags::DETACH);
+    }
+}
+
+fn opcode(request: &[u8]) -> u32 {
+    number(request, 4)
+}
+
+fn number(bytes: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn long(bytes: &[u8], at: usize) -> u64 {
+    u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+fn longs(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+fn numbers(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn serve(&self) {
+        let mut buffer = vec![0; HEADER_BYTES + MOST_WRITE as usize + 4096];
+        loop {
+            match (&self.device).read(&mut buffer) {
+                Ok(length) => {
+                    let mut state = self.lock();
+                    let request = &buffer[..length];
+                    if state.stopped.contains(&opcode(request)) {
+                        state.held.push(request.to_vec());
+                        self.held.notify_all();
+                    } else {
+                        self.answer(&mut state, request);
+                    }
+                }
+                // A request was interrupted before it was read.
+                Err(error) if matches!(error.raw_os_error(), Some(2 | 4 | 11)) => {}
+                // Unmounted.
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn answer(&self, state: &mut State, request: &[u8]) {
+        let (kind, unique, node) = (opcode(request), long(request, 8), long(request, 16));
+        let body = &request[HEADER_BYTES..];
+        let size = state.data.len() as u64;
+        let done = Ok(Vec::new());
+        let answer = match kind {
+            FORGET | BATCH_FORGET | INTERRUPT => return,
+            INIT => {
+                let version = numbers(&[7, 31, number(body, 8), POSIX_LOCKS]);
+                // Most requests in the background, and from when on the kernel is congested.
+                let limits = [64_u16, 48].into_iter().flat_map(u16::to_ne_bytes).collect();
+                Ok([version, limits, numbers(&[MOST_WRITE, 1, 0]), vec![0; 28]].concat())
+            }
+            LOOKUP if body == b"h\0" => Ok([longs(&[2, 0, 0, 0, 0]), attributes(2, size)].concat()),
+            LOOKUP => Err(ENOENT),
+            GETATTR | SETATTR => Ok([longs(&[0, 0]), attributes(node, size)].concat()),
+            OPEN | OPENDIR => Ok([longs(&[1]), numbers(&[0, 0])].concat()),
+            READ => {
+                let from = (long(body, 8) as usize).min(state.data.len());
+                let to = (from + number(body, 16) as usize).min(state.data.len());
+                Ok(state.data[from..to].to_vec())
+            }
+            WRITE => {
+                let (from, length) = (long(body, 8) as usize, number(body, 16) as usize);
+                state.data[from..from + length].copy_from_slice(&body[HEADER_BYTES..HEADER_BYTES + length]);
+                Ok(numbers(&[number(body, 16), 0]))
+            }
+            STATFS => {
+                Ok([longs(&[9999, 9999, 9999, 9, 9]), numbers(&[4096, 255, 4096, 0]), vec![0; 24]].concat())
+            }
+            // F_UNLCK: nothing is in the way.
+            GETLK => Ok([longs(&[0, 0]), numbers(&[2, 0])].concat()),
+            // All of it is data.
+            LSEEK => Ok(longs(&[if number(body, 16) == 3 { long(body, 8) } else { size }])),
+            RELEASE | FSYNC | FLUSH | RELEASEDIR | SETLK | FALLOCATE => done,
+            _ => Err(ENOSYS),
+        };
+        let (error, body) = answer.map_or_else(|error| (-error, Vec::new()), |body| (0, body));
+        let length = (16 + body.len()) as u32;
+        let reply = [numbers(&[length, error.cast_unsigned()]), longs(&[unique]), body].concat();
+        // Fails if nothing waits for it any more.
+        let _ = (&self.device).write(&reply);
+    }
+}
+
+/// A `fuse_attr`: of the directory, or of the file.
+fn attributes(node: u64, size: u64) -> Vec<u8> {
+    let (mode, size) = if node == 1 { (0o40_755, 0) } else { (0o100_666, size) };
+    [longs(&[node, size, size / 512, 0, 0, 0]), numbers(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()
+}

@@ -1,0 +1,270 @@
+//! An image on a file system that stops answering: its own clients wait, and nothing else does.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::harness::{
+    Client, MIB, Qmp, Scratch, Serve, WEIR, Weir, Wire,
+    fuse_server::{ALL, FALLOCATE, FSYNC, FuseServer, GETATTR, LSEEK, READ, WRITE},
+    text,
+    wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, FLAG_FUA, Request},
+};
+
+const BYTES: u64 = 16 * MIB;
+/// More than all threads that the kernel has for operations on files by default.
+const CLIENTS: u64 = 8;
+const REQUESTS: u64 = 16;
+
+/// A daemon with disk `a`, and disk `h` on the file system that can be stopped.
+struct House {
+    // Dropped before the daemon, which cannot end while its requests are held.
+    fuse: FuseServer,
+    weir: Weir,
+    scratch: Scratch,
+}
+
+impl House {
+    fn new(more: &[&str]) -> Self {
+        let scratch = Scratch::new();
+        let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
+        let a = scratch.sparse("a.raw", BYTES);
+        let control = format!("unix:{}", text(&scratch.socket("control")));
+        let weir = Serve::new(&scratch)
+            .args([text(&a), text(&fuse.file()), "--format", "raw", "--workers", "2", "--qmp", &control])
+            .args(more)
+            .start();
+        Self { fuse, weir, scratch }
+    }
+
+    fn control(&self) -> PathBuf {
+        self.scratch.socket("control")
+    }
+
+    fn clients(&self, disk: &str) -> Vec<Wire> {
+        (0..CLIENTS).map(|_| Wire::go(self.weir.socket(), disk).0).collect()
+    }
+
+    /// Fails unless a client that was there, one that comes now and the control socket are
+    /// answered.
+    #[track_caller]
+    fn serves_the_others(&self, client: &mut Wire) {
+        uses_everything(client);
+        uses_everything(&mut Wire::go(self.weir.socket(), "a").0);
+        let mut control = Qmp::negotiated(&self.control());
+        for command in ["query-block", "query-named-block-nodes", "query-blockstats", "x-weir-query-status"] {
+            let answer = control.ask(command, json!({}));
+            assert!(answer["return"].to_string().contains("\"h\""), "{command}: {answer}");
+        }
+    }
+}
+
+fn request(kind: u16, flags: u16, offset: u64, length: u64) -> Request {
+    Request { flags, kind, cookie: offset, offset, length }
+}
+
+#[track_caller]
+fn uses_everything(client: &mut Wire) {
+    assert_eq!(client.read(4096, 4096).map(|data| data.len()), Ok(4096));
+    for (kind, flags, length) in [(CMD_WRITE, FLAG_FUA, 512), (CMD_TRIM, 0, 65_536), (CMD_FLUSH, 0, 0)] {
+        let payload = vec![7; if kind == CMD_WRITE { 512 } else { 0 }];
+        client.request(request(kind, flags, 0, length), &payload);
+        assert_eq!(client.simple_reply(), (0, 0), "request {kind}");
+    }
+}
+
+/// Clients of `h` send requests of `kind`, of `length` bytes each, while the file system holds
+/// requests of kind `held`. Disk `a` and the control socket are used meanwhile.
+fn stopped_at(held: u32, kind: u16, length: u64) {
+    let house = House::new(&[]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    let mut clients = house.clients("h");
+    house.fuse.stop(&[held]);
+    for (number, client) in (0..).zip(&mut clients) {
+        for turn in 0..REQUESTS {
+            let offset = if kind == CMD_FLUSH { 0 } else { (number * REQUESTS + turn) * 65_536 };
+            let payload = vec![7; if kind == CMD_WRITE { length as usize } else { 0 }];
+            client.request(request(kind, 0, offset, length), &payload);
+        }
+    }
+    house.fuse.wait_until_held(held);
+    house.serves_the_others(&mut other);
+    house.fuse.go_on();
+    for client in &mut clients {
+        for _ in 0..REQUESTS {
+            assert_eq!(client.simple_reply().0, 0);
+            if kind == CMD_READ {
+                client.receive_many(length as u32);
+            }
+        }
+    }
+    drop((clients, other));
+    house.weir.stop();
+}
+
+#[test]
+fn reads_that_are_not_answered_delay_no_other_disk() {
+    stopped_at(READ, CMD_READ, 4096);
+}
+
+#[test]
+fn writes_that_are_not_answered_delay_no_other_disk() {
+    stopped_at(WRITE, CMD_WRITE, 4096);
+}
+
+#[test]
+fn discards_that_are_not_answered_delay_no_other_disk() {
+    stopped_at(FALLOCATE, CMD_TRIM, 4096);
+}
+
+#[test]
+fn flushes_that_are_not_answered_delay_no_other_disk() {
+    let house = House::new(&[]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    let mut clients = house.clients("h");
+    house.fuse.stop(&[FSYNC]);
+    // First: the kernel keeps writes to a file out while it is synced.
+    for client in &mut clients {
+        client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
+        assert_eq!(client.simple_reply(), (0, 0));
+    }
+    for client in &mut clients {
+        client.request(request(CMD_FLUSH, 0, 0, 0), &[]);
+    }
+    house.fuse.wait_until_held(FSYNC);
+    house.serves_the_others(&mut other);
+    house.fuse.go_on();
+    clients.iter_mut().for_each(|client| assert_eq!(client.simple_reply(), (0, 0)));
+    drop((clients, other));
+    house.weir.stop();
+}
+
+#[test]
+fn block_status_that_is_not_answered_delays_no_other_disk() {
+    let house = House::new(&[]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    let mut clients: Vec<_> = (0..CLIENTS).map(|_| Wire::go_extended(house.weir.socket(), "h").0).collect();
+    house.fuse.stop(&[LSEEK]);
+    for client in &mut clients {
+        client.send(&request(CMD_BLOCK_STATUS, 0, 0, MIB).extended());
+    }
+    house.fuse.wait_until_held(LSEEK);
+    house.serves_the_others(&mut other);
+    house.fuse.go_on();
+    for client in &mut clients {
+        client.chunk();
+    }
+    drop((clients, other));
+    house.weir.stop();
+}
+
+#[test]
+fn clients_negotiate_with_the_last_known_size_while_the_file_system_does_not_tell_it() {
+    let house = House::new(&["--http", "127.0.0.1:0"]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    house.fuse.stop(&[GETATTR]);
+    let clients: Vec<_> = (0..CLIENTS).map(|_| Wire::go(house.weir.socket(), "h")).collect();
+    house.fuse.wait_until_held(GETATTR);
+    assert!(clients.iter().all(|(_, size)| *size == BYTES));
+    house.serves_the_others(&mut other);
+    house.fuse.go_on();
+    drop((clients, other));
+    house.weir.stop();
+}
+
+#[test]
+fn a_signal_ends_the_daemon_although_a_file_system_does_not_answer() {
+    let house = House::new(&[]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    let mut client = Wire::go(house.weir.socket(), "h").0;
+    house.fuse.stop(&ALL);
+    client.request(request(CMD_READ, 0, 0, 4096), &[]);
+    client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
+    house.fuse.wait_until_held(READ);
+    other.request(request(CMD_WRITE, 0, 0, 512), &[9; 512]);
+    house.weir.signal(Signal::SIGTERM);
+    house.weir.wait_for_log("its file system does not answer: the disk is given up");
+    house.weir.wait_for_log("the last flush failed");
+    house.weir.wait_for_log("stopped");
+    assert_eq!(other.simple_reply(), (0, 0));
+    // The kernel does not let a process go while its file system has requests in hand.
+    drop(house.fuse);
+    let (status, log) = house.weir.wait();
+    assert!(!status.success(), "{log}");
+    assert_eq!(fs::read(house.scratch.path("a.raw")).expect("it is there")[..512], [9; 512]);
+}
+
+#[test]
+fn a_disk_that_does_not_answer_is_removed_and_can_be_added_again() {
+    let scratch = Scratch::new();
+    let control = scratch.socket("control");
+    let weir = Serve::new(&scratch)
+        .arg(scratch.sparse("a.raw", BYTES))
+        .args(["--format", "raw", "--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    // Dropped before the daemon, which cannot end while its requests are held.
+    let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
+    let mut qmp = Qmp::negotiated(&control);
+    let add = json!({"driver": "file", "node-name": "h", "filename": text(&fuse.file())});
+    assert_eq!(qmp.ask("blockdev-add", add.clone())["return"], json!({}));
+    fuse.stop(&ALL);
+    qmp.send(r#"{"execute": "blockdev-del", "arguments": {"node-name": "h"}}"#);
+    uses_everything(&mut Wire::go(weir.socket(), "a").0);
+    let status = Qmp::negotiated(&control).ask("x-weir-query-status", json!({}));
+    assert!(status["return"].is_object(), "{status}");
+    assert_eq!(qmp.answer()["return"], json!({}));
+    weir.wait_for_log("the files of a disk that was removed are still open");
+    fuse.go_on();
+    assert_eq!(qmp.ask("blockdev-add", add)["return"], json!({}));
+    weir.stop();
+}
+
+#[test]
+fn another_daemon_does_not_take_over_what_does_not_answer() {
+    let house = House::new(&[]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    house.fuse.stop(&[GETATTR, READ]);
+    let control = format!("unix:{}", text(&house.control()));
+    let said = Client::new(WEIR)
+        .args(["serve", text(&house.scratch.path("a.raw")), text(&house.fuse.file())])
+        .args(["--format", "raw", "--qmp", &control, "--takeover"])
+        .fails();
+    assert!(said.contains("disk h: its size cannot be seen"), "{said}");
+    house.serves_the_others(&mut other);
+    house.fuse.go_on();
+    drop(other);
+    house.weir.stop();
+}
+
+/// Reads a file that an export shows.
+fn reader(file: &Path) -> Child {
+    Command::new("dd")
+        .args([&format!("if={}", text(file)), "of=/dev/null", "bs=64k", "count=16", "iflag=direct"])
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("dd is there")
+}
+
+#[test]
+fn a_file_over_fuse_whose_image_is_not_answered_delays_no_other_disk() {
+    let shown = Scratch::new();
+    let (a, h) = (shown.file("a", []), shown.file("h", []));
+    let house = House::new(&["--fuse", text(&a), "--fuse", text(&h)]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    house.fuse.stop(&[READ]);
+    let mut waiting: Vec<_> = (0..CLIENTS).map(|_| reader(&h)).collect();
+    house.fuse.wait_until_held(READ);
+    assert!(reader(&a).wait().expect("it is ours").success());
+    house.serves_the_others(&mut other);
+    house.fuse.go_on();
+    for reader in &mut waiting {
+        assert!(reader.wait().expect("it is ours").success());
+    }
+    drop(other);
+    house.weir.stop();
+}
