@@ -185,6 +185,7 @@ lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose
 	@scripts/lint-scripts
 	@scripts/lint-prose
 	@scripts/check-imports
+	@scripts/check-blocking
 
 audit: ## known vulnerabilities of the dependencies, their licences and sources, by cargo-deny (needs the advisories' host)
 	@scripts/deps build
