@@ -49,8 +49,7 @@ fn a_file_ends_at_any_byte_and_reads_zeroes_where_it_grows_again() {
         return;
     }
     let scratch = Scratch::new();
-    for (format, cache) in
-        [("raw", "writeback"), ("raw", "none"), ("qcow2", "writeback"), ("qcow2", "none")]
+    for (format, cache) in [("raw", "writeback"), ("raw", "none"), ("qcow2", "writeback"), ("qcow2", "none")]
     {
         let _ = fs::remove_file(scratch.path(&format!("disk.{format}")));
         let (weir, image, file) = serve(&scratch, format, "1M", &["--cache", cache]);
