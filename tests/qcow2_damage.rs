@@ -8,12 +8,12 @@
 //!                                        every guest byte is as before, or reported as lost
 //! ```
 //!
-//! weir's check, repair and reads run in this process, on a simulated reactor and in memory, because
-//! there are many images. qemu-img runs where its answer decides: its check where weir found nothing
+//! weir's check, repair and reads run in this process, on a simulated reactor and in memory,
+//! because there are many images. qemu-img runs where its answer decides: its check where weir found nothing
 //! or claims a complete repair, and its reads where a repair changed the file.
 //!
-//! An image comes from its seed alone: `WEIR_SEED=N WEIR_DAMAGED=1` repeats one. A plain run tries a
-//! few, `make soak` 20,000.
+//! An image comes from its seed alone: `WEIR_SEED=N WEIR_DAMAGED=1` repeats one. A plain run tries
+//! a few, `make soak` 20,000.
 
 mod images;
 
@@ -138,8 +138,8 @@ struct Workplace {
     base: Vec<u8>,
 }
 
-/// Parts of a disk: `None` where it cannot be read. By the name of the snapshot; the disk itself has
-/// none.
+/// Parts of a disk: `None` where it cannot be read. By the name of the snapshot; the disk itself
+/// has none.
 type Disks = BTreeMap<Option<String>, Vec<Option<Vec<u8>>>>;
 
 /// An image in memory, with the files beside it.
@@ -244,8 +244,8 @@ impl Workplace {
         let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
         let outcome = check.inside(&self.directory).run();
         let said = format!("{}{}", outcome.said(), outcome.printed());
-        // Another file's name is changed, or the image claims the old encryption: QEMU has looked at
-        // nothing else then.
+        // Another file's name is changed, or the image claims the old encryption: QEMU has looked
+        // at nothing else then.
         let is_about_others = ["No such file", "'encrypt.key-secret' is required"];
         if outcome.ended() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
             return Ok(());

@@ -4,7 +4,10 @@
 //! The backing file is complete and flushed before anything is taken out of the image: however it
 //! ends, a guest sees the same disk in the image.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::{Context as _, bail};
 use block::{
@@ -81,10 +84,7 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
-        let backing = match format {
-            Format::Raw => None,
-            Format::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
-        };
+        let backing = below(&path, format).await?;
         let Some((below, below_format)) = backing else {
             let what = match &arguments.base {
                 Some(base) => {
@@ -94,22 +94,46 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
             };
             bail!("{name}: {what}");
         };
-        if layers.iter().any(|(path, _)| opening::is_same(path, &below)) {
-            bail!(
-                "{name}: its backing file {} is in the chain of backing files already, which never ends (name \
-                 another with `weir image rebase -u`)",
-                below.display()
-            );
-        }
         let is_base = base.as_ref().is_none_or(|base| opening::is_same(&below, base));
         layers.push((below, below_format));
         if is_base {
+            check_end(&layers).await?;
             return Ok(layers);
         }
         if layers.len() == LONGEST_CHAIN {
             bail!("{name}: the chain of backing files is longer than {LONGEST_CHAIN} images");
         }
     }
+}
+
+/// The backing file of an image.
+async fn below(path: &Path, format: Format) -> anyhow::Result<Option<Layer>> {
+    match format {
+        Format::Raw => Ok(None),
+        Format::Qcow2 => opening::backing_in(path, &opening::header_of(path).await?),
+    }
+}
+
+/// Fails if the chain that goes on behind these images leads back to one of them.
+async fn check_end(layers: &[Layer]) -> anyhow::Result<()> {
+    let mut seen: Vec<PathBuf> = Vec::new();
+    for (path, format) in layers {
+        let mut next = Some((path.clone(), *format));
+        // Only the last one has images behind it that are not known yet.
+        let is_last = seen.len() + 1 == layers.len();
+        while let Some((path, format)) = next {
+            if seen.iter().any(|other| opening::is_same(other, &path)) {
+                bail!(
+                    "{}: is in its own chain of backing files, which never ends (name another backing file with \
+                     `weir image rebase -u`)",
+                    path.display()
+                );
+            }
+            next = if is_last && seen.len() < LONGEST_CHAIN { below(&path, format).await? } else { None };
+            seen.push(path);
+        }
+    }
+    Ok(())
 }
 
 async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyhow::Result<()> {

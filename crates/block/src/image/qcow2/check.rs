@@ -6,7 +6,8 @@
 //! ```
 //!
 //! - `counts`: how often each cluster is referred to.
-//! - `header`: reserved fields and names. `walk`: L1 tables; `tables`: L2 tables; `entries`: the verdict on an L2 entry.
+//! - `header`: reserved fields and names. `walk`: L1 tables; `tables`: L2 tables; `entries`: the
+//!   verdict on an L2 entry.
 //! - `metadata`: which tables a repair may change; `ranges`: guest ranges in reports.
 //! - `others`: snapshots, bitmaps, the LUKS header; `completing`: a complete snapshot table.
 //! - `refcounts`: the refcounts in the file against those counted; `rebuild`: new ones.
@@ -16,8 +17,8 @@
 //! Nothing in it is trusted. Memory and time grow with what is in the file, not with what its
 //! numbers claim: a table is read once, however many entries refer to it.
 //!
-//! Order of repairs: entries are corrected and refcounts are raised before anything is lowered, with
-//! a flush between. So an interrupted repair leaves at most the damage that it found, and leaks.
+//! Order of repairs: entries are corrected and refcounts are raised before anything is lowered,
+//! with a flush between. So an interrupted repair leaves at most the damage that it found, and leaks.
 //!
 //! Never changes a guest byte that can be read, zeroes included. An entry with an ambiguous content
 //! stays unless the user gives it up ([`Repair::Forced`]).

@@ -137,7 +137,7 @@ impl Pass<'_> {
                 // Its program may know better: nothing is dropped for it.
                 self.corrupt(format!("{what} has extra data of an unknown kind"));
             }
-            // QEMU opens no image with such a bitmap. While one is in use, the disk may have changed.
+            // QEMU opens no image with such a bitmap. While one is in use, the disk may change.
             let needed =
                 Entry::entries_for(self.header.size_bytes, entry.granularity_bits, self.header.cluster_bits);
             if entry.flags & flag::IN_USE == 0 && u64::from(entry.table_entries) != needed {

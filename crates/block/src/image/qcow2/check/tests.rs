@@ -89,8 +89,8 @@ fn a_leak_is_freed() {
     assert_eq!((report.allocated_clusters, report.fragmented_clusters), (63, 1));
 }
 
-/// Damages a preallocated image and repairs it, which must change nothing of its content; then gives
-/// up what stays ambiguous. Both reports.
+/// Damages a preallocated image and repairs it, which must leave its content; then gives up the
+/// ambiguous rest. Both reports.
 fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> (Report, Report) {
     sim::run(1, async move {
         let (storage, header) = image(preallocated()).await;
