@@ -9,8 +9,8 @@
 //! ```
 //!
 //! weir's check, repair and reads run in this process, on a simulated reactor and in memory,
-//! because there are many images. qemu-img runs where its answer decides: its check where weir found nothing
-//! or claims a complete repair, and its reads where a repair changed the file.
+//! because there are many images. qemu-img runs where its answer decides: its check where weir
+//! found nothing or claims a complete repair, and its reads where a repair changed the file.
 //!
 //! An image comes from its seed alone: `WEIR_SEED=N WEIR_DAMAGED=1` repeats one. A plain run tries
 //! a few, `make soak` 20,000.

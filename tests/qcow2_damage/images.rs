@@ -1,7 +1,8 @@
 //! Small images of every kind, made by QEMU, and damage done to their metadata.
 //!
 //! Damage follows rules (a bit of an entry, an offset inside a cluster, a copy of another entry,
-//! the offset of other metadata, a file that ends early) or is random. It comes from the seed alone.
+//! the offset of other metadata, a file that ends early) or is random. It comes from the seed
+//! alone.
 
 use std::{fs, ops::Range, path::Path};
 

@@ -18,7 +18,8 @@
 //! numbers claim: a table is read once, however many entries refer to it.
 //!
 //! Order of repairs: entries are corrected and refcounts are raised before anything is lowered,
-//! with a flush between. So an interrupted repair leaves at most the damage that it found, and leaks.
+//! with a flush between. So an interrupted repair leaves at most the damage that it found, and
+//! leaks.
 //!
 //! Never changes a guest byte that can be read, zeroes included. An entry with an ambiguous content
 //! stays unless the user gives it up ([`Repair::Forced`]).

@@ -8,8 +8,8 @@
 //! A flaw is corrected only if every byte that the entry describes reads the same afterwards. So
 //! the zero flag, and the bitmap of an extended entry, outlive the offset. Everything else is
 //! ambiguous: the guest's data may still be somewhere, and only the user may give it up.
-//! Subclusters that are given up read as zeroes, never as old data of the backing file; version 2 has no zero
-//! flag, so there the cluster becomes unallocated.
+//! Subclusters that are given up read as zeroes, never as old data of the backing file; version 2
+//! has no zero flag, so there the cluster becomes unallocated.
 //!
 //! Pure: never reads or writes the file.
 //!
