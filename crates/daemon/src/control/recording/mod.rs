@@ -77,12 +77,15 @@ pub(crate) fn cannot_be_kept(record: &Record) -> String {
     format!("record: {directory}: no recording can be kept there (name a directory that weir may write to)")
 }
 
+/// Lookup of a disk by its name.
+type FindDisk = dyn Fn(&str) -> Option<Arc<Disk>>;
+
 /// All of them. Belongs to the main thread.
 pub(crate) struct Recordings {
     /// All there are.
     disks: Box<dyn Fn() -> Vec<Arc<Disk>>>,
     /// One of them by its name.
-    disk: Box<dyn Fn(&str) -> Option<Arc<Disk>>>,
+    disk: Box<FindDisk>,
     /// While there is something for it to do.
     engine: RefCell<Option<Engine>>,
     running: RefCell<BTreeMap<u64, Rc<Running>>>,
