@@ -292,9 +292,9 @@ impl Inventory {
     }
 
     /// Fails where the sandbox keeps an image from being opened.
-    pub(crate) fn check_image(&self, image: &Image) -> anyhow::Result<()> {
+    pub(crate) async fn check_image(&self, image: &Image) -> anyhow::Result<()> {
         match (self.sandbox(), image.path()) {
-            (Some(sandbox), Some(path)) => sandbox.check_image(path),
+            (Some(sandbox), Some(path)) => sandbox.check_image(path).await,
             (Some(sandbox), None) if image.is_rbd() => sandbox.check_cluster(),
             (Some(sandbox), None) => image.remote().map_or(Ok(()), |uri| sandbox.check_remote(uri)),
             (None, _) => Ok(()),

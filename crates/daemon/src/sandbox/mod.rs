@@ -31,6 +31,7 @@ use block::{
     reactor::{self, Worker, op},
 };
 use console::descriptors;
+use policy::time::Duration;
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 
@@ -134,6 +135,8 @@ pub(crate) struct Entered {
     servers: Vec<Server>,
 }
 
+/// How long the file system of an image may take to resolve its path.
+const TO_RESOLVE: Duration = Duration::from_secs(8);
 const REMEDY: &str = "or start it with --sandbox off";
 
 /// Whether the daemon can still make devices and files of this host. As another user than root it
@@ -149,10 +152,12 @@ pub(crate) fn makes_devices(entered: Option<&Entered>) -> bool {
 
 impl Entered {
     /// Fails where the sandbox would not let the image be opened.
-    pub(crate) fn check_image(&self, path: &Path) -> anyhow::Result<()> {
+    pub(crate) async fn check_image(&self, path: &Path) -> anyhow::Result<()> {
         let Some(places) = &self.places else { return Ok(()) };
-        // What is not there has a better message of its own.
-        let Ok(real) = path.canonicalize() else { return Ok(()) };
+        let of_call = path.to_owned();
+        let real = reactor::timeout(TO_RESOLVE, reactor::blocking(move || of_call.canonicalize())).await;
+        // What is not there, or does not answer, has a better message of its own.
+        let Ok(Ok(real)) = real else { return Ok(()) };
         if places.iter().any(|place| real.starts_with(place)) {
             return Ok(());
         }

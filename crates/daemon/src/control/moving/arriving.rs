@@ -79,7 +79,7 @@ async fn look(inventory: &Rc<Inventory>, offered: &Offered) -> anyhow::Result<()
     let described = &read(offered)?;
     inventory.check_name(&offered.disk)?;
     check_exports(inventory, described)?;
-    let (mut planned, group) = check(inventory, &offered.disk, described)?;
+    let (mut planned, group) = check(inventory, &offered.disk, described).await?;
     // The other host writes to it.
     (planned.read_only, planned.force_share) = (true, true);
     let image = assembly(inventory).open(&planned).await?;
@@ -93,7 +93,7 @@ async fn look(inventory: &Rc<Inventory>, offered: &Offered) -> anyhow::Result<()
 }
 
 /// What needs no image, and no client.
-fn check(
+async fn check(
     inventory: &Rc<Inventory>,
     disk: &str,
     described: &Described,
@@ -109,7 +109,7 @@ fn check(
         Ok(group)
     });
     let group = group.transpose()?;
-    inventory.check_image(&planned.image)?;
+    inventory.check_image(&planned.image).await?;
     Ok((planned, group))
 }
 
@@ -177,7 +177,7 @@ fn assembly(inventory: &Inventory) -> Assembly {
 /// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
 /// Nobody reaches it yet.
 pub(super) async fn open(inventory: &Rc<Inventory>, disk: &str, described: &Described) -> anyhow::Result<()> {
-    let (planned, group) = check(inventory, disk, described)?;
+    let (planned, group) = check(inventory, disk, described).await?;
     let image = assembly(inventory).open(&planned).await?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
     if let Some(filled) = &described.filled {

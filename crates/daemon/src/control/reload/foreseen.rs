@@ -87,7 +87,7 @@ impl Work<'_> {
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let place = || self.draft.disks[index].image.place.to_string();
-            self.inventory.check_image(&planned.image).with_context(place)?;
+            self.inventory.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             let looked = looking::alone(planned);
             let trial = Trial::begin(assembly.opening(&looked).await.with_context(place)?, false);

@@ -379,7 +379,7 @@ impl Work<'_> {
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let place = || self.draft.disks[index].image.place.to_string();
-            self.inventory.check_image(&planned.image).with_context(place)?;
+            self.inventory.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             let opening = assembly.opening(planned).await.with_context(place)?;
             trials.push((index, Trial::begin(opening, false)));

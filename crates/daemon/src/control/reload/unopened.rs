@@ -35,7 +35,7 @@ pub(super) async fn leave_out(
         let Some((planned, drafted)) = of_plan else { continue };
         if !fixed(&before, planned).is_empty() {
             let place = || drafted.image.place.to_string();
-            inventory.check_image(&planned.image).with_context(place)?;
+            inventory.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
         }

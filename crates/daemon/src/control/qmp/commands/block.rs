@@ -348,7 +348,7 @@ async fn open_bottom(
     files: Option<Passed>,
 ) -> Result<Opened, Error> {
     let StorageNode { image, device, auto_read_only, .. } = storage;
-    inventory.check_image(image).map_err(generic)?;
+    inventory.check_image(image).await.map_err(generic)?;
     let spec = image.spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
         let checked = reactor::timeout(PATIENCE, reactor::blocking(move || check_kind(&path, device))).await;
