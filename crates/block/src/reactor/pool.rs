@@ -174,7 +174,9 @@ mod tests {
             }));
         }
         let (sender, receiver) = mpsc::channel();
-        STAYING.start(Box::new(move || drop(sender.send(7))));
+        STAYING.start(Box::new(move || {
+            let _ = sender.send(7);
+        }));
         assert_eq!(receiver.recv(), Ok(7));
         drop(release);
     }

@@ -210,7 +210,7 @@ pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Res
             Err(OpenError::new(
                 name,
                 format!("looks like {other}, so its format must be given"),
-                &format!(
+                format!(
                     "--format raw serves its bytes as they are; to serve the disk inside, convert it: {converter}"
                 ),
             ))

@@ -105,7 +105,9 @@ fn walk(answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Result<(u64, u64), Error> {
             let (ours, theirs) = Pipe::pair();
             spawn({
                 let requests = Arc::clone(&requests);
-                async move { drop(serve(theirs, requests, answer).await) }
+                async move {
+                    let _ = serve(theirs, requests, answer).await;
+                }
             });
             Ok(Stream::Simulated(ours))
         });
