@@ -29,6 +29,7 @@ const BESIDE_CONFIG: &[(&str, &[&str])] = &[
             "http-token-file",
             "image-root",
             "log",
+            "log-file",
             "log-format",
             "max-connections",
             "max-connections-per-address",
