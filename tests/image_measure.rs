@@ -121,9 +121,18 @@ fn an_encrypted_image_is_measured_without_its_passphrase() {
     let scratch = Scratch::new();
     let key = scratch.file("key", "a passphrase");
     let object = format!("secret,id=s,file={}", text(&key));
-    for more in ["", ",encrypt.cipher-alg=aes-128", ",encrypt.cipher-mode=cbc,encrypt.ivgen-alg=plain64"] {
-        let options = format!("encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10{more}");
-        measured_alike(&["qcow2", "--object", &object, "-o", &options], &["--size", "100M"]);
+    // As `qemu-img measure` 7.2 has them. It is not run here: it measures the processor for its key
+    // derivation, and fails or takes minutes on a busy machine.
+    for (more, required, fully_allocated) in [
+        ("", 2_424_832, 107_282_432),
+        (",encrypt.cipher-alg=aes-128", 1_441_792, 106_299_392),
+        (",encrypt.cipher-mode=cbc,encrypt.ivgen-alg=plain64", 1_441_792, 106_299_392),
+    ] {
+        let options = format!("encrypt.format=luks,encrypt.key-secret=s{more}");
+        let words = ["measure", "-O", "qcow2", "--object", &object, "-o", &options, "--size", "100M"];
+        let measured = weir_image(&words).arg("--output=json").json();
+        assert_eq!(measured["required"], required, "{more}");
+        assert_eq!(measured["fully-allocated"], fully_allocated, "{more}");
     }
     let path = scratch.path("disk.qcow2");
     create_encrypted(&path);

@@ -18,7 +18,7 @@
 
 use std::{
     fs, io,
-    os::unix::fs::{FileExt, OpenOptionsExt as _},
+    os::unix::fs::{FileExt, FileTypeExt as _, OpenOptionsExt as _},
     path::Path,
     str::FromStr,
 };
@@ -159,10 +159,15 @@ pub fn probe(path: &Path) -> io::Result<Probed> {
 
 /// As [`probe`], of an open file.
 pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
+    let metadata = file.metadata()?;
+    if metadata.file_type().is_fifo() {
+        // Has no offsets to read at. The opener refuses it by its kind.
+        return Ok(Probed::Raw);
+    }
     let mut header = [0; HEADER_BYTES];
     let length = read_up_to(file, &mut header, 0)?;
     let header = &header[..length];
-    let size = file.metadata()?.len();
+    let size = metadata.len();
     let mut trailer = [0; HEADER_BYTES];
     let mut trailer_length = 0;
     if probe_header(header) == Probed::Raw && size >= HEADER_BYTES as u64 {
