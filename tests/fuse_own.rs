@@ -85,7 +85,7 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
         ("qcow2", &split),
     ] {
         let said = add(&mut qmp, driver, &by_name(path)).to_string();
-        assert_says(&said, &["itself serves", "each would wait for the other"]);
+        assert_says(&said, &["itself serves", "requests would deadlock"]);
     }
     let host_device = json!({ "driver": "host_device", "filename": text(device.path()) });
     assert_says(&add(&mut qmp, "raw", &host_device).to_string(), &["itself serves"]);

@@ -67,7 +67,7 @@ fn repair_keeps_every_byte_and_leaves_what_qemu_finds_right() {
     compare(setting("WEIR_SEED", 1), setting("WEIR_DAMAGED", 200));
 }
 
-/// Numbers of images by what became of them.
+/// Numbers of images by result.
 #[derive(Clone, Copy, Debug, Default)]
 struct DamageTally {
     /// Neither program finds damage.
@@ -78,7 +78,7 @@ struct DamageTally {
     repaired: u64,
     /// A repair left ambiguous content unchanged.
     refused: u64,
-    /// Of those, everything was repaired by force.
+    /// Images of these in which a forced repair repaired everything.
     forced: u64,
     /// Repairs before and after which QEMU read the disk.
     read_by_qemu: u64,
@@ -171,7 +171,7 @@ impl Workplace {
         let about = format!("seed {seed}: {}: {damage}\n", template.options);
         let data = template.data.as_ref().map(|(_, content)| content.clone());
         let content = DamagedImage { bytes, base: self.base.clone(), data, grain: template.grain };
-        // QEMU repeats some of what weir has answered already.
+        // QEMU repeats some checks of weir's results.
         let is_thorough = seed.is_multiple_of(THOROUGH);
         self.examine(template, content, &mut random, is_thorough).map_err(|what| about + &what)
     }
@@ -244,8 +244,8 @@ impl Workplace {
         let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
         let outcome = check.inside(&self.directory).run();
         let said = format!("{}{}", outcome.said(), outcome.printed());
-        // Another file's name is changed, or the image claims the old encryption: QEMU has looked
-        // at nothing else then.
+        // The name of another file is changed, or the image claims the old encryption: then QEMU
+        // has checked nothing else.
         let is_about_others = ["No such file", "'encrypt.key-secret' is required"];
         if outcome.ended() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
             return Ok(());
@@ -254,7 +254,7 @@ impl Workplace {
         Err(format!("{about}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.ended()))
     }
 
-    /// What QEMU reads: the whole disk, or some parts of it where that fails. By the part's number.
+    /// Data that QEMU reads, by the part's number: the whole disk, or parts of it if that fails.
     fn read(
         &self,
         template: &Template,
@@ -293,7 +293,7 @@ fn random_choice(mut parts: Vec<u64>, random: &mut Rng) -> Vec<u64> {
     parts
 }
 
-/// The parts in what `read -v` printed: lines of an offset, sixteen bytes, and text.
+/// The parts in the output of `read -v`: lines of an offset, sixteen bytes, and text.
 fn dumps(printed: &str, grain: u64) -> BTreeMap<u64, Vec<u8>> {
     let mut read: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
     for line in printed.lines() {

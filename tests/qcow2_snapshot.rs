@@ -94,7 +94,7 @@ fn qemu_sees_the_bitmaps_that_weir_makes_and_weir_changes_qemu_s() {
 }
 
 #[test]
-fn an_old_image_with_snapshots_says_why_its_size_stays() {
+fn an_old_image_with_snapshots_reports_why_its_size_stays() {
     let scratch = Scratch::new();
     let path = image(&scratch, "compat=0.10");
     qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();

@@ -164,7 +164,7 @@ fn block_status_that_is_not_answered_delays_no_other_disk() {
 }
 
 #[test]
-fn clients_negotiate_with_the_last_known_size_while_the_file_system_does_not_tell_it() {
+fn clients_negotiate_with_the_last_known_size_while_the_file_system_does_not_answer() {
     let house = House::new(&["--http", "127.0.0.1:0"]);
     let mut other = Wire::go(house.weir.socket(), "a").0;
     house.fuse.stop(&[GETATTR]);
@@ -192,7 +192,7 @@ fn a_signal_ends_the_daemon_although_a_file_system_does_not_answer() {
     house.weir.wait_for_log("the last flush failed");
     house.weir.wait_for_log("stopped");
     assert_eq!(other.simple_reply(), (0, 0));
-    // The kernel does not let a process go while its file system has requests in hand.
+    // A process does not end while its file system has requests of it in flight.
     drop(house.fuse);
     let (status, log) = house.weir.wait();
     assert!(!status.success(), "{log}");
@@ -225,7 +225,7 @@ fn a_disk_that_does_not_answer_is_removed_and_can_be_added_again() {
 }
 
 #[test]
-fn another_daemon_does_not_take_over_what_does_not_answer() {
+fn another_daemon_does_not_take_over_an_unresponsive_disk() {
     let house = House::new(&[]);
     let mut other = Wire::go(house.weir.socket(), "a").0;
     house.fuse.stop(&[GETATTR, READ]);

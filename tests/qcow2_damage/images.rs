@@ -28,7 +28,7 @@ pub(super) struct Template {
     /// Name and content of the external data file.
     pub(super) data: Option<(String, Vec<u8>)>,
     pub(super) is_encrypted: bool,
-    /// Bytes that are described alike: a subcluster, or a cluster.
+    /// Bytes with one description in an entry: a subcluster, or a cluster.
     pub(super) grain: u64,
     cluster: u64,
     /// The parts of the file that hold metadata.
@@ -81,7 +81,7 @@ impl Template {
         let words = options.replace("ENCRYPT", LUKS);
         let is_encrypted = has.contains('e');
         let command = ["create", "-q", "-f", "qcow2"];
-        // QEMU measures for an unknown time how fast keys are derived.
+        // QEMU measures the speed of key derivation for a varying time.
         let create = if is_encrypted { weir_image(&command) } else { qemu_img(command) };
         let mut create = create.inside(directory);
         if has.contains('b') {

@@ -620,7 +620,7 @@ impl Disk {
     /// Looks whether the image was resized from outside; returns its size in bytes.
     ///
     /// # Errors
-    /// It cannot be seen.
+    /// The storage does not report its size.
     pub async fn refresh_size(&self) -> Result<u64> {
         let before = self.size_bytes();
         let size_bytes = self.image.refresh_size().await?;

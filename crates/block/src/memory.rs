@@ -89,7 +89,7 @@ pub struct Usage {
     pub reserved: u64,
     /// Of disks in memory.
     pub pages: u64,
-    /// Of connected clients of NBD servers, beside their requests.
+    /// Connected NBD clients, without their requests.
     pub connections: u64,
     /// Of requests in flight and unread replies.
     pub requests: u64,
@@ -143,13 +143,13 @@ pub struct ConnectionMemory {
 }
 
 impl ConnectionMemory {
-    /// Charges `bytes` to `budget`; `None` if they are not left.
+    /// Charges `bytes` to `budget`; `None` if the budget has no room for them.
     pub fn new(budget: &Arc<Budget>, bytes: u64) -> Option<Self> {
         let fits = budget.take_beside(&budget.connections, bytes);
         fits.then(|| Self { budget: Arc::clone(budget), bytes })
     }
 
-    /// Charges `bytes` for a client of another process, which is served in any case.
+    /// Charges `bytes` for a client of the old process, beyond the limit if necessary.
     pub fn taken_over(budget: &Arc<Budget>, bytes: u64) -> Self {
         budget.connections.fetch_add(bytes, SeqCst);
         Self { budget: Arc::clone(budget), bytes }
@@ -178,7 +178,7 @@ pub struct Budget {
 struct State {
     reserved: u64,
     requests: Requests,
-    /// When the watchman looks for clients without progress.
+    /// Time of the watchman's next check for clients without progress.
     next_look: Instant,
 }
 
@@ -275,12 +275,12 @@ impl Budget {
         self.take_beside(&self.pages, bytes)
     }
 
-    /// Gives pages back.
+    /// Returns pages to the budget.
     pub(crate) fn give_back_pages(&self, bytes: u64) {
         self.pages.fetch_sub(bytes, SeqCst);
     }
 
-    /// Adds `bytes` to one of the sums that grow beside requests, if they are left.
+    /// Adds `bytes` to one of the sums that grow beside requests, if there is room for them.
     fn take_beside(&self, sum: &AtomicU64, bytes: u64) -> bool {
         let total = self.total();
         if total == u64::MAX {

@@ -27,7 +27,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     open_found(path)
 }
 
-/// The same for a path that is already resolved, whatever directory it is in.
+/// Like [`open`], for a path that is already resolved, in any directory.
 pub(crate) fn open_found(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     check(&file)?;

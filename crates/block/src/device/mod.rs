@@ -321,8 +321,8 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// The use of `device` since the last measure, in thousandths; `None` the first time, before
-    /// 20 ms have passed, and where its totals fell.
+    /// Utilization of `device` since the last measurement, in thousandths. `None` at the first
+    /// call, before 20 ms have passed, and if a total fell.
     ///
     /// May exceed 1000 a little: a measured capacity is a median, and requests complete in lumps.
     ///
@@ -339,8 +339,8 @@ impl Meter {
     }
 }
 
-/// The use of a device between two readings that are `elapsed` apart, in thousandths; `None` if its
-/// totals fell.
+/// Utilization of a device between two readings that are `elapsed` apart, in thousandths; `None` if
+/// a total fell.
 fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: Duration) -> Option<u32> {
     match (before, after) {
         (Reading::Worked(before), Reading::Worked(after)) => {

@@ -10,9 +10,8 @@
 //! A group with disks on several devices follows the device with the least room.
 //!
 //! It is one task, on the thread that made the sampler, and runs only while something has a
-//! watermark. [`Sampler::watch`] replaces everything that it watches, [`Sampler::update`] and
-//! [`Sampler::forget`] change one target and look at no other. A target that is removed is enforced
-//! as its limits are set.
+//! watermark. [`Sampler::watch`] replaces all targets; [`Sampler::update`] and [`Sampler::forget`]
+//! change one target and visit no other. The limits of a removed target are always enforced.
 //!
 //! Never guesses: a group without a device is enforced as it is set, and so is one whose device
 //! cannot be read. Both are logged.
@@ -72,7 +71,7 @@ pub struct Sampler {
 
 #[derive(Debug, Default)]
 struct State {
-    /// By the targets' addresses, which stay taken while a [`Weak`] is here.
+    /// Targets by address. The stored [`Weak`] keeps an address from being reused.
     watched: BTreeMap<usize, Watched>,
     devices: HashMap<DeviceId, ObservedDevice>,
 }
@@ -107,7 +106,7 @@ impl Sampler {
         self.run_while_needed();
     }
 
-    /// Watches this target from now on, on these devices; not if it has no watermark.
+    /// Watches this target on these devices from now on, unless it has no watermark.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -116,7 +115,7 @@ impl Sampler {
         self.run_while_needed();
     }
 
-    /// Watches a target no more.
+    /// Stops watching a target.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -192,7 +191,7 @@ impl State {
         }
     }
 
-    /// A target is on these devices no more.
+    /// Removes a target from these devices.
     fn release(&mut self, devices: &[Arc<Device>]) {
         for device in devices {
             if let Entry::Occupied(mut shared) = self.devices.entry(device.id()) {

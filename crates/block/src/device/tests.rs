@@ -26,7 +26,7 @@ fn check(capacity: Option<&Capacity>, done: Statistics, expect: u32) {
 }
 
 #[test]
-fn totals_that_fall_say_nothing_about_the_use() {
+fn totals_that_fall_have_no_utilization() {
     let [before, after] = [done(50, 4096 * 50, 25, 0), done(49, 4096 * 49, 26, 0)].map(Reading::Statistics);
     assert_eq!(used(Some(&CAPACITY), before, after, Duration::from_millis(100)), None);
 }

@@ -1,8 +1,8 @@
-//! A disk whose file system does not answer, as a hung NFS or FUSE server has it.
+//! Disks whose file system does not answer, such as one of a hung NFS or FUSE server.
 //!
-//! Requests wait for the file system as long as it takes, because it may answer again. Only what
-//! must end in bounded time looks whether it answers at all: the end of the daemon, and the removal
-//! of a disk. A flush that takes long is no reason to give up: a device may have much to write.
+//! Requests wait for the file system without a time limit, because it may answer again. Only the
+//! operations that must end in bounded time check whether it answers: the end of the daemon, and
+//! the removal of a disk. A slow flush alone is no failure: a device may have much to write.
 
 use policy::time::Duration;
 
@@ -12,26 +12,26 @@ use crate::{
     reactor,
 };
 
-/// A file system that takes longer to tell a file's length does not answer.
+/// Time without a reply to a query of a file's length after which a file system is unresponsive.
 const SILENT: Duration = Duration::from_secs(10);
-/// Between two questions.
+/// Interval between two checks.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// Tells when the files of a disk are closed: see [`Disk::closed`].
+/// Notification that the files of a disk are closed: see [`Disk::closed`].
 #[derive(Debug)]
 pub struct Closed(Vec<async_channel::Receiver<()>>);
 
 impl Closed {
-    /// Waits until all files are closed and their locks are released, but no longer than
-    /// `patience`; whether they are.
-    pub async fn within(self, patience: Duration) -> bool {
+    /// Waits until all files are closed and their locks are released, for `timeout` at most.
+    /// Returns true if they are.
+    pub async fn within(self, timeout: Duration) -> bool {
         let closed = async {
             for file in self.0 {
                 // Nothing is ever sent.
                 let _ = file.recv().await;
             }
         };
-        reactor::timeout(patience, closed).await.is_ok()
+        reactor::timeout(timeout, closed).await.is_ok()
     }
 }
 
@@ -42,16 +42,16 @@ impl Disk {
         while reactor::timeout(SILENT, self.image.ask()).await.is_ok() {
             reactor::sleep_until(reactor::now() + AGAIN).await;
         }
-        let patience_s = SILENT.as_secs();
-        tracing::error!(disk = %self.name, patience_s, "its file system does not answer: the disk is given up");
+        let timeout_s = SILENT.as_secs();
+        tracing::error!(disk = %self.name, timeout_s, "its file system does not answer: the disk is given up");
         self.image.give_up();
     }
 
-    /// Does `work`, and gives the disk up once a file system below it does not answer, so that
-    /// `work` fails instead of waiting.
+    /// Runs `work`. Abandons the disk if a file system below it stops answering, so that `work`
+    /// fails instead of waiting.
     ///
     /// # Errors
-    /// As `work`.
+    /// Those of `work`.
     pub async fn unless_silent<T>(&self, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         let mut giving_up = std::pin::pin!(self.give_up_once_silent());
@@ -65,17 +65,18 @@ impl Disk {
         .await
     }
 
-    /// Tells when the files of the disk are closed, once nothing uses it any more.
+    /// Returns the notification that the disk's files are closed, which follows its last use.
     pub fn closed(&self) -> Closed {
         Closed(self.image.closed())
     }
 
-    /// Reads the size anew as [`Disk::refresh_size`] does, but waits no longer than `patience` for
-    /// the file system.
+    /// Reads the size again, as [`Disk::refresh_size`] does, but waits for the file system for at
+    /// most `timeout`.
     ///
     /// # Errors
-    /// As there; [`Error::TIMED_OUT`], and [`Disk::size_bytes`] is the last known size.
-    pub async fn refresh_size_within(&self, patience: Duration) -> Result<u64> {
-        reactor::timeout(patience, self.refresh_size()).await.unwrap_or(Err(Error::TIMED_OUT))
+    /// Those of [`Disk::refresh_size`], and [`Error::TIMED_OUT`]. Then [`Disk::size_bytes`] is the
+    /// last known size.
+    pub async fn refresh_size_within(&self, timeout: Duration) -> Result<u64> {
+        reactor::timeout(timeout, self.refresh_size()).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 }

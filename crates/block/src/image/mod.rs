@@ -79,7 +79,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::size_multiple`]. A qcow2 image counts in sectors.
+    /// See [`Storage::size_multiple`]. The unit of a qcow2 image is a sector.
     pub fn size_multiple(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.storage().size_multiple(),
@@ -90,8 +90,8 @@ impl Image {
     /// See [`Storage::resize`].
     ///
     /// # Errors
-    /// As there; also where the image was opened read-only, or would look like one of another
-    /// format.
+    /// Those of [`Storage::resize`]; also if the image was opened read-only, or would look like one
+    /// of another format.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self {
             Self::Raw(raw) => raw.resize(size_bytes).await,
@@ -516,7 +516,7 @@ impl Image {
     /// See [`Storage::reserve`]. Clusters of a qcow2 image are allocated when they are written.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Storage::reserve`].
     pub async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
         match self {
             Self::Raw(raw) if raw.is_read_only() => Err(Error::NOT_PERMITTED),
@@ -525,12 +525,12 @@ impl Image {
         }
     }
 
-    /// Bytes of space that the disk's content takes where it is stored, by
-    /// [`Storage::allocated_bytes`]: for a format that maps, of all files that it is read from,
-    /// metadata included, and no more than the disk's size.
+    /// Space that stores the disk's content, in bytes, by [`Storage::allocated_bytes`]. For a
+    /// mapping format it is the sum over all files of the chain, metadata included, and at most the
+    /// disk's size.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Storage::allocated_bytes`].
     pub async fn allocated_bytes(&self) -> Result<u64> {
         if let Self::Raw(raw) = self {
             return raw.storage().allocated_bytes().await;

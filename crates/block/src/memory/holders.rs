@@ -25,22 +25,22 @@ use std::{
 
 use policy::time::{Duration, Instant};
 
-/// How long a client may lag behind its schedule while one request waits.
+/// Time that a client may lag behind its schedule while one request waits.
 pub const GRACE: Duration = Duration::from_secs(10);
-/// The same while many requests wait.
+/// Shortest such time, while many requests wait.
 pub const SHORTEST_GRACE: Duration = Duration::from_secs(1);
 /// Slowest transfer that is on schedule, in bytes per second.
 pub const SLOWEST_BPS: u64 = 1 << 20;
 
-/// How long a client may lag behind its schedule while `waiting` requests wait.
+/// Time that a client may lag behind its schedule while `waiting` requests wait.
 pub(super) fn grace(waiting: u64) -> Duration {
     let divided = Duration::from_nanos(GRACE.as_nanos() as u64 / waiting.max(1));
     divided.max(SHORTEST_GRACE)
 }
 
-/// A client that may hold memory for as long as it likes.
+/// A client that can hold memory for an unlimited time.
 pub trait Holder: std::fmt::Debug + Send + Sync {
-    /// The instant until which the client is on schedule; `None` while no transfer is under way.
+    /// The instant until which the client is on schedule; `None` while no transfer is in progress.
     fn due(&self) -> Option<Instant>;
     /// Disconnects the client, so that its memory comes back soon. Called once.
     fn push_out(&self);

@@ -34,7 +34,7 @@ pub(super) struct Waiter {
     pub(super) bytes: u64,
     /// The memory is charged to its account.
     pub(super) is_granted: AtomicBool,
-    /// It looks for clients that hold memory without progress.
+    /// True for the watchman, which looks for clients that hold memory without progress.
     pub(super) is_watchman: AtomicBool,
     /// Notified when one of the flags is set.
     pub(super) news: Event,

@@ -27,11 +27,11 @@ use super::{
 /// The part of an account that is accessed without the lock.
 #[derive(Debug, Default)]
 pub(super) struct Used {
-    /// Of requests in flight and unread replies.
+    /// Bytes of requests in flight and unread replies.
     bytes: AtomicU64,
     /// The recorded amount beyond the account's part. Written under the lock.
     beyond: AtomicU64,
-    /// Requests of this account wait. Written under the lock.
+    /// True while requests of this account wait. Written under the lock.
     is_awaited: AtomicBool,
 }
 
@@ -69,7 +69,7 @@ impl Used {
 #[derive(Debug, Default)]
 struct Tenancy {
     used: Arc<Used>,
-    /// As in `used`.
+    /// Recorded amount beyond the part; the same as in `used`.
     beyond: u64,
     /// The turn in which the account was last granted more than its part; 0 before that.
     turn: u64,
@@ -102,7 +102,7 @@ pub(super) struct Requests {
     beyond: u64,
     /// Accounts beyond their part.
     over: BTreeSet<u64>,
-    /// The part has changed since the amounts beyond it were recorded.
+    /// True if the part has changed since the amounts beyond it were recorded.
     is_stale: bool,
     /// Grants that brought an account beyond its part.
     turns: u64,
@@ -269,9 +269,9 @@ impl Requests {
         }
     }
 
-    /// True if an account may have `bytes` more: of its part, or of the common half. An account
-    /// gets no more of the common half than remains free, except by one request. Otherwise a disk
-    /// whose requests wait long for its limits would occupy all of it.
+    /// True if an account may use `bytes` more of its part, or of the common half. An account gets
+    /// no more of the common half than remains free, except by one request. Otherwise a disk whose
+    /// requests wait long for its limits would occupy all of it.
     fn may(&self, account: &Tenancy, used: u64, bytes: u64) -> bool {
         let over = |used: u64| used.saturating_sub(self.part);
         let others = self.beyond - account.beyond;
@@ -287,7 +287,7 @@ impl Requests {
             && let Some(room) = self.part.checked_sub(account.used.bytes())
             && let Some((place, bytes)) = account.queue.fitting(room)
         {
-            // Where the account has taken the room without the lock, the next turn sees it.
+            // If the account has used the room without the lock, the next iteration sees it.
             if account.used.add_within(bytes, self.part).is_some() {
                 self.grant(number, place);
             }
@@ -315,7 +315,7 @@ impl Requests {
         }
     }
 
-    /// Counts out a request that has left its queue.
+    /// Updates the counts after a request has left its queue.
     fn left(&mut self, number: u64, waiter: &Arc<Waiter>) {
         self.waiting -= 1;
         if let Some(account) = self.accounts.get(&number)

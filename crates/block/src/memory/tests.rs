@@ -226,7 +226,7 @@ fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
     }
 }
 
-/// The end of a client takes a while, and each is a line of the log.
+/// Ending a client takes time and logs a line, so no client is disconnected twice.
 #[test]
 fn a_client_is_disconnected_once_however_many_requests_wait() {
     sim::run(1, async {

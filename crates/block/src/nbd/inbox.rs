@@ -8,13 +8,13 @@ use crate::{
     memory::{Budget, ConnectionMemory},
 };
 
-/// Received at a time during the handshake, and from a client that sends little. A hundred requests
+/// Receive size during the handshake, and for a client that sends little. A hundred requests
 /// without payload fit.
 pub const SMALL_BYTES: usize = 4 << 10;
-/// Received at a time from a client whose last receives brought more than half of [`SMALL_BYTES`].
+/// Receive size for a client whose last receives returned more than half of [`SMALL_BYTES`].
 pub const USUAL_BYTES: usize = 32 << 10;
-/// After so many receives of less in succession, the small size is used again. A client that sends
-/// reads and writes by turns keeps the larger one, because each change costs a receive.
+/// Number of smaller receives in succession that switch back to the small size. A client that
+/// alternates reads and writes keeps the larger size, because each change costs a receive.
 const QUIET_RECEIVES: u8 = 64;
 /// Received at a time from a client that has sent so much: what a Unix socket holds by default.
 const BUSY_BYTES: usize = 256 << 10;
@@ -28,11 +28,12 @@ pub struct Inbox {
     end: usize,
     /// The size of a buffer that waits for the client.
     idle_bytes: usize,
-    /// Charged for [`USUAL_BYTES`]; `None` during the handshake and for the end that asks.
+    /// Budget that [`USUAL_BYTES`] are charged to; `None` during the handshake and on the client
+    /// side.
     budget: Option<Arc<Budget>>,
-    /// While [`USUAL_BYTES`] are in use.
+    /// The charge, while [`USUAL_BYTES`] are in use.
     larger: Option<ConnectionMemory>,
-    /// Receives of little in succession.
+    /// Number of small receives in succession.
     quiet: u8,
     /// What the last receive brought.
     received: usize,
@@ -82,14 +83,14 @@ impl Inbox {
         (std::mem::take(&mut self.unfinished), behind, std::mem::take(&mut self.to_skip))
     }
 
-    /// For the requests behind the handshake, as far as they have not arrived. What is received at
-    /// a time follows the client from now on; more than [`SMALL_BYTES`] is charged to `budget`.
+    /// Adapts the receive size to the client from now on, after the handshake. A size above
+    /// [`SMALL_BYTES`] is charged to `budget`.
     pub fn await_requests(&mut self, budget: &Arc<Budget>) {
         self.budget = Some(Arc::clone(budget));
     }
 
-    /// Chooses the size of the next buffer by what the last receive brought. Where memory is used
-    /// up, the small size remains.
+    /// Chooses the size of the next buffer by the length of the last receive. It remains small
+    /// while memory is used up.
     fn adapt(&mut self) {
         let Some(budget) = &self.budget else { return };
         if self.received > SMALL_BYTES / 2 {

@@ -37,8 +37,8 @@ struct Open {
     closing: Option<Arc<dyn Closing>>,
 }
 
-/// What precedes the closing of a file. Both may wait for the file system (a close sends locks and
-/// written data to an NFS or FUSE server), so they run on a thread that may block. A
+/// Callbacks that precede the closing of a file. Both may wait for the file system (a close sends
+/// locks and written data to an NFS or FUSE server), so they run on a thread that may block. A
 /// [`Closing`] is dropped after the file is closed.
 pub(crate) trait Closing: std::fmt::Debug + Send + Sync {
     /// The last use of the file: no operation on it is in flight.
@@ -49,11 +49,11 @@ pub(crate) trait Closing: std::fmt::Debug + Send + Sync {
 static CLOSINGS: Mutex<usize> = Mutex::new(0);
 static CLOSED: Condvar = Condvar::new();
 
-/// Waits until all files that were dropped on threads that never block are closed, but no longer
-/// than `patience`; whether they are. Blocks.
-pub fn wait_for_closings(patience: Duration) -> bool {
+/// Waits until all files that were dropped on non-blocking threads are closed, for `timeout` at
+/// most. Returns true if they are. Blocks.
+pub fn wait_for_closings(timeout: Duration) -> bool {
     let closings = CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner);
-    let waited = CLOSED.wait_timeout_while(closings, patience, |closings| *closings > 0);
+    let waited = CLOSED.wait_timeout_while(closings, timeout, |closings| *closings > 0);
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
 }
 
@@ -88,9 +88,9 @@ impl Fd {
         Self { open: Arc::clone(&self.open), permit: Some(Arc::new(permit)) }
     }
 
-    /// Of operations on it: one that holds a permit is executed by a thread of the kernel from the
-    /// start. File systems in user space claim that an attempt never waits, and read ahead within
-    /// it.
+    /// Flags of operations on the file. An operation with a permit is executed by a thread of the
+    /// kernel from the start, because file systems in user space accept non-blocking reads and then
+    /// wait for their readahead.
     pub(super) fn flags(&self) -> squeue::Flags {
         if self.permit.is_some() { squeue::Flags::ASYNC } else { squeue::Flags::empty() }
     }

@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// How long a thread without work is kept.
+/// Time that an idle thread is kept.
 const IDLE: Duration = Duration::from_secs(5);
 
 /// Threads that may still run; `None`: threads stay.
@@ -91,7 +91,7 @@ impl Staying {
     }
 }
 
-/// From now on no thread outlives the call that it was started for.
+/// Ends each thread after the call that it was started for, from now on.
 pub fn threads_must_end() {
     PASSING.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
 }

@@ -37,8 +37,9 @@ pub(super) mod registering {
     pub(in super::super) const SYNC_CANCEL: u8 = 24;
 }
 
-/// A ring for these operations, without flags but `IOSQE_ASYNC`, and for registering these things;
-/// with so many threads of the kernel for operations on files, or its default.
+/// A ring that is restricted to these operations, to the flag `IOSQE_ASYNC`, and to registering
+/// these resources. The kernel's threads for operations on files are limited to this number, if one
+/// is given.
 ///
 /// # Errors
 /// As `io_uring_setup(2)` and `io_uring_register(2)`.

@@ -98,14 +98,14 @@ enum Wait {
 /// system that has stopped answering would occupy all of them: then no file is synced or read any
 /// more. [`File`](crate::storage::Storage::File)s bound their own operations.
 const FILE_THREADS: u32 = 1 << 20;
-/// How long the end of a ring waits for operations that the kernel does not cancel.
+/// Time that the end of a ring waits for operations that the kernel does not cancel.
 const TO_CANCEL: Duration = Duration::from_secs(2);
 
 thread_local! {
     static HAS_STUCK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a ring of this thread ended while the kernel was still executing operations.
+/// True if a ring of this thread ended while the kernel was still executing operations.
 pub(super) fn has_stuck_operations() -> bool {
     HAS_STUCK.get()
 }

@@ -22,7 +22,7 @@ pub fn never_blocks_here() {
     NEVER_BLOCKS.set(true);
 }
 
-/// Whether a system call on this thread may wait for a device, a file system or a server: false
+/// True if a system call on this thread may wait for a device, a file system or a server: false
 /// after [`never_blocks_here`].
 pub fn may_block() -> bool {
     !NEVER_BLOCKS.get()

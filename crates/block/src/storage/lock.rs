@@ -278,7 +278,7 @@ fn is_held_here(file: impl AsFd, byte: i64) -> bool {
     inode.and_then(|inode| has_lock(std::process::id(), inode, byte, &mut 0)) == Some(true)
 }
 
-/// Whether a descriptor of the process holds the byte. Counts the descriptors in `looked_at`;
+/// True if a descriptor of the process holds the byte. Counts the descriptors in `looked_at`;
 /// `None` if there are more than [`MOST_LOOKED_AT`].
 fn has_lock(pid: u32, inode: u64, byte: i64, looked_at: &mut usize) -> Option<bool> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();

@@ -278,16 +278,16 @@ impl Storage {
         }
     }
 
-    /// Whether the bottom is a regular file.
+    /// True if the lowest layer is a regular file.
     pub(crate) fn has_stamp(&self) -> bool {
         self.file().is_some_and(File::can_grow)
     }
 
-    /// Bytes that its file system has allocated to the file at the bottom; `None` where that is no
-    /// file, or the file system cannot tell. After `patience` it is the last known number.
-    pub async fn allocated_bytes_within(&self, patience: Duration) -> Option<u64> {
+    /// Bytes that the file system has allocated to the file at the bottom; `None` if the bottom is
+    /// not a file, or the file system does not report them. The last known number after `timeout`.
+    pub async fn allocated_bytes_within(&self, timeout: Duration) -> Option<u64> {
         let file = self.file()?;
-        match reactor::timeout(patience, file.allocated_bytes()).await {
+        match reactor::timeout(timeout, file.allocated_bytes()).await {
             Ok(bytes) => bytes.ok(),
             Err(_) => Some(file.last_allocated_bytes()),
         }
@@ -302,18 +302,18 @@ impl Storage {
         }
     }
 
-    /// Fails what waits for the file at the bottom, and all later requests, with
-    /// [`Error::TIMED_OUT`](crate::error::Error::TIMED_OUT): its file system does not answer, and it
-    /// is to be closed. Reads and writes of a file whose file system cannot be attempted without
-    /// waiting are failed; others end by themselves.
+    /// Fails the requests that wait for the file at the bottom, and all later ones, with
+    /// [`Error::TIMED_OUT`](crate::error::Error::TIMED_OUT): its file system does not answer, and
+    /// it is to be closed. Reads and writes are failed if the file system does not support
+    /// non-blocking attempts; others end by themselves.
     pub(crate) fn give_up(&self) {
         if let Some(file) = self.file() {
             file.give_up();
         }
     }
 
-    /// Its other end is closed once the file at the bottom is closed and its locks are released;
-    /// `None` where that is no file.
+    /// Channel whose other end is closed once the file at the bottom is closed and its locks are
+    /// released; `None` if the bottom is not a file.
     pub(crate) fn closed(&self) -> Option<async_channel::Receiver<()>> {
         self.file().map(File::closed)
     }
@@ -700,7 +700,7 @@ impl Storage {
         each!(self, inner => inner.write_zeroes(offset, length, options).await)
     }
 
-    /// Whether [`Storage::reserve`] works, as far as is known: the file system may lack it.
+    /// False if [`Storage::reserve`] is known to be unsupported, for example by the file system.
     pub fn can_reserve(&self) -> bool {
         self.file().is_some_and(File::can_reserve)
     }
@@ -721,9 +721,8 @@ impl Storage {
         }
     }
 
-    /// Bytes of space that the content takes where it is stored: of a regular file what `st_blocks`
-    /// has, of memory the pages that were written. Storage that does not keep count takes its whole
-    /// size.
+    /// Space that stores the content, in bytes: `st_blocks` of a regular file, the written pages of
+    /// memory. For storage without a count it is the whole size.
     ///
     /// # Errors
     /// As reported by the file system.

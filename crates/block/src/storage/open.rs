@@ -186,7 +186,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
     let (file, plain) = file::open(path, &how)?;
     let probed = match (options.format, probe_file(&plain)) {
         (_, Ok(probed)) => probed,
-        // Where a format was given, the guess is for a warning alone.
+        // If a format was given, the probed format is used only for a warning.
         (Some(_), Err(_)) => Probed::Raw,
         (None, Err(error)) => {
             let why = format!("its first bytes cannot be read: {error}");

@@ -1,14 +1,14 @@
 //! File systems that this process serves, on which none of its images may lie.
 //!
 //! A request to such an image comes back to this process as another request. A system call that
-//! waits for the answer may stop the only thread that could give it, and both wait for ever.
+//! waits for the reply may block the only thread that could send it: a deadlock.
 //!
 //! An image is recognised by the device number of its open descriptor, so its name does not matter:
 //! a path, a symbolic link, a bind mount, a descriptor that was passed. The kernel knows that
 //! number itself ([`AtFlags::STATX_DONT_SYNC`]). A loop device over a file of this process is
 //! recognised by the file that the kernel names for it.
 //!
-//! Never asks a file system anything.
+//! Never sends a request to a file system.
 
 use std::{
     collections::BTreeMap,
@@ -36,7 +36,7 @@ impl OwnMount {
     /// The file system that `root`, which may be open with `O_PATH`, lies on.
     ///
     /// # Errors
-    /// The kernel does not say which that is.
+    /// The kernel does not report the file system.
     pub fn of(root: impl AsFd) -> io::Result<Self> {
         let device = look(root)?.device;
         *devices().entry(device).or_default() += 1;
@@ -97,7 +97,7 @@ pub(super) fn check(file: impl AsFd, name: &str) -> Result<(), OpenError> {
     if has_none || !is_own(file, MOST_LEVELS) {
         return Ok(());
     }
-    let why = "is a file that this process itself serves, so each would wait for the other";
+    let why = "is a file that this process itself serves, so requests would deadlock";
     Err(OpenError::new(name, why, "name the image that the file shows, or serve it by another daemon"))
 }
 

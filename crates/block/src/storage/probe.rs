@@ -153,7 +153,7 @@ fn is_vmdk_descriptor(header: &[u8]) -> bool {
 /// # Errors
 /// Where it cannot be read.
 pub fn probe(path: &Path) -> io::Result<Probed> {
-    // Of a named pipe, which is no image, opening would otherwise wait for a writer.
+    // Opening a named pipe, which is never an image, would wait for a writer.
     probe_file(&fs::File::options().read(true).custom_flags(O_NONBLOCK).open(path)?)
 }
 

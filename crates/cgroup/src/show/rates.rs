@@ -186,7 +186,7 @@ struct Comparison<'a> {
     time: Duration,
     wish: Wish,
     kept: &'a Kept,
-    /// Of cgroups of version 1.
+    /// Growth of the counters of version 1 cgroups.
     grown: &'a HashMap<(&'a Path, Number), Usage>,
 }
 

@@ -17,7 +17,7 @@ struct Noted {
     watermark: Mutex<Watermark>,
     passed: Mutex<[Counters; 2]>,
     enforcement: Mutex<Enforcement>,
-    /// Questions for the watermark, which each look at the target begins with.
+    /// Number of visits of the target, each of which reads the watermark first.
     looks: Mutex<u64>,
 }
 

@@ -5,11 +5,11 @@
 
 use std::path::{Path, PathBuf};
 
-/// The path that `name`, found in the image at `image`, leads to. An image that is in no directory
-/// of this host has an empty path.
+/// Path of the file that the image at `image` refers to as `name`. `image` is empty if the image is
+/// in no directory of this host.
 ///
 /// # Errors
-/// The reason, to be read behind the name: it is no path, or an impossible one.
+/// The reason, phrased to follow the name: not a path, or an invalid one.
 pub fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
     let name = match protocol(name) {
         None => name,

@@ -34,7 +34,7 @@ impl Qcow2 {
             let mut before: Option<Vec<_>> = None;
             loop {
                 let Some(image) = image.upgrade().map(Self) else { return };
-                // One after the other: a file system that does not answer holds up this task alone.
+                // In sequence: a file system that does not answer blocks only this task.
                 let mut stamps = Vec::new();
                 for below in image.images_below() {
                     stamps.push(below.storage().stamp().await);

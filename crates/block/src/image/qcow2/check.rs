@@ -71,10 +71,11 @@ pub enum Repair {
     Nothing,
     /// Clusters that nothing refers to are freed.
     Leaks,
-    /// Everything that has one right repair. Ambiguous content stays, and is reported.
+    /// Repairs damage that has exactly one correct repair. Ambiguous content is reported and
+    /// unchanged.
     All,
-    /// The same, and ambiguous content is given up: its guest ranges read as zeroes afterwards, or
-    /// as the backing file where a whole L2 table is lost or the image has version 2.
+    /// Also gives up ambiguous content: its guest ranges then read as zeroes, or as the backing
+    /// file where a whole L2 table is lost or the image has version 2.
     Forced,
 }
 
@@ -104,8 +105,8 @@ pub struct Report {
     /// Guest ranges whose content is ambiguous, and was left unchanged. Sorted; not all of them
     /// where there are very many.
     pub ambiguous: Vec<GuestRange>,
-    /// Guest ranges that a forced repair gave up: all of them, sorted. What cannot be listed is not
-    /// given up.
+    /// All guest ranges that a forced repair gave up, sorted. A range that does not fit in this
+    /// list is not given up.
     pub lost: Vec<GuestRange>,
     /// What is wrong and what was done, for people; [`MOST_FINDINGS`] at most.
     pub findings: Vec<String>,
@@ -152,8 +153,8 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
     Ok(report)
 }
 
-/// Repairs an image by an earlier survey of it. Reports the repairs, and the damage that a second
-/// look still finds.
+/// Repairs an image, using an earlier survey of it. Reports the repairs, and the damage that a
+/// second pass still finds.
 async fn repair_surveyed(
     storage: &Storage,
     repair: Repair,
@@ -162,7 +163,7 @@ async fn repair_surveyed(
     let header = read_repairable(storage).await?;
     let (mut report, _, has_moved) = Pass::new(storage, header, repair, Some(survey)).run().await?;
     if has_moved {
-        // The old place of a structure that was moved is no finding.
+        // The old location of a moved structure is not a finding.
         let header = read_repairable(storage).await?;
         let (_, survey, _) = Pass::new(storage, header.clone(), Repair::Nothing, None).run().await?;
         Pass::new(storage, header, Repair::Leaks, Some(survey)).run().await?;
@@ -233,8 +234,7 @@ struct Pass<'a> {
     /// Clusters of the file; the last may be incomplete.
     file_clusters: u64,
     found: ReferenceSurvey,
-    /// References that an earlier look at the same image found; without them nothing is written to
-    /// a table.
+    /// References that an earlier pass over the same image found; without them no table is written.
     survey: Option<ReferenceSurvey>,
     /// L1 tables that were read.
     disks: Vec<L1Table>,

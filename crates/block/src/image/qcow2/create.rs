@@ -99,9 +99,9 @@ impl Default for CreateOptions {
 }
 
 impl CreateOptions {
-    /// Bytes of a file that has a place for every guest cluster, without those clusters: header,
-    /// refcounts, L1 table, all L2 tables, LUKS header. Guest data counts as inside, also where it
-    /// has a file of its own.
+    /// Size of a file that has a place for every guest cluster, without those clusters: header,
+    /// refcounts, L1 table, all L2 tables, LUKS header. Guest data in an external data file counts
+    /// as part of the image.
     ///
     /// # Errors
     /// The image would be too large for its clusters.

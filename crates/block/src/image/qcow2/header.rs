@@ -537,8 +537,8 @@ impl Header {
     }
 }
 
-/// Kind, offset and data of each extension in the first cluster, with the one that ends them; that
-/// has no data. They also end where the backing file's name begins, or with the cluster.
+/// Kind, offset and data of each extension in the first cluster, including the end marker, which
+/// has no data. The list also ends at the backing file's name or at the end of the cluster.
 pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usize, &[u8]), Invalid>> {
     let fields = Fields(bytes);
     let is_later = fields.u32(4).is_ok_and(|version| version >= 3);
@@ -567,7 +567,7 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
     })
 }
 
-/// The reserved bytes behind the compression type; none where the header has none.
+/// Reserved bytes behind the compression type; empty if the header has none.
 pub(super) fn compression_padding(bytes: &[u8], version: u32) -> &[u8] {
     let has_type = version >= 3 && Fields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
     if has_type { bytes.get(V3_LENGTH + 1..OWN_LENGTH).unwrap_or_default() } else { &[] }

@@ -54,7 +54,7 @@ pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, N
 async fn list_on(stream: Stream) -> Result<Vec<Listed>, NotConnected> {
     let mut negotiation = Negotiation::new(stream);
     negotiation.greet().await?;
-    // A server tells of contexts, and of what needs chunks, only where they were agreed on.
+    // A server lists contexts and sends chunks only after both were negotiated.
     let structured = negotiation.ask_for_chunks().await?;
     let mut text = TextBudget(MOST_TEXT_BYTES);
     let mut exports = names(&mut negotiation, &mut text).await?;

@@ -515,7 +515,7 @@ impl Connection {
             Expects::Extents { .. } => {
                 return Err(Fault::Breach("extents twice, or of a context that was not agreed on"));
             }
-            _ => return Err(Fault::Breach("extents in a reply to what did not ask for them")),
+            _ => return Err(Fault::Breach("extents in a reply to a request other than block status")),
         };
         let kept = length.min(MOST_EXTENTS * EXTENT_BYTES);
         let bytes = inbox.payload(kept, &self.stream).await?;
@@ -558,7 +558,7 @@ impl Connection {
     fn place(&self, key: usize, offset: u64, length: usize) -> Taken<usize> {
         let in_flight = self.in_flight.borrow();
         let Expects::Data(read) = &in_flight[key].expects else {
-            return Err(Fault::Breach("data in a reply to what was no read"));
+            return Err(Fault::Breach("data in a reply to a request other than a read"));
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
         let fits = at.filter(|&at| at <= read.length && length <= read.length - at);
@@ -569,7 +569,7 @@ impl Connection {
     fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let Expects::Data(read) = &mut in_flight[key].expects else {
-            return Err(Fault::Breach("data in a reply to what was no read"));
+            return Err(Fault::Breach("data in a reply to a request other than a read"));
         };
         read.pieces.add(at..at + data.len()).map_err(Fault::Breach)?;
         if data.len() == read.length {

@@ -49,18 +49,18 @@ pub(super) enum Chunk {
     },
 }
 
-/// The longest chunks that an answer to one request can have.
+/// The longest chunks that a reply to one request can have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Longest {
-    /// Bytes of data: those that were requested. 0 where the request is no read.
+    /// Bytes of data: the length of a read; 0 for all other requests.
     pub(super) data: usize,
-    /// Extents: one for each byte that was asked about. 0 where the request asks for none.
+    /// Number of extents: one for each byte of a block-status request; 0 for all other requests.
     pub(super) extents: usize,
 }
 
-/// The header that `bytes` begin with, and its length; `None` if it is not all there yet. `longest`
-/// judges the cookie of a chunk, so that a length that the request does not allow is refused as
-/// soon as it is announced.
+/// Header at the beginning of `bytes`, and its length; `None` if it is incomplete. `longest`
+/// returns the limits for the cookie of a chunk, so that a length beyond them is rejected before
+/// its data arrives.
 ///
 /// # Errors
 /// A breach of the protocol, also one that `longest` reports.
@@ -95,7 +95,7 @@ fn chunk(
         reply_type::NONE if length == 0 && last => Some((Chunk::None, 0)),
         reply_type::NONE => return Err("an empty chunk that is not empty, or not the last"),
         reply_type::OFFSET_DATA | reply_type::OFFSET_HOLE if longest.data == 0 => {
-            return Err("data in a reply to what was no read");
+            return Err("data in a reply to a request other than a read");
         }
         reply_type::OFFSET_DATA if length > OFFSET_BYTES => {
             if length - OFFSET_BYTES > longest.data {
@@ -107,11 +107,11 @@ fn chunk(
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
         reply_type::OFFSET_HOLE => return Err("a hole's chunk of a length that none has"),
         reply_type::BLOCK_STATUS if longest.extents == 0 => {
-            return Err("extents in a reply to what did not ask for them");
+            return Err("extents in a reply to a request other than block status");
         }
         reply_type::BLOCK_STATUS if is_status(length) => {
             if (length - 4) / EXTENT_BYTES > longest.extents {
-                return Err("more extents than bytes that were asked about");
+                return Err("more extents than bytes in the request");
             }
             fields.u32().map(|context| (Chunk::Status { context, length: length - 4 }, 4))
         }

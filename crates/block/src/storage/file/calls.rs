@@ -56,7 +56,7 @@ pub(super) fn stamp(fd: impl AsFd) -> Result<Stamp> {
 pub(super) fn ask(fd: impl AsFd) -> Result<()> {
     check_may_block();
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
-    // An error is an answer.
+    // An error also shows that the server answers.
     let _ = statx(fd, "", flags, StatxFlags::SIZE | StatxFlags::MTIME);
     Ok(())
 }

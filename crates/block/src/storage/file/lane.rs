@@ -1,8 +1,8 @@
 //! Isolation of one file from all others when its file system stops answering.
 //!
-//! A file system in user space, or one of a server, may stop answering. The kernel then keeps a
-//! thread for each operation and each call in hand, for as long as that lasts. So a file has few in
-//! hand at once, and requests beyond that wait here, where they cost no thread:
+//! A file system in user space, or one of a server, may stop answering. The kernel then occupies a
+//! thread for each operation and each call in flight, for as long as that lasts. So a file has few
+//! in flight at once, and requests beyond that wait here, where they occupy no thread:
 //!
 //! ```text
 //!   reads, writes, syncs, allocations ─► OPERATIONS at once ─► io_uring, a kernel thread for each
@@ -14,8 +14,9 @@
 //! thread from the start (`IOSQE_ASYNC`): an attempt that must not wait (`RWF_NOWAIT`) waits on
 //! FUSE for reading ahead.
 //!
-//! Gives up: once the file is to be closed although its file system does not answer, whatever waits
-//! for it fails with [`Error::TIMED_OUT`]. The kernel keeps the memory of operations in hand.
+//! After [`Lane::give_up`], all operations that wait for the file fail with [`Error::TIMED_OUT`]:
+//! the file is closed although its file system does not answer. The kernel keeps the memory of
+//! operations in flight.
 
 use std::{
     fs,
@@ -67,7 +68,7 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// Of an open file.
+    /// Creates the lane of an open file.
     pub(super) fn of(file: &fs::File, is_device: bool) -> Self {
         let is_local = |magic: u32| LOCAL.contains(&magic);
         // The type is a C long, of which file systems use 32 bits.
@@ -81,16 +82,16 @@ impl Lane {
         }
     }
 
-    /// Whether reads and writes go through [`Lane::operate`] as well.
+    /// True if reads and writes go through [`Lane::operate`] as well.
     pub(super) fn bounds_transfers(&self) -> bool {
         self.occupies_threads
     }
 
-    /// Operates on the file in its turn. `operate` passes on the descriptor that it is given, which
-    /// counts as in hand until the kernel has finished with it.
+    /// Runs an operation on the file once a slot is free. `operate` passes on the descriptor that
+    /// it is given, which occupies the slot until the kernel has finished with it.
     ///
     /// # Errors
-    /// As `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    /// Those of `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
     pub(super) async fn operate<T>(&self, fd: &Fd, operate: impl AsyncFnOnce(Fd) -> Result<T>) -> Result<T> {
         self.unless_given_up(async {
             let fd = fd.holding(self.operations.take().await);
@@ -99,10 +100,10 @@ impl Lane {
         .await
     }
 
-    /// Makes a system call that may wait, in its turn and on another thread.
+    /// Runs a system call that may wait on another thread, once a slot is free.
     ///
     /// # Errors
-    /// As `call`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    /// Those of `call`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
     pub(super) async fn call<T: Send + 'static>(
         &self,
         fd: &Fd,

@@ -111,7 +111,7 @@ pub struct File {
     lane: Lane,
     kind: Kind,
     identity: FileIdentity,
-    /// The number of the device that it is, or that its file system is on, in the form of stat(2).
+    /// Device number, in the form of stat(2): of the device itself, or of the file's file system.
     device_number: u64,
     ending: Arc<Ending>,
     cache: CacheMode,
@@ -312,7 +312,7 @@ impl File {
         Ok(bytes)
     }
 
-    /// As last seen.
+    /// Last known value.
     pub(in crate::storage) fn last_allocated_bytes(&self) -> u64 {
         self.allocated_bytes.load(Relaxed)
     }

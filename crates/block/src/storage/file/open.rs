@@ -63,7 +63,7 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     let pinned_path = pinned.as_ref().map(Pinned::path);
     let path = pinned_path.as_deref().unwrap_or(path);
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
-    // Before anything is asked of its file system, which this process may have to answer for.
+    // Before any request to the file system, which this process itself may serve.
     own_mounts::check_path(path, &name)?;
     // Before opening: that of a FIFO would wait for its other end.
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
@@ -121,7 +121,7 @@ fn lock_and_look(
     passed: Option<Passed>,
     options: &FileOptions,
 ) -> Result<(File, fs::File), OpenError> {
-    // Again, because its path may have led elsewhere a moment ago.
+    // Checked again: the path may have led elsewhere before it was opened.
     own_mounts::check(&main, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);

@@ -56,8 +56,8 @@ use crate::{
 const MOST_AT_ONCE: u64 = 1 << 30;
 /// The same where the zeroes have to be sent.
 const MOST_SENT: u64 = 16 << 20;
-/// Bytes that one answer about allocation covers at least, as data where the server describes less:
-/// a cluster of most images. It bounds the round trips that short extents can cause.
+/// Least number of bytes that one reply about allocation covers, as data beyond the server's
+/// extents: a cluster of most images. It bounds the round trips that short extents can cause.
 const LEAST_DESCRIBED: u64 = 64 << 10;
 
 /// An export that is a disk here.

@@ -143,7 +143,7 @@ pub(super) fn open(
         probe_ends(
             &header.map_err(|error| {
                 let why = format!("its first bytes cannot be read: {error}");
-                OpenError::new(&address.name(), why, "is the cluster in order? `ceph -s` tells")
+                OpenError::new(&address.name(), why, "check the cluster with `ceph -s`")
             })?,
             &[],
         )

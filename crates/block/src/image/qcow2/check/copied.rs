@@ -81,7 +81,7 @@ impl Pass<'_> {
         self.flag(raw, host, place, what)
     }
 
-    /// The entry at `place` as it should be, if it is to be corrected.
+    /// Corrected value of the entry at `place`; `None` if the entry needs no correction.
     fn flag(&mut self, raw: u64, offset: u64, place: u64, what: impl Fn() -> String) -> Option<u64> {
         let cluster = offset >> self.header.cluster_bits;
         let is_lowered = self.repair == Repair::Leaks && self.lowered_to_one.contains(&cluster);

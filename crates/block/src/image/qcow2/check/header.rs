@@ -1,7 +1,7 @@
-//! The header's fields and extensions that no request needs, and that a reader may trip over.
+//! Header fields and extensions that no request needs, but that may break another program.
 //!
-//! [`Header::parse`] has refused what makes an image unusable. Here are reserved fields, which a
-//! repair clears, and names that lead nowhere, which it leaves to the user.
+//! [`Header::parse`] rejects unusable images. This module checks reserved fields, which a repair
+//! clears, and invalid file names, which a repair leaves to the user.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Header" and "Header extensions".
 
@@ -81,8 +81,8 @@ fn reserved_fields(start: &[u8], header: &Header) -> Vec<String> {
     found
 }
 
-/// Extensions with a wrong length. Where the next one begins is then unknown, so what follows may
-/// have been misread, and writing the header again could lose it.
+/// Extensions with a wrong length. The start of the next extension is then unknown: later ones may
+/// have been misread, and rewriting the header could lose them.
 fn misread_extensions(start: &[u8]) -> Vec<String> {
     let lengths = [(extension::ENCRYPTION, "encryption", 16), (extension::BITMAPS, "bitmaps", 24)];
     let mut found = Vec::new();
@@ -96,7 +96,7 @@ fn misread_extensions(start: &[u8]) -> Vec<String> {
     found
 }
 
-/// Names of other files that cannot be right.
+/// Invalid names of other files.
 fn dangling_names(header: &Header) -> Vec<String> {
     let mut found = Vec::new();
     let format = header.backing.as_ref().and_then(|backing| backing.format.as_deref());

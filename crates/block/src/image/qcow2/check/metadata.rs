@@ -1,15 +1,15 @@
-//! Which clusters hold metadata, and which of that may be changed in place.
+//! Clusters that hold metadata, and the metadata that a repair may change in place.
 //!
 //! ```text
-//!   first look, which writes nothing ─► survey ─► second look, which repairs
+//!   first pass, which writes nothing ─► survey ─► second pass, which repairs
 //! ```
 //!
 //! A wrong reference may make a guest's cluster, or another table, look like an L1 or L2 table. So
 //! a repair writes to a table only if the survey found no other reference to its cluster: the
 //! "reserved bits" of such a table may be a guest's data.
 //!
-//! Refcount structures and bitmaps are no metadata in this sense. If they lie on something else,
-//! they are made anew or dropped.
+//! Refcount structures and bitmaps do not count as metadata here. If they overlap something else,
+//! they are rebuilt or dropped.
 
 use super::{Pass, counts::Counts};
 
@@ -21,7 +21,7 @@ pub(super) enum MetadataKind {
     L2,
     SnapshotTable,
     Luks,
-    /// More than one of them.
+    /// More than one kind.
     Several,
 }
 
@@ -40,7 +40,7 @@ impl MetadataKind {
     }
 }
 
-/// References to clusters, as a look at the whole image found them.
+/// References to clusters, as found by a pass over the whole image.
 #[derive(Debug, Default)]
 pub(super) struct ReferenceSurvey {
     /// All references.

@@ -134,7 +134,8 @@ impl Pass<'_> {
             let table = entry.table();
             let what = format!("bitmap {:?}", entry.name());
             if !entry.extra.is_empty() {
-                // Its program may know better: nothing is dropped for it.
+                // The program that wrote the extra data may understand it, so the bitmap is not
+                // dropped.
                 self.corrupt(format!("{what} has extra data of an unknown kind"));
             }
             // QEMU opens no image with such a bitmap. While one is in use, the disk may change.

@@ -42,13 +42,14 @@ impl GuestRanges {
     pub(super) fn has_room(&mut self, more: usize) -> bool {
         if !self.is_full && self.ranges.len() + more > MOST_RANGES {
             join(&mut self.ranges);
-            // Not again and again for a list that hardly becomes shorter.
+            // A list that joining hardly shortened is full, or each addition would sort it again.
             self.is_full = self.ranges.len() > MOST_RANGES / 2;
         }
         !self.is_full && self.ranges.len() + more <= MOST_RANGES
     }
 
-    /// Adds a range, as part of the last one where it continues that. Without room it is left out.
+    /// Adds a range, or extends the last one if it continues there. A range without room is left
+    /// out.
     pub(super) fn add(&mut self, range: GuestRange) {
         let continued = self.ranges.last_mut();
         let continued =

@@ -1,4 +1,4 @@
-//! The L2 tables: every guest cluster, with the verdict on its entry carried out.
+//! The L2 tables: applies the verdict on the entry of every guest cluster.
 //!
 //! A flaw is corrected where everything is repaired. An ambiguous entry stays, and then nothing is
 //! freed in this image: the cluster that the entry meant may look unused.
@@ -131,7 +131,7 @@ impl Pass<'_> {
         }
         self.report.allocated_clusters += uses.active;
         self.report.compressed_clusters += uses.active;
-        // Compressed clusters have no cluster of the file to themselves.
+        // Compressed clusters share clusters of the file.
         self.report.fragmented_clusters += uses.active;
     }
 }

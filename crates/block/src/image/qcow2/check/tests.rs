@@ -89,8 +89,8 @@ fn a_leak_is_freed() {
     assert_eq!((report.allocated_clusters, report.fragmented_clusters), (63, 1));
 }
 
-/// Damages a preallocated image and repairs it, which must leave its content; then gives up the
-/// ambiguous rest. Both reports.
+/// Damages a preallocated image and repairs it, which must not change its content; then gives up
+/// the ambiguous content. Returns both reports.
 fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> (Report, Report) {
     sim::run(1, async move {
         let (storage, header) = image(preallocated()).await;
@@ -545,7 +545,7 @@ fn names_of_other_files_that_cannot_be_right_are_reported() {
     assert_eq!(with(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
 }
 
-/// What follows such an extension may have been misread.
+/// Extensions after one of a wrong length may have been misread.
 #[test]
 fn an_extension_of_a_wrong_length_is_reported_and_stays() {
     sim::run(1, async {

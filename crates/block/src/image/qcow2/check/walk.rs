@@ -142,8 +142,7 @@ impl Pass<'_> {
         Ok(Some(offset))
     }
 
-    /// Clears an L1 entry whose guest range has no content that can be determined, where the user
-    /// gives that up, or reports it.
+    /// Clears an L1 entry with ambiguous content if the user gives that up; otherwise reports it.
     async fn give_up_l1(&mut self, place: u64, owner: L1Reference, what: String) -> Result<()> {
         let covers = self.table_covers();
         if self.repair == Repair::Forced && self.may_write(place) && self.may_lose(&[owner]) {
@@ -158,7 +157,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Corrects a number of a table, where everything is repaired and the table is nothing else.
+    /// Corrects an entry of a table if everything is repaired and its cluster holds nothing else.
     async fn put_number(&mut self, place: u64, value: u64, what: String) -> Result<()> {
         if self.repairs_all() && self.may_write(place) {
             bytes::write(self.storage, place, &value.to_be_bytes()).await?;
@@ -169,8 +168,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// True for an L2 table that is also something else, and makes no sense as a table, if the user
-    /// gives such content up.
+    /// True if the user gives up ambiguous content, and this L2 table shares its cluster with
+    /// something else and is not plausible as a table.
     async fn is_to_be_given_up(&mut self, offset: u64) -> bool {
         if self.repair != Repair::Forced || self.may_write(offset) {
             return false;
