@@ -162,7 +162,7 @@ fn the_file_takes_the_space_that_its_image_takes() {
 }
 
 #[test]
-fn fallocate_reserves_space_or_says_that_it_cannot() {
+fn fallocate_reserves_space_or_is_unsupported() {
     if !can_mount() {
         return;
     }

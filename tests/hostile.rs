@@ -314,7 +314,7 @@ fn clients_that_hold_memory_delay_no_other_client_of_their_disk() {
         assert_eq!(client.read(0, 4096).map(|data| data.len()), Ok(4096));
     }
     let status = operator::status(&scratch, "0");
-    // The others were not disconnected one after the other until it was the client's turn.
+    // The client did not wait until most of them were disconnected one by one.
     assert!(bytes(&status, "waiting") >= 50, "{status}");
     assert!(bytes(&status, "connections") >= 50 * 4096, "{status}");
     weir.stop();

@@ -246,7 +246,7 @@ fn sharing_is_for_reading_alone() {
 
 /// No other process is involved, and none can be stopped.
 #[test]
-fn a_command_that_is_in_its_own_way_blames_no_other_process() {
+fn a_lock_of_the_same_process_is_not_reported_as_that_of_another() {
     let scratch = Scratch::new();
     let (one, two) = (scratch.path("one.qcow2"), scratch.path("two.qcow2"));
     for (image, below) in [(&two, &one), (&one, &two)] {

@@ -101,7 +101,7 @@ fn a_daemon_in_the_background_logs_to_its_file_which_can_be_rotated() {
     assert_eq!(
         (outcome.ended(), outcome.said().as_str()),
         (Some(0), ""),
-        "it says nothing on standard error"
+        "nothing is written to standard error"
     );
     let number = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
     let read = |path: &std::path::Path| std::fs::read_to_string(path).unwrap_or_default();

@@ -38,10 +38,13 @@ fn a_pipe_of_the_shell_is_read_as_a_config() {
 }
 
 #[test]
-fn serve_without_a_disk_names_what_it_can_be_given() {
+fn serve_without_a_disk_reports_the_missing_arguments() {
     let outcome = weir(&["serve", "--iops-total", "5"]).run();
     assert_eq!(outcome.code(), 2);
     let said = outcome.said();
-    assert_says(&said, &["weir: nothing is named that is to be served (name an IMAGE", "--config FILE)"]);
+    assert_says(
+        &said,
+        &["weir: neither an image nor a config file is given (name an IMAGE", "--config FILE)"],
+    );
     assert!(!said.contains("--blockdev"), "{said}");
 }

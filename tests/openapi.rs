@@ -95,7 +95,7 @@ fn a_text_that_is_no_number_is_none_by_the_schema() {
 }
 
 #[test]
-fn every_operation_has_an_id_and_says_whether_it_needs_the_token() {
+fn every_operation_has_an_id_and_states_whether_it_needs_the_token() {
     let described: Value = serde_json::from_str(include_str!("../docs/reference/openapi.json")).unwrap();
     let mut ids = Vec::new();
     for (path, item) in described["paths"].as_object().unwrap() {

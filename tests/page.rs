@@ -46,7 +46,7 @@ fn what_the_daemon_does_not_say_is_not_known() {
 }
 
 #[test]
-fn it_opens_with_the_most_throttled_disk_and_charts_of_what_is_known() {
+fn the_page_opens_with_the_most_throttled_disk_and_charts_of_known_time() {
     scenario("start").succeeds();
 }
 

@@ -78,7 +78,7 @@ def the_most_throttled_disk_is_shown(reader):
     page = reader.open()
     expect(page.locator("#detail-title")).to_have_text("db")
     expect(reader.row("db")).to_have_attribute("aria-selected", "true")
-    assert page.url == reader.url, "the address names what the reader has chosen"
+    assert page.url == reader.url, "the address names the chosen disk"
     # A choice stays, and the way back leads to the suggestion.
     reader.choose("mail")
     page.go_back()

@@ -10,7 +10,7 @@ use indicatif::TermLike;
 use nix::unistd::{getpgrp, tcgetpgrp};
 use ratatui::crossterm::terminal;
 
-/// Whether the terminal is this process group's at the moment (tcgetpgrp(3)); also where standard
+/// True if this process group is the terminal's foreground group (tcgetpgrp(3)), or if standard
 /// error is a terminal that controls no session of this process.
 pub fn is_foreground() -> bool {
     tcgetpgrp(stderr()).map_or(true, |group| group == getpgrp())

@@ -153,13 +153,13 @@ pub fn on_reactor<T: 'static>(
     work: impl Future<Output = Result<T, Failure>> + 'static,
 ) -> Result<T, Failure> {
     let result = reactor::run(Polling::Off, work);
-    // The next command finds images free that this one has used.
+    // So that the next command finds the images unlocked.
     reactor::wait_for_closings(TO_CLOSE);
     result.context(NO_RING)?
 }
 
-/// How long the end of a command waits for files that are still being closed: longer only if a file
-/// system does not answer.
+/// Time that the end of a command waits for files that are still being closed. It is reached only
+/// if a file system does not answer.
 const TO_CLOSE: Duration = Duration::from_secs(2);
 
 /// Prints results. Ends the program with status 0 where nobody reads them any more.

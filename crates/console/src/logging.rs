@@ -67,8 +67,8 @@ fn cannot_be_written(path: &Path) -> String {
     )
 }
 
-/// Opens the log's file anew, if there is one: it may have been moved away. Where it cannot be
-/// opened, lines go on to the one before, the first of which says so.
+/// Opens the log's file again, if one is configured: it may have been renamed. If that fails, lines
+/// still go to the old file, beginning with one that reports the failure.
 pub fn reopen() {
     if let Err((path, error)) = file::reopen() {
         tracing::warn!("{}: {error}", cannot_be_written(&path));

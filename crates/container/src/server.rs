@@ -10,8 +10,8 @@
 //!
 //! Threads, as each may wait for minutes for a child, and there are a few a minute.
 //!
-//! Clients that send half a request and then nothing cost others a fraction of a second each, not
-//! the time that a request may take to arrive.
+//! A client that sends half a request and then nothing delays other clients by a fraction of a
+//! second, not by the time limit of a request.
 
 use std::{
     collections::BTreeMap,
@@ -40,8 +40,8 @@ use crate::{
 const MOST_CONNECTIONS: usize = 32;
 /// How long a request may take to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
-/// How long a request may arrive undisturbed while another client waits for its place. Docker sends
-/// a request at once.
+/// Time that an arriving request keeps its place while another client waits for one. Docker sends a
+/// request at once.
 const UNDISTURBED: Duration = Duration::from_millis(250);
 
 /// Where descriptors or memory run out, the kernel does not tell when there are some again.
@@ -85,7 +85,7 @@ impl Server {
         let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
         let accept = move || {
             loop {
-                // A place is made for a client that is there, not for one that may come.
+                // A place is freed only for a client that is waiting.
                 let _ = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
                 keeper.make_room();
                 match listener.accept() {
@@ -136,7 +136,8 @@ impl Doorkeeper {
             let age = oldest.as_ref().map(|oldest| oldest.get().since.elapsed());
             state = match (oldest, age) {
                 (Some(oldest), Some(age)) if age >= UNDISTURBED => {
-                    // Its thread reads the end of the stream, and finds its place given away.
+                    // The connection's thread reads the end of the stream, and then finds its place
+                    // reassigned.
                     let _ = oldest.remove().stream.shutdown(Shutdown::Read);
                     state.connections -= 1;
                     state
@@ -151,7 +152,7 @@ impl Doorkeeper {
         state.connections += 1;
     }
 
-    /// A request begins to arrive; the number of its connection.
+    /// Registers a connection whose request begins to arrive; returns its number.
     fn arrives(&self, stream: UnixStream) -> u64 {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let number = state.next;
@@ -160,7 +161,8 @@ impl Doorkeeper {
         number
     }
 
-    /// A request has arrived, or never will; false if its place was given away.
+    /// Removes a connection whose request has arrived or never will. False if its place was
+    /// reassigned.
     fn has_arrived(&self, number: u64) -> bool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
     }
@@ -178,7 +180,7 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
     let number = match stream.try_clone() {
         Ok(again) => door.arrives(again),
         Err(error) => {
-            tracing::error!(%error, "a client is sent away: no descriptor is left");
+            tracing::error!(%error, "a connection is closed: no file descriptor is left");
             return door.change(|state| state.connections -= 1);
         }
     };
@@ -188,7 +190,7 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
         }
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
-        tracing::error!(%error, "a client is sent away: no thread can be started");
+        tracing::error!(%error, "a connection is closed: no thread can be started");
         if door.has_arrived(number) {
             door.change(|state| state.connections -= 1);
         }

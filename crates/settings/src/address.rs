@@ -83,7 +83,7 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(path))
 }
 
-/// Whether a text that is no address is certainly meant as a path.
+/// True if a text that is not an address is certainly a path.
 fn is_path(text: &str) -> bool {
     text.starts_with(['/', '.']) && text.contains('/') && !text.contains('\0')
 }

@@ -22,7 +22,7 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
     best.map(|(_, candidate)| candidate).or(abbreviated)
 }
 
-/// Whether a word is a candidate without some of its letters, as `grp` is `group`.
+/// True if `word` is `candidate` without some of its letters, as `grp` is of `group`.
 fn is_abbreviation(word: &str, candidate: &str) -> bool {
     const SHORTEST: usize = 3;
     let mut letters = candidate.chars();

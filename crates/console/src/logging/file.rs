@@ -1,4 +1,4 @@
-//! Where the log goes: standard error, or a file, whatever becomes of it.
+//! Destination of the log: standard error, or a file.
 //!
 //! A file system may be full, and whoever reads a pipe may have stopped. A daemon lives through
 //! both, and goes on serving: what cannot be written is left out and counted, and the first line
@@ -32,7 +32,7 @@ const AT_ONCE: usize = 4096;
 /// Mode of a new file: names of disks and clients are for the owner and the group alone.
 const MODE: u32 = 0o640;
 
-/// Where lines go instead of standard error.
+/// The file that receives lines instead of standard error.
 static FILE: Mutex<Option<(PathBuf, File)>> = Mutex::new(None);
 
 fn current() -> MutexGuard<'static, Option<(PathBuf, File)>> {
@@ -42,10 +42,10 @@ fn current() -> MutexGuard<'static, Option<(PathBuf, File)>> {
 /// Appends lines to this file from now on.
 ///
 /// # Errors
-/// The system's; it is a directory or a block device. Lines go where they went before.
+/// The system's, or the path is a directory or a block device. The destination is then unchanged.
 pub(super) fn open(path: &Path) -> io::Result<()> {
     let mut options = File::options();
-    // Of a pipe without a reader, opening fails instead of waiting for one.
+    // Opening a pipe without a reader fails instead of waiting for one.
     options.append(true).create(true).mode(MODE).custom_flags(O_NONBLOCK);
     let file = options.open(path)?;
     if file.metadata()?.file_type().is_block_device() {
@@ -64,7 +64,7 @@ pub(super) fn reopen() -> Result<(), (PathBuf, io::Error)> {
     path.map_or(Ok(()), |path| open(&path).map_err(|error| (path, error)))
 }
 
-/// Standard error or the file, as a log of this format has it.
+/// Writer to standard error or the file, for a log of this format.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LogFile(pub(super) LogFormat);
 

@@ -44,10 +44,10 @@ pub(crate) struct Devices {
     sampler: Sampler,
 }
 
-/// Where disks lay, and in which groups they were, when each was last looked at.
+/// Device and groups of each disk, as of its last visit.
 #[derive(Debug, Default)]
 struct Placements {
-    /// By the disk's name.
+    /// Placements by the disk's name.
     disks: HashMap<String, Placement>,
     /// Devices below a group, by its address, with the number of its disks on each. Groups stay
     /// alive by their members alone; a [`Weak`] keeps the address.
@@ -81,7 +81,7 @@ impl Placements {
         self.disks.insert(disk.name().to_string(), Placement { device, groups });
     }
 
-    /// Counts a disk no more; adds the groups that have one device less to `changed`.
+    /// Removes a disk from the counts; adds the groups that have one device less to `changed`.
     fn take(&mut self, disk: &str, changed: &mut Vec<Weak<Group>>) -> Option<Arc<Device>> {
         let Placement { device, groups } = self.disks.remove(disk)?;
         let device = device?;
@@ -199,8 +199,8 @@ impl Devices {
         Ok(())
     }
 
-    /// Looks at one name: the disk or the group that has it now, if there is one.
-    /// Fails if more is reserved than a device was measured to do.
+    /// Updates the devices of the disk or group with this name, if one exists. Fails if more is
+    /// reserved than the measured capacity of a device.
     pub(crate) fn follow(
         &self,
         name: &str,
@@ -255,13 +255,13 @@ impl Placements {
         let target: Weak<Group> = Arc::downgrade(group);
         let target: Weak<dyn Target> = target;
         self.targets.insert(group.name().to_owned(), Weak::clone(&target));
-        // Without a watermark it is not watched, and a list of its devices would be for nothing.
+        // A target without a watermark is not watched and needs no list of devices.
         let is_watched = group.watermark() != Watermark::ALWAYS;
         Subject { target, devices: if is_watched { self.under(group) } else { Vec::new() } }
     }
 
-    /// An outermost group can promise what its device can do; one on several, or on one that was
-    /// not measured, what its limits say.
+    /// An outermost group can reserve up to the capacity of its device; a group on several devices,
+    /// or on one without a measured capacity, up to its limits.
     fn bound(&self, group: &Arc<Group>) -> anyhow::Result<()> {
         if group.parent().is_some() {
             return Ok(());

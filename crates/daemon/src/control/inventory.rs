@@ -142,7 +142,7 @@ pub(crate) struct Inventory {
     cluster: OnceCell<Rc<Cluster>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
-    /// What images and servers can be given by its id.
+    /// Objects by id, to which images and servers refer.
     objects: RefCell<BTreeMap<String, KeptObject>>,
     /// Sets of descriptors that clients have passed.
     pub(crate) descriptors: Sets,
@@ -182,7 +182,7 @@ fn disks_of(inventory: Weak<Inventory>) -> impl Fn() -> Vec<Arc<Disk>> {
     move || inventory.upgrade().map(|inventory| inventory.block_disks()).unwrap_or_default()
 }
 
-/// One of them by its name.
+/// Lookup of a disk by its name.
 fn disk_of(inventory: Weak<Inventory>) -> impl Fn(&str) -> Option<Arc<Disk>> {
     move |name| inventory.upgrade()?.disks.get(name).map(|running| Arc::clone(&running.disk))
 }

@@ -13,7 +13,7 @@ use policy::time::Duration;
 use serde_json::{Map, Value};
 use settings::{Image, Qcow2Settings};
 
-/// How long the removal of a disk waits for its files to be closed.
+/// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]

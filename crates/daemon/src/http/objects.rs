@@ -71,7 +71,7 @@ struct GroupBefore {
 struct LastSecond {
     /// Reads and writes by how long they took, modulo 2³²: half of what they are.
     counts: Vec<u32>,
-    /// The same by how long they waited for limits.
+    /// Counts of requests by wait for limits.
     waits: Vec<u32>,
     /// By owner, limit and direction.
     held: Option<[u64; HELD]>,

@@ -135,7 +135,7 @@ pub(crate) struct Entered {
     servers: Vec<Server>,
 }
 
-/// How long the file system of an image may take to resolve its path.
+/// Time that the file system of an image has to resolve its path.
 const TO_RESOLVE: Duration = Duration::from_secs(8);
 const REMEDY: &str = "or start it with --sandbox off";
 
@@ -156,7 +156,7 @@ impl Entered {
         let Some(places) = &self.places else { return Ok(()) };
         let of_call = path.to_owned();
         let real = reactor::timeout(TO_RESOLVE, reactor::blocking(move || of_call.canonicalize())).await;
-        // What is not there, or does not answer, has a better message of its own.
+        // A missing or unresponsive file is reported with a better message when it is opened.
         let Ok(Ok(real)) = real else { return Ok(()) };
         if places.iter().any(|place| real.starts_with(place)) {
             return Ok(());

@@ -177,8 +177,8 @@ impl Daemon {
     }
 }
 
-/// Gives a disk up once a file system below it does not answer: what waits for it then fails, and
-/// the other disks are flushed and closed.
+/// Abandons a disk if a file system below it stops answering: requests that wait for the disk then
+/// fail, and all other disks are flushed and closed.
 fn give_up_once_silent(running: &Rc<RunningDisk>) -> reactor::JoinHandle<()> {
     let disk = Arc::clone(&running.disk);
     reactor::spawn_joinable(async move { disk.give_up_once_silent().await })
@@ -212,10 +212,9 @@ async fn write_back(files: Vec<PathBuf>) {
     }
 }
 
-/// SIGHUP: the log's file is opened anew, the config file is read again, and the log says what came
-/// of it.
+/// SIGHUP: opens the log's file again, reads the config file again, and logs the result.
 async fn hang_up(inventory: &Rc<Inventory>) {
-    // First, so that all of what follows is in the new file. Its file system may not answer.
+    // First, so that all later lines are in the new file. Its file system may not answer.
     reactor::blocking(logging::reopen).await;
     // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];

@@ -85,7 +85,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     reactor::threads_must_end();
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
-        // Here control sockets, exports and workers meet: no disk may hold them up.
+        // This thread serves control sockets and exports, so no disk may block it.
         reactor::never_blocks_here();
         let file = file.map(|file| (file, said));
         let started = Daemon::start(plan, steps, file, inherited, before, (signals, runner)).await;

@@ -58,7 +58,7 @@ use crate::{
 
 /// URIs in the line that says `ready`.
 const MOST_URIS_SHOWN: usize = 16;
-/// Disks and groups in that line whose limits are shown.
+/// Largest number of disks and groups whose limits that line shows.
 const MOST_LIMITS_SHOWN: usize = 16;
 /// What a signal may come before.
 const DISKS_OPEN: &str = "all disks are open";

@@ -28,7 +28,8 @@ use crate::intake::Mergeable as _;
 
 /// Bytes that are zeroed at a time: a range may be as long as the disk.
 const ZERO_PART: u64 = 1 << 30;
-/// Parts of a range, of which each is then longer: a sparse file may have 8 EiB.
+/// Largest number of parts of a range. A longer range has longer parts: a sparse file may have 8
+/// EiB.
 const MOST_PARTS: u64 = 1024;
 /// Looked up at a time for a hole or for data.
 const SEEK_PART: u64 = 1 << 34;

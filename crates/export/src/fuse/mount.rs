@@ -129,7 +129,7 @@ pub struct Mount {
     by_helper: bool,
     /// The kernel's number for it.
     number: Option<u64>,
-    /// Keeps this process's images away from it.
+    /// Makes this process reject images on the mount.
     _own: Option<OwnMount>,
     is_unmounted: AtomicBool,
     watcher: Mutex<Option<Watcher>>,

@@ -13,7 +13,7 @@
 //! grows again reads zeroes. The end is in memory alone: an export that starts anew shows the
 //! whole disk.
 //!
-//! Never asks a file system on the thread of a worker.
+//! Never calls a file system on a worker's thread.
 //!
 //! [`Image::size_multiple`]: block::image::Image::size_multiple
 
@@ -35,7 +35,7 @@ const LEAST_DISK_BYTES: u64 = 512;
 const WITH_DISK: u64 = u64::MAX;
 /// Time that a reply waits for a file system to count the image's space. After it, the last known
 /// figure is used until the file system answers.
-const PATIENCE: Duration = Duration::from_secs(1);
+const COUNT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// End of the file.
 #[derive(Debug)]
@@ -59,13 +59,13 @@ impl FileEnd {
         }
     }
 
-    /// The end, where it is not the disk's.
+    /// End of the file, if it differs from the disk's.
     pub(super) fn before_disk(&self, disk: &Disk) -> Option<u64> {
         let file_bytes = self.file_bytes(disk);
         (file_bytes != disk.size_bytes()).then_some(file_bytes)
     }
 
-    /// Puts the end there, over a disk of the size that [`disk_bytes_for`] has.
+    /// Sets the end of the file, over a disk of the size that [`disk_bytes_for`] returns.
     pub(super) fn set(&self, file_bytes: Option<u64>) {
         self.0.store(file_bytes.unwrap_or(WITH_DISK), SeqCst);
     }
@@ -99,7 +99,7 @@ pub(super) fn errno_of(refused: &ResizeError) -> i32 {
 pub(super) struct Space {
     bytes: AtomicU64,
     is_counting: AtomicBool,
-    /// A count that has exceeded [`PATIENCE`] has not ended.
+    /// A count that has exceeded [`COUNT_TIMEOUT`] has not ended.
     is_late: AtomicBool,
     counted: Event,
 }
@@ -120,7 +120,8 @@ impl Space {
         self.bytes.load(Relaxed)
     }
 
-    /// Counts the space once more, writes before the call included, or gives up after [`PATIENCE`].
+    /// Counts the space once more, writes before the call included, or gives up after
+    /// [`COUNT_TIMEOUT`].
     pub(super) async fn count(self: &Arc<Self>, disk: &Arc<Disk>) {
         // A count that is in progress may have begun too early, the next one has not.
         for _ in 0..2 {
@@ -133,7 +134,7 @@ impl Space {
                 let (space, disk) = (Arc::clone(self), Arc::clone(disk));
                 reactor::spawn(async move { space.count_now(&disk).await });
             }
-            if reactor::timeout(PATIENCE, counted).await.is_err() {
+            if reactor::timeout(COUNT_TIMEOUT, counted).await.is_err() {
                 if self.is_counting.load(SeqCst) {
                     self.is_late.store(true, SeqCst);
                 }

@@ -253,7 +253,7 @@ fn chunk(flags: u16, kind: u16, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The header of a chunk, without what it announces.
+/// Header of a chunk, without the payload.
 fn announced(kind: u16, length: u32) -> Vec<u8> {
     let mut head = chunk(reply_flag::DONE, kind, &[]);
     head.splice(16..20, length.to_be_bytes());

@@ -296,7 +296,8 @@ impl Connection {
                 Parsed::Request(request) => {
                     let command = request.command;
                     let Some(memory) = self.make_room(intake, bytes_in_flight(command)).await else {
-                        // It goes on with the request, or leaves the loop because it stops.
+                        // The loop continues with the request, or ends because the connection
+                        // stops.
                         self.put_back(request.tag, command, None);
                         continue;
                     };
@@ -409,9 +410,8 @@ impl Connection {
         }
     }
 
-    /// Waits until one more request may be in flight, and there is memory for it; what was taken
-    /// in before does not wait. `None` if the connection stops or comes to rest before there is
-    /// memory.
+    /// Waits until one more request may be in flight and memory is available for it; requests that
+    /// were received before do not wait. `None` if the connection stops or comes to rest first.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake<Incoming>, bytes: usize) -> Option<Taken<'_>> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
@@ -489,7 +489,7 @@ impl Connection {
         }
     }
 
-    /// Sends a message, in parts where it is long, so that a client that reads is seen to do so.
+    /// Sends a message. A long one is sent in parts, so that progress of a slow client is visible.
     async fn send(&self, mut message: Segments) -> io::Result<()> {
         let sending = self.holding.sends(message.len().min(PART_BYTES));
         while message.len() > PART_BYTES {

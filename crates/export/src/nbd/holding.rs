@@ -36,7 +36,7 @@ pub(super) struct Holding {
 }
 
 impl Holding {
-    /// Of the client at the other end of `stream`, which uses `disk`.
+    /// Creates the state of the client that is connected by `stream` and uses `disk`.
     pub(super) fn with(stream: &Stream, disk: &Disk) -> Arc<Self> {
         let memory = Arc::clone(disk.memory());
         let (receiving, sending) = (Transfer::default(), Transfer::default());
@@ -59,8 +59,8 @@ impl Holding {
         UnderWay(&self.sending)
     }
 
-    /// While a message is on its way to the client: a number that changes with each part of a
-    /// message, and the bytes that the client has yet to read.
+    /// State of a message that is being sent: a number that changes with each part of a message,
+    /// and the bytes that the client has yet to read. `None` between messages.
     pub(super) fn in_a_message(&self) -> Option<(u64, usize)> {
         let due = self.sending.due()?;
         Some((due, op::unread_bytes(self.socket.as_ref()?).unwrap_or(0)))

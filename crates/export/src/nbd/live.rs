@@ -16,14 +16,14 @@ use super::{
     proto,
 };
 
-/// How long a client in its handshake waits for the file system to tell the size of an image. Then
-/// it gets the last known size.
+/// Time that a handshake waits for the file system to report the size of an image. After it, the
+/// client gets the last known size.
 const TO_SEE_SIZE: Duration = Duration::from_secs(1);
 
 /// Finds out whether the image of a disk was resized from outside.
 pub(super) async fn look_at_size(disk: &Disk) {
     if let Err(error) = disk.refresh_size_within(TO_SEE_SIZE).await {
-        tracing::warn!(disk = %disk.name(), %error, "cannot see whether the image was resized");
+        tracing::warn!(disk = %disk.name(), %error, "cannot determine whether the image was resized");
     }
 }
 
@@ -44,7 +44,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// As last known; [`look_at_size`] finds out whether the image was resized from outside.
+    /// Last known properties; [`look_at_size`] detects that the image was resized from outside.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
         ExportInfo {

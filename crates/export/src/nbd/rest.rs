@@ -57,10 +57,10 @@ pub(super) struct Rest {
     stage: AtomicU8,
     /// Of those that stood still, one after the other.
     turn: AtomicU64,
-    /// The stage has changed. Every connection listens.
+    /// Notified when the stage has changed. Every connection listens.
     changed: Event,
-    /// A client has arrived, or a connection has come to rest. Only the server listens, while it
-    /// closes its doors or has its connections come to rest.
+    /// Notified when a client has arrived or a connection has come to rest. Only the server
+    /// listens, while it closes its listeners or quiesces its connections.
     progress: Event,
     /// Clients that are being accepted, or are not registered yet.
     arriving: AtomicUsize,
@@ -116,8 +116,8 @@ impl Rest {
         self.progress.notify(usize::MAX);
     }
 
-    /// The next time that a client has arrived, a connection has come to rest, or the stage has
-    /// changed; to be called before the server looks at either.
+    /// Listener for the next arrival of a client, the next connection that comes to rest, and the
+    /// next change of the stage. To be created before the server checks any of these.
     pub(super) fn listen_to_progress(&self) -> EventListener {
         self.progress.listen()
     }

@@ -309,7 +309,7 @@ impl Server {
 
     /// Charges a connection that was accepted; waits while `--memory` is used up. Meanwhile a
     /// client that has not finished its handshake in time is disconnected. `None` if the server
-    /// stops or lets nobody in before there is memory.
+    /// stops, or stops accepting, before memory is available.
     async fn memory_for_one(&self) -> Option<ConnectionMemory> {
         loop {
             let freed = self.freed.listen();
@@ -325,7 +325,7 @@ impl Server {
                     "a client waits for a connection: memory is used up (allow more with --memory)"
                 );
             }
-            // Memory also comes back from what is not a client of this server.
+            // Memory is also returned by others than the clients of this server.
             let changed = first(freed, self.rest.until(|stage| stage != Stage::Open));
             let _ = reactor::timeout(MOMENT, first(changed, self.push_out_oldest())).await;
         }
@@ -570,12 +570,12 @@ impl Server {
         info
     }
 
-    /// The clients that may send requests.
+    /// Numbers of the clients that may send requests.
     pub(super) fn holders(&self) -> Vec<u64> {
         self.lock().iter().filter(|(_, live)| live.holding.is_some()).map(|(number, _)| number).collect()
     }
 
-    /// What is seen of a client that may send requests.
+    /// State of the transfers of a client that may send requests.
     pub(super) fn holding(&self, number: u64) -> Option<Arc<Holding>> {
         self.lock().get(number)?.holding.clone()
     }
@@ -646,7 +646,7 @@ struct Place {
     number: u64,
     /// Whose it is; `None` through a Unix socket, and before a client has come.
     address: Option<IpAddr>,
-    /// Of the connection, once a client has come.
+    /// Memory of the connection, once a client is connected.
     memory: Option<ConnectionMemory>,
 }
 

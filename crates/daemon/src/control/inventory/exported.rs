@@ -406,7 +406,7 @@ impl Inventory {
         })
     }
 
-    /// Exports of one disk, those included whose last clients are on their way out.
+    /// Exports of one disk, including those that wait for their last clients to disconnect.
     pub(crate) fn exports_of(&self, disk: &str) -> Vec<Rc<RunningExport>> {
         let ids = self.exports_of_disks.borrow();
         ids.get(disk).into_iter().flatten().filter_map(|id| self.exports.get(id)).collect()

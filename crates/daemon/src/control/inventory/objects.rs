@@ -13,13 +13,13 @@ use policy::access::Names;
 
 use super::{Inventory, Refused};
 
-/// Objects of all kinds together.
+/// Largest number of objects, all kinds together.
 const MOST_OBJECTS: usize = 1024;
-/// Bytes charged for an object beside its content: its id, its place in the list.
+/// Bytes charged for an object in addition to its content: its id, and its entry in the list.
 const BYTES_BESIDE: u64 = 512;
 /// Bytes charged for keys of TLS: OpenSSL's context with a chain of certificates.
 const BYTES_OF_CREDENTIALS: u64 = 64 << 10;
-/// Bytes of an object's content: the longest secret, and as much for rules.
+/// Largest content of an object, in bytes: that of the longest secret, and the same for rules.
 const MOST_BYTES: usize = LONGEST_SECRET;
 
 /// One object.
@@ -78,7 +78,7 @@ impl Inventory {
         Ok(())
     }
 
-    /// Whether there was one. Images and servers that were given it keep it.
+    /// Removes an object; returns true if it existed. Images and servers that use it keep it.
     pub(crate) fn remove_object(&self, id: &str) -> bool {
         self.objects.borrow_mut().remove(id).is_some()
     }

@@ -43,7 +43,7 @@ pub(super) async fn look_at_changes(
         if let Ok(running) = inventory.disk(&disk)
             && let Err(error) = running.disk.look_again().await
         {
-            tracing::warn!(disk, %error, "cannot see whether the image was resized");
+            tracing::warn!(disk, %error, "cannot determine whether the image was resized");
         }
     }
 }

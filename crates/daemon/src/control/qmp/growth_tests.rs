@@ -37,7 +37,7 @@ fn visited(count: usize) -> (u64, u64) {
             let added = json!({ "qom-type": "throttle-group", "id": group });
             run(&commands, "object-add", added).await.expect("a new group");
             run(&commands, "x-weir-add-disk", disk(number, &group)).await.expect("a new disk");
-            // Listeners put their part off.
+            // Listeners defer their work to a later turn of the executor.
             reactor::yield_now().await;
             reactor::yield_now().await;
         }

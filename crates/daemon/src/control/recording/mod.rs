@@ -94,7 +94,7 @@ pub(crate) struct Recordings {
 }
 
 impl Recordings {
-    /// None yet, of what `disks` tells at any time, and `disk` of one.
+    /// Creates the set without recordings. `disks` returns all disks, and `disk` one by its name.
     pub(crate) fn of(
         disks: impl Fn() -> Vec<Arc<Disk>> + 'static,
         disk: impl Fn(&str) -> Option<Arc<Disk>> + 'static,

@@ -88,7 +88,7 @@ pub(crate) async fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Re
     })
 }
 
-/// The newcomer learns the sizes that clients would learn now.
+/// The new process receives the sizes that clients would receive now.
 async fn look_at_sizes(inventory: &Inventory) -> anyhow::Result<()> {
     let look = |running: Rc<RunningDisk>| {
         reactor::spawn_joinable(async move {

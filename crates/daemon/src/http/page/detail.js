@@ -215,7 +215,7 @@ export class Detail {
         this.fill();
     }
 
-    /// To the limit that requests wait for, of the disk or the group whose it is.
+    /// Opens the limit that requests wait for, at the disk or group that has it.
     toHolder() {
         const [whose, by] = [holder(this.node, this.store), held(this.node)];
         if (!whose || !by) return;

@@ -2,7 +2,7 @@
 //
 // Rates are rounded. Settings are exact where they can be typed; limits in short are rounded where
 // their exact form is long. The rules are those of `console::figures`; a test holds both to the same
-// examples. What is not known is `-`.
+// examples. Unknown values are shown as `-`.
 
 const UNITS = ["", "K", "M", "G", "T"];
 export const UNKNOWN = "-";

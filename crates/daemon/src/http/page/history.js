@@ -6,8 +6,7 @@
 
 import { ask, place } from "./api.js";
 
-/// The spans that can be shown: their length, which of the daemon's they are a part of, and how they
-/// are named.
+/// Spans that can be shown: length, the daemon's span that contains it, and label.
 export const SPANS = {
     "1m": { span_ms: 60_000, kept: "10m", title: "1 min" },
     "10m": { span_ms: 600_000, kept: "10m", title: "10 min" },

@@ -21,7 +21,7 @@ const token = new Token(store);
 const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere), () => part("filter").focus());
 const events = new Events(store, { choose: (key) => choose(key, true), announce });
 const detail = new Detail(part("detail"), store, { back, choose: (key) => choose(key), token, announce });
-/// Where the list and the chosen one stand side by side, as style.css has it.
+/// Windows that show the list beside the details; the same condition is in style.css.
 const isWide = matchMedia("(min-width: 1100px)");
 
 let [isDue, lastMs, version] = [false, 0, null];
@@ -203,7 +203,7 @@ listen((kind, told) => {
             part("notice").hidden = false;
             say(part("notice"), `The daemon is weir ${is} now, and this page is of ${version}: reload it.`);
         } else version = is;
-        // Drawn before it is called live.
+        // The page is drawn before its state is called live.
         if (detail.key !== shownKey()) show();
         draw();
         return;

@@ -15,7 +15,7 @@ export class Store {
     /// Counts up where nodes come, go or move, so that the tree is built anew.
     shape = 0;
 
-    /// Whether an overview has come.
+    /// True once an overview has been received.
     get isKnown() {
         return this.timeMs !== null;
     }
@@ -112,7 +112,7 @@ export function held(node, isShort = false) {
     return { whose: by.name && by.name !== node.name ? by.name : null, limit };
 }
 
-/// The disk or group whose limit that is.
+/// Disk or group that has the limit.
 export const holder = (node, store) => {
     const by = node.held_by;
     return (by && store.get(Store.key(by.of === "disk" ? "disk" : "group", by.name))) ?? (held(node) ? node : null);

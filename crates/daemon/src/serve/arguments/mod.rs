@@ -360,7 +360,7 @@ impl ServeArgs {
     /// Fails where neither an image, a config file nor a step says what to serve.
     pub(crate) fn check_disks(&self) -> Result<(), String> {
         if self.image.images.is_empty() && self.config.is_none() && self.steps.is_empty() {
-            let why = "nothing is named that is to be served";
+            let why = "neither an image nor a config file is given";
             return Err(format!("{why} (name an IMAGE, such as disk.qcow2 or memory:1G, or --config FILE)"));
         }
         Ok(())

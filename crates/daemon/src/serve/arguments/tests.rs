@@ -288,6 +288,6 @@ fn a_config_file_excludes_what_it_says_itself() {
 fn something_must_be_served() {
     for line in ["", "--iops-total 5"] {
         let error = plan(line).unwrap_err();
-        assert!(error.starts_with("nothing is named that is to be served (name an IMAGE"), "{error}");
+        assert!(error.starts_with("neither an image nor a config file is given (name an IMAGE"), "{error}");
     }
 }

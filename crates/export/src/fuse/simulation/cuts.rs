@@ -1,5 +1,5 @@
-//! A file that is cut at any byte and made longer again while it is read, written and punched: what
-//! lies past its end never comes to light, whatever the image counts in.
+//! A file that is cut at any byte and extended again while it is read, written and punched: bytes
+//! past its end never reappear, in any unit of the image's size.
 
 use std::{
     rc::Rc,
@@ -31,8 +31,8 @@ use crate::{
 const GETATTR: u32 = 3;
 
 #[test]
-fn what_was_cut_off_never_comes_back() {
-    seeds::for_each("--lib", "what_was_cut_off_never_comes_back", 600, |seed| {
+fn bytes_past_a_cut_never_reappear() {
+    seeds::for_each("--lib", "bytes_past_a_cut_never_reappear", 600, |seed| {
         sim::run(seed, run());
     });
 }
@@ -77,7 +77,7 @@ async fn run() {
     let content = ask(&connection, READ, &body, &[]).await;
     assert_eq!(content.len(), DISK_BYTES);
     let stale = content.iter().skip(size).position(|&byte| byte != 0);
-    assert_eq!(stale, None, "what was past the end of {size} bytes has come back");
+    assert_eq!(stale, None, "bytes past the end of {size} bytes have reappeared");
     connection.unmount();
     for queue in queues {
         timeout(FOREVER, queue).await.expect("a queue ends");

@@ -1,6 +1,6 @@
 //! Connected clients of a server, counted by export and by whether their handshake is complete.
 //!
-//! Every question that is asked whenever a client comes or leaves is O(log n) in clients.
+//! Each operation at the arrival or departure of a client is O(log n) in clients.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -154,7 +154,7 @@ mod tests {
         assert!(roster.choose(1, 7, None) && roster.choose(3, 7, None) && !roster.choose(4, 7, None));
         assert_eq!((roster.count_of(7), roster.unfinished().count(), roster.len()), (2, 1, 3));
         assert_eq!(roster.oldest_unfinished(), Some((2, Instant::from_nanos(20))));
-        // A second choice of one client does not count it twice.
+        // A second choice of the same client does not count it twice.
         assert!(roster.choose(3, 8, None));
         assert_eq!(roster.counts(), &HashMap::from([(7, 1), (8, 1)]));
         for number in 1..=3 {

@@ -374,7 +374,7 @@ async fn open_bottom(
     let opening = async {
         let opened = match open(&spec, options.clone()).await {
             Err(_) if may_be_read_only && !options.storage.read_only => {
-                // It is free again for this.
+                // The descriptor can be passed again for this attempt.
                 options.storage.descriptor = None;
                 let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
                 open(&spec, ImageOptions { storage, ..options }).await
@@ -403,7 +403,7 @@ async fn open_bottom(
 
 fn no_answer(spec: &str) -> String {
     let seconds = PATIENCE.as_secs();
-    format!("the file system of {spec} has not answered for {seconds} s (see to it, and add the disk again)")
+    format!("the file system of {spec} has not answered for {seconds} s (restore it, and add the disk again)")
 }
 
 /// QEMU has a driver for files and one for devices.

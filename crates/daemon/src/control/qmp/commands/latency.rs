@@ -1,5 +1,4 @@
-//! `x-weir-query-latencies`: how many requests of each disk took how long, and waited how long for
-//! limits.
+//! `x-weir-query-latencies`: histograms of each disk's latencies and of its waits for limits.
 //!
 //! Counted from the first time that somebody asks: whoever wants to know of a time asks at both of
 //! its ends. Never told with the state of all, which is asked for each second and is long already.
@@ -15,7 +14,7 @@ query!(QueryLatencies, "x-weir-query-latencies", |inventory| {
     inventory.disks().iter().map(|running| told(&running.disk)).collect()
 });
 
-/// Of reads and writes together.
+/// Returns the histograms of a disk, of reads and writes together.
 fn told(disk: &Disk) -> Value {
     let measures = disk.measure();
     json!({
@@ -25,7 +24,7 @@ fn told(disk: &Disk) -> Value {
     })
 }
 
-/// The buckets of both together that are not empty.
+/// Returns the non-empty buckets of the sum of both.
 fn buckets([reads, writes]: [Spread; 2]) -> Value {
     let both = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let bucket = |(place, requests): (usize, u64)| {

@@ -21,10 +21,11 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, errors, settings},
 };
 
-/// How long a query waits for the file system of a disk; then it has the last known figure.
+/// Time that a query waits for the file system of a disk, before it returns the last known figure.
 const TO_SEE_SIZE: Duration = Duration::from_secs(1);
 
-/// The nodes of all disks, asked for at once: file systems that do not answer cost the time of one.
+/// Nodes of all disks, queried concurrently: several unresponsive file systems cost the time of
+/// one.
 async fn nodes(inventory: &Inventory) -> Vec<(Rc<RunningDisk>, Value)> {
     let begin = |running: Rc<RunningDisk>| {
         let of_task = Rc::clone(&running);
