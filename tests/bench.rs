@@ -245,7 +245,7 @@ fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
         told.recv().unwrap();
         let [printed, said] = interrupted(client);
         assert_says(&said, &[": interrupted after "]);
-        assert_says(&printed, &["Not answered when nobody waited any longer: 4"]);
+        assert_says(&printed, &["Not answered when the run ended: 4"]);
     });
     assert_eq!(kept(&file)["partial"], "interrupted");
 }

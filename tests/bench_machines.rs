@@ -223,7 +223,7 @@ fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
     let [printed, said] = interrupted(client);
     weir.crash();
     assert_says(&said, &[": interrupted after "]);
-    assert_says(&printed, &["Not answered when nobody waited any longer: 4"]);
+    assert_says(&printed, &["Not answered when the run ended: 4"]);
     let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     assert_eq!(kept["partial"], "interrupted");
 }

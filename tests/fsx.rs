@@ -1,8 +1,8 @@
 //! Random operations on a disk's file over FUSE, each checked against a model: `fsx/exercise.py`.
 //!
-//! A run has `WEIR_FSX_OPERATIONS` operations for each format and cache mode, 2500 where it says
-//! nothing; `WEIR_SEED` repeats one. Where the file ends between two sectors of a qcow2 image, the
-//! image has the next sector, zeroed.
+//! A run has `WEIR_FSX_OPERATIONS` operations for each format and cache mode, by default 2500;
+//! `WEIR_SEED` repeats one. If the file ends between two sectors of a qcow2 image, the image ends
+//! at the next sector, after zeroes.
 
 use std::{fs, path::Path};
 
@@ -71,7 +71,7 @@ fn file_and_image_are_the_model(format: &str, cache: &str) {
         model.resize(512, 0);
     }
     assert!(fs::metadata(&content).expect("it is there").len() < MIB, "it is longer than it ever was");
-    assert!(fs::read(content).expect("it is there") == model, "the image is not the model");
+    assert!(fs::read(content).expect("it is there") == model, "the image differs from the model");
 }
 
 #[test]

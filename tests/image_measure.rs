@@ -22,7 +22,7 @@ const TARGETS: [&[&str]; 11] = [
     &["qcow2", "-o", "data_file=elsewhere,compression_type=zstd"],
 ];
 
-/// Bytes that are measured, of JSON and of text.
+/// Measured number of bytes, in JSON and in text.
 #[track_caller]
 fn measured_alike(target: &[&str], source: &[&str]) -> Value {
     let what = format!("{target:?} {source:?}");

@@ -14,7 +14,7 @@ fn the_prefix_of_a_file_is_no_part_of_its_name() {
     assert!(scratch.path("a:b.qcow2").exists() && !scratch.path("file:a:b.qcow2").exists());
     let info = image(&["info", "--output=json", "file:a:b.qcow2"]).json();
     assert_eq!(info["virtual-size"], MIB);
-    // As for QEMU, which refuses the name without the prefix.
+    // The same as QEMU, which refuses the name without the prefix.
     qemu_img(["info", "file:a:b.qcow2"]).inside(&inside).succeeds();
     for words in [
         &["check", "-q", "file:a:b.qcow2"][..],
@@ -70,7 +70,7 @@ fn run(program: &str, words: &[&str], scratch: &Scratch) {
 }
 
 #[test]
-fn a_file_that_contains_an_image_is_named_with_what_unpacks_it() {
+fn a_packed_image_is_reported_with_the_program_that_unpacks_it() {
     let scratch = Scratch::new();
     let disk = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "1M"]).succeeds();

@@ -93,7 +93,7 @@ for wrong in [" INFO ", " WARN ", "\u2588", "\x1b[2K", "no such job", "No such p
     expect(wrong not in told, f"{wrong!r} was shown")
 enter("jobs; cat vm1.txt")
 expect("Running" not in told.split("jobs; cat")[-1], "something still runs")
-expect("read: " in told, "the first client has not written what it measured")
+expect("read: " in told, "the first client has not written its results")
 "#;
     on_a_terminal(&scratch, &script);
 }

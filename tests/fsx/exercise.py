@@ -35,7 +35,7 @@ def fallocate(fd, mode, offset, length):
 
 
 class Mismatch(Exception):
-    """The file is not what the model says."""
+    """The file differs from the model."""
 
 
 class Exercise:
@@ -212,7 +212,7 @@ class Exercise:
         self.extend_model(size)
 
     def allocated(self, mode, start, length, what):
-        """Whether that was done; the file may lack it."""
+        """Returns True if the operation was done; the file may lack support."""
         if mode in self.lacks:
             return False
         self.said(what, start, length)

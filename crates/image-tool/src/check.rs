@@ -25,8 +25,8 @@ Examples:
   weir image check --repair=leaks vm1.qcow2
       Free what nothing refers to.
   weir image check --repair vm1.qcow2
-      Repair everything that has one right repair. No byte that a guest can read changes; content that is ambiguous
-      stays as it is, and is reported.
+      Repair damage that has exactly one correct repair. No byte that a guest can read changes;
+      ambiguous content is reported and unchanged.
   weir image check -r all --force vm1.qcow2
       Also give up ambiguous content, such as data with an impossible offset. Each guest range that is lost is printed.
 

@@ -114,12 +114,12 @@ async fn below(path: &Path, format: Format) -> anyhow::Result<Option<Layer>> {
     }
 }
 
-/// Fails if the chain that goes on behind these images leads back to one of them.
+/// Fails if the backing chain below these images leads back to one of them.
 async fn check_end(layers: &[Layer]) -> anyhow::Result<()> {
     let mut seen: Vec<PathBuf> = Vec::new();
     for (path, format) in layers {
         let mut next = Some((path.clone(), *format));
-        // Only the last one has images behind it that are not known yet.
+        // Only the last image has a chain that has not been read yet.
         let is_last = seen.len() + 1 == layers.len();
         while let Some((path, format)) = next {
             if seen.iter().any(|other| opening::is_same(other, &path)) {

@@ -60,9 +60,7 @@ impl Encryption {
             }
             Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
             None if key.is_some() || !objects.is_empty() => {
-                return Err(
-                    "there is a secret, and encrypt.format=luks is missing among the options".to_owned()
-                );
+                return Err("a secret is given without encrypt.format=luks".to_owned());
             }
             None => return Ok(None),
         }
@@ -97,7 +95,7 @@ pub(super) fn luks_bytes(options: &mut Options, objects: &[String]) -> Result<Op
         Some("luks") => {}
         Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
         None if key.is_some() || !objects.is_empty() => {
-            return Err("there is a secret, and encrypt.format=luks is missing among the options".to_owned());
+            return Err("a secret is given without encrypt.format=luks".to_owned());
         }
         None => return Ok(None),
     }

@@ -39,7 +39,7 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image measure -O qcow2 vm1.raw
-      The size of a qcow2 file with what is in vm1.raw, and of one whose clusters are all allocated.
+      The size of a qcow2 file with the data of vm1.raw, and of one whose clusters are all allocated.
   weir image measure -O qcow2 -o cluster_size=2M --size 1T --output=json
       The same of an empty disk of 1 TiB, as qemu-img prints it for programs.
 
@@ -88,7 +88,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         (Some(file), _) => measure_file(file.clone(), target, &arguments)?,
         (None, Some(size)) => {
             if arguments.format.is_some() || arguments.snapshot.is_some() || arguments.force_share {
-                let what = "-f, -l and -U are for FILE, and there is --size instead";
+                let what = "-f, -l and -U apply to FILE, not to --size";
                 return Err(Failure::Usage(anyhow!(what)));
             }
             arguments.keys.read()?.check_used()?;
@@ -183,7 +183,7 @@ async fn data_in_file(image: &Image, range: Range<u64>) -> anyhow::Result<Vec<Ra
 /// Contents of the new image; empty by default.
 #[derive(Debug, Default)]
 struct Contents {
-    /// Of a source that can have bitmaps.
+    /// Bitmaps of the source; `None` if its format has none.
     bitmaps: Option<Vec<bitmap::Entry>>,
     is_of_image: bool,
     data_clusters: u64,

@@ -152,7 +152,7 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
     Ok(format)
 }
 
-/// Warns of a file of this host that only contains a disk. What opens the file reports errors.
+/// Warns of a file of this host that only contains a disk. Errors are reported by the later open.
 pub(super) fn warn_if_container(path: &Path) {
     if !is_elsewhere(path)
         && let Ok(probed) = probe::probe(path)

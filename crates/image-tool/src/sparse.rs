@@ -1,5 +1,5 @@
-//! Whether the clusters of a qcow2 file may be holes, as under preallocated metadata: then
-//! `measure` looks into the file below them, as QEMU does.
+//! Check for qcow2 files whose clusters may be holes, as with preallocated metadata: then `measure`
+//! inspects the allocation of the file below them, as QEMU does.
 //!
 //! Reads the refcounts alone. Damaged refcounts change an estimate and nothing else.
 
@@ -53,7 +53,7 @@ async fn clusters_in_use(storage: &Storage, header: &Header) -> block::error::Re
     Ok(in_use)
 }
 
-/// Numbers of so many bits that are not zero.
+/// Number of integers of `bits` bits that are not zero.
 fn nonzero(block: &[u8], bits: u64) -> u64 {
     if bits >= 8 {
         let numbers = block.chunks((bits / 8) as usize);

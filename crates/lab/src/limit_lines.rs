@@ -1,7 +1,7 @@
 //! The lines of limits in charts of rates over time.
 //!
-//! A chart shows a limit only where it is near to the rates that are drawn: a limit far above them
-//! would press them to the ground.
+//! A chart shows a limit only if it is near the drawn rates: a limit far above them would flatten
+//! their curves.
 
 use policy::throttle::{LimitKind, Limits, Part, Setting};
 
@@ -9,7 +9,7 @@ use crate::result::Series;
 
 /// A limit above this multiple of the highest rate is left out.
 const FAR: f64 = 3.0;
-/// More lines are not told apart.
+/// Largest number of lines; more cannot be distinguished.
 const MOST: usize = 8;
 
 /// The rates of limits in force, each with a name.
@@ -42,7 +42,7 @@ impl LimitRates {
     }
 }
 
-/// The limits that belong into a chart of these rates.
+/// Limits to draw in a chart of these rates.
 pub(crate) fn lines_of(limits: &[(String, f64)], drawn: &[Series]) -> Vec<Series> {
     let points = || drawn.iter().flat_map(|series| &series.points);
     let highest = points().map(|(_, rate)| *rate).fold(0.0, f64::max);

@@ -24,7 +24,7 @@ pub(crate) struct OverTime {
     last_ns: u64,
 }
 
-/// How two intervals become one.
+/// Rule that joins two intervals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JoinRule {
     Sum,
@@ -104,7 +104,7 @@ impl OverTime {
         interval
     }
 
-    /// Goes on to this instant.
+    /// Advances to this instant.
     pub(crate) fn lasts_until(&mut self, at: u64) {
         if at > self.last_ns {
             self.note(at, 0);
@@ -179,7 +179,7 @@ impl OverTime {
 #[derive(Clone, Debug)]
 pub(crate) struct LatencyOverTime {
     bits: u32,
-    /// By interval: how many requests took how long.
+    /// Histogram of latencies of each interval.
     intervals: Vec<Vec<u32>>,
 }
 

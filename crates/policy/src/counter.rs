@@ -44,7 +44,7 @@ pub const fn growth_of_32_bits(before: u64, now: u64) -> Option<u64> {
 /// Growth of the counters of one object in a time above zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth<const N: usize> {
-    /// By how much each has grown.
+    /// Growth of each counter.
     pub by: [u64; N],
     /// Time between the readings.
     pub elapsed: Duration,

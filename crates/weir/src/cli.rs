@@ -52,7 +52,7 @@ impl Cli {
     }
 }
 
-/// Makes `weir image bench` the `weir bench` that it is: scripts write `weir image` for `qemu-img`.
+/// Makes `weir image bench` an alias of `weir bench`: scripts replace `qemu-img` by `weir image`.
 fn as_bench(words: &mut Vec<OsString>) {
     let is = |at: usize, word: &str| words.get(at).is_some_and(|given| given == word);
     if is(1, "image") && is(2, "bench") {

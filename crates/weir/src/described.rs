@@ -357,7 +357,7 @@ fn file_driver(image: &str) -> &'static str {
 fn is_qcow2(image: &str) -> bool {
     let mut magic = [0; 4];
     let mut file = fs::OpenOptions::new();
-    // A named pipe, which is no image, would otherwise wait for a writer.
+    // Opening a named pipe, which is never an image, would wait for a writer.
     file.read(true).custom_flags(nix::libc::O_NONBLOCK);
     file.open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
 }

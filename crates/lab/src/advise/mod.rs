@@ -293,8 +293,8 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     )
 }
 
-/// The reason why a tenant that is to be spared gets a limit, where its neighbours might be
-/// expected to get one: nothing that they share is known.
+/// Reason why a tenant that is to be spared gets a limit, where its neighbours might be expected to
+/// get one: no resource that they share is known.
 fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
     let tenants = &search.house.tenants;
     if search.judge.whole || tenants.iter().all(|tenant| tenant.is_kept) {
@@ -304,7 +304,7 @@ fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
     let names: Vec<_> = limited.map(|(tenant, _)| tenant.name.as_str()).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "{}: the limit is the smallest that it can have itself. No limit of other disks is advised, because without a device none of them slows it: say what they share with --device, --rate or --config.",
+            "{}: the limit is the smallest that it can have itself. No limit of other disks is advised, because without a device none of them slows it: specify the device that they share by --device, --rate or --config.",
             names.join(", ")
         )
     })
@@ -517,7 +517,7 @@ fn lies_between(search: &Search<'_>, name: &str, limits: &Limits, interval: Inte
             )
         }
         None => {
-            format!("{this}, whose {blocks} differ too much to show what it would be on other days.")
+            format!("{this}, whose {blocks} differ too much to estimate it for other days.")
         }
     }
 }

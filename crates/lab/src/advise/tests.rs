@@ -445,7 +445,7 @@ fn an_interval_without_an_upper_end_says_so() {
     );
     assert_eq!(
         said(0.0, f64::INFINITY),
-        format!("{this}, whose tenths differ too much to show what it would be on other days.")
+        format!("{this}, whose tenths differ too much to estimate it for other days.")
     );
     let limits = limits_of([None, Some(Limit { rate: 2187 << 10, ..Limit::NONE })]);
     let said = lies_between(&search, "b", &limits, Interval { low: 0.5, high: 2.0 });
@@ -453,7 +453,7 @@ fn an_interval_without_an_upper_end_says_so() {
 }
 
 #[test]
-fn a_disk_that_is_to_be_spared_without_a_device_is_told_why_it_is_limited() {
+fn a_limit_of_a_spared_disk_is_explained_without_a_device() {
     let arrivals = noisy_neighbour(1, 1);
     let stop = AtomicBool::new(false);
     let remark = |whom: Option<&str>, device: Option<&str>| {

@@ -12,7 +12,7 @@ use crate::{
 
 /// With fewer complete seconds, the whole run is one sample.
 const FEWEST_SECONDS: usize = 3;
-/// Of a line over time.
+/// Largest number of points of a line over time.
 const MOST_POINTS: usize = 256;
 
 struct Direction<'a> {

@@ -59,9 +59,9 @@ pub(super) fn own(
         "seconds": outcome.seconds(),
         "iops": iops,
         "bytes-per-second": iops * load.block_bytes as f64,
-        // Of reads and writes together; of each alone, see `clat_ns` of `jobs`.
+        // Reads and writes together; `clat_ns` of `jobs` has each alone.
         "latency-ns": (count > 0).then(|| Percentiles::of(&latencies)),
-        // Of all threads of this process.
+        // All threads of this process.
         "processor-per-request-ns": text::processor_ns(outcome, processor),
         "iops-each-second": each_second,
         // Mean delay behind the due instant; only of open loops.

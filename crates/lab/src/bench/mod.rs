@@ -101,7 +101,7 @@ struct Run {
     stop: Stop,
     /// Of the disk, once it is open.
     size_bytes: Cell<u64>,
-    /// Of the load, once it has ended, without the warming up.
+    /// Processor time of the load after it has ended, without the ramp time.
     processor: Cell<Duration>,
 }
 

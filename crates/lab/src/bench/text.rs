@@ -97,7 +97,7 @@ pub(super) fn summary(job: &Job, outcome: &Outcome, processor: Duration) -> Stri
         let _ = writeln!(text, "processor: {} per request", time(each_ns as u64));
     }
     if outcome.unanswered > 0 {
-        let _ = writeln!(text, "Not answered when nobody waited any longer: {}", outcome.unanswered);
+        let _ = writeln!(text, "Not answered when the run ended: {}", outcome.unanswered);
     }
     text
 }

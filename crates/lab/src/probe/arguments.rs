@@ -17,8 +17,8 @@ Examples:
 Results are kept, and `weir serve` goes by them where a group has a watermark: root's in /var/lib/weir, those of other users in weir \
 below $XDG_STATE_HOME, or else in .local/state/weir below $HOME. Where a user has neither variable it is /var/lib/weir too, unless \
 --state names another place. Whether results can be kept there is looked at before anything is measured.
-A load whose rate varies by more than 30 % is put on for longer, up to 7 times --seconds in all. Where it varies still, because something \
-else uses the device or because the device is like that, nothing is kept and the status is 1; --accept keeps it all the same.
+A load whose rate varies by more than 30 % is put on for longer, up to 7 times --seconds in all. If it still varies, because another \
+program uses the device or because of the device itself, nothing is kept and the status is 1; --accept keeps the results anyway.
 Exit status: 0 measured, 1 failed, 2 wrong use of the command line.";
 
 /// What `weir probe` is told.

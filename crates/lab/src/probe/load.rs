@@ -25,9 +25,9 @@ use policy::{
 pub(crate) const DEPTH: usize = 32;
 /// Compared windows, after one that is not: a device needs a moment to get up to speed.
 const WINDOWS: u32 = 7;
-/// The largest spread of a rate that is not doubted.
+/// Largest spread of a rate that counts as steady.
 const STEADY: f64 = 0.3;
-/// How much longer a rate that varies is measured, first and then.
+/// Factors of the measuring time for the two repetitions of a rate that varies.
 const LONGER: [u32; 2] = [2, 4];
 /// Average answers in a window, for some percent of chance; windows with fewer are joined.
 const ANSWERS: u64 = 10;

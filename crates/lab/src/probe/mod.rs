@@ -162,8 +162,8 @@ fn unsteady(figures: &[Figure], capacity: Figures) -> Vec<&Figure> {
     figures.iter().filter(decides).filter(|figure| !figure.is_steady()).collect()
 }
 
-/// The report, and whether the record could be kept: it is not, unless `accept` is set, where the
-/// capacity is made of rates that vary.
+/// Returns the report, and true if the record could be kept. It is not kept if rates of the
+/// capacity vary, unless `accept` is set.
 fn keep(
     measured: Measured,
     store: &Store,

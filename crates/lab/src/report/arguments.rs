@@ -39,7 +39,7 @@ pub struct ReportArgs {
     /// Draw it on one page, which needs nothing else to be looked at (HTML)
     #[arg(short = 'o', long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
-    /// Draw each chart into a file of its own in this directory (SVG); not of a comparison
+    /// Write each chart to a separate file in this directory (SVG); not of a comparison
     #[arg(long, value_name = "DIR")]
     pub(crate) charts: Option<PathBuf>,
     /// Draw the limits of this file of `weir serve` in the charts of a recording, which has their

@@ -37,7 +37,7 @@ pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
         }
         (_, _, Some(more)) => Some(format!("{}: two results can be compared (leave it out)", more.display())),
         (Some(_), ..) if arguments.charts.is_some() => {
-            Some("--charts: a comparison has no charts of its own (name one result)".to_owned())
+            Some("--charts: not supported for a comparison (name one result)".to_owned())
         }
         _ => None,
     };

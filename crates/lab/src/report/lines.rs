@@ -54,7 +54,7 @@ fn drawn(lines: &Lines) -> Vec<&Series> {
     lines.series.iter().take(LINES.len()).collect()
 }
 
-/// What is drawn, with its colour: the series, and the limits above them.
+/// Lines to draw, with their colours: the series, and the limits above them.
 fn named(lines: &Lines) -> impl Iterator<Item = (&Series, Pair)> {
     let limits = lines.limits.iter().take(LINES.len()).map(|series| (series, LIMIT));
     lines.series.iter().zip(LINES).chain(limits)

@@ -151,7 +151,7 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
         format!("{} ({}){system}", device.node, device.key)
     });
     let (processors, memory) = (machine.processors, short(machine.memory_bytes as f64, Unit::Bytes));
-    // None of a recording, which does not have it.
+    // A recording does not have these figures.
     let of_machine = match machine.processors {
         0 => String::new(),
         _ => format!("{processors} × {}, {memory} of memory", machine.processor),
@@ -180,9 +180,9 @@ pub(super) fn measures(list: &[Measure]) -> Table {
     Table::new("Measured", columns, list.iter().map(row).collect())
 }
 
-/// Whether a table is wider than a phone: cells hold lines or sentences, or there are many columns.
+/// True if a table is wider than a phone: cells hold lines or sentences, or there are many columns.
 /// On a phone a row of such a table is a block, in which each cell stands beside or below the name
-/// of its column: nothing has to be moved sideways.
+/// of its column, so that no sideways scrolling is needed.
 fn is_wide(shown: &Table) -> bool {
     let is_long = |cell: &String| cell.contains('\n') || cell.chars().count() > LONG;
     shown.columns.len() > MOST_COLUMNS || shown.rows.iter().flatten().any(is_long)

@@ -165,7 +165,7 @@ pub(crate) struct Lines {
     pub(crate) steps: bool,
     /// At most eight can be told apart.
     pub(crate) series: Vec<Series>,
-    /// Limits that held what is drawn, as dashed lines. A value holds until the next point.
+    /// Limits on the drawn series, as dashed lines. A value holds until the next point.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) limits: Vec<Series>,
 }

@@ -36,7 +36,7 @@ const SAME_OFFSET: u8 = 1 << 5;
 const IN_SEQUENCE: u8 = 1 << 6;
 const SAME_CLIENT: u8 = 1 << 7;
 
-/// BacklogMemory that the backlogs of one simulation occupy together, on all threads.
+/// Memory that the backlogs of one simulation occupy together, on all threads.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct BacklogMemory(Arc<AtomicUsize>);
 
@@ -126,7 +126,7 @@ impl Backlog {
         before.follow(request, client);
     }
 
-    /// The oldest request, of the disk that this is the backlog of.
+    /// Removes the oldest request; `disk` is the disk of this backlog.
     pub(super) fn pop(&mut self, disk: usize) -> Option<(Request, u32)> {
         let chunk = self.chunks.front()?;
         let mut at = self.at;

@@ -348,7 +348,7 @@ struct Pair {
     after: Engine,
     before: Option<Engine>,
     memory: BacklogMemory,
-    /// Found by this pair: it stops at once, also if others free memory later.
+    /// True if this pair found the memory full: it stops at once, even if others free memory later.
     is_full: bool,
 }
 

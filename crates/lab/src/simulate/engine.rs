@@ -42,8 +42,8 @@ use super::{
 
 /// As many lines as can be told apart.
 pub(crate) const DRAWN: usize = 8;
-/// So many waiting requests of a disk and a direction are in the tree, which decides by the first
-/// one. Above 1, or a disk would count as idle between an admission and the next request.
+/// Number of waiting requests of a disk and a direction that the tree holds; it decides by the
+/// first one. Above 1, or a disk would count as idle between an admission and the next request.
 const HEADS: usize = 4;
 pub(super) const STEPS: usize = 1 << 14;
 /// The client of a request that no client waits for.
@@ -79,10 +79,10 @@ enum Sender {
 
 /// Receives results, in the order in which requests passed the limits.
 pub(crate) type RowSink = Box<dyn FnMut(&[Row]) + Send>;
-/// ResultRows that are handed on together.
+/// Number of rows that are passed on together.
 const AT_ONCE: usize = 4096;
 
-/// What becomes of results.
+/// Destination of rows.
 enum ResultRows {
     None,
     /// Until [`Engine::take_rows`].
@@ -100,7 +100,7 @@ impl fmt::Debug for ResultRows {
 pub(crate) struct Engine {
     state: State,
     waiting: Waiting,
-    /// What all backlogs occupy, of this engine and others of the same simulation.
+    /// Memory of all backlogs, of this engine and others of the same simulation.
     memory: BacklogMemory,
     /// Requests in backlogs.
     behind: usize,
@@ -313,8 +313,8 @@ impl Engine {
         }
     }
 
-    /// RowSink since the last call, in the order in which requests passed the limits, of an engine
-    /// that keeps them.
+    /// Rows since the last call, in the order in which requests passed the limits. Empty unless the
+    /// engine keeps rows.
     pub(crate) fn take_rows(&mut self) -> std::vec::IntoIter<Row> {
         match &mut self.rows {
             ResultRows::Kept(rows) => std::mem::take(rows).into_iter(),

@@ -23,12 +23,12 @@ use crate::latencies::Percentiles;
 /// More disks than these have no column of their own.
 const MOST_COLUMNS: usize = 8;
 
-/// Whose limit takes other values, and whose requests are judged.
+/// Target whose limit varies, and target whose requests are judged.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SweptNames<'a> {
     /// A disk or group; `None` is the only group, or all disks.
     pub(crate) limited: Option<&'a str>,
-    /// A disk or group; `None` judges what is limited.
+    /// A disk or group; `None` judges the limited target.
     pub(crate) judged: Option<&'a str>,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct SweptNames<'a> {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Point {
     pub(crate) value: u64,
-    /// Of what is limited, like the figures below.
+    /// Latencies of the limited target, as are the figures below.
     pub(crate) latency_ns: Percentiles,
     pub(crate) iops: f64,
     pub(crate) bps: f64,
@@ -45,7 +45,7 @@ pub(crate) struct Point {
     /// Each disk with requests, where there are several.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) disks: Vec<DiskP99>,
-    /// Of what is judged.
+    /// P99 of the judged target.
     #[serde(skip)]
     pub(crate) judged_p99_ns: u64,
     #[serde(skip)]
@@ -291,24 +291,24 @@ impl Swept {
         }
     }
 
-    /// Whether every value gives the judged disks the same p99, within what a histogram tells
-    /// apart.
+    /// True if every value gives the judged disks the same p99, within the resolution of a
+    /// histogram.
     fn is_indifferent(&self) -> bool {
         let p99s = || self.points.iter().map(|point| point.judged_p99_ns);
         let (least, most) = (p99s().min().unwrap_or(0), p99s().max().unwrap_or(0));
         self.points.len() > 1 && most - least <= least / 50
     }
 
-    /// What would help, if anything does.
+    /// Reason why no value keeps the bound, with the change that helps, if any.
     fn why_none(&self) -> &'static str {
         let last = self.points.last();
         match last.map(|point| point.judges) {
             Some(JudgedDisks::Neighbours) if self.is_indifferent() => {
-                "this limit makes no difference to it: what takes so long is its own limits or its device"
+                "this limit makes no difference to it: its own limits or its device cause the latency"
             }
             Some(JudgedDisks::Neighbours) => "try smaller ones",
             _ if last.is_some_and(|point| point.throttled == 0.0) => {
-                "larger ones do not help: with the largest no request waits, so it is the device that takes so long"
+                "larger ones do not help: with the largest no request waits, so the device causes the latency"
             }
             _ => "try larger ones",
         }

@@ -1,7 +1,7 @@
 //! Records of a running simulation: latencies, rates over time, who waited for what.
 //!
-//! Memory is bounded: histograms have steps of a hundredth, and [`OverTime`] has so many intervals.
-//! Recording allocates only where a histogram grows.
+//! Memory is bounded: histograms have steps of a hundredth, and [`OverTime`] has a fixed number of
+//! intervals. Recording allocates only where a histogram grows.
 
 use crate::{
     latencies::{self, Latencies},

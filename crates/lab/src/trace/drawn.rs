@@ -31,7 +31,7 @@ const DRAWN: usize = 16;
 /// Disks with totals.
 const MOST_DISKS: usize = 10_000;
 const MOST_POINTS: usize = 256;
-/// LimitRates of a disk with a line of their own.
+/// Largest number of limits of a disk that have a line each.
 const MOST_LIMITS: usize = 8;
 
 /// The contents of recordings, as tables and charts.
@@ -46,8 +46,8 @@ pub(crate) struct DrawnRecording {
 /// The limits of each disk, with those of its groups.
 pub(crate) type LimitsByDisk = HashMap<String, LimitRates>;
 
-/// Whether a regular file is a recording, as far as it can be read. Nothing is read of a pipe: its
-/// bytes are lost for the next reader.
+/// True if a regular file is a recording, as far as it can be read. Pipes are not read, because
+/// their bytes would be lost for the next reader.
 pub(crate) fn is_recording(path: &Path) -> bool {
     if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
         return false;
@@ -112,7 +112,7 @@ struct RecordedDisk {
     latency: Exact,
     waited: Exact,
     throttled_ns: u64,
-    /// Until here a request that has arrived waits for a limit.
+    /// Instant until which a request that has arrived waits for a limit.
     throttled_until_ns: u64,
     by_limit: Vec<(String, u64)>,
     over_time: Option<Box<DiskOverTime>>,

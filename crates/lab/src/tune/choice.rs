@@ -110,7 +110,7 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
         (*candidate != base, space.changes(candidate), candidate.memory_bytes(space.size_bytes))
     };
     let first = good.min_by_key(order).filter(|first| {
-        // What comes later in the order cannot take its place, and need not be decided.
+        // A candidate later in the order cannot take its place, and need not be decided.
         let is_open = |(candidate, standing): &(Configuration, Standing)| {
             *standing == Standing::Open && order(candidate) <= order(first)
         };

@@ -154,7 +154,7 @@ pub struct Demand {
     at: Instant,
     last: Stats,
     usual: [Usual; 6],
-    /// As of the last call.
+    /// Demand at the last call.
     demand: ByKind,
 }
 

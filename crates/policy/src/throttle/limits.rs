@@ -64,7 +64,7 @@ pub enum Part {
     Rate,
     /// The rate during a burst (`-max`).
     BurstRate,
-    /// How many seconds at that rate a full bucket holds (`-max-length`).
+    /// Seconds at the burst rate that a full bucket holds (`-max-length`).
     BurstLength,
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct Bucket {
     requests: u64,
 }
 
-/// Requests of one disk or group by how long they took, and how long they waited for limits.
+/// Histograms of the requests of a disk or group: latencies, and waits for limits.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 pub(crate) struct RequestTimes {
     pub(crate) latencies: Vec<Bucket>,

@@ -24,24 +24,23 @@ wait now, HELD the share of the interval during which requests waited for limits
 for now: iops-total is the disk's or group's own, gold: iops-total that of the group gold. With -o wide, P50 is beside \
 P99, and WAIT SINCE START is the P99 of the requests that had to wait, since the daemon started.
 
-A cluster's groups, disks that are not open, reservations that are not in force and errors of devices have further \
-tables where there are any. With --all there are further tables. Of a MACHINE'S EXPORT, USED BY is the process that is connected, \
-QUEUES the rings that are served now, IN FLIGHT what is being carried out of its REQUESTS, as the guest sent them; \
-KICKS how often the guest notified weir of requests, CALLS how often weir notified the guest of answers, and COPIES \
-how often data could not go straight between its memory and the disk. Of what is read ahead, HIT RATE is the share of \
-reads that were answered from memory, and ACCURACY the share that was used. Of the memory for data, OF is its limit, \
-RESERVED is set aside for metadata caches, reading ahead and buffers, DISKS is what was written to disks in memory, \
-REQUESTS the data of requests in flight and of replies that clients have not read yet, and WAIT the number of requests \
-that wait for memory. In JSON, the key memory has these in bytes, and most-requests, the most that REQUESTS may reach. \
-There, rate has latency-ns and wait-ns of the interval, and latency-ns of a disk is of all requests since they are \
-counted.";
+A cluster's groups, disks that are not open, reservations that are not in force and errors of devices have further tables \
+where there are any. With --all there are further tables. Of a MACHINE'S EXPORT, USED BY is the process that is connected, \
+QUEUES the rings that are served now, IN FLIGHT the number of its REQUESTS in flight, as the guest sent them; KICKS how often \
+the guest notified weir of requests, CALLS how often weir notified the guest of answers, and COPIES how often data could not \
+go straight between its memory and the disk. Of what is read ahead, HIT RATE is the share of reads that were answered from \
+memory, and ACCURACY the share that was used. Of the memory for data, OF is its limit, RESERVED is set aside for metadata \
+caches, reading ahead and buffers, DISKS is the data of disks in memory, REQUESTS the data of requests in flight and of \
+replies that clients have not read yet, and WAIT the number of requests that wait for memory. In JSON, the key memory has \
+these in bytes, and most-requests, the most that REQUESTS may reach. There, rate has latency-ns and wait-ns of the interval, \
+and latency-ns of a disk is of all requests since they are counted.";
 
 /// Columns of the tables of disks and groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// Those that show what is throttled, by which limit
+    /// Columns that show throttled requests and the limit
     Table,
-    /// All
+    /// All columns
     Wide,
 }
 
@@ -60,8 +59,8 @@ pub(crate) struct StatusArgs {
     /// Print all tables: also caches, reading ahead, devices, exports, servers and memory
     #[arg(long)]
     pub(crate) all: bool,
-    /// How long to measure rates over, after a quarter of a second in which what limits allow at
-    /// once to an idle disk passes; 0 measures none
+    /// Interval to measure rates over, which begins after a quarter of a second, so that it
+    /// excludes the burst of an idle disk; 0 measures none
     #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "1s")]
     pub(crate) interval: Duration,
     /// The daemon's control socket [default: the one that `weir serve` opens]

@@ -49,7 +49,7 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
 /// Which tables and columns are printed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Form {
-    /// Tables of all kinds, not only those of disks, groups and what is wrong.
+    /// Tables of all kinds, not only those of disks, groups and errors.
     all: bool,
     wide: bool,
 }

@@ -364,7 +364,7 @@ fn watermark(group: &Group) -> String {
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 
-/// What is measured of disks and groups; whether a column is of the wide form alone.
+/// Measured columns of disks and groups, each with true if it is of the wide form alone.
 const MEASURED: [(&str, Side, bool); 10] = [
     ("IOPS", Side::Right, false),
     ("READ/s", Side::Right, false),

@@ -135,7 +135,7 @@ fn a_machine_that_becomes_faster_between_the_stages_makes_no_combination_better(
 
 #[test]
 fn two_seeds_recommend_the_same_on_a_noisy_machine() {
-    // What is not settled is reported as no difference shown.
+    // A goal that is not settled is reported as no difference shown.
     let all: Vec<BTreeMap<_, _>> = (0..40)
         .map(|seed| {
             let found = Machine::new(disk, seed, 14 * 22 * 14).search(search(seed + 70));

@@ -61,7 +61,7 @@ impl Overlay {
 fn probed(path: &Path) -> anyhow::Result<&'static str> {
     let mut magic = Vec::new();
     let mut options = File::options();
-    // A named pipe, which is no image, would otherwise wait for a writer.
+    // Opening a named pipe, which is never an image, would wait for a writer.
     options.read(true).custom_flags(nix::libc::O_NONBLOCK);
     let read = options.open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
     read.with_context(|| format!("Could not open '{}'", path.display()))?;

@@ -99,7 +99,7 @@ fn settings(report: &Report, node: Node<'_>) -> String {
     text
 }
 
-/// What waits now, the waits of the interval that the list is of, and how full the buckets are.
+/// Waiting requests, waits in the list's interval, and levels of the buckets.
 fn waits(report: &Report, row: &Row<'_>) -> Line<'static> {
     let throttle = row.node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);

@@ -30,8 +30,8 @@ const LIMIT: usize = 10;
 /// Letters of a column of text that is cut, at least.
 const LEAST: usize = 12;
 
-/// Widths of the columns of text, which share what the numbers leave. A column that would have no
-/// room is left out; what it says is also in the lines about the chosen row.
+/// Widths of the text columns, which share the width beside the numbers. A column without room is
+/// left out; the details of the chosen row have its content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Texts {
     name: usize,
