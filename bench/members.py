@@ -124,7 +124,7 @@ def thousands(setup, _stack):
                 assert len(listed) == count + 1, len(listed)
                 seconds.append(daemon.cpu_seconds())
         first, second, status = (after - before for before, after in itertools.pairwise(seconds))
-        # A tick of the clock is added, so that a few disks are not judged by it.
+        # One clock tick is added as tolerance, because it dominates the result of a few disks.
         growth = (second + TICK_SECONDS) / (first + TICK_SECONDS)
         return {"growth": growth, "add_us": (first + second) * 1e6 / count, "status_us": status * 1e6 / count}
 

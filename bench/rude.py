@@ -209,8 +209,8 @@ class Ended(servers.Server):
 
 
 def stalled(setup, _stack):
-    """What clients that send the header of a 1 MiB write and 100 bytes of it cost a client of another
-    disk, processor time to connect them, and the end of the server.
+    """Clients that send the header of a 1 MiB write and 100 bytes of it: their cost to a client of
+    another disk, the processor time to connect them, and the time that the server takes to end.
     """
     count = 10_000 if setup.seconds else 50
 
