@@ -87,7 +87,7 @@ fn two_disks_with_one_limit_leave_the_terminal_to_the_reader() {
         }
     }
     script += r#"
-expect("gold" in told and "BINDING" in told, "the status was not shown")
+expect("gold" in told and "HELD BY" in told, "the status was not shown")
 # Log lines, bars and messages would overwrite the reader's command line.
 for wrong in [" INFO ", " WARN ", "\u2588", "\x1b[2K", "no such job", "No such process", "weir: "]:
     expect(wrong not in told, f"{wrong!r} was shown")
