@@ -146,9 +146,13 @@ mod tests {
         threads.map(name).filter(|name| name.starts_with("blocking")).count()
     }
 
-    /// The only test that makes them stay; others of this process may have them at any time.
+    /// One test counts the threads that stay, another starts some.
+    static THREADS_THAT_STAY: Mutex<()> = Mutex::new(());
+
+    /// The only test that lets threads stay; other tests of this process may use them at any time.
     #[test]
     fn no_thread_is_left_until_threads_may_stay() {
+        let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
         reactor::run(Polling::Off, async {
             threads_must_end();
             let before = staying();
@@ -164,6 +168,7 @@ mod tests {
     #[test]
     fn calls_that_never_return_delay_no_other_call() {
         const STUCK: usize = 600;
+        let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
         let (release, released) = mpsc::channel::<()>();
         let released = std::sync::Arc::new(Mutex::new(released));
         for _ in 0..STUCK {
