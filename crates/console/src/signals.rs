@@ -39,6 +39,8 @@ pub enum Request {
     EndAtOnce(&'static str),
     /// SIGHUP to a daemon.
     HangUp,
+    /// SIGUSR1 to a daemon: the log's file was moved away, and nothing else is to be read again.
+    ReopenLog,
     /// One that weir has no meaning for, with its name: it would end a process that ignores
     /// nothing.
     Meaningless(&'static str),
@@ -142,6 +144,7 @@ impl Wishes {
     fn understand(&mut self, signal: Signal, now: Instant) -> Option<Request> {
         match signal {
             Signal::SIGHUP if self.is_daemon => return Some(Request::HangUp),
+            Signal::SIGUSR1 if self.is_daemon => return Some(Request::ReopenLog),
             Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP => {}
             other => return Some(Request::Meaningless(other.as_str())),
         }
@@ -156,7 +159,7 @@ impl Wishes {
 
 #[cfg(test)]
 mod tests {
-    use Signal::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+    use Signal::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
     use super::*;
 
@@ -183,8 +186,13 @@ mod tests {
             // What asks for nothing is not the first.
             (
                 true,
-                &[(0, SIGHUP), (1, SIGUSR1), (1001, SIGTERM)],
-                vec![Some(Request::HangUp), Some(Request::Meaningless("SIGUSR1")), end("SIGTERM")],
+                &[(0, SIGHUP), (1, SIGUSR1), (2, SIGUSR2), (1002, SIGTERM)],
+                vec![
+                    Some(Request::HangUp),
+                    Some(Request::ReopenLog),
+                    Some(Request::Meaningless("SIGUSR2")),
+                    end("SIGTERM"),
+                ],
             ),
             (false, &[(0, SIGHUP), (1, SIGTERM)], vec![end("SIGHUP"), None]),
             (false, &[(0, SIGINT), (1000, SIGHUP)], vec![end("SIGINT"), at_once("SIGHUP")]),

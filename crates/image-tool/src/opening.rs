@@ -167,7 +167,7 @@ fn warn_of_container(path: &Path, probed: Probed) {
     if let Some(warning) = probe::warning(probed)
         && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
     {
-        console::say(&format!("weir: {}: {warning}", path.display()));
+        console::say(&format!("{}: {warning}", path.display()));
     }
 }
 

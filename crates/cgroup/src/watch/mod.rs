@@ -115,7 +115,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
             stop.send(()).is_ok()
         }
         // At the end there is nothing to wait for.
-        Request::EndAtOnce(_) | Request::HangUp | Request::Meaningless(_) => true,
+        Request::EndAtOnce(_) | Request::HangUp | Request::ReopenLog | Request::Meaningless(_) => true,
     };
     signals.forward(hear).context("the thread that waits for signals")?;
     tracing::info!(limits = %path.display(), "ready");

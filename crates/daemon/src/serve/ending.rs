@@ -53,6 +53,12 @@ impl Daemon {
                 Event::Signal(request @ Request::Meaningless(_)) => ignore(request),
                 // What is about to end is not changed any more.
                 Event::Signal(Request::HangUp) if ending => {}
+                Event::Signal(Request::ReopenLog) => {
+                    reactor::spawn(async {
+                        reactor::blocking(logging::reopen).await;
+                        tracing::info!("SIGUSR1: the log's file was opened again");
+                    });
+                }
                 Event::Signal(Request::HangUp) => {
                     let inventory = Rc::clone(&self.inventory);
                     reactor::spawn(async move { hang_up(&inventory).await });
@@ -263,6 +269,7 @@ pub(super) async fn until_ended<T>(
 fn ignore(request: Request) {
     match request {
         Request::HangUp => tracing::info!("SIGHUP ignored: weir is starting"),
+        Request::ReopenLog => tracing::info!("SIGUSR1 ignored: weir is starting"),
         Request::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
         Request::End(_) | Request::EndAtOnce(_) => {}
     }

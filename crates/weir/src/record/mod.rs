@@ -115,7 +115,7 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     let hear = move |request| match request {
         Request::EndAtOnce(_) => process::exit(1),
         Request::End(_) => asked.send(Event::Asked).is_ok(),
-        Request::HangUp | Request::Meaningless(_) => true,
+        Request::HangUp | Request::ReopenLog | Request::Meaningless(_) => true,
     };
     signals.forward(hear).context("no thread can be started")?;
     let carried = move || match transcript {

@@ -31,7 +31,7 @@ Examples:
       The image at nbd://localhost, as `qemu-nbd vm1.raw` would, for any number of clients.
   weir serve vm1.raw --cache none --nbd unix:/run/vm1.sock \\
       --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5
-      1000 operations per second, after idle time 5000 for up to 5 seconds.
+      1000 operations per second, after idle time 5000 for about 6 seconds.
   weir serve a.raw b.raw --group tenant --bps-total 100M
       Two disks, nbd://localhost/a and nbd://localhost/b, that share 100 MiB per second.
   weir serve vm1.raw --iops-total 1000 --watermark 90
@@ -311,9 +311,8 @@ struct ProcessArgs {
     /// Leave the process's number in this file, locked, while it serves
     #[arg(long, value_name = "FILE", alias = "pidfile")]
     pid_file: Option<PathBuf>,
-    /// Go on in the background once it serves; until then, what fails is told here, and from then
-    /// on its log goes nowhere: to keep that, leave this out, and have `systemd-run weir serve …`
-    /// or `setsid weir serve … 2>>FILE &` instead
+    /// Continue in the background once it serves. Until then, errors are reported here. From then
+    /// on the log goes to --log-file, or nowhere without that option
     #[arg(long)]
     daemonize: bool,
     /// Refuse images outside of this directory, and those that name files outside of it
@@ -350,8 +349,8 @@ struct LogArgs {
     /// Lines for people or JSON objects: text or json [default: text]
     #[arg(long, value_name = "FORMAT")]
     log_format: Option<LogFormat>,
-    /// Append lines to this file instead of standard error, as with --daemonize; SIGHUP opens it
-    /// anew, so that logrotate can move it away
+    /// Append lines to this file instead of standard error, as with --daemonize; SIGUSR1 opens it
+    /// again, so that logrotate can move it away
     #[arg(long, value_name = "FILE")]
     log_file: Option<PathBuf>,
 }
