@@ -175,6 +175,9 @@ impl<D: Device> Align<D> {
 
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     pub async fn refresh_size(&self) -> Result<u64> {
+        // A size that was read before a resize must not replace the new one: a file that seems
+        // shorter would be cut when it is made longer. The last byte belongs to no file.
+        let _no_resize = self.shared.locks.shared(u64::MAX - 1..u64::MAX).await;
         self.device().refresh_size().await
     }
 

@@ -291,3 +291,19 @@ fn a_size_ends_with_a_block() {
         assert_eq!(storage.size_bytes(), SIZE as u64);
     });
 }
+
+#[test]
+fn a_size_is_not_read_during_a_resize() {
+    sim::run(1, async move {
+        let storage = Rc::new(Align::new(disk(1).0));
+        let mut resize = std::pin::pin!(storage.resize(BLOCK as u64));
+        let begun = std::future::poll_fn(|context| {
+            std::task::Poll::Ready(resize.as_mut().poll(context).is_pending())
+        });
+        assert!(begun.await, "the device takes a moment");
+        let refreshing = Rc::clone(&storage);
+        let refreshed = spawn_joinable(async move { refreshing.refresh_size().await });
+        assert_eq!(resize.await, Ok(()));
+        assert_eq!(refreshed.await, Ok(BLOCK as u64));
+    });
+}
