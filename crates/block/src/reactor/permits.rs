@@ -39,6 +39,12 @@ impl Permits {
         }
     }
 
+    /// Number of free permits.
+    #[cfg(test)]
+    pub(crate) fn free(&self) -> usize {
+        self.free.load(SeqCst)
+    }
+
     fn try_take(self: &Arc<Self>) -> Option<Permit> {
         let taken = self.free.fetch_update(SeqCst, SeqCst, |free| free.checked_sub(1));
         taken.is_ok().then(|| Permit(Arc::clone(self)))

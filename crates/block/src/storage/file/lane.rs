@@ -56,6 +56,9 @@ const LOCAL: [u32; 9] = [
 ];
 /// System calls on one file.
 const CALLS: usize = 4;
+/// Calls on one file that find out whether its file system answers. They have a turn apart, because
+/// other calls may take long on a file system that does answer: cutting a large file, for example.
+const QUESTIONS: usize = 1;
 
 #[derive(Debug)]
 pub(super) struct Lane {
@@ -63,6 +66,7 @@ pub(super) struct Lane {
     occupies_threads: bool,
     operations: Arc<Permits>,
     calls: Arc<Permits>,
+    questions: Arc<Permits>,
     is_given_up: AtomicBool,
     given_up: Event,
 }
@@ -77,6 +81,7 @@ impl Lane {
             occupies_threads: !local,
             operations: Permits::new(OPERATIONS),
             calls: Permits::new(CALLS),
+            questions: Permits::new(QUESTIONS),
             is_given_up: AtomicBool::new(false),
             given_up: Event::new(),
         }
@@ -109,9 +114,30 @@ impl Lane {
         fd: &Fd,
         call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
     ) -> Result<T> {
+        self.call_in_turn(&self.calls, fd, call).await
+    }
+
+    /// Makes a system call as [`Lane::call`] does, without waiting for those.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) async fn ask<T: Send + 'static>(
+        &self,
+        fd: &Fd,
+        call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.call_in_turn(&self.questions, fd, call).await
+    }
+
+    async fn call_in_turn<T: Send + 'static>(
+        &self,
+        turns: &Arc<Permits>,
+        fd: &Fd,
+        call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
         let fd = fd.clone();
         self.unless_given_up(async {
-            let permit = self.calls.take().await;
+            let permit = turns.take().await;
             reactor::blocking(move || {
                 let _permit = permit;
                 call(&fd)
@@ -143,5 +169,44 @@ impl Lane {
             Poll::Pending => given_up.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),
         })
         .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::reactor::{Polling, run, spawn_joinable, yield_now};
+
+    #[test]
+    fn a_file_system_answers_although_all_calls_take_long() {
+        run(Polling::Off, async {
+            let file = tempfile::tempfile().expect("there is room");
+            let lane = std::rc::Rc::new(Lane::of(&file, false));
+            let fd = Fd::from(file);
+            let (mut ends, mut tasks) = (Vec::new(), Vec::new());
+            for _ in 0..CALLS {
+                let (end, ended) = mpsc::channel::<()>();
+                let (lane, fd) = (std::rc::Rc::clone(&lane), fd.clone());
+                ends.push(end);
+                tasks.push(spawn_joinable(async move {
+                    lane.call(&fd, move |_| {
+                        let _ = ended.recv();
+                        Ok(())
+                    })
+                    .await
+                }));
+            }
+            while lane.calls.free() > 0 {
+                yield_now().await;
+            }
+            assert_eq!(lane.ask(&fd, |_| Ok(7)).await, Ok(7));
+            drop(ends);
+            for task in tasks {
+                assert_eq!(task.await, Ok(()));
+            }
+        })
+        .expect("io_uring works on a test machine");
     }
 }

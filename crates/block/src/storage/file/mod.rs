@@ -319,7 +319,7 @@ impl File {
 
     /// See [`Storage::ask`](crate::storage::Storage::ask).
     pub(in crate::storage) async fn ask(&self) -> Result<()> {
-        self.lane.call(&self.buffered, |fd| calls::ask(fd)).await
+        self.lane.ask(&self.buffered, |fd| calls::ask(fd)).await
     }
 
     /// See [`Storage::give_up`](crate::storage::Storage::give_up).
