@@ -210,7 +210,7 @@ mod tests {
             shared.ring_once(event).expect("it is an eventfd");
         }
         assert_eq!((count(&one), count(&other)), (2, 1));
-        assert!(one.is_unshared() && other.is_unshared());
+        assert!(one.has_owners(1) && other.has_owners(1));
         let file = Fd::from(std::fs::File::open("/dev/null").expect("it is there"));
         assert!(shared.ring_once(&file).is_err());
         shared.ring_once(&one).expect("it is an eventfd");

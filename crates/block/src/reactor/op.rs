@@ -112,9 +112,9 @@ impl Fd {
         Arc::ptr_eq(&self.open, &other.open)
     }
 
-    /// Whether nothing else holds it: no other owner, and no operation in flight.
-    pub(crate) fn is_unshared(&self) -> bool {
-        Arc::strong_count(&self.open) == 1
+    /// Whether so many hold it: owners, and operations in flight.
+    pub(crate) fn has_owners(&self, count: usize) -> bool {
+        Arc::strong_count(&self.open) == count
     }
 }
 

@@ -64,6 +64,8 @@ use crate::{
 /// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in
 /// between.
 const MOST_ATTEMPTS: u32 = 1000;
+/// Owners of the main descriptor of a file at rest: the [`File`] and [`Beside`].
+const MAIN_OWNERS: usize = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
@@ -166,10 +168,11 @@ impl Closing for Ending {
     }
 }
 
-/// The end of a descriptor that is not the last one of its file.
+/// The end of the buffered descriptor. The main one has the locks and is closed afterwards, because
+/// an operation on either may still change the file.
 #[derive(Debug)]
 struct Beside {
-    _ending: Arc<Ending>,
+    _main: Fd,
 }
 
 impl Closing for Beside {
@@ -239,7 +242,7 @@ impl File {
 
     /// Whether the kernel may be at work on it.
     pub(in crate::storage) fn is_busy(&self) -> bool {
-        !(self.fd.is_unshared() && self.buffered.is_unshared())
+        !(self.fd.has_owners(MAIN_OWNERS) && self.buffered.has_owners(1))
     }
 
     pub(in crate::storage) fn can_grow(&self) -> bool {

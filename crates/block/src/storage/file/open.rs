@@ -140,9 +140,10 @@ fn lock_and_look(
     let status = buffered.metadata().map_err(|error| failed(&error))?;
     let (lane, ending) = (Lane::of(&buffered, kind == Kind::BlockDevice), Ending::new());
     let again = buffered.try_clone().map_err(|error| failed(&error))?;
+    let fd = Fd::of_file(main, Arc::clone(&ending) as _);
     let file = File {
-        fd: Fd::of_file(main, Arc::clone(&ending) as _),
-        buffered: Fd::of_file(again, Arc::new(Beside { _ending: Arc::clone(&ending) })),
+        buffered: Fd::of_file(again, Arc::new(Beside { _main: fd.clone() })),
+        fd,
         lane,
         kind,
         identity: FileIdentity::of(status.dev(), status.ino(), status.rdev(), kind == Kind::BlockDevice),

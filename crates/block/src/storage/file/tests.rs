@@ -526,3 +526,29 @@ fn a_header_cannot_be_forged_where_the_format_was_guessed() {
         assert_eq!(given.write(0, header(), Durability::Cached).await, Ok(()));
     });
 }
+
+#[test]
+fn locks_last_until_the_last_operation_on_either_descriptor_has_ended() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    for cache in [CacheMode::Writeback, CacheMode::None] {
+        let options = FileOptions {
+            cache,
+            read_only: false,
+            force_share: false,
+            handover: false,
+            may_be_empty: false,
+            root: None,
+            descriptor: None,
+            passed: None,
+        };
+        let (storage, _) = open_file(file.path(), &options).expect("opens");
+        assert!(!storage.is_busy());
+        // A cut, or a write of the tail, that its file system has not finished.
+        let in_flight = storage.buffered.clone();
+        assert!(storage.is_busy());
+        drop(storage);
+        assert!(open_file(file.path(), &options).is_err(), "{cache}: it may still be changed");
+        drop(in_flight);
+        open_file(file.path(), &options).expect("the locks have gone with the last operation");
+    }
+}
