@@ -269,15 +269,14 @@ impl File {
 
     /// Brings everything to stable storage, whatever the cache mode.
     async fn sync(&self) -> Result<()> {
-        match self.lost.load(Relaxed) {
-            0 => {}
-            errno => return Err(Error::from_errno(errno)),
-        }
+        self.check_lost()?;
         let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
         let result = self.lane.operate(&self.fd, sync).await;
-        if let Err(error) = result
-            && !self.lane.is_given_up()
-        {
+        let Err(error) = result else {
+            // Another one may have failed while this one waited for its turn.
+            return self.check_lost();
+        };
+        if !self.lane.is_given_up() {
             if let Some(left_out) = self.sync_failures.line(recently()) {
                 let what = "sync failed: writes since the last one may be lost";
                 tracing::error!(file = self.name, %error, left_out, "{what}");
@@ -288,6 +287,14 @@ impl File {
             }
         }
         result
+    }
+
+    /// Fails once a sync through the page cache has failed.
+    fn check_lost(&self) -> Result<()> {
+        match self.lost.load(Relaxed) {
+            0 => Ok(()),
+            errno => Err(Error::from_errno(errno)),
+        }
     }
 
     /// The number of the device that it is, or that its file system is on, in the form of stat(2).
