@@ -45,8 +45,9 @@ impl Pass<'_> {
     /// Reports flaws of the header, and clears reserved fields where everything is repaired.
     pub(super) async fn check_header(&mut self) -> Result<(), MetadataError> {
         let start = bytes::read_start(self.storage).await?;
-        let reserved = reserved_fields(&start, &self.header);
-        let is_repaired = !reserved.is_empty() && self.repairs_all() && self.header.encode().is_ok();
+        let (reserved, misread) = (reserved_fields(&start, &self.header), misread_extensions(&start));
+        let may_write = misread.is_empty() && self.header.encode().is_ok();
+        let is_repaired = !reserved.is_empty() && self.repairs_all() && may_write;
         if is_repaired {
             write_header(self.storage, &self.header).await?;
         }
@@ -57,7 +58,7 @@ impl Pass<'_> {
                 self.corrupt(what);
             }
         }
-        for what in misread_extensions(&start).into_iter().chain(dangling_names(&self.header)) {
+        for what in misread.into_iter().chain(dangling_names(&self.header)) {
             self.corrupt(what);
         }
         Ok(())

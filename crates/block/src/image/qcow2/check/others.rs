@@ -13,6 +13,10 @@ use crate::image::qcow2::{
     snapshot,
 };
 
+/// Bytes of L1 tables of snapshots on other metadata that are looked at. Overlapping tables are
+/// damage, and in a sparse file they may be far longer together than what the file holds.
+const MOST_OVERLAPPING: u64 = 64 << 20;
+
 /// L1 tables by offset and number of entries, each with the names of its snapshots.
 pub(super) type L1Tables = BTreeMap<(u64, u32), Vec<String>>;
 
@@ -65,10 +69,19 @@ impl Pass<'_> {
                 return Ok(L1Tables::new());
             }
         }
+        let mut overlapping = 0;
         // Snapshots may share a whole table, as its refcount says.
         tables.retain(|(offset, entries), names| {
             let what = format!("the L1 table of snapshot {:?}", names[0]);
             let region = (*offset, u64::from(*entries) * 8);
+            if self.fault_at(region.0, region.1).is_some() {
+                overlapping += region.1;
+            }
+            if overlapping > MOST_OVERLAPPING {
+                self.is_incomplete = true;
+                self.corrupt(format!("{what} is not looked at: too many tables lie on each other"));
+                return false;
+            }
             let is_inside = self.count_metadata(MetadataKind::L1, &what, region, names.len() as u64);
             self.is_incomplete |= !is_inside;
             is_inside

@@ -27,25 +27,34 @@ impl fmt::Display for GuestRange {
     }
 }
 
-/// Ranges that a report has at most. An image may claim billions.
-const MOST_RANGES: usize = 100_000;
+/// Slots that the ranges of a report take at most. An image may claim billions of ranges.
+const MOST_SLOTS: usize = 100_000;
+/// Bytes of a snapshot's name for which a range takes one slot more. A name may have 64 KiB.
+const SLOT_BYTES: usize = 64;
+
+/// Slots that a range in a snapshot of this name takes, or in the disk itself.
+pub(super) fn slots(snapshot: Option<&str>) -> usize {
+    1 + snapshot.map_or(0, str::len) / SLOT_BYTES
+}
 
 /// Ranges in the order in which they were found.
 #[derive(Debug, Default)]
 pub(super) struct GuestRanges {
     ranges: Vec<GuestRange>,
+    slots: usize,
     is_full: bool,
 }
 
 impl GuestRanges {
-    /// True if this many ranges can be added.
+    /// True if ranges that take this many slots can be added.
     pub(super) fn has_room(&mut self, more: usize) -> bool {
-        if !self.is_full && self.ranges.len() + more > MOST_RANGES {
+        if !self.is_full && self.slots.saturating_add(more) > MOST_SLOTS {
             join(&mut self.ranges);
+            self.slots = self.ranges.iter().map(GuestRange::slots).sum();
             // A list that joining hardly shortened is full, or each addition would sort it again.
-            self.is_full = self.ranges.len() > MOST_RANGES / 2;
+            self.is_full = self.slots > MOST_SLOTS / 2;
         }
-        !self.is_full && self.ranges.len() + more <= MOST_RANGES
+        !self.is_full && self.slots.saturating_add(more) <= MOST_SLOTS
     }
 
     /// Adds a range, or extends the last one if it continues there. A range without room is left
@@ -56,7 +65,8 @@ impl GuestRanges {
             continued.filter(|last| last.snapshot == range.snapshot && last.end() == range.offset);
         if let Some(last) = continued {
             last.length = last.length.saturating_add(range.length);
-        } else if self.has_room(1) {
+        } else if self.has_room(range.slots()) {
+            self.slots += range.slots();
             self.ranges.push(range);
         }
     }
@@ -87,6 +97,10 @@ impl GuestRange {
     fn end(&self) -> u64 {
         self.offset.saturating_add(self.length)
     }
+
+    fn slots(&self) -> usize {
+        slots(self.snapshot.as_deref())
+    }
 }
 
 #[cfg(test)]
@@ -114,16 +128,28 @@ mod tests {
     #[test]
     fn a_list_has_a_bound() {
         let mut ranges = GuestRanges::default();
-        for number in 0..2 * MOST_RANGES as u64 {
+        for number in 0..2 * MOST_SLOTS as u64 {
             ranges.add(GuestRange { snapshot: None, offset: number * 2, length: 1 });
         }
         assert!(!ranges.has_room(1));
-        assert!(ranges.finish().len() <= MOST_RANGES);
+        assert!(ranges.finish().len() <= MOST_SLOTS);
         let mut ranges = GuestRanges::default();
-        for number in 0..2 * MOST_RANGES as u64 {
+        for number in 0..2 * MOST_SLOTS as u64 {
             let snapshot = (number % 2 == 0).then(String::new);
             ranges.add(GuestRange { snapshot, offset: number / 2, length: 1 });
         }
         assert_eq!(ranges.finish().len(), 2, "joined when there is no room");
+    }
+
+    #[test]
+    fn long_names_take_more_room() {
+        let name = "n".repeat(65_535);
+        let mut ranges = GuestRanges::default();
+        for number in 0..1000 {
+            let snapshot = Some(name.clone());
+            ranges.add(GuestRange { snapshot, offset: number * 2, length: 1 });
+        }
+        let found = ranges.finish();
+        assert!(!found.is_empty() && found.len() * name.len() <= MOST_SLOTS * SLOT_BYTES, "{}", found.len());
     }
 }

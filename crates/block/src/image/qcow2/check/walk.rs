@@ -9,7 +9,11 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Pass, Repair, bytes, entries::judge, metadata::MetadataKind, others::L1Tables, ranges::GuestRange,
+    Pass, Repair, bytes,
+    entries::judge,
+    metadata::MetadataKind,
+    others::L1Tables,
+    ranges::{GuestRange, slots},
 };
 use crate::{
     error::Result,
@@ -32,6 +36,18 @@ pub(super) struct L1Table {
     l1_offset: u64,
     /// Names of the snapshots with this table; empty for the active one.
     snapshots: Vec<String>,
+    /// Slots of a report that a range takes in all of these disks.
+    slots: usize,
+}
+
+impl L1Table {
+    fn new(l1_offset: u64, snapshots: Vec<String>) -> Self {
+        let slots = match &*snapshots {
+            [] => slots(None),
+            names => names.iter().map(|name| slots(Some(name))).sum(),
+        };
+        Self { l1_offset, snapshots, slots }
+    }
 }
 
 /// An entry of an L1 table.
@@ -58,14 +74,14 @@ impl Pass<'_> {
         let mut tables = BTreeMap::new();
         let (offset, entries) = (self.header.l1_offset, self.header.l1_entries);
         if self.count_metadata(MetadataKind::L1, "the L1 table", (offset, u64::from(entries) * 8), 1) {
-            self.disks.push(L1Table { l1_offset: offset, snapshots: Vec::new() });
+            self.disks.push(L1Table::new(offset, Vec::new()));
             self.read_l1(offset, entries, 1, &mut tables).await?;
         } else {
             self.is_incomplete = true;
         }
         for ((offset, entries), names) in snapshots {
             let times = names.len() as u64;
-            self.disks.push(L1Table { l1_offset: offset, snapshots: names });
+            self.disks.push(L1Table::new(offset, names));
             self.read_l1(offset, entries, times, &mut tables).await?;
         }
         let cluster = self.header.cluster_bytes();
@@ -212,9 +228,8 @@ impl Pass<'_> {
         if !self.lost.has_room(owners.len()) {
             return false;
         }
-        let names = owners.iter().map(|owner| self.disks[owner.disk as usize].snapshots.len().max(1));
-        let more = names.sum::<usize>() * SUBCLUSTERS as usize;
-        self.lost.has_room(more)
+        let slots: usize = owners.iter().map(|owner| self.disks[owner.disk as usize].slots).sum();
+        self.lost.has_room(slots.saturating_mul(SUBCLUSTERS as usize))
     }
 
     /// Notes a part of the guest range of L1 entries, as lost or as ambiguous.
