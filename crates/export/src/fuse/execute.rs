@@ -207,10 +207,12 @@ impl Queue {
     /// Keeps the size from being changed by the file's clients, as long as the guard lives. Not
     /// needed where they cannot.
     async fn keep_size(&self) -> Option<RangeGuard<'_>> {
-        match self.device.export.growable {
-            true => Some(self.device.growth.shared(0..1).await),
-            false => None,
+        if !self.device.export.growable {
+            return None;
         }
+        let steady = self.device.growth.shared(0..1).await;
+        self.device.end.forget_stale(self.device.disk());
+        Some(steady)
     }
 
     async fn write_to_disk(
@@ -258,6 +260,7 @@ impl Queue {
             unreachable!("what it is called for")
         };
         let _turn = self.device.growth.exclusive(0..1).await;
+        self.device.end.forget_stale(self.device.disk());
         let size = self.device.file_bytes();
         let offset = offset.unwrap_or(size);
         let end = offset.checked_add(data.len() as u64).ok_or(Error::from_errno(libc::EFBIG))?;

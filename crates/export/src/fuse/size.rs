@@ -65,6 +65,16 @@ impl FileEnd {
         (file_bytes != disk.size_bytes()).then_some(file_bytes)
     }
 
+    /// Forgets an end that is out of date, so that it does not return with the disk's former size:
+    /// bytes that are written behind it by then would leave the file. The caller keeps the file's
+    /// clients from changing the size.
+    pub(super) fn forget_stale(&self, disk: &Disk) {
+        let end = self.0.load(SeqCst);
+        if end != WITH_DISK && disk_bytes_for(disk, end) != Some(disk.size_bytes()) {
+            let _ = self.0.compare_exchange(end, WITH_DISK, SeqCst, SeqCst);
+        }
+    }
+
     /// Sets the end of the file, over a disk of the size that [`disk_bytes_for`] returns.
     pub(super) fn set(&self, file_bytes: Option<u64>) {
         self.0.store(file_bytes.unwrap_or(WITH_DISK), SeqCst);

@@ -24,6 +24,7 @@ use crate::{
         channel::Channel,
         device::{Device, Export, Owner},
         queue::Queue,
+        size::FileEnd,
     },
     seeds,
 };
@@ -34,6 +35,28 @@ const GETATTR: u32 = 3;
 fn bytes_past_a_cut_never_reappear() {
     seeds::for_each("--lib", "bytes_past_a_cut_never_reappear", 600, |seed| {
         sim::run(seed, run());
+    });
+}
+
+#[test]
+fn an_end_does_not_return_with_a_former_size_of_the_disk() {
+    sim::run(1, async {
+        let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
+        let behaviour = block::storage::simulated::Behaviour {
+            block_bytes: BLOCK,
+            latency: Duration::from_micros(10),
+            error_probability: 0.0,
+        };
+        let (_, disk) = open(vec![0; DISK_BYTES], behaviour, &group);
+        let (end, whole) = (FileEnd::default(), DISK_BYTES as u64);
+        end.set(Some(whole - 1));
+        end.forget_stale(&disk);
+        assert_eq!(end.file_bytes(&disk), whole - 1);
+        disk.resize(2 * whole).await.expect("it grows");
+        assert_eq!(end.file_bytes(&disk), 2 * whole);
+        end.forget_stale(&disk);
+        disk.resize(whole).await.expect("it shrinks");
+        assert_eq!(end.file_bytes(&disk), whole);
     });
 }
 
