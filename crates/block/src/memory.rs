@@ -48,6 +48,9 @@ use crate::{reactor, seldom::Seldom};
 pub const LEAST_REQUESTS: u64 = 64 << 20;
 /// What they have at most: memory that waits for clients helps nobody.
 const MOST_REQUESTS: u64 = 1 << 30;
+/// Most bytes that connections can have beyond the budget: a hundred clients with TLS. Otherwise no
+/// client could connect to any disk after a guest has filled a disk in memory.
+const MOST_KEPT_FOR_CONNECTIONS: u64 = 16 << 20;
 
 /// A budget that is not enough for something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -143,9 +146,11 @@ pub struct ConnectionMemory {
 }
 
 impl ConnectionMemory {
-    /// Charges `bytes` to `budget`; `None` if the budget has no room for them.
+    /// Charges `bytes` to `budget`; `None` if the budget has no room for them. All connections together can have
+    /// 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even where nothing is left.
     pub fn new(budget: &Arc<Budget>, bytes: u64) -> Option<Self> {
-        let fits = budget.take_beside(&budget.connections, bytes);
+        let least = budget.total() / 64;
+        let fits = budget.take_beside(&budget.connections, bytes, least.min(MOST_KEPT_FOR_CONNECTIONS));
         fits.then(|| Self { budget: Arc::clone(budget), bytes })
     }
 
@@ -272,7 +277,7 @@ impl Budget {
 
     /// Takes a page for a disk in memory; false where there is none.
     pub(crate) fn take_page(&self, bytes: u64) -> bool {
-        self.take_beside(&self.pages, bytes)
+        self.take_beside(&self.pages, bytes, 0)
     }
 
     /// Returns pages to the budget.
@@ -280,15 +285,16 @@ impl Budget {
         self.pages.fetch_sub(bytes, SeqCst);
     }
 
-    /// Adds `bytes` to one of the sums that grow beside requests, if there is room for them.
-    fn take_beside(&self, sum: &AtomicU64, bytes: u64) -> bool {
+    /// Adds `bytes` to one of the sums that grow beside requests, if they are left or if the sum
+    /// is at most `least` afterwards.
+    fn take_beside(&self, sum: &AtomicU64, bytes: u64, least: u64) -> bool {
         let total = self.total();
         if total == u64::MAX {
             sum.fetch_add(bytes, SeqCst);
             return true;
         }
         let state = self.lock();
-        let fits = bytes <= self.left(state.reserved);
+        let fits = bytes <= self.left(state.reserved) || sum.load(SeqCst) + bytes <= least;
         if fits {
             sum.fetch_add(bytes, SeqCst);
         }

@@ -96,6 +96,21 @@ fn what_is_set_aside_fits_or_is_refused() {
     assert_eq!(budget.usage().reserved, 0);
 }
 
+#[test]
+fn clients_can_connect_while_a_disk_in_memory_uses_up_the_budget() {
+    let budget = Budget::new(256 * MIB);
+    assert!(budget.take_page(192 * MIB) && !budget.take_page(1));
+    let first = ConnectionMemory::new(&budget, 3 * MIB).expect("a 64th of the budget is kept");
+    assert!(ConnectionMemory::new(&budget, 2 * MIB).is_none());
+    assert_eq!(budget.usage().connections, 3 * MIB);
+    drop(first);
+    drop(ConnectionMemory::new(&budget, 4 * MIB).expect("all of it"));
+    // What connections have beside a disk's pages is not left for pages.
+    budget.give_back_pages(MIB);
+    let _connection = ConnectionMemory::new(&budget, MIB).expect("as much as is left");
+    assert!(!budget.take_page(1));
+}
+
 /// A client that holds memory without progress since an instant, and how often it was visited and
 /// disconnected.
 #[derive(Debug)]
