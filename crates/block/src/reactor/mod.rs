@@ -258,13 +258,20 @@ pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static)
 }
 
 /// Runs `f` on another thread and waits for it: for computations that take long and always end
-/// (compression, key derivation). The number of threads has a limit. In simulation it runs in
-/// place.
+/// (compression, key derivation). The number of threads has a limit, except between
+/// [`threads_must_end`] and [`threads_may_stay`]: then each call has a thread that ends with it. In
+/// simulation it runs in place.
 ///
 /// # Panics
 /// If `f` does.
 pub async fn computing<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
-    if is_simulated() { f() } else { blocking::unblock(f).await }
+    if is_simulated() {
+        f()
+    } else if pool::threads_end_with_calls() {
+        pool::run(f).await
+    } else {
+        blocking::unblock(f).await
+    }
 }
 
 fn is_simulated() -> bool {

@@ -105,6 +105,11 @@ pub fn threads_may_stay() {
     }
 }
 
+/// True between [`threads_must_end`] and [`threads_may_stay`].
+pub(super) fn threads_end_with_calls() -> bool {
+    PASSING.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+}
+
 /// Starts `call` on a thread of the pool, and does not wait for it.
 ///
 /// # Panics
@@ -158,6 +163,9 @@ mod tests {
             let before = staying();
             let id = reactor::blocking(|| thread::current().id()).await;
             assert_ne!(id, thread::current().id());
+            // Threads that stay have names.
+            let name = reactor::computing(|| thread::current().name().map(str::to_owned)).await;
+            assert_eq!(name, None);
             assert!(staying() <= before);
             threads_may_stay();
             assert_eq!(reactor::blocking(|| 7).await, 7);
