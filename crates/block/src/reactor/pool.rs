@@ -50,8 +50,8 @@ impl Staying {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// # Panics
-    /// If there is no thread and none can be created.
+    /// Where there is no thread and none can be created, the call is executed in place: it delays
+    /// this thread, instead of ending the process.
     fn start(&'static self, call: Call) {
         let mut work = self.lock();
         work.calls.push_back(call);
@@ -63,7 +63,12 @@ impl Staying {
                 Err(error) if work.threads > 0 => {
                     tracing::warn!(%error, "no further thread for system calls that block");
                 }
-                Err(error) => panic!("no thread for system calls that block: {error}"),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread for a system call that blocks: it is executed in place");
+                    let call = work.calls.pop_back();
+                    drop(work);
+                    return call.into_iter().for_each(execute);
+                }
             }
         }
         drop(work);
@@ -75,8 +80,7 @@ impl Staying {
         loop {
             while let Some(call) = work.calls.pop_front() {
                 drop(work);
-                // The caller that awaits the result reports the panic.
-                let _ = catch_unwind(AssertUnwindSafe(call));
+                execute(call);
                 work = self.lock();
             }
             work.idle += 1;
@@ -89,6 +93,11 @@ impl Staying {
             }
         }
     }
+}
+
+/// The caller that awaits the result of `call` reports its panic.
+fn execute(call: Call) {
+    let _ = catch_unwind(AssertUnwindSafe(call));
 }
 
 /// Ends each thread after the call that it was started for, from now on.
@@ -113,7 +122,7 @@ pub(super) fn threads_end_with_calls() -> bool {
 /// Starts `call` on a thread of the pool, and does not wait for it.
 ///
 /// # Panics
-/// If there is no thread and none can be created.
+/// If no thread can be created before [`threads_may_stay`].
 pub(super) fn start(call: impl FnOnce() + Send + 'static) {
     let mut passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner);
     match &mut *passing {
@@ -129,7 +138,7 @@ pub(super) fn start(call: impl FnOnce() + Send + 'static) {
 }
 
 /// # Panics
-/// If `f` does, or if there is no thread and none can be created.
+/// If `f` does, or if no thread can be created before [`threads_may_stay`].
 pub(super) async fn run<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = async_channel::bounded(1);
     // Sending fails if the caller no longer waits.
