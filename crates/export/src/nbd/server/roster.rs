@@ -3,7 +3,7 @@
 //! Each operation at the arrival or departure of a client is O(log n) in clients.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeSet, HashMap},
     net::IpAddr,
     sync::Arc,
 };
@@ -51,12 +51,13 @@ impl Live {
     }
 }
 
-/// Clients by number. Numbers are given in the order of arrival.
+/// Clients by number. A number belongs to a place for which a listener may wait long, so the order
+/// of numbers is not that of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Roster {
     live: HashMap<u64, Live>,
-    /// Clients that have not chosen an export.
-    unfinished: BTreeMap<u64, Instant>,
+    /// Clients that have not chosen an export, in the order of arrival.
+    unfinished: BTreeSet<(Instant, u64)>,
     /// Clients of each export that has any.
     by_export: HashMap<usize, usize>,
 }
@@ -64,7 +65,7 @@ pub(super) struct Roster {
 impl Roster {
     /// Adds a client that has not chosen an export.
     pub(super) fn insert(&mut self, number: u64, live: Live) {
-        self.unfinished.insert(number, live.since);
+        self.unfinished.insert((live.since, number));
         self.live.insert(number, live);
     }
 
@@ -73,7 +74,7 @@ impl Roster {
         let Some(live) = self.live.get_mut(&number) else { return false };
         live.visit = visit;
         let before = live.export.replace(export);
-        self.unfinished.remove(&number);
+        self.unfinished.remove(&(live.since, number));
         *self.by_export.entry(export).or_default() += 1;
         self.uncount(before);
         true
@@ -81,7 +82,7 @@ impl Roster {
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Live> {
         let gone = self.live.remove(&number)?;
-        self.unfinished.remove(&number);
+        self.unfinished.remove(&(gone.since, number));
         self.uncount(gone.export);
         Some(gone)
     }
@@ -124,12 +125,12 @@ impl Roster {
 
     /// The client that has been in its handshake for longest, and when it arrived.
     pub(super) fn oldest_unfinished(&self) -> Option<(u64, Instant)> {
-        self.unfinished.first_key_value().map(|(number, since)| (*number, *since))
+        self.unfinished.first().map(|(since, number)| (*number, *since))
     }
 
     /// Clients in their handshake.
     pub(super) fn unfinished(&self) -> impl Iterator<Item = &Live> {
-        self.unfinished.keys().filter_map(|number| self.live.get(number))
+        self.unfinished.iter().filter_map(|(_, number)| self.live.get(number))
     }
 }
 
@@ -142,6 +143,16 @@ mod tests {
     fn client(since: u64) -> Live {
         let (ours, _) = UnixStream::pair().expect("sockets");
         Live::new(OwnedFd::from(ours).into(), None, Instant::from_nanos(since))
+    }
+
+    #[test]
+    fn the_oldest_client_is_the_first_to_arrive_whatever_its_number() {
+        let mut roster = Roster::default();
+        roster.insert(5, client(10));
+        roster.insert(2, client(20));
+        assert_eq!(roster.oldest_unfinished(), Some((5, Instant::from_nanos(10))));
+        roster.remove(5);
+        assert_eq!(roster.oldest_unfinished(), Some((2, Instant::from_nanos(20))));
     }
 
     #[test]
