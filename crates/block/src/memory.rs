@@ -146,8 +146,9 @@ pub struct ConnectionMemory {
 }
 
 impl ConnectionMemory {
-    /// Charges `bytes` to `budget`; `None` if the budget has no room for them. All connections together can have
-    /// 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even where nothing is left.
+    /// Charges `bytes` to `budget`; `None` if the budget has no room for them. All connections
+    /// together can have 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even where
+    /// nothing is left.
     pub fn new(budget: &Arc<Budget>, bytes: u64) -> Option<Self> {
         let least = budget.total() / 64;
         let fits = budget.take_beside(&budget.connections, bytes, least.min(MOST_KEPT_FOR_CONNECTIONS));
