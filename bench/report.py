@@ -54,6 +54,9 @@ TITLES = {
     "before_ms": "p99 before",
     "advised_ms": "p99 advised",
     "off": "off prediction",
+    "growth": "2nd/1st half",
+    "add_us": "CPU/addition",
+    "status_us": "CPU/status",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -102,6 +105,9 @@ SHOW = {
     "before_ms": "{:.1f} ms".format,
     "advised_ms": "{:.1f} ms".format,
     "off": "{:.1%}".format,
+    "growth": "{:.2f}".format,
+    "add_us": "{:,.0f} µs".format,
+    "status_us": "{:,.0f} µs".format,
 }
 
 
