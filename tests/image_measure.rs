@@ -161,7 +161,7 @@ fn wrong_use_is_refused() {
     for (words, why) in [
         (&["measure"][..], "no FILE was named"),
         (&["measure", "--size", "1G", "disk.raw"], "cannot be used with"),
-        (&["measure", "--size", "1G", "-l", "one"], "are for FILE"),
+        (&["measure", "--size", "1G", "-l", "one"], "apply to FILE"),
         (&["measure", "--size", "1G", "-O", "qcow2", "-o", "size=2G"], "-o size"),
         (&["measure", "--size", "1G", "-o", "preallocation=metadata"], "no metadata"),
         (&["measure", "--size", "7E", "-O", "qcow2"], "too large"),

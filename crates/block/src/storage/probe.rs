@@ -161,8 +161,9 @@ pub fn probe(path: &Path) -> io::Result<Probed> {
 pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
     let metadata = file.metadata()?;
     if metadata.file_type().is_fifo() {
-        // Has no offsets to read at. The opener refuses it by its kind.
-        return Ok(Probed::Raw);
+        // It has no offsets to read at.
+        let why = "is a pipe or a socket (an image is a regular file or a block device)";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     }
     let mut header = [0; HEADER_BYTES];
     let length = read_up_to(file, &mut header, 0)?;
