@@ -188,11 +188,11 @@ fn a_signal_ends_the_daemon_although_a_file_system_does_not_answer() {
     client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
     house.fuse.wait_until_held(READ);
     other.request(request(CMD_WRITE, 0, 0, 512), &[9; 512]);
+    assert_eq!(other.simple_reply(), (0, 0));
     house.weir.signal(Signal::SIGTERM);
     house.weir.wait_for_log("its file system does not answer: the disk is given up");
     house.weir.wait_for_log("the last flush failed");
     house.weir.wait_for_log("stopped");
-    assert_eq!(other.simple_reply(), (0, 0));
     // A process does not end while its file system has requests of it in flight.
     drop(house.fuse);
     let (status, log) = house.weir.wait();
