@@ -292,7 +292,7 @@ impl<'a> Pass<'a> {
         self.check_header().await?;
         self.count_metadata(MetadataKind::Header, "the header", (0, self.header.cluster_bytes()), 1);
         let tables = self.count_snapshots().await?;
-        self.count_luks();
+        self.count_luks().await;
         self.walk(tables).await?;
         self.count_bitmaps().await?;
         // Before anything is freed that was referred to until now.

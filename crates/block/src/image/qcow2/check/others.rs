@@ -10,7 +10,7 @@ use crate::image::qcow2::{
     Invalid, MetadataError,
     bitmap::{self, Bits, Entry, flag},
     header::{Bitmaps, Place, autoclear},
-    snapshot,
+    luks, snapshot,
 };
 
 /// Bytes of L1 tables of snapshots on other metadata that are looked at. Overlapping tables are
@@ -89,10 +89,20 @@ impl Pass<'_> {
         Ok(tables)
     }
 
-    pub(super) fn count_luks(&mut self) {
-        if let Some(place) = self.header.encryption {
-            let region = (place.offset, place.length);
-            self.count_metadata(MetadataKind::Luks, "the LUKS header", region, 1);
+    /// Counts the clusters of the LUKS header. If its place cannot be right, nothing is freed:
+    /// clusters with keys would look unused.
+    pub(super) async fn count_luks(&mut self) {
+        let Some(place) = self.header.encryption else { return };
+        let region = (place.offset, place.length);
+        if !self.count_metadata(MetadataKind::Luks, "the LUKS header", region, 1) {
+            self.is_incomplete = true;
+            return;
+        }
+        let length = place.length.min(luks::HEADER_BYTES as u64);
+        let Some(bytes) = self.read("the LUKS header", place.offset, length).await else { return };
+        if let Err(invalid) = luks::check_slots(&bytes, place.length) {
+            self.is_incomplete = true;
+            self.corrupt(format!("the LUKS header at {:#x}: {invalid}", place.offset));
         }
     }
 

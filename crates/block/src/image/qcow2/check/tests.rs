@@ -61,7 +61,7 @@ fn what_was_created_is_right() {
         preallocated(),
         CreateOptions { refcount_bits: 1, ..preallocated() },
         CreateOptions { refcount_bits: 64, version: 3, ..preallocated() },
-        CreateOptions { luks: Some(vec![7; 10_000]), ..preallocated() },
+        CreateOptions { luks: Some([&b"LUKS\xba\xbe"[..], &[0; 9994]].concat()), ..preallocated() },
         CreateOptions { data_file: Some("data".into()), ..CreateOptions::default() },
     ] {
         sim::run(1, async move {
@@ -545,11 +545,40 @@ fn names_of_other_files_that_cannot_be_right_are_reported() {
     assert_eq!(with(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
 }
 
+/// A length that ends before the key slots would have their clusters freed as leaks.
+#[test]
+fn a_luks_header_that_ends_before_its_key_slots_frees_nothing() {
+    sim::run(1, async {
+        let mut area = [&b"LUKS\xba\xbe"[..], &[0; 10_234]].concat();
+        // Bytes of a key, and of the last slot the first sector and the stripes: the end is 10,240.
+        area[108..112].copy_from_slice(&64_u32.to_be_bytes());
+        area[208 + 7 * 48 + 40..][..4].copy_from_slice(&16_u32.to_be_bytes());
+        area[208 + 7 * 48 + 44..][..4].copy_from_slice(&32_u32.to_be_bytes());
+        let (storage, _) = image(CreateOptions { luks: Some(area), ..CreateOptions::default() }).await;
+        let report = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{report:?}");
+        // The length in the encryption extension.
+        assert_eq!(number_at(&storage, 128).await, 10_240);
+        put(&storage, 128, 4096).await;
+        for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
+            let report = check(&storage, repair).await.expect("a header");
+            assert!(report.corruptions > 0 && report.leaks_fixed == 0, "{report:?}");
+            assert!(report.findings.iter().any(|finding| finding.contains("key slot 7 ends")), "{report:?}");
+        }
+        put(&storage, 128, 10_240).await;
+        let report = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{report:?}");
+    });
+}
+
 /// Extensions after one of a wrong length may have been misread.
 #[test]
 fn an_extension_of_a_wrong_length_is_reported_and_stays() {
     sim::run(1, async {
-        let options = CreateOptions { luks: Some(vec![7; 10_000]), ..CreateOptions::default() };
+        let options = CreateOptions {
+            luks: Some([&b"LUKS\xba\xbe"[..], &[0; 9994]].concat()),
+            ..CreateOptions::default()
+        };
         let (storage, _) = image(options).await;
         // The extension also covers the next one, the feature names: what follows can be parsed.
         let names_bytes = number_at(&storage, 136).await & 0xffff_ffff;

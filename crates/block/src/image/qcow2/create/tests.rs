@@ -26,7 +26,7 @@ fn what_is_created_is_read_with_all_its_options() {
         CreateOptions { cluster_bytes: 512, size_bytes: 1 << 24, refcount_bits: 1, ..plain.clone() },
         CreateOptions { cluster_bytes: 2 << 20, refcount_bits: 64, extended_l2: true, ..plain.clone() },
         CreateOptions { compression: Compression::Zstd, lazy_refcounts: true, backing, ..plain.clone() },
-        CreateOptions { luks: Some(vec![7; 100_000]), ..plain.clone() },
+        CreateOptions { luks: Some([&b"LUKS\xba\xbe"[..], &[0; 99994]].concat()), ..plain.clone() },
         CreateOptions { size_bytes: 0, ..plain },
     ] {
         sim::run(1, async move {

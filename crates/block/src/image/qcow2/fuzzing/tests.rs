@@ -24,7 +24,7 @@ fn kinds() -> Vec<CreateOptions> {
         CreateOptions { cluster_bytes: 16 << 10, extended_l2: true, ..plain.clone() },
         CreateOptions { preallocation: Preallocation::Metadata, ..plain.clone() },
         CreateOptions { data_file: Some("data".into()), ..plain.clone() },
-        CreateOptions { luks: Some(vec![7; 2000]), ..plain.clone() },
+        CreateOptions { luks: Some([&b"LUKS\xba\xbe"[..], &[0; 1994]].concat()), ..plain.clone() },
         CreateOptions { backing: Some(Backing { name: "base".into(), format: Some("raw".into()) }), ..plain },
     ]
 }

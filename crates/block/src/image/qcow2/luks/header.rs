@@ -130,6 +130,29 @@ pub struct LuksHeader {
     pub slots: [KeySlot; SLOTS],
 }
 
+/// Checks that all key slots of a header lie within its area, whether or not they are in use and
+/// whether or not the cipher is supported.
+///
+/// # Errors
+/// The first flaw: `bytes` is no LUKS header, or a slot ends past `area_bytes`.
+pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
+    let Some(bytes) = bytes.get(..HEADER_BYTES).filter(|bytes| bytes.starts_with(&MAGIC)) else {
+        return Err(Invalid::new("the LUKS header has no signature"));
+    };
+    let key_bytes = u64::from(u32_at(bytes, 108));
+    for slot in 0..SLOTS {
+        let at = FIRST_SLOT + slot * SLOT_BYTES;
+        let offset = u64::from(u32_at(bytes, at + 40)) * SECTOR_BYTES as u64;
+        let end = offset + key_bytes * u64::from(u32_at(bytes, at + 44));
+        if end > area_bytes {
+            return Err(Invalid::new(format!(
+                "key slot {slot} ends at {end:#x}, past the end of the LUKS header ({area_bytes:#x})"
+            )));
+        }
+    }
+    Ok(())
+}
+
 impl LuksHeader {
     /// Reads the header from its [`HEADER_BYTES`]; `area_bytes` is how much there is of the header
     /// and the slots together.

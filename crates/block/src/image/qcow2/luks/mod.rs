@@ -30,6 +30,6 @@ mod unlock;
 
 pub use self::{
     cipher::{Cipher, CipherKind, IvKind, Mode, SECTOR_BYTES},
-    header::{HEADER_BYTES, Hash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS},
+    header::{HEADER_BYTES, Hash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, check_slots},
     unlock::{LuksOptions, NewLuks, UnlockError, create, read_header, unlock},
 };
