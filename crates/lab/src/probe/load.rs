@@ -9,7 +9,7 @@ use std::{
     rc::Rc,
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use block::{
     buffer::Buffer,
     image::Image,
@@ -70,15 +70,17 @@ impl Load {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Figure {
     pub(super) load: Load,
-    /// Operations per second: the median of the windows; fractional, as large blocks are few.
+    /// Operations per second: the median of the windows; fractional, as large blocks are few. 0 if
+    /// too few requests were completed for a rate.
     pub(super) rate: f64,
-    /// The fastest window less the slowest, relative to the median.
+    /// The fastest window less the slowest, relative to the median. Infinite without a rate.
     pub(super) spread: f64,
 }
 
 impl Figure {
+    /// At least 1: in a record, 0 stands for a rate that was not measured.
     pub(super) fn iops(&self) -> u64 {
-        self.rate.round() as u64
+        (self.rate.round() as u64).max(1)
     }
 
     pub(super) fn is_steady(&self) -> bool {
@@ -114,6 +116,9 @@ struct Run {
 impl Field {
     /// Measures, and again for longer while the rate varies: twice, each time for twice as long.
     /// `longer` is called before each repetition. The last figure counts.
+    ///
+    /// # Errors
+    /// A request that failed, or too few completed requests for a rate.
     pub(super) async fn measure_steadily(
         &self,
         load: Load,
@@ -128,6 +133,13 @@ impl Field {
             longer(time * factor);
             figure = self.measure(load, time * factor).await?;
         }
+        ensure!(
+            figure.rate > 0.0,
+            "{} of {} bytes: too few requests were completed for a rate in {} seconds (give more --seconds)",
+            load.name(),
+            load.block_bytes,
+            (time * LONGER[LONGER.len() - 1]).as_secs()
+        );
         Ok(figure)
     }
 
@@ -235,7 +247,7 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
     let median = long[long.len() / 2];
     let range = each[windows - 1] - each[0];
-    Figure { load, rate: median, spread: if median > 0.0 { range / median } else { 0.0 } }
+    Figure { load, rate: median, spread: if median > 0.0 { range / median } else { f64::INFINITY } }
 }
 
 /// Ascending rates of groups of windows, from last answer to last answer: a window's own ends would
@@ -264,7 +276,8 @@ mod tests {
         let figure = figure(LOAD, &marks(1, [100, 5, 90, 110, 95, 120, 100]));
         assert_eq!((figure.iops(), figure.bps()), (100, 409_600));
         assert!((figure.spread - 1.15).abs() < 1e-9);
-        assert_eq!(super::figure(LOAD, &marks(1, [0; 7])).spread.to_bits(), 0);
+        let figure = super::figure(LOAD, &marks(1, [0; 7]));
+        assert!(figure.rate == 0.0 && !figure.is_steady(), "{figure:?}");
     }
 
     #[test]
@@ -368,6 +381,25 @@ mod tests {
         let (figure, repeated) = with_competitor(|second| second / 6 % 2 == 0);
         assert!(!figure.is_steady(), "{figure:?}");
         assert_eq!(repeated, [16, 32]);
+    }
+
+    #[test]
+    fn a_device_that_completes_too_few_requests_has_no_rate() {
+        // Requests complete one second apart.
+        let error = sim::run(1, async move {
+            let image = Rc::new(open_raw("memory:64M", rate("iops=1")).unwrap());
+            let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
+            field.measure_steadily(LOAD, Duration::from_millis(80), |_| ()).await.unwrap_err()
+        });
+        let error = error.to_string();
+        assert!(error.starts_with("random read of 4096 bytes: too few requests were completed"), "{error}");
+        assert!(error.ends_with("(give more --seconds)"), "{error}");
+    }
+
+    #[test]
+    fn a_rate_below_one_is_no_zero() {
+        let figure = Figure { load: LOAD, rate: 0.3, spread: 0.0 };
+        assert_eq!(figure.iops(), 1);
     }
 
     #[test]
