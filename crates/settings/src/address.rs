@@ -37,7 +37,8 @@ impl FromStr for Address {
         if is_path(text) {
             return Err(format!("is a path without unix: before it (write unix:{text})"));
         }
-        let (host, port) = text.rsplit_once(':').ok_or(usage)?;
+        let (host, port) =
+            text.rsplit_once(':').ok_or_else(|| without_port(text).unwrap_or(usage.to_owned()))?;
         let host = match host.strip_prefix('[') {
             Some(rest) => rest.strip_suffix(']').ok_or(usage)?,
             None if host.parse::<Ipv6Addr>().is_ok() => {
@@ -65,6 +66,16 @@ impl FromStr for Address {
         let port = port.ok_or("has no port; that is a number from 0 (any free port) to 65535")?;
         Ok(Self::Tcp { host: host.to_owned(), port })
     }
+}
+
+/// The mistake of a host without a port, or of a port without a host.
+fn without_port(text: &str) -> Option<String> {
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Some(format!("has no host (write localhost:{text}, or [::]:{text} for every address)"));
+    }
+    let is_host = text.starts_with(|first: char| first.is_ascii_alphanumeric())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte));
+    is_host.then(|| format!("has no port (write {text}:PORT, such as {text}:10809, or unix:PATH)"))
 }
 
 fn socket_path(path: &str) -> Result<PathBuf, String> {
@@ -138,7 +149,8 @@ mod tests {
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
         let port = "has no port; that is a number from 0 (any free port) to 65535";
         check("", usage);
-        check("localhost", usage);
+        check("localhost", "has no port (write localhost:PORT, such as localhost:10809, or unix:PATH)");
+        check("10809", "has no host (write localhost:10809, or [::]:10809 for every address)");
         check("[::1:10809", usage);
         check("tcp://host:1", usage);
         check("::1:10809", "is an IPv6 address without brackets; write [::1]:10809");

@@ -87,8 +87,8 @@ pub use sandbox::Sandbox;
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{
-    Rule, connections, count, detect_zeroes, discards, duration, exact_size, long_duration, polling, read,
-    size, sizes_around, workers,
+    Rule, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
+    polling, read, seconds, size, sizes_around, workers,
 };
 
 /// Everything `weir serve` is to do.

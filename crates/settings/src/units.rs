@@ -9,6 +9,7 @@ use block::{
     reactor::Polling,
     storage::{InvalidValue, parse_duration, parse_size},
 };
+use policy::throttle::{Part, Setting};
 
 /// What reads itself, or the rule that the text breaks.
 pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
@@ -94,6 +95,27 @@ pub fn count(text: &str) -> Result<u64, String> {
     })
 }
 
+/// A number of seconds, without a unit, as QEMU reads it.
+pub fn seconds(text: &str) -> Result<u64, String> {
+    let time = long_duration(text).ok().filter(|time| time.subsec_nanos() == 0);
+    match (count(text), time) {
+        (Err(_), Some(time)) => {
+            let seconds = time.as_secs();
+            Err(format!("is a time with a unit; this is a plain number of seconds (write {seconds})"))
+        }
+        (counted, _) => counted,
+    }
+}
+
+/// The parser of a limit's value: sizes for bytes, seconds for burst lengths, and else counts.
+pub fn limit_parser(setting: Setting) -> fn(&str) -> Result<u64, String> {
+    match setting {
+        Setting::Limit(_, Part::BurstLength) => seconds,
+        _ if setting.is_size() => size,
+        _ => count,
+    }
+}
+
 /// What somebody means who counts with a suffix, which is of powers of 1024 for bytes alone.
 fn thousands(text: &str) -> Option<u64> {
     let (last, suffix) = text.char_indices().last()?;
@@ -173,6 +195,17 @@ mod tests {
         }
         assert!(size("much/s").unwrap_err().starts_with("is not a size"));
         assert_eq!(count("1000/s"), Err("is a rate; limits are per second already (write 1000)".to_owned()));
+    }
+
+    #[test]
+    fn a_burst_length_with_a_unit_is_named_in_seconds() {
+        let length = limit_parser(Setting::from_name("iops-total-max-length").expect("a limit"));
+        assert_eq!(length("30"), Ok(30));
+        for (text, seconds) in [("30s", 30), ("2m", 120), ("5000ms", 5)] {
+            let rule = format!("is a time with a unit; this is a plain number of seconds (write {seconds})");
+            assert_eq!(length(text), Err(rule));
+        }
+        assert_eq!(length("500ms"), Err("is not a whole number of 0 or more".to_owned()));
     }
 
     #[test]

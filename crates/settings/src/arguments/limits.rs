@@ -59,7 +59,7 @@ fn value_name(setting: Setting) -> &'static str {
 
 /// The option of a setting.
 pub fn option(setting: Setting) -> Arg {
-    let parser = if setting.is_size() { crate::size } else { crate::count };
+    let parser = crate::limit_parser(setting);
     Arg::new(setting.name())
         .long(setting.name())
         .value_name(value_name(setting))

@@ -58,6 +58,12 @@ pub fn load(path: &Path) -> Result<Draft, Wrong> {
 pub fn load_telling(path: &Path, mistakes: &Mistakes) -> Draft {
     let name = path.display().to_string();
     let place = Place::new(name.as_str());
+    if path == Path::new("-") {
+        mistakes.tell(place.wrong(
+            "is standard input, and a config file is read again when it is reloaded (name a file; ./- is one of this name)",
+        ));
+        return Draft::default();
+    }
     let text = match read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::FileTooLarge => {

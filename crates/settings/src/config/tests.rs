@@ -320,7 +320,10 @@ fn values_are_refused_with_their_rule() {
         "record = \"day\"",
         "is not a table; write record = { directory = \"day\" }, with keep and limit if they are to be others",
     );
-    check_daemon("nbd = \"localhost\"", "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT");
+    check_daemon(
+        "nbd = \"localhost\"",
+        "has no port (write localhost:PORT, such as localhost:10809, or unix:PATH)",
+    );
     check_daemon("workers = 0", "is out of range; it is from 1 to 256");
     check_daemon("poll = \"2s\"", "is too long; it is 1s at most (0 never polls)");
     check_daemon("log-format = \"xml\"", "is not a log format; there are text and json");
@@ -417,7 +420,7 @@ group = "tinn"
             "f:4: disk.a.weight = \"heavy\": is not a whole number",
             "f:8: disk.b.weight = 0: is out of range",
             "f:9: disk.b.iops-total = 1000000000000001: is too large",
-            "f:11: disk.b.export[0].listen = \"x\": is not an address",
+            "f:11: disk.b.export[0].listen = \"x\": has no port (write x:PORT",
             "f:11: disk.b.export[1].fiel: unknown key",
             "f:11: disk.b.export[2].tipe: unknown key",
             "f:13: daemon.workers = 0: is out of range",

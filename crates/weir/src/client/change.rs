@@ -105,6 +105,7 @@ impl Name {
         let value = match self {
             Self::Group => Ok(Setpoint::Text(text.to_owned())),
             Self::Prefetch => settings::read::<Mode>(text).map(|mode| Setpoint::Text(mode.to_string())),
+            Self::Limit(setting) => settings::limit_parser(setting)(text).map(Setpoint::Number),
             _ if self.is_size() => settings::size(text).map(Setpoint::Number),
             _ => settings::count(text).map(Setpoint::Number),
         };

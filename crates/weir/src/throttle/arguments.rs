@@ -205,7 +205,7 @@ fn virsh_size(text: &str) -> Result<u64, String> {
 }
 
 fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)) -> Arg {
-    let parser = if setting.is_size() { virsh_size } else { settings::count };
+    let parser = if setting.is_size() { virsh_size } else { settings::limit_parser(setting) };
     Arg::new(name)
         .long(name)
         .alias(old_name)
