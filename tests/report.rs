@@ -356,6 +356,24 @@ fn a_recording_is_drawn_with_its_limits() {
 }
 
 #[test]
+fn a_single_run_has_no_interval() {
+    let scratch = Scratch::new();
+    let with = |value: f64| {
+        let mut result = result(1.0);
+        result["findings"]["measures"] = json!([
+            { "name": "startup", "unit": "seconds", "better": "lower", "samples": [value] },
+        ]);
+        result
+    };
+    let (a, b) = (keep(&scratch, "a.json", &with(1.5)), keep(&scratch, "b.json", &with(1.6)));
+    assert_says(&weir(&["report", &a]).succeeds(), &["startup    1.5s  one run             1\n"]);
+    assert_says(&weir(&["report", &a, &b]).succeeds(), &["one run  1.5s (one run)  1.6s (one run)\n"]);
+    let told = weir(&["report", &a, "--json"]).json();
+    let expected = json!({ "median": 1.5, "low": null, "high": null });
+    assert_eq!(told["measures"][0]["estimate"], expected, "{told:#}");
+}
+
+#[test]
 fn what_is_no_result_is_refused() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));

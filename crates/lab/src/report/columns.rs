@@ -19,7 +19,7 @@ pub(super) fn sides(table: &Table) -> Vec<Side> {
 }
 
 fn is_nothing(cell: &str) -> bool {
-    matches!(cell, "" | "-" | "–" | "—" | "exact")
+    matches!(cell, "" | "-" | "–" | "—" | "exact" | "one run")
 }
 
 /// `12`, `-4.2%`, `85us`, `1.2 GiB/s`, `1.2K [1.1K, 1.3K]`, `9K … 10K`; not `4 KiB random read`.

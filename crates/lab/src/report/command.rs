@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::{
     differences::{Differences, Outcome},
     pictures,
-    samples::estimated,
+    samples::{IntervalKind, estimated},
     text,
 };
 use crate::{
@@ -115,9 +115,15 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
     Ok(())
 }
 
-/// What is not finite is null.
-fn told(estimate: Estimate) -> Value {
-    json!({ "median": estimate.median, "low": estimate.low, "high": estimate.high })
+/// What is not finite is null, and so is the interval of a single sample.
+fn told(estimate: Estimate, interval: IntervalKind) -> Value {
+    let Estimate { median, low, high } = estimate;
+    match interval {
+        IntervalKind::OneRun => json!({ "median": median, "low": null, "high": null }),
+        IntervalKind::Exact | IntervalKind::Estimated => {
+            json!({ "median": median, "low": low, "high": high })
+        }
+    }
 }
 
 fn of_one(result: &ResultFile) -> Value {
@@ -126,7 +132,7 @@ fn of_one(result: &ResultFile) -> Value {
             "name": measure.name,
             "unit": measure.unit,
             "better": measure.better,
-            "estimate": told(estimated(measure)),
+            "estimate": told(estimated(measure), IntervalKind::of(measure)),
             "samples": measure.samples.len(),
             "samples-are": measure.samples_are,
         })
@@ -150,9 +156,9 @@ fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
         json!({
             "name": row.name,
             "unit": row.unit,
-            "a": told(row.a),
-            "b": told(row.b),
-            "ratio": told(row.ratio),
+            "a": told(row.a, row.intervals[0]),
+            "b": told(row.b, row.intervals[1]),
+            "ratio": told(row.ratio, row.intervals[0].both(row.intervals[1])),
             "verdict": verdict(row.outcome),
             "samples-are": row.samples_are,
         })

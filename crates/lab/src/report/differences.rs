@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use super::{
     page::facts,
     quantity::{self, percent},
-    samples::{estimated, independent},
+    samples::{IntervalKind, estimated, independent},
 };
 use crate::{
     result::{Better, Header, Measure, ResultFile, SamplesAre, Table, Unit},
@@ -51,6 +51,8 @@ pub(super) struct Row {
     pub(super) ratio: Estimate,
     pub(super) outcome: Outcome,
     pub(super) samples_are: SamplesAre,
+    /// Of A and of B.
+    pub(super) intervals: [IntervalKind; 2],
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,17 +145,23 @@ impl Differences {
 
     pub(super) fn table(&self) -> Table {
         let row = |row: &Row| {
-            let told = |estimate: Estimate| {
+            let told = |estimate: Estimate, interval: IntervalKind| {
                 let [median, low, high] = quantity::estimate(estimate, row.unit);
-                format!("{median} [{low}, {high}]")
+                match interval {
+                    IntervalKind::Estimated => format!("{median} [{low}, {high}]"),
+                    IntervalKind::Exact | IntervalKind::OneRun => {
+                        format!("{median} ({})", interval.text(&low, &high))
+                    }
+                }
             };
+            let [a, b] = row.intervals;
             vec![
                 row.name.clone(),
                 row.outcome.text().to_owned(),
                 percent(row.ratio.median),
-                format!("{} … {}", percent(row.ratio.low), percent(row.ratio.high)),
-                told(row.a),
-                told(row.b),
+                a.both(b).text(&percent(row.ratio.low), &percent(row.ratio.high)),
+                told(row.a, a),
+                told(row.b, b),
             ]
         };
         let columns = ["measure", "B is", "difference", "between", "A", "B"];
@@ -180,7 +188,8 @@ impl Row {
             outcome(&independent(a), &independent(b), a.better)
         };
         let (name, unit) = (a.name.clone(), a.unit);
-        Self { name, unit, a: estimated(a), b: estimated(b), ratio, outcome, samples_are }
+        let intervals = [a, b].map(IntervalKind::of);
+        Self { name, unit, a: estimated(a), b: estimated(b), ratio, outcome, samples_are, intervals }
     }
 }
 
@@ -262,6 +271,7 @@ mod tests {
             ratio: estimate,
             outcome,
             samples_are: SamplesAre::Runs,
+            intervals: [IntervalKind::Estimated; 2],
         };
         let rows = outcomes.iter().flat_map(|(outcome, count)| std::iter::repeat_n(outcome, *count)).map(row);
         Differences { rows: rows.collect(), only_a: vec![], only_b: vec![], others: vec![] }

@@ -107,13 +107,23 @@ fn paint(sheet: &Sheet, rows: &[&Row], scale: &Scale, left: f64) -> Drawn {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{result::SamplesAre, statistics::Estimate};
+    use crate::{report::samples::IntervalKind, result::SamplesAre, statistics::Estimate};
 
     fn row(name: &str, ratio: (f64, f64, f64), outcome: Outcome) -> Row {
         let (low, median, high) = ratio;
         let ratio = Estimate { median, low, high };
         let samples_are = SamplesAre::Runs;
-        Row { name: name.to_owned(), unit: Unit::Iops, a: ratio, b: ratio, ratio, outcome, samples_are }
+        let intervals = [IntervalKind::Estimated; 2];
+        Row {
+            name: name.to_owned(),
+            unit: Unit::Iops,
+            a: ratio,
+            b: ratio,
+            ratio,
+            outcome,
+            samples_are,
+            intervals,
+        }
     }
 
     #[test]

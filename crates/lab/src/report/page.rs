@@ -14,9 +14,9 @@ use super::{
     html::escape,
     lines, palette,
     quantity::{self, short},
-    samples::estimated,
+    samples::{IntervalKind, estimated},
 };
-use crate::result::{Chart, Header, Measure, SamplesAre, Table, Unit};
+use crate::result::{Chart, Header, Measure, Table, Unit};
 
 const STYLE: &str = include_str!("page.css");
 /// Letters from which a cell is broken into lines.
@@ -169,11 +169,7 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
 pub(super) fn measures(list: &[Measure]) -> Table {
     let row = |measure: &Measure| {
         let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);
-        let interval = match measure.samples_are {
-            SamplesAre::Exact => "exact".to_owned(),
-            _ if measure.samples.len() == 1 => "–".to_owned(),
-            _ => format!("{low} … {high}"),
-        };
+        let interval = IntervalKind::of(measure).text(&low, &high);
         vec![measure.name.clone(), median, interval, measure.samples.len().to_string()]
     };
     let columns = ["measure", "median", "95 of 100 in", "samples"];

@@ -28,6 +28,44 @@ fn mean(samples: &[f64]) -> f64 {
     samples.iter().map(|sample| sample / samples.len() as f64).sum()
 }
 
+/// Origin of the interval beside a median.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum IntervalKind {
+    /// The value was computed and has no interval.
+    Exact,
+    /// A single sample has no interval: nothing is known of how far another one would differ.
+    OneRun,
+    Estimated,
+}
+
+impl IntervalKind {
+    pub(super) fn of(measure: &Measure) -> Self {
+        match (measure.samples_are, measure.samples.len()) {
+            (SamplesAre::Exact, _) => Self::Exact,
+            (_, 0..=1) => Self::OneRun,
+            _ => Self::Estimated,
+        }
+    }
+
+    /// The interval as text, or the reason why there is none.
+    pub(super) fn text(self, low: &str, high: &str) -> String {
+        match self {
+            Self::Exact => "exact".to_owned(),
+            Self::OneRun => "one run".to_owned(),
+            Self::Estimated => format!("{low} … {high}"),
+        }
+    }
+
+    /// The interval of two measures together.
+    pub(super) fn both(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::OneRun, _) | (_, Self::OneRun) => Self::OneRun,
+            (Self::Exact, Self::Exact) => Self::Exact,
+            _ => Self::Estimated,
+        }
+    }
+}
+
 pub(super) fn estimated(measure: &Measure) -> Estimate {
     estimate(&independent(measure))
 }
