@@ -111,6 +111,19 @@ pub fn full_burst(kind: LimitKind, limit: Limit) -> Option<String> {
     Some(format!("a full burst of {name} lasts {seconds} s"))
 }
 
+/// Text within a number of letters, shortened in the middle with an ellipsis: names often differ at
+/// their ends.
+pub fn elided(text: &str, most: usize) -> String {
+    let count = text.chars().count();
+    if count <= most {
+        return text.to_owned();
+    }
+    let kept = most.saturating_sub(1);
+    let start: String = text.chars().take(kept.div_ceil(2)).collect();
+    let end: String = text.chars().skip(count - kept / 2).collect();
+    format!("{}…{}", start.trim_end(), end.trim_start())
+}
+
 /// A size or a limit in bytes as a user writes it where that is short, else rounded: `20M`, `9.5M`.
 pub fn size(value: u64) -> String {
     let exact = settings::exact_size(value);
@@ -153,6 +166,12 @@ pub fn date(seconds: u32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_name_is_shortened_in_the_middle() {
+        assert_eq!(["häuser", "read, depth 64", ""].map(|name| elided(name, 6)), ["häuser", "rea…64", ""]);
+        assert_eq!(elided("abc", 0), "…");
+    }
 
     #[test]
     fn measured_numbers_are_short() {

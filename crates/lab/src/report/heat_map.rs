@@ -8,6 +8,7 @@
 
 use std::{fmt::Write as _, ops::Range};
 
+use console::figures::elided;
 use plotters::style::{
     FontTransform,
     text_anchor::{HPos, VPos},
@@ -15,7 +16,6 @@ use plotters::style::{
 
 use super::{
     drawing::{self, Drawing, Drawn, LETTER_WIDTH, Sheet, letters},
-    html::cut,
     palette::{BETTER, CELLS, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG, Pair, WORSE},
     quantity,
 };
@@ -147,7 +147,7 @@ impl Layout {
         let upright = letters(INK.light, HPos::Left, VPos::Center).transform(FontTransform::Rotate270);
         for (place, name) in map.columns[self.columns.clone()].iter().enumerate() {
             let x = self.name_width + (place as f64 + 0.5) * self.cell_width;
-            let name = cut(name, fitting(self.head_height));
+            let name = elided(name, fitting(self.head_height));
             drawing::write(sheet, &name, (x, self.head_height - MARGIN / 2.0), upright.clone())?;
         }
         let range = range(map);
@@ -215,7 +215,7 @@ fn wrapped(name: &str, most: usize) -> Vec<String> {
         let rest = lines.split_off(LINES - 1).join(" ");
         lines.push(rest);
     }
-    lines.iter().map(|line| cut(line, most)).collect()
+    lines.iter().map(|line| elided(line, most)).collect()
 }
 
 fn range(map: &HeatMap) -> (f64, f64) {
@@ -301,7 +301,7 @@ mod tests {
         let names = ["writethrough, 512K, L2 1/128, prefetch", "sequential first write 1M ×32"];
         let lines = wrapped(names[0], fitting(NAME_WIDTHS.1));
         assert_eq!(lines.join(" "), names[0]);
-        assert_eq!(cut(names[1], fitting(HEAD_HEIGHTS.1)), names[1]);
+        assert_eq!(elided(names[1], fitting(HEAD_HEIGHTS.1)), names[1]);
     }
 
     #[test]

@@ -27,18 +27,6 @@ pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-/// With an ellipsis in the middle: names often differ at their ends.
-pub(super) fn cut(text: &str, most: usize) -> String {
-    let count = text.chars().count();
-    if count <= most {
-        return text.to_owned();
-    }
-    let kept = most.saturating_sub(1);
-    let start: String = text.chars().take(kept.div_ceil(2)).collect();
-    let end: String = text.chars().skip(count - kept / 2).collect();
-    format!("{}…{}", start.trim_end(), end.trim_start())
-}
-
 fn shown(character: char) -> char {
     // Noncharacters too (Unicode 16, section 23.7): they make a document ill-formed.
     let noncharacter = matches!(character as u32 & 0xFFFF, 0xFFFE | 0xFFFF)
@@ -58,8 +46,6 @@ mod tests {
         let escaped = "&lt;script&gt;alert(&quot;1&quot; + &#39;&amp;&#39;)&lt;/script&gt;?[2J?";
         assert_eq!(escape(name), escaped);
         assert_eq!(clean("a\nb\x07\u{FFFE}c\u{202E}d"), "a\nb??c?d");
-        assert_eq!(["häuser", "read, depth 64", ""].map(|name| cut(name, 6)), ["häuser", "rea…64", ""]);
-        assert_eq!(cut("abc", 0), "…");
     }
 
     proptest! {

@@ -8,6 +8,7 @@
 //!
 //! The scale is logarithmic: twice is as far to one side as half is to the other.
 
+use console::figures::elided;
 use plotters::{
     prelude::Circle,
     style::{
@@ -20,7 +21,6 @@ use super::{
     axis::{Ends, Scale},
     differences::{Outcome, Row},
     drawing::{self, Drawn, LETTER_WIDTH, Sheet, letters, px},
-    html::cut,
     palette::{GRID, GROUND, INK, LINES, Pair},
 };
 use crate::result::{Axis, Unit};
@@ -91,7 +91,7 @@ fn paint(sheet: &Sheet, rows: &[&Row], scale: &Scale, left: f64) -> Drawn {
     drawing::line(sheet, (at(1.0), ABOVE), (at(1.0), bottom), INK.light, 1.5)?;
     for (index, row) in rows.iter().enumerate() {
         let y = ABOVE + (index as f64 + 0.5) * ROW;
-        let name = cut(&row.name, ((left - 16.0) / LETTER_WIDTH) as usize);
+        let name = elided(&row.name, ((left - 16.0) / LETTER_WIDTH) as usize);
         drawing::write(sheet, &name, (left - 10.0, y), letters(INK.light, HPos::Right, VPos::Center))?;
         let colour = colour(row.outcome).light;
         drawing::line(sheet, (at(row.ratio.low), y), (at(row.ratio.high), y), colour, 3.0)?;

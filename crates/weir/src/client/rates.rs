@@ -53,6 +53,8 @@ pub(crate) struct Rates {
     /// The time between the reports; 0 where they cannot be compared.
     pub(crate) interval_ns: u64,
     of: HashMap<String, Rate>,
+    /// Limits that throttled disks and groups meanwhile.
+    held_by: HashMap<String, String>,
 }
 
 impl Rates {
@@ -97,7 +99,23 @@ impl Rates {
                 rate.took(&took);
             }
         }
-        Self { interval_ns, of }
+        let nodes = later.disks.iter().map(|disk| (&disk.name, Node::Disk(disk)));
+        let nodes = nodes.chain(later.groups.iter().map(|group| (&group.name, Node::Group(group))));
+        let throttled = nodes.filter(|(name, _)| of.get(*name).is_some_and(|rate| rate.limited > 0.0));
+        let held_by = throttled.filter_map(|(name, node)| {
+            // The daemon reports a limit for a second, and the interval may be longer.
+            let before = || binding_of(earlier, earlier.find(name)?);
+            Some((name.clone(), binding_of(later, node).or_else(before)?))
+        });
+        let held_by = held_by.collect();
+        Self { interval_ns, of, held_by }
+    }
+
+    /// The limit of a disk or group that its requests wait for, or waited for in the interval that
+    /// [`Rate::limited`] is about; `GROUP: LIMIT` for that of the nearest group above.
+    pub(crate) fn held_by(&self, report: &Report, name: &str, node: Node<'_>) -> Option<String> {
+        let now = || (node.throttle().waiting.total() > 0).then(|| binding_of(report, node)).flatten();
+        self.held_by.get(name).cloned().or_else(now).or_else(|| node.throttle().binding.clone())
     }
 
     pub(crate) fn of(&self, name: &str) -> Option<&Rate> {
@@ -157,11 +175,11 @@ fn limited_ns(before: Node<'_>, now: Node<'_>) -> Option<u64> {
     counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)
 }
 
-/// The limit that it waits for now; `GROUP: LIMIT` for that of the nearest group above.
-pub(crate) fn binding(report: &Report, node: Node<'_>) -> Option<String> {
-    let throttle = node.throttle();
-    if throttle.binding.is_some() || throttle.waiting.total() == 0 {
-        return throttle.binding.clone();
+/// The limit that requests waited for within a second, its own or that of the nearest group above.
+fn binding_of(report: &Report, node: Node<'_>) -> Option<String> {
+    let own = &node.throttle().binding;
+    if own.is_some() {
+        return own.clone();
     }
     let above = report.groups_above(node.settings()).into_iter();
     let named = |group: &Group| Some(format!("{}: {}", group.name, group.throttle.binding.as_ref()?));
@@ -204,13 +222,22 @@ mod tests {
     #[test]
     fn a_disk_that_waits_for_its_group_is_limited_as_the_group_is() {
         let (earlier, later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 1));
-        assert_eq!(Rates::between(&earlier, &later).of("a").unwrap().limited, 0.5);
-        assert_eq!(binding(&later, later.find("a").unwrap()).as_deref(), Some("outer: iops-total"));
+        let held = |later: &Report| {
+            let rates = Rates::between(&earlier, later);
+            (rates.of("a").unwrap().limited, rates.held_by(later, "a", later.find("a").unwrap()))
+        };
+        let outer = Some("outer: iops-total".to_owned());
+        assert_eq!(held(&later), (0.5, outer.clone()));
         let mut idle = report(500_000_000, 150, 250_000_000, 0);
-        assert_eq!(Rates::between(&earlier, &idle).of("a").unwrap().limited, 0.0);
+        assert_eq!(held(&idle), (0.0, None));
+        // All have passed by the end of the interval, of which the share tells.
         idle.disks[0].throttle.reads.waited_ns = 5_000_000;
-        assert_eq!(Rates::between(&earlier, &idle).of("a").unwrap().limited, 0.01, "its waits, no more");
-        assert_eq!(binding(&idle, idle.find("a").unwrap()), None);
+        assert_eq!(held(&idle), (0.01, outer.clone()), "its waits, no more");
+        // The limit was reported at the beginning of the interval alone.
+        idle.groups[1].throttle.binding = None;
+        assert_eq!(held(&idle), (0.01, outer));
+        let unknown = Rates::default().held_by(&later, "a", later.find("a").unwrap());
+        assert_eq!(unknown.as_deref(), Some("outer: iops-total"));
     }
 
     #[test]

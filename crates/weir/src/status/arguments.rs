@@ -20,9 +20,10 @@ Examples:
 The first line names the interval that all figures but WAIT belong to. P99 is how long 99 of 100 of the reads and \
 writes that were answered in it took at most, from their arrival on, known to a tenth, and P99 WAIT how long 99 of 100 \
 waited for limits; the daemon counts both from the first time that a client asks. WAIT is the number of requests that \
-wait now, HELD the share of the interval during which requests waited for limits, and HELD BY the limit that they wait \
-for now: iops-total is the disk's or group's own, gold: iops-total that of the group gold. With -o wide, P50 is beside \
-P99, and WAIT SINCE START is the P99 of the requests that had to wait, since the daemon started.
+wait now, HELD the share of the interval during which requests waited for limits, and HELD BY the limit that they waited \
+for in it, or wait for now: iops-total is the disk's or group's own, gold: iops-total that of the group gold. With \
+-o wide, WEIGHT is beside LIMITS and P50 beside P99, and WAIT SINCE START is the P99 of the requests that had to wait, \
+since the daemon started.
 
 A cluster's groups, disks that are not open, reservations that are not in force and errors of devices have further tables \
 where there are any. With --all there are further tables. Of a MACHINE'S EXPORT, USED BY is the process that is connected, \

@@ -8,11 +8,10 @@ use console::{
 use super::{Form, Shown};
 use crate::client::{
     latency::Latency,
-    rates,
     rates::{Rate, Rates},
     report::{
         Capacity, Device, Disk, Errors, Export, Group, LeftOut, Memory, MetadataCache, Node, ReadAhead,
-        Refused, Report, Server, Throttle, Unopened, Waits,
+        Refused, Report, Server, Settings, Throttle, Unopened, Waits,
     },
 };
 
@@ -47,15 +46,23 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, 
     if rates.interval_ns == 0 { text } else { format!("last {}\n{text}", figures::time(rates.interval_ns)) }
 }
 
+const WEIGHT: (&str, Side) = ("WEIGHT", Side::Right);
+
+fn weight(settings: &Settings) -> String {
+    settings.weight.map_or_else(nothing, |weight| weight.to_string())
+}
+
 fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
     let mut columns = vec![("DISK", Side::Left), ("GROUP", Side::Left), ("LIMITS", Side::Left)];
+    columns.extend(form.wide.then_some(WEIGHT));
     columns.extend(measured_columns(form));
     let mut table = Table::new(columns);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let Disk { name, settings, .. } = disk;
         let group = settings.group.clone().unwrap_or_else(nothing);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
-        row.extend(measured(report, Node::Disk(disk), rates.of(name), form));
+        row.extend(form.wide.then(|| weight(settings)));
+        row.extend(measured(report, (name, Node::Disk(disk)), rates, form));
         table.row(row);
     }
     table
@@ -309,6 +316,7 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
     let mut columns = vec![("GROUP", Side::Left)];
     columns.extend(has_parents.then_some(("IN", Side::Left)));
     columns.extend([("DISKS", Side::Right), ("LIMITS", Side::Left)]);
+    columns.extend(form.wide.then_some(WEIGHT));
     columns.extend(has_watermarks.then_some(("WATERMARK", Side::Left)));
     columns.extend(measured_columns(form));
     let mut table = Table::new(columns);
@@ -317,8 +325,9 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
         let mut row = vec![name.clone()];
         row.extend(has_parents.then(|| settings.group.clone().unwrap_or_else(nothing)));
         row.extend([group.disks.len().to_string(), figures::limits(&settings.limits)]);
+        row.extend(form.wide.then(|| weight(settings)));
         row.extend(has_watermarks.then(|| watermark(group)));
-        row.extend(measured(report, Node::Group(group), rates.of(name), form));
+        row.extend(measured(report, (name, Node::Group(group)), rates, form));
         table.row(row);
     }
     table
@@ -384,10 +393,11 @@ fn measured_columns(form: Form) -> impl Iterator<Item = (&'static str, Side)> {
 
 fn measured(
     report: &Report,
-    node: Node<'_>,
-    rate: Option<&Rate>,
+    (name, node): (&str, Node<'_>),
+    rates: &Rates,
     form: Form,
 ) -> impl Iterator<Item = String> {
+    let (rate, held_by) = (rates.of(name), rates.held_by(report, name, node));
     let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
     let Throttle { waiting, wait_ns, .. } = node.throttle();
     let latency = |of: fn(&Latency) -> u64| {
@@ -405,7 +415,7 @@ fn measured(
         wait_ns.map_or_else(nothing, |waits: Waits| figures::time(waits.p99)),
         waiting.total().to_string(),
         of(|rate| figures::share(rate.limited)),
-        rates::binding(report, node).unwrap_or_else(nothing),
+        held_by.unwrap_or_else(nothing),
     ];
     cells.into_iter().zip(MEASURED).filter(move |(_, (.., wide))| form.wide || !wide).map(|(cell, _)| cell)
 }

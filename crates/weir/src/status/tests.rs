@@ -113,12 +113,12 @@ fn all_tables_with_all_columns() {
     let shown = Shown::new(&report, &[]).unwrap();
     let expect = "\
 last 1.0s
-DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
-vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  1.0ms  31ms      12ms              31ms    31   75%  iops-total
-vm2   -      -                     0       0        0      -     -         -                 -     0    0%  -
+DISK  GROUP  LIMITS             WEIGHT  IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
+vm1   gold   iops 1000↑5000×5s     100  1.0K    3.9M        0  1.0ms  31ms      12ms              31ms    31   75%  iops-total
+vm2   -      -                       -     0       0        0      -     -         -                 -     0    0%  -
 
-GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
-gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms      12ms                 -     0    0%  -
+GROUP  IN  DISKS  LIMITS   WEIGHT  WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
+gold   -       1  bps 20M     100  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms      12ms                 -     0    0%  -
 
 GROUP  CLUSTER  OF ALL HOSTS  HERE
 gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused

@@ -61,12 +61,14 @@ pub(super) struct Order {
     pub(super) reversed: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Row<'a> {
     pub(super) name: &'a str,
     pub(super) node: Node<'a>,
     /// What it does; `None` where that is not known yet.
     pub(super) rate: Option<&'a Rate>,
+    /// The limit that throttles it.
+    pub(super) held_by: Option<String>,
 }
 
 /// The rows of which the name or the group contains `filter`, in any case of letters.
@@ -80,7 +82,12 @@ pub(super) fn rows<'a>(report: &'a Report, rates: &'a Rates, filter: &str, order
             let group = node.settings().group.as_deref().unwrap_or_default();
             [name, group].iter().any(|text| text.to_lowercase().contains(&filter))
         })
-        .map(|(name, node)| Row { name, node, rate: rates.of(name) })
+        .map(|(name, node)| Row {
+            name,
+            node,
+            rate: rates.of(name),
+            held_by: rates.held_by(report, name, node),
+        })
         .collect();
     rows.sort_by(|a, b| {
         let by_column = compare(a, b, order.column);

@@ -15,7 +15,6 @@ use ratatui::{
 use crate::{
     client::{
         change::Name,
-        rates,
         report::{Disk, Export, Group, Node, ReadAhead, Report},
     },
     top::{list::Row, state::State},
@@ -29,7 +28,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'
     let lines = [
         fact(row.node.kind(), about(&state.report, row.node)),
         fact("set", settings(&state.report, row.node)),
-        waits(&state.report, row),
+        waits(row),
         held(state, row, width),
         ahead(row.node),
     ];
@@ -100,15 +99,15 @@ fn settings(report: &Report, node: Node<'_>) -> String {
 }
 
 /// Waiting requests, waits in the list's interval, and levels of the buckets.
-fn waits(report: &Report, row: &Row<'_>) -> Line<'static> {
+fn waits(row: &Row<'_>) -> Line<'static> {
     let throttle = row.node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
     if let Some(p99_ns @ 1..) = row.rate.and_then(|rate| rate.wait_p99_ns) {
         text += &format!(" · p99 wait {}", figures::time(p99_ns));
     }
     let mut line = fact("waiting", text);
-    if let Some(binding) = rates::binding(report, row.node) {
-        line.push_span(Span::styled(format!(" · held by {binding}"), HELD));
+    if let Some(held_by) = &row.held_by {
+        line.push_span(Span::styled(format!(" · held by {held_by}"), HELD));
     }
     for (limit, bucket) in &throttle.buckets {
         line.push_span(Span::raw(format!(" · {limit} bucket {} full", figures::share(bucket.ratio()))));

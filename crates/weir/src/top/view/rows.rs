@@ -2,6 +2,7 @@
 
 use console::{
     figures,
+    figures::elided,
     screen::{DIM, HELD},
 };
 use ratatui::{
@@ -13,11 +14,7 @@ use ratatui::{
 };
 
 use crate::{
-    client::{
-        latency::Latency,
-        rates::{self, Rate},
-        report::{Node, Report},
-    },
+    client::{latency::Latency, rates::Rate, report::Node},
     top::{list, list::Column, state::State},
 };
 
@@ -29,6 +26,8 @@ const MARK: usize = 2;
 const LIMIT: usize = 10;
 /// Letters of a column of text that is cut, at least.
 const LEAST: usize = 12;
+/// Letters of a group's name before its limit, at least: the first, an ellipsis and the last.
+const LEAST_GROUP: usize = 3;
 
 /// Widths of the text columns, which share the width beside the numbers. A column without room is
 /// left out; the details of the chosen row have its content.
@@ -48,11 +47,15 @@ impl Texts {
             |row: &list::Row<'_>| row.node.settings().group.as_ref().map_or(0, |group| group.chars().count());
         let groups = longest(&group_of);
         // Not the width of the limits that hold now: columns keep their places while they change.
-        let held_by = if groups == 0 { LIMIT } else { groups + ": ".len() + LIMIT };
+        let of_group = if groups == 0 { 0 } else { ": ".len() + LIMIT };
+        let (held_by, least) = match groups {
+            0 => (LIMIT, LIMIT),
+            _ => (groups + of_group, groups.min(LEAST_GROUP) + of_group),
+        };
         let numbers: usize = NUMBERS.iter().map(|width| usize::from(*width) + 1).sum();
         let mut left = width.saturating_sub(numbers);
         let names = longest(&|row| row.name.chars().count()) + MARK;
-        let name = names.max(LEAST + MARK).min(left.saturating_sub(LEAST + 1).max(LEAST + MARK));
+        let name = names.max(LEAST + MARK).min(left.saturating_sub(least + 1).max(LEAST + MARK));
         left = left.saturating_sub(name);
         let mut next = |wanted: usize, least: usize| {
             let width = wanted.min(left.saturating_sub(1));
@@ -61,7 +64,7 @@ impl Texts {
                 width
             })
         };
-        let held_by = next(held_by, LEAST);
+        let held_by = next(held_by, least);
         let group = if groups == 0 { None } else { next(groups.max("GROUP▾".chars().count()), usize::MAX) };
         let limits = longest(&|row| figures::limits(&row.node.settings().limits).chars().count());
         let limits = next(limits.max("LIMITS".len()), LEAST);
@@ -86,7 +89,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let mut headings: Vec<Cell<'_>> = shown.map(|column| heading(state, column)).collect();
     headings.extend(texts.held_by.map(|_| Cell::from("HELD BY")));
     headings.extend(texts.limits.map(|_| Cell::from("LIMITS")));
-    let table = Table::new(rows.iter().map(|one| row(&state.report, one, texts)), widths)
+    let table = Table::new(rows.iter().map(|one| row(one, texts)), widths)
         .header(Row::new(headings).style(Modifier::BOLD))
         .column_spacing(1)
         .row_highlight_style(Modifier::REVERSED);
@@ -109,7 +112,7 @@ fn heading(state: &State, column: Column) -> Cell<'static> {
     }
 }
 
-fn row(report: &Report, row: &list::Row<'_>, texts: Texts) -> Row<'static> {
+fn row(row: &list::Row<'_>, texts: Texts) -> Row<'static> {
     let of = |figure: fn(&Rate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
     let latency = |of: fn(&Latency) -> u64| {
         let latency = row.rate.and_then(|rate| rate.latency);
@@ -125,8 +128,10 @@ fn row(report: &Report, row: &list::Row<'_>, texts: Texts) -> Row<'static> {
     let figure = |cell: Cell<'static>| if held { cell.style(HELD) } else { cell };
     let text =
         |text: &str, width: usize| Cell::from(super::fitted(Line::from(text.to_owned()), width as u16));
-    let mut cells = vec![text(&format!("{mark} {}", row.name), texts.name)];
-    cells.extend(texts.group.map(|width| text(settings.group.as_deref().unwrap_or("-"), width)));
+    let name = elided(row.name, texts.name.saturating_sub(MARK));
+    let mut cells = vec![text(&format!("{mark} {name}"), texts.name)];
+    let group = settings.group.as_deref().unwrap_or("-");
+    cells.extend(texts.group.map(|width| text(&elided(group, width), width)));
     cells.extend([
         of(|rate| figures::count(rate.iops())),
         of(|rate| figures::bytes(rate.read_bps)),
@@ -136,11 +141,21 @@ fn row(report: &Report, row: &list::Row<'_>, texts: Texts) -> Row<'static> {
         figure(right(waiting.to_string())),
         figure(of(|rate| figures::share(rate.limited))),
     ]);
-    let held_by = rates::binding(report, row.node);
-    let held_by = held_by.as_deref().unwrap_or("-");
-    cells.extend(texts.held_by.map(|width| figure(text(held_by, width))));
+    let held_by = row.held_by.as_deref().unwrap_or("-");
+    cells.extend(texts.held_by.map(|width| figure(text(&limit_within(held_by, width), width))));
     cells.extend(texts.limits.map(|width| text(&figures::limits(&settings.limits), width)));
     Row::new(cells).style(style)
+}
+
+/// `GROUP: LIMIT` within a width. The name of the group is shortened, and the limit is not.
+fn limit_within(held_by: &str, width: usize) -> String {
+    match held_by.rsplit_once(": ") {
+        Some((group, limit)) => {
+            let room = width.saturating_sub(limit.chars().count() + ": ".len());
+            format!("{}: {limit}", elided(group, room))
+        }
+        None => held_by.to_owned(),
+    }
 }
 
 fn right(text: String) -> Cell<'static> {
@@ -166,9 +181,18 @@ mod tests {
     }
 
     #[test]
+    fn a_limit_keeps_its_letters_and_the_group_is_shortened() {
+        let held_by = "a-group-with-a-long-name: iops-total";
+        assert_eq!(limit_within(held_by, 15), "a…e: iops-total");
+        assert_eq!(limit_within(held_by, 20), "a-gr…ame: iops-total");
+        assert_eq!(limit_within(held_by, 36), held_by);
+        assert_eq!(limit_within("iops-total", 12), "iops-total");
+    }
+
+    #[test]
     fn a_long_name_is_whole_where_there_is_room() {
         let long = "a-disk-with-a-long-name-of-forty-letters";
-        let texts = Texts { name: 19, group: None, held_by: Some(12), limits: None };
+        let texts = Texts { name: 16, group: None, held_by: Some(15), limits: None };
         check(80, &[long], texts);
         let wide = Texts { name: 42, group: Some(6), held_by: Some(16), limits: Some(17) };
         check(220, &[long], wide);
