@@ -86,6 +86,7 @@ mod qmp_hostile;
 mod qmp_qemu;
 mod recipes;
 mod record;
+mod recorded_limits;
 mod reference;
 mod reload;
 mod report;

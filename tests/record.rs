@@ -103,7 +103,7 @@ impl Recorded {
 
 /// How many requests fio says that it has made, and has seen answered.
 #[track_caller]
-fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
+pub(crate) fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
     let printed = Client::new("fio")
         .args(["--name=load", "--ioengine=nbd", "--bs=4096", "--iodepth=16", "--output-format=json"])
         .args(["--size=16M".to_owned(), format!("--rw={rw}"), format!("--number_ios={requests}")])
@@ -311,7 +311,7 @@ fn a_recording_ends_when_its_time_is_over() {
     wait_for_none(&weir, &scratch);
     // And to standard output.
     let printed = self::weir(&["record", "--for", "10ms", "--output", "-", "--qmp", &socket(&scratch)]).run();
-    assert_says(&printed.printed(), &["weir recording 1\n"]);
+    assert_says(&printed.printed(), &["weir recording 2\n"]);
     // What a file has that it goes into is not this command's.
     let others = scratch.file("others", "before\n");
     let script =

@@ -162,6 +162,16 @@ fn photograph(directory: &Path, file: &str, size: &str, options: &[&str]) {
     assert!(!said.contains("CONSOLE"), "{said}");
 }
 
+/// The result of [`MEASURING`].
+fn measured(directory: &Path) -> Value {
+    let dumped =
+        chromium(directory, "measuring.html", &["--allow-file-access-from-files", "--dump-dom"]).succeeds();
+    let found =
+        dumped.split_once("<body>").and_then(|(_, rest)| rest.split_once("</body>")).expect("a document").0;
+    let found = found.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&");
+    serde_json::from_str(&found).unwrap_or_else(|error| panic!("{error} in {dumped}"))
+}
+
 #[test]
 fn a_page_can_be_read_on_a_desk_on_a_phone_and_in_the_dark() {
     let scratch = Scratch::new();
@@ -173,12 +183,7 @@ fn a_page_can_be_read_on_a_desk_on_a_phone_and_in_the_dark() {
     photograph(directory, "phone.png", "360,800", &[]);
     photograph(directory, "dark.png", "1200,900", &["--blink-settings=preferredColorScheme=0"]);
     scratch.file("measuring.html", MEASURING);
-    let dumped =
-        chromium(directory, "measuring.html", &["--allow-file-access-from-files", "--dump-dom"]).succeeds();
-    let found =
-        dumped.split_once("<body>").and_then(|(_, rest)| rest.split_once("</body>")).expect("a document").0;
-    let found = found.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&");
-    let found: Value = serde_json::from_str(&found).unwrap_or_else(|error| panic!("{error} in {dumped}"));
+    let found = measured(directory);
     let frames = found["frames"].as_array().expect("a list");
     assert_eq!(frames.len(), 3, "{found:#}");
     for (frame, (wide, dark)) in frames.iter().zip([(1200, false), (360, false), (360, true)]) {
@@ -345,6 +350,10 @@ fn a_recording_is_drawn_with_its_limits() {
             "<figcaption>vm1: share of the time throttled, by limit</figcaption>",
         ],
     );
+    let far = scratch.file("far.toml", "[disk.vm1]\nimage = \"null:1G\"\niops-total = 20000\n");
+    weir(&["report", &recording, "-o", text(&page), "--config", text(&far)]).succeeds();
+    let drawn = fs::read_to_string(&page).expect("it was drawn");
+    assert_says(&drawn, &["<p class=\"note\">Above the range shown: iops-total 20000.</p>"]);
     let directory = scratch.path("charts");
     let printed = weir(&["report", &recording, "--charts", text(&directory)]).succeeds();
     assert_says(&printed, &["--config FILE draws those of a config file"]);
@@ -353,6 +362,40 @@ fn a_recording_is_drawn_with_its_limits() {
     let a = keep(&scratch, "a.json", &result(1.0));
     assert_says(&weir(&["report", &recording, &a]).run().said(), &["a.json: is no recording"]);
     assert_says(&weir(&["report", &a, "--config", text(&config)]).run().said(), &["--config: draws limits"]);
+}
+
+/// A page of a recording of disks with long names fits, and its busiest disks come first.
+#[test]
+fn a_recording_can_be_read_on_a_desk_and_on_a_phone() {
+    let scratch = Scratch::new();
+    let mut trace = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n".to_owned();
+    for number in 0..3000_u64 {
+        let disk = if number % 3 == 0 { "a" } else { "b" };
+        let name = format!("customer-17-database-volume-{disk}-of-a-long-name");
+        let at_ns = number * 10_000_000;
+        let (admitted_ns, completed_ns) = (at_ns + 5_000_000, at_ns + 7_000_000);
+        let held = format!("iops-total@tenants-of-the-{disk}-building");
+        trace += &format!("{at_ns},{name},read,{},4096,{admitted_ns},{completed_ns},{held}\n", number * 4096);
+    }
+    let (trace, recording) = (scratch.file("trace.csv", trace), scratch.path("day.recording"));
+    weir(&["trace", "convert", text(&trace), text(&recording)]).succeeds();
+    let page = scratch.path("page.html");
+    let printed = weir(&["report", text(&recording), "-o", text(&page)]).succeeds();
+    let places = ["-b-of-a-long-name", "-a-of-a-long-name"].map(|name| printed.find(name).expect("a disk"));
+    assert!(places[0] < places[1], "the busiest disk comes first: {printed}");
+    let directory = page.parent().expect("it lies in a directory");
+    photograph(directory, "wide.png", "1200,900", &[]);
+    photograph(directory, "phone.png", "360,800", &[]);
+    photograph(directory, "dark.png", "360,800", &["--blink-settings=preferredColorScheme=0"]);
+    scratch.file("measuring.html", MEASURING);
+    for (frame, wide) in
+        measured(directory)["frames"].as_array().expect("a list").iter().zip([1200, 360, 360])
+    {
+        assert_eq!(&frame["wide"], &json!(wide), "{frame:#}");
+        assert!(frame["content"].as_u64() <= Some(wide), "it moves sideways: {frame:#}");
+        assert_eq!((&frame["outside"], &frame["touching"]), (&json!([]), &json!([])), "{frame:#}");
+        assert_eq!((&frame["stacked"], &frame["cut"]), (&json!(22), &json!([])), "{frame:#}");
+    }
 }
 
 #[test]

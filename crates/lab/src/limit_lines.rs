@@ -1,77 +1,235 @@
 //! The lines of limits in charts of rates over time.
 //!
 //! A chart shows a limit only if it is near the drawn rates: a limit far above them would flatten
-//! their curves.
+//! their curves. A note names the limits that are not drawn.
 
-use policy::throttle::{LimitKind, Limits, Part, Setting};
+use std::ops::Range;
+
+use policy::{
+    throttle::{LimitKind, Limits, Part, Setting},
+    watermark::Watermark,
+};
 
 use crate::result::Series;
 
 /// A limit above this multiple of the highest rate is left out.
 const FAR: f64 = 3.0;
-/// Largest number of lines; more cannot be distinguished.
+/// Largest number of limits; more cannot be distinguished.
 const MOST: usize = 8;
+/// Largest number of limits that are kept of those that a recording names.
+const MOST_KEPT: usize = 256;
+/// Largest number of values that the name of a line lists.
+const MOST_VALUES: usize = 4;
 
-/// The rates of limits in force, each with a name.
+/// The rates of limits in force.
 #[derive(Debug, Default)]
 pub(crate) struct LimitRates {
-    pub(crate) iops: Vec<(String, f64)>,
-    pub(crate) bps: Vec<(String, f64)>,
+    pub(crate) iops: Vec<LimitOverTime>,
+    pub(crate) bps: Vec<LimitOverTime>,
+}
+
+/// One limit of one disk or group.
+#[derive(Debug)]
+pub(crate) struct LimitOverTime {
+    kind: LimitKind,
+    /// The disk or group, where the chart has limits of several.
+    of: Option<String>,
+    /// Rates by time, in stretches that do not overlap.
+    stretches: Vec<LimitStretch>,
+}
+
+/// A rate that is in force for some time.
+#[derive(Debug)]
+struct LimitStretch {
+    during_ns: Range<u64>,
+    rate: u64,
+    watermark: Watermark,
 }
 
 impl LimitRates {
-    /// The limits of a disk or group, under its name where there are several; each once.
+    /// Adds limits of a disk or group that are always in force, under its name where there are
+    /// several; each once.
     pub(crate) fn add(&mut self, of: Option<&str>, limits: &Limits) {
+        self.add_during(of, limits, Watermark::ALWAYS, 0..u64::MAX);
+    }
+
+    /// Adds limits of a disk or group that are in force for some time, which must not be earlier
+    /// than that of its limits that were added before.
+    pub(crate) fn add_during(
+        &mut self,
+        of: Option<&str>,
+        limits: &Limits,
+        watermark: Watermark,
+        during_ns: Range<u64>,
+    ) {
+        let of = of.filter(|name| !name.is_empty());
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
             if rate == 0 {
                 continue;
             }
-            let (list, shown) = if kind.counts_bytes() {
-                (&mut self.bps, settings::exact_size(rate))
-            } else {
-                (&mut self.iops, rate.to_string())
-            };
-            let of =
-                of.filter(|name| !name.is_empty()).map_or_else(String::new, |name| format!(" of {name}"));
-            let name = format!("{} {shown}{of}", Setting::Limit(kind, Part::Rate).name());
-            if list.iter().all(|(known, _)| *known != name) {
-                list.push((name, rate as f64));
+            let list = if kind.counts_bytes() { &mut self.bps } else { &mut self.iops };
+            let place = list.iter().position(|limit| limit.kind == kind && limit.of.as_deref() == of);
+            if place.is_none() && list.len() == MOST_KEPT {
+                continue;
             }
+            let place = place.unwrap_or_else(|| {
+                list.push(LimitOverTime { kind, of: of.map(str::to_owned), stretches: Vec::new() });
+                list.len() - 1
+            });
+            list[place].add(LimitStretch { during_ns: during_ns.clone(), rate, watermark });
         }
     }
 }
 
-/// Limits to draw in a chart of these rates.
-pub(crate) fn lines_of(limits: &[(String, f64)], drawn: &[Series]) -> Vec<Series> {
+impl LimitOverTime {
+    fn add(&mut self, next: LimitStretch) {
+        match self.stretches.last_mut() {
+            Some(last) if next.during_ns.start < last.during_ns.end => {}
+            Some(last)
+                if last.during_ns.end == next.during_ns.start
+                    && (last.rate, last.watermark) == (next.rate, next.watermark) =>
+            {
+                last.during_ns.end = next.during_ns.end;
+            }
+            _ => self.stretches.push(next),
+        }
+    }
+
+    /// The limit with these of its rates: `iops-total 500 → 1000 of gold`.
+    fn name<'a>(&self, stretches: impl Iterator<Item = &'a LimitStretch>) -> String {
+        let mut values: Vec<String> = stretches.map(|stretch| stretch.value(self.kind)).collect();
+        values.dedup();
+        let shown = match &values[..] {
+            [first, .., last] if values.len() > MOST_VALUES => {
+                format!("{first} … {last} ({} values)", values.len())
+            }
+            _ => values.join(" → "),
+        };
+        let of = self.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
+        format!("{} {shown}{of}", Setting::Limit(self.kind, Part::Rate).name())
+    }
+
+    /// Points of a line for each time in which the limit is in force.
+    fn lines(&self, (first_s, last_s): (f64, f64), is_near: impl Fn(&LimitStretch) -> bool) -> Vec<Series> {
+        let drawn = || self.stretches.iter().filter(|stretch| is_near(stretch));
+        let name = if drawn().next().is_some() { self.name(drawn()) } else { return Vec::new() };
+        let mut lines: Vec<Series> = Vec::new();
+        let mut end_ns = None;
+        for LimitStretch { during_ns, rate, .. } in drawn() {
+            let at_s = |ns: u64| (ns as f64 / 1e9).clamp(first_s, last_s);
+            if end_ns != Some(during_ns.start) {
+                lines.push(Series { name: name.clone(), points: Vec::new() });
+            }
+            let points = &mut lines.last_mut().expect("a line has begun").points;
+            // The value until then is that of the stretch before.
+            if end_ns == Some(during_ns.start) {
+                points.pop();
+            }
+            points.extend([(at_s(during_ns.start), *rate as f64), (at_s(during_ns.end), *rate as f64)]);
+            end_ns = Some(during_ns.end);
+        }
+        lines
+    }
+}
+
+impl LimitStretch {
+    fn is_within(&self, (first_s, last_s): (f64, f64)) -> bool {
+        self.during_ns.start as f64 / 1e9 <= last_s && self.during_ns.end as f64 / 1e9 > first_s
+    }
+
+    fn value(&self, kind: LimitKind) -> String {
+        let rate = if kind.counts_bytes() { settings::exact_size(self.rate) } else { self.rate.to_string() };
+        match self.watermark {
+            Watermark::ALWAYS => rate,
+            watermark => format!("{rate} (from {} % utilization)", watermark.percent()),
+        }
+    }
+}
+
+/// Limits to draw in a chart of these rates, and a note on those that are not drawn. A limit that
+/// was not in force for a time has several lines of the same name.
+pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[Series]) -> (Vec<Series>, Option<String>) {
     let points = || drawn.iter().flat_map(|series| &series.points);
     let highest = points().map(|(_, rate)| *rate).fold(0.0, f64::max);
     let ends = points().map(|(at, _)| *at);
-    let (first, last) = ends.fold((f64::INFINITY, 0.0), |(first, last), at| (at.min(first), at.max(last)));
-    let near = limits.iter().filter(|(_, rate)| first <= last && *rate <= highest * FAR).take(MOST);
-    near.map(|(name, rate)| Series { name: name.clone(), points: vec![(first, *rate), (last, *rate)] })
-        .collect()
+    let ends = ends.fold((f64::INFINITY, 0.0), |(first, last), at| (at.min(first), at.max(last)));
+    if ends.0 > ends.1 {
+        return (Vec::new(), None);
+    }
+    let is_near = |stretch: &LimitStretch| stretch.is_within(ends) && stretch.rate as f64 <= highest * FAR;
+    let is_far = |stretch: &&LimitStretch| stretch.is_within(ends) && stretch.rate as f64 > highest * FAR;
+    let near: Vec<_> = limits.iter().map(|limit| limit.lines(ends, is_near)).collect();
+    let near: Vec<_> = near.into_iter().filter(|lines| !lines.is_empty()).collect();
+    let far = limits.iter().filter(|limit| limit.stretches.iter().any(|stretch| is_far(&stretch)));
+    let far: Vec<_> = far.map(|limit| limit.name(limit.stretches.iter().filter(is_far))).collect();
+    let hidden = near.len().saturating_sub(MOST);
+    let mut notes = Vec::new();
+    if !far.is_empty() {
+        let more = far.len().saturating_sub(MOST);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let named = far[..far.len().min(MOST)].join(", ");
+        notes.push(format!("Above the range shown: {named}{more}."));
+    }
+    if hidden > 0 {
+        notes.push(format!("The first {MOST} limits are drawn; there are {hidden} more."));
+    }
+    let lines = near.into_iter().take(MOST).flatten().collect();
+    (lines, (!notes.is_empty()).then(|| notes.join(" ")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn limits_near_to_the_rates_are_drawn_from_end_to_end() {
+    fn limits() -> Limits {
         let mut of = Limits::default();
         of.limit_mut(LimitKind::IopsTotal).rate = 15;
         of.limit_mut(LimitKind::IopsRead).rate = 5000;
         of.limit_mut(LimitKind::BpsWrite).rate = 10 << 20;
+        of
+    }
+
+    fn rates() -> [Series; 1] {
+        [Series { name: "vm1".to_owned(), points: vec![(0.5, 14.0), (1.5, 16.0)] }]
+    }
+
+    #[test]
+    fn limits_near_to_the_rates_are_drawn_from_end_to_end() {
         let mut limits = LimitRates::default();
-        limits.add(Some("vm1"), &of);
-        limits.add(Some("vm1"), &of);
-        let rates = [Series { name: "vm1".to_owned(), points: vec![(0.5, 14.0), (1.5, 16.0)] }];
-        let lines = lines_of(&limits.iops, &rates);
+        limits.add(Some("vm1"), &self::limits());
+        limits.add(Some("vm1"), &self::limits());
+        let (lines, note) = lines_of(&limits.iops, &rates());
         let [line] = &lines[..] else { panic!("{lines:?}") };
         assert_eq!(line.name, "iops-total 15 of vm1");
         assert_eq!(line.points, [(0.5, 15.0), (1.5, 15.0)]);
-        assert_eq!(limits.bps, [("bps-write 10M of vm1".to_owned(), 10_485_760.0)]);
-        assert_eq!(lines_of(&limits.iops, &[]), []);
+        assert_eq!(note.as_deref(), Some("Above the range shown: iops-read 5000 of vm1."));
+        let [bps] = &limits.bps[..] else { panic!("{:?}", limits.bps) };
+        assert_eq!(bps.name(bps.stretches.iter()), "bps-write 10M of vm1");
+        assert_eq!(lines_of(&limits.iops, &[]), (vec![], None));
+    }
+
+    #[test]
+    fn a_limit_that_is_lifted_for_a_time_has_a_gap() {
+        let mut limits = LimitRates::default();
+        let watermark = Watermark::new(80).expect("a percentage");
+        let ms = |from: u64, to: u64| from * 1_000_000..to * 1_000_000;
+        limits.add_during(None, &self::limits(), Watermark::ALWAYS, ms(0, 700));
+        limits.add_during(None, &self::limits(), watermark, ms(900, 9000));
+        let (lines, _) = lines_of(&limits.iops, &rates());
+        let name = "iops-total 15 → 15 (from 80 % utilization)";
+        let line = |points: [(f64, f64); 2]| Series { name: name.to_owned(), points: points.to_vec() };
+        assert_eq!(lines, [line([(0.5, 15.0), (0.7, 15.0)]), line([(0.9, 15.0), (1.5, 15.0)])]);
+    }
+
+    #[test]
+    fn further_limits_are_counted() {
+        let mut limits = LimitRates::default();
+        (0..11).for_each(|disk| limits.add(Some(&format!("vm{disk}")), &self::limits()));
+        let (lines, note) = lines_of(&limits.iops, &rates());
+        assert_eq!(lines.len(), MOST);
+        let note = note.expect("a note");
+        assert!(note.contains("iops-read 5000 of vm7 and 3 more."), "{note}");
+        assert!(note.ends_with("The first 8 limits are drawn; there are 3 more."), "{note}");
     }
 }

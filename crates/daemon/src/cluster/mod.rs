@@ -130,6 +130,9 @@ pub(crate) trait Surroundings {
     /// What was left out stays so for now, and what was promised again is so on all hosts.
     fn tell_promises(&self);
 
+    /// This host's part of limits may have changed.
+    fn follow_division(&self);
+
     /// Limits of all hosts are others now, for a group that this host has or was asked about.
     fn tell_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &Actor);
 
@@ -392,6 +395,7 @@ impl Cluster {
         }
         self.tell_namesakes(&**around);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
+        around.follow_division();
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
         }
@@ -468,6 +472,7 @@ impl Cluster {
             }
         }
         let (turn, reports) = self.hosts.borrow_mut().hear(word, reactor::now());
+        around.follow_division();
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
         }

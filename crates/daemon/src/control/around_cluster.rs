@@ -54,6 +54,12 @@ impl Surroundings for Inventory {
         self.events.tell(news.with("reason", apart));
     }
 
+    fn follow_division(&self) {
+        for group in self.groups().iter().filter(|group| group.lent().is_some()) {
+            self.recordings.follow_division(group);
+        }
+    }
+
     fn promise_again(&self) {
         self.make_left_out();
     }

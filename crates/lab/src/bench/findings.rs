@@ -117,6 +117,7 @@ fn over_time(directions: &[Direction<'_>]) -> Option<Chart> {
             steps: false,
             series,
             limits: Vec::new(),
+            note: None,
         })
     })
 }

@@ -17,8 +17,8 @@ Examples:
       Which measures differ, by how much, and whether that is more than noise.
   weir report before.json after.json --fail-on-worse
       The same, for a script: status 1 if something got worse.
-  weir report day.recording -o day.html --config /etc/weir.toml
-      Of a recording: each disk's rates and latencies over time, beside its limits, and when it was throttled.
+  weir report day.recording -o day.html
+      Of a recording: each disk's rates and latencies over time, beside the limits that were in force, and when it was throttled.
 
 Result files are those of `weir bench --result`, `weir tune` and `weir simulate --result`; recordings are those of `weir record` and of `record` in the config, several of which are read as one.
 A measure differs where chance makes such a difference in less than one of twenty cases. What `weir bench` measures are seconds of one run: how much another run would differ they do not tell. What `weir simulate` computes differs wherever it is not the same.
@@ -42,8 +42,8 @@ pub struct ReportArgs {
     /// Write each chart to a separate file in this directory (SVG); not of a comparison
     #[arg(long, value_name = "DIR")]
     pub(crate) charts: Option<PathBuf>,
-    /// Draw the limits of this file of `weir serve` in the charts of a recording, which has their
-    /// names alone
+    /// Draw the limits of this file of `weir serve` in the charts of a recording, instead of those
+    /// that were in force when it was made
     #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "fail_on_worse"])]
     pub(crate) config: Option<PathBuf>,
     /// Print a JSON object: medians, their intervals, and differences

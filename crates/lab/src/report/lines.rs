@@ -34,6 +34,9 @@ const COLUMNS: usize = 600;
 pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
     let mut html = legend(lines);
     let _ = write!(html, "<div class=\"wide\">{}</div>", drawing(lines)?.inline());
+    if let Some(note) = &lines.note {
+        let _ = write!(html, "<p class=\"note\">{}</p>", escape(note));
+    }
     let hidden = lines.series.len().saturating_sub(LINES.len());
     if hidden > 0 {
         let shown = LINES.len();
@@ -46,7 +49,8 @@ pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
 }
 
 pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
-    let legend: Vec<_> = named(lines).map(|(series, colour)| (series.name.as_str(), colour.light)).collect();
+    let legend = legend_lines(lines);
+    let legend: Vec<_> = legend.iter().map(|(series, colour)| (series.name.as_str(), colour.light)).collect();
     Ok(drawing(lines)?.alone(&legend))
 }
 
@@ -56,8 +60,32 @@ fn drawn(lines: &Lines) -> Vec<&Series> {
 
 /// Lines to draw, with their colours: the series, and the limits above them.
 fn named(lines: &Lines) -> impl Iterator<Item = (&Series, Pair)> {
-    let limits = lines.limits.iter().take(LINES.len()).map(|series| (series, LIMIT));
+    let limits = drawn_limits(lines).map(|series| (series, LIMIT));
     lines.series.iter().zip(LINES).chain(limits)
+}
+
+/// Limits up to a number of names. A limit has a line for each time in which it was in force.
+fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &Series> {
+    let mut names: Vec<&str> = Vec::new();
+    lines.limits.iter().filter(move |limit| {
+        let is_known = names.contains(&&*limit.name);
+        let is_drawn = is_known || names.len() < LINES.len();
+        if is_drawn && !is_known {
+            names.push(&limit.name);
+        }
+        is_drawn
+    })
+}
+
+/// The lines of the legend: each name of a limit once.
+fn legend_lines(lines: &Lines) -> Vec<(&Series, Pair)> {
+    let mut limits: Vec<(&Series, Pair)> = Vec::new();
+    for limit in drawn_limits(lines) {
+        if limits.iter().all(|(known, _)| known.name != limit.name) {
+            limits.push((limit, LIMIT));
+        }
+    }
+    lines.series.iter().zip(LINES).chain(limits).collect()
 }
 
 fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
@@ -83,7 +111,7 @@ fn legend(lines: &Lines) -> String {
         return String::new();
     }
     let mut html = "<ul class=\"legend\">".to_owned();
-    for (series, colour) in named(lines) {
+    for (series, colour) in legend_lines(lines) {
         let (colour, name, scale) = (code(colour.light), escape(&series.name), drawing::SCALE);
         let _ = write!(
             html,
@@ -131,7 +159,7 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
         }
         chart.draw_series([PathElement::new(points, style)])?;
     }
-    for limit in lines.limits.iter().take(LINES.len()) {
+    for limit in drawn_limits(lines) {
         let points = held(&places(limit, x, y));
         let style = LIMIT.light.stroke_width(px(1.5).unsigned_abs());
         chart.draw_series([PathElement::new(points, style)])?;
@@ -214,6 +242,7 @@ mod tests {
             steps: false,
             series,
             limits: Vec::new(),
+            note: None,
         }
     }
 

@@ -51,6 +51,7 @@ fn small() -> ResultFile {
                 y: axis("IOPS", Unit::Iops),
                 steps: false,
                 limits: Vec::new(),
+                note: None,
                 series: vec![Series { name: "none".to_owned(), points: vec![(0.0, 1.0), (1.0, 2.0)] }],
             }),
             Chart::HeatMap(HeatMap {
@@ -208,7 +209,7 @@ fn chart() -> impl Strategy<Value = Chart> {
     let series = (text(), points).prop_map(|(name, points)| Series { name, points });
     let lines =
         (text(), axis(), axis(), prop::collection::vec(series, 0..11)).prop_map(|(title, x, y, series)| {
-            Chart::Lines(Lines { title, x, y, steps: false, series, limits: Vec::new() })
+            Chart::Lines(Lines { title, x, y, steps: false, series, limits: Vec::new(), note: None })
         });
     let names = || prop::collection::vec(text(), 0..4);
     let values = prop::collection::vec(prop::collection::vec(prop::option::of(number()), 0..4), 0..4);

@@ -168,6 +168,9 @@ pub(crate) struct Lines {
     /// Limits on the drawn series, as dashed lines. A value holds until the next point.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) limits: Vec<Series>,
+    /// A sentence below the chart.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) note: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -200,6 +203,7 @@ impl Lines {
             steps: true,
             series,
             limits: Vec::new(),
+            note: None,
         }
     }
 }

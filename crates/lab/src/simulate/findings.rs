@@ -62,6 +62,7 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         y: Axis::new("latency", Unit::Nanoseconds),
         steps: false,
         limits: Vec::new(),
+        note: None,
         series: [
             line("p50", |point| point.latency_ns.p50 as f64),
             line("p99", |point| point.latency_ns.p99 as f64),
@@ -77,6 +78,7 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         y: Axis::new("throttled", Unit::Share),
         steps: false,
         limits: Vec::new(),
+        note: None,
         series: vec![line("throttled", |point| point.throttled)],
     };
     let row = |point: &Point| {
@@ -160,6 +162,9 @@ fn table(summary: &Summary) -> Table {
     Table { note: Some(note.to_owned()), ..Table::new("What the limits did", columns, rows) }
 }
 
+/// Lines of limits, and a note on those that are not drawn.
+type LimitsShown = (Vec<Series>, Option<String>);
+
 fn charts(outcome: &Outcome) -> Vec<Chart> {
     let world = &outcome.world;
     let mut done = Vec::new();
@@ -180,19 +185,26 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
         }
         charts.extend(distribution(&disk.name, &of.after, of.before.as_ref()));
     }
-    let over_time = |title: &str, label: &str, unit, series: Vec<Series>, limits: Vec<Series>| {
+    let over_time = |title: &str, label: &str, unit, series: Vec<Series>, limits: LimitsShown| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
         let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
-        let lines = Lines { title: title.to_owned(), x, y, steps: false, series, limits };
+        let (limits, note) = limits;
+        let lines = Lines { title: title.to_owned(), x, y, steps: false, series, limits, note };
         (!lines.series.is_empty()).then_some(Chart::Lines(lines))
     };
     let [of_iops, of_bps] =
         [(&limits.iops, &done), (&limits.bps, &moved)].map(|(of, drawn)| lines_of(of, drawn));
-    let moved = if of_bps.is_empty() { Vec::new() } else { moved };
+    let moved = if limits.bps.is_empty() { Vec::new() } else { moved };
     let first = [
         over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done, of_iops),
         over_time("Bytes done a second, with the limits", "bytes/s", Unit::BytesPerSecond, moved, of_bps),
-        over_time("Most requests that waited for limits", "waiting", Unit::Count, waiting, Vec::new()),
+        over_time(
+            "Most requests that waited for limits",
+            "waiting",
+            Unit::Count,
+            waiting,
+            LimitsShown::default(),
+        ),
     ];
     first.into_iter().flatten().chain(charts).collect()
 }

@@ -3,14 +3,15 @@
 //!
 //! ```text
 //!   recordings ─► Merged ─► requests by arrival ─► RecordedDisk: sums over time ─► Findings ─► `weir report`
-//!   config file ─► limits by disk ────────────────────────────────────────────┘
+//!                      └──► limits over time ────────────────────────────────────────┘
 //! ```
 //!
-//! A recording has the names of the limits that requests waited for, and not their values: these
-//! come from a config file. Memory is bounded: the first disks are drawn, and all have totals.
+//! The limits are those that were in force when the requests were recorded, or those of a config
+//! file instead. Recordings of version 1 have the names of limits and not their values. Memory is
+//! bounded: the first disks are drawn, and all have totals.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs,
     path::{Path, PathBuf},
 };
@@ -18,7 +19,9 @@ use std::{
 use anyhow::anyhow;
 use console::figures;
 
-use super::{Merged, Options, Outcome, Record, Source as _, info::is_since_1970, reader};
+use super::{
+    Merged, Options, Outcome, Record, Source as _, info::is_since_1970, limit_history::LimitHistory, reader,
+};
 use crate::{
     latencies::{Exact, Percentiles},
     limit_lines::{LimitRates, lines_of},
@@ -26,7 +29,7 @@ use crate::{
     result::{Axis, Chart, Findings, Lines, Series, Table, Unit},
 };
 
-/// Disks with charts, in the order of their first requests.
+/// Disks with charts: those with the most requests.
 const DRAWN: usize = 16;
 /// Disks with totals.
 const MOST_DISKS: usize = 10_000;
@@ -46,6 +49,12 @@ pub(crate) struct DrawnRecording {
 /// The limits of each disk, with those of its groups.
 pub(crate) type LimitsByDisk = HashMap<String, LimitRates>;
 
+/// Origin of the limits in the charts.
+enum ShownLimits<'a> {
+    Recorded(&'a LimitHistory),
+    OfConfig(&'a LimitsByDisk),
+}
+
 /// True if a regular file is a recording, as far as it can be read. Pipes are not read, because
 /// their bytes would be lost for the next reader.
 pub(crate) fn is_recording(path: &Path) -> bool {
@@ -56,52 +65,82 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     read.unwrap_or(false)
 }
 
-/// Reads recordings as one. `limits` are drawn beside the rates.
+/// Reads recordings as one. `limits` are drawn beside the rates, instead of those that the
+/// recordings have.
 ///
 /// # Errors
 /// A file that cannot be read from its beginning, or more than [`MOST_DISKS`].
 pub(crate) fn draw(paths: &[PathBuf], limits: Option<&LimitsByDisk>) -> anyhow::Result<DrawnRecording> {
-    let options = Options { outcomes: true, ..Options::default() };
-    let mut source = Merged::open(paths, &options)?;
-    let clock_ns = source.clock_ns();
-    let (mut disks, mut partial, mut last_ns): (Vec<RecordedDisk>, _, u64) = (Vec::new(), None, 0);
-    let mut places: HashMap<usize, usize> = HashMap::new();
-    loop {
-        let record = match source.next() {
-            Ok(Some(record)) => record,
-            Ok(None) => break,
-            Err(error) if disks.is_empty() => return Err(error.into()),
-            Err(error) => {
-                partial = Some(error.to_string());
-                break;
-            }
-        };
-        let place = match places.get(&record.disk.index()) {
-            Some(place) => *place,
-            None if disks.len() == MOST_DISKS => {
-                return Err(anyhow!(
-                    "there are more than {MOST_DISKS} disks (draw fewer recordings at a time)"
-                ));
-            }
-            None => {
-                disks.push(RecordedDisk::new(&source.disks()[record.disk.index()], disks.len() < DRAWN));
-                places.insert(record.disk.index(), disks.len() - 1);
-                disks.len() - 1
-            }
-        };
-        let noted = source.outcome(&record);
-        let outcome = noted.and_then(|noted| source.named(&record, noted));
-        let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
-        last_ns = last_ns.max(record.time_ns.saturating_add(took_ns));
-        disks[place].add(&record, outcome.as_ref());
+    let mut read = ReadRecording::of(paths, &|_, place| place < DRAWN)?;
+    if read.disks.len() > DRAWN {
+        // Only now is it known which disks are the busiest.
+        let busiest: HashSet<String> = read.disks.iter().take(DRAWN).map(|disk| disk.name.clone()).collect();
+        read = ReadRecording::of(paths, &|name, _| busiest.contains(name))?;
     }
+    let ReadRecording { disks, limits: recorded, clock_ns, last_ns, lost, partial } = read;
     let seconds = last_ns as f64 / 1e9;
+    let limits = limits.map_or(ShownLimits::Recorded(&recorded), ShownLimits::OfConfig);
     Ok(DrawnRecording {
-        findings: findings(&disks, limits, seconds, source.lost()),
+        findings: findings(&disks, &limits, seconds, lost),
         began_s: if is_since_1970(clock_ns) { clock_ns / 1_000_000_000 } else { 0 },
         seconds,
         partial,
     })
+}
+
+/// Everything in recordings that is shown.
+struct ReadRecording {
+    /// The busiest first, those with as many requests by name.
+    disks: Vec<RecordedDisk>,
+    limits: LimitHistory,
+    clock_ns: u64,
+    last_ns: u64,
+    lost: u64,
+    partial: Option<String>,
+}
+
+impl ReadRecording {
+    /// Reads recordings as one. `is_drawn` is called with the name of each disk and its place among
+    /// the first requests.
+    fn of(paths: &[PathBuf], is_drawn: &dyn Fn(&str, usize) -> bool) -> anyhow::Result<Self> {
+        let options = Options { outcomes: true, ..Options::default() };
+        let mut source = Merged::open(paths, &options)?;
+        let clock_ns = source.clock_ns();
+        let (mut disks, mut partial, mut last_ns): (Vec<RecordedDisk>, _, u64) = (Vec::new(), None, 0);
+        let mut places: HashMap<usize, usize> = HashMap::new();
+        loop {
+            let record = match source.next() {
+                Ok(Some(record)) => record,
+                Ok(None) => break,
+                Err(error) if disks.is_empty() => return Err(error.into()),
+                Err(error) => {
+                    partial = Some(error.to_string());
+                    break;
+                }
+            };
+            let place = match places.get(&record.disk.index()) {
+                Some(place) => *place,
+                None if disks.len() == MOST_DISKS => {
+                    return Err(anyhow!(
+                        "there are more than {MOST_DISKS} disks (draw fewer recordings at a time)"
+                    ));
+                }
+                None => {
+                    let name = &source.disks()[record.disk.index()];
+                    disks.push(RecordedDisk::new(name, is_drawn(name, disks.len())));
+                    places.insert(record.disk.index(), disks.len() - 1);
+                    disks.len() - 1
+                }
+            };
+            let noted = source.outcome(&record);
+            let outcome = noted.and_then(|noted| source.named(&record, noted));
+            let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
+            last_ns = last_ns.max(record.time_ns.saturating_add(took_ns));
+            disks[place].add(&record, outcome.as_ref());
+        }
+        disks.sort_by(|one, other| other.requests.cmp(&one.requests).then_with(|| one.name.cmp(&other.name)));
+        Ok(Self { disks, limits: source.take_limits(), clock_ns, last_ns, lost: source.lost(), partial })
+    }
 }
 
 struct RecordedDisk {
@@ -243,11 +282,18 @@ impl RecordedDisk {
         ]
     }
 
-    fn charts(&self, limits: Option<&LimitsByDisk>, seconds: f64) -> Vec<Chart> {
+    fn charts(&self, limits: &ShownLimits<'_>, seconds: f64) -> Vec<Chart> {
         let Some(over_time) = &self.over_time else { return Vec::new() };
         let DiskOverTime { done, done_bytes, latency, throttled } = &**over_time;
+        let recorded;
         let none = LimitRates::default();
-        let limits = limits.and_then(|by_disk| by_disk.get(&self.name)).unwrap_or(&none);
+        let limits = match limits {
+            ShownLimits::Recorded(history) => {
+                recorded = history.limits_of(&self.name);
+                &recorded
+            }
+            ShownLimits::OfConfig(by_disk) => by_disk.get(&self.name).unwrap_or(&none),
+        };
         let mut charts = Vec::new();
         for (what, unit, series, limits) in [
             ("requests a second", Unit::Iops, done, &limits.iops),
@@ -268,7 +314,7 @@ impl RecordedDisk {
         if !points.is_empty() {
             let axis = Axis::new("latency", Unit::Nanoseconds).logarithmic();
             let series = vec![line("p50", |point| point.1), line("p99", |point| point.2)];
-            charts.push(over_time_chart(&self.name, "latency", axis, series, Vec::new()));
+            charts.push(over_time_chart(&self.name, "latency", axis, series, (Vec::new(), None)));
         }
         let line = |((limit, _), series): (&(String, u64), &OverTime)| {
             let mut series = series.within(MOST_POINTS);
@@ -284,7 +330,7 @@ impl RecordedDisk {
                 what,
                 Axis::new("throttled", Unit::Share),
                 series,
-                Vec::new(),
+                (Vec::new(), None),
             ));
         }
         charts
@@ -295,25 +341,38 @@ fn share(ns: u64, seconds: f64) -> f64 {
     if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
 }
 
-fn over_time_chart(disk: &str, what: &str, y: Axis, series: Vec<Series>, limits: Vec<Series>) -> Chart {
+/// `limits` are lines of limits, and a note on those that are not drawn.
+fn over_time_chart(
+    disk: &str,
+    what: &str,
+    y: Axis,
+    series: Vec<Series>,
+    (limits, note): (Vec<Series>, Option<String>),
+) -> Chart {
     let (title, x) = (format!("{disk}: {what}"), Axis::new("time", Unit::Seconds));
-    Chart::Lines(Lines { title, x, y, steps: false, series, limits })
+    Chart::Lines(Lines { title, x, y, steps: false, series, limits, note })
 }
 
-fn findings(disks: &[RecordedDisk], limits: Option<&LimitsByDisk>, seconds: f64, lost: u64) -> Findings {
+fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost: u64) -> Findings {
     let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled|by".split('|');
     let rows = disks.iter().map(|disk| disk.row(seconds)).collect();
-    let note = "Rates are over the whole recording. A disk is throttled while at least one request waits for a limit.";
+    let note = "The busiest disks come first. Rates are over the whole recording. A disk is throttled while at least one request waits for a limit.";
     let table = Table { note: Some(note.to_owned()), ..Table::new("Each disk", columns, rows) };
     let mut summary: Vec<_> = disks.iter().take(DRAWN).map(|disk| disk.sentence(seconds)).collect();
     if disks.len() > DRAWN {
-        summary.push(format!("Of {} disks the first {DRAWN} are drawn.", disks.len()));
+        summary.push(format!("Of {} disks the {DRAWN} with the most requests are drawn.", disks.len()));
     }
     let was_throttled = disks.iter().any(|disk| disk.throttled_ns > 0);
-    if limits.is_none() && was_throttled {
-        summary.push(
-            "A recording has the names of limits and not their values: --config FILE draws those of a config file.".to_owned(),
-        );
+    match limits {
+        ShownLimits::Recorded(history) if history.is_empty() && was_throttled => summary.push(
+            "This recording has the names of limits and not their values: --config FILE draws those of a config file."
+                .to_owned(),
+        ),
+        ShownLimits::Recorded(history) if history.dropped() > 0 => summary.push(format!(
+            "Changes of limits that are not drawn, because there are too many: {}.",
+            history.dropped()
+        )),
+        _ => {}
     }
     if lost > 0 {
         summary.push(format!("Lost while it was recorded: {}.", figures::counted(lost, "request")));

@@ -9,6 +9,7 @@ use super::{
     format::Format,
     reader::{Options, Reader},
     record::{Op, Record},
+    recording,
     write::Writer,
 };
 
@@ -28,6 +29,8 @@ pub fn trace(data: &[u8]) {
     }
     check(&records, disks.len());
     again(&records, &disks);
+    // Checksums keep damaged bytes from the blocks of a whole recording.
+    recording::check_block(text);
 }
 
 fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<TraceError>) {

@@ -162,7 +162,7 @@ impl Info {
         if reader::is_recording(&mut lines, options)? {
             let (mut blocks, mut first_ns) = (Blocks::default(), None);
             let read = loop {
-                match blocks.next(&mut lines) {
+                match blocks.next(&mut lines, &mut |_| ()) {
                     Ok(Some(told)) => {
                         let Told { entry, arrival_ns, disk, limit, .. } = told;
                         let time_ns = match options.absolute_time {

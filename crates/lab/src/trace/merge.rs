@@ -13,6 +13,7 @@ use super::{
     disks::Disks,
     error::TraceError,
     format::Format,
+    limit_history::LimitHistory,
     outcome::{Noted, Outcome},
     reader::{Options, Reader},
     record::{DiskId, Record},
@@ -159,6 +160,19 @@ impl Merged {
     /// Requests that could not be recorded, as far as was read.
     pub(super) fn lost(&self) -> u64 {
         self.sources.iter().map(|one| one.reader.lost()).sum()
+    }
+
+    /// Takes the limits that recordings had, with times as those of records. To be called once all
+    /// records were read, by callers that asked for outcomes.
+    pub(super) fn take_limits(&mut self) -> LimitHistory {
+        let mut all = LimitHistory::default();
+        for one in &mut self.sources {
+            let (changes, dropped) = one.reader.take_limits();
+            changes.for_each(|change| all.note(change));
+            all.drop_further(dropped);
+        }
+        all.sort();
+        all
     }
 
     /// Requests of no length, which were passed over, as far as was read.

@@ -21,6 +21,7 @@ mod format;
 pub mod fuzzing;
 mod info;
 mod input;
+mod limit_history;
 mod lines;
 mod merge;
 mod outcome;

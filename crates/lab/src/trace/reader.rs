@@ -10,10 +10,11 @@ use super::{
         Weir, detect, tells_outcomes,
     },
     input::Input,
+    limit_history::LimitHistory,
     lines::Lines,
     outcome::{self, Noted, Outcome, Outcomes},
     record::Record,
-    recording::{Blocks, Told, is_beginning},
+    recording::{Blocks, LimitChange, Told, is_beginning},
     window::Window,
 };
 
@@ -53,6 +54,8 @@ pub(crate) struct Reader {
     window: Window,
     /// Of those that the window holds.
     outcomes: Option<Outcomes>,
+    /// Of a recording whose outcomes are kept; their times are nanoseconds since 1970.
+    limits: LimitHistory,
     /// Requests of no length so far.
     empty: u64,
     /// What it begins as, where another format was asked for.
@@ -139,6 +142,7 @@ impl Reader {
             disks: Disks::default(),
             window: Window::new(options.window),
             outcomes: (tells && options.outcomes).then(Outcomes::new),
+            limits: LimitHistory::default(),
             empty: 0,
             otherwise,
             held: options.window,
@@ -195,6 +199,17 @@ impl Reader {
         }
     }
 
+    /// Takes the changes of limits that were read, with times as those of records. Limits that were
+    /// in force before the first record have its time.
+    pub(super) fn take_limits(&mut self) -> (impl Iterator<Item = LimitChange> + use<>, u64) {
+        let (origin_ns, dropped) = (self.origin_ns.unwrap_or(0), self.limits.dropped());
+        let relative = move |change: LimitChange| LimitChange {
+            at_ns: change.at_ns.saturating_sub(origin_ns),
+            ..change
+        };
+        (self.limits.drain().map(relative), dropped)
+    }
+
     /// Requests of no length, which were passed over, as far as was read.
     pub(super) fn empty(&self) -> u64 {
         self.empty
@@ -216,7 +231,8 @@ impl Reader {
     #[cold]
     fn refill(&mut self) {
         let enough = self.held + BATCH;
-        let Self { lines, disks, window, outcomes, empty, .. } = self;
+        let Self { lines, disks, window, outcomes, limits, empty, .. } = self;
+        let limits = outcomes.is_some().then_some(limits);
         // What weir writes has none.
         let empty = (!matches!(self.format, Format::Weir | Format::Recording)).then_some(empty);
         let mut into = Into { disks, window, outcomes: outcomes.as_mut(), empty };
@@ -230,7 +246,7 @@ impl Reader {
             Parser::CloudPhysics(parser) => read(parser, lines, into, enough),
             Parser::Spc(parser) => read(parser, lines, into, enough),
             Parser::Mqsim(parser) => read(parser, lines, into, enough),
-            Parser::Recording(blocks) => read_recording(blocks, lines, into, enough),
+            Parser::Recording(blocks) => read_recording(blocks, lines, (into, limits), enough),
             Parser::ByColumns(parser) => read(parser, lines, into, enough),
         };
         match more {
@@ -322,11 +338,17 @@ fn read(
 fn read_recording(
     blocks: &mut Blocks,
     lines: &mut Lines,
-    into: &mut Into<'_>,
+    (into, mut limits): (&mut Into<'_>, Option<&mut LimitHistory>),
     enough: usize,
 ) -> Result<bool, TraceError> {
+    let clock_ns = blocks.clock_ns(lines)?;
+    let mut note = |change: LimitChange| {
+        if let Some(limits) = &mut limits {
+            limits.note(LimitChange { at_ns: clock_ns.saturating_add(change.at_ns), ..change });
+        }
+    };
     while into.window.len() < enough {
-        let Some(Told { entry, arrival_ns, disk, limit, number }) = blocks.next(lines)? else {
+        let Some(Told { entry, arrival_ns, disk, limit, number }) = blocks.next(lines, &mut note)? else {
             return Ok(false);
         };
         let mut found = into.found(number);

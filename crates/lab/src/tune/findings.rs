@@ -225,6 +225,7 @@ impl Found<'_> {
             y: Axis::new("Operations per second", Unit::Iops),
             steps: false,
             limits: Vec::new(),
+            note: None,
             series: self.growth.iter().map(series).collect(),
         }
     }

@@ -12,7 +12,7 @@
 //! write, and who has the lock removes. Never touches a file that is not called so.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     ffi::{OsStr, OsString},
     fs::{self, File},
     io::{self, ErrorKind},
@@ -33,6 +33,7 @@ use settings::Record;
 
 use super::{
     engine::Output,
+    limits::{LimitKey, LimitsInForce},
     names::Named,
     sink::{Progress, Sink},
 };
@@ -72,6 +73,8 @@ pub(super) struct Directory {
     ended: BTreeMap<OsString, (Duration, Instant)>,
     /// Files that should go and cannot be removed, as was said.
     stuck: BTreeSet<OsString>,
+    /// Limits in force, with which each file begins.
+    limits: HashMap<LimitKey, LimitsInForce>,
 }
 
 impl Directory {
@@ -90,6 +93,7 @@ impl Directory {
             lock: None,
             ended,
             stuck: BTreeSet::new(),
+            limits: HashMap::new(),
         }
     }
 
@@ -120,6 +124,7 @@ impl Directory {
         if let Some(stopped) = &self.stopped {
             sink.tell_lost(stopped.lost);
         }
+        self.limits.values().for_each(|limits| sink.limits(limits, now));
         Ok((sink, path))
     }
 
@@ -276,6 +281,17 @@ impl Output for Directory {
         match self.sink() {
             Some(sink) => sink.take(finished, named),
             None => self.lose(finished.requests.max(1).into()),
+        }
+    }
+
+    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+        if let Some((sink, _)) = &mut self.current {
+            sink.limits(limits, at);
+        }
+        if limits.is_none() {
+            self.limits.remove(&limits.key());
+        } else {
+            self.limits.insert(limits.key(), limits.clone());
         }
     }
 

@@ -1,16 +1,24 @@
 //! The thread that takes what disks tell, and hands it to the sinks.
 
 use std::{
+    collections::HashMap,
     convert::Infallible,
     io,
-    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    },
     thread::{Builder, JoinHandle},
     time::Duration,
 };
 
 use block::recorder::{Collector, Finished};
+use policy::time::Instant;
 
-use super::names::Named;
+use super::{
+    limits::{LimitKey, LimitsInForce},
+    names::Named,
+};
 
 /// How often what was told is taken: a third of what a ring holds at half a million requests a
 /// second.
@@ -32,6 +40,10 @@ pub(super) trait Output: Send {
     /// A request of a disk that it is of.
     fn take(&mut self, finished: &Finished, named: &Named);
 
+    /// Limits of a disk or group that are in force from an instant on. Called for each disk of the
+    /// recording and each group above it at first, and then for each change.
+    fn limits(&mut self, _limits: &LimitsInForce, _at: Instant) {}
+
     /// From time to time; `lost` are requests of disks that it is of, of which nothing else is
     /// known.
     fn turn(&mut self, lost: u64);
@@ -47,7 +59,12 @@ pub(super) trait Output: Send {
 enum Order {
     Add(u64, Box<dyn Output>, Ended),
     End(u64),
-    Know(Vec<(Named, Vec<u64>)>),
+    /// Disks, with the limits in force from that instant on.
+    Know(Vec<(Named, Vec<u64>)>, Instant),
+    /// Limits in force from that instant on.
+    Limits(LimitsInForce, Instant),
+    /// A disk was removed at that instant.
+    Remove(Arc<str>, Instant),
     Hear(Ended),
 }
 
@@ -69,9 +86,20 @@ impl Engine {
         self.order(Order::End(id));
     }
 
-    /// All disks there are, each with the sinks that it is for.
-    pub(super) fn know(&self, disks: Vec<(Named, Vec<u64>)>) {
-        self.order(Order::Know(disks));
+    /// All disks there are, each with the sinks that it is for. Their limits are in force from `at`
+    /// on, unless they are known.
+    pub(super) fn know(&self, disks: Vec<(Named, Vec<u64>)>, at: Instant) {
+        self.order(Order::Know(disks, at));
+    }
+
+    /// Changes limits for the sinks that have the disk or group.
+    pub(super) fn change_limits(&self, limits: LimitsInForce, at: Instant) {
+        self.order(Order::Limits(limits, at));
+    }
+
+    /// Ends the limits of a disk for the sinks that have it.
+    pub(super) fn remove(&self, disk: Arc<str>, at: Instant) {
+        self.order(Order::Remove(disk, at));
     }
 
     /// `heard` is dropped once all orders before this one are carried out.
@@ -107,8 +135,20 @@ struct Sink {
     output: Box<dyn Output>,
     /// Requests that it has not been told of yet.
     lost: u64,
+    /// Limits that it has.
+    limits: HashMap<LimitKey, LimitsInForce>,
     /// Dropped with it.
     _ended: Ended,
+}
+
+impl Sink {
+    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+        let key = limits.key();
+        if self.limits.get(&key) != Some(limits) {
+            self.output.limits(limits, at);
+            self.limits.insert(key, limits.clone());
+        }
+    }
 }
 
 impl Work {
@@ -127,7 +167,10 @@ impl Work {
 
     fn obey(&mut self, order: Order) {
         match order {
-            Order::Add(id, output, ended) => self.sinks.push(Sink { id, output, lost: 0, _ended: ended }),
+            Order::Add(id, output, ended) => {
+                let limits = HashMap::new();
+                self.sinks.push(Sink { id, output, lost: 0, limits, _ended: ended });
+            }
             Order::End(id) => {
                 self.take();
                 if let Some(sink) = self.sinks.iter_mut().find(|sink| sink.id == id) {
@@ -135,24 +178,40 @@ impl Work {
                 }
                 self.write();
             }
-            Order::Know(disks) => {
+            Order::Limits(limits, at) => {
+                let key = limits.key();
+                let having = self.sinks.iter_mut().filter(|sink| sink.limits.contains_key(&key));
+                having.for_each(|sink| sink.limits(&limits, at));
+            }
+            Order::Remove(disk, at) => {
+                let removed = LimitsInForce::removed(disk);
+                for sink in &mut self.sinks {
+                    if sink.limits.remove(&removed.key()).is_some() {
+                        sink.output.limits(&removed, at);
+                    }
+                }
+            }
+            Order::Know(disks, at) => {
                 let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
                 self.disks.resize_with(self.disks.len().max(most.unwrap_or(0)), || None);
                 // Disks tell as soon as they have a number: those that are new may have told
                 // already.
                 let is_new = |named: &Named| self.disks[named.number as usize].is_none();
                 let (new, known): (Vec<_>, Vec<_>) = disks.into_iter().partition(|(named, _)| is_new(named));
-                self.put(new);
+                self.put(new, at);
                 // What the others told until now was told under the names until now.
                 self.take();
-                self.put(known);
+                self.put(known, at);
             }
             Order::Hear(heard) => drop(heard),
         }
     }
 
-    fn put(&mut self, disks: Vec<(Named, Vec<u64>)>) {
+    fn put(&mut self, disks: Vec<(Named, Vec<u64>)>, at: Instant) {
         for (named, sinks) in disks {
+            for sink in self.sinks.iter_mut().filter(|sink| sinks.contains(&sink.id)) {
+                named.in_force.iter().for_each(|limits| sink.limits(limits, at));
+            }
             let place = named.number as usize;
             self.disks[place] = Some((named, sinks));
         }
@@ -203,7 +262,13 @@ mod tests {
 
     #[test]
     fn a_sink_has_lost_what_its_own_disks_have() {
-        let sink = |id| Sink { id, output: Box::new(Nothing), lost: 0, _ended: async_channel::bounded(1).0 };
+        let sink = |id| Sink {
+            id,
+            output: Box::new(Nothing),
+            lost: 0,
+            limits: HashMap::new(),
+            _ended: async_channel::bounded(1).0,
+        };
         let mut sinks = [sink(1), sink(2), sink(3)];
         let disk = |number, of: &[u64], lost| {
             let named = Named::alone(number, "a disk");

@@ -14,13 +14,14 @@
 
 mod directory;
 mod engine;
+mod limits;
 mod names;
 mod recent;
 mod sink;
 
 use std::{
     cell::{Cell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     convert::Infallible,
     os::fd::OwnedFd,
     path::PathBuf,
@@ -29,9 +30,10 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use block::{disk::Disk, reactor};
+use block::{disk::Disk, layer::throttle::Group, reactor};
 use directory::Directory;
 use engine::{Engine, Output};
+use limits::LimitsInForce;
 use names::Numbers;
 use recent::Keeping;
 pub(crate) use recent::Recent;
@@ -91,6 +93,8 @@ pub(crate) struct Recordings {
     running: RefCell<BTreeMap<u64, Rc<Running>>>,
     next: Cell<u64>,
     numbers: RefCell<Numbers>,
+    /// Limits of groups that a cluster divides, as the engine has them.
+    divided: RefCell<HashMap<Arc<str>, LimitsInForce>>,
 }
 
 impl Recordings {
@@ -106,6 +110,7 @@ impl Recordings {
             running: RefCell::default(),
             next: Cell::default(),
             numbers: RefCell::default(),
+            divided: RefCell::default(),
         })
     }
 
@@ -256,7 +261,26 @@ impl Recordings {
         match (self.disk)(name) {
             Some(disk) => self.name(&[disk]),
             // A group may have moved, with all that are below it.
-            None => self.name(&(self.disks)()),
+            None => {
+                let now = reactor::now();
+                self.send(|engine| engine.remove(name.as_str().into(), now));
+                self.name(&(self.disks)());
+            }
+        }
+    }
+
+    /// Records the limits of a group whose part of a cluster's limits may have changed, which is no
+    /// [`Change`].
+    pub(crate) fn follow_division(&self, group: &Group) {
+        if self.engine.borrow().is_none() {
+            self.divided.borrow_mut().clear();
+            return;
+        }
+        let limits = LimitsInForce::of_group(group);
+        let before = self.divided.borrow_mut().insert(group.name().into(), limits.clone());
+        if before.as_ref() != Some(&limits) {
+            let now = reactor::now();
+            self.send(|engine| engine.change_limits(limits, now));
         }
     }
 
@@ -278,6 +302,7 @@ impl Recordings {
             (named, sinks)
         });
         let known = known.collect();
-        self.send(|engine| engine.know(known));
+        let now = reactor::now();
+        self.send(|engine| engine.know(known, now));
     }
 }

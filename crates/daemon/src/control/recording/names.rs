@@ -5,6 +5,8 @@ use std::{collections::HashMap, sync::Arc};
 use block::{disk::Disk, recorder::Lost};
 use policy::throttle::{Held, LimitKind, MAX_LEVELS, Part, Setting};
 
+use super::limits::LimitsInForce;
+
 /// A disk as the engine knows it.
 #[derive(Debug)]
 pub(super) struct Named {
@@ -14,6 +16,8 @@ pub(super) struct Named {
     groups: Vec<Arc<str>>,
     /// Numbers of names of limits, by level and kind.
     limits: Vec<(u32, Arc<str>)>,
+    /// Its own limits, and those of its groups.
+    pub(super) in_force: Vec<LimitsInForce>,
     /// Its requests that nobody was told of.
     pub(super) lost: Arc<Lost>,
 }
@@ -38,7 +42,8 @@ impl Named {
 impl Named {
     /// One that is in no group and has no limit.
     pub(super) fn alone(number: u32, name: &str) -> Self {
-        Self { number, name: name.into(), groups: Vec::new(), limits: Vec::new(), lost: Arc::default() }
+        let (groups, limits, in_force) = (Vec::new(), Vec::new(), Vec::new());
+        Self { number, name: name.into(), groups, limits, in_force, lost: Arc::default() }
     }
 }
 
@@ -53,13 +58,16 @@ impl Numbers {
     /// A disk with its groups of now.
     pub(super) fn name(&mut self, disk: &Disk) -> Named {
         let above = std::iter::successors(disk.throttle().group(), |group| group.parent().cloned());
-        let groups: Vec<Arc<str>> = above.take(MAX_LEVELS).map(|group| group.name().into()).collect();
+        let above: Vec<_> = above.take(MAX_LEVELS).collect();
+        let groups: Vec<Arc<str>> = above.iter().map(|group| group.name().into()).collect();
+        let of_groups = above.iter().map(|group| LimitsInForce::of_group(group));
+        let in_force = std::iter::once(LimitsInForce::of_disk(disk)).chain(of_groups).collect();
         let kinds =
             |at: &str| LimitKind::ALL.map(|kind| format!("{}{at}", Setting::Limit(kind, Part::Rate).name()));
         let names = kinds("").into_iter().chain(groups.iter().flat_map(|group| kinds(&format!("@{group}"))));
         let limits = names.map(|name| number(&mut self.limits, name.into())).collect();
         let (number, name) = number(&mut self.disks, Arc::clone(disk.name()));
-        Named { number, name, groups, limits, lost: Arc::clone(disk.recorded().lost()) }
+        Named { number, name, groups, limits, in_force, lost: Arc::clone(disk.recorded().lost()) }
     }
 }
 

@@ -4,7 +4,7 @@
 //! in memory, up to [`MOST_BEHIND`]; past that, requests are lost until there is room.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     io::{self, ErrorKind, Write},
     os::fd::OwnedFd,
     sync::{
@@ -15,11 +15,15 @@ use std::{
 };
 
 use block::recorder::{Finished, Operation};
-use lab::recording::{Entry, Op, Times, Writer};
+use lab::recording::{Entry, LimitChange, Op, Times, Writer};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use policy::time::{Duration, Instant};
 
-use super::{engine::Output, names::Named};
+use super::{
+    engine::Output,
+    limits::{LimitKey, LimitsInForce},
+    names::Named,
+};
 
 /// Bytes that wait to be written: some seconds of half a million requests a second.
 const MOST_BEHIND: usize = 32 << 20;
@@ -80,6 +84,8 @@ pub(super) struct Sink {
     began: Instant,
     block_began: Instant,
     ends_by: Option<Instant>,
+    /// Latest limits of each disk and group that changed while the file was too far behind.
+    withheld: HashMap<LimitKey, LimitChange>,
     /// Requests since all was written that there was.
     unwritten: u64,
     is_empty: bool,
@@ -102,6 +108,7 @@ impl Sink {
             began: now,
             block_began: now,
             ends_by,
+            withheld: HashMap::new(),
             unwritten: 0,
             is_empty: true,
             error,
@@ -178,6 +185,24 @@ impl Sink {
         self.progress.requests.fetch_add(parts, Relaxed);
     }
 
+    /// Adds limits that are in force from an instant on.
+    pub(super) fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+        let change = limits.change(at.nanos_since(self.began));
+        self.withheld.insert(limits.key(), change);
+        self.write_limits();
+    }
+
+    /// Hands the writer the limits that it does not have, if there is room for them.
+    fn write_limits(&mut self) {
+        if self.error.is_some() || self.writer.out().waiting.len() > MOST_BEHIND {
+            return;
+        }
+        for (_, change) in std::mem::take(&mut self.withheld) {
+            let written = self.writer.change_limits(change);
+            self.note(written);
+        }
+    }
+
     /// Makes a block of what there is.
     pub(super) fn cut(&mut self) {
         self.block_began = block::reactor::real_time();
@@ -187,6 +212,7 @@ impl Sink {
 
     /// Writes what is to be written by now.
     pub(super) fn turn(&mut self) {
+        self.write_limits();
         let age = block::reactor::real_time().nanos_since(self.block_began);
         if age >= u64::try_from(BLOCK.as_nanos()).unwrap_or(u64::MAX) {
             self.cut();
@@ -214,6 +240,10 @@ impl Sink {
 impl Output for Sink {
     fn take(&mut self, finished: &Finished, named: &Named) {
         self.take(finished, named);
+    }
+
+    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+        self.limits(limits, at);
     }
 
     fn turn(&mut self, lost: u64) {

@@ -57,7 +57,15 @@ fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
     };
     let over_time = |title: &str, label: &str, unit, series| {
         let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
-        Chart::Lines(Lines { title: title.to_owned(), x, y, steps: false, series, limits: Vec::new() })
+        Chart::Lines(Lines {
+            title: title.to_owned(),
+            x,
+            y,
+            steps: false,
+            series,
+            limits: Vec::new(),
+            note: None,
+        })
     };
     let pairs = || outcome.samples.windows(2);
     let asked = |of: fn(&Sample) -> u64| -> Vec<(f64, f64)> {

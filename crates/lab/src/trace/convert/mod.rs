@@ -153,6 +153,9 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
         sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
     };
     sink.lose(source.lost());
+    for change in source.take_limits().drain() {
+        sink.change_limits(change).with_context(cannot)?;
+    }
     read
 }
 
@@ -164,8 +167,13 @@ fn as_it_is(
     cannot: &dyn Fn() -> String,
 ) -> anyhow::Result<()> {
     let mut disks = Disks::default();
+    let mut changes = Vec::new();
     let read = loop {
-        let told = match blocks.next(lines) {
+        let told = blocks.next(lines, &mut |change| changes.push(change));
+        for change in changes.drain(..) {
+            sink.change_limits(change).with_context(cannot)?;
+        }
+        let told = match told {
             Ok(Some(told)) => told,
             Ok(None) => break Ok(()),
             Err(error) => break Err(error.into()),

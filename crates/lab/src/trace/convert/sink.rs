@@ -12,7 +12,7 @@ use super::forms::{Call, Called, Form, NotWritten, Request, Start, called};
 use crate::trace::{
     Format, Output,
     record::DiskId,
-    recording::{Entry, Writer},
+    recording::{Entry, LimitChange, Writer},
 };
 
 const BUFFER_BYTES: usize = 256 << 10;
@@ -136,6 +136,14 @@ impl Sink {
                 }
                 flush(file, text, BUFFER_BYTES)
             }
+        }
+    }
+
+    /// Adds a change of limits, which only a recording has.
+    pub(super) fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
+        match &mut self.to {
+            To::Recording { writer, .. } => writer.change_limits(change),
+            To::Lines { .. } => Ok(()),
         }
     }
 

@@ -142,14 +142,14 @@ fn names(rest: &mut &[u8]) -> Option<Vec<String>> {
 }
 
 /// A length, and so many bytes.
-fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
+pub(super) fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
     let length = usize::try_from(take(rest)?).ok().filter(|length| *length <= MOST_BYTES)?;
     let (part, behind) = rest.split_at_checked(length)?;
     *rest = behind;
     Some(part)
 }
 
-fn push(bytes: &mut Vec<u8>, mut number: u64) {
+pub(super) fn push(bytes: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         bytes.push(number as u8 | 0x80);
         number >>= 7;
@@ -157,7 +157,7 @@ fn push(bytes: &mut Vec<u8>, mut number: u64) {
     bytes.push(number as u8);
 }
 
-fn take(rest: &mut &[u8]) -> Option<u64> {
+pub(super) fn take(rest: &mut &[u8]) -> Option<u64> {
     let mut number = 0;
     for shift in (0..u64::BITS).step_by(7) {
         let (&byte, behind) = rest.split_first()?;

@@ -1,12 +1,17 @@
-//! Recordings: what disks were asked, and how long each request took.
+//! Recordings: what disks were asked, how long each request took, and which limits were in force.
 //!
 //! ```text
 //!   file      mark, block, block, …
-//!   mark      skippable frame: "weir recording 1\n", the clock of time 0: nanoseconds since 1970 (8 bytes)
+//!   mark      skippable frame: "weir recording 2\n", the clock of time 0: nanoseconds since 1970 (8 bytes)
 //!   block     skippable frame: bytes of the next one (4 bytes); frame of zstd with a checksum
-//!   in there  requests lost before it, names of disks, names of limits, requests, shift, columns
+//!   in there  0, then: requests lost before it, names of disks, names of limits, requests, shift, columns
+//!             1, then: changes of limits (`limits.rs`)
 //!   column    bytes, then a number for each request
 //! ```
+//!
+//! A version 1 has no changes of limits, and its blocks lack the number that they begin with. It is
+//! read and no longer written. A file of a newer version, and a block that begins with another
+//! number, are refused.
 //!
 //! All frames are those of RFC 8878, so `zstd -t` tests a recording; skippable ones have the magic
 //! number 0x184D2A57.
@@ -29,9 +34,11 @@
 //! blocks they may be as late as the longest request took.
 
 mod block;
+mod limits;
 mod read;
 mod write;
 
+pub use limits::{LimitChange, LimitOwner};
 pub(super) use read::{Blocks, Told, is_beginning};
 pub use write::Writer;
 
@@ -74,8 +81,13 @@ impl Times {
     }
 }
 
-/// How every recording begins, behind the head of a skippable frame.
-const MAGIC: &[u8] = b"weir recording 1\n";
+/// How every recording begins, behind the head of a skippable frame. The version follows.
+const MAGIC: &[u8] = b"weir recording ";
+/// Version that is written.
+const VERSION: u8 = 2;
+/// What a block holds: its first number since version 2.
+const REQUESTS: u64 = 0;
+const LIMITS: u64 = 1;
 /// The magic number of a skippable frame (RFC 8878, section 3.1.2), one of sixteen.
 const SKIPPABLE: [u8; 4] = 0x184D_2A57_u32.to_le_bytes();
 
@@ -85,6 +97,28 @@ const MOST_ENTRIES: usize = 1 << 16;
 const MOST_BYTES: usize = 16 << 20;
 /// Names of each kind in a block.
 const MOST_NAMES: usize = 1 << 16;
+
+/// Decodes a decompressed block of each version, for the fuzz target: a decoded block is encoded
+/// and decoded to the same.
+pub(super) fn check_block(bytes: &[u8]) {
+    for version in 1..=VERSION {
+        let Some(content) = read::Content::decode(bytes, version) else { continue };
+        let mut again = Vec::new();
+        match &content {
+            read::Content::Requests(block) => {
+                if version > 1 {
+                    block::push(&mut again, REQUESTS);
+                }
+                block.encode(&mut again);
+            }
+            read::Content::Limits(changes) => {
+                block::push(&mut again, LIMITS);
+                limits::encode(changes, &mut again);
+            }
+        }
+        assert!(read::Content::decode(&again, version).as_ref() == Some(&content), "another block");
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -2,10 +2,16 @@
 
 use zstd::bulk::Decompressor;
 
-use super::{Entry, MAGIC, MOST_BYTES, SKIPPABLE, block::Block};
+use super::{
+    Entry, LIMITS, LimitChange, MAGIC, MOST_BYTES, REQUESTS, SKIPPABLE, VERSION,
+    block::{Block, take},
+    limits,
+};
 use crate::trace::{disks::Disks, error::TraceError, lines::Lines};
 
 const HEAD_BYTES: usize = SKIPPABLE.len() + 4;
+/// A digit and the end of the line.
+const VERSION_BYTES: usize = 2;
 const CLOCK_BYTES: usize = 8;
 
 /// Whether a file that begins so is a recording.
@@ -16,8 +22,8 @@ pub(in crate::trace) fn is_beginning(bytes: &[u8]) -> bool {
 /// What comes out of a recording.
 #[derive(Default)]
 pub(in crate::trace) struct Blocks {
-    /// Nanoseconds since 1970 at time 0; none before the first request.
-    clock_ns: Option<u64>,
+    /// `None` before the first request.
+    mark: Option<Mark>,
     decompressor: Decompressor<'static>,
     block: Block,
     /// Of `block`.
@@ -29,6 +35,21 @@ pub(in crate::trace) struct Blocks {
     /// Of all blocks so far, which bounds what they take of whoever reads.
     disks: Disks,
     limits: Disks,
+}
+
+/// The beginning of a recording.
+#[derive(Clone, Copy)]
+struct Mark {
+    version: u8,
+    /// Nanoseconds since 1970 at time 0.
+    clock_ns: u64,
+}
+
+/// Contents of a block.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    Requests(Block),
+    Limits(Vec<LimitChange>),
 }
 
 /// A request and the names that belong to it.
@@ -45,16 +66,33 @@ pub(in crate::trace) struct Told<'a> {
 impl Blocks {
     /// Nanoseconds since 1970 at time 0.
     pub(in crate::trace) fn clock_ns(&mut self, lines: &mut Lines) -> Result<u64, TraceError> {
-        match self.clock_ns {
-            Some(clock_ns) => Ok(clock_ns),
-            None => Ok(*self.clock_ns.insert(clock(lines)?)),
+        self.mark(lines).map(|mark| mark.clock_ns)
+    }
+
+    fn mark(&mut self, lines: &mut Lines) -> Result<Mark, TraceError> {
+        match self.mark {
+            Some(mark) => Ok(mark),
+            None => Ok(*self.mark.insert(mark(lines)?)),
         }
     }
 
-    pub(in crate::trace) fn next(&mut self, lines: &mut Lines) -> Result<Option<Told<'_>>, TraceError> {
-        let clock_ns = self.clock_ns(lines)?;
+    /// The next request. `limits` receives the changes of limits that come before it in the file,
+    /// which says nothing about the order of their times.
+    pub(in crate::trace) fn next(
+        &mut self,
+        lines: &mut Lines,
+        limits: &mut dyn FnMut(LimitChange),
+    ) -> Result<Option<Told<'_>>, TraceError> {
+        let Mark { version, clock_ns } = self.mark(lines)?;
         while self.taken == self.block.entries.len() {
-            let Some(block) = self.read(lines)? else { return Ok(None) };
+            let block = match self.read(lines, version)? {
+                None => return Ok(None),
+                Some(Content::Limits(changes)) => {
+                    changes.into_iter().for_each(&mut *limits);
+                    continue;
+                }
+                Some(Content::Requests(block)) => block,
+            };
             self.lost = self.lost.saturating_add(block.lost);
             for (names, known) in [(&block.disks, &mut self.disks), (&block.limits, &mut self.limits)] {
                 for name in names {
@@ -86,7 +124,7 @@ impl Blocks {
         self.lost
     }
 
-    fn read(&mut self, lines: &mut Lines) -> Result<Option<Block>, TraceError> {
+    fn read(&mut self, lines: &mut Lines, version: u8) -> Result<Option<Content>, TraceError> {
         if lines.is_at_end()? {
             return Ok(None);
         }
@@ -97,7 +135,7 @@ impl Blocks {
         }
         let Some(frame) = lines.bytes(length)? else { return Err(self.cut_off(lines)) };
         let block = self.decompressor.decompress(&frame, MOST_BYTES).ok();
-        let block = block.and_then(|bytes| Block::decode(&bytes));
+        let block = block.and_then(|bytes| Content::decode(&bytes, version));
         block.map(Some).ok_or_else(|| damaged(lines, "a block is not what was written"))
     }
 
@@ -106,11 +144,40 @@ impl Blocks {
     }
 }
 
-fn clock(lines: &mut Lines) -> Result<u64, TraceError> {
-    let mark = frame(lines, MAGIC.len() + CLOCK_BYTES)?;
-    let clock = mark.as_deref().and_then(|mark| mark.strip_prefix(MAGIC));
-    let clock = clock.and_then(|clock| clock.try_into().ok());
-    Ok(u64::from_le_bytes(clock.ok_or_else(|| damaged(lines, "it does not begin as a recording does"))?))
+impl Content {
+    /// Decodes a block. Returns `None` if the bytes are none.
+    pub(super) fn decode(bytes: &[u8], version: u8) -> Option<Self> {
+        if version < 2 {
+            return Block::decode(bytes).map(Self::Requests);
+        }
+        let mut rest = bytes;
+        match take(&mut rest)? {
+            REQUESTS => Block::decode(rest).map(Self::Requests),
+            LIMITS => limits::decode(rest).map(Self::Limits),
+            _ => None,
+        }
+    }
+}
+
+fn mark(lines: &mut Lines) -> Result<Mark, TraceError> {
+    let head = frame(lines, MAGIC.len() + VERSION_BYTES + CLOCK_BYTES)?;
+    let rest = head.as_deref().and_then(|head| head.strip_prefix(MAGIC));
+    let mark = rest.and_then(|rest| {
+        let (&version, rest) = rest.split_first().filter(|(version, _)| version.is_ascii_digit())?;
+        let clock_ns = u64::from_le_bytes(rest.strip_prefix(b"\n")?.try_into().ok()?);
+        Some(Mark { version: version - b'0', clock_ns })
+    });
+    match mark {
+        Some(mark) if mark.version > VERSION => {
+            let Mark { version, .. } = mark;
+            let why = format!(
+                "the recording has version {version}, and this weir reads up to {VERSION} (use a newer weir)"
+            );
+            Err(TraceError::Together { file: lines.name().to_owned(), why })
+        }
+        Some(mark) => Ok(mark),
+        None => Err(damaged(lines, "it does not begin as a recording does")),
+    }
 }
 
 /// What a skippable frame of this length holds; `None` where the file ends in it.

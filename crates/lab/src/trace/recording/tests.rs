@@ -2,13 +2,22 @@ use std::io::Cursor;
 
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
-use super::{block::Block, *};
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    watermark::Watermark,
+};
+
+use super::{block::Block, read::Content, *};
 use crate::trace::{
     error::TraceError,
+    input::Input,
+    lines::Lines,
     merge::Merged,
     reader::{Options, Reader},
 };
 
+/// Bytes before the first block: the head of a frame, the words, the version and the clock.
+const MARK_BYTES: usize = 8 + MAGIC.len() + 2 + 8;
 const DISKS: [&str; 3] = ["vm1", "vm2", "a disk, \"quoted\""];
 const LIMITS: [&str; 2] = ["iops-total", "gold: bps-write"];
 
@@ -90,8 +99,7 @@ proptest! {
         at in any::<prop::sample::Index>(),
     ) {
         let bytes = write(&entries, 1);
-        // Behind the mark: 8 bytes of a frame's head, the words and the clock.
-        let mark = 8 + MAGIC.len() + 8;
+        let mark = MARK_BYTES;
         let length = mark + at.index(bytes.len() - mark);
         let (records, error) = read(&bytes[..length]);
         prop_assert!(records.len() <= entries.len());
@@ -111,7 +119,7 @@ proptest! {
         bit in 0..8_u32,
     ) {
         let mut bytes = write(&entries, 4);
-        let mark = 8 + MAGIC.len() + 8;
+        let mark = MARK_BYTES;
         let at = mark + at.index(bytes.len() - mark);
         bytes[at] ^= 1 << bit;
         let (records, error) = read(&bytes);
@@ -127,6 +135,150 @@ proptest! {
             prop_assert!(block.entries.is_sorted_by_key(|entry| entry.arrival_ns));
         }
     }
+
+    #[test]
+    fn changes_of_limits_are_read_as_they_were_written(changes in vec(change(), 0..50)) {
+        let mut bytes = Vec::new();
+        limits::encode(&changes, &mut bytes);
+        prop_assert_eq!(limits::decode(&bytes), Some(changes));
+        prop_assert_eq!(limits::decode(&bytes[..bytes.len() - 1]), None);
+        bytes.push(0);
+        prop_assert_eq!(limits::decode(&bytes), None);
+    }
+
+    #[test]
+    fn damaged_changes_of_limits_are_valid_or_refused(
+        changes in vec(change(), 1..5),
+        at in any::<prop::sample::Index>(),
+        bit in 0..8_u32,
+    ) {
+        let mut bytes = Vec::new();
+        limits::encode(&changes, &mut bytes);
+        let at = at.index(bytes.len());
+        bytes[at] ^= 1 << bit;
+        for change in limits::decode(&bytes).unwrap_or_default() {
+            prop_assert!(change.limits.validate().is_ok() && !change.name.is_empty());
+        }
+    }
+
+    #[test]
+    fn changes_of_limits_are_recorded_between_requests(
+        entries in vec(entry(), 1..20),
+        changes in vec(change(), 1..20),
+        cuts in 1..10_usize,
+    ) {
+        let mut writer = Writer::new(Vec::new(), 1_000).unwrap();
+        let rounds = entries.len().max(changes.len());
+        for round in 0..rounds {
+            if let Some(change) = changes.get(round) {
+                writer.change_limits(change.clone()).unwrap();
+            }
+            if let Some(&entry) = entries.get(round) {
+                let limit = || LIMITS[entry.limit.unwrap() as usize];
+                writer.push(entry, || DISKS[entry.disk as usize], limit).unwrap();
+            }
+            if (round + 1) % cuts == 0 {
+                writer.cut().unwrap();
+                prop_assert!(writer.is_cut());
+            }
+        }
+        let (read, count) = read_all(&writer.finish().unwrap());
+        prop_assert_eq!((read, count), (changes, entries.len()));
+    }
+}
+
+fn limits() -> impl Strategy<Value = Limits> {
+    let kinds = select(vec![
+        vec![LimitKind::BpsTotal, LimitKind::IopsTotal],
+        vec![LimitKind::BpsRead, LimitKind::BpsWrite, LimitKind::IopsRead, LimitKind::IopsWrite],
+        vec![LimitKind::IopsRead],
+        vec![],
+    ]);
+    (kinds, 1..1_000_000_u64, 0..3_u64, 1..100_u64, 0..3_u64).prop_map(
+        |(kinds, rate, factor, length, operation)| {
+            let mut limits = Limits::default();
+            for kind in kinds {
+                let burst_length_s = if factor > 0 { length } else { 1 };
+                *limits.limit_mut(kind) = Limit { rate, burst_rate: rate * factor, burst_length_s };
+                limits.iops_size = if kind.counts_bytes() { 0 } else { operation * 4096 };
+            }
+            limits.validate().expect("the strategy makes valid limits");
+            limits
+        },
+    )
+}
+
+fn change() -> impl Strategy<Value = LimitChange> {
+    let owner = select(vec![LimitOwner::Disk, LimitOwner::Group]);
+    let group = option::of(select(vec!["gold", "host"]));
+    (0..u64::MAX / 4, owner, select(&DISKS[..]), group, limits(), 0..=100_u8).prop_map(
+        |(at_ns, owner, name, group, limits, percent)| LimitChange {
+            at_ns,
+            owner,
+            name: name.to_owned(),
+            group: group.map(str::to_owned),
+            limits,
+            watermark: Watermark::new(percent).expect("a percentage"),
+        },
+    )
+}
+
+/// The changes of limits and the number of requests of a recording.
+fn read_all(bytes: &[u8]) -> (Vec<LimitChange>, usize) {
+    let input = Input::new("t".to_owned(), Box::new(Cursor::new(bytes.to_vec()))).unwrap();
+    let (mut lines, mut blocks) = (Lines::new(input), Blocks::default());
+    let (mut changes, mut count) = (Vec::new(), 0);
+    while blocks.next(&mut lines, &mut |change| changes.push(change)).unwrap().is_some() {
+        count += 1;
+    }
+    (changes, count)
+}
+
+/// A recording of version 1: three requests of two disks, of which the first waited for a limit.
+const VERSION_1: &str = "\
+    572a4d181900000077656972207265636f7264696e6720310a0010a5d4e8000000572a4d18040000\
+    004e00000028b52ffd2441090200000203766d3103766d32010a696f70732d746f74616c030c0600\
+    f09309e80705a08d06000007a08d0600a08d060302001f0301100003011200030001010301000041\
+    a3608a";
+
+#[test]
+fn an_older_version_is_read_and_a_newer_one_is_named() {
+    let bytes: Vec<u8> = (0..VERSION_1.len() / 2)
+        .map(|at| u8::from_str_radix(&VERSION_1[2 * at..2 * at + 2], 16).unwrap())
+        .collect();
+    assert_eq!(read_all(&bytes), (Vec::new(), 3));
+    let (records, error) = read(&bytes);
+    let of = |offset, length, disk: &str| (offset, length, disk.to_owned());
+    assert_eq!(records, [of(4096, 4096, "vm1"), of(0, 65_536, "vm2"), of(0, 0, "vm2")]);
+    assert_eq!(error, None);
+    let mut newer = Writer::new(Vec::new(), 0).unwrap().finish().unwrap();
+    newer[8 + MAGIC.len()] = b'3';
+    let error = read(&newer).1.unwrap();
+    assert_eq!(error, "t: the recording has version 3, and this weir reads up to 2 (use a newer weir)");
+}
+
+#[test]
+fn blocks_of_long_names_are_as_small_as_a_reader_takes() {
+    let mut writer = Writer::new(Vec::new(), 0).unwrap();
+    let change = |number: u64| LimitChange {
+        at_ns: number,
+        owner: LimitOwner::Group,
+        name: format!("{number}{}", "n".repeat(4000)),
+        group: Some("g".repeat(4096)),
+        limits: Limits::default(),
+        watermark: Watermark::ALWAYS,
+    };
+    let changes: Vec<_> = (0..3000).map(change).collect();
+    changes.iter().for_each(|change| writer.change_limits(change.clone()).unwrap());
+    assert_eq!(read_all(&writer.finish().unwrap()), (changes, 0));
+}
+
+#[test]
+fn a_block_of_another_kind_is_refused() {
+    for kind in [2, 127] {
+        assert!(Content::decode(&[kind, 0, 0, 0, 0, 0], 2).is_none());
+    }
+    assert!(Content::decode(&[], 2).is_none());
 }
 
 #[test]

@@ -4,17 +4,28 @@ use std::io::{self, Write};
 
 use zstd::stream::raw::CParameter;
 
-use super::{Entry, MAGIC, MOST_ENTRIES, SKIPPABLE, block::Block};
+use super::{
+    Entry, LIMITS, LimitChange, MAGIC, MOST_BYTES, MOST_ENTRIES, REQUESTS, SKIPPABLE, VERSION,
+    block::{Block, push},
+    limits::{self, MOST_CHANGES},
+};
 
 /// zstd's own default. On requests at random places 1 is a tenth faster and a tenth larger, and 9
 /// three times slower for nothing.
 const LEVEL: i32 = 3;
+
+/// Bytes of the two numbers before the changes of a block.
+const MOST_NUMBER_BYTES: usize = 20;
 
 /// Requests given in any order are written by arrival, block by block.
 pub struct Writer<W> {
     out: W,
     compressor: zstd::bulk::Compressor<'static>,
     block: Block,
+    /// Since the last block.
+    changes: Vec<LimitChange>,
+    /// Bytes that they take in a block at most.
+    change_bytes: usize,
     /// What each name of the caller's is called in this block.
     disks: Names,
     limits: Names,
@@ -49,9 +60,11 @@ impl<W: Write> Writer<W> {
     pub fn new(mut out: W, clock_ns: u64) -> io::Result<Self> {
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
         compressor.set_parameter(CParameter::ChecksumFlag(true))?;
-        out.write_all(&skippable(&[MAGIC, &clock_ns.to_le_bytes()].concat()))?;
+        let version = format!("{VERSION}\n");
+        out.write_all(&skippable(&[MAGIC, version.as_bytes(), &clock_ns.to_le_bytes()].concat()))?;
         let (disks, limits) = (Names::default(), Names::default());
-        Ok(Self { out, compressor, block: Block::default(), disks, limits, bytes: Vec::new() })
+        let (block, changes) = (Block::default(), Vec::new());
+        Ok(Self { out, compressor, block, changes, change_bytes: 0, disks, limits, bytes: Vec::new() })
     }
 
     /// `entry.disk` and `entry.limit` are numbers of the caller's, whose names `disk` and `limit`
@@ -73,9 +86,23 @@ impl<W: Write> Writer<W> {
         if self.block.entries.len() == MOST_ENTRIES { self.cut() } else { Ok(()) }
     }
 
+    /// Adds a change of limits. The changes of an owner must be in the order of time.
+    ///
+    /// # Errors
+    /// Those of `out`, to which a full block goes.
+    pub fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
+        let bytes = limits::most_bytes(&change);
+        if self.changes.len() == MOST_CHANGES || self.change_bytes + bytes > MOST_BYTES - MOST_NUMBER_BYTES {
+            self.cut_changes()?;
+        }
+        self.changes.push(change);
+        self.change_bytes += bytes;
+        Ok(())
+    }
+
     /// Whether nothing waits for the next block.
     pub fn is_cut(&self) -> bool {
-        self.block.entries.is_empty() && self.block.lost == 0
+        self.block.entries.is_empty() && self.block.lost == 0 && self.changes.is_empty()
     }
 
     /// So many requests are not to be had: the next block says so.
@@ -98,16 +125,15 @@ impl<W: Write> Writer<W> {
     /// # Errors
     /// Those of `out`.
     pub fn cut(&mut self) -> io::Result<()> {
+        self.cut_changes()?;
         if self.block.entries.is_empty() && self.block.lost == 0 {
             return Ok(());
         }
         self.block.entries.sort_by_key(|entry| entry.arrival_ns);
         self.bytes.clear();
+        push(&mut self.bytes, REQUESTS);
         self.block.encode(&mut self.bytes);
-        let frame = self.compressor.compress(&self.bytes)?;
-        let length = u32::try_from(frame.len()).expect("a block is bounded");
-        // In one go: who reads meanwhile sees it whole or not at all, mostly.
-        self.out.write_all(&[skippable(&length.to_le_bytes()), frame].concat())?;
+        self.write_block()?;
         self.block.lost = 0;
         self.block.entries.clear();
         self.block.disks.clear();
@@ -115,6 +141,28 @@ impl<W: Write> Writer<W> {
         self.disks.places.fill(None);
         self.limits.places.fill(None);
         Ok(())
+    }
+
+    /// Writes the changes of limits as a block.
+    fn cut_changes(&mut self) -> io::Result<()> {
+        if self.changes.is_empty() {
+            return Ok(());
+        }
+        self.bytes.clear();
+        push(&mut self.bytes, LIMITS);
+        limits::encode(&self.changes, &mut self.bytes);
+        self.write_block()?;
+        self.changes.clear();
+        self.change_bytes = 0;
+        Ok(())
+    }
+
+    /// Writes `bytes` as a block.
+    fn write_block(&mut self) -> io::Result<()> {
+        let frame = self.compressor.compress(&self.bytes)?;
+        let length = u32::try_from(frame.len()).expect("a block is bounded");
+        // In one go: who reads meanwhile sees it whole or not at all, mostly.
+        self.out.write_all(&[skippable(&length.to_le_bytes()), frame].concat())
     }
 
     /// Writes the last block.

@@ -1,0 +1,74 @@
+//! The limits of a disk or group, as the recorder hands them to its outputs.
+
+use std::sync::Arc;
+
+use block::{disk::Disk, layer::throttle::Group};
+use lab::recording::{LimitChange, LimitOwner};
+use policy::{throttle::Limits, watermark::Watermark};
+
+/// Kind and name of a disk or group.
+pub(super) type LimitKey = (LimitOwner, Arc<str>);
+
+/// Limits of a disk or group, and the group above it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct LimitsInForce {
+    owner: LimitOwner,
+    name: Arc<str>,
+    group: Option<Arc<str>>,
+    limits: Limits,
+    watermark: Watermark,
+}
+
+impl LimitsInForce {
+    /// A disk's own limits.
+    pub(super) fn of_disk(disk: &Disk) -> Self {
+        let settings = disk.throttle().settings();
+        Self {
+            owner: LimitOwner::Disk,
+            name: Arc::clone(disk.name()),
+            group: disk.throttle().group().map(|group| group.name().into()),
+            limits: settings.limits,
+            watermark: settings.watermark,
+        }
+    }
+
+    /// A group's own limits.
+    pub(super) fn of_group(group: &Group) -> Self {
+        let settings = group.settings();
+        Self {
+            owner: LimitOwner::Group,
+            name: group.name().into(),
+            group: group.parent().map(|group| group.name().into()),
+            limits: settings.limits,
+            watermark: settings.watermark,
+        }
+    }
+
+    /// A disk that was removed: no limits.
+    pub(super) fn removed(name: Arc<str>) -> Self {
+        let (limits, watermark) = (Limits::default(), Watermark::ALWAYS);
+        Self { owner: LimitOwner::Disk, name, group: None, limits, watermark }
+    }
+
+    pub(super) fn key(&self) -> LimitKey {
+        (self.owner, Arc::clone(&self.name))
+    }
+
+    /// True if neither the owner nor a group above it limits anything.
+    pub(super) fn is_none(&self) -> bool {
+        self.limits.is_unlimited() && self.group.is_none()
+    }
+
+    /// The record of these limits from an instant on.
+    pub(super) fn change(&self, at_ns: u64) -> LimitChange {
+        let Self { owner, name, group, limits, watermark } = self;
+        LimitChange {
+            at_ns,
+            owner: *owner,
+            name: name.to_string(),
+            group: group.as_ref().map(|group| group.to_string()),
+            limits: *limits,
+            watermark: *watermark,
+        }
+    }
+}

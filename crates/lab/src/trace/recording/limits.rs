@@ -1,0 +1,115 @@
+//! Limits in a recording: the limits of each disk and group when it began, and every change.
+//!
+//! ```text
+//!   block     number of changes, changes
+//!   change    nanoseconds since time 0; 0 disk, 1 group; name; 0, or 1 and the name of its group;
+//!             watermark in percent; iops-size; rate, burst rate and burst length of six limits
+//! ```
+//!
+//! Whatever the bytes are, decoding ends, and takes no more memory than [`MOST_CHANGES`] allow.
+
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    watermark::Watermark,
+};
+
+use super::block::{part, push, take};
+
+/// Changes of a block.
+pub(super) const MOST_CHANGES: usize = 1 << 16;
+/// Largest length of a name, as for the disks of all traces.
+const MOST_NAME_BYTES: usize = 4096;
+
+/// Kind of the owner of limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LimitOwner {
+    /// A disk.
+    Disk,
+    /// A group of disks or groups.
+    Group,
+}
+
+/// Limits of a disk or group that are in force from an instant on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LimitChange {
+    /// Nanoseconds since time 0 of the recording.
+    pub at_ns: u64,
+    /// Kind of the owner.
+    pub owner: LimitOwner,
+    /// Name of the owner.
+    pub name: String,
+    /// Group that the owner is a member of. Its limits apply to the owner as well.
+    pub group: Option<String>,
+    /// The owner's own limits. No limits if the owner was removed.
+    pub limits: Limits,
+    /// Utilization of the device below which the limits are not enforced.
+    pub watermark: Watermark,
+}
+
+/// Largest number of bytes that a change takes: 25 numbers of 10 bytes, and its names.
+pub(super) fn most_bytes(change: &LimitChange) -> usize {
+    250 + change.name.len() + change.group.as_ref().map_or(0, String::len)
+}
+
+/// Appends a block of changes.
+pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
+    push(bytes, changes.len() as u64);
+    for change in changes {
+        push(bytes, change.at_ns);
+        push(bytes, u64::from(change.owner == LimitOwner::Group));
+        push_name(bytes, &change.name);
+        push(bytes, u64::from(change.group.is_some()));
+        if let Some(group) = &change.group {
+            push_name(bytes, group);
+        }
+        push(bytes, change.watermark.percent().into());
+        push(bytes, change.limits.iops_size);
+        for kind in LimitKind::ALL {
+            let Limit { rate, burst_rate, burst_length_s } = change.limits.limit(kind);
+            [rate, burst_rate, burst_length_s].into_iter().for_each(|number| push(bytes, number));
+        }
+    }
+}
+
+/// Decodes a block of changes. Returns `None` if the bytes are none, or a limit breaks a rule.
+pub(super) fn decode(bytes: &[u8]) -> Option<Vec<LimitChange>> {
+    let mut rest = bytes;
+    let count = usize::try_from(take(&mut rest)?).ok().filter(|count| *count <= MOST_CHANGES)?;
+    let changes = (0..count).map(|_| decode_change(&mut rest)).collect::<Option<Vec<_>>>()?;
+    rest.is_empty().then_some(changes)
+}
+
+fn decode_change(rest: &mut &[u8]) -> Option<LimitChange> {
+    let at_ns = take(rest)?;
+    let owner = if take_flag(rest)? { LimitOwner::Group } else { LimitOwner::Disk };
+    let name = take_name(rest)?;
+    let group = if take_flag(rest)? { Some(take_name(rest)?) } else { None };
+    let watermark = Watermark::new(u8::try_from(take(rest)?).ok()?)?;
+    let mut limits = Limits::default();
+    limits.iops_size = take(rest)?;
+    for kind in LimitKind::ALL {
+        let [rate, burst_rate, burst_length_s] = [take(rest)?, take(rest)?, take(rest)?];
+        *limits.limit_mut(kind) = Limit { rate, burst_rate, burst_length_s };
+    }
+    limits.validate().ok()?;
+    Some(LimitChange { at_ns, owner, name, group, limits, watermark })
+}
+
+fn push_name(bytes: &mut Vec<u8>, name: &str) {
+    push(bytes, name.len() as u64);
+    bytes.extend_from_slice(name.as_bytes());
+}
+
+fn take_name(rest: &mut &[u8]) -> Option<String> {
+    let name = String::from_utf8(part(rest)?.to_vec()).ok()?;
+    let is_name = (1..=MOST_NAME_BYTES).contains(&name.len()) && !name.contains(char::is_control);
+    is_name.then_some(name)
+}
+
+fn take_flag(rest: &mut &[u8]) -> Option<bool> {
+    match take(rest)? {
+        0 => Some(false),
+        1 => Some(true),
+        _ => None,
+    }
+}
