@@ -5,7 +5,10 @@
 //! that has.
 
 use console::screen::{DIM, HELD, is_plain};
-use console::{figures, figures::Limits};
+use console::{
+    figures,
+    figures::{Limits, elided},
+};
 use policy::throttle::{LimitKind, Part, Setting};
 use ratatui::{
     Frame,
@@ -82,8 +85,11 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
         Unit::Operations => "IOPS",
         Unit::Bytes => "bytes/s",
     };
-    let mut frame_of = Block::bordered().border_style(DIM).title(title(name, row.name, markers));
+    // Between the corners of the frame.
+    let room = usize::from(area.width).saturating_sub(2);
+    let mut frame_of = Block::bordered().border_style(DIM).title(title(name, row.name, markers, room));
     if let Some(group) = of_group {
+        let group = elided(group, room.saturating_sub(" limit of  ".len()));
         frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), HELD));
     }
     let chart = Chart::new(limits.chain(measured).collect())
@@ -94,13 +100,18 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
     frame.render_widget(chart, area);
 }
 
-fn title(unit: &str, name: &str, markers: [(Marker, &str); 3]) -> Line<'static> {
-    let mut spans = vec![Span::raw(format!(" {name} {unit}: "))];
+/// The title of a chart in a number of letters. The name is shortened, and the unit and the legend
+/// are not.
+fn title(unit: &str, name: &str, markers: [(Marker, &str); 3], room: usize) -> Line<'static> {
+    let mut spans = Vec::new();
     for ((text, style), (_, sign)) in
         [("reads ", READS), ("writes ", WRITES), ("sum ", TOTAL)].into_iter().zip(markers)
     {
         spans.push(Span::styled(format!("{text}{sign}"), style));
     }
+    let rest = Line::from(spans.clone()).width() + format!("  {unit}: ").len();
+    let name = elided(name, room.saturating_sub(rest));
+    spans.insert(0, Span::raw(format!(" {name} {unit}: ")));
     Line::from(spans)
 }
 
@@ -164,7 +175,7 @@ mod tests {
     fn without_colours_each_line_has_a_sign_of_its_own() {
         let signs = markers(true).map(|(_, sign)| sign);
         assert!(signs[0] != signs[1] && signs[1] != signs[2] && signs[0] != signs[2]);
-        let title = title("IOPS", "vm1", markers(true)).to_string();
+        let title = title("IOPS", "vm1", markers(true), 80).to_string();
         assert_eq!(title, " vm1 IOPS: reads • writes ▄ sum █ ");
     }
 

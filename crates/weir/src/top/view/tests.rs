@@ -70,6 +70,15 @@ fn a_wide_screen_has_whole_names_and_the_limit_that_holds() {
 }
 
 #[test]
+fn charts_of_a_long_name_keep_the_measure() {
+    let mut state = watched(2, &["customer-17-database-volume-of-a-long-name"]);
+    let drawn = screen(&mut state, 80, 24);
+    for title in ["me IOPS: reads writes sum", "me bytes/s: reads writes sum"] {
+        assert!(drawn.contains(title), "{title} in\n{drawn}");
+    }
+}
+
+#[test]
 fn a_large_screen_has_larger_charts_and_a_longer_list() {
     check(&mut watched(130, &["vm1"]), (132, 43), "large.txt");
 }
