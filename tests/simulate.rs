@@ -152,6 +152,37 @@ fn a_daemon_is_never_ahead_of_what_was_simulated() {
     assert!(ahead.is_empty(), "{ahead:#?}");
 }
 
+/// The run without has neither limits nor reads ahead, and the table names each that the other has.
+#[test]
+fn a_comparison_names_what_differs() {
+    let run = |options: &[&str]| {
+        let workload = ["simulate", "--workload", "sequential:seconds=1", "--delay", "read=1ms"];
+        weir(&[&workload[..], options].concat()).succeeds()
+    };
+    let heading = |printed: &str| printed.lines().next().unwrap_or_default().to_owned();
+    let both = run(&["--bps-total", "100M", "--prefetch", "on"]);
+    assert!(heading(&both).starts_with("DISK   LIMITS AND PREFETCH  REQUESTS "), "{both}");
+    let prefetch = run(&["--prefetch", "on"]);
+    assert!(heading(&prefetch).starts_with("DISK   PREFETCH  REQUESTS "), "{prefetch}");
+    let limits = run(&["--bps-total", "1M", "--prefetch", "off"]);
+    assert!(heading(&limits).starts_with("DISK   LIMITS   REQUESTS "), "{limits}");
+}
+
+/// Without a config file, disks have no limits of their own that a sweep could change.
+#[test]
+fn a_sweep_of_a_name_says_what_to_add() {
+    let scratch = Scratch::new();
+    let trace = scratch.file("trace.csv", csv(&requests()));
+    let sweep = ["simulate", text(&trace), "--sweep", "iops-total=50..400:50", "--sweep-of", "backup"];
+    let outcome = weir(&sweep).run();
+    assert_eq!(outcome.code(), 2);
+    let advice = "(add --config FILE with this disk or group, or --group backup, or leave --sweep-of out)";
+    assert_says(&outcome.said(), &["--sweep-of backup: without --config", advice]);
+    let judged = ["--group", "backup", "--p99", "5ms", "--p99-of", "vm9"];
+    let outcome = weir(&[&sweep[..], &judged].concat()).run();
+    assert_says(&outcome.said(), &["--p99-of vm9: there are no requests"]);
+}
+
 #[test]
 fn what_the_limits_do_is_printed_before_and_after() {
     let scratch = Scratch::new();

@@ -38,10 +38,10 @@ pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
         measure("time throttled", Unit::Share, Better::Lower, line.throttled);
     }
     Findings {
-        summary: summary.lines().map(|(what, line)| sentence(what, line)).collect(),
+        summary: summary.lines().map(|(what, line)| sentence(what, line, summary.compared())).collect(),
         measures,
         tables: vec![table(summary)],
-        charts: charts(outcome),
+        charts: charts(outcome, summary.compared()),
         ..Findings::default()
     }
 }
@@ -115,14 +115,14 @@ pub(super) fn of_story(story: &Story) -> Findings {
     }
 }
 
-fn sentence(what: &str, line: &Line) -> String {
+fn sentence(what: &str, line: &Line, compared: &str) -> String {
     let p99 = |figures: &Figures| figures::time(figures.latency_ns.p99);
     let before = match &line.before {
         None => String::new(),
         Some(_) if line.after.latency_ns.max == 0 => String::new(),
         // No device is simulated, so there is no time to compare with.
         Some(before) if before.latency_ns.max == 0 => ", all of it for limits".to_owned(),
-        Some(before) => format!(" instead of {} without limits", p99(before)),
+        Some(before) => format!(" instead of {} without {compared}", p99(before)),
     };
     let held = line.held_by.first().map_or_else(String::new, |held| format!(", mostly for {}", held.limit));
     format!(
@@ -134,7 +134,9 @@ fn sentence(what: &str, line: &Line) -> String {
 }
 
 fn table(summary: &Summary) -> Table {
-    let columns = "|limits|requests|IOPS|bytes/s|p50|p99|p99.9|max|throttled|longest queue".split('|');
+    let compared = summary.compared();
+    let numbers = "requests|IOPS|bytes/s|p50|p99|p99.9|max|throttled|longest queue".split('|');
+    let columns = ["", compared].into_iter().chain(numbers);
     let mut rows = Vec::new();
     let lines = summary
         .lines()
@@ -158,14 +160,17 @@ fn table(summary: &Summary) -> Table {
             rows.push(row);
         }
     }
-    let note = "Without limits: on the same device, as it is modelled. Times are right within a hundredth.";
-    Table { note: Some(note.to_owned()), ..Table::new("What the limits did", columns, rows) }
+    let note = format!(
+        "Without {compared}: on the same device, as it is modelled. Times are right within a hundredth."
+    );
+    Table { note: Some(note), ..Table::new(&format!("The effect of {compared}"), columns, rows) }
 }
 
 /// Lines of limits, and a note on those that are not drawn.
 type LimitsShown = (Vec<Series>, Option<String>);
 
-fn charts(outcome: &Outcome) -> Vec<Chart> {
+/// `compared` is the difference between the two runs.
+fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
     let world = &outcome.world;
     let mut done = Vec::new();
     let mut moved = Vec::new();
@@ -183,7 +188,7 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
         for group in world.groups_above(disk).map(|group| &world.groups[group]) {
             limits.add(Some(&group.name), &group.hold.limits);
         }
-        charts.extend(distribution(&disk.name, &of.after, of.before.as_ref()));
+        charts.extend(distribution(&disk.name, &of.after, of.before.as_ref(), compared));
     }
     let over_time = |title: &str, label: &str, unit, series: Vec<Series>, limits: LimitsShown| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
@@ -209,12 +214,13 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
     first.into_iter().flatten().chain(charts).collect()
 }
 
-fn distribution(name: &str, after: &Tally, before: Option<&Tally>) -> Option<Chart> {
+fn distribution(name: &str, after: &Tally, before: Option<&Tally>, compared: &str) -> Option<Chart> {
     let line = |name: &str, tally: &Tally| {
         let points = latencies::distribution(&tally.latency);
         Series { name: name.to_owned(), points }
     };
-    let series = before.map(|before| line("without", before)).into_iter().chain([line("with limits", after)]);
+    let with = line(&format!("with {compared}"), after);
+    let series = before.map(|before| line("without", before)).into_iter().chain([with]);
     let series: Vec<_> = series.filter(|series| !series.points.is_empty()).collect();
     let title = format!("{name}: share of requests that took no longer");
     (!series.is_empty()).then(|| Chart::Lines(Lines::distribution(&title, series)))

@@ -212,7 +212,7 @@ fn run_sweep(
     let between = SweptNames { limited: of, judged };
     // All of them, before the first takes its time.
     let setups = values.values.iter().map(|&value| setup.with(of, values.setting, value));
-    setups.collect::<anyhow::Result<Vec<_>>>()?;
+    setups.collect::<anyhow::Result<Vec<_>>>().map_err(Failure::Usage)?;
     let progress = Spinner::new();
     let one = |value| {
         let setup = setup.with(of, values.setting, value)?;

@@ -162,6 +162,17 @@ impl Summary {
         Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
     }
 
+    /// What the two runs of a comparison differ in: the run without has neither limits nor reads
+    /// ahead.
+    pub(crate) fn compared(&self) -> &'static str {
+        let reads_ahead = |line: &Line| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
+        match (self.is_limited, self.disks.iter().any(reads_ahead)) {
+            (false, true) => "prefetch",
+            (true, true) => "limits and prefetch",
+            (_, false) => "limits",
+        }
+    }
+
     pub(crate) fn text(&self) -> String {
         let tables = [Some(self.latencies()), self.parts(), self.limits(), self.prefetched()];
         let tables = tables.into_iter().flatten();
@@ -182,7 +193,8 @@ impl Summary {
 
     fn latencies(&self) -> Table {
         let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
-        let mut table = Table::new(columns(&["DISK", "LIMITS"], &numbers));
+        let compared = self.compared().to_uppercase();
+        let mut table = Table::new(columns(&["DISK", &compared], &numbers));
         let lines = self.lines().map(|(what, line)| (shown(what, line), line.before.as_ref(), &line.after));
         let all = self.all.iter().map(|all| ("all disks".to_owned(), all.before.as_ref(), &all.after));
         for (name, before, after) in lines.chain(all) {

@@ -231,7 +231,14 @@ impl Setup {
                 change(&disk.name, &mut disk.hold.limits)?;
             }
             (None, Some(name), Kind::Any(_)) => {
-                anyhow::bail!("{name}: is no group here (name it with --group, or leave --sweep-of out)")
+                let places = if groups.is_empty() {
+                    format!("add --config FILE with this disk or group, or --group {name}")
+                } else {
+                    format!("the group is {}; for a disk, use --config FILE", groups[0].name)
+                };
+                anyhow::bail!(
+                    "--sweep-of {name}: without --config a limit is that of --group or of each disk ({places}, or leave --sweep-of out)"
+                )
             }
             (None, None, Kind::Config { .. }) => match &mut disks[..] {
                 [disk] => change(&disk.name, &mut disk.hold.limits)?,

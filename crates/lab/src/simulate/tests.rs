@@ -422,6 +422,8 @@ fn a_sweep_of_what_is_not_there_is_an_error() {
         "--sweep: there are several disks and groups (choose one with --sweep-of)"
     );
     assert!(error(&config, Some("vm9"), 1).starts_with("vm9: is no disk and no group of "));
-    assert!(error("", Some("gold"), 1).starts_with("gold: is no group here"));
+    let wrong = error("", Some("gold"), 1);
+    assert!(wrong.starts_with("--sweep-of gold: without --config a limit is that of --group"), "{wrong}");
+    assert!(wrong.contains("add --config FILE with this disk or group, or --group gold"), "{wrong}");
     assert!(error("--iops-read 5", None, 1).starts_with("each disk: iops-total=1: "));
 }
