@@ -315,6 +315,9 @@ mod tests {
             ("-O qcow2 -o cluster_size=512 --size 10M", 209_920, 10_695_680),
             ("-O qcow2 -o cluster_size=512,refcount_bits=64 --size 10G", 346_283_520, 11_083_701_760),
             ("-O qcow2 -o refcount_bits=1,cluster_size=2M --size 20T", 92_274_688, 21_990_324_830_208),
+            ("-O qcow2 --size 2P", 343_650_009_088, 2_252_143_463_694_336),
+            ("-O qcow2 -o refcount_bits=64 --size 2P", 549_890_228_224, 2_252_349_703_913_472),
+            ("-O qcow2 -o cluster_size=2M --size 2000P", 10_737_472_765_952, 2_251_810_551_158_013_952),
             ("-O qcow2 -o backing_file=a,backing_fmt=raw --size 1G", 393_216, 1_074_135_040),
             ("-O qcow2 -o encrypt.format=luks --size 1G", 2_490_368, 1_076_232_192),
         ] {

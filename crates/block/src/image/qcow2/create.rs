@@ -107,7 +107,7 @@ impl CreateOptions {
     /// The image would be too large for its clusters.
     pub fn metadata_bytes(&self) -> Result<u64, BrokenRule> {
         let inside = Self { preallocation: Preallocation::Metadata, data_file: None, ..self.clone() };
-        let layout = Layout::of(&inside)?;
+        let layout = Layout::of_any_size(&inside)?;
         Ok((layout.clusters - layout.guest_clusters) << layout.cluster_bits)
     }
 }

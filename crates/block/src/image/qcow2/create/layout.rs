@@ -42,6 +42,19 @@ pub(super) struct Layout {
 impl Layout {
     /// The layout for options that keep the rules.
     pub(super) fn of(options: &CreateOptions) -> Result<Self, BrokenRule> {
+        let layout = Self::of_any_size(options)?;
+        let table_bytes = layout.refcount_table_clusters * options.cluster_bytes;
+        if table_bytes > LARGEST_REFCOUNT_TABLE.max(options.cluster_bytes)
+            || layout.clusters > OFFSET_LIMIT >> layout.cluster_bits
+        {
+            return Err(too_large(options));
+        }
+        Ok(layout)
+    }
+
+    /// The same without the limits of the refcount table and of offsets. A disk within the limit of
+    /// the L1 table can be created, though not all of its clusters can be allocated.
+    pub(super) fn of_any_size(options: &CreateOptions) -> Result<Self, BrokenRule> {
         let cluster_bits = options.cluster_bytes.trailing_zeros();
         let entry_bytes = if options.extended_l2 { 16 } else { 8 };
         let guest_clusters = options.size_bytes.div_ceil(options.cluster_bytes);
@@ -58,17 +71,11 @@ impl Layout {
         let data_clusters = if is_inside { guest_clusters } else { 0 };
         let others = 1 + l1_clusters + luks_clusters + l2_tables + data_clusters;
         let (table, blocks) = refcounts(options, others);
-        if table * options.cluster_bytes > LARGEST_REFCOUNT_TABLE.max(options.cluster_bytes) {
-            return Err(too_large(options));
-        }
         let l1_first = 1 + table + blocks;
         let luks_first = l1_first + l1_clusters;
         let l2_first = luks_first + luks_clusters;
         let data_first = l2_first + l2_tables;
         let clusters = data_first + data_clusters;
-        if clusters > OFFSET_LIMIT >> cluster_bits {
-            return Err(too_large(options));
-        }
         Ok(Self {
             cluster_bits,
             refcount_table_offset: options.cluster_bytes,
