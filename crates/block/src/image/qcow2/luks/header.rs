@@ -5,6 +5,8 @@
 //!
 //! Source: "LUKS On-Disk Format Specification" 1.2.3, figures 1 to 4.
 
+use std::ops::Range;
+
 use openssl::hash::MessageDigest;
 
 use super::{
@@ -139,11 +141,8 @@ pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
     let Some(bytes) = bytes.get(..HEADER_BYTES).filter(|bytes| bytes.starts_with(&MAGIC)) else {
         return Err(Invalid::new("the LUKS header has no signature"));
     };
-    let key_bytes = u64::from(u32_at(bytes, 108));
     for slot in 0..SLOTS {
-        let at = FIRST_SLOT + slot * SLOT_BYTES;
-        let offset = u64::from(u32_at(bytes, at + 40)) * SECTOR_BYTES as u64;
-        let end = offset + key_bytes * u64::from(u32_at(bytes, at + 44));
+        let end = slot_place(bytes, slot).end;
         if end > area_bytes {
             return Err(Invalid::new(format!(
                 "key slot {slot} ends at {end:#x}, past the end of the LUKS header ({area_bytes:#x})"
@@ -151,6 +150,14 @@ pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
         }
     }
     Ok(())
+}
+
+/// The stripes of a key slot, in bytes from the beginning of the LUKS header.
+fn slot_place(bytes: &[u8], slot: usize) -> Range<u64> {
+    let at = FIRST_SLOT + slot * SLOT_BYTES;
+    let offset = u64::from(u32_at(bytes, at + 40)) * SECTOR_BYTES as u64;
+    let key_bytes = u64::from(u32_at(bytes, 108));
+    offset..offset + key_bytes * u64::from(u32_at(bytes, at + 44))
 }
 
 impl LuksHeader {
@@ -187,13 +194,14 @@ impl LuksHeader {
             uuid: text(&bytes[168..208], "the UUID")?.to_owned(),
             slots: slots(bytes)?,
         };
-        header.check(area_bytes)?;
+        header.check(bytes)?;
+        check_slots(bytes, area_bytes)?;
         Ok(header)
     }
 
-    fn check(&self, area_bytes: u64) -> Result<(), Invalid> {
+    fn check(&self, bytes: &[u8]) -> Result<(), Invalid> {
         iterations("the master key's digest", self.digest_iterations)?;
-        let mut taken = vec![("header".to_owned(), 0, HEADER_BYTES as u64)];
+        let mut taken = vec![("header".to_owned(), 0..HEADER_BYTES as u64)];
         for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.active) {
             iterations(&format!("key slot {index}"), slot.iterations)?;
             if slot.stripes != STRIPES {
@@ -202,17 +210,13 @@ impl LuksHeader {
                     slot.stripes
                 )));
             }
-            let end = slot.offset + self.material_bytes() as u64;
-            if end > area_bytes {
-                return Err(Invalid::new(format!(
-                    "key slot {index} ends at {end:#x}, past the end of the LUKS header ({area_bytes:#x})"
-                )));
-            }
-            let overlapped = taken.iter().find(|(_, from, to)| slot.offset < *to && *from < end);
-            if let Some((other, ..)) = overlapped {
+            let place = slot_place(bytes, index);
+            let overlapped =
+                taken.iter().find(|(_, other)| place.start < other.end && other.start < place.end);
+            if let Some((other, _)) = overlapped {
                 return Err(Invalid::new(format!("key slot {index} overlaps with the LUKS {other}")));
             }
-            taken.push((format!("key slot {index}"), slot.offset, end));
+            taken.push((format!("key slot {index}"), place));
         }
         Ok(())
     }
