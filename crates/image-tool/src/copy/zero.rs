@@ -15,7 +15,7 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
 
 /// The parts of `bytes`, which begin at `offset` on the disk, without a gap, and whether each is
 /// worth writing. A part that is not is zeroes: whole grains, as they lie on the disk, and at least
-/// `least` bytes.
+/// `least` bytes, or all of `bytes`.
 pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
@@ -30,7 +30,8 @@ pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Ve
         at = end;
     }
     if least > grain {
-        join_short(&mut parts, least);
+        // Data of one cluster between holes is shorter than `least`, and may be left out too.
+        join_short(&mut parts, least.min(bytes.len()));
     }
     parts
 }
@@ -74,6 +75,8 @@ mod tests {
     #[test]
     fn runs_that_are_too_short_are_written() {
         assert_eq!(data_of("a0b000c0", 0, 1, 3), [(0, 3), (6, 8)]);
+        assert_eq!(data_of("00", 0, 1, 8), [], "all of it is zeroes");
+        assert_eq!(data_of("0a", 0, 1, 8), [(0, 2)]);
     }
 
     proptest! {
