@@ -50,7 +50,7 @@ fn what_scripts_say_is_taken_or_refused_as_by_qemu_img() {
         .args(["top.q", "top2.q"])
         .inside(&inside)
         .fails();
-    assert_says(&said, &["is not its backing file"]);
+    assert_says(&said, &["its backing file is"]);
 }
 
 /// A chain in a directory of its own, `top` on `middle` on `base`, and the disk that `top` is.

@@ -176,6 +176,7 @@ async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyh
 
 fn how_to_copy() -> copy::How {
     copy::How {
+        hides_backing: false,
         tasks: TASKS,
         in_order: false,
         compressed: false,

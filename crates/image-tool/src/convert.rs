@@ -78,7 +78,7 @@ pub struct Arguments {
     #[arg(short, long)]
     compress: bool,
     /// The new image's backing file, whose content what the source does not have itself must be;
-    /// with -n, the one that the image has
+    /// with -n, the one that the image has, or is given later with `rebase -u`
     #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE")]
     backing: Option<String>,
     /// The backing file's format
@@ -327,12 +327,12 @@ async fn copy_into(
     if room < size {
         return Err(anyhow!("{name}: has {room} bytes, and the source {size} (resize it first)").into());
     }
-    check_target(&image, &target.path, &arguments).with_context(|| name.clone())?;
+    let hides_backing = check_target(&image, &target.path, &arguments).with_context(|| name.clone())?;
     if let Some(carry) = &carry {
         carry.check_target(&image).await.with_context(|| name.clone())?;
     }
     let progress = Arc::new(arguments.talk.progress(&format!("copying to {name}"), size));
-    let how = how_to_copy(&image, &arguments, target.is_zero);
+    let how = copy::How { hides_backing, ..how_to_copy(&image, &arguments, target.is_zero) };
     copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
@@ -346,15 +346,31 @@ async fn copy_into(
     Ok(())
 }
 
-fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::Result<()> {
-    let Image::Qcow2(qcow2) = target else { return Ok(()) };
+/// Checks that the options fit the target. True if the target gets its backing file later.
+fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::Result<bool> {
+    let Image::Qcow2(qcow2) = target else { return Ok(false) };
     let header = qcow2.header();
+    let mut is_given_later = false;
     if let (true, Some(backing)) = (arguments.no_create, &arguments.backing) {
         let own = header.backing.as_ref().map(|own| opening::beside(path, &own.name));
-        if !own.is_some_and(|own| opening::is_same(&own, &opening::beside(path, backing))) {
-            bail!(
-                "-B {backing}: is not its backing file, so what the source has there would be missing (leave -B out)"
-            );
+        match own {
+            Some(own) if opening::is_same(&own, &opening::beside(path, backing)) => {}
+            Some(own) => bail!(
+                "-B {backing}: its backing file is {}, where data of {backing} would be missing (leave -B out, or \
+                 name {backing} with `weir image rebase -u` first)",
+                own.display()
+            ),
+            None if arguments.target_is_zero => bail!(
+                "--target-is-zero: zeroes have to be written, or they would not hide {backing} (leave it out)"
+            ),
+            None => {
+                is_given_later = true;
+                console::say(&format!(
+                    "{}: -B {backing}: it has no backing file yet (name {backing} with `weir image rebase -u`; until \
+                     then, data of {backing} reads as zeroes)",
+                    path.display()
+                ));
+            }
         }
     }
     if arguments.compress && header.crypt != Crypt::None {
@@ -366,7 +382,7 @@ fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::R
     if arguments.target_is_zero && header.backing.is_some() {
         bail!("--target-is-zero: it has a backing file, and so need not read as zeroes (leave it away)");
     }
-    Ok(())
+    Ok(is_given_later)
 }
 
 fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> copy::How {
@@ -378,6 +394,7 @@ fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> c
     let align = blocks.map_or(grain, |blocks| blocks.cluster);
     let unit = if arguments.compress { align } else { UNIT };
     copy::How {
+        hides_backing: false,
         tasks: arguments.parallel.into(),
         in_order: !arguments.out_of_order && !arguments.compress,
         compressed: arguments.compress,

@@ -46,6 +46,8 @@ pub(super) struct How {
     pub(super) compressed: bool,
     /// What the target has not been written reads as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
+    /// Zeroes must hide a backing file that the target does not name yet.
+    pub(super) hides_backing: bool,
     /// The shortest run of zeroes to leave out; 0 leaves out none, and reads what should be zero.
     pub(super) sparse: usize,
     /// What is left out is aligned to this: a block or a cluster of the target. A power of two.
@@ -119,9 +121,7 @@ impl Copy {
                     let end = at + length;
                     let hidden = if kind == Kind::Zero { below_bytes.clamp(at, end) } else { at };
                     for (range, kind) in [(at..hidden, Kind::Data), (hidden..end, kind)] {
-                        if !range.is_empty() {
-                            planner.piece(range, kind, &mut ready);
-                        }
+                        self.plan(&mut planner, range, kind, &mut ready);
                     }
                     at = end;
                 }
@@ -131,7 +131,7 @@ impl Copy {
                 at = end;
             } else {
                 for (length, kind) in self.source.status(at, size - at).await? {
-                    planner.piece(at..at + length, kind, &mut ready);
+                    self.plan(&mut planner, at..at + length, kind, &mut ready);
                     at += length;
                 }
             }
@@ -153,6 +153,27 @@ impl Copy {
         }
         self.progress.advance(size - told);
         Ok(())
+    }
+
+    /// Adds a piece to the plan. Zeroes that must hide a backing file can do so in whole clusters;
+    /// the rest of a cluster has to be copied with them.
+    fn plan(&self, planner: &mut plan::Planner, range: Range<u64>, kind: Kind, ready: &mut Vec<Item>) {
+        let (align, is_last) = (self.how.align, range.end == self.target.size_bytes());
+        let (first, last) = match kind {
+            Kind::Zero if self.how.hides_backing => {
+                let last = if is_last { range.end } else { range.end - range.end % align };
+                let first = range.start.next_multiple_of(align).min(range.end);
+                (first, last.max(first))
+            }
+            _ => (range.start, range.end),
+        };
+        for (range, kind) in
+            [(range.start..first, Kind::Data), (first..last, kind), (last..range.end, Kind::Data)]
+        {
+            if !range.is_empty() {
+                planner.piece(range, kind, ready);
+            }
+        }
     }
 
     async fn task(&self, incoming: &Receiver<(u64, Item)>) {
@@ -236,7 +257,39 @@ impl Copy {
         written.with_context(|| format!("writing {length} bytes at {offset}"))
     }
 
+    /// Zeroes that stay zeroes when the target is given a backing file: clusters with the zero flag
+    /// as far as possible, otherwise data.
+    async fn hide(&self, offset: u64, length: u64) -> anyhow::Result<()> {
+        let (end, unit) = (offset + length, self.how.align);
+        let last = if end == self.target.size_bytes() { end } else { end - end % unit };
+        let whole = offset.next_multiple_of(unit).min(last)..last;
+        let hidden = match &*self.target {
+            Image::Qcow2(qcow2) if !whole.is_empty() => {
+                match qcow2.hide(whole.start, whole.end - whole.start).await {
+                    Ok(()) => whole,
+                    Err(Error::UNSUPPORTED) => end..end,
+                    Err(error) => {
+                        return Err(error).with_context(|| format!("zeroing {length} bytes at {offset}"));
+                    }
+                }
+            }
+            _ => end..end,
+        };
+        for part in [offset..hidden.start, hidden.end..end] {
+            let mut at = part.start;
+            while at < part.end {
+                let next = part.end.min((at + 1).next_multiple_of(self.how.unit));
+                self.write(at, Buffer::zeroed((next - at) as usize)).await?;
+                at = next;
+            }
+        }
+        Ok(())
+    }
+
     async fn zero(&self, offset: u64, length: u64) -> anyhow::Result<()> {
+        if self.how.hides_backing {
+            return self.hide(offset, length).await;
+        }
         let mut how = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
         let what = || format!("zeroing {length} bytes at {offset}");
         if self.how.compressed {
