@@ -1,6 +1,9 @@
 //! What qemu-img has and `weir image` has not, and what does it instead.
 
-use clap::error::{ContextKind, ContextValue};
+use clap::{
+    builder::StyledStr,
+    error::{ContextKind, ContextValue},
+};
 
 /// For a subcommand, or any, and what stood there: what to do instead.
 const INSTEAD: [(&str, &str, &str); 7] = [
@@ -38,11 +41,19 @@ pub fn advise(error: &mut clap::Error, words: &[String]) {
     let instead = INSTEAD
         .iter()
         .find(|(of, what, _)| (of.is_empty() || of == subcommand) && *what == unknown)
-        .map(|(.., instead)| (*instead).into());
+        .map(|(.., instead)| StyledStr::from(*instead));
+    let instead = instead.or_else(|| repair_without_equals(subcommand, words));
     if let Some(instead) = instead {
         error.remove(ContextKind::SuggestedSubcommand);
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![instead]));
     }
+}
+
+/// The way to write `--repair WHAT`. The value is optional, so it takes an equals sign.
+fn repair_without_equals(subcommand: &str, words: &[String]) -> Option<StyledStr> {
+    let what = words.iter().skip_while(|word| *word != "--repair").nth(1)?;
+    let is_meant = subcommand == "check" && ["all", "leaks"].contains(&&**what);
+    is_meant.then(|| format!("write --repair={what}, or -r {what}").into())
 }
 
 #[cfg(test)]
@@ -75,6 +86,8 @@ mod tests {
             ("weir image convert -s one a b", "-l SNAPSHOT"),
             ("weir image map --image-opts driver=qcow2", "with --secret-file FILE"),
             ("weir image dd if=a of=b", "dd(1)"),
+            ("weir image check --repair all a", "--repair=all"),
+            ("weir image check a --repair leaks", "--repair=leaks"),
         ] {
             let said = said(line);
             assert!(said.contains(instead), "{line}: {said}");

@@ -70,7 +70,7 @@ pub fn main() -> ExitCode {
         Ok(Some(Cli { command })) => command,
         Ok(None) => return ExitCode::SUCCESS,
         Err(mut error) => {
-            let words: Vec<_> = std::env::args_os().skip(1).take(2).collect();
+            let words: Vec<_> = std::env::args_os().skip(1).collect();
             let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
             image_tool::advise(&mut error, &words);
             return answer(&error);
