@@ -76,6 +76,7 @@ mod qcow2_convert;
 mod qcow2_crash;
 mod qcow2_create;
 mod qcow2_damage;
+mod qcow2_partial;
 mod qcow2_snapshot;
 mod qemu_img;
 mod qemu_io;

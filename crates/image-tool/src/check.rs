@@ -107,7 +107,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));
         }
+        eprint(&unjudged(&report));
         eprint(&ranges(&report, &name, repair));
+        eprint(&left(&report, &name, repair));
         print(&match arguments.output.kind() {
             Output::Human => text(&report),
             Output::Json => form::json(&json(&report, &name)),
@@ -123,6 +125,30 @@ fn status(report: &Report) -> Result<(), Failure> {
         Report { leaks: 1.., .. } => Err(Failure::Found(3)),
         _ => Ok(()),
     }
+}
+
+/// The reason why leaks could not be judged.
+fn unjudged(report: &Report) -> String {
+    match &report.missed_references {
+        Some(why) => format!(
+            "Leaks cannot be judged, and nothing is freed, because references may be missing: {}\n",
+            plain(why)
+        ),
+        None => String::new(),
+    }
+}
+
+/// The reason why a repair of leaks did not make the image consistent.
+fn left(report: &Report, name: &str, repair: Repair) -> String {
+    let errors = report.corruptions + report.check_errors;
+    if repair != Repair::Leaks || errors == 0 {
+        return String::new();
+    }
+    format!(
+        "weir: {}: {errors} errors are left: a repair of leaks only frees leaked clusters \
+         (`weir image check -r all` repairs damage that has exactly one correct repair)\n",
+        plain(name)
+    )
 }
 
 /// The guest ranges that were lost, and those that a repair left unchanged.
@@ -172,6 +198,7 @@ fn json(report: &Report, name: &str) -> Value {
         ("image-end-offset", report.image_end_offset),
         ("corruptions", report.corruptions),
         ("leaks", report.leaks),
+        ("possible-leaks", report.possible_leaks),
         ("corruptions-fixed", report.corruptions_fixed),
         ("leaks-fixed", report.leaks_fixed),
         ("total-clusters", report.total_clusters),
@@ -214,6 +241,12 @@ fn text(report: &Report) -> String {
         text += &format!(
             "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no harm to data.\n",
             report.leaks
+        );
+    }
+    if report.possible_leaks > 0 {
+        text += &format!(
+            "\n{} clusters may be leaked. This cannot be judged, and they are kept.\n",
+            report.possible_leaks
         );
     }
     if report.check_errors > 0 {

@@ -15,7 +15,7 @@ use block::{
     image::{
         open::LONGEST_CHAIN,
         qcow2::{
-            self, bitmap,
+            self, MetadataError, bitmap,
             header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
             luks::{self, KeySlot, LuksHeader},
             snapshot::Snapshot,
@@ -141,9 +141,9 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
     match format {
         Format::Raw => json["virtual-size"] = storage.size_bytes().into(),
         Format::Qcow2 => {
-            let read = on_reactor(async move { Ok(read(&storage).await) })?;
-            let Inside { header, snapshots, bitmaps, luks } =
-                read.with_context(|| path.display().to_string())?;
+            let at = path.to_owned();
+            let read = on_reactor(async move { Ok(read(&storage, &at).await) })?;
+            let Inside { header, snapshots, bitmaps, luks } = read?;
             describe(&header, &mut json);
             let data = &mut json["format-specific"]["data"];
             if let Some(luks) = luks {
@@ -175,17 +175,27 @@ struct Inside {
     luks: Option<LuksHeader>,
 }
 
-async fn read(storage: &Storage) -> Result<Inside, anyhow::Error> {
-    let header = qcow2::read_header(storage).await?;
-    let (snapshots, _) = qcow2::snapshot::read(storage, &header).await?;
+async fn read(storage: &Storage, path: &Path) -> Result<Inside, anyhow::Error> {
+    let context = || path.display().to_string();
+    let header = qcow2::read_header(storage).await.with_context(context)?;
+    let snapshots = snapshot::read(storage, path).await?;
     let bitmaps = match header.bitmaps {
         Some(bitmaps) if header.autoclear & autoclear::BITMAPS != 0 => {
-            bitmap::read(storage, &header, bitmaps).await?
+            match bitmap::read(storage, &header, bitmaps).await {
+                Err(MetadataError::Invalid(fault)) => {
+                    console::say(&format!(
+                        "{}: its bitmaps cannot be read: {fault} (`weir image check` shows the damage)",
+                        path.display()
+                    ));
+                    Vec::new()
+                }
+                read => read.with_context(context)?,
+            }
         }
         _ => Vec::new(),
     };
     let luks = match header.encryption {
-        Some(place) => Some(luks::read_header(storage, place).await?),
+        Some(place) => Some(luks::read_header(storage, place).await.with_context(context)?),
         None => None,
     };
     Ok(Inside { header, snapshots, bitmaps, luks })

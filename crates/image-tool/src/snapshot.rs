@@ -9,7 +9,8 @@ use anyhow::{Context as _, anyhow};
 use block::{
     image::qcow2::{
         self, Qcow2,
-        snapshot::{NewSnapshot, Snapshot},
+        header::Header,
+        snapshot::{NewSnapshot, Snapshot, SnapshotTable},
     },
     storage::{Format, OpenError, Storage},
 };
@@ -86,7 +87,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     }
     let how = How { force_share: arguments.force_share, ..How::default() };
     let (storage, at) = (opening::storage(path, how)?, path.clone());
-    let text = list(&on_reactor(async move { Ok(read(storage, &at).await?) })?);
+    let text = list(&on_reactor(async move { Ok(read(&storage, &at).await?) })?);
     if !arguments.quiet {
         print(&text)?;
     }
@@ -131,10 +132,27 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
     Ok(())
 }
 
-pub(super) async fn read(storage: Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
+/// The snapshots of an image, with a warning where their table is damaged.
+pub(super) async fn read(storage: &Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
     let context = || path.display().to_string();
-    let header = qcow2::read_header(&storage).await.with_context(context)?;
-    Ok(qcow2::snapshot::read(&storage, &header).await.with_context(context)?.0)
+    let header = qcow2::read_header(storage).await.with_context(context)?;
+    let table = SnapshotTable::read(storage, &header).await.with_context(context)?;
+    warn_of_faults(&table, &header, path);
+    Ok(table.snapshots)
+}
+
+/// One line for all faults: there may be many.
+fn warn_of_faults(table: &SnapshotTable, header: &Header, path: &Path) {
+    let mut faults = table.faults(header);
+    let Some(first) = faults.next() else { return };
+    let more = match faults.count() {
+        0 => String::new(),
+        count => format!(", and {count} more faults"),
+    };
+    console::say(&format!(
+        "{}: its snapshot table is damaged: {first}{more} (`weir image check` shows the damage)",
+        path.display()
+    ));
 }
 
 pub(super) fn to_json(snapshot: &Snapshot) -> Value {

@@ -21,6 +21,7 @@ mod view;
 
 pub use bits::DirtyBits;
 pub use change::BitmapError;
+pub(super) use directory::read_entries;
 pub use directory::{
     Bits, Entry, GRANULARITY_BITS, LONGEST_NAME, copied_bytes, decode_table, encode, encode_table, flag, read,
 };

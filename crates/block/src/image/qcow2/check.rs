@@ -24,8 +24,8 @@
 //! Never changes a guest byte that can be read, zeroes included. An entry with an ambiguous content
 //! stays unless the user gives it up ([`Repair::Forced`]).
 //!
-//! Never frees a cluster in an image with a part that could not be read or is ambiguous: leaks stay
-//! leaks there.
+//! Never frees a cluster in an image with a part that could not be read or is ambiguous, and calls
+//! none leaked there: what could not be read may refer to it.
 
 mod completing;
 mod copied;
@@ -48,7 +48,7 @@ use super::{
     MetadataError, bytes,
     entry::Shape,
     header::{Header, autoclear, incompatible},
-    read_header,
+    numbers, read_header,
 };
 use crate::{error::Result as IoResult, storage::Storage};
 use completing::Planned;
@@ -86,6 +86,11 @@ pub struct Report {
     pub corruptions: u64,
     /// Clusters that count as used, or as used more often than they are.
     pub leaks: u64,
+    /// The same in an image in which references may have been missed: they may be leaked or in use,
+    /// and a repair keeps them.
+    pub possible_leaks: u64,
+    /// The reason why references may have been missed.
+    pub missed_references: Option<String>,
     /// What could not be read.
     pub check_errors: u64,
     /// What was wrong and is right now.
@@ -148,7 +153,7 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
         report = repair_surveyed(storage, repair, survey).await?;
     }
     if repair != Repair::Nothing && report.is_consistent() {
-        mark_clean(storage).await?;
+        mark_clean(storage, &mut report).await?;
     }
     Ok(report)
 }
@@ -199,14 +204,20 @@ async fn read_repairable(storage: &Storage) -> Result<Header, MetadataError> {
     Header::parse(&start).map_err(|_| invalid.into())
 }
 
-/// Takes back that the image is dirty or corrupt.
-async fn mark_clean(storage: &Storage) -> Result<(), MetadataError> {
+/// Clears the marks of a dirty or corrupt image, and reports that.
+async fn mark_clean(storage: &Storage, report: &mut Report) -> Result<(), MetadataError> {
     let mut header = read_header(storage).await?;
     let marks = incompatible::DIRTY | incompatible::CORRUPT;
     if header.incompatible & marks != 0 {
         storage.flush().await?;
+        let found = header.incompatible;
         header.incompatible &= !marks;
         write_header(storage, &header).await?;
+        for (mark, name) in [(incompatible::DIRTY, "dirty"), (incompatible::CORRUPT, "corrupt")] {
+            if found & mark != 0 {
+                report.say(format!("The image is consistent and no longer marked {name}"));
+            }
+        }
     }
     Ok(())
 }
@@ -244,8 +255,11 @@ struct Pass<'a> {
     /// Clusters whose refcount was too high and is 1 now: what they are referred to by lacks
     /// COPIED.
     lowered_to_one: HashSet<u64>,
-    /// Something could not be walked, so what is not counted may still be in use.
-    is_incomplete: bool,
+    /// Number of clusters with a refcount in one block.
+    per_block: u64,
+    /// Refcount blocks whose numbers in the file are unknown, by index in the table; `None` if the
+    /// table is unknown.
+    unknown_blocks: Option<HashSet<u64>>,
     /// Refcount blocks are not written, because they may be something else too.
     is_frozen: bool,
     /// A snapshot table that is to take the place of the one in the file.
@@ -263,6 +277,7 @@ impl<'a> Pass<'a> {
             data_file: header.has_data_file(),
             version: header.version,
         };
+        let per_block = numbers::count(header.cluster_bytes(), header.refcount_order);
         let report = Report {
             total_clusters: header.size_bytes.div_ceil(header.cluster_bytes()),
             ..Report::default()
@@ -278,7 +293,8 @@ impl<'a> Pass<'a> {
             disks: Vec::new(),
             stored: Counts::default(),
             lowered_to_one: HashSet::new(),
-            is_incomplete: false,
+            per_block,
+            unknown_blocks: Some(HashSet::new()),
             is_frozen: false,
             planned: None,
             ambiguous: GuestRanges::default(),
@@ -317,6 +333,23 @@ impl<'a> Pass<'a> {
         matches!(self.repair, Repair::All | Repair::Forced)
     }
 
+    /// Notes that references may be missing from the count. Nothing is freed then.
+    fn miss_references(&mut self, why: impl Into<String>) {
+        self.report.missed_references.get_or_insert_with(|| why.into());
+    }
+
+    /// True if references may be missing from the count.
+    fn is_incomplete(&self) -> bool {
+        self.report.missed_references.is_some()
+    }
+
+    /// Damage that stays and may hide references.
+    fn hidden(&mut self, what: impl Into<String>) {
+        let what = what.into();
+        self.miss_references(&*what);
+        self.corrupt(what);
+    }
+
     /// Something is wrong, and stays so.
     fn corrupt(&mut self, what: impl Into<String>) {
         self.report.corruptions += 1;
@@ -334,9 +367,10 @@ impl<'a> Pass<'a> {
         match bytes::read(self.storage, offset, length as usize).await {
             Ok(bytes) => Some(bytes),
             Err(error) => {
+                let what = format!("{what} at {offset:#x} cannot be read: {error}");
                 self.report.check_errors += 1;
-                self.is_incomplete = true;
-                self.report.say(format!("ERROR: {what} at {offset:#x} cannot be read: {error}"));
+                self.report.say(format!("ERROR: {what}"));
+                self.miss_references(what);
                 None
             }
         }

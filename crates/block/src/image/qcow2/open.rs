@@ -400,7 +400,7 @@ pub(super) fn check_openable(
     if header.incompatible & incompatible::DIRTY != 0 {
         return Err(OpenFailure::Dirty);
     }
-    Ok(())
+    snapshot::too_many(header).map_or(Ok(()), |too_many| Err(too_many.into()))
 }
 
 async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<Vec<u64>, OpenFailure> {

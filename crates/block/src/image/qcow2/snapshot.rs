@@ -16,7 +16,8 @@ mod table;
 mod tests;
 
 pub use change::NewSnapshot;
-pub use table::{LARGEST_TABLE, Snapshot, encode, read};
+pub(super) use table::too_many;
+pub use table::{LARGEST_TABLE, Snapshot, SnapshotTable, encode, read};
 
 use super::{
     Invalid, MetadataError,
@@ -78,10 +79,11 @@ pub(super) async fn look_into(
     header: &mut Header,
     name: &str,
 ) -> Result<bool, MetadataError> {
-    let (snapshots, _) = read(storage, header).await?;
+    let SnapshotTable { snapshots, cut, .. } = SnapshotTable::read(storage, header).await?;
     let Some(snapshot) = Snapshot::find(&snapshots, name).map(|found| &snapshots[found]) else {
-        return Ok(false);
+        return cut.map_or(Ok(false), |cut| Err(cut.into()));
     };
+    snapshot.check(header)?;
     header.size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
     (header.l1_offset, header.l1_entries) = (snapshot.l1_offset, snapshot.l1_entries);
     if u64::from(header.l1_entries) < header.l1_entries_for(header.size_bytes) {

@@ -85,7 +85,8 @@ impl Entry {
         size_bytes.div_ceil(1 << granularity_bits).div_ceil(8).div_ceil(1 << cluster_bits)
     }
 
-    fn decode(bytes: &[u8], header: &Header) -> Result<(Self, usize), Invalid> {
+    /// Reads an entry from the front of `bytes`: the entry, its fault, and its length.
+    fn decode(bytes: &[u8], header: &Header) -> Result<(Self, Option<Invalid>, usize), Invalid> {
         let cut_off = || Invalid::new("the bitmap directory ends inside an entry");
         let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
         let word = |at: usize| u32_at(fixed, at);
@@ -102,8 +103,8 @@ impl Entry {
             name: name.to_vec(),
             extra: extra.to_vec(),
         };
-        entry.check(fixed[16], header)?;
-        Ok((entry, (FIXED + variable.len()).next_multiple_of(8).min(bytes.len())))
+        let fault = entry.check(fixed[16], header).err();
+        Ok((entry, fault, (FIXED + variable.len()).next_multiple_of(8).min(bytes.len())))
     }
 
     fn check(&self, kind: u8, header: &Header) -> Result<(), Invalid> {
@@ -157,12 +158,22 @@ pub fn encode(entries: &[Entry]) -> Vec<u8> {
 /// Reads the directory that the header names, which lies inside the file.
 ///
 /// # Errors
-/// What is wrong with it, or the storage's error.
-pub async fn read(
+/// The first fault of the directory or of an entry, or the storage's error.
+pub async fn read(storage: &Storage, header: &Header, bitmaps: Bitmaps) -> Result<Vec<Entry>, MetadataError> {
+    let entries = read_entries(storage, header, bitmaps).await?;
+    let sound = entries.into_iter().map(|(entry, fault)| fault.map_or(Ok(entry), Err));
+    Ok(sound.collect::<Result<_, _>>()?)
+}
+
+/// The same with the fault of each entry. Of two bitmaps with one name the second has a fault.
+///
+/// # Errors
+/// The fault of the directory as a whole, or the storage's error.
+pub(in crate::image::qcow2) async fn read_entries(
     storage: &Storage,
     header: &Header,
     Bitmaps { count, directory }: Bitmaps,
-) -> Result<Vec<Entry>, MetadataError> {
+) -> Result<Vec<(Entry, Option<Invalid>)>, MetadataError> {
     let Place { offset, length } = directory;
     let is_inside = offset.checked_add(length).is_some_and(|end| end <= storage.size_bytes());
     if length > LARGEST_BITMAP_DIRECTORY || !is_inside || offset == 0 {
@@ -176,12 +187,13 @@ pub async fn read(
     let mut names = HashSet::new();
     let mut rest = &read[..];
     while !rest.is_empty() {
-        let (entry, end) = Entry::decode(rest, header)?;
-        if !names.insert(entry.name.clone()) {
-            return Err(Invalid::new(format!("two bitmaps are called {:?}", entry.name())).into());
-        }
+        let (entry, fault, end) = Entry::decode(rest, header)?;
+        let is_new = names.insert(entry.name.clone());
+        let fault = fault.or_else(|| {
+            (!is_new).then(|| Invalid::new(format!("two bitmaps are called {:?}", entry.name())))
+        });
         rest = &rest[end..];
-        entries.push(entry);
+        entries.push((entry, fault));
     }
     if entries.len() != count as usize {
         let what = format!("the bitmap directory has {} entries, and the header says {count}", entries.len());

@@ -33,7 +33,10 @@ pub(super) struct Planned {
 
 impl Pass<'_> {
     /// Says which entries are incomplete, or makes room for a table in which they are not.
-    pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[Snapshot]) -> Result<()> {
+    ///
+    /// A table with entries that cannot be used stays unless `is_sound`: it could only be written
+    /// without them.
+    pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[Snapshot], is_sound: bool) -> Result<()> {
         let is_incomplete = |snapshot: &Snapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
         let incomplete: Vec<String> = (0..)
             .zip(snapshots)
@@ -47,7 +50,7 @@ impl Pass<'_> {
         }
         let complete: Vec<Snapshot> = snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
         // A table that would be too large stays as it is.
-        let (true, Ok(bytes)) = (self.repairs_all(), snapshot::encode(&complete)) else {
+        let (true, Ok(bytes)) = (self.repairs_all() && is_sound, snapshot::encode(&complete)) else {
             incomplete.into_iter().for_each(|what| self.corrupt(what));
             return Ok(());
         };

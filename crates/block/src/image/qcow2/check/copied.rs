@@ -2,6 +2,8 @@
 //! exactly one.
 //!
 //! Only the flags of the active L1 table and its L2 tables have a meaning.
+//!
+//! Never judges the flag of a cluster whose refcount in the file is unknown.
 
 use std::collections::BTreeSet;
 
@@ -89,7 +91,7 @@ impl Pass<'_> {
             // A part of the repair that lowered it: neither wrong before nor afterwards.
             return Some(raw | COPIED);
         }
-        self.compare_flag(raw, self.is_used_once(cluster), place, what)
+        self.compare_flag(raw, self.is_used_once(cluster)?, place, what)
     }
 
     fn compare_flag(
@@ -115,11 +117,15 @@ impl Pass<'_> {
         None
     }
 
-    /// By the refcount in the file.
-    fn is_used_once(&self, cluster: u64) -> bool {
-        match self.stored.get(cluster) {
+    /// True if the refcount in the file is 1 by now; `None` if it is unknown.
+    fn is_used_once(&self, cluster: u64) -> Option<bool> {
+        let unknown = self.unknown_blocks.as_ref()?;
+        if unknown.contains(&(cluster / self.per_block)) {
+            return None;
+        }
+        Some(match self.stored.get(cluster) {
             0 => self.found.counts.get(cluster) == 1,
             other => other == 1,
-        }
+        })
     }
 }

@@ -92,8 +92,7 @@ impl Pass<'_> {
             self.found.metadata.add(cluster, times);
         }
         if let Some((cluster, other)) = beneath {
-            self.is_incomplete = true;
-            self.corrupt(format!("{what} at {offset:#x} lies on {} in cluster {cluster}", other.name()));
+            self.hidden(format!("{what} at {offset:#x} lies on {} in cluster {cluster}", other.name()));
         }
         true
     }

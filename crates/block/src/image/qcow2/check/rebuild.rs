@@ -8,7 +8,7 @@
 //! What the header names is right at every instant: the old table until the new one is durable. The
 //! old blocks are free afterwards.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::{Pass, bytes, refcounts::Structures, write_header};
 use crate::image::qcow2::{
@@ -44,6 +44,7 @@ impl Pass<'_> {
         write_header(self.storage, &self.header).await?;
         self.file_clusters = end;
         self.stored = super::Counts::default();
+        self.unknown_blocks = Some(HashSet::new());
         self.report.image_end_offset = end << bits;
         self.report.corruptions_fixed += 1;
         self.report.say("Repaired: the refcounts were made anew");
@@ -69,7 +70,7 @@ impl Pass<'_> {
     /// The numbers of the blocks that are needed, the new ones' own among them, and the clusters of
     /// a table that names them.
     fn room(&self, first: u64) -> Result<(Vec<u64>, u64), Invalid> {
-        let per_block = numbers::count(self.header.cluster_bytes(), self.header.refcount_order);
+        let per_block = self.per_block;
         let mut numbers: BTreeSet<u64> = BTreeSet::new();
         let mut from = 0;
         while let Some(cluster) = self.found.counts.used(from..u64::MAX).next() {

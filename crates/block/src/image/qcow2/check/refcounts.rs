@@ -33,20 +33,27 @@ impl Pass<'_> {
         let mut structures = Structures::default();
         if !self.is_inside(offset, length) {
             self.damaged(&mut structures, "there is no refcount table where the header says".to_owned());
+            self.unknown_blocks = None;
             return Some(structures);
         }
-        let table = self.read("the refcount table", offset, length).await?;
+        let Some(table) = self.read("the refcount table", offset, length).await else {
+            self.unknown_blocks = None;
+            return None;
+        };
         structures.is_table_counted = self.count_region("the refcount table", offset, length, 1);
         let mut seen = HashSet::new();
         for (index, block) in words(&table).enumerate() {
-            let is_usable = self.is_block(block) && (block == 0 || seen.insert(block));
-            if !is_usable {
-                let what = format!("refcount block {index} at {block:#x} is not at a cluster of its own");
+            let repeated = "points to the block of an earlier entry";
+            let is_repeated = block != 0 && !seen.insert(block);
+            let fault = self.block_fault(block).or(is_repeated.then_some(repeated));
+            if let Some(fault) = fault {
+                let what = format!("entry {index} of the refcount table, {block:#x}, {fault}");
                 self.damaged(&mut structures, what);
+                self.lose_block(index as u64);
             } else if block != 0 {
                 self.found.counts.add(block >> self.header.cluster_bits, 1);
             }
-            structures.blocks.push(if is_usable { block } else { 0 });
+            structures.blocks.push(if fault.is_none() { block } else { 0 });
         }
         // What lies on something else was not written by who kept the refcounts.
         let table_clusters =
@@ -64,6 +71,13 @@ impl Pass<'_> {
         Some(structures)
     }
 
+    /// Notes that the numbers of a refcount block are unknown.
+    fn lose_block(&mut self, index: u64) {
+        if let Some(unknown) = &mut self.unknown_blocks {
+            unknown.insert(index);
+        }
+    }
+
     fn damaged(&mut self, structures: &mut Structures, what: String) {
         structures.is_damaged = true;
         if self.can_rebuild() {
@@ -74,14 +88,21 @@ impl Pass<'_> {
     }
 
     pub(super) fn can_rebuild(&self) -> bool {
-        self.repairs_all() && !self.is_incomplete
+        self.repairs_all() && !self.is_incomplete()
     }
 
-    fn is_block(&self, offset: u64) -> bool {
+    /// The fault of an entry of the refcount table.
+    fn block_fault(&self, entry: u64) -> Option<&'static str> {
         let cluster = self.header.cluster_bytes();
-        offset & RESERVED == 0
-            && offset.is_multiple_of(cluster)
-            && (offset == 0 || self.is_inside(offset, cluster))
+        if entry & RESERVED != 0 {
+            Some("has reserved bits")
+        } else if !entry.is_multiple_of(cluster) {
+            Some("points inside a cluster")
+        } else if entry != 0 && !self.is_inside(entry, cluster) {
+            Some("points beyond the end of the file")
+        } else {
+            None
+        }
     }
 
     /// Compares, and corrects what is to be corrected.
@@ -90,7 +111,7 @@ impl Pass<'_> {
         if structures.is_damaged && self.can_rebuild() {
             return self.rebuild(&structures).await;
         }
-        let per_block = numbers::count(self.header.cluster_bytes(), self.header.refcount_order);
+        let per_block = self.per_block;
         // Raised first and made durable, then lowered.
         for lowering in [false, true] {
             for (index, block) in structures.blocks.iter().enumerate() {
@@ -139,6 +160,7 @@ impl Pass<'_> {
         lowering: bool,
     ) -> Result<(), MetadataError> {
         let Some(mut block) = self.read("a refcount block", offset, self.header.cluster_bytes()).await else {
+            self.lose_block(clusters.start / self.per_block);
             return Ok(());
         };
         let order = self.header.refcount_order;
@@ -181,17 +203,20 @@ impl Pass<'_> {
         let is_repaired = match self.repair {
             _ if self.is_frozen => false,
             Repair::Nothing => false,
-            Repair::Leaks => is_leak && !self.is_incomplete,
-            Repair::All | Repair::Forced => fits && !(is_leak && self.is_incomplete),
+            Repair::Leaks => is_leak && !self.is_incomplete(),
+            Repair::All | Repair::Forced => fits && !(is_leak && self.is_incomplete()),
         };
         match (is_repaired, is_leak) {
             (true, true) => self.report.leaks_fixed += 1,
             (true, false) => self.report.corruptions_fixed += 1,
+            (false, true) if self.is_incomplete() => self.report.possible_leaks += 1,
             (false, true) => self.report.leaks += 1,
             (false, false) => self.report.corruptions += 1,
         }
         let word = match (is_repaired, is_leak) {
             (true, _) => "Repaired:",
+            // Not a finding: the report has their number, and the reason.
+            (false, true) if self.is_incomplete() => return false,
             (false, true) => "Leaked",
             (false, false) => "ERROR",
         };

@@ -1,7 +1,7 @@
 //! The L2 tables: applies the verdict on the entry of every guest cluster.
 //!
-//! A flaw is corrected where everything is repaired. An ambiguous entry stays, and then nothing is
-//! freed in this image: the cluster that the entry meant may look unused.
+//! A flaw is corrected where everything is repaired. An ambiguous entry stays, and then no cluster
+//! of this image is called leaked or freed: the cluster that the entry meant looks unused.
 
 use super::{
     Pass, Repair, bytes,
@@ -77,8 +77,7 @@ impl Pass<'_> {
                 self.corrected(format!("{}; its content is given up", what(&ambiguity.what)));
                 return ambiguity.given_up;
             }
-            self.is_incomplete = true;
-            self.corrupt(what(&ambiguity.what));
+            self.hidden(what(&ambiguity.what));
         }
         // An ambiguous entry stays as evidence, with its flaws.
         let is_corrected = may_write && !is_ambiguous;

@@ -77,7 +77,7 @@ impl Pass<'_> {
             self.disks.push(L1Table::new(offset, Vec::new()));
             self.read_l1(offset, entries, 1, &mut tables).await?;
         } else {
-            self.is_incomplete = true;
+            self.miss_references("the L1 table lies beyond the end of the file");
         }
         for ((offset, entries), names) in snapshots {
             let times = names.len() as u64;
@@ -166,8 +166,7 @@ impl Pass<'_> {
             self.corrected(format!("{what}; its guest range is given up"));
             self.add_ranges(&[owner], 0..covers, true);
         } else {
-            self.is_incomplete = true;
-            self.corrupt(what);
+            self.hidden(what);
             self.add_ranges(&[owner], 0..covers, false);
         }
         Ok(())

@@ -3,6 +3,9 @@
 //! Unknown extra data is kept. Names are bytes: QEMU takes any, and old images have some that are
 //! not UTF-8.
 //!
+//! Damage hides no more than it must: an entry with an impossible L1 table is read, and so are the
+//! entries after it. Only an entry of unknown length cuts the table off.
+//!
 //! Never trusts a length before the bytes are there, and reads no more of the file than
 //! [`LARGEST_TABLE`].
 //!
@@ -11,11 +14,12 @@
 use std::borrow::Cow;
 
 use crate::{
+    error::Result as IoResult,
     image::qcow2::{
         Invalid, MetadataError,
         big_endian::{u16_at, u32_at, u64_at},
         bytes,
-        header::{Header, LARGEST_L1, OFFSET_LIMIT},
+        header::{Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
     },
     storage::Storage,
 };
@@ -75,9 +79,9 @@ impl Snapshot {
         by_id.or_else(|| snapshots.iter().position(|snapshot| snapshot.name == name.as_bytes()))
     }
 
-    /// Reads an entry from the front of `bytes`; also how long it is. `None` if it goes on behind
-    /// them.
-    fn decode(bytes: &[u8], header: &Header) -> Result<Option<(Self, usize)>, Invalid> {
+    /// Reads an entry from the front of `bytes`, and its length. `None` if the entry continues
+    /// after them.
+    fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, Invalid> {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
         let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);
         let extra_length = u32_at(fixed, 36) as usize;
@@ -102,11 +106,14 @@ impl Snapshot {
             instructions: known(16),
             extra: extra.get(KNOWN_EXTRA..).unwrap_or_default().to_vec(),
         };
-        snapshot.check(header)?;
         Ok(Some((snapshot, end.next_multiple_of(8))))
     }
 
-    fn check(&self, header: &Header) -> Result<(), Invalid> {
+    /// Checks the place of the L1 table, as far as the header bounds it.
+    ///
+    /// # Errors
+    /// The table has an impossible size or offset.
+    pub fn check(&self, header: &Header) -> Result<(), Invalid> {
         let (name, offset, bytes) = (self.name(), self.l1_offset, u64::from(self.l1_entries) * 8);
         if bytes > LARGEST_L1 {
             return Err(Invalid::new(format!("snapshot {name:?} has an L1 table of {bytes} bytes")));
@@ -166,35 +173,102 @@ pub fn encode(snapshots: &[Snapshot]) -> Result<Vec<u8>, Invalid> {
     Ok(bytes)
 }
 
-/// Reads the table that the header names: the snapshots, and how many bytes the table has.
+/// The snapshot table, as far as it can be read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotTable {
+    /// The entries, in the order of the table. [`Snapshot::check`] fails for those with an
+    /// impossible L1 table.
+    pub snapshots: Vec<Snapshot>,
+    /// Length of these entries in the file, in bytes.
+    pub length_bytes: usize,
+    /// The reason why later entries cannot be read.
+    pub cut: Option<Invalid>,
+}
+
+impl SnapshotTable {
+    /// Reads the table that the header names: at most [`MOST_SNAPSHOTS`] entries and
+    /// [`LARGEST_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::faults`].
+    ///
+    /// # Errors
+    /// The storage's.
+    pub async fn read(storage: &Storage, header: &Header) -> IoResult<Self> {
+        let mut table = Self::default();
+        let mut read = Vec::new();
+        for number in 0..header.snapshots.min(MOST_SNAPSHOTS) {
+            match next(storage, header, number, table.length_bytes, &mut read).await? {
+                Ok((snapshot, length)) => {
+                    table.snapshots.push(snapshot);
+                    // Its padding may be missing from the last one.
+                    table.length_bytes = (table.length_bytes + length).min(read.len());
+                }
+                Err(cut) => {
+                    table.cut = Some(cut);
+                    return Ok(table);
+                }
+            }
+        }
+        table.cut = too_many(header);
+        Ok(table)
+    }
+
+    /// Everything that is wrong with the table and its entries.
+    pub fn faults(&self, header: &Header) -> impl Iterator<Item = Invalid> {
+        let entries = self.snapshots.iter().filter_map(|snapshot| snapshot.check(header).err());
+        entries.chain(self.cut.clone())
+    }
+}
+
+/// The entry at byte `at` of the table, and its length; or the reason why there is none. `read` is
+/// the table as far as it has been read.
+async fn next(
+    storage: &Storage,
+    header: &Header,
+    number: u32,
+    at: usize,
+    read: &mut Vec<u8>,
+) -> IoResult<Result<(Snapshot, usize), Invalid>> {
+    loop {
+        match Snapshot::decode(&read[at..]) {
+            Ok(Some(found)) => return Ok(Ok(found)),
+            Ok(None) => {}
+            Err(invalid) => {
+                return Ok(Err(Invalid::new(format!("entry {number} of the snapshot table: {invalid}"))));
+            }
+        }
+        let place = header.snapshots_offset + read.len() as u64;
+        let left = storage.size_bytes().saturating_sub(place).min((LARGEST_TABLE - read.len()) as u64);
+        if left == 0 {
+            let at = header.snapshots_offset;
+            let what = if read.len() == LARGEST_TABLE {
+                format!(
+                    "the snapshot table at {at:#x} has more than {LARGEST_TABLE} bytes, in entry {number}"
+                )
+            } else {
+                format!("the snapshot table at {at:#x} ends inside entry {number}")
+            };
+            return Ok(Err(Invalid::new(what)));
+        }
+        read.extend(bytes::read(storage, place, left.min(PIECE as u64) as usize).await?);
+    }
+}
+
+/// The fault of a header with more snapshots than QEMU opens.
+pub(in crate::image::qcow2) fn too_many(header: &Header) -> Option<Invalid> {
+    (header.snapshots > MOST_SNAPSHOTS)
+        .then(|| Invalid::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", header.snapshots)))
+}
+
+/// Reads a table without damage, for changes to it: the snapshots, and its length in bytes.
 ///
 /// # Errors
-/// What is wrong with it, or the storage's error.
+/// The first fault of the table, or the storage's error.
 pub async fn read(storage: &Storage, header: &Header) -> Result<(Vec<Snapshot>, usize), MetadataError> {
-    let mut snapshots = Vec::new();
-    let mut read = Vec::new();
-    let mut at = 0;
-    for number in 0..header.snapshots {
-        loop {
-            if let Some((snapshot, length)) = Snapshot::decode(&read[at..], header)? {
-                snapshots.push(snapshot);
-                // Its padding may be missing from the last one.
-                at = (at + length).min(read.len());
-                break;
-            }
-            let place = header.snapshots_offset + read.len() as u64;
-            let left = storage.size_bytes().saturating_sub(place).min((LARGEST_TABLE - read.len()) as u64);
-            if left == 0 {
-                let what = format!(
-                    "the snapshot table at {:#x} ends inside entry {number}",
-                    header.snapshots_offset
-                );
-                return Err(Invalid::new(what).into());
-            }
-            read.extend(bytes::read(storage, place, left.min(PIECE as u64) as usize).await?);
-        }
+    let table = SnapshotTable::read(storage, header).await?;
+    let fault = table.faults(header).next();
+    match fault {
+        Some(fault) => Err(fault.into()),
+        None => Ok((table.snapshots, table.length_bytes)),
     }
-    Ok((snapshots, at))
 }
 
 #[cfg(test)]
@@ -260,6 +334,40 @@ mod tests {
                 assert!(said(read(&storage, &one).await).contains(part), "{part}");
                 wrong = snapshot(1);
             }
+        });
+    }
+
+    #[test]
+    fn entries_beside_a_damaged_one_are_read() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let mut entries: Vec<_> = (1..=5).map(snapshot).collect();
+            entries[1].l1_offset = 0x50200;
+            entries[3].extra = vec![0; 1024];
+            let table = encode(&entries).expect("short names");
+            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            let header = Header { snapshots: 5, ..header };
+            let read = SnapshotTable::read(&storage, &header).await.expect("memory");
+            assert_eq!(read.snapshots, entries[..3]);
+            assert_eq!(read.length_bytes, encode(&entries[..3]).expect("short names").len());
+            let faults: Vec<_> = read.faults(&header).map(|fault| fault.to_string()).collect();
+            assert_eq!(faults.len(), 2, "{faults:?}");
+            assert!(faults[0].contains("where no cluster begins"), "{faults:?}");
+            assert!(faults[1].contains("entry 3"), "{faults:?}");
+        });
+    }
+
+    #[test]
+    fn a_table_beyond_the_limits_is_read_up_to_them() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let end = 0x40000 + 40 * u64::from(MOST_SNAPSHOTS + 10);
+            bytes::grow(&storage, end).await.expect("memory");
+            let header = Header { snapshots: MOST_SNAPSHOTS + 1, ..header };
+            let read = SnapshotTable::read(&storage, &header).await.expect("memory");
+            assert_eq!(read.snapshots.len(), MOST_SNAPSHOTS as usize);
+            let cut = read.cut.expect("one more").to_string();
+            assert_eq!(cut, "65537 snapshots; 65536 is the most");
         });
     }
 }
