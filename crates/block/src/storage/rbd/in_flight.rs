@@ -9,10 +9,9 @@ use std::sync::{
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use event_listener::Event;
 use policy::time::{Duration, Instant};
 
-use crate::reactor;
+use crate::reactor::{self, Permit, Permits};
 
 /// Places: more than a deep queue takes. librbd itself passes on 1024 at a time for all images of a
 /// connection (`objecter_inflight_ops`).
@@ -23,8 +22,9 @@ pub(super) const MOST: usize = 256;
 pub(super) struct InFlight {
     /// When the request in it began, in nanoseconds; 0: none is.
     since: Box<[AtomicU64]>,
+    /// As many as there are permits that no request holds, or more for a moment.
     free: Mutex<Vec<usize>>,
-    room: Event,
+    permits: Arc<Permits>,
 }
 
 /// A place, given back when dropped.
@@ -32,6 +32,8 @@ pub(super) struct InFlight {
 pub struct Place {
     of: Arc<InFlight>,
     index: usize,
+    /// Returned after the place.
+    _permit: Permit,
 }
 
 impl InFlight {
@@ -39,7 +41,7 @@ impl InFlight {
         Arc::new(Self {
             since: (0..MOST).map(|_| AtomicU64::new(0)).collect(),
             free: Mutex::new((0..MOST).rev().collect()),
-            room: Event::new(),
+            permits: Permits::new(MOST),
         })
     }
 
@@ -48,25 +50,12 @@ impl InFlight {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take(self: &Arc<Self>) -> Option<Place> {
-        let index = self.free().pop()?;
-        self.since[index].store(reactor::recently().as_nanos().max(1), Relaxed);
-        Some(Place { of: Arc::clone(self), index })
-    }
-
-    /// A place, once there is one.
+    /// A place, once there is one, in the order of arrival.
     pub(super) async fn enter(self: &Arc<Self>) -> Place {
-        loop {
-            if let Some(place) = self.take() {
-                return place;
-            }
-            let room = self.room.listen();
-            // One may have become free in between.
-            if let Some(place) = self.take() {
-                return place;
-            }
-            room.await;
-        }
+        let permit = self.permits.take().await;
+        let index = self.free().pop().expect("a place for each permit");
+        self.since[index].store(reactor::recently().as_nanos().max(1), Relaxed);
+        Place { of: Arc::clone(self), index, _permit: permit }
     }
 
     /// How long the oldest has been under way.
@@ -80,7 +69,6 @@ impl Drop for Place {
     fn drop(&mut self) {
         self.of.since[self.index].store(0, Relaxed);
         self.of.free().push(self.index);
-        self.of.room.notify(1);
     }
 }
 
