@@ -317,7 +317,7 @@ impl Budget {
                 next = next.min(due.map_or(next, |due| due + grace));
             });
             // Clients that are overdue and were not disconnected yet.
-            state.next_look = if next > now { next } else { now + LOOK };
+            state.next_look = if next > now { next.max(now + LEAST_WAIT) } else { now + LOOK };
             waiting
         };
         for holder in &overdue {
@@ -462,6 +462,8 @@ impl Account {
 
 /// Longest time between two looks for clients without progress, while requests wait.
 const LOOK: Duration = Duration::from_secs(1);
+/// Shortest time between two looks: clients whose times end within it are disconnected together.
+const LEAST_WAIT: Duration = Duration::from_millis(1);
 
 impl Drop for Account {
     fn drop(&mut self) {
