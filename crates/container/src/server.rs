@@ -167,6 +167,12 @@ impl Doorkeeper {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
     }
 
+    /// Waits for a place for a connection that has lost its place.
+    fn take_place(&self) {
+        let mut state = self.wait_while(|state| state.connections >= MOST_CONNECTIONS);
+        state.connections += 1;
+    }
+
     /// Whether a request may begin; then it counts.
     fn begin(&self) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -201,7 +207,11 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
 fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volumes: &Volumes<D>) -> bool {
     let request = http::read(&mut stream, Instant::now() + REQUEST_TIME);
     if !door.has_arrived(number) {
-        return false;
+        if request.is_err() {
+            return false;
+        }
+        // The request had arrived, and this thread has read it late.
+        door.take_place();
     }
     let answer = match request {
         Ok(request) => {
@@ -273,6 +283,27 @@ mod tests {
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("Connection: close"), "{head}");
         assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
         assert_eq!(body, r#"{"Implements":["VolumeDriver"]}"#);
+    }
+
+    #[test]
+    fn a_request_that_is_read_late_keeps_its_turn() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("volumes")).unwrap();
+        let volumes = Volumes::new(store, Pretended::default(), Path::new("/nonexistent"));
+        let door = Doorkeeper::default();
+        let (mut client, served) = UnixStream::pair().unwrap();
+        client.write_all(ACTIVATE).unwrap();
+        let number = door.arrives(served.try_clone().unwrap());
+        door.change(|state| {
+            // As where another client waits, and this one's thread has not run yet.
+            let reassigned = state.arriving.remove(&number).unwrap();
+            reassigned.stream.shutdown(Shutdown::Read).unwrap();
+        });
+        assert!(one(served, number, &door, &volumes), "it has a place");
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        assert_eq!(door.wait_while(|_| false).connections, 1);
     }
 
     #[test]
