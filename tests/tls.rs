@@ -3,10 +3,11 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    thread,
 };
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, WEIR, Weir, Wire, assert_says, qemu_img, qemu_io, text,
+    Client, MIB, Scratch, Serve, WEIR, Weir, Wire, assert_says, pause, qemu_img, qemu_io, text,
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
 };
 
@@ -197,6 +198,36 @@ fn before_tls_nothing_is_told() {
     let unix =
         format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
     size(&unix).succeeds();
+}
+
+#[test]
+fn a_client_waits_for_the_memory_of_its_tls() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--tls-certificates", authority.path()])
+        .args(["--memory", "128M", "--max-connections", "0"])
+        .start();
+    // Handshakes that do not continue hold the memory of TLS.
+    let mut silent = Vec::new();
+    while !weir.logged().contains("memory is used up") {
+        let mut client = Wire::greet(weir.socket());
+        assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
+        silent.push(client);
+    }
+    let unix =
+        format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
+    let client = thread::spawn(move || size(&unix).succeeds());
+    // It is refused at once, or waits until memory is free.
+    for _ in 0..100 {
+        if client.is_finished() {
+            break;
+        }
+        pause();
+    }
+    drop(silent);
+    assert_eq!(client.join().expect("it is served"), format!("{MIB}\n"));
+    weir.stop();
 }
 
 #[test]

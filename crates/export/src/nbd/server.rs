@@ -300,20 +300,20 @@ impl Server {
                     break (socket, arriving);
                 }
             };
-            let Some(memory) = self.memory_for_one().await else { continue };
+            let Some(memory) = self.connection_memory(CONNECTION_BYTES).await else { continue };
             place.memory = Some(memory);
             workers[turn % workers.len()].spawn(move || place.keep_while(socket, arriving));
             turn += 1;
         }
     }
 
-    /// Charges a connection that was accepted; waits while `--memory` is used up. Meanwhile a
-    /// client that has not finished its handshake in time is disconnected. `None` if the server
-    /// stops, or stops accepting, before memory is available.
-    async fn memory_for_one(&self) -> Option<ConnectionMemory> {
+    /// Charges `bytes` for a connection that was accepted, or for its TLS; waits while memory is
+    /// used up. Meanwhile a client that has not finished its handshake in time is disconnected.
+    /// `None` if the server stops, or stops accepting, before memory is available.
+    async fn connection_memory(&self, bytes: u64) -> Option<ConnectionMemory> {
         loop {
             let freed = self.freed.listen();
-            if let Some(memory) = ConnectionMemory::new(Budget::process(), CONNECTION_BYTES) {
+            if let Some(memory) = ConnectionMemory::new(Budget::process(), bytes) {
                 return Some(memory);
             }
             if self.stopping.load(Ordering::SeqCst) || self.rest.stage() != Stage::Open {

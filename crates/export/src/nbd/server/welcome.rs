@@ -10,10 +10,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use block::{
-    memory::{Budget, ConnectionMemory},
-    reactor::{self, op::Fd},
-};
+use block::reactor::{self, op::Fd};
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
 use policy::access::{Access, Client};
 
@@ -131,8 +128,8 @@ impl Server {
                 }
                 negotiate::Event::Replied => {}
                 negotiate::Event::StartTls => {
-                    let memory = ConnectionMemory::new(Budget::process(), TLS_BYTES);
-                    let memory = memory.ok_or("--memory is used up: TLS was not started")?;
+                    let memory = self.connection_memory(TLS_BYTES).await;
+                    let memory = memory.ok_or("the server stops: TLS was not started")?;
                     if let Some(live) = self.lock().get_mut(number) {
                         live.tls_memory = Some(memory);
                     }
