@@ -1,8 +1,9 @@
 //! A log that cannot be written: the daemon lives, and serves.
 
 use std::{
+    cell::{Cell, RefCell},
     fs::File,
-    io::{BufRead as _, BufReader},
+    io::Read as _,
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -13,7 +14,13 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::harness::{Client, DEADLINE, MIB, Scratch, WEIR, assert_says, text, weir};
+use serde_json::json;
+
+use crate::harness::{
+    Client, DEADLINE, MIB, Qmp, Scratch, WEIR, assert_says,
+    fuse_server::{FuseServer, WRITE},
+    text, weir,
+};
 
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + DEADLINE;
@@ -75,19 +82,55 @@ fn a_reader_who_stands_still_keeps_nobody_waiting_and_hears_what_is_missing() {
     for _ in 0..20 {
         Client::new("nbdinfo").arg(&uri).succeeds();
     }
-    // What is read makes room, and what comes after that says how much is missing.
-    let mut lines = BufReader::new(reader).lines();
-    let first = lines.next().unwrap().unwrap();
-    assert!(!first.contains("left_out"), "{first}");
-    let tells = |line: &std::io::Result<String>| line.as_ref().unwrap().contains("were left out left_out=");
-    let found = thread::spawn(move || lines.any(|line| tells(&line)));
+    // A pipe's content at a time: the log waits for a second, and then leaves lines out.
+    let (reader, text, last) = (RefCell::new(reader), RefCell::new(String::new()), Cell::new(Instant::now()));
     wait_until("it says what is missing", || {
         Client::new("nbdinfo").arg(&uri).succeeds();
-        found.is_finished()
+        if last.get().elapsed() > Duration::from_secs(2) {
+            last.set(Instant::now());
+            let mut content = [0; 4096];
+            let count = reader.borrow_mut().read(&mut content).unwrap();
+            *text.borrow_mut() += &String::from_utf8_lossy(&content[..count]);
+        }
+        text.borrow().contains("were left out left_out=")
     });
-    assert!(found.join().unwrap());
+    let text = text.into_inner();
+    assert!(!text.lines().next().unwrap().contains("left_out"), "{text}");
     weir.kill().unwrap();
     weir.wait().unwrap();
+}
+
+#[test]
+fn a_log_on_a_file_system_that_does_not_answer_stops_no_thread() {
+    let scratch = Scratch::new();
+    let fuse = FuseServer::mount(&scratch.path("mount"), MIB as usize);
+    let (socket, image, control) =
+        (scratch.socket("nbd"), scratch.sparse("disk.raw", MIB), scratch.socket("control"));
+    let at = |socket| format!("unix:{}", text(socket));
+    let mut weir = Command::new(WEIR)
+        .args(["serve", "--log", "debug", "--name", "disk", "--nbd", &at(&socket), "--qmp", &at(&control)])
+        .args(["--format", "raw", "--log-file", text(&fuse.file())])
+        .arg(image)
+        .spawn()
+        .expect("it starts");
+    let log = || String::from_utf8_lossy(&fuse.content()[MIB as usize..]).into_owned();
+    wait_until("it is ready", || log().contains(" ready "));
+    let uri = format!("nbd+unix:///disk?socket={}", text(&socket));
+    fuse.stop(&[WRITE]);
+    Client::new("nbdinfo").arg(&uri).succeeds();
+    fuse.wait_until_held(WRITE);
+    for _ in 0..3 {
+        Client::new("nbdinfo").arg(&uri).succeeds();
+    }
+    assert!(Qmp::negotiated(&control).ask("query-block", json!({}))["return"].is_array());
+    // Opening the log again does not wait for its writer, and neither does a reload.
+    kill(Pid::from_raw(weir.id() as i32), Signal::SIGHUP).unwrap();
+    Client::new("nbdinfo").arg(&uri).succeeds();
+    fuse.go_on();
+    wait_until("later lines are written", || log().contains("SIGHUP"));
+    kill(Pid::from_raw(weir.id() as i32), Signal::SIGTERM).unwrap();
+    assert!(weir.wait().unwrap().success());
+    assert!(log().contains("stopped"), "{}", log());
 }
 
 #[test]

@@ -20,7 +20,9 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use super::{DEADLINE, need_root};
 
 /// Kinds of requests: opcodes of linux/fuse.h.
+pub(crate) const LOOKUP: u32 = 1;
 pub(crate) const GETATTR: u32 = 3;
+pub(crate) const SETATTR: u32 = 4;
 pub(crate) const OPEN: u32 = 14;
 pub(crate) const READ: u32 = 15;
 pub(crate) const WRITE: u32 = 16;
@@ -33,12 +35,12 @@ pub(crate) const SETLK: u32 = 32;
 pub(crate) const FALLOCATE: u32 = 43;
 pub(crate) const LSEEK: u32 = 46;
 /// All that a test can stop.
-pub(crate) const ALL: [u32; 13] =
-    [LOOKUP, GETATTR, OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, GETLK, SETLK, FALLOCATE, LSEEK];
+pub(crate) const ALL: [u32; 14] = [
+    LOOKUP, GETATTR, SETATTR, OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, GETLK, SETLK, FALLOCATE,
+    LSEEK,
+];
 
-const LOOKUP: u32 = 1;
 const FORGET: u32 = 2;
-const SETATTR: u32 = 4;
 const INIT: u32 = 26;
 const OPENDIR: u32 = 27;
 const RELEASEDIR: u32 = 29;
@@ -47,6 +49,7 @@ const BATCH_FORGET: u32 = 42;
 
 const HEADER_BYTES: usize = 40;
 const MOST_WRITE: u32 = 128 << 10;
+const EIO: i32 = 5;
 const ENOENT: i32 = 2;
 const ENOSYS: i32 = 38;
 const POSIX_LOCKS: u32 = 1 << 1;
@@ -60,12 +63,13 @@ pub(crate) struct FuseServer {
 struct Shared {
     device: File,
     state: Mutex<State>,
-    held: Condvar,
+    changed: Condvar,
 }
 
 struct State {
     data: Vec<u8>,
     stopped: HashSet<u32>,
+    failing: HashSet<u32>,
     held: Vec<Vec<u8>>,
 }
 
@@ -79,8 +83,13 @@ impl FuseServer {
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
         let options = CString::new(options).expect("no zero in it");
         mount("held", directory, "fuse.held", MountFlags::empty(), Some(options.as_c_str())).expect("mounts");
-        let state = State { data: vec![0; bytes], stopped: HashSet::new(), held: Vec::new() };
-        let shared = Arc::new(Shared { device, state: Mutex::new(state), held: Condvar::new() });
+        let state = State {
+            data: vec![0; bytes],
+            stopped: HashSet::new(),
+            failing: HashSet::new(),
+            held: Vec::new(),
+        };
+        let shared = Arc::new(Shared { device, state: Mutex::new(state), changed: Condvar::new() });
         let of_thread = Arc::clone(&shared);
         thread::spawn(move || of_thread.serve());
         Self { directory: directory.to_owned(), shared }
@@ -96,17 +105,34 @@ impl FuseServer {
         self.shared.lock().stopped.extend(kinds);
     }
 
+    /// Answers one request of this kind with EIO: the next one, or the first that is held.
+    pub(crate) fn fail_once(&self, kind: u32) {
+        self.shared.lock().failing.insert(kind);
+    }
+
     /// Waits until a request of this kind is held.
     #[track_caller]
     pub(crate) fn wait_until_held(&self, kind: u32) {
+        self.wait_while(kind, |state| !state.held.iter().any(|request| opcode(request) == kind));
+    }
+
+    /// Waits until a request of this kind was answered with EIO: see [`FuseServer::fail_once`].
+    #[track_caller]
+    pub(crate) fn wait_until_failed(&self, kind: u32) {
+        self.wait_while(kind, |state| state.failing.contains(&kind));
+    }
+
+    #[track_caller]
+    fn wait_while(&self, kind: u32, is_so: impl FnMut(&mut State) -> bool) {
         let state = self.shared.lock();
-        let holds_none = |state: &mut State| !state.held.iter().any(|request| opcode(request) == kind);
-        let (_state, waited) = self
-            .shared
-            .held
-            .wait_timeout_while(state, DEADLINE, holds_none)
-            .unwrap_or_else(PoisonError::into_inner);
+        let waited = self.shared.changed.wait_timeout_while(state, DEADLINE, is_so);
+        let (_state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         assert!(!waited.timed_out(), "no request of kind {kind} came");
+    }
+
+    /// What was written to the file.
+    pub(crate) fn content(&self) -> Vec<u8> {
+        self.shared.lock().data.clone()
     }
 
     /// Answers the held requests and all later ones.
@@ -160,10 +186,10 @@ impl Shared {
                     let request = &buffer[..length];
                     if state.stopped.contains(&opcode(request)) {
                         state.held.push(request.to_vec());
-                        self.held.notify_all();
                     } else {
                         self.answer(&mut state, request);
                     }
+                    self.changed.notify_all();
                 }
                 // A request was interrupted before it was read.
                 Err(error) if matches!(error.raw_os_error(), Some(2 | 4 | 11)) => {}
@@ -180,6 +206,7 @@ impl Shared {
         let done = Ok(Vec::new());
         let answer = match kind {
             FORGET | BATCH_FORGET | INTERRUPT => return,
+            _ if state.failing.remove(&kind) => Err(EIO),
             INIT => {
                 let version = numbers(&[7, 31, number(body, 8), POSIX_LOCKS]);
                 // Most requests in the background, and from when on the kernel is congested.
@@ -197,6 +224,7 @@ impl Shared {
             }
             WRITE => {
                 let (from, length) = (long(body, 8) as usize, number(body, 16) as usize);
+                state.data.resize(size.max((from + length) as u64) as usize, 0);
                 state.data[from..from + length].copy_from_slice(&body[HEADER_BYTES..HEADER_BYTES + length]);
                 Ok(numbers(&[number(body, 16), 0]))
             }

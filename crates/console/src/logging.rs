@@ -4,6 +4,7 @@
 //! its priority (sd-daemon(3)), and a line for people has no time: the journal has one.
 
 mod file;
+mod queue;
 
 use std::{
     env,
@@ -19,6 +20,7 @@ use std::{
 use anyhow::Context as _;
 use file::LogFile;
 use nix::sys::stat::fstat;
+pub use queue::{THREAD, flush};
 use settings::{LogFormat, LogSettings};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::{

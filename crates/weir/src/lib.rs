@@ -54,7 +54,7 @@ use std::{
 use block::storage::rbd;
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
-use console::{Failure, complain};
+use console::{Failure, complain, logging};
 
 /// How long a cluster may take to take images back at the end. One that stands still has them until
 /// it misses this client.
@@ -115,6 +115,8 @@ pub fn main() -> ExitCode {
     };
     // Also where it failed: others wait for images of clusters that nobody has closed.
     rbd::wait_for_ends(PATIENCE);
+    // Before the error, which follows the log.
+    logging::flush();
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Failed(error)) => (error, 1),

@@ -2,7 +2,7 @@
 //!
 //! A file system may be full, and whoever reads a pipe may have stopped. A daemon lives through
 //! both, and goes on serving: what cannot be written is left out and counted, and the first line
-//! that can be says how many there were.
+//! that can be says how many there were. A thread of its [`queue`] writes the lines.
 
 use std::{
     fs::File,
@@ -12,7 +12,7 @@ use std::{
         unix::fs::{FileTypeExt as _, OpenOptionsExt as _},
     },
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -22,7 +22,10 @@ use nix::{
 };
 use settings::LogFormat;
 
-use super::Priority;
+use super::{
+    Priority,
+    queue::{self, Entry},
+};
 
 /// How long a line waits for a reader who is slow. Those after it wait no more until he reads on.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -33,9 +36,9 @@ const AT_ONCE: usize = 4096;
 const MODE: u32 = 0o640;
 
 /// The file that receives lines instead of standard error.
-static FILE: Mutex<Option<(PathBuf, File)>> = Mutex::new(None);
+static FILE: Mutex<Option<(PathBuf, Arc<File>)>> = Mutex::new(None);
 
-fn current() -> MutexGuard<'static, Option<(PathBuf, File)>> {
+fn current() -> MutexGuard<'static, Option<(PathBuf, Arc<File>)>> {
     FILE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -51,7 +54,7 @@ pub(super) fn open(path: &Path) -> io::Result<()> {
     if file.metadata()?.file_type().is_block_device() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "is a block device"));
     }
-    *current() = Some((std::path::absolute(path)?, file));
+    *current() = Some((std::path::absolute(path)?, Arc::new(file)));
     Ok(())
 }
 
@@ -61,10 +64,16 @@ pub(super) fn open(path: &Path) -> io::Result<()> {
 /// As [`open`], with the file's path.
 pub(super) fn reopen() -> Result<(), (PathBuf, io::Error)> {
     let path = current().as_ref().map(|(path, _)| path.clone());
-    path.map_or(Ok(()), |path| open(&path).map_err(|error| (path, error)))
+    let Some(path) = path else { return Ok(()) };
+    open(&path).map_err(|error| (path, error))?;
+    queue::resume(write);
+    Ok(())
 }
 
-/// Writer to standard error or the file, for a log of this format.
+/// Format of the log.
+static FORMAT: OnceLock<LogFormat> = OnceLock::new();
+
+/// Writer to the queue of a log of this format.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LogFile(pub(super) LogFormat);
 
@@ -77,43 +86,51 @@ struct Before {
 
 static BEFORE: Mutex<Before> = Mutex::new(Before { left_out: 0, is_torn: false });
 
+fn before() -> MutexGuard<'static, Before> {
+    BEFORE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Write for LogFile {
-    /// Takes a whole line, and never fails.
+    /// Takes a whole line, and never fails or waits.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let mut before = BEFORE.lock().unwrap_or_else(PoisonError::into_inner);
-        let file = current();
-        let is_file = file.is_some();
-        let (mut standard, mut own) = (stderr().lock(), file.as_ref().map(|(_, file)| file));
-        let file: &mut dyn LogOutput = match &mut own {
-            Some(file) => file,
-            None => &mut standard,
-        };
-        let patience = if before.left_out == 0 { PATIENCE } else { Duration::ZERO };
-        let mut gap = String::new();
-        if before.is_torn {
-            gap.push('\n');
-        }
-        if before.left_out > 0 {
-            let priority = if is_file { String::new() } else { Priority::WARNING.to_string() };
-            gap.push_str(&of_gap(self.0, &priority, before.left_out));
-        }
-        match put(file, gap.as_bytes(), patience) {
-            Ok(()) => *before = Before { left_out: 0, is_torn: false },
-            Err(written) => {
-                before.is_torn |= written > 0;
-                before.left_out += 1;
-                return Ok(line.len());
-            }
-        }
-        if let Err(written) = put(file, line, patience) {
-            *before = Before { left_out: 1, is_torn: written > 0 };
-        }
+        let _ = FORMAT.set(self.0);
+        queue::append(line, write);
         Ok(line.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Writes a line, which may wait for the file system. Holds no lock on the file meanwhile, so that
+/// it can be opened again.
+fn write(Entry { line, dropped }: Entry) {
+    let own = current().as_ref().map(|(_, file)| Arc::clone(file));
+    // As it was before this line. A writer that waits for a former file does not hold it.
+    let Before { left_out, is_torn } = *before();
+    let left_out = left_out + dropped;
+    let priority = if own.is_some() { String::new() } else { Priority::WARNING.to_string() };
+    let patience = if left_out == dropped { PATIENCE } else { Duration::ZERO };
+    let mut text = String::new();
+    if is_torn {
+        text.push('\n');
+    }
+    if left_out > 0 {
+        text.push_str(&of_gap(FORMAT.get().copied().unwrap_or_default(), &priority, left_out));
+    }
+    let put = |bytes: &[u8]| match &own {
+        Some(file) => put(&mut &**file, bytes, patience),
+        None => put(&mut stderr().lock(), bytes, patience),
+    };
+    let lines = u64::from(!line.is_empty());
+    *before() = match put(text.as_bytes()) {
+        Err(written) => Before { left_out: left_out + lines, is_torn: is_torn || written > 0 },
+        Ok(()) => match put(&line) {
+            Ok(()) => Before { left_out: 0, is_torn: false },
+            Err(written) => Before { left_out: lines, is_torn: written > 0 },
+        },
+    };
 }
 
 /// A destination of lines.

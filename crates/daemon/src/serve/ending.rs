@@ -40,6 +40,8 @@ use crate::{
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// How long the kernel may take to write what users of files over FUSE have not.
 const TO_WRITE_BACK: Duration = Duration::from_secs(60);
+/// Time that a reload waits until the log is opened again.
+const TO_REOPEN: Duration = Duration::from_secs(2);
 /// How long what a stopped disk holds may take to go back to who asked, at the end.
 const TO_GO_BACK: Duration = Duration::from_secs(2);
 
@@ -220,8 +222,11 @@ async fn write_back(files: Vec<PathBuf>) {
 
 /// SIGHUP: opens the log's file again, reads the config file again, and logs the result.
 async fn hang_up(inventory: &Rc<Inventory>) {
-    // First, so that all later lines are in the new file. Its file system may not answer.
-    reactor::blocking(logging::reopen).await;
+    // First, so that all later lines are in the new file. Its file system may not answer, which
+    // delays no reload for longer.
+    if reactor::timeout(TO_REOPEN, reactor::blocking(logging::reopen)).await.is_err() {
+        tracing::warn!("SIGHUP: the file system of the log does not answer: the log is not opened again yet");
+    }
     // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());

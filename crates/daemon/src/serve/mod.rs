@@ -94,6 +94,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
         }
         match started? {
             Some(daemon) => {
+                // A daemon in the background closes its standard error.
+                reactor::blocking(logging::flush).await;
                 ready();
                 Ok(daemon.run().await?)
             }

@@ -20,7 +20,7 @@ use std::{
 };
 
 use clap::error::ErrorKind;
-use console::{Failure, complain_as, print};
+use console::{Failure, complain_as, logging, print};
 use daemon::serve::ServeArgs;
 
 use crate::background;
@@ -36,6 +36,8 @@ pub(crate) fn called_as(program: Option<&OsString>) -> Option<fn() -> ExitCode> 
 
 /// Tells how it went, in the form of all errors; the status to exit with.
 fn ended(name: &str, result: Result<(), Failure>) -> ExitCode {
+    // Before the error, which follows the log.
+    logging::flush();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Failed(error) | Failure::Usage(error)) => {

@@ -41,6 +41,7 @@ use crate::{
 };
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{disk::Disk, error::Error, layer::throttle::Group, reactor};
+use console::logging;
 use export::vhost_user_blk::{self, Rested, Said};
 use nix::errno::Errno;
 use policy::time::Duration;
@@ -341,6 +342,7 @@ async fn leave(
     // To be told before this process ends, or its end would be the service's.
     notify::tell(&[NotifyState::MainPid(process)]);
     let _ = reactor::timeout(MANAGER_READS, notify::all_told()).await;
+    reactor::blocking(logging::flush).await;
     // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
     // the channel.
     std::process::exit(0)

@@ -1,0 +1,152 @@
+//! Lines of the log on their way to a thread that writes them.
+//!
+//! The file system of a log may stop answering, and a reader of a pipe may stop reading. A thread
+//! that serves disks must not wait for either, so it only appends a line here. Beyond
+//! [`MOST_BYTES`] lines are dropped and counted, and the log reports their number before the next
+//! line.
+//!
+//! ```text
+//!   threads ── line ──► queue ──► writer, a thread that ends once the queue is empty ──► file
+//!                └─ full: dropped += 1
+//! ```
+//!
+//! The writer starts with the first line of a burst. So a process that has logged nothing has no
+//! thread for it, and a writer has the rights of the thread that starts it. After a new file was
+//! opened, a new writer starts ([`resume`]): the former one may wait for the former file.
+
+use std::{
+    collections::VecDeque,
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use nix::sys::signal::SigSet;
+
+/// Bytes of lines that wait: thousands of lines, such as those of a start with many disks.
+const MOST_BYTES: usize = 1 << 20;
+/// Time that the end of a process waits for lines to be written.
+const TO_WRITE: Duration = Duration::from_secs(2);
+/// Name of the writer's thread.
+pub const THREAD: &str = "log";
+
+/// A line, and the number of lines that were dropped before it.
+pub(super) struct Entry {
+    pub(super) line: Vec<u8>,
+    pub(super) dropped: u64,
+}
+
+type Write = fn(Entry);
+
+struct Queue {
+    entries: VecDeque<Entry>,
+    bytes: usize,
+    /// Lines dropped since the last one that was appended.
+    dropped: u64,
+    /// Number of the writer that takes lines; none runs if `None`.
+    writer: Option<u64>,
+    writers: u64,
+}
+
+static QUEUE: Mutex<Queue> =
+    Mutex::new(Queue { entries: VecDeque::new(), bytes: 0, dropped: 0, writer: None, writers: 0 });
+static EMPTY: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, Queue> {
+    QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Queue {
+    fn append(&mut self, line: &[u8]) {
+        if self.bytes + line.len() > MOST_BYTES {
+            self.dropped += 1;
+            return;
+        }
+        self.bytes += line.len();
+        let dropped = std::mem::take(&mut self.dropped);
+        self.entries.push_back(Entry { line: line.to_vec(), dropped });
+    }
+
+    /// The next line; an empty one reports lines that were dropped after all others.
+    fn next(&mut self) -> Option<Entry> {
+        if let Some(entry) = self.entries.pop_front() {
+            self.bytes -= entry.line.len();
+            return Some(entry);
+        }
+        let dropped = std::mem::take(&mut self.dropped);
+        (dropped > 0).then(|| Entry { line: Vec::new(), dropped })
+    }
+
+    fn start_writer(&mut self, write: Write) {
+        self.writers += 1;
+        let number = self.writers;
+        let started = thread::Builder::new().name(THREAD.to_owned()).spawn(move || run(number, write));
+        // If there is no thread now, the next line starts one.
+        self.writer = started.is_ok().then_some(number);
+    }
+}
+
+/// Appends a line, which a thread passes to `write`. Never waits for the log.
+pub(super) fn append(line: &[u8], write: Write) {
+    let mut queue = lock();
+    queue.append(line);
+    if queue.writer.is_none() {
+        queue.start_writer(write);
+    }
+}
+
+/// Continues with a new writer, if lines wait.
+pub(super) fn resume(write: Write) {
+    let mut queue = lock();
+    if queue.writer.is_some() {
+        queue.start_writer(write);
+    }
+}
+
+/// Waits until all lines are written, for two seconds at most. Returns true if they are. Blocks.
+pub fn flush() -> bool {
+    let queue = lock();
+    let waits = |queue: &mut Queue| queue.writer.is_some();
+    let waited = EMPTY.wait_timeout_while(queue, TO_WRITE, waits);
+    waited.unwrap_or_else(PoisonError::into_inner).0.writer.is_none()
+}
+
+fn run(number: u64, write: Write) {
+    // Signals are for the threads that expect them.
+    let _ = SigSet::all().thread_block();
+    loop {
+        let entry = {
+            let mut queue = lock();
+            if queue.writer != Some(number) {
+                return;
+            }
+            let Some(entry) = queue.next() else {
+                queue.writer = None;
+                EMPTY.notify_all();
+                return;
+            };
+            entry
+        };
+        write(entry);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_queue_drops_lines_and_reports_their_number() {
+        let mut queue = Queue { entries: VecDeque::new(), bytes: 0, dropped: 0, writer: None, writers: 0 };
+        let line = vec![b'x'; MOST_BYTES / 4];
+        (0..7).for_each(|_| queue.append(&line));
+        let taken: Vec<_> = (0..2).filter_map(|_| queue.next()).map(|entry| entry.dropped).collect();
+        assert_eq!(taken, [0, 0]);
+        queue.append(b"short");
+        queue.append(&vec![b'x'; MOST_BYTES]);
+        let taken: Vec<_> =
+            std::iter::from_fn(|| queue.next()).map(|entry| (entry.line.len(), entry.dropped)).collect();
+        assert_eq!(taken, [(MOST_BYTES / 4, 0), (MOST_BYTES / 4, 0), (5, 3), (0, 1)]);
+        assert_eq!(queue.bytes, 0);
+    }
+}
