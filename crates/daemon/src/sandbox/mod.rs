@@ -30,7 +30,7 @@ use block::{
     nbd::{client::Endpoint as Server, uri::Uri},
     reactor::{self, Worker, op},
 };
-use console::descriptors;
+use console::{descriptors, logging};
 use policy::time::Duration;
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
@@ -282,7 +282,6 @@ pub(crate) async fn enter(
     workers: &[Worker],
 ) -> anyhow::Result<Option<Entered>> {
     let service = &plan.service;
-    reactor::threads_may_stay();
     let needs = Needs::of(served, service);
     // Made by who can look everywhere.
     let is_confined = service.sandbox != Sandbox::Off && !needs.host;
@@ -292,6 +291,7 @@ pub(crate) async fn enter(
         user::find(owner)?.become_it()?;
     }
     if service.sandbox == Sandbox::Off {
+        reactor::threads_may_stay();
         return Ok(None);
     }
     let (mut entered, missing) = give_up(needs, files, workers).await?;
@@ -330,6 +330,7 @@ async fn give_up(
         missing.push(
             "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
         );
+        reactor::threads_may_stay();
         return Ok((Entered { needs, places: None, sockets: None, servers: Vec::new() }, missing));
     }
     // The last rings that can be made.
@@ -338,6 +339,8 @@ async fn give_up(
     let kept = capabilities(needs);
     on_each_thread(workers, Part { ruleset, kept }).await.context("sandbox")?;
     missing.extend(calls::restrict(needs).err());
+    // Only now: a thread has the rights that its creator had, and one that stays keeps them.
+    reactor::threads_may_stay();
     // Control groups have a thread of their own.
     if !needs.host
         && let Some(others) = other_threads(workers.len())
@@ -430,10 +433,16 @@ async fn on_each_thread(workers: &[Worker], part: Part) -> anyhow::Result<()> {
 
 /// Says so if there are others than this one and the workers: they have kept what they had.
 fn other_threads(workers: usize) -> Option<String> {
+    // A writer of the log that starts from now on has the rights of a thread that is confined.
+    let has_no_log = logging::flush();
     let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
     // The kernel's own for rings run nothing of ours.
-    let names: Vec<_> = threads.map(name).filter(|name| !name.starts_with("iou-")).collect();
+    let names: Vec<_> = threads
+        .map(name)
+        .filter(|name| !name.starts_with("iou-"))
+        .filter(|name| !(has_no_log && name.trim_end() == logging::THREAD))
+        .collect();
     let others = names.len().saturating_sub(workers + 1);
     (others > 0).then(|| format!("threads that weir knows nothing of keep their rights: {others}"))
 }
