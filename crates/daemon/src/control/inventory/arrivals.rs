@@ -1,7 +1,7 @@
 //! Disks that come in several steps, each of which may fail: nothing is told of one before all of
 //! it is there.
 
-use std::rc::Rc;
+use std::{rc::Rc, sync::Arc};
 
 use export::nbd::Removal;
 
@@ -28,8 +28,10 @@ impl Inventory {
     /// meanwhile is disconnected.
     pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
         let exports = self.exports_of(name);
-        self.remove_exports(&exports, Removal::Hard).await?;
-        drop(exports);
+        let data = Arc::clone(&self.disk(name)?.disk);
+        // Requests in flight do not end while the file system does not answer.
+        data.unless_silent(self.remove_exports(&exports, Removal::Hard)).await?;
+        drop((exports, data));
         self.remove_disk(name).await
     }
 

@@ -373,8 +373,9 @@ impl Inventory {
         Ok(())
     }
 
-    /// The same, and waits for its last client once it is polled. What it comes to is to be told,
-    /// unless nobody has heard of the export or it is put back.
+    /// The same. The future waits for the export's last client, also if the export was removed
+    /// before, and returns the change to announce: none if the export was never announced, or if
+    /// its first removal announces it.
     pub(crate) fn removal(
         self: &Rc<Self>,
         id: &str,
@@ -392,11 +393,15 @@ impl Inventory {
         export.ending.set(true);
         let inventory = Rc::clone(self);
         Ok(async move {
+            export.door.wait_until_unused().await;
+            let is_listed =
+                inventory.exports.get(&export.id).is_some_and(|known| Rc::ptr_eq(&known, &export));
+            if is_listed {
+                inventory.unlist_export(&export);
+            }
             if is_gone {
                 return None;
             }
-            export.door.wait_until_unused().await;
-            inventory.unlist_export(&export);
             if inventory.ends_when_idle.get() && inventory.is_idle() {
                 (inventory.ender)(End::Idle);
             }
@@ -465,11 +470,18 @@ impl Inventory {
             if refused.is_some()
                 && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
             {
-                self.add_export(serving, new.clone())?;
-                self.export(&export.id)?.added.set(export.added.get());
-            } else {
-                gone.iter().for_each(|gone| self.tell(gone));
+                match self.add_export(serving, new.clone()).and_then(|()| self.export(&export.id)) {
+                    Ok(again) => {
+                        again.added.set(export.added.get());
+                        continue;
+                    }
+                    // Its name or its id was given to another export meanwhile.
+                    Err(error) => {
+                        tracing::error!(export = %export.id, "the export cannot be put back: {error}");
+                    }
+                }
             }
+            gone.iter().for_each(|gone| self.tell(gone));
         }
         refused.map_or(Ok(()), Err)
     }

@@ -3,7 +3,7 @@
 //! QEMU's commands remove one thing each, and a client that comes in between would be in the way
 //! of the rest.
 
-use std::rc::Rc;
+use std::{rc::Rc, sync::Arc};
 
 use export::nbd::Removal;
 use serde_json::{Value, json};
@@ -35,12 +35,16 @@ impl Command for RemoveDisk {
             return Err(Error::generic(why));
         }
         let exports = inventory.exports_of(&self.name);
+        let data = Arc::clone(&disk.disk);
         drop(disk);
-        for export in &exports {
+        // Clients of an export that was removed before are disconnected. Only their requests are
+        // left.
+        for export in exports.iter().filter(|export| !export.is_ending()) {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }
-        inventory.remove_exports(&exports, Removal::Safe).await?;
-        drop(exports);
+        // Requests in flight do not end while the file system does not answer.
+        data.unless_silent(inventory.remove_exports(&exports, Removal::Safe)).await?;
+        drop((exports, data));
         inventory.remove_disk(&self.name).await?;
         Ok(json!({}))
     }
