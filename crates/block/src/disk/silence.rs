@@ -39,7 +39,7 @@ impl Disk {
     /// Waits until a file system below the disk has not answered for ten seconds. Then fails the
     /// requests that wait for the files of the disk, and all later ones, with [`Error::TIMED_OUT`].
     pub async fn give_up_once_silent(&self) {
-        while reactor::timeout(SILENT, self.image.ask()).await.is_ok() {
+        while self.image.ask_within(SILENT).await.is_ok() {
             reactor::sleep_until(reactor::now() + AGAIN).await;
         }
         let timeout_s = SILENT.as_secs();

@@ -11,6 +11,8 @@ pub mod secret;
 
 use std::io;
 
+use policy::time::Duration;
+
 use self::qcow2::{OpenFailure, header::incompatible};
 pub use self::{
     identity::Layer,
@@ -22,7 +24,7 @@ use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
     guest::Place,
-    reactor::ublk::Registered,
+    reactor::{self, ublk::Registered},
     storage::{
         BlockSize, Durability, Extent, Format, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
     },
@@ -392,13 +394,15 @@ impl Image {
         }
     }
 
-    /// Returns once the file systems of all files of the chain have answered.
+    /// Returns once the file systems of all files of the chain have answered. Each of them has
+    /// `timeout` for its answer, so that a long chain has no less time than one file.
     ///
     /// # Errors
-    /// [`Error::TIMED_OUT`](crate::error::Error::TIMED_OUT) after [`Image::give_up`].
-    pub(crate) async fn ask(&self) -> Result<()> {
+    /// [`Error::TIMED_OUT`](crate::error::Error::TIMED_OUT) if one has not answered, or after
+    /// [`Image::give_up`].
+    pub(crate) async fn ask_within(&self, timeout: Duration) -> Result<()> {
         for storage in self.chain().flat_map(Self::files) {
-            storage.ask().await?;
+            reactor::timeout(timeout, storage.ask()).await.unwrap_or(Err(Error::TIMED_OUT))?;
         }
         Ok(())
     }

@@ -186,9 +186,14 @@ impl<D: Device> Align<D> {
         if size_bytes != self.size_bytes() {
             resize::check(size_bytes, self.device().size_multiple())?;
         }
-        let _everything = self.shared.locks.exclusive(0..u64::MAX).await;
-        let _change = self.shared.flushes.change();
-        self.device().resize(size_bytes).await
+        // To its end: the device may change the size late, and writes are kept out until then.
+        let shared = Arc::clone(&self.shared);
+        let task = async move {
+            let _everything = shared.locks.exclusive(0..u64::MAX).await;
+            let _change = shared.flushes.change();
+            shared.device.resize(size_bytes).await
+        };
+        reactor::spawn_to_end(task).await.unwrap_or_else(|| Err(Error::SHUTDOWN.into()))
     }
 
     /// See [`Storage::description`](super::Storage::description).

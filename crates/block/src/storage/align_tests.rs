@@ -301,9 +301,29 @@ fn a_size_is_not_read_during_a_resize() {
             std::task::Poll::Ready(resize.as_mut().poll(context).is_pending())
         });
         assert!(begun.await, "the device takes a moment");
+        sleep_until(now() + Duration::from_nanos(1)).await;
         let refreshing = Rc::clone(&storage);
         let refreshed = spawn_joinable(async move { refreshing.refresh_size().await });
         assert_eq!(resize.await, Ok(()));
         assert_eq!(refreshed.await, Ok(BLOCK as u64));
     });
+}
+
+#[test]
+fn a_resize_whose_caller_is_gone_keeps_writes_out_until_it_has_ended() {
+    for seed in 0..50 {
+        sim::run(seed, async move {
+            let storage = Rc::new(Align::new(disk(seed).0));
+            {
+                let mut resize = std::pin::pin!(storage.resize(BLOCK as u64));
+                let begun = std::future::poll_fn(|context| {
+                    std::task::Poll::Ready(resize.as_mut().poll(context).is_pending())
+                });
+                assert!(begun.await, "the device takes a moment");
+                sleep_until(now() + Duration::from_nanos(1)).await;
+            }
+            let written = storage.write(BLOCK as u64, room(BLOCK), Durability::Cached).await;
+            assert_eq!((written, storage.size_bytes()), (Err(Error::INVALID), BLOCK as u64));
+        });
+    }
 }

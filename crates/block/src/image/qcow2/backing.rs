@@ -12,6 +12,7 @@ use crate::{
     error::{Error, Result},
     image::Image,
     reactor,
+    storage::Stamp,
 };
 
 /// How often it is looked whether a backing file has changed.
@@ -31,22 +32,21 @@ impl Qcow2 {
         }
         let image = Arc::downgrade(&self.0);
         reactor::spawn(async move {
-            let mut before: Option<Vec<_>> = None;
+            // The first stamp of each image that has one.
+            let mut first: Vec<Option<Stamp>> = Vec::new();
             loop {
                 let Some(image) = image.upgrade().map(Self) else { return };
                 // In sequence: a file system that does not answer blocks only this task.
-                let mut stamps = Vec::new();
-                for below in image.images_below() {
-                    stamps.push(below.storage().stamp().await);
-                }
-                if let Some(before) = &before {
-                    let mut below = image.images_below().zip(before.iter().zip(&stamps));
-                    if let Some((changed, _)) = below.find(|(_, (before, now))| before != now) {
-                        image.lose_backing(changed);
-                        return;
+                for (at, below) in image.images_below().enumerate() {
+                    let now = below.storage().stamp().await;
+                    first.resize(first.len().max(at + 1), None);
+                    match (first[at], now) {
+                        (Some(before), Some(now)) if before != now => return image.lose_backing(below),
+                        (None, Some(now)) => first[at] = Some(now),
+                        // An error shows no change of the file.
+                        _ => {}
                     }
                 }
-                before.get_or_insert(stamps);
                 drop(image);
                 reactor::sleep_until(reactor::now() + LOOK_EVERY).await;
             }
