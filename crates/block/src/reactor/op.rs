@@ -57,22 +57,58 @@ pub fn wait_for_closings(timeout: Duration) -> bool {
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
 }
 
+/// Runs `close`, which may wait for a file system, on a thread that may block.
+fn close_by(close: impl FnOnce() + Send + 'static) {
+    if worker::may_block() {
+        return close();
+    }
+    *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+    pool::start(move || {
+        close();
+        *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        CLOSED.notify_all();
+    });
+}
+
+/// A descriptor that another process has passed. It may be of any file, whose closing may wait for
+/// a file system.
+#[derive(Debug)]
+pub struct ForeignFd(Option<OwnedFd>);
+
+impl ForeignFd {
+    /// The descriptor, for a caller that closes it without blocking a thread that serves disks.
+    pub fn into_owned(mut self) -> OwnedFd {
+        self.0.take().expect("taken once")
+    }
+}
+
+impl From<OwnedFd> for ForeignFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(Some(fd))
+    }
+}
+
+impl AsFd for ForeignFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_ref().expect("open until it is dropped").as_fd()
+    }
+}
+
+impl Drop for ForeignFd {
+    fn drop(&mut self) {
+        if let Some(fd) = self.0.take() {
+            close_by(move || drop(fd));
+        }
+    }
+}
+
 impl Drop for Open {
     fn drop(&mut self) {
         let (Some(fd), Some(closing)) = (self.fd.take(), self.closing.take()) else { return };
-        let close = move || {
+        close_by(move || {
             closing.before(fd.as_fd());
             drop(fd);
             drop(closing);
-        };
-        if worker::may_block() {
-            return close();
-        }
-        *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        pool::start(move || {
-            close();
-            *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-            CLOSED.notify_all();
         });
     }
 }
@@ -108,7 +144,7 @@ impl Fd {
     }
 
     /// Whether it is the same one, not another of the same file.
-    pub(super) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.open, &other.open)
     }
 

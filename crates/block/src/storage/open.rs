@@ -4,7 +4,7 @@
 //! Blocks, so it belongs at the start of the program, or in
 //! [`reactor::blocking`].
 
-use std::{os::fd::OwnedFd, path::Path, sync::Arc};
+use std::{path::Path, sync::Arc};
 
 use policy::time::Duration;
 
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     nbd::uri::Uri,
-    reactor::{self, Polling},
+    reactor::{self, Polling, op::ForeignFd},
 };
 
 /// How to open an image.
@@ -43,7 +43,7 @@ pub struct OpenOptions {
     /// Where files must lie; everywhere without it.
     pub root: Option<Root>,
     /// The file itself, already open: its name is not looked at, nor where it lies.
-    pub descriptor: Option<Arc<OwnedFd>>,
+    pub descriptor: Option<Arc<ForeignFd>>,
     /// Files that another process has open, and images of clusters, for those that are written to.
     /// It may be at any export of a server's, of which it passes nothing.
     pub passed: Option<Passed>,

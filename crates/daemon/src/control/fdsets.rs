@@ -9,11 +9,12 @@
 use std::{
     cell::RefCell,
     collections::BTreeMap,
-    os::fd::{AsRawFd as _, OwnedFd},
+    os::fd::{AsFd as _, AsRawFd as _, RawFd},
     path::Path,
     sync::Arc,
 };
 
+use block::reactor::op::ForeignFd;
 use rustix::fs::{OFlags, fcntl_getfl};
 
 /// Where the sets seem to be.
@@ -26,8 +27,15 @@ const MOST_TEXT: usize = 1024;
 /// One of a set.
 #[derive(Debug)]
 pub(crate) struct Member {
-    pub(crate) descriptor: Arc<OwnedFd>,
+    pub(crate) descriptor: Arc<ForeignFd>,
     pub(crate) opaque: Option<String>,
+}
+
+impl Member {
+    /// Number of the descriptor in this process.
+    pub(crate) fn number(&self) -> RawFd {
+        self.descriptor.as_fd().as_raw_fd()
+    }
 }
 
 /// Sets of descriptors, by their number.
@@ -39,7 +47,7 @@ impl Sets {
     pub(crate) fn add(
         &self,
         set: Option<u64>,
-        descriptor: OwnedFd,
+        descriptor: ForeignFd,
         opaque: Option<String>,
     ) -> Result<u64, String> {
         if opaque.as_ref().is_some_and(|text| text.len() > MOST_TEXT) {
@@ -61,7 +69,7 @@ impl Sets {
         let Some(wanted) = descriptor else { return sets.remove(&set).is_some() };
         let Some(members) = sets.get_mut(&set) else { return false };
         let before = members.len();
-        members.retain(|member| i64::from(member.descriptor.as_raw_fd()) != wanted);
+        members.retain(|member| i64::from(member.number()) != wanted);
         let removed = members.len() < before;
         if members.is_empty() {
             sets.remove(&set);
@@ -76,7 +84,7 @@ impl Sets {
     /// What is to be opened where a file of this name is; `None` where it is no set's. One that can
     /// do more than is asked for will do where none is just so. One that can write is for one disk:
     /// its locks are those of all that is opened with it, and keep none of that from the other.
-    pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<OwnedFd>>, String> {
+    pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<ForeignFd>>, String> {
         let Ok(number) = path.strip_prefix(SETS) else { return Ok(None) };
         let number = number.to_str().and_then(|text| text.parse::<u64>().ok());
         let shown = number.map_or_else(|| SETS.to_owned(), |number| format!("{SETS}/{number}"));
@@ -101,8 +109,8 @@ impl Sets {
                 "Could not open '{shown}': Permission denied (no descriptor of the set was opened {how}; add-fd one)"
             ));
         }
-        let is_reader = |descriptor: &Arc<OwnedFd>| {
-            fcntl_getfl(descriptor).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY)
+        let is_reader = |descriptor: &Arc<ForeignFd>| {
+            fcntl_getfl(&**descriptor).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY)
         };
         let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_free(descriptor));
         free.map(|descriptor| Some(Arc::clone(descriptor))).ok_or_else(|| {
@@ -115,8 +123,8 @@ impl Sets {
 
 /// Nothing is being opened with it, nor has been: an image's locks are shown with the open file
 /// that has them (proc_pid_fdinfo(5)), however many descriptors that has.
-fn is_free(descriptor: &Arc<OwnedFd>) -> bool {
-    let info = format!("/proc/self/fdinfo/{}", descriptor.as_raw_fd());
+fn is_free(descriptor: &Arc<ForeignFd>) -> bool {
+    let info = format!("/proc/self/fdinfo/{}", descriptor.as_fd().as_raw_fd());
     let info = std::fs::read_to_string(info).unwrap_or_default();
     let is_lock = |line: &str| line.starts_with("lock:") && line.contains("OFDLCK");
     Arc::strong_count(descriptor) == 1 && !info.lines().any(is_lock)
@@ -124,7 +132,10 @@ fn is_free(descriptor: &Arc<OwnedFd>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{File, OpenOptions};
+    use std::{
+        fs::{File, OpenOptions},
+        os::fd::OwnedFd,
+    };
 
     use nix::{
         fcntl::{FcntlArg, fcntl},
@@ -133,9 +144,15 @@ mod tests {
 
     use super::*;
 
-    fn descriptor(write: bool) -> OwnedFd {
+    fn descriptor(write: bool) -> ForeignFd {
         let file = tempfile::NamedTempFile::new().expect("a file");
-        OpenOptions::new().read(true).write(write).open(file.path()).expect("it is ours").into()
+        OpenOptions::new()
+            .read(true)
+            .write(write)
+            .open(file.path())
+            .map(OwnedFd::from)
+            .expect("it is ours")
+            .into()
     }
 
     #[test]
@@ -155,7 +172,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&open(&path, false).expect("may").expect("is there"), &reader));
         assert!(sets.remove(set, None) && !sets.remove(set, None) && !sets.remove(7, Some(3)));
         let path_only = rustix::fs::open("/", OFlags::PATH | OFlags::CLOEXEC, rustix::fs::Mode::empty());
-        let set = sets.add(Some(9), path_only.expect("the root is there"), None).expect("room");
+        let set = sets.add(Some(9), path_only.expect("the root is there").into(), None).expect("room");
         assert!(open(&format!("/dev/fdset/{set}"), true).is_err());
     }
 
@@ -164,14 +181,14 @@ mod tests {
         let sets = Sets::default();
         let open = |path: &str| sets.of_path(Path::new(path), false);
         let one = descriptor(true);
-        let again = one.try_clone().expect("a descriptor");
+        let again = ForeignFd::from(one.as_fd().try_clone_to_owned().expect("a descriptor"));
         let (_, _) = (sets.add(Some(0), one, None), sets.add(Some(1), again, None));
         let being_opened = open("/dev/fdset/0").expect("it is free").expect("is there");
         assert!(open("/dev/fdset/0").unwrap_err().contains("in use by another disk"));
         // As an image does once it is open.
         let lock = |kind: libc::c_int| {
             let lock = libc::flock { l_type: kind as i16, l_whence: 0, l_start: 100, l_len: 1, l_pid: 0 };
-            fcntl(&*being_opened, FcntlArg::F_OFD_SETLK(&lock)).expect("nobody else has it");
+            fcntl(being_opened.as_fd(), FcntlArg::F_OFD_SETLK(&lock)).expect("nobody else has it");
         };
         lock(libc::F_RDLCK);
         assert!(open("/dev/fdset/1").is_err(), "the same open file by another name");
@@ -185,7 +202,7 @@ mod tests {
         let sets = Sets::default();
         let file = tempfile::NamedTempFile::new().expect("a file");
         let appends = OpenOptions::new().read(true).append(true).open(file.path()).expect("it is ours");
-        sets.add(Some(0), appends.into(), None).expect("room");
+        sets.add(Some(0), OwnedFd::from(appends).into(), None).expect("room");
         let error = sets.of_path(Path::new("/dev/fdset/0"), false).unwrap_err();
         assert!(error.contains("without O_APPEND"), "{error}");
         assert!(sets.of_path(Path::new("/dev/fdset/0"), true).is_ok());
@@ -195,7 +212,7 @@ mod tests {
     fn what_is_kept_is_bounded() {
         let sets = Sets::default();
         let file = File::open("/dev/null").expect("it is there");
-        let another = || OwnedFd::from(file.try_clone().expect("a descriptor"));
+        let another = || ForeignFd::from(OwnedFd::from(file.try_clone().expect("a descriptor")));
         for _ in 0..MOST_KEPT {
             sets.add(None, another(), None).expect("room");
         }

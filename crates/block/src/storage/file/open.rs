@@ -7,7 +7,7 @@ use std::{
     fs,
     io::{ErrorKind, Seek, SeekFrom},
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsFd as _, AsRawFd as _},
         unix::fs::{FileTypeExt, MetadataExt as _, OpenOptionsExt},
     },
     path::Path,
@@ -19,10 +19,15 @@ use std::{
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::{Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, direct, lane::Lane, zero};
+use super::{
+    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, direct, lane::Lane, zero,
+};
 use crate::{
     error::what_gives_descriptors,
-    reactor::{check_may_block, op::Fd},
+    reactor::{
+        check_may_block,
+        op::{Fd, ForeignFd},
+    },
     seldom::Seldom,
     storage::{
         OpenError,
@@ -48,7 +53,7 @@ pub(in crate::storage) struct FileOptions {
     /// Where it must lie.
     pub(in crate::storage) root: Option<Root>,
     /// The file itself, which may lie where it could not be opened.
-    pub(in crate::storage) descriptor: Option<Arc<OwnedFd>>,
+    pub(in crate::storage) descriptor: Option<Arc<ForeignFd>>,
 }
 
 /// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
@@ -88,20 +93,20 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
 
 /// Of a descriptor that somebody else has opened, as far as is wanted of it.
 fn of_descriptor(
-    descriptor: &OwnedFd,
+    descriptor: &ForeignFd,
     name: String,
     options: &FileOptions,
 ) -> Result<(File, fs::File), OpenError> {
     own_mounts::check(descriptor, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
-    let buffered = fs::File::from(descriptor.try_clone().map_err(|error| failed(&error))?);
+    let buffered = fs::File::from(descriptor.as_fd().try_clone_to_owned().map_err(|error| failed(&error))?);
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     if !options.cache.is_direct() {
         let main = buffered.try_clone().map_err(|error| failed(&error))?;
         return lock_and_look(name, kind, (main, Alignment::NONE), buffered, None, options);
     }
     // Its flags are shared with whoever has passed it, so they stay as they are.
-    let again = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
+    let again = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
     let direct = open_direct(Path::new(&again), None, &name, &how, kind, options);

@@ -4,10 +4,11 @@
 //! Source: QEMU's `qapi/misc.json`.
 
 use std::{
-    os::fd::{AsRawFd as _, OwnedFd},
+    os::fd::{AsFd as _, AsRawFd as _},
     rc::Rc,
 };
 
+use block::reactor::op::ForeignFd;
 use serde_json::{Value, json};
 
 use crate::control::{
@@ -18,7 +19,7 @@ use crate::control::{
 #[derive(Debug)]
 pub(super) struct GetFd {
     name: String,
-    descriptor: OwnedFd,
+    descriptor: ForeignFd,
     passed: Rc<Passed>,
 }
 
@@ -59,7 +60,7 @@ impl Command for CloseFd {
 pub(super) struct AddFd {
     set: Option<u64>,
     opaque: Option<String>,
-    descriptor: OwnedFd,
+    descriptor: ForeignFd,
 }
 
 impl Command for AddFd {
@@ -72,7 +73,7 @@ impl Command for AddFd {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let number = self.descriptor.as_raw_fd();
+        let number = self.descriptor.as_fd().as_raw_fd();
         let set = inventory.descriptors.add(self.set, self.descriptor, self.opaque);
         let set = set.map_err(Error::generic)?;
         Ok(json!({ "fdset-id": set, "fd": number }))
@@ -110,7 +111,7 @@ impl Command for RemoveFd {
 query!(QueryFdSets, "query-fdsets", |inventory| {
     let sets = inventory.descriptors.list(|(set, members)| {
         let members = members.iter().map(|member| {
-            let mut info = json!({ "fd": member.descriptor.as_raw_fd() });
+            let mut info = json!({ "fd": member.number() });
             if let Some(opaque) = &member.opaque {
                 info["opaque"] = json!(opaque);
             }

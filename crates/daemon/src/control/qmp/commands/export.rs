@@ -3,7 +3,7 @@
 
 use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
-use block::reactor;
+use block::reactor::{self, op::ForeignFd};
 use export::nbd::Removal;
 use policy::access::{Access, Names, Network, Networks};
 use serde_json::{Value, json};
@@ -62,7 +62,8 @@ impl Command for BlockExportAdd {
             0 => Kind::Nbd(Nbd::read(arguments, &node)?),
             own => {
                 let door = door::read(door::TYPES[own - 1], arguments)?;
-                let socket = door.passed().and_then(|name| arguments.passed().take(name));
+                let socket =
+                    door.passed().and_then(|name| arguments.passed().take(name)).map(ForeignFd::into_owned);
                 Kind::Own(door, socket)
             }
         };

@@ -22,7 +22,7 @@ impl Command for Start {
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let name: String = arguments.required("fdname")?;
         let of = arguments.optional("of")?.unwrap_or_default();
-        Ok(Self { of, file: arguments.passed().find(&name)? })
+        Ok(Self { of, file: arguments.passed().find(&name)?.into_owned() })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {

@@ -6,7 +6,7 @@
 
 use std::{os::fd::OwnedFd, rc::Rc};
 
-use block::reactor;
+use block::reactor::{self, op::ForeignFd};
 use export::nbd::{self, Terms, Tls};
 use serde_json::{Value, json};
 use settings::{Address, Endpoint};
@@ -140,7 +140,7 @@ fn address(addr: &mut Arguments) -> Result<Place, Error> {
 fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
     if kind == 2 {
         let name: String = inside.required("str")?;
-        let socket = inside.passed().take(&name);
+        let socket = inside.passed().take(&name).map(ForeignFd::into_owned);
         return Ok(Place::Passed(name, socket));
     }
     if kind == 1 {

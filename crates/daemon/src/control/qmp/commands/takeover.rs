@@ -22,7 +22,7 @@ impl Command for TakeOver {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self(Asked {
-            socket: arguments.passed().next()?,
+            socket: arguments.passed().next()?.into_owned(),
             format: arguments.required("format")?,
             version: arguments.required("version")?,
         }))
