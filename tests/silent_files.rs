@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::harness::{
     Client, MIB, Qmp, Scratch, Serve, WEIR, Weir, Wire,
     fuse_server::{ALL, FALLOCATE, FSYNC, FuseServer, GETATTR, LSEEK, READ, WRITE},
-    text,
+    qemu_img, text,
     wire::{CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, FLAG_FUA, Request},
 };
 
@@ -20,6 +20,8 @@ const BYTES: u64 = 16 * MIB;
 /// More than all threads that the kernel has for operations on files by default.
 const CLIENTS: u64 = 8;
 const REQUESTS: u64 = 16;
+/// NBD_EIO.
+const EIO: u32 = 5;
 
 /// A daemon with disk `a`, and disk `h` on the file system that can be stopped.
 struct House {
@@ -69,7 +71,7 @@ fn request(kind: u16, flags: u16, offset: u64, length: u64) -> Request {
 }
 
 #[track_caller]
-fn uses_everything(client: &mut Wire) {
+pub(crate) fn uses_everything(client: &mut Wire) {
     assert_eq!(client.read(4096, 4096).map(|data| data.len()), Ok(4096));
     for (kind, flags, length) in [(CMD_WRITE, FLAG_FUA, 512), (CMD_TRIM, 0, 65_536), (CMD_FLUSH, 0, 0)] {
         let payload = vec![7; if kind == CMD_WRITE { 512 } else { 0 }];
@@ -142,6 +144,23 @@ fn flushes_that_are_not_answered_delay_no_other_disk() {
     clients.iter_mut().for_each(|client| assert_eq!(client.simple_reply(), (0, 0)));
     drop((clients, other));
     house.weir.stop();
+}
+
+#[test]
+fn a_flush_fails_after_a_synchronous_write_has_collected_the_error() {
+    let house = House::new(&[]);
+    let mut client = Wire::go(house.weir.socket(), "h").0;
+    client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
+    assert_eq!(client.simple_reply(), (0, 0));
+    house.fuse.fail_once(FSYNC);
+    client.request(request(CMD_WRITE, FLAG_FUA, 65_536, 512), &[7; 512]);
+    assert_eq!(client.simple_reply(), (EIO, 65_536));
+    // The file system has no error to report any more, and the first write may be lost.
+    client.request(request(CMD_FLUSH, 0, 0, 0), &[]);
+    assert_eq!(client.simple_reply().0, EIO);
+    drop(client);
+    let (status, log) = house.weir.wait_signalling(Signal::SIGTERM);
+    assert!(!status.success() && log.contains("the last flush failed"), "{log}");
 }
 
 #[test]
@@ -222,6 +241,53 @@ fn a_disk_that_does_not_answer_is_removed_and_can_be_added_again() {
     weir.wait_for_log("the files of a disk that was removed are still open");
     fuse.go_on();
     assert_eq!(qmp.ask("blockdev-add", add)["return"], json!({}));
+    weir.stop();
+}
+
+#[test]
+fn a_disk_is_removed_although_requests_of_a_removed_export_are_in_flight() {
+    let house = House::new(&[]);
+    let mut other = Wire::go(house.weir.socket(), "a").0;
+    let mut client = Wire::go(house.weir.socket(), "h").0;
+    house.fuse.stop(&ALL);
+    client.request(request(CMD_READ, 0, BYTES / 2, 4096), &[]);
+    client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
+    house.fuse.wait_until_held(READ);
+    let mut qmp = Qmp::negotiated(&house.control());
+    let exports = qmp.ask("query-block-exports", json!({}));
+    let of_h = exports["return"].as_array().into_iter().flatten().find(|export| export["node-name"] == "h");
+    let id = of_h.unwrap_or_else(|| panic!("{exports}"))["id"].clone();
+    assert_eq!(qmp.ask("block-export-del", json!({"id": id, "mode": "hard"}))["return"], json!({}));
+    qmp.send(r#"{"execute": "x-weir-remove-disk", "arguments": {"name": "h"}}"#);
+    uses_everything(&mut other);
+    let removed = qmp.answer();
+    assert_eq!(removed["return"], json!({}), "{removed}");
+    house.weir.wait_for_log("its file system does not answer: the disk is given up");
+    qmp.ask("query-block-exports", json!({}));
+    assert_eq!(qmp.heard("BLOCK_EXPORT_DELETED"), 1);
+    uses_everything(&mut other);
+    house.fuse.go_on();
+    drop((client, other));
+    house.weir.stop();
+}
+
+#[test]
+fn an_error_of_a_query_is_no_change_of_a_backing_file() {
+    let scratch = Scratch::new();
+    let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
+    let overlay = scratch.path("overlay.qcow2");
+    let backing = fuse.file();
+    qemu_img(["create", "-f", "qcow2", "-F", "raw", "-b", text(&backing), text(&overlay)]).succeeds();
+    let weir = Serve::new(&scratch).arg(&overlay).args(["--format", "qcow2"]).start();
+    fuse.fail_once(GETATTR);
+    fuse.wait_until_failed(GETATTR);
+    // The next query follows if the image is still watched.
+    fuse.stop(&[GETATTR]);
+    fuse.wait_until_held(GETATTR);
+    fuse.go_on();
+    let mut client = Wire::go(weir.socket(), "overlay").0;
+    assert_eq!(client.read(MIB, 4096).map(|data| data.len()), Ok(4096));
+    drop(client);
     weir.stop();
 }
 

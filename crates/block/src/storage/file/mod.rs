@@ -22,6 +22,7 @@ mod open;
 mod passed;
 mod resize;
 mod status;
+mod sync;
 #[cfg(test)]
 mod tests;
 mod zero;
@@ -30,7 +31,7 @@ use std::{
     os::fd::{AsFd as _, BorrowedFd},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
 };
 
@@ -40,6 +41,7 @@ pub use self::{
     passed::{Passed, PassedFile},
 };
 use lane::Lane;
+use sync::Syncs;
 
 use super::{
     BlockSize, Durability, Extent, Stamp, ZeroOptions,
@@ -49,7 +51,7 @@ use super::{
     resize::{ResizeError, SECTOR},
 };
 use crate::{
-    buffer::{Segment, Segments},
+    buffer::{Buffer, Segment, Segments},
     error::{Error, Result},
     reactor::{
         check_may_block,
@@ -110,7 +112,8 @@ pub struct File {
     fd: Fd,
     /// The same file without.
     buffered: Fd,
-    lane: Lane,
+    lane: Arc<Lane>,
+    syncs: Arc<Syncs>,
     kind: Kind,
     identity: FileIdentity,
     /// Device number, in the form of stat(2): of the device itself, or of the file's file system.
@@ -133,12 +136,6 @@ pub struct File {
     passed: Option<Passed>,
     zeroing: zero::Refused,
     dsync_refused: AtomicBool,
-    /// The error number of a failed sync through the page cache; zero if none failed.
-    ///
-    /// The kernel reports it once and then holds the pages for clean, though the disk does not have
-    /// them. A later sync would succeed and acknowledge what is lost; so it fails from then on.
-    lost: AtomicI32,
-    sync_failures: Seldom,
     past_ends: Seldom,
 }
 
@@ -264,37 +261,12 @@ impl File {
 
     /// See [`Storage::has_lost_writes`](crate::storage::Storage::has_lost_writes).
     pub(in crate::storage) fn has_lost_writes(&self) -> bool {
-        self.lost.load(Relaxed) != 0
+        self.syncs.has_lost_writes()
     }
 
     /// Brings everything to stable storage, whatever the cache mode.
     async fn sync(&self) -> Result<()> {
-        self.check_lost()?;
-        let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
-        let result = self.lane.operate(&self.fd, sync).await;
-        let Err(error) = result else {
-            // Another one may have failed while this one waited for its turn.
-            return self.check_lost();
-        };
-        if !self.lane.is_given_up() {
-            if let Some(left_out) = self.sync_failures.line(recently()) {
-                let what = "sync failed: writes since the last one may be lost";
-                tracing::error!(file = self.name, %error, left_out, "{what}");
-            }
-            // Direct writes do not depend on it: what the device has taken it still has.
-            if !self.cache.is_direct() {
-                self.lost.store(error.errno(), Relaxed);
-            }
-        }
-        result
-    }
-
-    /// Fails once a sync through the page cache has failed.
-    fn check_lost(&self) -> Result<()> {
-        match self.lost.load(Relaxed) {
-            0 => Ok(()),
-            errno => Err(Error::from_errno(errno)),
-        }
+        self.syncs.run(&self.buffered, &self.lane).await
     }
 
     /// The number of the device that it is, or that its file system is on, in the form of stat(2).
@@ -363,10 +335,22 @@ impl File {
             return Ok(target);
         }
         if self.lane.bounds_transfers() {
-            let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
-            return Box::pin(self.lane.operate(fd, read)).await;
+            return Box::pin(self.read_in_turn(fd, offset, target)).await;
         }
         self.read_whole(fd, offset, target).await
+    }
+
+    /// Reads by way of a buffer of this process, which the kernel may fill late: after the file was
+    /// given up, a guest uses its memory for other data.
+    async fn read_in_turn(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
+        if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
+            let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
+            return self.lane.operate(fd, read).await;
+        }
+        let bounce = Segments::from(Buffer::new(target.len()));
+        let read = async |fd: Fd| self.read_whole(&fd, offset, bounce).await;
+        target.copy_from(&self.lane.operate(fd, read).await?.joined());
+        Ok(target)
     }
 
     async fn read_whole(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
@@ -419,38 +403,61 @@ impl File {
         Error::IO
     }
 
+    /// Writes by one of the two descriptors.
     async fn write_all(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }
-        if self.lane.bounds_transfers() {
-            let write = async |fd: Fd| self.write_whole(&fd, offset, data, asked).await;
-            return Box::pin(self.lane.operate(fd, write)).await;
-        }
-        self.write_whole(fd, offset, data, asked).await
+        let wanted = self.durability(asked);
+        let by_write = if self.has_synchronous_writes(fd) { wanted } else { Durability::Cached };
+        let reached = if self.lane.bounds_transfers() {
+            let write = async |fd: Fd| self.write_whole(&fd, offset, data, by_write).await;
+            Box::pin(self.lane.operate(fd, write)).await?
+        } else {
+            self.write_whole(fd, offset, data, by_write).await?
+        };
+        self.make_durable(wanted, reached).await
     }
 
-    async fn write_whole(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
-        let durability = self.durability(asked);
-        if durability == Durability::Synchronous && self.dsync_refused.load(Relaxed) {
-            Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
-            return self.sync().await;
+    /// Syncs if a write has not reached the durability that it needs.
+    async fn make_durable(&self, wanted: Durability, reached: Durability) -> Result<()> {
+        match (wanted, reached) {
+            (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync()).await,
+            _ => Ok(()),
         }
+    }
+
+    /// True if one call can write durably and leaves the errors of other writes to the next sync:
+    /// see [`sync`].
+    fn has_synchronous_writes(&self, fd: &Fd) -> bool {
+        self.cache.is_direct() && fd.is(&self.fd) && !self.dsync_refused.load(Relaxed)
+    }
+
+    /// Returns the durability that was reached.
+    async fn write_whole(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<Durability> {
         if data.as_slice().len() > MOST_SEGMENTS {
-            return Box::pin(self.write_rest(fd, offset, data, durability, None)).await;
+            Box::pin(self.write_rest(fd, offset, data, durability, None)).await?;
+            return Ok(durability);
         }
         let length = data.len();
         let (result, data) = op::write_at(fd, data, offset, durability).await;
         match result {
-            Ok(count) if count == length => Ok(()),
+            Ok(count) if count == length => {}
             Err(error) if durability == Durability::Synchronous && is_unsupported(&error) => {
                 // No RWF_DSYNC on this file system: the long way, from now on.
                 self.dsync_refused.store(true, Relaxed);
                 Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
-                self.sync().await
+                return Ok(Durability::Cached);
             }
-            other => Box::pin(self.write_rest(fd, offset, data, durability, Some(other))).await,
+            other => Box::pin(self.write_rest(fd, offset, data, durability, Some(other))).await?,
         }
+        Ok(durability)
     }
 
     /// The rare end of a write: short, interrupted, in many segments. `last` is the outcome of an
@@ -508,11 +515,12 @@ impl File {
     }
 }
 
+/// Files that may be given up move data by way of buffers of this process: the kernel may use a
+/// request's own memory after the request has failed.
 impl Registering for File {
     async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
         if self.lane.bounds_transfers() {
-            let read = async |fd: Fd| Ok(self.read_registered_by(&fd, offset, buffer).await);
-            return self.lane.operate(&self.fd, read).await.unwrap_or_else(|error| Some(Err(error)));
+            return None;
         }
         self.read_registered_by(&self.fd, offset, buffer).await
     }
@@ -524,10 +532,15 @@ impl Registering for File {
         asked: Durability,
     ) -> Option<Result<()>> {
         if self.lane.bounds_transfers() {
-            let write = async |fd: Fd| Ok(self.write_registered_by(&fd, offset, buffer, asked).await);
-            return self.lane.operate(&self.fd, write).await.unwrap_or_else(|error| Some(Err(error)));
+            return None;
         }
-        self.write_registered_by(&self.fd, offset, buffer, asked).await
+        let wanted = self.durability(asked);
+        let by_write = if self.has_synchronous_writes(&self.fd) { wanted } else { Durability::Cached };
+        let written = self.write_registered_by(&self.fd, offset, buffer, by_write).await;
+        match written {
+            Some(Ok(())) => Some(self.make_durable(wanted, by_write).await),
+            other => other,
+        }
     }
 }
 
@@ -557,12 +570,8 @@ impl File {
         fd: &Fd,
         offset: u64,
         buffer: &Registered,
-        asked: Durability,
+        durability: Durability,
     ) -> Option<Result<()>> {
-        let durability = self.durability(asked);
-        if durability == Durability::Synchronous && self.dsync_refused.load(Relaxed) {
-            return None;
-        }
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
             match buffer.write_at(fd, done, offset + done as u64, durability).await {
@@ -681,6 +690,7 @@ impl Device for File {
     }
 
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        self.syncs.used_page_cache();
         self.write_all(&self.buffered, offset, data, durability).await
     }
 

@@ -13,14 +13,14 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicI32, AtomicU64},
+        atomic::{AtomicBool, AtomicU64},
     },
 };
 
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{
-    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, direct, lane::Lane, zero,
+    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, Syncs, direct, lane::Lane, zero,
 };
 use crate::{
     error::what_gives_descriptors,
@@ -143,13 +143,15 @@ fn lock_and_look(
         Kind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
     };
     let status = buffered.metadata().map_err(|error| failed(&error))?;
-    let (lane, ending) = (Lane::of(&buffered, kind == Kind::BlockDevice), Ending::new());
+    let (lane, ending) = (Arc::new(Lane::of(&buffered, kind == Kind::BlockDevice)), Ending::new());
+    let syncs = Syncs::new(name.clone(), !options.cache.is_direct());
     let again = buffered.try_clone().map_err(|error| failed(&error))?;
     let fd = Fd::of_file(main, Arc::clone(&ending) as _);
     let file = File {
         buffered: Fd::of_file(again, Arc::new(Beside { _main: fd.clone() })),
         fd,
         lane,
+        syncs,
         kind,
         identity: FileIdentity::of(status.dev(), status.ino(), status.rdev(), kind == Kind::BlockDevice),
         device_number: if kind == Kind::BlockDevice { status.rdev() } else { status.dev() },
@@ -167,9 +169,7 @@ fn lock_and_look(
         passed,
         zeroing: zero::Refused::default(),
         dsync_refused: AtomicBool::new(false),
-        sync_failures: Seldom::default(),
         past_ends: Seldom::default(),
-        lost: AtomicI32::new(0),
     };
     Ok((file, buffered))
 }

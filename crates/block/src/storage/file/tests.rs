@@ -442,7 +442,7 @@ fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         assert_eq!(storage.flush().await, Ok(()));
-        storage.lost.store(libc::ENOSPC, std::sync::atomic::Ordering::Relaxed);
+        storage.syncs.failed(Error::NO_SPACE);
         assert_eq!(storage.flush().await, Err(Error::NO_SPACE), "although the kernel would say all is well");
     });
 }

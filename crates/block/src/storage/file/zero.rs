@@ -94,6 +94,10 @@ impl File {
             return Ok(false);
         }
         let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
+        if self.kind == Kind::Regular && !(offset | length).is_multiple_of(self.page_bytes) {
+            // The file system zeroes parts of pages in the page cache.
+            self.syncs.used_page_cache();
+        }
         let allocate = async |fd: Fd| retried(|| op::allocate(&fd, mode, offset, length)).await;
         match self.lane.operate(&self.fd, allocate).await {
             Ok(()) => Ok(true),
