@@ -546,6 +546,23 @@ impl Image {
         Ok(allocated_bytes.min(self.size_bytes()))
     }
 
+    /// Counts [`Image::allocated_bytes`] again, for `timeout` at most for each file of the chain.
+    pub async fn count_allocated_bytes(&self, timeout: Duration) {
+        for storage in self.chain().flat_map(Self::files) {
+            storage.allocated_bytes_within(timeout).await;
+        }
+    }
+
+    /// As [`Image::allocated_bytes`], as last counted. Never waits.
+    pub fn last_allocated_bytes(&self) -> u64 {
+        if let Self::Raw(raw) = self {
+            return raw.storage().last_allocated_bytes();
+        }
+        let files = self.chain().flat_map(Self::files);
+        let allocated_bytes = files.map(Storage::last_allocated_bytes).fold(0, u64::saturating_add);
+        allocated_bytes.min(self.size_bytes())
+    }
+
     /// See [`Storage::discard`].
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         match self {

@@ -82,7 +82,7 @@ use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     guest::Place,
-    reactor::{self, ublk::Registered},
+    reactor::ublk::Registered,
 };
 
 /// How zeroes may come about.
@@ -269,8 +269,8 @@ impl Storage {
         self.file().map(File::identity)
     }
 
-    /// What the file at the bottom looks like from outside: another stamp, another content. None
-    /// where that is no file.
+    /// Stamp of the file at the bottom, which changes with the content. `None` if the bottom is not
+    /// a file, or the file system does not report it now.
     pub(crate) async fn stamp(&self) -> Option<Stamp> {
         match self.file() {
             Some(file) => file.stamp().await,
@@ -283,13 +283,25 @@ impl Storage {
         self.file().is_some_and(File::can_grow)
     }
 
-    /// Bytes that the file system has allocated to the file at the bottom; `None` if the bottom is
-    /// not a file, or the file system does not report them. The last known number after `timeout`.
+    /// Bytes that the file system has allocated to the file at the bottom, writes before the call
+    /// included; `None` if the bottom is not a file. The last known number if the file system
+    /// reports an error, or does not answer within `timeout`.
     pub async fn allocated_bytes_within(&self, timeout: Duration) -> Option<u64> {
-        let file = self.file()?;
-        match reactor::timeout(timeout, file.allocated_bytes()).await {
-            Ok(bytes) => bytes.ok(),
-            Err(_) => Some(file.last_allocated_bytes()),
+        match self.file() {
+            Some(file) => Some(file.allocated_bytes_within(timeout).await),
+            None => None,
+        }
+    }
+
+    /// As [`Storage::allocated_bytes`], as last counted. Never waits.
+    pub(crate) fn last_allocated_bytes(&self) -> u64 {
+        match self {
+            Self::File(file) if file.device().can_grow() => file.device().last_allocated_bytes(),
+            Self::Memory(memory) => memory.allocated_bytes(),
+            Self::Wrapped(wrapped) => wrapped.inner().last_allocated_bytes(),
+            Self::File(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => {
+                self.size_bytes()
+            }
         }
     }
 

@@ -22,7 +22,7 @@ use event_listener::Event;
 use super::{
     interrupts::Interrupts,
     message::{Attributes, Changes},
-    size::{FileEnd, Space},
+    size::{COUNT_TIMEOUT, FileEnd},
     told,
 };
 
@@ -82,8 +82,6 @@ pub(super) struct Device {
     pub(super) growth: RangeLocks,
     /// End of the file.
     pub(super) end: FileEnd,
-    /// Space that the image takes.
-    pub(super) space: Arc<Space>,
     /// For a stopped disk: lost when nobody waits any more.
     pub(super) patience: Arc<Patience>,
     is_stopping: AtomicBool,
@@ -109,7 +107,6 @@ impl Device {
         Self {
             owner: Mutex::new(export.owner),
             end: FileEnd::default(),
-            space: Space::new(&export.disk),
             export,
             modified: Mutex::new(SystemTime::now()),
             is_changed: AtomicBool::new(false),
@@ -140,7 +137,7 @@ impl Device {
 
     /// Counts the space that the image takes: see [`Device::attributes`].
     pub(super) async fn count_space(&self) {
-        self.space.count(&self.export.disk).await;
+        self.disk().image().count_allocated_bytes(COUNT_TIMEOUT).await;
     }
 
     pub(super) fn is_stopping(&self) -> bool {
@@ -226,7 +223,7 @@ impl Device {
         let writing = if self.export.read_only { 0o222 } else { 0 };
         Attributes {
             size_bytes: self.file_bytes(),
-            space_bytes: self.space.bytes(),
+            space_bytes: self.disk().image().last_allocated_bytes(),
             modified: (modified.as_secs(), modified.subsec_nanos()),
             permissions: owner.permissions & !writing,
             uid: owner.uid,

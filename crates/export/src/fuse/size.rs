@@ -17,16 +17,9 @@
 //!
 //! [`Image::size_multiple`]: block::image::Image::size_multiple
 
-use std::sync::{
-    Arc,
-    atomic::{
-        AtomicBool, AtomicU64,
-        Ordering::{Relaxed, SeqCst},
-    },
-};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use block::{disk::Disk, reactor, storage::ResizeError};
-use event_listener::Event;
+use block::{disk::Disk, storage::ResizeError};
 use policy::time::Duration;
 
 /// Size of the disk under an empty file, at least: an image of no bytes cannot be opened again.
@@ -35,7 +28,7 @@ const LEAST_DISK_BYTES: u64 = 512;
 const WITH_DISK: u64 = u64::MAX;
 /// Time that a reply waits for a file system to count the image's space. After it, the last known
 /// figure is used until the file system answers.
-const COUNT_TIMEOUT: Duration = Duration::from_secs(1);
+pub(super) const COUNT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// End of the file.
 #[derive(Debug)]
@@ -101,70 +94,5 @@ pub(super) fn errno_of(refused: &ResizeError) -> i32 {
         | ResizeError::Remote { .. }
         | ResizeError::Snapshots
         | ResizeError::Unaligned { .. } => libc::EINVAL,
-    }
-}
-
-/// Space that the image takes where it is stored, as last counted.
-#[derive(Debug)]
-pub(super) struct Space {
-    bytes: AtomicU64,
-    is_counting: AtomicBool,
-    /// A count that has exceeded [`COUNT_TIMEOUT`] has not ended.
-    is_late: AtomicBool,
-    counted: Event,
-}
-
-impl Space {
-    /// The whole size, before the first count.
-    pub(super) fn new(disk: &Disk) -> Arc<Self> {
-        Arc::new(Self {
-            bytes: AtomicU64::new(disk.size_bytes()),
-            is_counting: AtomicBool::new(false),
-            is_late: AtomicBool::new(false),
-            counted: Event::new(),
-        })
-    }
-
-    /// Bytes.
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes.load(Relaxed)
-    }
-
-    /// Counts the space once more, writes before the call included, or gives up after
-    /// [`COUNT_TIMEOUT`].
-    pub(super) async fn count(self: &Arc<Self>, disk: &Arc<Disk>) {
-        // A count that is in progress may have begun too early, the next one has not.
-        for _ in 0..2 {
-            let counted = self.counted.listen();
-            if self.is_late.load(SeqCst) {
-                return;
-            }
-            let is_first = !self.is_counting.swap(true, SeqCst);
-            if is_first {
-                let (space, disk) = (Arc::clone(self), Arc::clone(disk));
-                reactor::spawn(async move { space.count_now(&disk).await });
-            }
-            if reactor::timeout(COUNT_TIMEOUT, counted).await.is_err() {
-                if self.is_counting.load(SeqCst) {
-                    self.is_late.store(true, SeqCst);
-                }
-                return;
-            }
-            if is_first {
-                return;
-            }
-        }
-    }
-
-    async fn count_now(&self, disk: &Disk) {
-        match disk.image().allocated_bytes().await {
-            Ok(bytes) => self.bytes.store(bytes, Relaxed),
-            Err(error) => {
-                tracing::debug!(disk = %disk.name(), %error, "the space of the image cannot be counted");
-            }
-        }
-        self.is_counting.store(false, SeqCst);
-        self.is_late.store(false, SeqCst);
-        self.counted.notify(usize::MAX);
     }
 }

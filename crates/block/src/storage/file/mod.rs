@@ -21,6 +21,7 @@ mod lane;
 mod open;
 mod passed;
 mod resize;
+mod space;
 mod status;
 mod sync;
 #[cfg(test)]
@@ -41,6 +42,7 @@ pub use self::{
     passed::{Passed, PassedFile},
 };
 use lane::Lane;
+use space::Space;
 use sync::Syncs;
 
 use super::{
@@ -130,7 +132,7 @@ pub struct File {
     zero_alignment: u64,
     page_bytes: u64,
     size_bytes: AtomicU64,
-    allocated_bytes: AtomicU64,
+    space: Arc<Space>,
     name: String,
     /// It came from another process, with the locks.
     passed: Option<Passed>,
@@ -290,13 +292,13 @@ impl File {
     /// See [`Storage::allocated_bytes`](crate::storage::Storage::allocated_bytes).
     pub(in crate::storage) async fn allocated_bytes(&self) -> Result<u64> {
         let bytes = self.lane.call(&self.buffered, |fd| calls::allocated_bytes(fd)).await?;
-        self.allocated_bytes.store(bytes, Relaxed);
+        self.space.set(bytes);
         Ok(bytes)
     }
 
     /// Last known value.
     pub(in crate::storage) fn last_allocated_bytes(&self) -> u64 {
-        self.allocated_bytes.load(Relaxed)
+        self.space.bytes()
     }
 
     /// See [`Storage::ask`](crate::storage::Storage::ask).
