@@ -92,6 +92,7 @@ mod reference;
 mod reload;
 mod report;
 mod sandbox;
+mod silent_control;
 mod silent_files;
 mod simulate;
 mod startup;
