@@ -8,7 +8,7 @@
 //!
 //! The limits are those that were in force when the requests were recorded, or those of a config
 //! file instead. Recordings of version 1 have the names of limits and not their values. Memory is
-//! bounded: the first disks are drawn, and all have totals.
+//! bounded: the busiest disks are drawn, and all have totals.
 
 use std::{
     collections::{HashMap, HashSet},

@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(held(&later), (0.5, outer.clone()));
         let mut idle = report(500_000_000, 150, 250_000_000, 0);
         assert_eq!(held(&idle), (0.0, None));
-        // All have passed by the end of the interval, of which the share tells.
+        // No request waits at the end of the interval that the share belongs to.
         idle.disks[0].throttle.reads.waited_ns = 5_000_000;
         assert_eq!(held(&idle), (0.01, outer.clone()), "its waits, no more");
         // The limit was reported at the beginning of the interval alone.

@@ -62,7 +62,7 @@ enum Order {
     /// Disks, with the limits in force from that instant on.
     Know(Vec<(Named, Vec<u64>)>, Instant),
     /// Limits in force from that instant on.
-    Limits(LimitsInForce, Instant),
+    Limits(Box<LimitsInForce>, Instant),
     /// A disk was removed at that instant.
     Remove(Arc<str>, Instant),
     Hear(Ended),
@@ -94,7 +94,7 @@ impl Engine {
 
     /// Changes limits for the sinks that have the disk or group.
     pub(super) fn change_limits(&self, limits: LimitsInForce, at: Instant) {
-        self.order(Order::Limits(limits, at));
+        self.order(Order::Limits(limits.into(), at));
     }
 
     /// Ends the limits of a disk for the sinks that have it.

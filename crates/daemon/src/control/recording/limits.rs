@@ -66,7 +66,7 @@ impl LimitsInForce {
             at_ns,
             owner: *owner,
             name: name.to_string(),
-            group: group.as_ref().map(|group| group.to_string()),
+            group: group.as_ref().map(ToString::to_string),
             limits: *limits,
             watermark: *watermark,
         }

@@ -161,7 +161,7 @@ impl<W: Write> Writer<W> {
     fn write_block(&mut self) -> io::Result<()> {
         let frame = self.compressor.compress(&self.bytes)?;
         let length = u32::try_from(frame.len()).expect("a block is bounded");
-        // In one go: who reads meanwhile sees it whole or not at all, mostly.
+        // One write: a concurrent reader mostly sees the block whole or not at all.
         self.out.write_all(&[skippable(&length.to_le_bytes()), frame].concat())
     }
 
