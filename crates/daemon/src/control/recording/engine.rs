@@ -179,9 +179,7 @@ impl Work {
                 self.write();
             }
             Order::Limits(limits, at) => {
-                let key = limits.key();
-                let having = self.sinks.iter_mut().filter(|sink| sink.limits.contains_key(&key));
-                having.for_each(|sink| sink.limits(&limits, at));
+                change(&mut self.sinks, &limits, at);
             }
             Order::Remove(disk, at) => {
                 let removed = LimitsInForce::removed(disk);
@@ -237,6 +235,13 @@ impl Work {
     }
 }
 
+/// Changes limits for the sinks that have their owner.
+fn change(sinks: &mut [Sink], limits: &LimitsInForce, at: Instant) {
+    let key = limits.key();
+    let having = sinks.iter_mut().filter(|sink| sink.limits.contains_key(&key));
+    having.for_each(|sink| sink.limits(limits, at));
+}
+
 /// What each disk has lost is lost to those sinks that it is for.
 fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
     for (named, of) in disks.iter().flatten() {
@@ -247,6 +252,8 @@ fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
 
     struct Nothing;
@@ -258,6 +265,39 @@ mod tests {
         fn has_ended(&mut self) -> bool {
             false
         }
+    }
+
+    /// Keeps the limits that it receives, in milliseconds.
+    #[derive(Clone, Default)]
+    struct Kept(Arc<Mutex<Vec<(u64, LimitsInForce)>>>);
+
+    impl Output for Kept {
+        fn take(&mut self, _: &Finished, _: &Named) {}
+        fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+            self.0.lock().unwrap().push((at.as_nanos() / 1_000_000, limits.clone()));
+        }
+        fn turn(&mut self, _: u64) {}
+        fn end(&mut self) {}
+        fn has_ended(&mut self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_sink_receives_each_change_of_the_limits_that_it_has_once() {
+        let kept = Kept::default();
+        let output = Box::new(kept.clone());
+        let (ended, limits) = (async_channel::bounded(1).0, HashMap::new());
+        let mut sinks = [Sink { id: 1, output, lost: 0, limits, _ended: ended }];
+        let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
+        let gold = |iops| LimitsInForce::of_group_with("gold", iops);
+        sinks[0].limits(&gold(100), at(1));
+        // Each disk of the group has it.
+        sinks[0].limits(&gold(100), at(2));
+        change(&mut sinks, &gold(200), at(3));
+        change(&mut sinks, &gold(200), at(4));
+        change(&mut sinks, &LimitsInForce::of_group_with("silver", 5), at(5));
+        assert_eq!(*kept.0.lock().unwrap(), [(1, gold(100)), (3, gold(200))]);
     }
 
     #[test]

@@ -72,3 +72,13 @@ impl LimitsInForce {
         }
     }
 }
+
+#[cfg(test)]
+impl LimitsInForce {
+    /// A group with a limit of `iops-total`.
+    pub(super) fn of_group_with(name: &str, iops: u64) -> Self {
+        let mut limits = Limits::default();
+        limits.limit_mut(policy::throttle::LimitKind::IopsTotal).rate = iops;
+        Self { owner: LimitOwner::Group, limits, ..Self::removed(name.into()) }
+    }
+}
