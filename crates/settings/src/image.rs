@@ -20,6 +20,11 @@ use crate::{Said, Wrong};
 pub struct Image(Spec);
 
 impl Image {
+    /// Storage without content: reads return zeroes, writes are discarded.
+    pub fn null(size_bytes: u64) -> Self {
+        Self(Spec::Null(size_bytes))
+    }
+
     /// The same image with a path seen from `directory`.
     pub fn relative_to(self, directory: &Path) -> Self {
         match self.0 {

@@ -37,6 +37,7 @@ mod draft;
 mod groups;
 mod http;
 mod image;
+mod image_options;
 pub mod keyval;
 pub mod log;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
@@ -75,6 +76,7 @@ pub use doors::{Door, Fuse, Keyed, Nbd, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use http::{Http, http_name};
 pub use image::{Image, reached};
+pub use image_options::ImageDescription;
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
 pub use on_event::{OnEvent, WebServer, Webhook};

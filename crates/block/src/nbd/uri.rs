@@ -194,6 +194,17 @@ fn truth(text: &str) -> Result<bool, Rule> {
     }
 }
 
+/// URI of an export of a server at a TCP port; a host may be an IPv6 address.
+pub fn of_inet(host: &str, port: &str, export: &str) -> String {
+    let host = if host.contains(':') { format!("[{host}]") } else { encoded(host.as_bytes()) };
+    format!("nbd://{host}:{}/{}", encoded(port.as_bytes()), encoded(export.as_bytes()))
+}
+
+/// URI of an export of a server at a Unix socket.
+pub fn of_unix(path: &str, export: &str) -> String {
+    format!("nbd+unix:///{}?socket={}", encoded(export.as_bytes()), encoded(path.as_bytes()))
+}
+
 /// Percent-encodes everything but unreserved characters and the slash (RFC 3986, sections 2.1 and
 /// 2.3), as it may stand in any part of a URI.
 pub fn encoded(bytes: &[u8]) -> String {

@@ -63,7 +63,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
     let objects = Objects::read(&arguments.object)?;
     let mut image = match arguments.image_opts {
         true => Described::of_options(file, &objects)?,
-        false => Described::of_file(file)?,
+        false => Described::of_file(file, &objects)?,
     };
     if arguments.snapshot
         && (arguments.load_snapshot.is_some() || arguments.offset.is_some() || !image.part.is_empty())
@@ -276,7 +276,7 @@ mod tests {
             let file = arguments.file[0].to_str().unwrap();
             let image = match arguments.image_opts {
                 true => Described::of_options(file, &objects)?,
-                false => Described::of_file(file)?,
+                false => Described::of_file(file, &objects)?,
             };
             as_serve(arguments, image, &objects)
         };

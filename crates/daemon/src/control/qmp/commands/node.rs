@@ -406,7 +406,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
             {
                 *time = Duration::from_secs(arguments.number(key, 0..=MOST_SECONDS)?.unwrap_or(0));
             }
-            super::remote::uri(arguments)?
+            super::remote::address(arguments)?
         }
         "null-co" => {
             let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);

@@ -10,12 +10,12 @@
 //!
 //! Source: `BlockdevOptionsNbd` of QEMU's `qapi/block-core.json`.
 
-use block::nbd::uri::encoded;
+use block::nbd::uri;
 
 use crate::control::qmp::{arguments::Arguments, error::Error};
 
 /// The export as a URI.
-pub(super) fn uri(arguments: &mut Arguments) -> Result<String, Error> {
+pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
     for (key, rule) in [
         ("tls-creds", "is said by 'x-weir-uri' here (nbds://HOST/EXPORT?tls-certificates=DIR)"),
         ("tls-hostname", "is said by 'x-weir-uri' here (nbds://HOST/EXPORT?tls-hostname=NAME)"),
@@ -34,18 +34,14 @@ pub(super) fn uri(arguments: &mut Arguments) -> Result<String, Error> {
         }
         return uri.ok_or_else(|| Error::missing(&arguments.name_of("server")));
     };
-    let export = encoded(export.unwrap_or_default().as_bytes());
+    let export = export.unwrap_or_default();
     let place = match server.choice("type", &["inet", "unix"])? {
         Some(0) => {
             let host: String = server.required("host")?;
             let port: String = server.required("port")?;
-            let host = if host.contains(':') { format!("[{host}]") } else { encoded(host.as_bytes()) };
-            format!("nbd://{host}:{}/{export}", encoded(port.as_bytes()))
+            uri::of_inet(&host, &port, &export)
         }
-        Some(_) => {
-            let path: String = server.required("path")?;
-            format!("nbd+unix:///{export}?socket={}", encoded(path.as_bytes()))
-        }
+        Some(_) => uri::of_unix(&server.required::<String>("path")?, &export),
         None => return Err(Error::missing(&server.name_of("type"))),
     };
     server.finish()?;
@@ -59,7 +55,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<String, String> {
-        Arguments::read_all(value, uri)
+        Arguments::read_all(value, address)
     }
 
     #[test]

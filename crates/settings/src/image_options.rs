@@ -1,0 +1,530 @@
+//! Images as QEMU's block drivers describe them: `--image-opts` and the pseudo-protocol `json:`.
+//!
+//! ```text
+//!   driver=qcow2,file.driver=file,file.filename=/a ─┐
+//!                                                   ├─► keys with dots ─► nodes ─► ImageDescription
+//!   json:{"driver": "qcow2", "file": {…}}           ┘
+//! ```
+//!
+//! A node of a format (`raw`, `qcow2`) lies over other nodes, down to one of a protocol (`file`,
+//! `host_device`, `nbd`, `null-co`, `rbd`) that has the bytes. Each key must be known to its node's
+//! driver; the first that is not is refused by name.
+//!
+//! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`; qemu-img(1), `--image-opts`. Never
+//! opens an image. An image's own names never reach this parser: only a user may name an address.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{
+    disk::{DetectZeroes, Discards},
+    image::qcow2::CacheSettings,
+    nbd::uri,
+    storage::{CacheMode, Format, InvalidValue, Part, rbd::Address},
+};
+use policy::time::Duration;
+use serde_json::Value;
+
+use crate::{CleanInterval, Image, L2CacheSize, Place, Qcow2Draft, Rule as _, Said, keyval, size, suggest};
+
+const COMMON: [&str; 9] = [
+    "auto-read-only",
+    "cache.direct",
+    "cache.no-flush",
+    "detect-zeroes",
+    "discard",
+    "driver",
+    "force-share",
+    "node-name",
+    "read-only",
+];
+/// Options of the qcow2 driver that `weir serve` has under the same names.
+const CACHES: [&str; 5] =
+    ["cache-clean-interval", "cache-size", "l2-cache-entry-size", "l2-cache-size", "refcount-cache-size"];
+/// Size of a `null-co` node without a size, as in QEMU.
+const NULL_BYTES: u64 = 1 << 30;
+/// Nodes over each other; far above what any image needs.
+const MOST_NODES: usize = 8;
+
+/// An image with the options that it is opened with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageDescription {
+    /// Location of its bytes.
+    pub image: Image,
+    /// `None` if no driver of a format was given: the format is probed.
+    pub format: Option<Format>,
+    /// The part of a raw image that is the disk.
+    pub part: Option<Part>,
+    /// True if the backing file that the image names is not to be opened.
+    pub no_backing: bool,
+    /// True if writes are refused.
+    pub read_only: bool,
+    /// True if the image may be read while another process writes to it.
+    pub force_share: bool,
+    /// `None` if no key of `cache` was given.
+    pub cache: Option<CacheMode>,
+    /// Handling of discards.
+    pub discard: Option<Discards>,
+    /// True if a discarded cluster of a qcow2 image keeps its place in the file.
+    pub discard_no_unref: bool,
+    /// Handling of writes of zeroes.
+    pub detect_zeroes: Option<DetectZeroes>,
+    /// Id of the secret object with the passphrase of the image.
+    pub key_secret: Option<String>,
+    /// Sizes of the metadata caches.
+    pub caches: CacheSettings,
+    /// The same as pairs of key and value, in the order of the keys.
+    pub cache_options: Vec<(String, String)>,
+    /// Time that requests wait for an NBD server that is gone.
+    pub reconnect_delay: Duration,
+    /// Time that connecting to an NBD server is retried at first.
+    pub open_timeout: Duration,
+}
+
+impl ImageDescription {
+    /// Reads a name: a path, `file:PATH`, a URI of NBD, `rbd:POOL/IMAGE` or `json:{…}`.
+    ///
+    /// # Errors
+    /// The reason, with the name.
+    pub fn of_name(name: &str) -> anyhow::Result<Self> {
+        match name.strip_prefix("json:") {
+            Some(json) => Self::of_json(json).with_context(|| name.to_owned()),
+            None => Ok(Self::plain(location(name).map_err(|why| anyhow!("{name}: {why}"))?)),
+        }
+    }
+
+    /// Reads the value of an option as QEMU has it: `driver=qcow2,file.filename=PATH`. A comma in a
+    /// value is written twice; the last of several values of a key counts.
+    ///
+    /// # Errors
+    /// The reason, with the key that is at fault.
+    pub fn of_options(text: &str) -> anyhow::Result<Self> {
+        let pairs = keyval::pairs(text, Some("file")).map_err(|rule| anyhow!("{text}: {rule}"))?;
+        Self::read(pairs.into_iter().map(|(key, value)| (key, Some(value))).collect())
+    }
+
+    /// Reads what follows `json:`.
+    fn of_json(text: &str) -> anyhow::Result<Self> {
+        let value: Value = serde_json::from_str(text).context("is not JSON")?;
+        ensure!(value.is_object(), "is not a JSON object (json:{{\"driver\": \"qcow2\", …}})");
+        let mut keys = BTreeMap::new();
+        flatten(value, String::new(), &mut keys)?;
+        Self::read(keys)
+    }
+
+    fn read(keys: BTreeMap<String, Option<String>>) -> anyhow::Result<Self> {
+        let mut keys = Keys { left: keys, nodes: Vec::new() };
+        let mut description = Self::plain(Image::null(0));
+        let mut cache = CacheKeys::default();
+        description.nodes(&mut keys, &mut cache)?;
+        keys.finish()?;
+        description.cache = cache.mode()?;
+        ensure!(
+            !description.force_share || description.read_only,
+            "force-share=on: only for images that are not written to (add read-only=on)"
+        );
+        ensure!(
+            description.part.is_none() || description.format == Some(Format::Raw),
+            "offset, size: a part of the file can be a raw image only (give driver=raw)"
+        );
+        Ok(description)
+    }
+
+    fn plain(image: Image) -> Self {
+        Self {
+            image,
+            format: None,
+            part: None,
+            no_backing: false,
+            read_only: false,
+            force_share: false,
+            cache: None,
+            discard: None,
+            discard_no_unref: false,
+            detect_zeroes: None,
+            key_secret: None,
+            caches: CacheSettings::default(),
+            cache_options: Vec::new(),
+            reconnect_delay: Duration::ZERO,
+            open_timeout: Duration::ZERO,
+        }
+    }
+
+    /// Reads the nodes from the topmost down.
+    fn nodes(&mut self, keys: &mut Keys, cache: &mut CacheKeys) -> anyhow::Result<()> {
+        let mut prefix = String::new();
+        for depth in 0..MOST_NODES {
+            let driver = keys.text(&prefix, "driver")?;
+            self.common(keys, &prefix, cache)?;
+            match driver.as_deref() {
+                Some("raw") => {
+                    keys.enter(&prefix, "raw", &["file", "offset", "size"]);
+                    self.raw(keys, &prefix)?;
+                }
+                Some("qcow2") => {
+                    const OWN: [&str; 5] =
+                        ["backing", "discard-no-unref", "encrypt.format", "encrypt.key-secret", "file"];
+                    keys.enter(&prefix, "qcow2", &OWN);
+                    self.qcow2(keys, &prefix)?;
+                }
+                None if depth == 0 => keys.enter(&prefix, "", &["file"]),
+                driver => {
+                    self.image = self.protocol(driver, keys, &prefix)?;
+                    if depth == 0 {
+                        self.format = Some(Format::Raw);
+                    }
+                    return Ok(());
+                }
+            }
+            if let Some(node) = keys.text(&prefix, "file")? {
+                bail!(
+                    "{prefix}file={node}: names a node, and there are none (give {prefix}file.filename=PATH)"
+                );
+            }
+            prefix += "file.";
+        }
+        bail!("{prefix}: more than {MOST_NODES} nodes over each other")
+    }
+
+    fn common(&mut self, keys: &mut Keys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
+        self.read_only |= keys.switch(prefix, "read-only")?.unwrap_or(false);
+        self.force_share |= keys.switch(prefix, "force-share")?.unwrap_or(false);
+        // An image that cannot be written to is an error of the command that writes.
+        keys.switch(prefix, "auto-read-only")?;
+        keys.text(prefix, "node-name")?;
+        // The node that is nearest to the file decides, as in QEMU.
+        cache.direct = keys.switch(prefix, "cache.direct")?.or(cache.direct);
+        cache.no_flush = keys.switch(prefix, "cache.no-flush")?.or(cache.no_flush);
+        let discard = keys.choice(prefix, "discard", &["ignore", "off", "unmap", "on"])?;
+        if let Some(discard) = discard {
+            // Each node must let a discard through.
+            let passes = discard > 1 && self.discard != Some(Discards::Ignore);
+            self.discard = Some(if passes { Discards::Unmap } else { Discards::Ignore });
+        }
+        let detect = keys.choice(prefix, "detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
+        self.detect_zeroes = self.detect_zeroes.max(detect.map(|index| DetectZeroes::ALL[index]));
+        Ok(())
+    }
+
+    fn raw(&mut self, keys: &mut Keys, prefix: &str) -> anyhow::Result<()> {
+        let (offset, bytes) = (keys.size(prefix, "offset")?, keys.size(prefix, "size")?);
+        ensure!(bytes != Some(0), "{prefix}size=0: is no disk (give at least 512)");
+        if offset.is_some() || bytes.is_some() {
+            ensure!(
+                self.format != Some(Format::Qcow2),
+                "{prefix}offset, {prefix}size: not supported below a qcow2 node"
+            );
+            let part = Part { offset: offset.unwrap_or_default(), size: bytes };
+            ensure!(
+                self.part.replace(part).is_none(),
+                "{prefix}offset, {prefix}size: given in two nodes (give one)"
+            );
+        }
+        self.format = self.format.or(Some(Format::Raw));
+        Ok(())
+    }
+
+    fn qcow2(&mut self, keys: &mut Keys, prefix: &str) -> anyhow::Result<()> {
+        ensure!(
+            self.format != Some(Format::Qcow2),
+            "{prefix}driver=qcow2: not supported below another qcow2 node"
+        );
+        self.format = Some(Format::Qcow2);
+        match keys.take(prefix, "backing") {
+            None => {}
+            Some(None) => self.no_backing = true,
+            Some(Some(name)) if name.is_empty() => self.no_backing = true,
+            Some(Some(name)) => bail!(
+                "{prefix}backing={name}: names a node, and there are none (leave it empty for no backing file)"
+            ),
+        }
+        if let Some(key) = keys.first_below(&format!("{prefix}backing.")) {
+            bail!(
+                "{key}: a backing file is opened as the image names it (leave the key out, or give {prefix}backing= for none)"
+            );
+        }
+        if keys.choice(prefix, "encrypt.format", &["luks", "aes"])? == Some(1) {
+            bail!("{prefix}encrypt.format=aes: QEMU's older encryption is broken and not supported");
+        }
+        self.key_secret = keys.text(prefix, "encrypt.key-secret")?;
+        self.discard_no_unref = keys.switch(prefix, "discard-no-unref")?.unwrap_or(false);
+        let mut draft = Qcow2Draft::default();
+        for key in CACHES {
+            let Some(value) = keys.text(prefix, key)? else { continue };
+            let wrong = |rule: String| anyhow!("{prefix}{key}={value}: {rule}");
+            let place = format!("{prefix}{key}={value}");
+            let said = |value: u64| Some(Said::new(value, Place::new(&place)));
+            match key {
+                "l2-cache-size" => {
+                    let size: L2CacheSize = value.parse().map_err(wrong)?;
+                    draft.l2_cache_size = Some(Said::new(size, Place::new(&place)));
+                }
+                "cache-clean-interval" => {
+                    let interval: CleanInterval = value.parse().map_err(wrong)?;
+                    draft.cache_clean_interval = Some(Said::new(interval, Place::new(&place)));
+                }
+                "l2-cache-entry-size" => draft.l2_cache_entry_size = said(size(&value).map_err(wrong)?),
+                "refcount-cache-size" => draft.refcount_cache_size = said(size(&value).map_err(wrong)?),
+                _ => draft.cache_size = said(size(&value).map_err(wrong)?),
+            }
+            self.cache_options.push((key.to_owned(), value.clone()));
+        }
+        self.caches = draft.check().map_err(|wrong| anyhow!("{wrong}"))?.caches;
+        Ok(())
+    }
+
+    /// The node that has the bytes.
+    fn protocol(&mut self, driver: Option<&str>, keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
+        match driver {
+            None | Some("file" | "host_device") => {
+                keys.enter(prefix, driver.unwrap_or("file"), &["aio", "filename", "locking"]);
+                let filename = keys.required(prefix, "filename", "PATH")?;
+                keys.choice(prefix, "aio", &["threads", "native", "io_uring"])?;
+                if keys.choice(prefix, "locking", &["auto", "on", "off"])? == Some(2) {
+                    bail!(
+                        "{prefix}locking=off: files are always locked (leave it out; -U reads a locked image)"
+                    );
+                }
+                // Only without a driver does QEMU look for a protocol in the name.
+                let name = if driver.is_none() { filename.clone() } else { format!("file:{filename}") };
+                location(&name).map_err(|why| anyhow!("{prefix}filename={filename}: {why}"))
+            }
+            Some("nbd") => {
+                keys.enter(prefix, "nbd", &["export", "open-timeout", "reconnect-delay", "server.type"]);
+                self.reconnect_delay = keys.seconds(prefix, "reconnect-delay")?;
+                self.open_timeout = keys.seconds(prefix, "open-timeout")?;
+                for key in ["tls-creds", "tls-hostname"] {
+                    ensure!(
+                        !keys.has(prefix, key),
+                        "{prefix}{key}: not supported (give {prefix}filename=nbds://HOST/EXPORT?tls-certificates=DIR without {prefix}driver)"
+                    );
+                }
+                nbd(keys, prefix)
+            }
+            Some("null-co") => {
+                keys.enter(prefix, "null-co", &["read-zeroes", "size"]);
+                // Reads return zeroes either way.
+                keys.switch(prefix, "read-zeroes")?;
+                Ok(Image::null(keys.size(prefix, "size")?.unwrap_or(NULL_BYTES)))
+            }
+            Some("rbd") => {
+                keys.enter(
+                    prefix,
+                    "rbd",
+                    &["conf", "image", "namespace", "pool", "server.0.host", "snapshot", "user"],
+                );
+                rbd(keys, prefix)
+            }
+            Some(other) => bail!(
+                "{prefix}driver={other}: not supported (there are file, host_device, nbd, null-co, qcow2, raw, rbd)"
+            ),
+        }
+    }
+}
+
+fn nbd(keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
+    let export = keys.text(prefix, "export")?.unwrap_or_default();
+    // QEMU takes host, port and path without `server` too.
+    let server = |key: &str| format!("server.{key}");
+    let kind = keys.choice(prefix, "server.type", &["inet", "unix"])?;
+    let path = match keys.text(prefix, &server("path"))? {
+        Some(path) => Some(path),
+        None => keys.text(prefix, "path")?,
+    };
+    let host = match keys.text(prefix, &server("host"))? {
+        Some(host) => Some(host),
+        None => keys.text(prefix, "host")?,
+    };
+    let port = match keys.text(prefix, &server("port"))? {
+        Some(port) => Some(port),
+        None => keys.text(prefix, "port")?,
+    };
+    let text = match (kind, path, host) {
+        (None | Some(1), Some(path), None) if port.is_none() => uri::of_unix(&path, &export),
+        (None | Some(0), None, Some(host)) => {
+            uri::of_inet(&host, port.as_deref().unwrap_or("10809"), &export)
+        }
+        _ => bail!(
+            "{prefix}server: give server.type=inet with server.host and server.port, or server.type=unix with server.path"
+        ),
+    };
+    text.parse().map_err(|error: InvalidValue| anyhow!("{prefix}server: {}", error.rule()))
+}
+
+fn rbd(keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
+    let mut address = Address {
+        pool: keys.required(prefix, "pool", "POOL")?,
+        namespace: keys.text(prefix, "namespace")?,
+        image: keys.required(prefix, "image", "IMAGE")?,
+        snapshot: keys.text(prefix, "snapshot")?,
+        config: keys.text(prefix, "conf")?.map(Into::into),
+        user: keys.text(prefix, "user")?,
+        keyring: None,
+        monitors: None,
+    };
+    let mut monitors = Vec::new();
+    while let Some(host) = keys.text(prefix, &format!("server.{}.host", monitors.len()))? {
+        let port = keys.required(prefix, &format!("server.{}.port", monitors.len()), "PORT")?;
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
+        monitors.push(format!("{host}:{port}"));
+    }
+    address.monitors = (!monitors.is_empty()).then(|| monitors.join(","));
+    address
+        .to_string()
+        .parse()
+        .map_err(|error: InvalidValue| anyhow!("{prefix}pool, {prefix}image: {}", error.rule()))
+}
+
+/// The image that a name without `json:` stands for.
+fn location(name: &str) -> Result<Image, String> {
+    let protocol = name.split_once(':').map(|(before, _)| before).filter(|before| !before.contains('/'));
+    match protocol {
+        None | Some("file" | "rbd") => {}
+        Some("nbd" | "nbds" | "nbd+unix" | "nbds+unix") if name.contains("://") => {}
+        Some(protocol) => {
+            return Err(format!(
+                "the protocol '{protocol}' is not supported (a path with a colon is written ./PATH)"
+            ));
+        }
+    }
+    name.parse().map_err(|error: InvalidValue| error.rule())
+}
+
+#[derive(Default)]
+struct CacheKeys {
+    direct: Option<bool>,
+    no_flush: Option<bool>,
+}
+
+impl CacheKeys {
+    fn mode(&self) -> anyhow::Result<Option<CacheMode>> {
+        Ok(match (self.direct, self.no_flush) {
+            (None, None) => None,
+            (Some(true), Some(true)) => {
+                bail!("cache.no-flush=on: not supported with cache.direct=on (give one of them)")
+            }
+            (Some(true), _) => Some(CacheMode::None),
+            (_, Some(true)) => Some(CacheMode::Unsafe),
+            _ => Some(CacheMode::Writeback),
+        })
+    }
+}
+
+/// Keys that no node has taken yet; a value is `None` if it is JSON's `null`.
+struct Keys {
+    left: BTreeMap<String, Option<String>>,
+    /// Prefix, driver and keys of each node.
+    nodes: Vec<(String, &'static str, &'static [&'static str])>,
+}
+
+impl Keys {
+    fn enter(&mut self, prefix: &str, driver: &str, known: &'static [&'static str]) {
+        const DRIVERS: [&str; 7] = ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd"];
+        let driver = DRIVERS.into_iter().find(|name| *name == driver).unwrap_or_default();
+        self.nodes.push((prefix.to_owned(), driver, known));
+    }
+
+    fn has(&self, prefix: &str, key: &str) -> bool {
+        self.left.contains_key(&format!("{prefix}{key}"))
+    }
+
+    fn first_below(&self, prefix: &str) -> Option<&str> {
+        self.left.keys().find(|key| key.starts_with(prefix)).map(String::as_str)
+    }
+
+    fn take(&mut self, prefix: &str, key: &str) -> Option<Option<String>> {
+        self.left.remove(&format!("{prefix}{key}"))
+    }
+
+    fn text(&mut self, prefix: &str, key: &str) -> anyhow::Result<Option<String>> {
+        match self.take(prefix, key) {
+            None => Ok(None),
+            Some(Some(value)) => Ok(Some(value)),
+            Some(None) => bail!("{prefix}{key}: is null (leave it out)"),
+        }
+    }
+
+    fn required(&mut self, prefix: &str, key: &str, value: &str) -> anyhow::Result<String> {
+        self.text(prefix, key)?
+            .with_context(|| format!("{prefix}{key}: is missing (add {prefix}{key}={value})"))
+    }
+
+    fn switch(&mut self, prefix: &str, key: &str) -> anyhow::Result<Option<bool>> {
+        match self.text(prefix, key)?.as_deref() {
+            None => Ok(None),
+            Some("on" | "yes" | "true" | "y") => Ok(Some(true)),
+            Some("off" | "no" | "false" | "n") => Ok(Some(false)),
+            Some(other) => bail!("{prefix}{key}={other}: is neither on nor off"),
+        }
+    }
+
+    fn size(&mut self, prefix: &str, key: &str) -> anyhow::Result<Option<u64>> {
+        let Some(value) = self.text(prefix, key)? else { return Ok(None) };
+        size(&value).map(Some).map_err(|rule| anyhow!("{prefix}{key}={value}: {rule}"))
+    }
+
+    fn seconds(&mut self, prefix: &str, key: &str) -> anyhow::Result<Duration> {
+        let Some(value) = self.text(prefix, key)? else { return Ok(Duration::ZERO) };
+        let seconds: u32 =
+            value.parse().map_err(|_| anyhow!("{prefix}{key}={value}: is not a number of seconds"))?;
+        Ok(Duration::from_secs(seconds.into()))
+    }
+
+    /// Index of the value among `known`.
+    fn choice(&mut self, prefix: &str, key: &str, known: &[&str]) -> anyhow::Result<Option<usize>> {
+        let Some(value) = self.text(prefix, key)? else { return Ok(None) };
+        match known.iter().position(|word| *word == value) {
+            Some(index) => Ok(Some(index)),
+            None => bail!("{prefix}{key}={value}: not supported (there are {})", known.join(", ")),
+        }
+    }
+
+    /// Fails with the first key that no node has taken.
+    fn finish(self) -> anyhow::Result<()> {
+        let Some(key) = self.left.keys().next() else { return Ok(()) };
+        let node = self.nodes.iter().rfind(|(prefix, ..)| key.starts_with(prefix.as_str()));
+        let Some((prefix, driver, own)) = node else { bail!("{key}: is not a known key") };
+        let name = &key[prefix.len()..];
+        let caches: &[&str] = if *driver == "qcow2" { &CACHES } else { &[] };
+        let known = own.iter().chain(caches).chain(&COMMON).copied();
+        let advice = match suggest::nearest(name, known.clone()) {
+            Some(nearest) => format!("did you mean {prefix}{nearest}?"),
+            None => format!("there are {}", known.collect::<Vec<_>>().join(", ")),
+        };
+        match *driver {
+            "" => bail!("{key}: needs a driver (add driver=raw or driver=qcow2)"),
+            driver => bail!("{key}: is not a key of the driver {driver} ({advice})"),
+        }
+    }
+}
+
+/// Joins the keys of nested objects and the indices of arrays with dots.
+fn flatten(value: Value, prefix: String, keys: &mut BTreeMap<String, Option<String>>) -> anyhow::Result<()> {
+    let text = match value {
+        Value::Object(values) => {
+            return values
+                .into_iter()
+                .try_for_each(|(key, value)| flatten(value, joined(&prefix, &key), keys));
+        }
+        Value::Array(values) => {
+            let mut values = values.into_iter().enumerate();
+            return values
+                .try_for_each(|(index, value)| flatten(value, joined(&prefix, &index.to_string()), keys));
+        }
+        Value::Null => None,
+        Value::Bool(is_on) => Some(if is_on { "on" } else { "off" }.to_owned()),
+        Value::Number(number) => Some(number.to_string()),
+        Value::String(text) => Some(text),
+    };
+    ensure!(!keys.contains_key(&prefix), "{prefix}: is given twice (give it once)");
+    keys.insert(prefix, text);
+    Ok(())
+}
+
+fn joined(prefix: &str, key: &str) -> String {
+    if prefix.is_empty() { key.to_owned() } else { format!("{prefix}.{key}") }
+}
+
+#[cfg(test)]
+#[path = "image_options_tests.rs"]
+mod tests;
