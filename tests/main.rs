@@ -48,6 +48,7 @@ mod http;
 mod image_habits;
 mod image_measure;
 mod image_names;
+mod image_options;
 mod image_soak;
 mod imitation;
 mod libnbd;

@@ -10,7 +10,10 @@ use block::{
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use console::{Failure, on_reactor};
 
-use super::opening::{self, How};
+use super::{
+    named::{NamedImage, NamingArgs, named},
+    opening::{self, How},
+};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -53,6 +56,8 @@ struct Options {
     /// The image's format: qcow2
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
+    #[command(flatten)]
+    naming: NamingArgs,
 }
 
 #[derive(Debug, Args)]
@@ -127,15 +132,18 @@ impl Args for Arguments {
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let Arguments { options, actions } = arguments;
-    let name = options.file.display().to_string();
-    for (path, given) in
-        [(Some(&options.file), options.format), (options.source_file.as_ref(), options.source_format)]
-    {
-        let Some(path) = path else { continue };
-        if opening::format(path, given)? != Format::Qcow2 {
+    let objects = options.naming.objects()?;
+    let image = options.naming.named(&options.file, options.format, &objects)?;
+    objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    // As for qemu-img, --image-opts is about FILE alone.
+    let source = options.source_file.as_ref();
+    let source = source.map(|file| named(file, options.source_format, false, &objects)).transpose()?;
+    let name = image.name();
+    for image in [Some(&image), source.as_ref()].into_iter().flatten() {
+        if image.format()? != Format::Qcow2 {
             return Err(anyhow!(
                 "{}: raw images have no bitmaps (weir image convert -O qcow2 makes one that has)",
-                path.display()
+                image.name()
             )
             .into());
         }
@@ -144,9 +152,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return Err(Failure::Usage(anyhow!("--granularity {granularity}: is not a power of two")));
     }
     on_reactor(async move {
-        let storage = opening::storage(&options.file, How { write: true, ..How::default() })?;
+        let storage = image.storage(How { write: true, ..How::default() })?;
         let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
-        let done = act(&image, &options, &actions).await;
+        let done = act(&image, source.as_ref(), &options, &actions).await;
         let closed = image.close().await;
         done.with_context(|| name.clone())?;
         closed.with_context(|| name.clone())?;
@@ -154,7 +162,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
-async fn act(image: &Qcow2, options: &Options, actions: &[Action]) -> anyhow::Result<()> {
+async fn act(
+    image: &Qcow2,
+    source_image: Option<&NamedImage>,
+    options: &Options,
+    actions: &[Action],
+) -> anyhow::Result<()> {
     let bitmap = &options.bitmap;
     for action in actions {
         match action {
@@ -168,7 +181,7 @@ async fn act(image: &Qcow2, options: &Options, actions: &[Action]) -> anyhow::Re
             Action::Enable => image.enable_bitmap(bitmap, true).await?,
             Action::Disable => image.enable_bitmap(bitmap, false).await?,
             Action::Merge(source) => {
-                let bits = source_bits(image, options, source).await?;
+                let bits = source_bits(image, source_image, source).await?;
                 image.merge_bitmap(bitmap, &bits).await?;
             }
         }
@@ -176,10 +189,14 @@ async fn act(image: &Qcow2, options: &Options, actions: &[Action]) -> anyhow::Re
     Ok(())
 }
 
-async fn source_bits(image: &Qcow2, options: &Options, source: &str) -> anyhow::Result<DirtyBits> {
-    let Some(path) = &options.source_file else { return Ok(image.bitmap_bits(source).await?) };
-    let context = || path.display().to_string();
-    let storage = opening::storage(path, How::default())?;
+async fn source_bits(
+    image: &Qcow2,
+    source_image: Option<&NamedImage>,
+    source: &str,
+) -> anyhow::Result<DirtyBits> {
+    let Some(source_image) = source_image else { return Ok(image.bitmap_bits(source).await?) };
+    let context = || source_image.name();
+    let storage = source_image.storage(How::default())?;
     let other = Qcow2::open_for_upkeep(storage).await.with_context(context)?;
     other.bitmap_bits(source).await.with_context(context)
 }

@@ -13,10 +13,7 @@ use clap::Args;
 use console::{Failure, on_reactor, print};
 use serde_json::{Value, json};
 
-use super::{
-    Output, OutputArgs, form,
-    opening::{self, How, Subject},
-};
+use super::{Output, OutputArgs, form, named::Subject, opening::How};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -70,8 +67,9 @@ pub struct Arguments {
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let name = arguments.subject.name();
-    let format = arguments.subject.format()?;
+    let image = arguments.subject.named()?;
+    let name = image.name();
+    let format = image.format()?;
     if format == Format::Raw {
         eprint(&format!("weir: {name}: raw images have nothing to check\n"));
         return Err(Failure::Found(NOT_SUPPORTED));
@@ -97,7 +95,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         cache: arguments.cache.unwrap_or_default(),
         ..How::default()
     };
-    let storage = opening::storage(&arguments.subject.file, how)?;
+    let storage = image.storage(how)?;
     let report =
         on_reactor(async move { Ok(check(&storage, repair).await) })?.with_context(|| name.clone())?;
     if !arguments.quiet {

@@ -20,7 +20,8 @@ use console::{Failure, on_reactor, print};
 use super::{
     copy, disk,
     keys::{KeyArgs, Keys},
-    opening::{self, How, Subject},
+    named::{NamedImage, Subject, with_secrets},
+    opening::{self, How},
     progress::Talk,
     source::Source,
 };
@@ -62,11 +63,13 @@ const TASKS: usize = 8;
 const UNIT: u64 = 1 << 20;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let keys = arguments.keys.read()?;
+    let subject = arguments.subject.named()?;
+    subject.check_backing()?;
+    let keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
-        let name = arguments.subject.name();
-        let layers = layers(&arguments).await?;
-        commit(&layers, &arguments, keys).await.with_context(|| name)?;
+        let name = subject.name();
+        let layers = layers(&subject, &arguments).await?;
+        commit(&subject, &layers, &arguments, keys).await.with_context(|| name)?;
         if !arguments.talk.quiet {
             print("Image committed.\n")?;
         }
@@ -77,10 +80,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 type Layer = (PathBuf, Format);
 
 /// From the image itself down to the one that everything is moved into.
-async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
-    let subject = &arguments.subject;
-    let mut layers = vec![(subject.file.clone(), disk::format_of_chain(subject).await?)];
-    let base = arguments.base.as_deref().map(|base| opening::behind(&subject.file, base)).transpose()?;
+async fn layers(subject: &NamedImage, arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
+    let mut layers = vec![(subject.path.clone(), subject.format_of_chain().await?)];
+    let base = arguments.base.as_deref().map(|base| opening::behind(&subject.path, base)).transpose()?;
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
@@ -136,13 +138,19 @@ async fn check_end(layers: &[Layer]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyhow::Result<()> {
+async fn commit(
+    subject: &NamedImage,
+    layers: &[Layer],
+    arguments: &Arguments,
+    mut keys: Keys,
+) -> anyhow::Result<()> {
     let Some(((base_path, base_format), above)) = layers.split_last() else { bail!("there is no image") };
     let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
     let mut sources = Vec::new();
     for (index, (path, format)) in above.iter().enumerate() {
         // Only the first one is written to. None is looked through: each has what it has itself.
         let how = How { write: index == 0, alone: true, rate_bps: None, ..how };
+        let how = if index == 0 { subject.how(how)? } else { how };
         sources.push((path.display().to_string(), disk::open(path, Some(*format), how, &mut keys).await?));
     }
     let base = disk::open(base_path, Some(*base_format), how, &mut keys).await?;
@@ -181,6 +189,7 @@ fn how_to_copy() -> copy::How {
         in_order: false,
         compressed: false,
         target_is_zero: false,
+        may_unmap: true,
         // Zeroes hide what is below, also those that are data.
         sparse: 65_536,
         grain: 65_536,

@@ -11,6 +11,7 @@ use std::{
     rc::Rc,
 };
 
+use anyhow::anyhow;
 use block::{
     reactor::spawn_joinable,
     storage::{CacheMode, Format},
@@ -20,8 +21,9 @@ use console::{Failure, on_reactor, print};
 
 use super::{
     copy::is_zero,
-    disk::{self, Kind},
+    disk::Kind,
     keys::KeyArgs,
+    named::{NamingArgs, with_secrets},
     opening::{self, How},
     progress::{Progress, Talk},
     source::Source,
@@ -64,6 +66,8 @@ pub struct Arguments {
     force_share: bool,
     #[command(flatten)]
     keys: KeyArgs,
+    #[command(flatten)]
+    naming: NamingArgs,
 }
 
 const DIFFERENT: u8 = 1;
@@ -73,16 +77,18 @@ const PIECE: u64 = 1 << 20;
 const TASKS: usize = 8;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let mut keys = arguments.keys.read()?;
+    let objects = arguments.naming.objects()?;
+    let first = arguments.naming.named(&arguments.first, arguments.format, &objects)?;
+    let second = arguments.naming.named(&arguments.second, arguments.second_format, &objects)?;
+    objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    let mut keys = with_secrets(arguments.keys.read()?, &[&first, &second])?;
     on_reactor(async move {
         let how = How { cache: arguments.cache, force_share: arguments.force_share, ..How::default() };
         let mut sources = Vec::new();
-        for (path, format) in
-            [(&arguments.first, arguments.format), (&arguments.second, arguments.second_format)]
-        {
-            let image = disk::open(path, format, how, &mut keys).await;
+        for named in [first, second] {
+            let image = named.open(how, &mut keys).await;
             let image = image.map_err(|error| failed(&error, NOT_OPENED))?;
-            sources.push(Source::new([(path.display().to_string(), image)]));
+            sources.push(Source::new([(named.name(), image)]));
         }
         keys.check_used()?;
         let outcome = Comparison::of(&sources, arguments.strict, arguments.talk).await;
@@ -290,7 +296,7 @@ mod tests {
     use std::{fs::File, os::unix::fs::FileExt as _, path::Path};
 
     use super::*;
-    use crate::keys::Keys;
+    use crate::{disk, keys::Keys};
 
     fn image(directory: &Path, name: &str, size: u64, data: &[(u64, &[u8])]) -> PathBuf {
         let path = directory.join(name);

@@ -22,8 +22,9 @@ use console::{Failure, on_reactor, print, undo::Undo};
 use super::{
     carry::Carry,
     copy, create, disk,
-    encrypt::Encryption,
+    encrypt::{Encryption, Objects},
     keys::{self, KeyArgs, Keys},
+    named::{NamedImage, NamingArgs, named, with_secrets},
     opening::{self, How},
     options::Options,
     pick::Pick,
@@ -58,9 +59,9 @@ pub struct Arguments {
     /// The source's format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
-    /// The new image's format
-    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
-    output_format: Format,
+    /// The new image's format [default: raw]
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = opening::format_option())]
+    output_format: Option<Format>,
     /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
     options: Vec<String>,
@@ -120,6 +121,11 @@ pub struct Arguments {
     #[command(flatten)]
     target_keys: TargetKeyArgs,
     #[command(flatten)]
+    naming: NamingArgs,
+    /// Read the last FILE, an image that is there, as options of QEMU's block drivers
+    #[arg(long, requires = "no_create", conflicts_with = "output_format")]
+    target_image_opts: bool,
+    #[command(flatten)]
     talk: Talk,
 }
 
@@ -132,15 +138,11 @@ struct TargetKeyArgs {
     /// An open descriptor to read it from
     #[arg(long, value_name = "N", conflicts_with = "target_secret_file")]
     target_secret_fd: Vec<u32>,
-    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with
-    /// encrypt.key-secret=ID among the options
-    #[arg(long, value_name = "OBJECT", conflicts_with_all = ["target_secret_file", "target_secret_fd", "no_create"])]
-    object: Vec<String>,
 }
 
 impl TargetKeyArgs {
     fn is_given(&self) -> bool {
-        !(self.target_secret_file.is_empty() && self.target_secret_fd.is_empty() && self.object.is_empty())
+        !(self.target_secret_file.is_empty() && self.target_secret_fd.is_empty())
     }
 }
 
@@ -163,12 +165,23 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let options = Options::read(&arguments.options);
     let options = options.map_err(|what| Failure::Usage(anyhow!("{}: {what}", target.display())))?;
     let has_backing = arguments.backing.is_some() || options.has("backing_file");
-    check(&arguments, sources, has_backing).map_err(Failure::Usage)?;
-    if !arguments.no_create && opening::is_elsewhere(target) {
+    let objects = arguments.naming.objects()?;
+    let source = |file: &PathBuf| arguments.naming.named(file, arguments.format, &objects);
+    let sources = sources.iter().map(source).collect::<Result<Vec<_>, _>>()?;
+    // A name with `json:` describes an image that is there as well.
+    let target_image = named(target, arguments.output_format, arguments.target_image_opts, &objects)?;
+    let output_format = match arguments.target_image_opts {
+        true => target_image.format()?,
+        false => target_image.format.unwrap_or(Format::Raw),
+    };
+    check(&arguments, output_format, &sources, has_backing).map_err(Failure::Usage)?;
+    let is_file = !opening::is_elsewhere(&target_image.path) && target_image.path == *target;
+    if !arguments.no_create && !is_file {
         let what = anyhow!("{}: can only be made where it is (make it there, and add -n)", target.display());
         return Err(Failure::Usage(what));
     }
-    if sources.iter().any(|source| opening::is_same(source, target)) {
+    let target = &target_image.path;
+    if sources.iter().any(|source| opening::is_same(&source.path, target)) {
         let what = anyhow!(
             "{}: is what is copied, and cannot be where to (give the new image another name)",
             target.display()
@@ -180,22 +193,36 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let target_keys =
         keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
     if arguments.no_create {
-        let target = Target { path: target.clone(), name: target.clone(), is_zero: arguments.target_is_zero };
+        objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+        let target_keys = with_secrets(target_keys, &[&target_image])?;
+        let target = Target {
+            name: target.clone(),
+            image: target_image,
+            format: output_format,
+            is_zero: arguments.target_is_zero,
+        };
         return on_reactor(copy_into(source, carry, target, target_keys, arguments));
     }
     let place = Unfinished::new(target, &undo)?;
-    let made = make(&place, target, source.size_bytes(), &target_keys, options, &arguments)?;
+    let target_keys = (&target_keys, &objects);
+    let made = make(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
     let target = Target {
-        path: place.path().to_owned(),
+        image: NamedImage::plain(place.path().to_owned(), Some(output_format)),
         name: target.clone(),
+        format: output_format,
         is_zero: place.is_new() && !made.has_backing,
     };
     on_reactor(copy_into(source, carry, target, made.keys, arguments))?;
     Ok(place.finish()?)
 }
 
-fn check(arguments: &Arguments, sources: &[PathBuf], has_backing: bool) -> anyhow::Result<()> {
-    let raw = arguments.output_format == Format::Raw;
+fn check(
+    arguments: &Arguments,
+    output_format: Format,
+    sources: &[NamedImage],
+    has_backing: bool,
+) -> anyhow::Result<()> {
+    let raw = output_format == Format::Raw;
     if raw && arguments.compress {
         bail!("-c: raw images cannot be compressed (use -O qcow2)");
     }
@@ -227,20 +254,20 @@ fn check(arguments: &Arguments, sources: &[PathBuf], has_backing: bool) -> anyho
 }
 
 fn open_sources(
-    paths: &[PathBuf],
+    sources: Vec<NamedImage>,
     has_backing: bool,
     arguments: &Arguments,
 ) -> Result<(Source, Option<Carry>), Failure> {
     let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
-    let (paths, format, pick) = (paths.to_vec(), arguments.format, arguments.snapshot.clone());
+    let pick = arguments.snapshot.clone();
     let bitmaps = arguments.bitmaps;
     let skip_broken = arguments.skip_broken_bitmaps;
-    let mut keys = arguments.keys.read()?;
+    let mut keys = with_secrets(arguments.keys.read()?, &sources.iter().collect::<Vec<_>>())?;
     on_reactor(async move {
         let mut images = Vec::new();
-        for path in paths {
-            let image = disk::open_at(&path, format, how, &mut keys, pick.as_ref()).await?;
-            images.push((path.display().to_string(), image));
+        for source in sources {
+            let image = source.open_at(how, &mut keys, pick.as_ref()).await?;
+            images.push((source.name(), image));
         }
         keys.check_used()?;
         let carry = match &images[..] {
@@ -263,7 +290,8 @@ fn make(
     place: &Unfinished,
     target: &Path,
     size: u64,
-    keys: &Keys,
+    (keys, objects): (&Keys, &Objects),
+    output_format: Format,
     mut options: Options,
     arguments: &Arguments,
 ) -> Result<Made, Failure> {
@@ -271,8 +299,11 @@ fn make(
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
     let larger = options.take_size("size").map_err(usage)?;
     let size = larger.unwrap_or(size);
-    match arguments.output_format {
+    match output_format {
         Format::Raw => {
+            if objects.has_unused() {
+                return Err(usage("--object: raw images are not encrypted (use -O qcow2)".to_owned()));
+            }
             let preallocation = create::preallocation(&mut options).map_err(usage)?.unwrap_or_default();
             create::take_hints(&mut options).map_err(usage)?;
             options.finish("raw").map_err(usage)?;
@@ -282,7 +313,7 @@ fn make(
         Format::Qcow2 => {
             let backing = (arguments.backing.clone(), arguments.backing_format);
             let mut wish = create::qcow2_options(&mut options, backing).map_err(usage)?;
-            let encryption = Encryption::take(&mut options, keys.first(), &arguments.target_keys.object);
+            let encryption = Encryption::take(&mut options, keys.first(), objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
@@ -307,8 +338,9 @@ fn make(
 }
 
 struct Target {
-    path: PathBuf,
+    image: NamedImage,
     name: PathBuf,
+    format: Format,
     is_zero: bool,
 }
 
@@ -321,18 +353,23 @@ async fn copy_into(
 ) -> Result<(), Failure> {
     let name = target.name.display().to_string();
     let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
-    let image = disk::open(&target.path, Some(arguments.output_format), how, &mut keys).await?;
+    let path = &target.image.path;
+    let image = disk::open(path, Some(target.format), target.image.how(how)?, &mut keys).await?;
     keys.check_used()?;
     let (size, room) = (source.size_bytes(), image.size_bytes());
     if room < size {
         return Err(anyhow!("{name}: has {room} bytes, and the source {size} (resize it first)").into());
     }
-    let hides_backing = check_target(&image, &target.path, &arguments).with_context(|| name.clone())?;
+    let hides_backing = check_target(&image, path, &arguments).with_context(|| name.clone())?;
     if let Some(carry) = &carry {
         carry.check_target(&image).await.with_context(|| name.clone())?;
     }
     let progress = Arc::new(arguments.talk.progress(&format!("copying to {name}"), size));
-    let how = copy::How { hides_backing, ..how_to_copy(&image, &arguments, target.is_zero) };
+    let how = copy::How {
+        hides_backing,
+        may_unmap: !target.image.keeps_place,
+        ..how_to_copy(&image, &arguments, target.is_zero)
+    };
     copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
@@ -340,7 +377,7 @@ async fn copy_into(
     image.close().await.with_context(|| format!("{name}: cannot be completed"))?;
     drop(image);
     if let Some(carry) = &carry {
-        carry.store(&target.path).await.with_context(|| format!("{name}: --bitmaps"))?;
+        carry.store(path).await.with_context(|| format!("{name}: --bitmaps"))?;
     }
     progress.end();
     Ok(())
@@ -399,6 +436,7 @@ fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> c
         in_order: !arguments.out_of_order && !arguments.compress,
         compressed: arguments.compress,
         target_is_zero,
+        may_unmap: true,
         sparse: sparse as usize,
         grain: if arguments.compress { align } else { grain } as usize,
         align,

@@ -136,7 +136,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             if secret.is_some() {
                 options.set_missing("encrypt.format", "luks");
             }
-            let encryption = Encryption::take(&mut options, secret.as_ref(), &arguments.secret.object);
+            let objects = arguments.secret.objects().map_err(usage)?;
+            let encryption = Encryption::take(&mut options, secret.as_ref(), &objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {

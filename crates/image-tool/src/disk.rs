@@ -3,7 +3,6 @@
 
 use std::{path::Path, sync::Arc};
 
-use anyhow::bail;
 use block::{
     buffer::Segments,
     error::{Error, Result},
@@ -17,7 +16,7 @@ use block::{
 
 use super::{
     keys::Keys,
-    opening::{self, How, Subject},
+    opening::{self, How},
     pick::Pick,
 };
 
@@ -50,26 +49,10 @@ pub(super) async fn open_at(
         backing: if how.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
         secrets,
         snapshot,
-        ..ImageOptions::default()
+        caches: how.of_user.caches,
     };
     let opened = image::open::open(&opening::spec(path)?, options).await;
     Ok(Arc::new(opened.map_err(|error| how.refused(error))?))
-}
-
-/// A guess follows no names in a header: a guest could have written them into its raw disk.
-pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
-    let format = subject.format()?;
-    if subject.format.is_none() && format == Format::Qcow2 {
-        let header = opening::header_of(&subject.file).await?;
-        if header.backing.is_some() || header.has_data_file() {
-            bail!(
-                "{}: looks like qcow2 and names other files, so its format must be given (-f qcow2, if it is one: a guest may have written the \
-                 header into a raw disk)",
-                subject.name()
-            );
-        }
-    }
-    Ok(format)
 }
 
 #[derive(Clone, Copy, Debug)]

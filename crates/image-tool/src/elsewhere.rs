@@ -6,19 +6,13 @@ use clap::{
 };
 
 /// For a subcommand, or any, and what stood there: what to do instead.
-const INSTEAD: [(&str, &str, &str); 7] = [
+const INSTEAD: [(&str, &str, &str); 5] = [
     (
         "convert",
         "-C",
         "copies are never offloaded (leave -C away; `cp --reflink` makes a copy that shares its blocks)",
     ),
     ("convert", "-s", "-l SNAPSHOT reads a snapshot"),
-    ("", "--image-opts", "name the file, its format with -f, and its passphrase with --secret-file FILE"),
-    (
-        "",
-        "--target-image-opts",
-        "name the file, its format with -O, and its passphrase with --target-secret-file FILE",
-    ),
     ("", "--object", "a passphrase is given with --secret-file FILE or --secret-fd N"),
     (
         "",
@@ -84,7 +78,6 @@ mod tests {
         for (line, instead) in [
             ("weir image convert -C a b", "cp --reflink"),
             ("weir image convert -s one a b", "-l SNAPSHOT"),
-            ("weir image map --image-opts driver=qcow2", "with --secret-file FILE"),
             ("weir image dd if=a of=b", "dd(1)"),
             ("weir image check --repair all a", "--repair=all"),
             ("weir image check a --repair leaks", "--repair=leaks"),

@@ -1,7 +1,7 @@
 //! How a new image is encrypted, and with whose passphrase: QEMU's `encrypt.` options and `secret`
 //! objects. Never takes a passphrase from the command line, where everybody can read it.
 
-use std::{path::PathBuf, time::Duration};
+use std::{cell::RefCell, collections::BTreeSet, path::PathBuf, time::Duration};
 
 use block::image::{
     Secret,
@@ -22,10 +22,14 @@ pub(super) struct SecretArgs {
     /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the
     /// options
     #[arg(long, value_name = "OBJECT", conflicts_with_all = ["secret_file", "secret_fd"])]
-    pub(super) object: Vec<String>,
+    object: Vec<String>,
 }
 
 impl SecretArgs {
+    pub(super) fn objects(&self) -> Result<Objects, String> {
+        Objects::read(&self.object)
+    }
+
     pub(super) fn is_given(&self) -> bool {
         self.secret_file.is_some() || self.secret_fd.is_some() || !self.object.is_empty()
     }
@@ -47,7 +51,7 @@ impl Encryption {
     pub(super) fn take(
         options: &mut Options,
         own: Option<&Secret>,
-        objects: &[String],
+        objects: &Objects,
     ) -> Result<Option<Self>, String> {
         let format = options.take("encrypt.format");
         let key = options.take("encrypt.key-secret");
@@ -59,7 +63,7 @@ impl Encryption {
                 );
             }
             Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
-            None if key.is_some() || !objects.is_empty() => {
+            None if key.is_some() || objects.has_unused() => {
                 return Err("a secret is given without encrypt.format=luks".to_owned());
             }
             None => return Ok(None),
@@ -74,7 +78,7 @@ impl Encryption {
                         .to_owned(),
                 );
             }
-            (None, Some(key)) => object(objects, &key)?,
+            (None, Some(key)) => objects.secret(&key)?,
             (None, None) => return Err("encrypt.format=luks: needs a passphrase".to_owned()),
         };
         Ok(Some(Self { luks, secret }))
@@ -88,53 +92,93 @@ impl Encryption {
 
 /// Bytes of the LUKS header of an image with these options, without its passphrase; `None` if the
 /// image is not encrypted. A passphrase that is named must be among the objects.
-pub(super) fn luks_bytes(options: &mut Options, objects: &[String]) -> Result<Option<u64>, String> {
+pub(super) fn luks_bytes(options: &mut Options, objects: &Objects) -> Result<Option<u64>, String> {
     let format = options.take("encrypt.format");
     let key = options.take("encrypt.key-secret");
     match format.as_deref() {
         Some("luks") => {}
         Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
-        None if key.is_some() || !objects.is_empty() => {
+        None if key.is_some() || objects.has_unused() => {
             return Err("a secret is given without encrypt.format=luks".to_owned());
         }
         None => return Ok(None),
     }
     if let Some(key) = key {
-        let id = format!("id={key}");
-        let is_named = |object: &String| object.split(',').any(|field| *field == id);
-        if !objects.iter().any(is_named) {
-            return Err(no_object(&key));
-        }
+        objects.find(&key)?;
     }
     Ok(Some(NewLuks::area_bytes(luks_options(options)?.cipher)))
 }
 
-fn no_object(key: &str) -> String {
-    format!("encrypt.key-secret={key}: there is no such secret (--object secret,id={key},file=FILE)")
+/// The secrets that `--object` defines, by their ids. A file is read once its secret is asked for.
+#[derive(Debug, Default)]
+pub(super) struct Objects {
+    files: Vec<(String, PathBuf)>,
+    used: RefCell<BTreeSet<String>>,
 }
 
-fn object(objects: &[String], key: &str) -> Result<Secret, String> {
-    for text in objects {
-        let Some(rest) = text.strip_prefix("secret,") else {
-            return Err(format!("--object {text}: is no secret (secret,id=ID,file=FILE)"));
-        };
-        let mut fields = Options::read(&[rest.to_owned()])?;
-        if fields.take("id").as_deref() != Some(key) {
-            continue;
+impl Objects {
+    pub(super) fn read(texts: &[String]) -> Result<Self, String> {
+        let mut objects = Self::default();
+        for text in texts {
+            let Some(rest) = text.strip_prefix("secret,").or_else(|| text.strip_prefix("qom-type=secret,"))
+            else {
+                return Err(format!("--object {text}: is no secret (secret,id=ID,file=FILE)"));
+            };
+            let mut fields = Options::read(&[rest.to_owned()])?;
+            let id = fields.take("id").ok_or_else(|| format!("--object {text}: has no id=ID"))?;
+            if fields.take("data").is_some() {
+                return Err(
+                    "--object secret,data=…: everybody on this machine can read that (use file=FILE)"
+                        .to_owned(),
+                );
+            }
+            let file = fields.take("file").ok_or_else(|| format!("--object {text}: has no file=FILE"))?;
+            if let Some(format) = fields.take("format").filter(|format| format != "raw") {
+                return Err(format!(
+                    "--object {text}: format={format} is not supported (write the file raw)"
+                ));
+            }
+            if let Some(key) = fields.first_left() {
+                return Err(format!("--object {text}: {key} is not known (secret,id=ID,file=FILE)"));
+            }
+            if objects.files.iter().any(|(known, _)| *known == id) {
+                return Err(format!("--object {text}: there is another object {id} (give it another id)"));
+            }
+            objects.files.push((id, file.into()));
         }
-        if fields.take("data").is_some() {
-            return Err(
-                "--object secret,data=…: everybody on this machine can read that (use file=FILE)".to_owned()
-            );
-        }
-        let file = fields.take("file").ok_or_else(|| format!("--object {text}: has no file=FILE"))?;
-        if let Some(key) = fields.first_left() {
-            return Err(format!("--object {text}: {key} is not known (secret,id=ID,file=FILE)"));
-        }
-        let read = keys::read(&[file.into()], &[]).map_err(|error| format!("{error:#}"))?;
-        return read.first().cloned().ok_or_else(|| format!("--object {text}: is empty"));
+        Ok(objects)
     }
-    Err(no_object(key))
+
+    /// The file of the secret `id`, which counts as used.
+    pub(super) fn find(&self, id: &str) -> Result<&PathBuf, String> {
+        let found = self.files.iter().find(|(known, _)| known == id);
+        let (_, file) = found.ok_or_else(|| {
+            format!("encrypt.key-secret={id}: there is no such secret (--object secret,id={id},file=FILE)")
+        })?;
+        self.used.borrow_mut().insert(id.to_owned());
+        Ok(file)
+    }
+
+    pub(super) fn secret(&self, id: &str) -> Result<Secret, String> {
+        let file = self.find(id)?;
+        let read = keys::read(std::slice::from_ref(file), &[]).map_err(|error| format!("{error:#}"))?;
+        read.first().cloned().ok_or_else(|| format!("{}: is empty", file.display()))
+    }
+
+    pub(super) fn has_unused(&self) -> bool {
+        self.files.len() > self.used.borrow().len()
+    }
+
+    /// Fails if no image has used one of the secrets.
+    pub(super) fn check_used(&self) -> Result<(), String> {
+        let used = self.used.borrow();
+        match self.files.iter().find(|(id, _)| !used.contains(id)) {
+            None => Ok(()),
+            Some((id, _)) => {
+                Err(format!("--object {id}: no image uses it (name it with encrypt.key-secret={id})"))
+            }
+        }
+    }
 }
 
 fn luks_options(options: &mut Options) -> Result<LuksOptions, String> {

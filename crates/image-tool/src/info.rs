@@ -31,7 +31,8 @@ use serde_json::{Map, Value, json};
 use super::{
     Output, OutputArgs,
     form::{self, human},
-    opening::{self, How, Subject},
+    named::Subject,
+    opening::{self, How},
     snapshot,
 };
 
@@ -61,8 +62,9 @@ pub struct Arguments {
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let how = How { force_share: arguments.force_share, ..How::default() };
-    let Subject { file, format } = &arguments.subject;
-    let mut shown = vec![show(file, *format, how)?];
+    let image = arguments.subject.named()?;
+    let file = &image.path;
+    let mut shown = vec![show(file, image.format, image.how(how)?)?];
     if arguments.backing_chain {
         let mut seen = HashSet::from([identity(file)?]);
         let mut of = file.clone();

@@ -41,18 +41,35 @@ pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Key
     let files = files.iter().cloned().map(SecretSource::File);
     let sources = files.chain(descriptors.iter().copied().map(SecretSource::Descriptor));
     let given = sources.map(|source| secrets.get(&source)).collect::<Result<_, _>>()?;
-    Ok(Keys { given, next: 0 })
+    Ok(Keys { given, ..Keys::default() })
 }
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Keys {
     given: Vec<Secret>,
     next: usize,
+    /// Number of `given` that came with descriptions of images.
+    described: usize,
 }
 
 impl Keys {
     pub(super) fn one(secret: Secret) -> Self {
-        Self { given: vec![secret], next: 0 }
+        Self { given: vec![secret], ..Self::default() }
+    }
+
+    /// Adds the passphrase that an image was described with.
+    ///
+    /// # Errors
+    /// There are passphrases of another kind.
+    pub(super) fn add(&mut self, secret: Secret) -> anyhow::Result<()> {
+        if self.given.len() > self.described {
+            bail!(
+                "encrypt.key-secret and --secret-file or --secret-fd do not go together (give one of them)"
+            );
+        }
+        self.given.push(secret);
+        self.described += 1;
+        Ok(())
     }
 
     pub(super) fn first(&self) -> Option<&Secret> {
@@ -89,7 +106,7 @@ impl Keys {
 
     pub(super) fn behind(&self, header: &Header) -> Self {
         let next = usize::from(header.crypt == Crypt::Luks);
-        Self { given: self.given.clone(), next }
+        Self { next, ..self.clone() }
     }
 
     pub(super) fn check_used(&self) -> anyhow::Result<()> {
@@ -121,7 +138,8 @@ mod tests {
     use super::*;
 
     fn keys(given: usize, next: usize) -> Keys {
-        Keys { given: (0..given).map(|number| Secret::new(vec![number as u8 + 1])).collect(), next }
+        let given = (0..given).map(|number| Secret::new(vec![number as u8 + 1])).collect();
+        Keys { given, next, ..Keys::default() }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! ```text
 //!   create, check, info, …   a file for each subcommand: its options, and what it does
 //!        │
+//!        ├─► named           what FILE means: a name, `json:{…}`, or options (`--image-opts`)
 //!        ├─► opening         a file's format and storage, for commands that look at the bytes
 //!        ├─► disk, keys      the disk that a guest would see in it, and its passphrases
 //!        ├─► copy ◄─ source  many requests under way: convert, commit
@@ -32,6 +33,7 @@ mod keys;
 mod map;
 mod measure;
 mod opening;
+mod named;
 mod options;
 mod pick;
 mod progress;

@@ -20,7 +20,8 @@ use console::{Failure, on_reactor, print};
 use super::{
     Output, OutputArgs, disk,
     keys::KeyArgs,
-    opening::{How, Subject},
+    named::{Subject, with_secrets},
+    opening::How,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -53,18 +54,18 @@ pub struct Arguments {
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let mut keys = arguments.keys.read()?;
+    let subject = arguments.subject.named()?;
+    let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
-        let Subject { file, format } = &arguments.subject;
-        let name = arguments.subject.name();
+        let name = subject.name();
         let how = How { force_share: arguments.force_share, ..How::default() };
-        let image = disk::open(file, *format, how, &mut keys).await?;
+        let image = subject.open(how, &mut keys).await?;
         keys.check_used()?;
         let size = image.size_bytes();
         let start = arguments.start_offset.min(size);
         let end = arguments.max_length.and_then(|length| start.checked_add(length)).unwrap_or(size).min(size);
         let mut map = Map::default();
-        map.add(&image, start, end)
+        map.add(&image, subject.offset(), start, end)
             .await
             .with_context(|| format!("{name}: what is where cannot be found out"))?;
         if start == end {
@@ -117,13 +118,17 @@ impl Map {
         }
     }
 
-    /// Goes down the chain with a stack, since its length is the image's to say.
-    async fn add(&mut self, top: &Image, start: u64, end: u64) -> anyhow::Result<()> {
+    /// Goes down the chain with a stack, since its length is the image's to say. A raw disk begins
+    /// at `offset` of its file.
+    async fn add(&mut self, top: &Image, offset: u64, start: u64, end: u64) -> anyhow::Result<()> {
         let mut left = vec![(top, 0, start, end)];
         while let Some((image, depth, start, end)) = left.pop() {
             match image {
                 _ if start == end => {}
-                Image::Raw(_) => self.add_raw(image, depth, start, end).await?,
+                Image::Raw(_) => {
+                    let offset = if depth == 0 { offset } else { 0 };
+                    self.add_raw(image, depth, offset, start, end).await?;
+                }
                 Image::Qcow2(qcow2) => {
                     let file = disk::data_file(image);
                     let (covered, below) = self.add_qcow2(qcow2, &file, depth, start, end).await?;
@@ -139,7 +144,14 @@ impl Map {
         Ok(())
     }
 
-    async fn add_raw(&mut self, image: &Image, depth: u32, mut start: u64, end: u64) -> anyhow::Result<()> {
+    async fn add_raw(
+        &mut self,
+        image: &Image,
+        depth: u32,
+        offset: u64,
+        mut start: u64,
+        end: u64,
+    ) -> anyhow::Result<()> {
         while start < end {
             for extent in image.block_status(start, end - start).await? {
                 let (zero, length) = (extent.zero, extent.length);
@@ -147,7 +159,7 @@ impl Map {
                     present: true,
                     zero,
                     data: !zero,
-                    offset: Some(start),
+                    offset: Some(offset + start),
                     ..Entry::nothing(start, length, depth, disk::data_file(image))
                 });
                 start += length;

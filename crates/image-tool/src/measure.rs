@@ -25,10 +25,12 @@ use serde_json::json;
 
 use super::{
     Output, OutputArgs, create,
-    disk::{self, Kind},
-    encrypt, form,
+    disk::Kind,
+    encrypt::{self, Objects},
+    form,
     keys::KeyArgs,
     map,
+    named::{NamedImage, NamingArgs, with_secrets},
     opening::{self, How},
     options::Options,
     pick::Pick,
@@ -72,23 +74,28 @@ pub struct Arguments {
     /// Read the image although another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The secret that encrypt.key-secret names, as qemu-img has it; it is not read
-    #[arg(long, value_name = "OBJECT")]
-    object: Vec<String>,
     #[command(flatten)]
     keys: KeyArgs,
+    #[command(flatten)]
+    naming: NamingArgs,
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if Options::ask_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
     }
-    let target = Target::read(&arguments).map_err(|what| Failure::Usage(anyhow!(what)))?;
-    let measured = match (&arguments.file, arguments.size) {
-        (Some(file), _) => measure_file(file.clone(), target, &arguments)?,
+    let usage = |what: String| Failure::Usage(anyhow!(what));
+    let objects = arguments.naming.objects()?;
+    let file = arguments.file.as_ref();
+    let file = file.map(|file| arguments.naming.named(file, arguments.format, &objects)).transpose()?;
+    let target = Target::read(&arguments, &objects).map_err(usage)?;
+    objects.check_used().map_err(usage)?;
+    let measured = match (file, arguments.size) {
+        (Some(file), _) => measure_file(file, target, &arguments)?,
         (None, Some(size)) => {
-            if arguments.format.is_some() || arguments.snapshot.is_some() || arguments.force_share {
-                let what = "-f, -l and -U apply to FILE, not to --size";
+            let of_file = arguments.format.is_some() || arguments.snapshot.is_some();
+            if of_file || arguments.force_share || arguments.naming.image_opts {
+                let what = "-f, -l, -U and --image-opts apply to FILE, not to --size";
                 return Err(Failure::Usage(anyhow!(what)));
             }
             arguments.keys.read()?.check_used()?;
@@ -106,26 +113,26 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-fn measure_file(file: PathBuf, target: Target, arguments: &Arguments) -> Result<Measured, Failure> {
+fn measure_file(file: NamedImage, target: Target, arguments: &Arguments) -> Result<Measured, Failure> {
     let how = How { force_share: arguments.force_share, ..How::default() };
-    let (format, pick) = (arguments.format, arguments.snapshot.clone());
-    let mut keys = arguments.keys.read()?;
+    let pick = arguments.snapshot.clone();
+    let mut keys = with_secrets(arguments.keys.read()?, &[&file])?;
     on_reactor(async move {
-        let image = disk::open_at(&file, format, how, &mut keys, pick.as_ref()).await?;
+        let image = file.open_at(how, &mut keys, pick.as_ref()).await?;
         keys.check_used()?;
         let bitmaps = match &*image {
             Image::Qcow2(qcow2) if qcow2.header().version >= 3 => {
-                Some(qcow2.bitmaps().await.with_context(|| file.display().to_string())?)
+                Some(qcow2.bitmaps().await.with_context(|| file.name())?)
             }
             _ => None,
         };
         let size = image.size_bytes();
         let sparse = match &*image {
-            Image::Qcow2(qcow2) => sparse::is_sparse(&file, &qcow2.header()).await?,
+            Image::Qcow2(qcow2) => sparse::is_sparse(&file.path, &qcow2.header()).await?,
             Image::Raw(_) => false,
         };
         let holes_of = sparse.then(|| Arc::clone(&image));
-        let source = Source::new([(file.display().to_string(), image)]);
+        let source = Source::new([(file.name(), image)]);
         let mut contents = Contents { bitmaps, is_of_image: true, data_clusters: 0 };
         if let Some(cluster_bytes) = target.cluster_bytes() {
             contents.data_clusters = data_clusters(&source, holes_of.as_deref(), cluster_bytes).await?;
@@ -197,7 +204,7 @@ enum Target {
 }
 
 impl Target {
-    fn read(arguments: &Arguments) -> Result<Self, String> {
+    fn read(arguments: &Arguments, objects: &Objects) -> Result<Self, String> {
         let mut options = Options::read(&arguments.options)?;
         if options.has("size") {
             return Err("-o size: the size is that of FILE or --size (leave one of them out)".to_owned());
@@ -209,7 +216,7 @@ impl Target {
                     return Err("preallocation=metadata: raw images have no metadata".to_owned());
                 }
                 create::take_hints(&mut options)?;
-                if !arguments.object.is_empty() {
+                if objects.has_unused() {
                     return Err("--object: raw images are not encrypted (use -O qcow2)".to_owned());
                 }
                 options.finish("raw")?;
@@ -217,7 +224,7 @@ impl Target {
             }
             Format::Qcow2 => {
                 let mut wish = create::qcow2_options(&mut options, (None, None))?;
-                let luks_bytes = encrypt::luks_bytes(&mut options, &arguments.object)?;
+                let luks_bytes = encrypt::luks_bytes(&mut options, objects)?;
                 options.finish("qcow2")?;
                 // Only the length of the LUKS header counts.
                 wish.luks = luks_bytes.map(|bytes| vec![0; usize::try_from(bytes).unwrap_or(0)]);
@@ -298,7 +305,7 @@ mod tests {
     fn measured(line: &str, contents: &Contents) -> Measured {
         let words = ["measure"].into_iter().chain(line.split(' '));
         let Line { arguments } = clap::Parser::try_parse_from(words).expect(line);
-        let target = Target::read(&arguments).expect(line);
+        let target = Target::read(&arguments, &Objects::default()).expect(line);
         target.measure(arguments.size.unwrap(), contents).expect(line)
     }
 

@@ -16,19 +16,17 @@ use anyhow::{Context as _, anyhow, bail};
 use block::{
     image::{
         open::resolve,
-        qcow2::{header::Header, read_header},
+        qcow2::{CacheSettings, header::Header, read_header},
     },
     nbd::uri::Uri,
     storage::{
-        CacheMode, Format, OpenError, OpenOptions, Storage, open_storage,
+        CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
         probe::{self, Probed},
         probe_anywhere,
     },
 };
-use clap::{
-    Args,
-    builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser},
-};
+use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
+use policy::time::Duration;
 
 /// `--help` lists the names alone: a line on each would triple the pages that have one.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
@@ -50,8 +48,8 @@ fn without_prefix(name: &Path) -> Option<PathBuf> {
 }
 
 /// The same path, written so that it names a file of this host.
-fn local(path: &Path) -> PathBuf {
-    if is_elsewhere(path) { Path::new(".").join(path) } else { path.to_owned() }
+pub(super) fn local(path: &Path) -> PathBuf {
+    if is_elsewhere(path) || is_json(path) { Path::new(".").join(path) } else { path.to_owned() }
 }
 
 /// Of a name that stands in an image.
@@ -89,29 +87,6 @@ pub(super) fn is_same(one: &Path, other: &Path) -> bool {
     one == other || identity(one).is_some_and(|file| Some(file) == identity(other))
 }
 
-/// The image that a command is about.
-#[derive(Debug, Args)]
-pub(super) struct Subject {
-    /// The image
-    #[arg(value_name = "FILE", value_parser = image_name())]
-    pub(super) file: PathBuf,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT", value_parser = format_option())]
-    pub(super) format: Option<Format>,
-}
-
-impl Subject {
-    /// As messages call it.
-    pub(super) fn name(&self) -> String {
-        self.file.display().to_string()
-    }
-
-    /// The format that was given, or else that of the signature.
-    pub(super) fn format(&self) -> anyhow::Result<Format> {
-        format(&self.file, self.format)
-    }
-}
-
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct How {
     pub(super) cache: CacheMode,
@@ -120,7 +95,20 @@ pub(super) struct How {
     pub(super) force_share: bool,
     /// Bytes per second at most; not 0.
     pub(super) rate_bps: Option<u64>,
+    /// Without its backing file.
     pub(super) alone: bool,
+    pub(super) of_user: OfUser,
+}
+
+/// Options of one image that the user described it with; they hold for no file behind it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct OfUser {
+    pub(super) part: Option<Part>,
+    /// In place of the command's cache mode.
+    pub(super) cache: Option<CacheMode>,
+    pub(super) caches: CacheSettings,
+    pub(super) reconnect_delay: Duration,
+    pub(super) open_timeout: Duration,
 }
 
 impl How {
@@ -181,11 +169,21 @@ pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     Ok(if is_elsewhere(path) { text.to_owned() } else { format!("file:{text}") })
 }
 
-/// Whether it names no file of this host: an image of a Ceph cluster, or at an NBD server. A file
-/// of such a name is `./rbd:…`.
+/// Whether it names no file of this host: an image of a Ceph cluster, at an NBD server, or without
+/// content (`null:SIZE`). A file of such a name is `./rbd:…`.
 pub(super) fn is_elsewhere(path: &Path) -> bool {
-    let is_in_cluster = path.as_os_str().as_encoded_bytes().starts_with(b"rbd:");
-    is_in_cluster || path.to_str().is_some_and(Uri::is_meant)
+    let name = path.as_os_str().as_encoded_bytes();
+    let is_storage = [&b"rbd:"[..], b"null:"].iter().any(|kind| name.starts_with(kind));
+    is_storage || is_at_server(path)
+}
+
+/// True if it names a disk at an NBD server.
+pub(super) fn is_at_server(path: &Path) -> bool {
+    path.to_str().is_some_and(Uri::is_meant)
+}
+
+fn is_json(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().starts_with(b"json:")
 }
 
 pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
@@ -196,7 +194,10 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
         None => None,
     };
     Ok(OpenOptions {
-        cache: how.cache,
+        cache: how.of_user.cache.unwrap_or(how.cache),
+        part: how.of_user.part,
+        reconnect_delay: how.of_user.reconnect_delay,
+        open_timeout: how.of_user.open_timeout,
         read_only: !how.write,
         force_share: how.force_share,
         may_be_empty: true,

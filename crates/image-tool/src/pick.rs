@@ -8,7 +8,6 @@ use block::{image::qcow2::snapshot::Snapshot, storage::Format};
 use super::{
     opening::{self, How},
     options::Options,
-    snapshot,
 };
 
 #[derive(Clone, Debug, PartialEq, Eq)]

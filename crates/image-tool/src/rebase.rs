@@ -25,7 +25,8 @@ use super::{
     copy::is_zero,
     disk::{self, Blocks, Kind},
     keys::{KeyArgs, Keys},
-    opening::{self, How, Subject},
+    named::{NamedImage, Subject, with_secrets},
+    opening::{self, How},
     progress::Talk,
     source::Source,
 };
@@ -74,7 +75,9 @@ pub struct Arguments {
 const PIECE: u64 = 2 << 20;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let name = arguments.subject.name();
+    let subject = arguments.subject.named()?;
+    subject.check_backing()?;
+    let name = subject.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
         ("", _) => None,
         (_, None) => {
@@ -83,35 +86,36 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
         (backing, Some(format)) => Some((backing.to_owned(), format)),
     };
-    let keys = arguments.keys.read()?;
+    let keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
-        if disk::format_of_chain(&arguments.subject).await? == Format::Raw {
+        if subject.format_of_chain().await? == Format::Raw {
             return Err(Failure::Usage(anyhow!("{name}: raw images have no backing file")));
         }
-        Ok(rebase(&arguments, backing, keys).await.with_context(|| name)?)
+        Ok(rebase(&subject, &arguments, backing, keys).await.with_context(|| name)?)
     })
 }
 
 async fn rebase(
+    subject: &NamedImage,
     arguments: &Arguments,
     backing: Option<(String, Format)>,
     mut keys: Keys,
 ) -> anyhow::Result<()> {
     let how = How { cache: arguments.cache, write: true, ..How::default() };
-    let file = &arguments.subject.file;
+    let file = &subject.path;
     let named =
         backing.clone().map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
     if arguments.unsafe_backing {
-        let qcow2 = Qcow2::open_for_upkeep(opening::storage(file, how)?).await?;
+        let qcow2 = Qcow2::open_for_upkeep(subject.storage(how)?).await?;
         qcow2.set_backing(named).await.context("its header cannot be changed")?;
         return Ok(qcow2.close().await?);
     }
     if let Some((name, format)) = &backing {
         check_no_loop(file, opening::behind(file, name)?, *format).await?;
     }
-    let image = disk::open(file, Some(Format::Qcow2), how, &mut keys).await?;
+    let image = disk::open(file, Some(Format::Qcow2), subject.how(how)?, &mut keys).await?;
     let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
-    let sources = Below::open(arguments, backing.as_ref(), &mut keys).await?;
+    let sources = Below::open(file, arguments, backing.as_ref(), &mut keys).await?;
     keys.check_used()?;
     sources.keep_differences(qcow2, arguments).await?;
     qcow2.flush().await?;
@@ -142,11 +146,11 @@ struct Below {
 
 impl Below {
     async fn open(
+        file: &Path,
         arguments: &Arguments,
         new: Option<&(String, Format)>,
         keys: &mut Keys,
     ) -> anyhow::Result<Self> {
-        let file = &arguments.subject.file;
         let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
         let source = async |path: &Path, format, keys: &mut Keys| -> anyhow::Result<Source> {
             let image = disk::open(path, Some(format), how, keys).await?;

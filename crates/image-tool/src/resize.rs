@@ -17,9 +17,10 @@ use clap::Args;
 use console::{Failure, on_reactor, print};
 
 use super::{
-    create, disk,
+    create,
     keys::KeyArgs,
-    opening::{How, Subject},
+    named::{NamedImage, Subject, with_secrets},
+    opening::How,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -93,16 +94,16 @@ const SECTOR: u64 = 512;
 
 /// On failure the size is what it was, unless not even that could be written.
 pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
-    let mut keys = arguments.keys.read()?;
+    let subject = arguments.subject.named()?;
+    let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
-        let Subject { file, format } = &arguments.subject;
-        let name = arguments.subject.name();
+        let name = subject.name();
         let how = How { write: true, ..How::default() };
-        let image = match disk::open(file, *format, how, &mut keys).await {
+        let image = match subject.open(how, &mut keys).await {
             Ok(image) => image,
             Err(error) if error.is::<OpenError>() => {
-                let served = serving(file).ok_or_else(|| say_where(error))?;
-                return resize_served(served, &arguments);
+                let served = serving(&subject.path).ok_or_else(|| say_where(error))?;
+                return resize_served(served, &subject, &arguments);
             }
             Err(error) => return Err(error.into()),
         };
@@ -130,11 +131,11 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
 }
 
 /// Where the disk is served.
-fn resize_served(served: Served, arguments: &Arguments) -> Result<(), Failure> {
+fn resize_served(served: Served, subject: &NamedImage, arguments: &Arguments) -> Result<(), Failure> {
     let Served { name, daemon, format, size_bytes: old, resize } = served;
-    let of = arguments.subject.name();
+    let of = subject.name();
     let usage = |what: String| Failure::Usage(anyhow!("{of}: {what}"));
-    if let Some(given) = arguments.subject.format.filter(|given| given.name() != format) {
+    if let Some(given) = subject.format.filter(|given| given.name() != format) {
         return Err(usage(format!(
             "the daemon at {daemon} serves it as {format}, not as {} (leave -f out)",
             given.name()

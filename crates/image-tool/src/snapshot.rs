@@ -1,7 +1,7 @@
 //! `weir image snapshot`: internal snapshots of qcow2 images, with `qemu-img snapshot`'s options.
 
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 
 use super::{
     form::human,
+    named::NamingArgs,
     opening::{self, How},
 };
 
@@ -64,12 +65,17 @@ pub struct Arguments {
     /// Print nothing
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    naming: NamingArgs,
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let path = &arguments.file;
-    let name = path.display().to_string();
-    if opening::format(path, None)? != Format::Qcow2 {
+    let objects = arguments.naming.objects()?;
+    let image = arguments.naming.named(&arguments.file, None, &objects)?;
+    objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    let path = &image.path;
+    let name = image.name();
+    if image.format()? != Format::Qcow2 {
         return Err(anyhow!(
             "{name}: raw images have no snapshots (weir image convert -O qcow2 makes one that has)"
         )
@@ -81,12 +87,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         arguments.delete.map(Action::Delete),
     ];
     if let Some(action) = action.into_iter().flatten().next() {
-        let storage = opening::storage(path, How { write: true, ..How::default() });
+        let storage = image.storage(How { write: true, ..How::default() });
         let storage = storage.map_err(|error| in_use(error, &action))?;
         return on_reactor(act(storage, action, name));
     }
     let how = How { force_share: arguments.force_share, ..How::default() };
-    let (storage, at) = (opening::storage(path, how)?, path.clone());
+    let (storage, at) = (image.storage(how)?, path.clone());
     let text = list(&on_reactor(async move { Ok(read(&storage, &at).await?) })?);
     if !arguments.quiet {
         print(&text)?;

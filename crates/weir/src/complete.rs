@@ -42,6 +42,10 @@ fn below(parent: &str, command: Command) -> Command {
 
 /// By the names that the definition gives values, of the last two words of a command.
 fn with_value(command: [&str; 2], argument: Arg) -> Arg {
+    // The name of a flag's value, which it never takes, is made of the name of the flag.
+    if !argument.get_action().takes_values() {
+        return argument;
+    }
     let long = argument.get_long().map(str::to_owned);
     let value = argument.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
     match (long.as_deref(), value.as_deref().unwrap_or_default()) {

@@ -48,6 +48,8 @@ pub(super) struct How {
     pub(super) target_is_zero: bool,
     /// Zeroes must hide a backing file that the target does not name yet.
     pub(super) hides_backing: bool,
+    /// Space of the target that becomes zeroes may be released.
+    pub(super) may_unmap: bool,
     /// The shortest run of zeroes to leave out; 0 leaves out none, and reads what should be zero.
     pub(super) sparse: usize,
     /// What is left out is aligned to this: a block or a cluster of the target. A power of two.
@@ -290,7 +292,8 @@ impl Copy {
         if self.how.hides_backing {
             return self.hide(offset, length).await;
         }
-        let mut how = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+        let may_unmap = self.how.may_unmap;
+        let mut how = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         let what = || format!("zeroing {length} bytes at {offset}");
         if self.how.compressed {
             // Zeroes that would have to be written are compressed, as far as they are clusters.

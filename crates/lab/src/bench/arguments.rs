@@ -1,11 +1,12 @@
 //! The options of `weir bench`: those of `qemu-img bench`, by the same letters, some of fio's by
 //! its names, and a few of its own.
 
+use anyhow::bail;
 use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 use clap::{ArgGroup, Args, ValueEnum};
 use policy::{prefetch::Settings, time::Duration};
 use settings::{
-    Qcow2Settings, Wrong,
+    ImageDescription, Qcow2Settings, Wrong,
     arguments::{CacheArgs, LongArgs},
 };
 
@@ -100,6 +101,12 @@ pub struct BenchArgs {
     /// How the image's bytes are laid out [default: found by probing, where that is safe]
     #[arg(short = 'f', long, value_name = "FORMAT", value_parser = settings::read::<Format>)]
     pub(crate) format: Option<Format>,
+    /// Read IMAGE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
+    #[arg(long, conflicts_with = "format")]
+    pub(crate) image_opts: bool,
+    /// The description of the image, if it was given by such options or by `json:{…}`.
+    #[arg(skip)]
+    pub(crate) description: Option<ImageDescription>,
     /// Flush after every N writes, once those in flight are done; N is at least DEPTH
     #[arg(long, value_name = "N", requires = "write")]
     pub(crate) flush_interval: Option<u64>,
@@ -210,6 +217,33 @@ impl BenchArgs {
             [self.rwmixread.is_some(), self.zipf.is_some(), self.hot.is_some(), self.rate_iops.is_some()];
         let times = self.ramp_time.is_some() || self.runtime.is_some();
         self.stats || times || self.jobs > 1 || more.contains(&true)
+    }
+
+    /// Replaces the name of a described image by its location.
+    ///
+    /// # Errors
+    /// The description is wrong, or has options that a benchmark does not support.
+    pub(crate) fn resolve(&mut self) -> anyhow::Result<()> {
+        let text = self.target.to_string();
+        let description = match self.image_opts {
+            true => ImageDescription::of_options(&text)?,
+            false if text.starts_with("json:") => ImageDescription::of_name(&text)?,
+            false => return Ok(()),
+        };
+        if description.key_secret.is_some() {
+            bail!(
+                "encrypt.key-secret: encrypted images are not supported here (serve the image, and name its export)"
+            );
+        }
+        if description.read_only && self.write {
+            bail!("read-only=on: -w writes to the image (leave one of them out)");
+        }
+        self.format = description.format.or(self.format);
+        self.cache = description.cache.unwrap_or(self.cache);
+        self.force_share |= description.force_share;
+        self.target = BenchTarget::Image(description.image.clone());
+        self.description = Some(description);
+        Ok(())
     }
 
     /// What is said of a qcow2 image's caches, once it is known to make sense.

@@ -34,7 +34,7 @@ use block::{
     guest::driver::Slots,
     image::{
         Image,
-        open::{ImageOptions, open},
+        open::{BackingChoice, ImageOptions, open},
     },
     layer::throttle::DiskSettings,
     nbd::{client::Wanted, uri::Uri},
@@ -63,7 +63,8 @@ use crate::probe::in_use::{Claim, claim};
 ///
 /// # Errors
 /// Impossible options, the first failed request, or an interruption (after printing the result).
-pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
+pub fn run(mut arguments: BenchArgs) -> Result<(), Failure> {
+    arguments.resolve().map_err(Failure::Usage)?;
     check::check(&arguments).map_err(Failure::Usage)?;
     arguments.results.check()?;
     let begun = Header::begin();
@@ -305,7 +306,17 @@ fn processor_time() -> Duration {
 }
 
 async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Result<Disk> {
-    let Qcow2Settings { caches, said, .. } = arguments.qcow2()?;
+    let Qcow2Settings { mut caches, said, .. } = arguments.qcow2()?;
+    let (mut part, mut backing) = (None, BackingChoice::AsInImage);
+    if let Some(description) = &arguments.description {
+        part = description.part;
+        if description.no_backing {
+            backing = BackingChoice::Nothing;
+        }
+        if !description.cache_options.is_empty() {
+            caches = description.caches;
+        }
+    }
     let options = ImageOptions {
         storage: OpenOptions {
             cache: arguments.cache,
@@ -314,9 +325,11 @@ async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Re
             force_share: arguments.force_share,
             delay: arguments.delay,
             rate: arguments.rate.clone(),
+            part,
             ..OpenOptions::default()
         },
         caches,
+        backing,
         ..ImageOptions::default()
     };
     let image = open(&image.spec()?, options).await?;

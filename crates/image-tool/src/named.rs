@@ -1,0 +1,256 @@
+//! Images as a command line names them: by a file name with `-f FORMAT`, by `json:{…}`, or with
+//! `--image-opts` by options of QEMU's block drivers.
+//!
+//! All three become a [`NamedImage`], which the commands open. Names inside images never come here:
+//! they are paths ([`opening::behind`]).
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use block::{
+    disk::Discards,
+    image::{Image, Secret},
+    storage::{Format, Storage},
+};
+use clap::Args;
+use console::Failure;
+use settings::ImageDescription;
+
+use super::{
+    disk,
+    encrypt::Objects,
+    keys::Keys,
+    opening::{self, How},
+    pick::Pick,
+};
+
+/// The image that a command is about.
+#[derive(Debug, Args)]
+pub(super) struct Subject {
+    /// The image
+    #[arg(value_name = "FILE", value_parser = opening::image_name())]
+    file: PathBuf,
+    /// Its format [default: as its signature says]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
+    format: Option<Format>,
+    #[command(flatten)]
+    naming: NamingArgs,
+}
+
+impl Subject {
+    /// The image, with the options that it was described with. All secrets must be used.
+    pub(super) fn named(&self) -> Result<NamedImage, Failure> {
+        let objects = self.naming.objects()?;
+        let image = self.naming.named(&self.file, self.format, &objects)?;
+        objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+        Ok(image)
+    }
+}
+
+/// Options that decide what an image's name means.
+#[derive(Clone, Debug, Default, Args)]
+pub(super) struct NamingArgs {
+    /// Read FILE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
+    #[arg(long)]
+    pub(super) image_opts: bool,
+    /// A passphrase that encrypt.key-secret=ID names: secret,id=ID,file=FILE; repeatable
+    #[arg(long, value_name = "OBJECT")]
+    pub(super) object: Vec<String>,
+}
+
+impl NamingArgs {
+    pub(super) fn objects(&self) -> Result<Objects, Failure> {
+        Objects::read(&self.object).map_err(|what| Failure::Usage(anyhow!(what)))
+    }
+
+    /// The image that `file` names; `format` is the value of the option -f or -F.
+    pub(super) fn named(
+        &self,
+        file: &Path,
+        format: Option<Format>,
+        objects: &Objects,
+    ) -> Result<NamedImage, Failure> {
+        named(file, format, self.image_opts, objects)
+    }
+}
+
+/// As [`NamingArgs::named`]; `has_options` is true if `file` is a set of options.
+pub(super) fn named(
+    file: &Path,
+    format: Option<Format>,
+    has_options: bool,
+    objects: &Objects,
+) -> Result<NamedImage, Failure> {
+    if has_options && format.is_some() {
+        let what = "--image-opts and a format do not go together (write driver=FORMAT into the options)";
+        return Err(Failure::Usage(anyhow!("{}: {what}", file.display())));
+    }
+    let is_json = file.as_os_str().as_encoded_bytes().starts_with(b"json:");
+    if !has_options && !is_json {
+        return Ok(NamedImage::plain(file.to_owned(), format));
+    }
+    let text =
+        file.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", file.display()));
+    let text = text.map_err(Failure::Usage)?;
+    let description = match has_options {
+        true => ImageDescription::of_options(text),
+        false => ImageDescription::of_name(text),
+    };
+    NamedImage::described(description.map_err(Failure::Usage)?, format, objects).map_err(Failure::Usage)
+}
+
+/// An image with the options that it is opened with.
+#[derive(Clone, Debug)]
+pub(super) struct NamedImage {
+    /// A path, or an address.
+    pub(super) path: PathBuf,
+    /// The format that was given.
+    pub(super) format: Option<Format>,
+    read_only: bool,
+    /// Clusters that become zeroes keep their place in the file.
+    pub(super) keeps_place: bool,
+    how: How,
+    secret: Option<Secret>,
+}
+
+impl NamedImage {
+    /// The image at a path or an address, without further options.
+    pub(super) fn plain(path: PathBuf, format: Option<Format>) -> Self {
+        Self { path, format, read_only: false, keeps_place: false, how: How::default(), secret: None }
+    }
+
+    fn described(
+        description: ImageDescription,
+        format: Option<Format>,
+        objects: &Objects,
+    ) -> anyhow::Result<Self> {
+        let ImageDescription {
+            image,
+            format: own_format,
+            part,
+            no_backing,
+            read_only,
+            force_share,
+            cache,
+            discard,
+            discard_no_unref,
+            // Commands that copy look for zeroes by their own options.
+            detect_zeroes: _,
+            key_secret,
+            caches,
+            cache_options: _,
+            reconnect_delay,
+            open_timeout,
+        } = description;
+        let path = image.path().map_or_else(|| PathBuf::from(image.to_string()), opening::local);
+        if let (Some(given), Some(own)) = (format, own_format)
+            && given != own
+        {
+            bail!(
+                "{}: the format is {}, and {} was given (leave one out)",
+                path.display(),
+                own.name(),
+                given.name()
+            );
+        }
+        let how = How {
+            force_share,
+            alone: no_backing,
+            of_user: opening::OfUser { part, cache, caches, reconnect_delay, open_timeout },
+            ..How::default()
+        };
+        let secret = key_secret.map(|id| objects.secret(&id)).transpose().map_err(|what| anyhow!(what))?;
+        let keeps_place = discard_no_unref || discard == Some(Discards::Ignore);
+        Ok(Self { path, format: own_format.or(format), read_only, keeps_place, how, secret })
+    }
+
+    /// The image's name for messages.
+    pub(super) fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// Place of the disk's first byte in the file.
+    pub(super) fn offset(&self) -> u64 {
+        self.how.of_user.part.map_or(0, |part| part.offset)
+    }
+
+    /// The format that was given, or else that of the signature.
+    pub(super) fn format(&self) -> anyhow::Result<Format> {
+        opening::format(&self.path, self.format)
+    }
+
+    /// The command's way to open the image, with the options that the image was described with.
+    ///
+    /// # Errors
+    /// The command writes, and `read-only=on` was given.
+    pub(super) fn how(&self, how: How) -> anyhow::Result<How> {
+        if how.write && self.read_only {
+            bail!("{}: read-only=on, and this command writes to the image (leave it out)", self.name());
+        }
+        Ok(How {
+            force_share: how.force_share || self.how.force_share,
+            alone: how.alone || self.how.alone,
+            of_user: self.how.of_user,
+            ..how
+        })
+    }
+
+    /// The format, for a command that opens the files behind the image. A guess follows no names in
+    /// a header: a guest could have written them into its raw disk.
+    pub(super) async fn format_of_chain(&self) -> anyhow::Result<Format> {
+        let format = self.format()?;
+        if self.format.is_none() && format == Format::Qcow2 {
+            let header = opening::header_of(&self.path).await?;
+            if header.backing.is_some() || header.has_data_file() {
+                bail!(
+                    "{}: looks like qcow2 and names other files, so its format must be given (-f qcow2, if it is one: a guest may have written the \
+                     header into a raw disk)",
+                    self.name()
+                );
+            }
+        }
+        Ok(format)
+    }
+
+    /// Fails if the image is to be opened without its backing file, which the command needs.
+    pub(super) fn check_backing(&self) -> Result<(), Failure> {
+        match self.how.alone {
+            true => {
+                let what = "backing: is empty, and this command works on the backing file (leave it out)";
+                Err(Failure::Usage(anyhow!("{}: {what}", self.name())))
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// The bytes of the image's file.
+    pub(super) fn storage(&self, how: How) -> anyhow::Result<Storage> {
+        opening::storage(&self.path, self.how(how)?)
+    }
+
+    /// The disk in it.
+    pub(super) async fn open(&self, how: How, keys: &mut Keys) -> anyhow::Result<Arc<Image>> {
+        self.open_at(how, keys, None).await
+    }
+
+    /// The disk in it, or one of its internal snapshots.
+    pub(super) async fn open_at(
+        &self,
+        how: How,
+        keys: &mut Keys,
+        pick: Option<&Pick>,
+    ) -> anyhow::Result<Arc<Image>> {
+        disk::open_at(&self.path, self.format, self.how(how)?, keys, pick).await
+    }
+}
+
+/// The passphrases of `keys` and those that the images were described with, in their order.
+pub(super) fn with_secrets(mut keys: Keys, images: &[&NamedImage]) -> anyhow::Result<Keys> {
+    for secret in images.iter().filter_map(|image| image.secret.as_ref()) {
+        keys.add(secret.clone())?;
+    }
+    Ok(keys)
+}

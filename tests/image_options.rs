@@ -1,0 +1,286 @@
+//! `weir image` with `--image-opts`, `--target-image-opts` and names with `json:`, beside the
+//! installed `qemu-img`; and the command lines that libvirt, oVirt, Proxmox VE, CloudStack and
+//! ZStack call `qemu-img` with.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::harness::{
+    MIB, Scratch, Serve, create_encrypted, pattern, qemu_img, qemu_io, text, weir, weir_image,
+};
+
+/// A base with data, an overlay of it, and an encrypted image with the passphrase `abc` in `key`.
+fn images() -> Scratch {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("base.raw"), pattern(2 * MIB as usize)).unwrap();
+    let inside = scratch.path(".");
+    let overlay = ["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "top.qcow2"];
+    qemu_img(overlay).inside(&inside).succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 7 64k 100k", "write -z 512k 64k"], scratch.path("top.qcow2"));
+    create_encrypted(&scratch.path("luks.qcow2"));
+    fs::write(scratch.path("key"), "abc").unwrap();
+    fs::write(scratch.path("a,b.raw"), pattern(MIB as usize)).unwrap();
+    scratch
+}
+
+/// Fields of `info` that a description does not change.
+fn known(mut info: Value) -> Value {
+    let fields = info.as_object_mut().unwrap();
+    fields.retain(|key, _| {
+        ["format", "virtual-size", "cluster-size", "format-specific", "backing-filename", "encrypted"]
+            .contains(&key.as_str())
+    });
+    info
+}
+
+/// Entries of `map` without the field that qemu-img 8.2 added.
+fn without_later_fields(mut printed: Value) -> Value {
+    for entry in printed.as_array_mut().into_iter().flatten() {
+        entry.as_object_mut().unwrap().remove("compressed");
+    }
+    printed
+}
+
+const FORMS: [&[&str]; 10] = [
+    &["--image-opts", "driver=qcow2,file.driver=file,file.filename=top.qcow2"],
+    &["--image-opts", "file.filename=top.qcow2,driver=qcow2,read-only=on,file.locking=auto,file.aio=threads"],
+    &["--image-opts", "driver=raw,file.filename=a,,b.raw"],
+    &["--image-opts", "driver=raw,offset=64K,size=512K,file.driver=file,file.filename=base.raw"],
+    &["--image-opts", "driver=raw,file.driver=null-co,file.size=1M,file.read-zeroes=on"],
+    &["--image-opts", "driver=qcow2,file.driver=raw,file.file.filename=top.qcow2,cache.direct=off"],
+    &["json:{\"driver\": \"qcow2\", \"file\": {\"driver\": \"file\", \"filename\": \"top.qcow2\"}}"],
+    &["json:{\"driver\": \"raw\", \"offset\": 512, \"file.filename\": \"base.raw\"}"],
+    &["-f", "qcow2", "json:{\"driver\": \"qcow2\", \"file.filename\": \"top.qcow2\"}"],
+    &["json:{\"driver\": \"qcow2\", \"backing\": null, \"file.filename\": \"top.qcow2\"}"],
+];
+
+#[test]
+fn descriptions_mean_what_they_mean_to_qemu_img() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    for form in FORMS {
+        let both = |command: &[&'static str]| {
+            let words = [command, form].concat();
+            let theirs = qemu_img(&words).inside(&inside).json();
+            (theirs, without_later_fields(weir_image(&words).inside(&inside).json()))
+        };
+        let (theirs, ours) = both(&["info", "--output=json"]);
+        assert_eq!(known(ours), known(theirs), "{form:?}");
+        for command in [&["map", "--output=json"][..], &["measure", "--output=json", "-O", "qcow2"]] {
+            let (theirs, ours) = both(command);
+            assert_eq!(ours, theirs, "{command:?} {form:?}");
+        }
+        let name = form.last().unwrap();
+        let convert = [&["convert", "-O", "raw"], &form[..form.len() - 1], &[*name]].concat();
+        qemu_img(&convert).arg("theirs.raw").inside(&inside).succeeds();
+        weir_image(&convert).arg("ours.raw").inside(&inside).succeeds();
+        let [ours, theirs] = ["ours.raw", "theirs.raw"].map(|name| fs::read(scratch.path(name)).unwrap());
+        assert!(ours == theirs, "{form:?}");
+    }
+}
+
+#[test]
+fn mistakes_are_refused_with_the_key() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    for (words, expect) in [
+        (
+            &["info", "--image-opts", "driver=qcow2,bogus=1,file.filename=top.qcow2"][..],
+            "bogus: is not a key",
+        ),
+        (
+            &["info", "--image-opts", "driver=qcow2,file.bogus=1,file.filename=top.qcow2"],
+            "file.bogus: is not a key of the driver file",
+        ),
+        (&["info", "--image-opts", "driver=vmdk,file.filename=top.qcow2"], "driver=vmdk: not supported"),
+        (&["info", "--image-opts", "top.qcow2"], "file=top.qcow2: names a node"),
+        (
+            &["info", "--image-opts", "-f", "qcow2", "driver=qcow2,file.filename=top.qcow2"],
+            "--image-opts and a format",
+        ),
+        (
+            &["info", "-f", "raw", "json:{\"driver\": \"qcow2\", \"file.filename\": \"top.qcow2\"}"],
+            "the format is qcow2, and raw was given",
+        ),
+        (&["info", "json:{"], "is not JSON"),
+        (
+            &["resize", "--image-opts", "driver=raw,file.filename=base.raw,read-only=on", "+1M"],
+            "read-only=on",
+        ),
+        (
+            &["map", "--image-opts", "driver=qcow2,encrypt.key-secret=s,file.filename=luks.qcow2"],
+            "encrypt.key-secret=s: there is no such secret",
+        ),
+        (&["info", "--object", "secret,id=s,file=key", "top.qcow2"], "--object s: no image uses it"),
+        (&["info", "--object", "secret,id=s,data=abc", "top.qcow2"], "everybody on this machine"),
+        (&["convert", "--target-image-opts", "base.raw", "driver=raw,file.filename=x"], "--no-create"),
+        (&["commit", "--image-opts", "driver=qcow2,backing=,file.filename=top.qcow2"], "backing: is empty"),
+        (&["convert", "base.raw", "json:{\"driver\": \"raw\", \"file.filename\": \"x\"}"], "add -n"),
+    ] {
+        let refused = weir_image(words).inside(&inside).fails();
+        assert!(refused.contains(expect), "{words:?}: {refused}");
+        // QEMU takes unused objects, and passes over a format beside `json:`.
+        if !words.contains(&"--object") && !words.contains(&"-f") || words.contains(&"--image-opts") {
+            qemu_img(words).inside(&inside).fails();
+        }
+    }
+    weir(&["bench", "--image-opts", "driver=raw,bogus=1,file.filename=base.raw"]).inside(&inside).fails();
+}
+
+#[test]
+fn commands_that_write_take_descriptions() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    let image = |words: &[&str]| weir_image(words).inside(&inside);
+    let top = "driver=qcow2,file.filename=top.qcow2";
+    image(&["check", "-q", "--image-opts", top]).succeeds();
+    image(&["snapshot", "-c", "one", "--image-opts", top]).succeeds();
+    image(&["bitmap", "--add", "--image-opts", top, "bits"]).succeeds();
+    image(&["resize", "-q", "--image-opts", top, "3M"]).succeeds();
+    let base = "driver=raw,file.filename=base.raw";
+    let differ = ["compare", "--image-opts", "json:{}", base];
+    assert!(image(&differ).fails().contains("names a node"));
+    assert_eq!(image(&["compare", "-q", "--image-opts", top, base]).run().code(), 1);
+    weir(&["image", "bench", "-q", "-c", "10", "--image-opts", top]).inside(&inside).succeeds();
+    fs::copy(scratch.path("base.raw"), scratch.path("other.raw")).unwrap();
+    image(&["snapshot", "-d", "one", "--image-opts", top]).succeeds();
+    image(&["rebase", "-q", "--image-opts", "-b", "other.raw", "-F", "raw", top]).succeeds();
+    image(&["commit", "-q", "--image-opts", top]).succeeds();
+    qemu_img(["check", "-q", "top.qcow2"]).inside(&inside).succeeds();
+    qemu_io(["-f", "raw"], ["read -P 7 64k 100k", "read -P 0 512k 64k"], scratch.path("other.raw"));
+}
+
+/// libvirt's storage driver: resizing an encrypted volume, and the second step of making one from
+/// another volume.
+#[test]
+fn libvirt_resizes_and_copies_encrypted_volumes() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    let resize = [
+        "resize",
+        "--object",
+        "secret,id=luks.qcow2_encrypt0,file=key",
+        "--image-opts",
+        "driver=qcow2,encrypt.key-secret=luks.qcow2_encrypt0,file.filename=luks.qcow2",
+        "9437184",
+    ];
+    weir_image(&resize).inside(&inside).succeeds();
+    let convert = [
+        "convert",
+        "--image-opts",
+        "-n",
+        "--target-image-opts",
+        "--object",
+        "secret,id=vol_encrypt0,file=key",
+        "driver=raw,file.filename=base.raw",
+        "driver=qcow2,file.filename=luks.qcow2,encrypt.key-secret=vol_encrypt0",
+    ];
+    weir_image(&convert).inside(&inside).succeeds();
+    // From one encrypted volume to another, with two passphrases.
+    fs::write(scratch.path("key2"), "def").unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "--object", "secret,id=s,file=key2", "-o"];
+    qemu_img(create)
+        .args(["encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10", "other.qcow2", "9M"])
+        .inside(&inside)
+        .succeeds();
+    let convert = [
+        "convert",
+        "--image-opts",
+        "-n",
+        "--target-image-opts",
+        "--object",
+        "secret,id=vol_encrypt0,file=key2",
+        "--object",
+        "secret,id=input_encrypt0,file=key",
+        "driver=qcow2,file.filename=luks.qcow2,encrypt.key-secret=input_encrypt0",
+        "driver=qcow2,file.filename=other.qcow2,encrypt.key-secret=vol_encrypt0",
+    ];
+    weir_image(&convert).inside(&inside).succeeds();
+    let compare = [
+        "compare",
+        "--object",
+        "secret,id=s,file=key2",
+        "--image-opts",
+        "driver=raw,file.filename=base.raw",
+        "driver=qcow2,encrypt.key-secret=s,file.filename=other.qcow2",
+    ];
+    // The volume is longer, by zeroes.
+    for printed in [qemu_img(compare), weir_image(&compare)].map(|tool| tool.inside(&inside).succeeds()) {
+        assert!(printed.contains("Images are identical."), "{printed}");
+    }
+}
+
+/// vdsm's `qemuimg.measure` and `qemuimg.amend`.
+#[test]
+fn ovirt_measures_images_by_json() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    for node in [
+        r#"json:{"file": {"driver": "file", "filename": "top.qcow2"}, "driver": "qcow2", "backing": null}"#,
+        r#"json:{"file": {"driver": "file", "filename": "top.qcow2"}, "driver": "qcow2"}"#,
+        r#"json:{"file": {"driver": "file", "filename": "base.raw"}, "driver": "raw"}"#,
+        r#"json:{"file": {"driver": "file", "filename": "base.raw"}}"#,
+    ] {
+        let words = ["measure", "--output", "json", "-O", "qcow2", node];
+        let theirs = qemu_img(words).inside(&inside).json();
+        assert_eq!(weir_image(&words).inside(&inside).json(), theirs, "{node}");
+    }
+}
+
+/// `PVE::QemuServer::QemuImage`: onto a qcow2 volume whose clusters keep their places.
+#[test]
+fn proxmox_copies_onto_volumes_that_keep_their_clusters() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    qemu_img(["create", "-q", "-f", "qcow2", "volume.qcow2", "2M"]).inside(&inside).succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 9 0 2M"], scratch.path("volume.qcow2"));
+    let places = || {
+        let map = qemu_img(["map", "--output=json", "-f", "qcow2", "volume.qcow2"]).inside(&inside).json();
+        map.as_array().unwrap().iter().filter(|entry| entry["offset"].is_u64()).count()
+    };
+    assert_eq!(places(), 1);
+    fs::write(scratch.path("empty.raw"), vec![0; 2 * MIB as usize]).unwrap();
+    let convert = |target: &str| {
+        let words = [
+            "convert",
+            "-p",
+            "-n",
+            "-r",
+            "1048576K",
+            "-f",
+            "raw",
+            "--target-image-opts",
+            "empty.raw",
+            target,
+        ];
+        weir_image(&words).inside(&inside).succeeds();
+        qemu_img(["compare", "-q", "empty.raw", "volume.qcow2"]).inside(&inside).succeeds();
+    };
+    convert("discard-no-unref=true,driver=qcow2,file.driver=file,file.filename=volume.qcow2");
+    assert_eq!(places(), 1, "zeroed clusters are still allocated");
+    convert("driver=qcow2,file.driver=file,file.filename=volume.qcow2");
+    assert_eq!(places(), 0);
+}
+
+/// ZStack's and CloudStack's calls; the source is at an NBD server.
+#[test]
+fn images_at_nbd_servers_are_described_as_nodes() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    let image = scratch.path("top.qcow2");
+    let server = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
+    let socket = server.uri("top");
+    let (_, path) = socket.split_once("socket=").unwrap();
+    let node = format!(
+        "driver=qcow2,backing=,file.driver=nbd,file.server.type=unix,file.server.path={path},file.export=top"
+    );
+    let info = ["info", "--output=json", "--image-opts", &node];
+    let theirs = qemu_img(info).json();
+    assert_eq!(known(weir_image(&info).json()), known(theirs));
+    let copy = scratch.path("copy.raw");
+    weir_image(&["convert", "--image-opts", "-O", "raw", &node, text(&copy)]).succeeds();
+    qemu_io(["-f", "raw"], ["read -P 7 64k 100k", "read -P 0 512k 64k"], &copy);
+    let cloudstack = ["info", "-U", "--image-opts", "driver=qcow2,file.filename=top.qcow2"];
+    weir_image(&cloudstack).inside(&inside).succeeds();
+}
