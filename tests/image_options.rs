@@ -2,7 +2,7 @@
 //! installed `qemu-img`; and the command lines that libvirt, oVirt, Proxmox VE, CloudStack and
 //! ZStack call `qemu-img` with.
 
-use std::fs;
+use std::{fs, os::unix::fs::FileExt as _};
 
 use serde_json::Value;
 
@@ -226,6 +226,57 @@ fn ovirt_measures_images_by_json() {
         let theirs = qemu_img(words).inside(&inside).json();
         assert_eq!(weir_image(&words).inside(&inside).json(), theirs, "{node}");
     }
+}
+
+/// Two equal images have the same format-specific fields after `amend` by weir and by qemu-img.
+#[test]
+fn ovirt_raises_the_version_of_an_image() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    for name in ["ours.qcow2", "theirs.qcow2"] {
+        let create =
+            ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-b", "base.raw", "-F", "raw", name];
+        qemu_img(create).inside(&inside).succeeds();
+        qemu_io(["-f", "qcow2"], ["write -P 7 64k 100k"], scratch.path(name));
+        qemu_img(["snapshot", "-c", "one", name]).inside(&inside).succeeds();
+    }
+    let info = |name| qemu_img(["info", "--output=json", name]).inside(&inside).json();
+    for options in ["compat=1.1", "lazy_refcounts=on", "compat=1.1,lazy_refcounts=off"] {
+        qemu_img(["amend", "-o", options, "theirs.qcow2"]).inside(&inside).succeeds();
+        assert_eq!(weir_image(&["amend", "-o", options, "ours.qcow2"]).inside(&inside).succeeds(), "");
+        assert_eq!(known(info("ours.qcow2")), known(info("theirs.qcow2")), "{options}");
+        qemu_img(["check", "-q", "ours.qcow2"]).inside(&inside).succeeds();
+        qemu_img(["compare", "-q", "ours.qcow2", "theirs.qcow2"]).inside(&inside).succeeds();
+    }
+    qemu_img(["snapshot", "-a", "one", "ours.qcow2"]).inside(&inside).succeeds();
+    for (options, expect) in [
+        ("compat=0.10", "version 3 cannot become version 2 in place"),
+        ("cluster_size=4K", "cluster_size: cannot be changed in place"),
+    ] {
+        let refused = weir_image(&["amend", "-o", options, "ours.qcow2"]).inside(&inside).fails();
+        assert!(refused.contains(expect), "{refused}");
+    }
+}
+
+/// In version 2, bit 0 of a mapping is reserved; in version 3 the cluster would be zeroes.
+#[test]
+fn a_damaged_image_keeps_its_version() {
+    let scratch = Scratch::new();
+    let image = scratch.path("old.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", "-o", "compat=0.10"]).arg(&image).arg("1M").succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 7 0 64k"], &image);
+    let file = fs::File::options().read(true).write(true).open(&image).unwrap();
+    let number = |at| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).unwrap();
+        u64::from_be_bytes(bytes)
+    };
+    let table = number(number(40)) & 0x00ff_ffff_ffff_fe00;
+    file.write_all_at(&(number(table) | 1).to_be_bytes(), table).unwrap();
+    let before = fs::read(&image).unwrap();
+    let refused = weir_image(&["amend", "-o", "compat=1.1", text(&image)]).fails();
+    assert!(refused.contains("the image is damaged"), "{refused}");
+    assert!(fs::read(&image).unwrap() == before);
 }
 
 /// `PVE::QemuServer::QemuImage`: onto a qcow2 volume whose clusters keep their places.

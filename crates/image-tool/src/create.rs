@@ -189,6 +189,15 @@ pub(super) fn take_hints(options: &mut Options) -> Result<(), String> {
     Ok(())
 }
 
+/// The version of qcow2 that the option `compat` names.
+pub(super) fn take_version(options: &mut Options) -> Result<Option<u32>, String> {
+    options.take_as("compat", |value| match value {
+        "0.10" | "v2" => Ok(2),
+        "1.1" | "v3" => Ok(3),
+        _ => Err("is neither 0.10 nor 1.1".to_owned()),
+    })
+}
+
 /// All but the size. `backing` is what was given beside the options.
 pub(super) fn qcow2_options(
     options: &mut Options,
@@ -197,11 +206,7 @@ pub(super) fn qcow2_options(
     let default = CreateOptions::default();
     let backing_file = options.take("backing_file");
     let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
-    let compat = options.take_as("compat", |value| match value {
-        "0.10" | "v2" => Ok(2),
-        "1.1" | "v3" => Ok(3),
-        _ => Err("is neither 0.10 nor 1.1".to_owned()),
-    })?;
+    let version = take_version(options)?;
     let compression = options.take_as("compression_type", |value| match value {
         "zlib" => Ok(Compression::Zlib),
         "zstd" => Ok(Compression::Zstd),
@@ -224,7 +229,7 @@ pub(super) fn qcow2_options(
         return Err("the backing file's format is not said (-F raw or -F qcow2)".to_owned());
     }
     Ok(CreateOptions {
-        version: compat.unwrap_or(default.version),
+        version: version.unwrap_or(default.version),
         cluster_bytes: options.take_size("cluster_size")?.unwrap_or(default.cluster_bytes),
         refcount_bits: options.take_as("refcount_bits", number)?.unwrap_or(default.refcount_bits),
         lazy_refcounts: options.take_switch("lazy_refcounts")?.unwrap_or(false),

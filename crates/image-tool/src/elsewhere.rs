@@ -6,7 +6,7 @@ use clap::{
 };
 
 /// For a subcommand, or any, and what stood there: what to do instead.
-const INSTEAD: [(&str, &str, &str); 5] = [
+const INSTEAD: [(&str, &str, &str); 4] = [
     (
         "convert",
         "-C",
@@ -14,12 +14,6 @@ const INSTEAD: [(&str, &str, &str); 5] = [
     ),
     ("convert", "-s", "-l SNAPSHOT reads a snapshot"),
     ("", "--object", "a passphrase is given with --secret-file FILE or --secret-fd N"),
-    (
-        "",
-        "amend",
-        "`weir image convert -o …` makes a copy with other options, `weir image rebase` changes the backing file; \
-         qemu-img amends in place",
-    ),
     ("", "dd", "`weir image convert` copies a whole disk; qemu-img, or dd(1) on a raw image, a part"),
 ];
 

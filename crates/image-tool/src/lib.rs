@@ -16,6 +16,7 @@
 //!
 //! Never decides what an image means: that is `block`'s.
 
+mod amend;
 mod bitmap;
 mod carry;
 mod check;
@@ -32,8 +33,8 @@ mod info;
 mod keys;
 mod map;
 mod measure;
-mod opening;
 mod named;
+mod opening;
 mod options;
 mod pick;
 mod progress;
@@ -61,6 +62,9 @@ pub enum Command {
     /// Find out whether an image is consistent, and repair it
     #[command(after_help = check::EXAMPLES)]
     Check(check::Arguments),
+    /// Change options of an image in place
+    #[command(after_help = amend::EXAMPLES)]
+    Amend(amend::Arguments),
     /// Change persistent bitmaps
     #[command(after_help = bitmap::EXAMPLES)]
     Bitmap(bitmap::Arguments),
@@ -101,6 +105,7 @@ pub fn run(command: Command, serving: fn(&Path) -> Option<Served>) -> Result<(),
     match command {
         Command::Create(arguments) => create::run(arguments),
         Command::Check(arguments) => check::run(arguments),
+        Command::Amend(arguments) => amend::run(arguments),
         Command::Bitmap(arguments) => bitmap::run(arguments),
         Command::Snapshot(arguments) => snapshot::run(arguments),
         Command::Info(arguments) => info::run(arguments),

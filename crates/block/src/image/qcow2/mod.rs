@@ -28,6 +28,7 @@
 //! An image is hostile input: every offset, size and count is checked before it is used, and an
 //! error names the place.
 
+pub mod amend;
 mod backing;
 mod big_endian;
 pub mod bitmap;

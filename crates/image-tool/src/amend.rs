@@ -1,0 +1,146 @@
+//! `weir image amend`: changes features of a qcow2 image in place, with the options of
+//! `qemu-img amend` that only touch its header.
+//!
+//! An image is checked before its version is raised, because version 3 gives a meaning to bits of
+//! the mapping that version 2 reserves: a damaged image could change its content.
+
+use anyhow::{Context as _, anyhow, bail};
+use block::{
+    image::qcow2::{
+        self, Qcow2,
+        amend::Amendment,
+        check::{Repair, check},
+        header::compatible,
+    },
+    storage::{CacheMode, Format, Storage},
+};
+use clap::Args;
+use console::{Failure, on_reactor, print};
+
+use super::{create, named::Subject, opening::How, options::Options, progress::Talk};
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image amend -o compat=1.1 old.qcow2
+      An image of version 2 becomes one of version 3.
+  weir image amend -f qcow2 -o lazy_refcounts=on vm1.qcow2
+      Refcounts are written late from now on.
+
+Other options of an image cannot be changed in place: `weir image convert -o …` makes a copy with them,
+`weir image rebase` names another backing file, `weir image resize` changes the size.
+
+Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+
+const OPTIONS: &str = "\
+Options of qcow2 that can be amended:
+  compat=1.1              make it version 3
+  lazy_refcounts=SWITCH   write refcounts late
+";
+
+/// The options of `weir image amend`.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// Options to change, such as compat=1.1,lazy_refcounts=on; help lists them
+    #[arg(short, value_name = "OPTIONS", required = true)]
+    options: Vec<String>,
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    cache: CacheMode,
+    #[command(flatten)]
+    talk: Talk,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    if Options::ask_for_help(&arguments.options) {
+        return Ok(print(OPTIONS)?);
+    }
+    let image = arguments.subject.named()?;
+    let name = image.name();
+    let usage = |what: String| Failure::Usage(anyhow!("{name}: {what}"));
+    let wish = Wish::read(&arguments.options).map_err(usage)?;
+    if image.format()? != Format::Qcow2 {
+        return Err(usage("raw images have no options to amend".to_owned()));
+    }
+    let storage = image.storage(How { write: true, cache: arguments.cache, ..How::default() })?;
+    on_reactor(async move { Ok(amend(storage, wish).await.with_context(|| name)?) })?;
+    arguments.talk.progress("amending", 1).end();
+    Ok(())
+}
+
+/// The new values of options.
+#[derive(Clone, Copy, Debug)]
+struct Wish {
+    version: Option<u32>,
+    lazy_refcounts: Option<bool>,
+}
+
+impl Wish {
+    fn read(texts: &[String]) -> Result<Self, String> {
+        let mut options = Options::read(texts)?;
+        let version = create::take_version(&mut options)?;
+        let lazy_refcounts = options.take_switch("lazy_refcounts")?;
+        if let Some(key) = options.first_left() {
+            return Err(format!(
+                "{key}: cannot be changed in place (`weir image convert -o {key}=…` makes a copy)"
+            ));
+        }
+        Ok(Self { version, lazy_refcounts })
+    }
+}
+
+async fn amend(storage: Storage, wish: Wish) -> anyhow::Result<()> {
+    let header = qcow2::read_header(&storage).await?;
+    let is_lazy = header.compatible & compatible::LAZY_REFCOUNTS != 0;
+    if wish.version == Some(2) && header.version > 2 {
+        bail!(
+            "compat=0.10: version 3 cannot become version 2 in place (`weir image convert -o compat=0.10` makes a copy)"
+        );
+    }
+    let version = header.version.max(wish.version.unwrap_or(0));
+    if wish.lazy_refcounts == Some(true) && version < 3 {
+        bail!("lazy_refcounts=on: needs version 3 (add compat=1.1)");
+    }
+    let amendment = Amendment {
+        upgrade: version > header.version,
+        lazy_refcounts: wish.lazy_refcounts.filter(|is_on| *is_on != is_lazy),
+    };
+    if amendment == Amendment::default() {
+        return Ok(());
+    }
+    if amendment.upgrade {
+        let (snapshots, _) = qcow2::snapshot::read(&storage, &header).await?;
+        if let Some(snapshot) = snapshots.iter().find(|snapshot| snapshot.disk_bytes.is_none()) {
+            bail!(
+                "compat=1.1: snapshot {:?} does not have the size of its disk, which version 3 requires (delete it first)",
+                snapshot.name()
+            );
+        }
+        let report = check(&storage, Repair::Nothing).await?;
+        if report.corruptions + report.check_errors > 0 {
+            bail!(
+                "compat=1.1: the image is damaged, and its content could change (`weir image check` shows the damage)"
+            );
+        }
+    }
+    let image = Qcow2::open_for_upkeep(storage).await?;
+    let done = image.amend(amendment).await;
+    let closed = image.close().await;
+    done.context("its header cannot be changed")?;
+    Ok(closed?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_that_cannot_be_amended_is_named() {
+        let read = |text: &str| Wish::read(&[text.to_owned()]);
+        let wish = read("compat=v3,lazy_refcounts=on").unwrap();
+        assert_eq!((wish.version, wish.lazy_refcounts), (Some(3), Some(true)));
+        assert_eq!(read("compat=2").unwrap_err(), "compat=2: is neither 0.10 nor 1.1");
+        assert!(read("cluster_size=2M").unwrap_err().starts_with("cluster_size: cannot be changed in place"));
+    }
+}
