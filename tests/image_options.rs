@@ -335,3 +335,32 @@ fn images_at_nbd_servers_are_described_as_nodes() {
     let cloudstack = ["info", "-U", "--image-opts", "driver=qcow2,file.filename=top.qcow2"];
     weir_image(&cloudstack).inside(&inside).succeeds();
 }
+
+#[test]
+fn an_image_is_created_at_an_nbd_server_that_has_its_size() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("small.raw"), pattern(64 << 10)).unwrap();
+    let small = scratch.path("small.raw");
+    let server = Serve::new(&scratch).args(["memory:4M", "--format", "raw"]).start();
+    let uri = server.uri("memory");
+    for tool in
+        [qemu_img(["create", "-f", "raw", &uri, "4M"]), weir_image(&["create", "-f", "raw", &uri, "4M"])]
+    {
+        assert!(tool.succeeds().contains("fmt=raw size=4194304"));
+    }
+    qemu_img(["create", "-q", "-f", "raw", &uri, "5M"]).fails();
+    let refused = weir_image(&["create", "-f", "raw", &uri, "5M"]).fails();
+    assert!(refused.contains("has 4194304 bytes"), "{refused}");
+    weir_image(&["create", "-q", "-f", "qcow2", &uri, "1G"]).succeeds();
+    qemu_img(["check", "-q", "-f", "qcow2", &uri]).succeeds();
+    let info = qemu_img(["info", "--output=json", "-f", "qcow2", &uri]).json();
+    assert_eq!(info["virtual-size"], 1 << 30);
+    qemu_io(["-f", "qcow2"], ["write -P 5 0 1M", "read -P 5 0 1M"], &uri);
+    server.stop();
+    // A disk that is too small is not changed.
+    let server = Serve::new(&scratch).arg(&small).args(["--format", "raw"]).start();
+    let refused = weir_image(&["create", "-q", "-f", "qcow2", &server.uri("small"), "1G"]).fails();
+    assert!(refused.contains("needs at least 262144 bytes"), "{refused}");
+    server.stop();
+    assert!(fs::read(&small).unwrap() == pattern(64 << 10));
+}

@@ -105,9 +105,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let path = arguments.file.clone().ok_or_else(no_file)?;
     let name = path.display().to_string();
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
-    if opening::is_elsewhere(&path) {
+    if opening::is_elsewhere(&path) && !opening::is_at_server(&path) {
         return Err(usage(
-            "can only be made where it is (by its NBD server, with `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
+            "can only be made where it is (with `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
                 .to_owned(),
         ));
     }
@@ -275,6 +275,10 @@ struct NewFile {
 impl NewFile {
     /// Makes it, or empties what is there unless it is in use or a device.
     fn open(path: &Path) -> anyhow::Result<(Self, Storage)> {
+        if opening::is_at_server(path) {
+            let storage = opening::storage(path, How { write: true, ..How::default() })?;
+            return Ok((Self { path: path.to_owned(), is_new: false }, storage));
+        }
         let name = path.display();
         let made = OpenOptions::new().write(true).create_new(true).open(path);
         let is_new = match made {
@@ -346,6 +350,9 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
 }
 
 fn is_regular(path: &Path) -> anyhow::Result<bool> {
+    if opening::is_at_server(path) {
+        return Ok(false);
+    }
     let kind = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?.file_type();
     Ok(!kind.is_block_device())
 }
@@ -383,7 +390,7 @@ pub(super) fn create_raw(
                 storage.resize(size).await.context("cannot have this size")?;
             }
         } else if storage.size_bytes() < size {
-            return Err(Failure::Failed(anyhow!("the device has {} bytes", storage.size_bytes())));
+            return Err(Failure::Failed(anyhow!("has {} bytes, and the image {size}", storage.size_bytes())));
         }
         match preallocation {
             Preallocation::Off | Preallocation::Metadata => {}

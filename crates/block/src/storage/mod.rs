@@ -241,6 +241,11 @@ impl Storage {
         }
     }
 
+    /// True if only its owner can make it larger: a block device, or a disk at an NBD server.
+    pub(crate) fn keeps_size(&self) -> bool {
+        self.nbd().is_some() || self.file().is_some_and(|file| !file.can_grow())
+    }
+
     /// The file at the bottom, whatever is around it; none where that is no file.
     fn file(&self) -> Option<&File> {
         match self {

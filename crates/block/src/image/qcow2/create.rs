@@ -118,6 +118,14 @@ pub enum CreateError {
     /// Options that exclude each other, or a value that cannot be.
     #[error(transparent)]
     Rule(#[from] BrokenRule),
+    /// A device or an NBD server, which keeps its size, is too small.
+    #[error("needs at least {needed} bytes, and there are {present}")]
+    NoRoom {
+        /// Bytes of the new image.
+        needed: u64,
+        /// Bytes of the storage.
+        present: u64,
+    },
     /// The header breaks a rule that no single option does.
     #[error("{0}")]
     Invalid(#[from] Invalid),
@@ -133,8 +141,8 @@ pub enum CreateError {
 /// Returns the header that was written. It is on stable storage then, with everything else.
 ///
 /// # Errors
-/// [`CreateError`]. `storage` then begins with zeroes, unless a rule was broken: then it is
-/// untouched.
+/// [`CreateError`]. `storage` then begins with zeroes, unless a rule was broken or there is no
+/// room: then it is untouched.
 pub async fn create(
     storage: &Storage,
     data: Option<&Storage>,
@@ -145,6 +153,10 @@ pub async fn create(
     let header = header(&options, &layout);
     let encoded = header.encode()?;
     let old_end = storage.size_bytes();
+    let needed = layout.clusters << layout.cluster_bits;
+    if storage.keeps_size() && old_end < needed {
+        return Err(CreateError::NoRoom { needed, present: old_end });
+    }
     clear_header(storage).await?;
     let writer = Writer { storage, old_end, layout: &layout, options: &options, header: &header };
     writer.write_tables().await?;
