@@ -1,0 +1,389 @@
+//! Config files that are refused, each with the place and the rule.
+
+use super::*;
+
+#[test]
+fn what_is_no_toml_is_refused_with_its_line() {
+    let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
+    assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
+    let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
+    let already = "is there already, further up (take out one of the two)";
+    assert_eq!(twice, format!("weir.toml:3: disk.vm1.image: {already}"));
+    for (text, expect) in [
+        ("a = 1\na = 2\n", "2: a"),
+        ("[disk.vm1]\nimage = \"a\"\n[group.g]\n[disk.vm1]\nimage = \"b\"\n", "4: disk.vm1"),
+        ("[disk.vm1]\nexport = { type = \"nbd\", type = \"nbd\" }\n", "2: disk.vm1.type"),
+        ("[daemon]\n\"nbd\" = 1\nnbd = 2\n", "3: daemon.nbd"),
+    ] {
+        let said = plan_with(text, 0).unwrap_err();
+        assert_eq!(said, format!("weir.toml:{expect}: {already}"));
+    }
+    let deep = "a = ".to_owned() + &"[".repeat(100_000);
+    assert!(plan_with(&deep, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
+}
+
+#[test]
+fn names_must_be_there_and_their_own() {
+    check(
+        &disk_with("cahce = \"none\""),
+        "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)",
+    );
+    check(
+        &disk_with("iops_total = 5"),
+        "weir.toml:3: disk.vm1.iops_total: unknown key (did you mean \"iops-total\"?)",
+    );
+    check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
+    check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-total\"?)");
+    check(
+        &disk_with("export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]"),
+        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name, read-only",
+    );
+    check(
+        "[disk.vm1]\n",
+        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" \
+         or \"nbd://HOST/EXPORT\")",
+    );
+    check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
+    check(
+        &disk_with("[disk.\"\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"\": the name is empty (give it one)",
+    );
+    check(
+        &disk_with("[disk.\"a\\nb\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
+    );
+    check(
+        &disk_with("[disk.\"..\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"..\": the name is a directory's, which no path can hold (give another)",
+    );
+    check_disk("group = \"silver\"", "is no group of this file (add [group.silver])");
+    check(
+        &disk_with("group = \"glod\"\n[group.gold]"),
+        "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
+    );
+    check(
+        "[disk.gold]\nimage = \"a\"\n[group.gold]\n",
+        "weir.toml:3: group.gold: a disk is called \"gold\" too, and commands take both (rename one)",
+    );
+}
+
+#[test]
+fn values_are_refused_with_their_rule() {
+    check_disk("cache = \"fast\"", "is not a cache mode (writeback, writethrough, none, directsync, unsafe)");
+    check_disk("format = \"vmdk\"", "is not a format that weir serves (raw, qcow2)");
+    check_disk("read-only = 1", "is not a flag; write true or false");
+    check_disk("cache = true", "is a boolean; a string or a number is needed");
+    check_disk("cache = []", "is an array; a string or a number is needed (write one, without brackets)");
+    check_disk(
+        "iops-total = 1.5",
+        "is not a plain number; a count takes no suffix and no fraction (write 1)",
+    );
+    check_disk("iops-total = -5", "is not a whole number of 0 or more");
+    check_disk("iops-total = inf", "is not a whole number of 0 or more");
+    check_disk(
+        "bps-read = \"10 MB\"",
+        "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
+    );
+    check_disk("export = []", "is empty (leave the key out, or give a value)");
+    check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");
+    check_daemon(
+        "record = \"day\"",
+        "is not a table; write record = { directory = \"day\" }, with keep and limit if they are to be others",
+    );
+    check_daemon(
+        "nbd = \"localhost\"",
+        "has no port (write localhost:PORT, such as localhost:10809, or unix:PATH)",
+    );
+    check_daemon("workers = 0", "is out of range; it is from 1 to 256");
+    check_daemon("poll = \"2s\"", "is too long; it is 1s at most (0 never polls)");
+    check_daemon("log-format = \"xml\"", "is not a log format; there are text and json");
+    check(
+        "disk = 5\n",
+        "weir.toml:1: disk = 5: is not a table; write its settings as KEY = VALUE lines below it",
+    );
+    check(
+        "[disk.vm1]\nimage = \"a\"\niops-total = 1000\niops-total-max = 500\n",
+        "weir.toml:4: disk.vm1.iops-total-max = 500: \
+         is below iops-total (1000); a burst rate must be at least the rate",
+    );
+    check(
+        "[group.gold]\nbps-read = \"1M\"\nbps-total = \"2M\"\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:3: group.gold.bps-total = \"2M\": \
+         cannot be set together with bps-read (1048576); use either the total or read and write",
+    );
+    check_disk("iops-size = 4096", "has no limit to apply to; it needs iops-total, iops-read or iops-write");
+    check_disk("bps-total = \"1024T\"", "is too large; it may be 1000000000000000 at most");
+    check_disk("iops-total-max-length = 0", "is too short; a burst length must be at least 1 second");
+    check(
+        &disk_with("group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6"),
+        "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
+    );
+    for value in ["0", "10001", "99999999999"] {
+        check_disk(&format!("weight = {value}"), "is out of range; a weight is from 1 to 10000");
+    }
+    check(
+        "[group.g]\nwatermark = 101\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:2: group.g.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
+    );
+    for key in ["iops-reservation", "bps-reservation"] {
+        check_disk(&format!("{key} = 1000000000000001"), "is too large; it may be 1000000000000000 at most");
+    }
+    check_disk(
+        "iops-reservation = \"1K\"",
+        "is not a plain number; a count takes no suffix and no fraction (write 1000)",
+    );
+    check_disk(
+        "force-share = true",
+        "needs read-only; sharing an image that others write is for reading alone",
+    );
+    let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
+    let refused = plan_with(&text, 0).unwrap_err();
+    assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
+    assert!(refused.len() < 300);
+}
+
+/// All that is wrong with a file.
+#[track_caller]
+fn check_all(text: &str, expect: &[&str]) {
+    let mistakes = Mistakes::default();
+    let draft = parse_telling("f", text, Path::new("/etc/weir"), &mistakes);
+    let all = Plan::judged(draft, 0, mistakes).map(drop).err().unwrap_or_default();
+    let all: Vec<_> = all.iter().map(ToString::to_string).collect();
+    let is_so = |(said, expect): (&String, &&str)| said.starts_with(expect);
+    assert!(all.len() == expect.len() && all.iter().zip(expect).all(is_so), "{all:#?}\n{text}");
+}
+
+#[test]
+fn all_that_is_wrong_is_told_in_the_order_of_the_file() {
+    // What one table gets wrong by itself. Where something in it cannot be read, only values are
+    // judged that say all by themselves.
+    check_all(
+        r#"[disk.a]
+image = "a.raw"
+cahce = "none"
+weight = "heavy"
+group = "gold"
+[disk.b]
+image = "b.raw"
+weight = 0
+iops-total = 1000000000000001
+group = "glod"
+export = [{ type = "nbd", listen = "x" }, { type = "fuse", fiel = "f" }, { tipe = "nbd", zzz = 1 }]
+[daemon]
+workers = 0
+poll = "2s"
+memory = "1M"
+user = ":disk"
+zzz = 1
+tls = "on"
+[disk.c]
+[group.gold]
+iops-totl = 100
+[group.tin]
+watermark = 101
+iops-reservation = 1000000000000001
+group = "tinn"
+[zzz]
+"#,
+        &[
+            "f:3: disk.a.cahce: unknown key",
+            "f:4: disk.a.weight = \"heavy\": is not a whole number",
+            "f:8: disk.b.weight = 0: is out of range",
+            "f:9: disk.b.iops-total = 1000000000000001: is too large",
+            "f:11: disk.b.export[0].listen = \"x\": has no port (write x:PORT",
+            "f:11: disk.b.export[1].fiel: unknown key",
+            "f:11: disk.b.export[2].tipe: unknown key",
+            "f:13: daemon.workers = 0: is out of range",
+            "f:14: daemon.poll = \"2s\": is too long",
+            "f:15: daemon.memory = \"1M\": is too little",
+            "f:16: daemon.user = \":disk\": names no user",
+            "f:17: daemon.zzz: unknown key",
+            "f:19: disk.c: no image",
+            "f:21: group.gold.iops-totl: unknown key",
+            "f:23: group.tin.watermark = 101: is out of range",
+            "f:24: group.tin.iops-reservation = 1000000000000001: is too large",
+            "f:25: group.tin.group = \"tinn\": is no group of this file (did you mean \"tin\"?)",
+            "f:26: zzz: unknown key",
+        ],
+    );
+    // A group that is wrong is there, and its members say nothing of it.
+    check_all(
+        "[group.gold]\niops-totl = 1\n[disk.a]\nimage = \"a\"\ngroup = \"gold\"\n\
+         [disk.b]\nimage = \"b\"\ngroup = \"tin\"\n",
+        &["f:2: group.gold.iops-totl", "f:8: disk.b.group = \"tin\": is no group of this file"],
+    );
+    // Rules that tie tables, where all of them can be read.
+    let device = "export = { type = \"vhost-user-blk\", listen = \"unix:s\" }";
+    check_all(
+        &format!(
+            "[disk.a]\nimage = \"x\"\n{device}\n[disk.b]\nimage = \"x\"\nweight = 0\n{device}\n\
+             allow = \"::1\"\n[daemon]\nmetrics = \"unix:s\"\nworkers = 0\n"
+        ),
+        &[
+            "f:5: disk.b.image = \"x\": another disk has this image",
+            "f:6: disk.b.weight = 0: is out of range",
+            "f:7: disk.b.export.listen = \"unix:s\": a disk is exported there already",
+            "f:11: daemon.workers = 0: is out of range",
+        ],
+    );
+    check_all(
+        "[daemon]\nmetrics = \"unix:s\"\nqmp = \"unix:s\"\nallow = \"::1\"\n[disk.a]\nimage = \"x\"\n\
+         export = { type = \"nbd\", listen = \"unix:s\" }\n",
+        &[
+            "f:2: daemon.metrics = \"unix:s\": disks are exported at this socket",
+            "f:3: daemon.qmp = \"unix:s\": disks are exported at this socket",
+            "f:4: daemon.allow = \"::1\": is not used",
+        ],
+    );
+    // What follows from a mistake is none of its own.
+    check_all(
+        "[daemon]\nnbd = \"h\"\ntls = \"on\"\n[disk.a]\nimage = \"a\"\nallow = \"::1\"\ntls-authz = \"a\"\n\
+         [disk.b]\nimage = \"b\"\niops-total = \"x\"\niops-total-max = 5\n",
+        &["f:2: daemon.nbd = \"h\"", "f:10: disk.b.iops-total = \"x\""],
+    );
+    check_all("[disk.a]\nimage = 5.5.5\n", &["f:2: not TOML"]);
+}
+
+#[test]
+fn no_file_has_mistakes_without_end() {
+    let disk = |n: usize| format!("[disk.d{n}]\nimage = \"null:1\"\ngroup = \"g\"\n");
+    let text: String = (0..1000).map(disk).collect();
+    let mistakes = Mistakes::default();
+    let draft = parse_telling("f", &text, Path::new(""), &mistakes);
+    assert_eq!(Plan::judged(draft, 0, mistakes).unwrap_err().len(), 100);
+    let text: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
+    let mistakes = Mistakes::default();
+    parse_telling("f", &text, Path::new(""), &mistakes);
+    assert!(mistakes.is_full());
+}
+
+#[test]
+fn groups_lie_in_groups_but_never_in_themselves() {
+    let disk = "[disk.vm1]\nimage = \"a\"\n";
+    let chain = |count: usize| -> String {
+        let group = |n: usize| match n {
+            0 => "[group.g0]\n".to_owned(),
+            n => format!("[group.g{n}]\ngroup = \"g{}\"\n", n - 1),
+        };
+        (0..count).rev().map(group).collect()
+    };
+    let deep = plan(&format!("{disk}{}", chain(8)));
+    let parents: Vec<_> = deep.groups.iter().map(|group| group.parent).collect();
+    assert_eq!(parents, [None, Some(0), Some(1), Some(2), Some(3), Some(4), Some(5), Some(6)]);
+    check(
+        &format!("{disk}{}", chain(9)),
+        "weir.toml:4: group.g8.group = \"g7\": \
+         makes 9 groups that lie in each other; there may be 8 (leave some out)",
+    );
+    check(
+        &format!("{disk}[group.a]\ngroup = \"a\"\n"),
+        "weir.toml:4: group.a.group = \"a\": is the group itself (name another, or leave it out)",
+    );
+    check(
+        &format!("{disk}[group.z]\ngroup = \"a\"\n[group.a]\ngroup = \"b\"\n[group.b]\ngroup = \"a\"\n"),
+        "weir.toml:6: group.a.group = \"b\": makes the group lie in itself, by way of b (break the circle)",
+    );
+    check(
+        &format!("{disk}[group.a]\ngroup = \"c\"\n"),
+        "weir.toml:4: group.a.group = \"c\": is no group of this file (add [group.c])",
+    );
+    let count = 100_000;
+    let group = |n: usize| format!("[group.g{n}]\ngroup = \"g{}\"\n", (n + 1) % count);
+    let text: String = (0..count).map(group).collect();
+    let refused = plan_with(&format!("[disk.d]\nimage = \"a\"\n{text}"), 0).unwrap_err();
+    let expect = "weir.toml:4: group.g0.group = \"g1\": \
+                  makes the group lie in itself, by way of g1, g2, g3, g4 and 99995 more (break the circle)";
+    assert_eq!(refused, expect);
+}
+
+#[test]
+fn what_has_no_effect_is_remarked() {
+    let remarks = |text: &str| -> Vec<String> {
+        let plan = plan(text);
+        plan.remarks().into_iter().map(|remark| format!("{}: {}", remark.name, remark.remark)).collect()
+    };
+    let weighty = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
+    assert_eq!(
+        remarks(weighty),
+        [
+            "a: the weight has no effect, because there is no group to share in (set group)",
+            "a: the watermark has no effect, because there are no limits to lift (set some)",
+        ]
+    );
+    let groups = "[group.x]\n[group.y]\nwatermark = 5\niops-reservation = 5\n[group.z]\ngroup = \"y\"\n";
+    let member = "[disk.a]\nimage = \"a\"\ngroup = \"z\"\nweight = 200\niops-reservation = 5\n";
+    assert_eq!(
+        remarks(&format!("{groups}{member}")),
+        [
+            "x: no disk is in this group",
+            "y: the reservation has no effect, because there is no group to have it from (set group)",
+            "y: the watermark has no effect, because there are no limits to lift (set some)",
+        ]
+    );
+    let machine = |name: &str, more: &str| {
+        format!(
+            "[disk.{name}]\nimage = \"{name}\"\nexport = {{ type = \"vhost-user-blk\", listen = \"unix:{name}\" {more} }}\n"
+        )
+    };
+    let (one, two) = ("customer-database-disk-A", "customer-database-disk-B");
+    assert_eq!(
+        remarks(&(machine(one, "") + &machine(two, ""))),
+        [format!(
+            "{two}: another disk has the same serial number, of which a guest sees 20 bytes (set serial)"
+        )]
+    );
+    assert!(remarks(&(machine(one, "") + &machine(two, ", serial = \"B\""))).is_empty());
+}
+
+#[test]
+fn an_image_has_one_writer() {
+    let two = |first: &str, second: &str| {
+        format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
+    };
+    let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
+                another disk has this image (export one disk twice, or make both read-only)";
+    check(&two("", ""), rule);
+    check(&two("read-only = true", ""), rule);
+    check(&two("", "read-only = true"), rule);
+    assert_eq!(plan(&two("read-only = true", "read-only = true")).disks.len(), 2);
+}
+
+#[test]
+fn disks_on_one_imitated_device_agree_on_its_rates() {
+    let two = |first: &str, second: &str| {
+        let disk = |name, rate| format!("[disk.{name}]\nimage = \"null:1\"\nrate = \"{rate}\"\n");
+        disk("a", first) + &disk("b", second)
+    };
+    check(
+        &two("bytes=1M,shared=x", "bytes=2M,shared=x"),
+        "weir.toml:6: disk.b.rate = \"bytes=2M,shared=x\": \
+         another disk shares \"x\" with other rates (give both the same, or another name)",
+    );
+    for second in ["shared=x,bytes=1M", "bytes=2M,shared=y", "bytes=2M"] {
+        assert_eq!(plan(&two("bytes=1M,shared=x", second)).disks.len(), 2);
+    }
+}
+
+#[test]
+fn export_names_are_unique_at_an_address() {
+    let export = |name: &str| format!("export = {{ type = \"nbd\", listen = \"h:1\", name = \"{name}\" }}");
+    let two = |second: &str| {
+        format!(
+            "[disk.a]\nimage = \"null:1\"\n{}\n[disk.b]\nimage = \"null:1\"\n{}\n",
+            export("x"),
+            export(second)
+        )
+    };
+    check(
+        &two("x"),
+        "weir.toml:6: disk.b.export.name = \"x\": \
+         another export has the name \"x\" at this address (give it another name)",
+    );
+    assert_eq!(plan(&two("y")).servers[0].exports.len(), 2);
+}
+
+#[test]
+fn files_that_cannot_be_read_are_named() {
+    let error = load(Path::new("/nonexistent/weir.toml")).unwrap_err().to_string();
+    assert!(error.starts_with("/nonexistent/weir.toml: cannot be read: No such file"), "{error}");
+}
