@@ -1,0 +1,239 @@
+//! Changes over HTTP: the token, all or nothing, and their effects on other clients and on the
+//! config file.
+
+use std::{process::Command, thread, time::Instant};
+
+use super::*;
+use crate::harness::WEIR;
+
+#[test]
+fn changes_are_all_or_nothing_and_need_the_token() {
+    let scratch = Scratch::new();
+    let serve =
+        Serve::new(&scratch).args(["memory:1M", "null:1M", "--group", "gold", "--iops-total", "1000"]);
+    let daemon = Daemon::with_token(&scratch, serve);
+    assert_eq!(daemon.overview()["access"], "change");
+    let (of_group, of_disk) = ("/api/v1/groups/gold/limits", "/api/v1/disks/memory/limits");
+    let limits = || one(&daemon.overview(), "groups", "gold")["limits"].clone();
+    let answer =
+        daemon.change(of_group, TOKEN, &json!({"iops-total": "2048", "bps-read": "4K", "weight": 200}));
+    assert_eq!(
+        (answer.status, &answer.json()["limits"]),
+        (200, &json!({"iops-total": 2048, "bps-read": 4096}))
+    );
+    assert_eq!(answer.json()["weight"], 200);
+    let line = daemon.weir.wait_for_log("changed over HTTP");
+    assert!(line.contains("by=127.0.0.1") && line.contains("gold"), "{line}");
+    let changed = until(|| {
+        let told = daemon.get("/api/v1/events").json();
+        told.as_array().unwrap().iter().find(|event| event["kind"] == "config_changed").cloned()
+    });
+    let by = &changed["data"]["by"];
+    assert_eq!(by["kind"], "http");
+    assert!(by["client"].as_str().unwrap().starts_with("127.0.0.1"), "{by}");
+    // The same, as JSON has it.
+    assert_eq!(daemon.change(of_group, TOKEN, &json!({"iops-total": 2048.0})).status, 200);
+    let before = limits();
+    for (body, why) in [
+        (json!({"bps-read": 1, "iops-total-max": 7}), "iops-total-max (7) is below iops-total (2048)"),
+        (json!({"iops-total": 1, "iops-totel": 2}), "did you mean iops-total?"),
+        (json!({"iops-total": -1}), "out of range"),
+        (json!({"iops-total": 1.5}), "expected: integer"),
+        (json!({"iops-total": "0.4"}), "iops-total=0.4 is not a whole number of 0 or more"),
+        (json!({"iops-total": "8M"}), "iops-total=8M is not a plain number; a count takes no suffix"),
+        (json!({"bps-total": "0.4"}), "bps-total=0.4 is less than a byte"),
+        (json!({"group": "gold"}), "nothing of this name can be set here"),
+        (json!([1]), "no JSON object"),
+    ] {
+        let said = daemon.change(of_group, TOKEN, &body).refused(422);
+        assert!(said.starts_with("weir: ") && said.contains(why), "{said}");
+    }
+    let head = format!("Authorization: Bearer {TOKEN}\r\n");
+    assert!(daemon.send("PATCH", of_group, &head, "{\"iops").refused(422).contains("no JSON"));
+    let long = format!("{{\"iops-total\": 1{}}}", " ".repeat(64 << 10));
+    assert!(daemon.send("PATCH", of_group, &head, &long).refused(413).contains("longer than 16384"));
+    assert!(
+        daemon
+            .change("/api/v1/groups/memory/limits", TOKEN, &json!({}))
+            .refused(404)
+            .contains("group memory")
+    );
+    let said = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").refused(401);
+    assert!(said.contains("a token is needed"), "{said}");
+    assert!(
+        daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).refused(403).contains("is wrong")
+    );
+    assert_eq!(limits(), before);
+    // Nothing asked for is nothing changed, and tells whether the token is right.
+    assert_eq!(daemon.change(of_disk, TOKEN, &json!({})).json()["name"], "memory");
+    daemon.weir.stop();
+}
+
+#[test]
+fn without_a_token_nothing_can_be_changed() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(Serve::new(&scratch).arg("memory:1M"));
+    let said = daemon.change("/api/v1/disks/memory/limits", TOKEN, &json!({"iops-total": 1})).refused(403);
+    assert!(said.contains("start weir with --http-token-file"), "{said}");
+    assert_eq!(one(&daemon.overview(), "disks", "memory")["limits"], json!({}));
+}
+
+#[test]
+fn what_others_change_is_seen_on_the_stream() {
+    let scratch = Scratch::new();
+    let control = scratch.socket("the-control");
+    let qmp = format!("unix:{}", text(&control));
+    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--qmp", &qmp]));
+    let mut events = daemon.listen();
+    assert_eq!(one(&events.next("overview"), "disks", "memory")["limits"], json!({}));
+    Qmp::negotiated(&control).command("x-weir-set", json!({"name": "memory", "iops-total": 500}));
+    let limits = loop {
+        let delta = events.next("delta");
+        let disks = delta["disks"].as_array();
+        if let Some(limits) = disks.and_then(|disks| disks.first()?.get("limits").cloned()) {
+            break limits;
+        }
+    };
+    assert_eq!(limits, json!({"iops-total": 500}));
+    daemon.weir.nbdsh("memory", "for i in range(10): h.pread(512, 512 * i)");
+    let reads = loop {
+        let delta = events.next("delta");
+        let reads = delta["disks"][0]["reads"]["requests"].as_u64();
+        if reads >= Some(10) {
+            break reads;
+        }
+    };
+    assert_eq!(reads, Some(10));
+    daemon.weir.stop();
+}
+
+#[test]
+fn who_takes_over_has_the_page_too() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 1 << 20);
+    let control = format!("unix:{}", text(&scratch.socket("the-control")));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let page = format!("127.0.0.1:{port}");
+    let socket = scratch.socket("nbd");
+    let serve = || {
+        let nbd = format!("unix:{}", text(&socket));
+        Serve::new(&scratch)
+            .where_said()
+            .args([text(&image), "--nbd", &nbd, "--http", &page])
+            .env("WEIR_QMP", &control)
+    };
+    let old = serve().start();
+    let new = serve().arg("--takeover").start();
+    let (status, log) = old.wait();
+    assert!(status.success(), "{log}");
+    let daemon = Daemon { weir: new, address: page };
+    assert_eq!(one(&daemon.overview(), "disks", "disk")["size_bytes"], 1 << 20);
+    daemon.weir.stop();
+}
+
+#[test]
+fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
+    let scratch = Scratch::new();
+    let token = token_file(&scratch);
+    let control = scratch.socket("the-control");
+    let config = |names: &str| {
+        let content = format!(
+            "[daemon]\nhttp = \"127.0.0.1:0\"\nhttp-token-file = {:?}\nhttp-name = {names}\nnbd = {:?}\nqmp = {:?}\n[disk.a]\nimage = \"memory:1M\"\n",
+            text(&token),
+            format!("unix:{}", text(&scratch.socket("nbd"))),
+            format!("unix:{}", text(&control)),
+        );
+        scratch.file("weir.toml", content)
+    };
+    let file = config("[\"one\", \"two.example.org\"]");
+    let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
+    assert!(checked.status.success(), "{checked:?}");
+    let weir = Serve::new(&scratch).where_said().args(["--config", text(&file)]).start();
+    config("\"three\"");
+    let (_, said) = Qmp::negotiated(&control).refused("x-weir-reload", json!({}));
+    assert!(said.contains("daemon: http, http-token-file or http-name ("), "{said}");
+    assert!(said.contains("weir.toml:4: daemon.http-name = \"three\"): cannot be changed"), "{said}");
+    weir.stop();
+    fs::remove_file(&token).unwrap();
+    let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
+    let said = String::from_utf8(checked.stderr).unwrap();
+    assert!(!checked.status.success() && said.contains("http-token-file"), "{said}");
+    config("\"http://wrong\"");
+    let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
+    assert!(String::from_utf8(checked.stderr).unwrap().contains("is no name of a host"));
+}
+
+#[test]
+fn previews_follow_each_other_and_change_nothing() {
+    let (scratch, begun) = (Scratch::new(), Instant::now());
+    let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2000"]);
+    let daemon = Daemon::with_token(&scratch, serve);
+    let head = format!("Authorization: Bearer {TOKEN}\r\n");
+    let preview = |body: &str| daemon.send("POST", "/api/v1/disks/memory/preview", &head, body);
+    let none = preview("{\"iops-total\": 100}").json();
+    assert_eq!((&none["requests"], &none["now"], &none["then"]), (&json!(0), &json!(null), &json!(null)));
+    daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
+    // The recorder takes what was told a moment later.
+    let said = until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
+    // It says how far back it went, and that is no further than it can.
+    let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
+    assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");
+    // One request at a time, as many as the limit lets pass.
+    let rate = said["then"]["operations_per_second"].as_f64().unwrap();
+    assert!((rate / 10.0 - 1.0).abs() < 0.1, "{said}");
+    assert!(preview("{\"iops-total-max\": 1}").refused(422).contains("is below iops-total (2000)"));
+    assert_eq!(daemon.send("POST", "/api/v1/disks/memory/preview", "", "{}").status, 401);
+    let statuses = thread::scope(|scope| {
+        let all: Vec<_> = (1..=8)
+            .map(|rate| scope.spawn(move || preview(&format!("{{\"iops-total\": {rate}}}")).status))
+            .collect();
+        all.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert!(
+        statuses.iter().all(|status| [200, 409].contains(status)) && statuses.contains(&200),
+        "{statuses:?}"
+    );
+    assert_eq!(one(&daemon.overview(), "disks", "memory")["limits"], json!({"iops-total": 2000}));
+    daemon.weir.stop();
+}
+
+/// Sixteen requests in flight at limits far below what the storage does, so that a slow machine
+/// changes waits by little. How near they are to what was said is a row of the bench,
+/// `preview-predicts`.
+#[test]
+fn what_is_said_beforehand_is_what_is_felt_then() {
+    let scratch = Scratch::new();
+    let control = scratch.socket("the-control");
+    let limits = [("a", 25_u32, "80"), ("b", 100, "240"), ("c", 400, "800")];
+    let mut serve = Serve::new(&scratch).args(["--qmp", &format!("unix:{}", text(&control))]);
+    for (name, ..) in limits {
+        serve = serve.args(["memory:16M", "--name", name]);
+    }
+    let daemon = Daemon::with_token(&scratch, serve.args(["--delay", "read=1ms"]));
+    let load = |name: &str, count: &str| {
+        let load = ["bench", "-d", "16", "-s", "4K", "--random", "--count", count];
+        Client::new(WEIR).args(load).arg(daemon.weir.uri(name)).succeeds();
+    };
+    let head = format!("Authorization: Bearer {TOKEN}\r\n");
+    let mut waits = Vec::new();
+    for (name, limit, count) in limits {
+        // Some may be merged, and count as what they were.
+        load(name, "600");
+        let (path, body) = (format!("/api/v1/disks/{name}"), json!({ "iops-total": limit }));
+        let preview = || daemon.send("POST", &format!("{path}/preview"), &head, &body.to_string()).json();
+        let said = until(|| Some(preview()).filter(|said| said["requests"] == 600));
+        assert_eq!(daemon.change(&format!("{path}/limits"), TOKEN, &body).status, 200);
+        load(name, count);
+        // Only requests that a limit was asked for are in these.
+        let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
+        let felt = &one(&told, "disks", name)["throttle"]["wait-ns"];
+        for (part, of_said) in [("p50", "wait_p50_ns"), ("p99", "wait_p99_ns")] {
+            let (felt, said) = (felt[part].as_f64().unwrap(), said["then"][of_said].as_f64().unwrap());
+            assert!(said / 4.0 < felt && felt < said * 4.0, "{name}, {part}: {felt}, and {said} was said");
+        }
+        waits.push((said["then"]["wait_p50_ns"].as_u64(), felt["p50"].as_u64()));
+    }
+    // In the same order, too: a quarter of the limit is four times the wait.
+    assert!(waits.windows(2).all(|pair| pair[0].0 > pair[1].0 && pair[0].1 > pair[1].1), "{waits:?}");
+    daemon.weir.stop();
+}

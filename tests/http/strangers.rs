@@ -1,0 +1,181 @@
+//! Clients of the HTTP server that are slow, many, without the token or on another page.
+
+use std::env;
+
+use super::*;
+use crate::{harness::assert_says, tls::Authority};
+
+#[test]
+fn another_page_reads_nothing() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--http-name", "weir.example.org"]));
+    let path = "/api/v1/overview";
+    for host in ["evil.example.org", "weir.example.org.evil", ""] {
+        let said = daemon.send("GET", path, &format!("Host: {host}\r\n"), "").refused(421);
+        assert!(said.contains("--http-name"), "{said}");
+    }
+    for host in ["weir.example.org", "localhost:1", "[::1]:9", "192.0.2.7"] {
+        assert_eq!(daemon.send("GET", path, &format!("Host: {host}\r\n"), "").status, 200, "{host}");
+    }
+    let origin = |origin: &str| daemon.send("GET", path, &format!("Origin: {origin}\r\n"), "");
+    assert_eq!(origin(&format!("http://{}", daemon.address)).status, 200);
+    for other in ["http://evil.example.org", "null", "http://127.0.0.1:1"] {
+        assert!(origin(other).refused(403).contains("another page"), "{other}");
+    }
+}
+
+#[test]
+fn wrong_tokens_cost_one_line_of_the_log() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
+    let attempts = env::var("WEIR_WRONG_TOKENS").map_or(300, |text| text.parse().expect("a number"));
+    let path = "/api/v1/disks/memory/limits";
+    let mut stream = daemon.connect();
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    let mut statuses = std::collections::BTreeMap::new();
+    for number in 0..attempts {
+        let request = format!(
+            "PATCH {path} HTTP/1.1\r\nHost: {}\r\nAuthorization: Bearer wrong{number}\r\nContent-Length: 2\r\n\r\n{{}}",
+            daemon.address
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let (mut status, mut length) = (String::new(), 0);
+        reader.read_line(&mut status).unwrap();
+        loop {
+            let mut line = String::new();
+            reader.read_line(&mut line).unwrap();
+            if let Some(said) = line.strip_prefix("content-length: ") {
+                length = said.trim().parse().unwrap();
+            }
+            if line == "\r\n" {
+                break;
+            }
+        }
+        reader.read_exact(&mut vec![0; length]).unwrap();
+        *statuses.entry(status.split(' ').nth(1).unwrap_or_default().to_owned()).or_insert(0) += 1;
+    }
+    // Some are compared, and the rest have to wait; one a second more on a slow machine.
+    assert!(statuses["403"] >= 10 && statuses["429"] > 0 && statuses.len() == 2, "{statuses:?}");
+    daemon.weir.nbdsh("memory", "h.pread(512, 0)");
+    let log = daemon.weir.stop();
+    assert_eq!(log.matches("wrong token").count(), 1, "{log}");
+}
+
+#[test]
+fn thousands_that_listen_or_say_nothing_keep_nobody_out() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--name", "disk"]));
+    let mut first = daemon.listen();
+    first.next("overview");
+    let before = daemon.weir.resident_bytes();
+    // They listen and do not read; some do not even ask to the end.
+    let idle: Vec<_> = (0..1000)
+        .map(|number| {
+            let mut stream = daemon.connect();
+            let end = if number % 8 == 7 { "" } else { "\r\n\r\n" };
+            // It may have been closed before.
+            let _ = write!(stream, "GET /api/v1/stream HTTP/1.1\r\nHost: localhost{end}");
+            stream
+        })
+        .collect();
+    // Whoever asks is answered, and who listened goes on to be told.
+    let overview = daemon.overview();
+    assert_eq!(one(&overview, "disks", "disk")["size_bytes"], 1 << 20);
+    daemon.weir.nbdsh("disk", "h.pread(512, 0)");
+    while first.next("delta")["disks"][0]["reads"]["requests"] != 1 {}
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.weir.pid())).unwrap().count();
+    assert!(descriptors < 500, "{descriptors} are open");
+    let grown = daemon.weir.resident_bytes().saturating_sub(before);
+    assert!(grown < 64 << 20, "{grown} bytes for a thousand clients that do nothing");
+    drop(idle);
+    daemon.weir.stop();
+}
+
+#[test]
+fn one_address_does_not_have_all_streams() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(Serve::new(&scratch).arg("memory:1M"));
+    let mut streams: Vec<_> = (0..64).map(|_| daemon.listen()).collect();
+    streams.iter_mut().for_each(|stream| drop(stream.next("overview")));
+    let said = daemon.get("/api/v1/stream").refused(429);
+    assert!(said.starts_with("weir: 64 pages of your address listen already"), "{said}");
+    // This host has many addresses, and is one; it has room once one is gone.
+    let url = format!("http://{}/api/v1/stream", daemon.address);
+    let head = ["--silent", "--show-error", "--fail", "--head", "--interface", "127.0.0.2", &url];
+    assert_says(&Client::new("curl").args(head).fails(), &["429"]);
+    streams.pop();
+    until(|| {
+        let mut stream = daemon.connect();
+        let request = format!("GET /api/v1/stream HTTP/1.1\r\nHost: {}\r\n\r\n", daemon.address);
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut status = String::new();
+        BufReader::new(stream).read_line(&mut status).unwrap();
+        status.contains(" 200 ").then_some(())
+    });
+    daemon.weir.stop();
+}
+
+#[test]
+fn a_head_or_a_body_that_does_not_end_is_let_go() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
+    let mut endless = daemon.connect();
+    // Far more than sockets hold where the daemon has no turn.
+    assert!((0..1000).any(|_| endless.write_all(&[b'x'; 64 << 10]).is_err()), "64 MB were taken");
+    // Both at once: each takes its ten seconds.
+    let half = |request: String| {
+        let mut stream = daemon.connect();
+        stream.write_all(request.as_bytes()).unwrap();
+        stream
+    };
+    let mut heads = half("GET / HTTP/1.1\r\nHost: local".to_owned());
+    let mut bodies = half(format!(
+        "PATCH /api/v1/disks/memory/limits HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n\r\n{{"
+    ));
+    let mut said = String::new();
+    bodies.read_to_string(&mut said).unwrap();
+    assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
+    let mut rest = Vec::new();
+    heads.read_to_end(&mut rest).unwrap();
+    daemon.overview();
+}
+
+#[test]
+fn a_token_is_not_sent_over_a_network_in_plain_text() {
+    let scratch = Scratch::new();
+    let token = token_file(&scratch);
+    let serve = || Serve::new(&scratch).arg("memory:1M");
+    let said = serve().args(["--http", "0.0.0.0:0", "--http-token-file", text(&token)]).rejects_usage();
+    assert!(said.contains("would be sent over the network in plain text to 0.0.0.0:0"), "{said}");
+    let weir = serve().args(["--http", "0.0.0.0:0"]).start();
+    weir.wait_for_log("everybody on the way reads the names of disks");
+    weir.stop();
+    fs::set_permissions(&token, fs::Permissions::from_mode(0o644)).unwrap();
+    let said = serve().args(["--http", "127.0.0.1:0", "--http-token-file", text(&token)]).fails();
+    assert!(said.contains("mode 0644 lets others than its owner have it (chmod 600"), "{said}");
+    let said = serve().args(["--http-token-file", text(&token)]).rejects_usage();
+    assert!(said.contains("there is no page (set http too)"), "{said}");
+}
+
+#[test]
+fn over_tls_it_has_the_certificates_of_nbd() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let serve =
+        Serve::new(&scratch).args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path()]);
+    let daemon = Daemon::with_token(&scratch, serve);
+    let port = daemon.address.rsplit(':').next().unwrap();
+    let url = format!("https://localhost:{port}/api/v1/overview");
+    let certificate = format!("{}/ca-cert.pem", authority.path());
+    let overview = Client::new("curl")
+        .args(["--silent", "--show-error", "--fail", "--cacert", &certificate, &url])
+        .json();
+    assert_eq!(one(&overview, "disks", "memory")["size_bytes"], 1 << 20);
+    // In plain text nobody is answered.
+    let mut stream = daemon.connect();
+    stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    let mut rest = Vec::new();
+    let _ = stream.read_to_end(&mut rest);
+    assert!(!rest.starts_with(b"HTTP"), "{rest:?}");
+    daemon.weir.stop();
+}
