@@ -15,7 +15,7 @@ use super::{
     fault::FaultRule,
     file::{self, FileOptions},
     nbd::{Known, NbdOptions},
-    probe::{Probed, probe_file},
+    probe::{Probed, probe_beginning, probe_file},
     rate::{Budgets, RateOptions},
     rbd,
 };
@@ -184,7 +184,11 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         descriptor: options.descriptor.clone(),
     };
     let (file, plain) = file::open(path, &how)?;
-    let probed = match (options.format, probe_file(&plain)) {
+    let looks = match options.format {
+        None => probe_file(&plain),
+        Some(_) => probe_beginning(&plain),
+    };
+    let probed = match (options.format, looks) {
         (_, Ok(probed)) => probed,
         // If a format was given, the probed format is used only for a warning.
         (Some(_), Err(_)) => Probed::Raw,

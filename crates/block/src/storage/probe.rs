@@ -18,14 +18,17 @@
 
 use std::{
     fs, io,
-    os::unix::fs::{FileExt, FileTypeExt as _, OpenOptionsExt as _},
+    os::unix::fs::{FileExt, OpenOptionsExt as _},
     path::Path,
     str::FromStr,
 };
 
 use libc::O_NONBLOCK;
 
-use super::{InvalidValue, OpenError};
+use super::{
+    InvalidValue, OpenError,
+    file::{KINDS, not_an_image},
+};
 
 /// Bytes from the beginning that decide; every signature looked for ends before.
 pub const HEADER_BYTES: usize = 512;
@@ -160,10 +163,9 @@ pub fn probe(path: &Path) -> io::Result<Probed> {
 /// As [`probe`], of an open file.
 pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
     let metadata = file.metadata()?;
-    if metadata.file_type().is_fifo() {
-        // It has no offsets to read at.
-        let why = "is a pipe or a socket (an image is a regular file or a block device)";
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    if let Some(why) = not_an_image(metadata.file_type()) {
+        // A pipe, for one, has no offsets to read at.
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{why} ({KINDS})")));
     }
     let mut header = [0; HEADER_BYTES];
     let length = read_up_to(file, &mut header, 0)?;
@@ -175,6 +177,14 @@ pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
         trailer_length = read_up_to(file, &mut trailer, size - HEADER_BYTES as u64)?;
     }
     Ok(probe_ends(header, &trailer[..trailer_length]))
+}
+
+/// As [`probe`], of an open image whose format is known. Only the first sector is read, which costs
+/// one request: a format whose signature is in the last sector is not recognized.
+pub(super) fn probe_beginning(file: &fs::File) -> io::Result<Probed> {
+    let mut header = [0; HEADER_BYTES];
+    let length = read_up_to(file, &mut header, 0)?;
+    Ok(probe_ends(&header[..length], &[]))
 }
 
 /// As [`probe`], of the first bytes and of the last: [`HEADER_BYTES`] each, or all there are.
@@ -296,7 +306,10 @@ mod tests {
         assert_eq!(probe(file.path()).expect("readable"), Probed::Raw);
         file.as_file().write_all_at(b"koly", 2048 - 512).expect("written");
         assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("dmg"));
+        // Of a known format, the beginning alone counts.
+        assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Raw);
         file.as_file().write_all_at(b"QFI\xfb", 0).expect("written");
+        assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Looks("qcow2"));
         assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("qcow2"));
     }
 

@@ -36,7 +36,7 @@ use std::{
     },
 };
 
-pub(super) use self::open::{FileOptions, open};
+pub(super) use self::open::{FileOptions, KINDS, not_an_image, open};
 pub use self::{
     cache_mode::CacheMode,
     passed::{Passed, PassedFile},

@@ -38,7 +38,7 @@ use crate::{
 };
 
 /// How to open a file.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(in crate::storage) struct FileOptions {
     pub(in crate::storage) cache: CacheMode,
     pub(in crate::storage) read_only: bool,
@@ -202,18 +202,27 @@ fn open_direct(
 
 fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<Kind, OpenError> {
     let kind = metadata.file_type();
-    let what = if kind.is_file() {
-        return Ok(Kind::Regular);
-    } else if kind.is_block_device() {
-        return Ok(Kind::BlockDevice);
+    match not_an_image(kind) {
+        Some(what) => Err(OpenError::new(name, what, KINDS)),
+        None if kind.is_block_device() => Ok(Kind::BlockDevice),
+        None => Ok(Kind::Regular),
+    }
+}
+
+/// Kinds of file that can be an image, as advice.
+pub(in crate::storage) const KINDS: &str = "an image is a regular file or a block device";
+
+/// Reason why a file of this kind cannot be an image; `None` if it can.
+pub(in crate::storage) fn not_an_image(kind: fs::FileType) -> Option<&'static str> {
+    if kind.is_file() || kind.is_block_device() {
+        None
     } else if kind.is_dir() {
-        "is a directory"
+        Some("is a directory")
     } else if kind.is_char_device() {
-        "is a character device"
+        Some("is a character device")
     } else {
-        "is a pipe or a socket"
-    };
-    Err(OpenError::new(name, what, "an image is a regular file or a block device"))
+        Some("is a pipe or a socket")
+    }
 }
 
 fn empty(name: String, kind: Kind) -> OpenError {

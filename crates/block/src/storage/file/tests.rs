@@ -81,16 +81,7 @@ fn everywhere<F: Future<Output = ()>>(
 fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4096).unwrap();
-    let options = FileOptions {
-        cache: CacheMode::Writeback,
-        read_only: false,
-        force_share: false,
-        handover: false,
-        may_be_empty: false,
-        root: None,
-        descriptor: None,
-        passed: None,
-    };
+    let options = FileOptions::default();
     let locked = || open_file(file.path(), &options).is_err();
     let (image, _) = open_file(file.path(), &options).unwrap();
     // As the kernel does for a moment, after an operation.
@@ -407,16 +398,7 @@ fn read_only_reads_and_refuses_everything_else() {
 #[test]
 fn error_numbers_arrive_as_they_are() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options = FileOptions {
-        cache: CacheMode::Writeback,
-        read_only: true,
-        force_share: true,
-        handover: false,
-        may_be_empty: false,
-        root: None,
-        descriptor: None,
-        passed: None,
-    };
+    let options = FileOptions { read_only: true, force_share: true, ..FileOptions::default() };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         // Past `Align`, which would refuse it: the descriptor is read-only.
@@ -429,16 +411,7 @@ fn error_numbers_arrive_as_they_are() {
 #[test]
 fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options = FileOptions {
-        cache: CacheMode::Writeback,
-        read_only: false,
-        force_share: false,
-        handover: false,
-        may_be_empty: false,
-        root: None,
-        descriptor: None,
-        passed: None,
-    };
+    let options = FileOptions::default();
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         assert_eq!(storage.flush().await, Ok(()));
@@ -531,16 +504,7 @@ fn a_header_cannot_be_forged_where_the_format_was_guessed() {
 fn locks_last_until_the_last_operation_on_either_descriptor_has_ended() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     for cache in [CacheMode::Writeback, CacheMode::None] {
-        let options = FileOptions {
-            cache,
-            read_only: false,
-            force_share: false,
-            handover: false,
-            may_be_empty: false,
-            root: None,
-            descriptor: None,
-            passed: None,
-        };
+        let options = FileOptions { cache, ..FileOptions::default() };
         let (storage, _) = open_file(file.path(), &options).expect("opens");
         assert!(!storage.is_busy());
         // A cut, or a write of the tail, that its file system has not finished.
