@@ -16,7 +16,7 @@ from groups import Disk
 from limits import SKIP_MS, lasting, passed_per_second
 from loads import Load
 from results import About, AtMost, Faster
-from rows import OUT_OF_REACH, WEIR, Row
+from rows import OUT_OF_REACH, WEIR, Row, cost, with_processor_time
 from shares import QSD
 
 LOAD = Load("randread", 32)
@@ -28,6 +28,15 @@ WORKERS_RATE = 100_000
 HOLES_RATE = 1000
 # Processor time is counted in these (sysconf(3), _SC_CLK_TCK).
 TICK_SECONDS = 0.01
+
+
+def samples(running, load):
+    """A sample of each running daemon: the figures of the load, with processor time per request."""
+
+    def sample(daemon):
+        return with_processor_time(daemon, lambda: load(daemon))
+
+    return {name: lambda daemon=daemon: sample(daemon) for name, daemon in running.items()}
 
 
 def idle_members(setup, stack):
@@ -45,13 +54,10 @@ def idle_members(setup, stack):
         # The first to be greeted waits until all members exist; that is no part of the figure.
         loads.run(["nbdinfo", daemon.uri_of(ACTIVE.name)], 300)
 
-    def sample(daemon):
-        before = daemon.cpu_seconds()
-        figures = loads.fio(LOAD, loads.over_nbd(daemon.uri_of(ACTIVE.name)), setup.seconds / 2)
-        figures["cpu_us"] = (daemon.cpu_seconds() - before) * 1e6 / figures["requests"]
-        return figures
+    def load(daemon):
+        return loads.fio(LOAD, loads.over_nbd(daemon.uri_of(ACTIVE.name)), setup.seconds / 2)
 
-    return {name: lambda daemon=daemon: sample(daemon) for name, daemon in running.items()}
+    return samples(running, load)
 
 
 def two_workers(setup, stack):
@@ -68,13 +74,10 @@ def two_workers(setup, stack):
     for daemon in running.values():
         stack.enter_context(daemon)
 
-    def sample(daemon):
-        before = daemon.cpu_seconds()
-        figures = loads.in_total([(LOAD, daemon.uri_of(disk.name)) for disk in disks], setup.seconds)
-        figures["cpu_us"] = (daemon.cpu_seconds() - before) * 1e6 / figures["requests"]
-        return figures
+    def load(daemon):
+        return loads.in_total([(LOAD, daemon.uri_of(disk.name)) for disk in disks], setup.seconds)
 
-    return {name: lambda daemon=daemon: sample(daemon) for name, daemon in running.items()}
+    return samples(running, load)
 
 
 def holes(setup, stack):
@@ -132,7 +135,7 @@ def thousands(setup, _stack):
 
 
 ROWS = (
-    Row(
+    cost(
         "thousands-of-groups",
         "8000 groups with a disk each, added while the daemon runs: the second half beside the first",
         thousands,
@@ -140,9 +143,8 @@ ROWS = (
             AtMost(1.5, "growth", "×{:.2f}".format, WEIR),
             AtMost(40, "status_us", "{:.0f} µs for each".format, WEIR),
         ),
-        columns=("growth", "add_us", "status_us"),
+        ("growth", "add_us", "status_us"),
         needs_weir=True,
-        rounds_factor=0.4,
     ),
     Row(
         "idle-members",

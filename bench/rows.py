@@ -60,6 +60,11 @@ class Row:
     rounds_factor: float = 1  # times the rounds asked for
 
 
+def cost(name, title, contenders, asked, columns, needs_weir=False):
+    """A row of costs with upper limits, which vary little: fewer rounds show them."""
+    return Row(name, title, contenders, asked, columns, needs_weir, rounds_factor=0.4)
+
+
 def settle(disk):
     """Writes back and drops the file's page cache, so that no contender pays for or gains from
     another's.
@@ -72,13 +77,17 @@ def settle(disk):
         os.close(fd)
 
 
-def under_load(server, load, seconds):
-    """One sample of a random load on a running server, with the processor time it cost the server.
-    """
+def with_processor_time(server, load):
+    """The figures of a load, with the processor time that each request cost the server."""
     before = server.cpu_seconds()
-    sample = loads.fio(load, loads.over_nbd(server.uri), seconds)
+    sample = load()
     sample["cpu_us"] = (server.cpu_seconds() - before) * 1e6 / sample["requests"]
     return sample
+
+
+def under_load(server, load, seconds):
+    """One sample of a random load on a running server."""
+    return with_processor_time(server, lambda: loads.fio(load, loads.over_nbd(server.uri), seconds))
 
 
 def on_file(setup, argv, use):

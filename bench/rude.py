@@ -20,7 +20,7 @@ from pathlib import Path
 import servers
 from loads import LoadFailed
 from results import AtMost
-from rows import WEIR, Row
+from rows import WEIR, cost
 
 MIB = 1 << 20
 QEMU, NBDKIT = "qemu-nbd", "nbdkit"
@@ -303,39 +303,35 @@ def _mib(value):
 
 
 ROWS = (
-    Row(
+    cost(
         "rude-quiet",
         "memory for each of 1000 clients: silent, and idle after negotiation",
         quiet,
         (AtMost(16 << 10, "silent_bytes", _kib, WEIR), AtMost(12 << 10, "idle_bytes", _kib, WEIR)),
-        columns=("silent_bytes", "idle_bytes"),
-        rounds_factor=0.4,
+        ("silent_bytes", "idle_bytes"),
     ),
-    Row(
+    cost(
         "rude-hurried",
         "memory kept after clients came and went as fast as one can",
         hurried,
         (AtMost(20 * MIB, "kept_bytes", _mib, WEIR),),
-        columns=("kept_bytes", "came"),
-        rounds_factor=0.4,
+        ("kept_bytes", "came"),
     ),
-    Row(
+    cost(
         "rude-crowd",
         "until somebody is served behind 300 silent clients",
         crowd,
         (AtMost(4, "start_s", "{:.1f} s".format, WEIR),),
-        columns=("start_s",),
-        rounds_factor=0.4,
+        ("start_s",),
     ),
-    Row(
+    cost(
         "rude-halves",
         "memory for 31 halves of 32 MiB writes; weir may use 256 MiB",
         halves,
         (AtMost(256 * MIB, "resident_bytes", _mib, WEIR),),
-        columns=("resident_bytes",),
-        rounds_factor=0.4,
+        ("resident_bytes",),
     ),
-    Row(
+    cost(
         "rude-stalled",
         "10000 clients that each send 100 bytes of a 1 MiB write: rate another disk loses, and the end",
         stalled,
@@ -344,24 +340,21 @@ ROWS = (
             AtMost(2, "end_s", "{:.2f} s".format, WEIR),
             AtMost(500, "connect_us", "{:.0f} µs".format, WEIR),
         ),
-        columns=("lost", "connect_us", "end_s"),
+        ("lost", "connect_us", "end_s"),
         needs_weir=True,
-        rounds_factor=0.4,
     ),
-    Row(
+    cost(
         "rude-flushes",
         "flushes that reach the device, of a flood with nothing to flush; weir at 10 IOPS",
         flood,
         (AtMost(20, "flushes", "{:.0f}/s".format, WEIR),),
-        columns=("flushes", "rate"),
-        rounds_factor=0.4,
+        ("flushes", "rate"),
     ),
-    Row(
+    cost(
         "rude-descriptors",
         "processor time and lines in 3 s without descriptors",
         exhausted,
         (AtMost(0.1, "cpu_share", "{:.1%}".format, WEIR), AtMost(10, "lines", "{:.0f}".format, WEIR)),
-        columns=("cpu_share", "lines"),
-        rounds_factor=0.4,
+        ("cpu_share", "lines"),
     ),
 ) if os.geteuid() == 0 else ()

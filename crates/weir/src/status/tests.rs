@@ -82,10 +82,14 @@ fn names(names: &[&str]) -> Vec<String> {
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
+/// The tables of the disks and groups of these names, or of all.
+fn tables_of(asked: &[&str], form: Form) -> String {
+    let (_, report, rates) = reports();
+    tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), form, false)
+}
+
 #[test]
 fn the_tables() {
-    let (_, report, rates) = reports();
-    let shown = Shown::new(&report, &[]).unwrap();
     let expect = "\
 last 1.0s
 DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s   P99  P99 WAIT  WAIT  HELD  HELD BY
@@ -104,13 +108,11 @@ gold  iops 500      b has it
 DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
 vm2   stopped: nospace            0             3             1               0
 ";
-    assert_eq!(tables::render(&report, &rates, &shown, Form::default(), false), expect);
+    assert_eq!(tables_of(&[], Form::default()), expect);
 }
 
 #[test]
 fn all_tables_with_all_columns() {
-    let (_, report, rates) = reports();
-    let shown = Shown::new(&report, &[]).unwrap();
     let expect = "\
 last 1.0s
 DISK  GROUP  LIMITS             WEIGHT  IOPS  READ/s  WRITE/s    P50   P99  P99 WAIT  WAIT SINCE START  WAIT  HELD  HELD BY
@@ -141,19 +143,15 @@ DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
 MACHINE'S EXPORT  DISK  USED BY                 QUEUES  IN FLIGHT  REQUESTS  KICKS  CALLS  COPIES
 vm2               vm2   qemu-system-x86 (4711)       4         32      1.5M  20.0K  30.0K       7
 ";
-    let form = Form { all: true, wide: true };
-    assert_eq!(tables::render(&report, &rates, &shown, form, false), expect);
+    assert_eq!(tables_of(&[], Form { all: true, wide: true }), expect);
 }
 
 #[test]
 fn names_choose_disks_groups_and_what_is_in_them() {
-    let (_, report, rates) = reports();
-    let table = |asked: &[&str]| {
-        let form = Form { all: true, ..Form::default() };
-        tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), form, false)
-    };
+    let table = |asked: &[&str]| tables_of(asked, Form { all: true, ..Form::default() });
     assert!(!table(&["vm2"]).contains("vm1") && !table(&["vm2"]).contains("DEVICE"));
     assert!(table(&["gold"]).contains("\nvm1 ") && table(&["gold"]).contains("/dev/vda"));
+    let (_, report, _) = reports();
     let unknown = Shown::new(&report, &names(&["vm3"])).err().unwrap();
     assert_eq!(unknown, "vm3: no disk and no group has this name (did you mean \"vm2\"?)");
 }
