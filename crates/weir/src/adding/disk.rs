@@ -148,13 +148,14 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     }
     let here = absolute(".")?;
     // The daemon may be in another directory, and so is the config file.
-    let is_snapshot = image.is_snapshot();
+    let (is_snapshot, is_in_cluster) = (image.is_snapshot(), image.is_rbd());
     let image = image.relative_to(&here).to_string();
     let options = disk.with_whole_paths();
     // What is wrong with it whatever a daemon has.
     described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
-    let (_, report) = client.status()?;
+    // How the daemon reaches its other images is of interest only for one in a Ceph cluster.
+    let report = if is_in_cluster { client.status()?.1 } else { client.summary()? };
     let options = described::reached_alike(&image, options, &report.disks);
     let described = described::node(&name, &image, &options)?;
     let places = match is_over_nbd {

@@ -207,7 +207,21 @@ impl Client {
 
     /// The state of everything that runs, as the daemon words it and as this program reads it.
     pub(crate) fn status(&mut self) -> Result<(Value, Report), Error> {
-        let value: Value = self.execute("x-weir-query-status", json!({}))?;
+        self.status_with(json!({}))
+    }
+
+    /// As [`Client::status`], without disks, groups, devices and exports: its length does not
+    /// depend on their number. An older daemon, which does not have this, returns all of them.
+    pub(crate) fn summary(&mut self) -> Result<Report, Error> {
+        match self.status_with(json!({ "lists": false })) {
+            Err(Error::Refused(_)) => self.status(),
+            summary => summary,
+        }
+        .map(|(_, report)| report)
+    }
+
+    fn status_with(&mut self, arguments: Value) -> Result<(Value, Report), Error> {
+        let value: Value = self.execute("x-weir-query-status", arguments)?;
         // A list has members by their order, for who reads it.
         if !value.is_object() {
             return Err(self.nonsense("answered with a status that is no object"));

@@ -45,7 +45,12 @@ fn visited(count: usize) -> (u64, u64) {
         let status = run(&commands, "x-weir-query-status", json!({})).await.expect("an answer");
         assert_eq!(status["groups"].as_array().map(Vec::len), Some(count));
         assert_eq!(status["groups"][0]["disks"], json!(["disk0"]));
-        (added, visits::take())
+        let listed = visits::take();
+        let summary =
+            run(&commands, "x-weir-query-status", json!({ "lists": false })).await.expect("an answer");
+        assert!(summary["servers"].is_array() && summary.get("disks").is_none(), "{summary}");
+        assert_eq!(visits::take(), 0, "a summary visits neither disks nor groups");
+        (added, listed)
     })
 }
 

@@ -7,7 +7,11 @@
 //!
 //! Changes nothing.
 
-use std::{collections::HashMap, rc::Rc, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+    sync::Arc,
+};
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{Disk, Draft, Group, Place, Plan, Said, Service, ServiceDraft, TlsDraft};
@@ -69,9 +73,10 @@ impl Difference {
         before: &Plan,
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<()> {
+        let places: HashMap<_, _> =
+            draft.groups.iter().map(|said| (said.name.value.as_str(), &said.name.place)).collect();
         for (index, group) in plan.groups.iter().enumerate() {
-            let place =
-                draft.groups.iter().find(|said| said.name.value == group.name).map(|said| &said.name.place);
+            let place = places.get(group.name.as_str()).copied();
             let Ok(running) = inventory.group(&group.name) else {
                 inventory.check_name(&group.name).with_context(|| shown(place))?;
                 self.new_groups.push(index);
@@ -164,11 +169,13 @@ impl Difference {
                 bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
             }
         }
+        let planned: HashMap<_, _> = plan.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
+        let removed: HashSet<_> = self.old_disks.iter().chain(&self.old_groups).collect();
         let leaves = |member: &String, group: &str| {
-            let disk = plan.disks.iter().find(|disk| disk.name == *member);
+            let disk = planned.get(member.as_str());
             let moves =
                 disk.is_some_and(|disk| disk.group.is_none_or(|index| plan.groups[index].name != group));
-            moves || self.old_disks.contains(member) || self.old_groups.contains(member)
+            moves || removed.contains(member)
         };
         let mut all_members = inventory.members();
         for name in &self.old_groups {

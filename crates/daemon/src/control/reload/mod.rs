@@ -19,7 +19,7 @@ pub(crate) mod told;
 mod unopened;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     fs,
     path::Path,
     rc::Rc,
@@ -513,15 +513,15 @@ impl Work<'_> {
 
     /// Puts those in force that differ from what is, and tells what of them was there before.
     fn put(&mut self, difference: &Difference, seats: Vec<Seat>) -> anyhow::Result<()> {
-        let is_new =
-            |name: &str| difference.new_groups.iter().any(|&index| self.plan.groups[index].name == name);
+        let new_groups = difference.new_groups.iter().map(|&index| self.plan.groups[index].name.as_str());
+        let new_groups: HashSet<_> = new_groups.collect();
         let (mut before, mut after, mut told) = (Vec::new(), Vec::new(), Vec::new());
         for seat in seats {
             let (kind, name) = seat.named();
             let now = Seat::now(&seat.node);
             let differences: Vec<_> = told::settings(kind, &name, now.values(), seat.values()).collect();
             if !differences.is_empty() {
-                told.extend(differences.into_iter().filter(|_| !is_new(&name)));
+                told.extend(differences.into_iter().filter(|_| !new_groups.contains(&*name)));
                 before.push(now);
                 after.push(seat);
             }

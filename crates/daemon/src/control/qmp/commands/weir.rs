@@ -223,36 +223,57 @@ fn no_group(inventory: &Inventory, name: &str) -> Error {
     )
 }
 
-query!(QueryStatus, "x-weir-query-status", |inventory| {
+/// `x-weir-query-status`.
+#[derive(Debug)]
+pub(super) struct QueryStatus {
+    /// List disks, groups, devices and exports, whose number has no bound.
+    lists: bool,
+}
+
+impl Command for QueryStatus {
+    const NAME: &'static str = "x-weir-query-status";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { lists: arguments.optional("lists")?.unwrap_or(true) })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let mut answer = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "uptime-ns": nanoseconds(inventory.uptime()),
+            "makes-devices": inventory.makes_devices(),
+            "memory": memory(),
+            "servers": inventory.servers().iter().map(|one| server(one)).collect::<Vec<_>>(),
+        });
+        if self.lists {
+            add_lists(&inventory, &mut answer);
+        }
+        if let Some(cluster) = inventory.cluster() {
+            answer["cluster"] = cluster.summary();
+        }
+        if let Some(config) = &inventory.config {
+            answer["config"] = json!(config);
+        }
+        Ok(answer)
+    }
+}
+
+fn add_lists(inventory: &Rc<Inventory>, answer: &mut Value) {
     let (exports, members) = (inventory.exports(), inventory.members());
     let list_disk = |running: &Rc<RunningDisk>| {
         let mut answer = disk(running, &inventory.exports_of(running.disk.name()));
-        add_left_out(&inventory, running.disk.name(), &mut answer);
+        add_left_out(inventory, running.disk.name(), &mut answer);
         answer
     };
-    let mut answer = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "uptime-ns": nanoseconds(inventory.uptime()),
-        "makes-devices": inventory.makes_devices(),
-        "memory": memory(),
-        "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
-        "groups": inventory.groups().iter().map(|one| group(&inventory, one, &members)).collect::<Vec<_>>(),
-        "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
-        "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
-        "servers": inventory.servers().iter().map(|one| server(one)).collect::<Vec<_>>(),
-    });
+    answer["disks"] = inventory.disks().iter().map(list_disk).collect();
+    answer["groups"] = inventory.groups().iter().map(|one| group(inventory, one, &members)).collect();
+    answer["devices"] = inventory.devices().iter().map(device).collect();
+    answer["exports"] = exports.iter().map(|one| export(one)).collect();
     let unopened = inventory.describe_unopened();
     if !unopened.is_empty() {
         answer["unopened"] = json!(unopened);
     }
-    if let Some(cluster) = inventory.cluster() {
-        answer["cluster"] = cluster.summary();
-    }
-    if let Some(config) = &inventory.config {
-        answer["config"] = json!(config);
-    }
-    answer
-});
+}
 
 /// What the process has of its budget; `total` is absent where nothing bounds it.
 fn memory() -> Value {
