@@ -205,7 +205,7 @@ fn a_client_waits_for_the_memory_of_its_tls() {
     let scratch = Scratch::new();
     let authority = Authority::new(&scratch, "authority");
     let weir = Serve::new(&scratch)
-        .args(["memory:1M", "--tls-certificates", authority.path()])
+        .args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path()])
         .args(["--memory", "128M", "--max-connections", "0"])
         .start();
     // Handshakes that do not continue hold the memory of TLS.
