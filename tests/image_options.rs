@@ -116,6 +116,10 @@ fn mistakes_are_refused_with_the_key() {
         (&["info", "--object", "secret,id=s,data=abc", "top.qcow2"], "everybody on this machine"),
         (&["convert", "--target-image-opts", "base.raw", "driver=raw,file.filename=x"], "--no-create"),
         (&["commit", "--image-opts", "driver=qcow2,backing=,file.filename=top.qcow2"], "backing: is empty"),
+        (
+            &["convert", "-n", "--target-image-opts", "base.raw", "file.filename=missing"],
+            "add driver=raw or driver=qcow2",
+        ),
         (&["convert", "base.raw", "json:{\"driver\": \"raw\", \"file.filename\": \"x\"}"], "add -n"),
     ] {
         let refused = weir_image(words).inside(&inside).fails();

@@ -170,9 +170,14 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let sources = sources.iter().map(source).collect::<Result<Vec<_>, _>>()?;
     // A name with `json:` describes an image that is there as well.
     let target_image = named(target, arguments.output_format, arguments.target_image_opts, &objects)?;
-    let output_format = match arguments.target_image_opts {
-        true => target_image.format()?,
-        false => target_image.format.unwrap_or(Format::Raw),
+    let output_format = match (target_image.format, arguments.target_image_opts) {
+        (Some(format), _) => format,
+        (None, false) => Format::Raw,
+        // A guest may have written the header that a guess would go by.
+        (None, true) => {
+            let what = "the format of the target is not given (add driver=raw or driver=qcow2)";
+            return Err(Failure::Usage(anyhow!("{}: {what}", target.display())));
+        }
     };
     check(&arguments, output_format, &sources, has_backing).map_err(Failure::Usage)?;
     let is_file = !opening::is_elsewhere(&target_image.path) && target_image.path == *target;
