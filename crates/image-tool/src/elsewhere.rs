@@ -6,14 +6,13 @@ use clap::{
 };
 
 /// For a subcommand, or any, and what stood there: what to do instead.
-const INSTEAD: [(&str, &str, &str); 4] = [
+const INSTEAD: [(&str, &str, &str); 3] = [
     (
         "convert",
         "-C",
         "copies are never offloaded (leave -C away; `cp --reflink` makes a copy that shares its blocks)",
     ),
     ("convert", "-s", "-l SNAPSHOT reads a snapshot"),
-    ("", "--object", "a passphrase is given with --secret-file FILE or --secret-fd N"),
     ("", "dd", "`weir image convert` copies a whole disk; qemu-img, or dd(1) on a raw image, a part"),
 ];
 

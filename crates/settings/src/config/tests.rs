@@ -1,4 +1,4 @@
-//! What the config file describes, as values.
+//! Values that a config file describes.
 
 mod documentation;
 mod mistakes;
