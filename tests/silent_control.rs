@@ -140,8 +140,7 @@ fn beside(held: u32) {
     let stream = UnixStream::connect(party.scratch.socket("metrics")).expect("it listens");
     stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
     Party::get(stream, "/metrics");
-    bench("-w -c 16 -d 4 -s 4K", &format!("vhost-user:{}", text(&party.scratch.socket("machine"))))
-        .succeeds();
+    bench("-w -c 16 -d 4 -s 4K", format!("vhost-user:{}", text(&party.scratch.socket("machine")))).succeeds();
     prints(&party.scratch, &["disk", "add", "b", "memory:1M"]);
     assert_eq!(party.client("b").read(0, 512).map(|data| data.len()), Ok(512));
     prints(&party.scratch, &["disk", "remove", "b"]);
