@@ -180,7 +180,7 @@ struct Inside {
 async fn read(storage: &Storage, path: &Path) -> Result<Inside, anyhow::Error> {
     let context = || path.display().to_string();
     let header = qcow2::read_header(storage).await.with_context(context)?;
-    let snapshots = snapshot::read(storage, path).await?;
+    let snapshots = opening::snapshots_in(storage, path).await?;
     let bitmaps = match header.bitmaps {
         Some(bitmaps) if header.autoclear & autoclear::BITMAPS != 0 => {
             match bitmap::read(storage, &header, bitmaps).await {

@@ -16,7 +16,12 @@ use anyhow::{Context as _, anyhow, bail};
 use block::{
     image::{
         open::resolve,
-        qcow2::{CacheSettings, header::Header, read_header},
+        qcow2::{
+            CacheSettings,
+            header::Header,
+            read_header,
+            snapshot::{Snapshot, SnapshotTable},
+        },
     },
     nbd::uri::Uri,
     storage::{
@@ -209,6 +214,29 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
 pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
     let storage = storage(path, How { force_share: true, ..How::default() })?;
     read_header(&storage).await.with_context(|| path.display().to_string())
+}
+
+/// The snapshots of an image, with a warning where their table is damaged.
+pub(super) async fn snapshots_in(storage: &Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
+    let context = || path.display().to_string();
+    let header = read_header(storage).await.with_context(context)?;
+    let table = SnapshotTable::read(storage, &header).await.with_context(context)?;
+    warn_of_faults(&table, &header, path);
+    Ok(table.snapshots)
+}
+
+/// One line for all faults: there may be many.
+fn warn_of_faults(table: &SnapshotTable, header: &Header, path: &Path) {
+    let mut faults = table.faults(header);
+    let Some(first) = faults.next() else { return };
+    let more = match faults.count() {
+        0 => String::new(),
+        count => format!(", and {count} more faults"),
+    };
+    console::say(&format!(
+        "{}: its snapshot table is damaged: {first}{more} (`weir image check` shows the damage)",
+        path.display()
+    ));
 }
 
 pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {

@@ -40,7 +40,7 @@ impl Pick {
         if opening::format(path, format)? == Format::Raw {
             bail!("{name}: raw images have no snapshots (leave -l away)");
         }
-        let snapshots = snapshot::read(&opening::storage(path, how)?, path).await?;
+        let snapshots = opening::snapshots_in(&opening::storage(path, how)?, path).await?;
         let found = self.find(&snapshots);
         let found = found.with_context(|| {
             format!("{name}: has no such snapshot (`weir image snapshot -l` lists those it has)")

@@ -8,9 +8,8 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use block::{
     image::qcow2::{
-        self, Qcow2,
-        header::Header,
-        snapshot::{NewSnapshot, Snapshot, SnapshotTable},
+        Qcow2,
+        snapshot::{NewSnapshot, Snapshot},
     },
     storage::{Format, OpenError, Storage},
 };
@@ -93,7 +92,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     }
     let how = How { force_share: arguments.force_share, ..How::default() };
     let (storage, at) = (image.storage(how)?, path.clone());
-    let text = list(&on_reactor(async move { Ok(read(&storage, &at).await?) })?);
+    let text = list(&on_reactor(async move { Ok(opening::snapshots_in(&storage, &at).await?) })?);
     if !arguments.quiet {
         print(&text)?;
     }
@@ -136,29 +135,6 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
     done.with_context(|| name.clone())?;
     closed.with_context(|| name.clone())?;
     Ok(())
-}
-
-/// The snapshots of an image, with a warning where their table is damaged.
-pub(super) async fn read(storage: &Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
-    let context = || path.display().to_string();
-    let header = qcow2::read_header(storage).await.with_context(context)?;
-    let table = SnapshotTable::read(storage, &header).await.with_context(context)?;
-    warn_of_faults(&table, &header, path);
-    Ok(table.snapshots)
-}
-
-/// One line for all faults: there may be many.
-fn warn_of_faults(table: &SnapshotTable, header: &Header, path: &Path) {
-    let mut faults = table.faults(header);
-    let Some(first) = faults.next() else { return };
-    let more = match faults.count() {
-        0 => String::new(),
-        count => format!(", and {count} more faults"),
-    };
-    console::say(&format!(
-        "{}: its snapshot table is damaged: {first}{more} (`weir image check` shows the damage)",
-        path.display()
-    ));
 }
 
 pub(super) fn to_json(snapshot: &Snapshot) -> Value {
