@@ -129,8 +129,12 @@ impl Snapshot {
 
     fn encode(&self, bytes: &mut Vec<u8>) {
         let mut extra = Vec::with_capacity(KNOWN_EXTRA + self.extra.len());
-        if let Some(disk_bytes) = self.disk_bytes {
+        let short_vm_state = u32::try_from(self.vm_state_bytes);
+        // Of version 2, extra data may end behind the size of the VM state.
+        if self.disk_bytes.is_some() || short_vm_state.is_err() {
             extra.extend(self.vm_state_bytes.to_be_bytes());
+        }
+        if let Some(disk_bytes) = self.disk_bytes {
             extra.extend(disk_bytes.to_be_bytes());
             if let Some(instructions) = self.instructions {
                 extra.extend(instructions.to_be_bytes());
@@ -145,7 +149,7 @@ impl Snapshot {
         bytes.extend(self.date_ns.to_be_bytes());
         bytes.extend(self.vm_clock_ns.to_be_bytes());
         // Superseded by the extra data, where there is any.
-        bytes.extend(u32::try_from(self.vm_state_bytes).unwrap_or(0).to_be_bytes());
+        bytes.extend(short_vm_state.unwrap_or(0).to_be_bytes());
         bytes.extend((extra.len() as u32).to_be_bytes());
         bytes.extend(&extra);
         bytes.extend(&self.id);
@@ -310,6 +314,20 @@ mod tests {
             let table = encode(&snapshots).expect("short names");
             bytes::write(&storage, 0x40000, &table).await.expect("memory");
             let header = Header { snapshots: 500, ..header };
+            assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
+        });
+    }
+
+    #[test]
+    fn a_large_vm_state_without_a_disk_size_keeps_its_size() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let parts = Snapshot { disk_bytes: None, instructions: None, extra: Vec::new(), ..snapshot(1) };
+            let small = Snapshot { vm_state_bytes: 77, ..parts.clone() };
+            let snapshots = vec![Snapshot { vm_state_bytes: 5 << 30, ..parts }, small];
+            let table = encode(&snapshots).expect("short names");
+            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            let header = Header { snapshots: 2, version: 2, ..header };
             assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
         });
     }
