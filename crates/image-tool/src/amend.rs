@@ -110,13 +110,6 @@ async fn amend(storage: Storage, wish: Wish) -> anyhow::Result<()> {
         return Ok(());
     }
     if amendment.upgrade {
-        let (snapshots, _) = qcow2::snapshot::read(&storage, &header).await?;
-        if let Some(snapshot) = snapshots.iter().find(|snapshot| snapshot.disk_bytes.is_none()) {
-            bail!(
-                "compat=1.1: snapshot {:?} does not have the size of its disk, which version 3 requires (delete it first)",
-                snapshot.name()
-            );
-        }
         let report = check(&storage, Repair::Nothing).await?;
         if report.corruptions + report.check_errors > 0 {
             bail!(
@@ -125,9 +118,15 @@ async fn amend(storage: Storage, wish: Wish) -> anyhow::Result<()> {
         }
     }
     let image = Qcow2::open_for_upkeep(storage).await?;
-    let done = image.amend(amendment).await;
+    let done = async {
+        if amendment.upgrade {
+            image.complete_snapshots().await.context("its snapshot table cannot be written")?;
+        }
+        image.amend(amendment).await.context("its header cannot be changed")
+    };
+    let done = done.await;
     let closed = image.close().await;
-    done.context("its header cannot be changed")?;
+    done?;
     Ok(closed?)
 }
 

@@ -5,6 +5,8 @@ mod partial;
 use super::*;
 use crate::{
     image::qcow2::{
+        Qcow2,
+        amend::Amendment,
         big_endian::u64_at,
         bitmap,
         create::{CreateOptions, Preallocation, create},
@@ -356,6 +358,29 @@ fn snapshots_without_a_size_are_given_the_disk_s() {
             }
             assert_eq!(check(&storage, Repair::All).await.expect("a header").corruptions_fixed, 0);
         }
+    });
+}
+
+#[test]
+fn snapshots_are_completed_before_the_version_is_raised() {
+    sim::run(1, async {
+        let (storage, header) = with_old_snapshots(CreateOptions { version: 2, ..preallocated() }, 3).await;
+        // The refcounts of the hand-made tables.
+        check(&storage, Repair::All).await.expect("a header");
+        let image = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        image.complete_snapshots().await.expect("memory");
+        let upgrade = Amendment { upgrade: true, lazy_refcounts: None };
+        image.amend(upgrade).await.expect("memory");
+        image.flush().await.expect("memory");
+        let storage = image.file.storage();
+        let after = read_header(storage).await.expect("a header");
+        let (snapshots, _) = snapshot::read(storage, &after).await.expect("a table");
+        assert_eq!((after.version, snapshots.len()), (3, 3));
+        for snapshot in snapshots {
+            assert_eq!((snapshot.disk_bytes, snapshot.vm_state_bytes), (Some(header.size_bytes), 77));
+        }
+        let clean = check(storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((clean.corruptions, clean.leaks), (0, 0), "{clean:?}");
     });
 }
 

@@ -96,6 +96,25 @@ impl Qcow2 {
         kept.map(|()| snapshot)
     }
 
+    /// Records the size of the disk in every snapshot that lacks it, as version 3 requires. In
+    /// version 2 a disk with snapshots keeps its size, so it is that of the disk now.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the disk and the snapshots are not touched.
+    pub async fn complete_snapshots(&self) -> Result<()> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (mut snapshots, old_length) = self.snapshot_table().await?;
+        if snapshots.iter().all(|snapshot| snapshot.disk_bytes.is_some()) {
+            return Ok(());
+        }
+        for snapshot in &mut snapshots {
+            snapshot.disk_bytes.get_or_insert(header.size_bytes);
+        }
+        self.replace_snapshots(&header, &snapshots, old_length).await
+    }
+
     /// Has the header lead to these snapshots, the last of which shares everything with the disk.
     async fn keep(&self, header: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
         self.flush_metadata().await?;
