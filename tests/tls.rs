@@ -4,11 +4,12 @@ use std::{
     fs,
     path::{Path, PathBuf},
     thread,
+    time::{Duration, Instant},
 };
 
 use crate::harness::{
     Client, MIB, Scratch, Serve, WEIR, Weir, Wire, assert_says, pause, qemu_img, qemu_io, text,
-    wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
+    wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD, option_header},
 };
 
 /// Vouches for a server and a client, in the layout that QEMU and libnbd share.
@@ -227,6 +228,38 @@ fn a_client_waits_for_the_memory_of_its_tls() {
     }
     drop(silent);
     assert_eq!(client.join().expect("it is served"), format!("{MIB}\n"));
+    weir.stop();
+}
+
+/// Clients that wait for memory occupy no worker: the only one serves the others.
+#[test]
+fn clients_that_wait_for_the_memory_of_their_tls_stop_no_worker() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--tls", "on", "--tls-certificates", authority.path(), "--workers", "1"])
+        .args(["--memory", "128M", "--max-connections", "0"])
+        .start();
+    let (mut served, _) = Wire::go(weir.socket(), "memory");
+    let mut silent = Vec::new();
+    while !weir.logged().contains("memory is used up") {
+        let mut client = Wire::greet(weir.socket());
+        assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
+        silent.push(client);
+    }
+    // These wait for memory, and stay silent too.
+    for _ in 0..3 {
+        let mut client = Wire::greet(weir.socket());
+        client.send(&option_header(OPT_STARTTLS, 0));
+        silent.push(client);
+    }
+    // Several times as long as a client may take for its handshake while others wait.
+    let until = Instant::now() + Duration::from_secs(4);
+    while Instant::now() < until {
+        served.read(0, 4096).expect("memory");
+    }
+    drop(silent);
+    served.read(0, 4096).expect("memory");
     weir.stop();
 }
 

@@ -308,8 +308,9 @@ impl Server {
     }
 
     /// Charges `bytes` for a connection that was accepted, or for its TLS; waits while memory is
-    /// used up. Meanwhile a client that has not finished its handshake in time is disconnected.
-    /// `None` if the server stops, or stops accepting, before memory is available.
+    /// used up. Meanwhile it disconnects clients that have not finished their handshake in time, at
+    /// most one for each client that leaves and one in each [`MOMENT`]. `None` if the server stops,
+    /// or stops accepting, before memory is available.
     async fn connection_memory(&self, bytes: u64) -> Option<ConnectionMemory> {
         loop {
             let freed = self.freed.listen();
@@ -326,8 +327,9 @@ impl Server {
                 );
             }
             // Memory is also returned by others than the clients of this server.
+            let next_look = self.push_out_oldest().unwrap_or(MOMENT);
             let changed = first(freed, self.rest.until(|stage| stage != Stage::Open));
-            let _ = reactor::timeout(MOMENT, first(changed, self.push_out_oldest())).await;
+            let _ = reactor::timeout(next_look, changed).await;
         }
     }
 
@@ -504,26 +506,26 @@ impl Server {
         }
     }
 
-    /// Disconnects the client that has been shaking hands for longest, once it has had a moment for
-    /// it.
-    async fn push_out_oldest(&self) {
-        let (number, since) = loop {
-            if let Some(oldest) = self.lock().oldest_unfinished() {
-                break oldest;
-            }
-            // All are being served, or the workers have yet to see those that took the places.
-            reactor::sleep_until(reactor::now() + MOMENT).await;
-        };
-        reactor::sleep_until(since + MOMENT).await;
-        if let Some(live) = self.lock().get(number)
-            && live.export().is_none()
-        {
+    /// Disconnects the client that has been in its handshake for longest, if it has had
+    /// [`MOMENT`] for it. Each client is disconnected once: its memory is free when its task has
+    /// ended. If there is none, returns the time, above zero, after which to look again.
+    fn push_out_oldest(&self) -> Option<Duration> {
+        let mut roster = self.lock();
+        // None: all are being served, wait for memory themselves, or have not been listed yet.
+        let Some((number, since)) = roster.oldest_to_push_out() else { return Some(MOMENT) };
+        let early = (since + MOMENT) - reactor::now();
+        if early > Duration::ZERO {
+            return Some(early);
+        }
+        roster.spare(number);
+        if let Some(live) = roster.get(number) {
             tracing::debug!(
                 client = number,
                 "disconnected before it had finished the handshake: others wait"
             );
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
         }
+        None
     }
 
     /// Refuses new connections, lets the others finish what they have in flight, and returns when
@@ -671,7 +673,9 @@ impl Place {
             let mut freed = pin!(freed);
             let mut wanted = pin!(async {
                 if op::readable(listener).await.is_ok() {
-                    server.push_out_oldest().await;
+                    while let Some(next_look) = server.push_out_oldest() {
+                        reactor::sleep_until(reactor::now() + next_look).await;
+                    }
                 }
                 std::future::pending::<()>().await;
             });

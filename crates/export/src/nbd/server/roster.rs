@@ -58,6 +58,8 @@ pub(super) struct Roster {
     live: HashMap<u64, Live>,
     /// Clients that have not chosen an export, in the order of arrival.
     unfinished: BTreeSet<(Instant, u64)>,
+    /// Those of them that may be disconnected where others wait.
+    to_push_out: BTreeSet<(Instant, u64)>,
     /// Clients of each export that has any.
     by_export: HashMap<usize, usize>,
 }
@@ -66,6 +68,7 @@ impl Roster {
     /// Adds a client that has not chosen an export.
     pub(super) fn insert(&mut self, number: u64, live: Live) {
         self.unfinished.insert((live.since, number));
+        self.to_push_out.insert((live.since, number));
         self.live.insert(number, live);
     }
 
@@ -75,6 +78,7 @@ impl Roster {
         live.visit = visit;
         let before = live.export.replace(export);
         self.unfinished.remove(&(live.since, number));
+        self.to_push_out.remove(&(live.since, number));
         *self.by_export.entry(export).or_default() += 1;
         self.uncount(before);
         true
@@ -83,6 +87,7 @@ impl Roster {
     pub(super) fn remove(&mut self, number: u64) -> Option<Live> {
         let gone = self.live.remove(&number)?;
         self.unfinished.remove(&(gone.since, number));
+        self.to_push_out.remove(&(gone.since, number));
         self.uncount(gone.export);
         Some(gone)
     }
@@ -103,6 +108,24 @@ impl Roster {
 
     pub(super) fn get_mut(&mut self, number: u64) -> Option<&mut Live> {
         self.live.get_mut(&number)
+    }
+
+    /// Excludes a client from [`Self::oldest_to_push_out`]: it was disconnected, or waits for the
+    /// server and not the server for it.
+    pub(super) fn spare(&mut self, number: u64) {
+        if let Some(live) = self.live.get(&number) {
+            self.to_push_out.remove(&(live.since, number));
+        }
+    }
+
+    /// Charges a client for its TLS. Its handshake proceeds, and is waited for again.
+    pub(super) fn start_tls(&mut self, number: u64, memory: ConnectionMemory) {
+        if let Some(live) = self.live.get_mut(&number) {
+            live.tls_memory = Some(memory);
+            if live.export.is_none() {
+                self.to_push_out.insert((live.since, number));
+            }
+        }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Live)> {
@@ -128,6 +151,12 @@ impl Roster {
         self.unfinished.first().map(|(since, number)| (*number, *since))
     }
 
+    /// The client that has been in its handshake for longest, of those that may be disconnected, and
+    /// when it arrived.
+    pub(super) fn oldest_to_push_out(&self) -> Option<(u64, Instant)> {
+        self.to_push_out.first().map(|(since, number)| (*number, *since))
+    }
+
     /// Clients in their handshake.
     pub(super) fn unfinished(&self) -> impl Iterator<Item = &Live> {
         self.unfinished.iter().filter_map(|(_, number)| self.live.get(number))
@@ -137,6 +166,8 @@ impl Roster {
 #[cfg(test)]
 mod tests {
     use std::os::{fd::OwnedFd, unix::net::UnixStream};
+
+    use block::memory::Budget;
 
     use super::*;
 
@@ -172,5 +203,22 @@ mod tests {
             assert!(roster.remove(number).is_some() && roster.remove(number).is_none());
         }
         assert_eq!((roster.counts().len(), roster.oldest_unfinished(), roster.len()), (0, None, 0));
+    }
+
+    #[test]
+    fn a_client_that_waits_for_the_server_or_was_disconnected_is_not_disconnected() {
+        let mut roster = Roster::default();
+        roster.insert(1, client(10));
+        roster.insert(2, client(20));
+        roster.spare(1);
+        assert_eq!(roster.oldest_to_push_out(), Some((2, Instant::from_nanos(20))));
+        assert_eq!(roster.oldest_unfinished(), Some((1, Instant::from_nanos(10))));
+        roster.spare(2);
+        assert_eq!(roster.oldest_to_push_out(), None);
+        let memory = ConnectionMemory::new(Budget::process(), 1).expect("a byte");
+        roster.start_tls(1, memory);
+        assert_eq!(roster.oldest_to_push_out(), Some((1, Instant::from_nanos(10))));
+        roster.remove(1);
+        assert_eq!(roster.oldest_to_push_out(), None);
     }
 }

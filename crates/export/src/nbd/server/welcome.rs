@@ -128,11 +128,11 @@ impl Server {
                 }
                 negotiate::Event::Replied => {}
                 negotiate::Event::StartTls => {
+                    // Its handshake does not proceed because of the server.
+                    self.lock().spare(number);
                     let memory = self.connection_memory(TLS_BYTES).await;
                     let memory = memory.ok_or("the server stops: TLS was not started")?;
-                    if let Some(live) = self.lock().get_mut(number) {
-                        live.tls_memory = Some(memory);
-                    }
+                    self.lock().start_tls(number, memory);
                     let keys = &self.tls.as_ref().expect("offered only with keys").keys;
                     let tls = keys.accept().map_err(|error| error.to_string())?;
                     stream = stream.start_tls(tls, inbox.bytes()).await.map_err(|error| error.to_string())?;
