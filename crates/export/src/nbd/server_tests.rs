@@ -17,7 +17,7 @@ use block::{
     disk::Disk,
     image::{Image, Raw},
     layer::throttle::DiskSettings,
-    reactor::{Polling, run},
+    reactor::{Polling, run, sim},
     storage::Storage,
 };
 
@@ -197,5 +197,22 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
             assert!(sent > 4096 && out.is_empty(), "option {option}: {sent} bytes were answered");
             assert!(most <= 8 << 10, "option {option}: {most} bytes are kept");
         }
+    });
+}
+
+/// Each client is disconnected once. After that, and without one, there is a time to wait: those
+/// that need its memory must let it leave.
+#[test]
+fn a_client_in_its_handshake_is_disconnected_once() {
+    sim::run(1, async {
+        let server = Server::new(None, Terms::default());
+        assert_eq!(server.push_out_oldest(), Some(MOMENT));
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        server.lock().insert(1, Live::new(OwnedFd::from(ours).into(), None, reactor::now()));
+        assert_eq!(server.push_out_oldest(), Some(MOMENT));
+        reactor::sleep_until(reactor::now() + MOMENT).await;
+        assert_eq!(server.push_out_oldest(), None);
+        assert_eq!(theirs.read(&mut [0; 1]).ok(), Some(0), "it is disconnected");
+        assert_eq!(server.push_out_oldest(), Some(MOMENT));
     });
 }
