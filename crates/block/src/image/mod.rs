@@ -546,10 +546,11 @@ impl Image {
         Ok(allocated_bytes.min(self.size_bytes()))
     }
 
-    /// Counts [`Image::allocated_bytes`] again, for `timeout` at most for each file of the chain.
+    /// Counts [`Image::allocated_bytes`] again, for `timeout` at most for all files of the chain.
     pub async fn count_allocated_bytes(&self, timeout: Duration) {
+        let deadline = reactor::now() + timeout;
         for storage in self.chain().flat_map(Self::files) {
-            storage.allocated_bytes_within(timeout).await;
+            storage.allocated_bytes_before(deadline).await;
         }
     }
 

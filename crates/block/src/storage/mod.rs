@@ -67,7 +67,7 @@ pub use wrapped::Wrapped;
 
 use std::{io, sync::Arc};
 
-use policy::time::Duration;
+use policy::time::{Duration, Instant};
 
 use self::{
     align::{Align, Device as _},
@@ -290,10 +290,10 @@ impl Storage {
 
     /// Bytes that the file system has allocated to the file at the bottom, writes before the call
     /// included; `None` if the bottom is not a file. The last known number if the file system
-    /// reports an error, or does not answer within `timeout`.
-    pub async fn allocated_bytes_within(&self, timeout: Duration) -> Option<u64> {
+    /// reports an error, or does not answer before `deadline`.
+    pub async fn allocated_bytes_before(&self, deadline: Instant) -> Option<u64> {
         match self.file() {
-            Some(file) => Some(file.allocated_bytes_within(timeout).await),
+            Some(file) => Some(file.allocated_bytes_before(deadline).await),
             None => None,
         }
     }

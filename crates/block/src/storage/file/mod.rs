@@ -42,7 +42,7 @@ pub use self::{
     passed::{Passed, PassedFile},
 };
 use lane::Lane;
-use space::Space;
+use space::SpaceCount;
 use sync::Syncs;
 
 use super::{
@@ -132,7 +132,7 @@ pub struct File {
     zero_alignment: u64,
     page_bytes: u64,
     size_bytes: AtomicU64,
-    space: Arc<Space>,
+    space: Arc<SpaceCount>,
     name: String,
     /// It came from another process, with the locks.
     passed: Option<Passed>,

@@ -20,7 +20,7 @@ use std::{
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{
-    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, Space, Syncs, direct, lane::Lane, zero,
+    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, SpaceCount, Syncs, direct, lane::Lane, zero,
 };
 use crate::{
     error::what_gives_descriptors,
@@ -164,7 +164,7 @@ fn lock_and_look(
         zero_alignment,
         page_bytes: page_bytes(),
         size_bytes: AtomicU64::new(size_bytes),
-        space: Space::new(status.blocks() * 512),
+        space: SpaceCount::new(status.blocks() * 512),
         name,
         passed,
         zeroing: zero::Refused::default(),

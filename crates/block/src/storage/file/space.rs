@@ -7,35 +7,52 @@
 use std::sync::{
     Arc,
     atomic::{
-        AtomicBool, AtomicU64,
+        AtomicU8, AtomicU64,
         Ordering::{Relaxed, SeqCst},
     },
 };
 
 use event_listener::Event;
-use policy::time::Duration;
+use policy::time::Instant;
 
 use super::{File, calls};
 use crate::reactor;
 
+/// No count is in progress.
+const IDLE: u8 = 0;
+/// A count is in progress, within the time of its callers.
+const COUNTING: u8 = 1;
+/// A count is in progress and has exceeded the time of a caller.
+const LATE: u8 = 2;
+
 /// Space of one file, as last counted.
 #[derive(Debug)]
-pub(super) struct Space {
+pub(super) struct SpaceCount {
     bytes: AtomicU64,
-    is_counting: AtomicBool,
-    /// A count has exceeded the time of its caller and has not ended.
-    is_late: AtomicBool,
+    /// One of the states above, in one variable so that the late mark cannot outlive its count:
+    ///
+    /// - The state is [`COUNTING`] or [`LATE`] exactly while a [`Count`] exists; dropping it, as a
+    ///   cancelled task does too, makes the state [`IDLE`].
+    /// - The state becomes [`LATE`] from [`COUNTING`] only, in one step. A caller whose time ends
+    ///   after the count has ended changes nothing.
+    state: AtomicU8,
     counted: Event,
 }
 
-impl Space {
+/// A count in progress.
+#[derive(Debug)]
+struct Count(Arc<SpaceCount>);
+
+impl Drop for Count {
+    fn drop(&mut self) {
+        self.0.state.store(IDLE, SeqCst);
+        self.0.counted.notify(usize::MAX);
+    }
+}
+
+impl SpaceCount {
     pub(super) fn new(bytes: u64) -> Arc<Self> {
-        Arc::new(Self {
-            bytes: AtomicU64::new(bytes),
-            is_counting: AtomicBool::new(false),
-            is_late: AtomicBool::new(false),
-            counted: Event::new(),
-        })
+        Arc::new(Self { bytes: AtomicU64::new(bytes), state: AtomicU8::new(IDLE), counted: Event::new() })
     }
 
     /// Last known value, in bytes.
@@ -46,35 +63,46 @@ impl Space {
     pub(super) fn set(&self, bytes: u64) {
         self.bytes.store(bytes, Relaxed);
     }
+
+    /// Begins a count, unless one is in progress.
+    fn begin(self: &Arc<Self>) -> Option<Count> {
+        let begun = self.state.compare_exchange(IDLE, COUNTING, SeqCst, SeqCst);
+        begun.is_ok().then(|| Count(Arc::clone(self)))
+    }
+
+    /// Marks the count in progress as late; does nothing if there is none.
+    fn mark_late(&self) {
+        let _ = self.state.compare_exchange(COUNTING, LATE, SeqCst, SeqCst);
+    }
+
+    fn is_late(&self) -> bool {
+        self.state.load(SeqCst) == LATE
+    }
 }
 
 impl File {
-    /// See [`Storage::allocated_bytes_within`](crate::storage::Storage::allocated_bytes_within).
-    pub(in crate::storage) async fn allocated_bytes_within(&self, timeout: Duration) -> u64 {
+    /// See [`Storage::allocated_bytes_before`](crate::storage::Storage::allocated_bytes_before).
+    pub(in crate::storage) async fn allocated_bytes_before(&self, deadline: Instant) -> u64 {
         let space = &self.space;
         // A count that is in progress may have begun too early, the next one has not.
         for _ in 0..2 {
             let counted = space.counted.listen();
-            if space.is_late.load(SeqCst) {
+            if space.is_late() {
                 break;
             }
-            let is_first = !space.is_counting.swap(true, SeqCst);
-            if is_first {
-                let (space, fd, lane) = (Arc::clone(space), self.buffered.clone(), Arc::clone(&self.lane));
+            let begun = space.begin();
+            let is_first = begun.is_some();
+            if let Some(count) = begun {
+                let (fd, lane) = (self.buffered.clone(), Arc::clone(&self.lane));
                 reactor::spawn(async move {
                     match lane.call(&fd, |fd| calls::allocated_bytes(fd)).await {
-                        Ok(bytes) => space.set(bytes),
+                        Ok(bytes) => count.0.set(bytes),
                         Err(error) => tracing::debug!(%error, "the space of a file cannot be counted"),
                     }
-                    space.is_counting.store(false, SeqCst);
-                    space.is_late.store(false, SeqCst);
-                    space.counted.notify(usize::MAX);
                 });
             }
-            if reactor::timeout(timeout, counted).await.is_err() {
-                if space.is_counting.load(SeqCst) {
-                    space.is_late.store(true, SeqCst);
-                }
+            if reactor::timeout(deadline - reactor::now(), counted).await.is_err() {
+                space.mark_late();
                 break;
             }
             if is_first {
@@ -82,5 +110,27 @@ impl File {
             }
         }
         space.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_order_of_the_end_of_a_count_and_a_timeout_leaves_it_late() {
+        for timeouts_before_the_end in 0..3 {
+            let space = SpaceCount::new(0);
+            let count = space.begin().expect("no count is in progress");
+            for _ in 0..timeouts_before_the_end {
+                space.mark_late();
+                assert!(space.is_late() && space.begin().is_none());
+            }
+            drop(count);
+            // The time of another caller ends only now.
+            space.mark_late();
+            assert!(!space.is_late());
+            assert!(space.begin().is_some(), "the next count begins");
+        }
     }
 }

@@ -142,7 +142,8 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
             info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
         }
     }
-    if let Some(bytes) = running.disk.image().storage().allocated_bytes_within(TO_SEE_SIZE).await {
+    let deadline = reactor::now() + TO_SEE_SIZE;
+    if let Some(bytes) = running.disk.image().storage().allocated_bytes_before(deadline).await {
         info["actual-size"] = json!(bytes);
     }
     info
