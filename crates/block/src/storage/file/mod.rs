@@ -25,6 +25,8 @@ mod space;
 mod status;
 mod sync;
 #[cfg(test)]
+mod sync_tests;
+#[cfg(test)]
 mod tests;
 mod zero;
 

@@ -33,6 +33,10 @@ impl File {
             // First, so that nobody reads there any more.
             self.size_bytes.store(size_bytes, Relaxed);
         }
+        if !size_bytes.is_multiple_of(self.page_bytes) || !old.is_multiple_of(self.page_bytes) {
+            // The file system zeroes the rest of the last page, before or after, in the page cache.
+            self.syncs.used_page_cache();
+        }
         match self.lane.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {
             Ok(()) => {
                 self.size_bytes.store(size_bytes, Relaxed);

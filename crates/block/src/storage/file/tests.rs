@@ -408,18 +408,6 @@ fn error_numbers_arrive_as_they_are() {
     });
 }
 
-#[test]
-fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
-    let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options = FileOptions::default();
-    let (storage, _) = open_file(file.path(), &options).expect("opens");
-    real(async move {
-        assert_eq!(storage.flush().await, Ok(()));
-        storage.syncs.failed(Error::NO_SPACE);
-        assert_eq!(storage.flush().await, Err(Error::NO_SPACE), "although the kernel would say all is well");
-    });
-}
-
 fn refusal(spec: &str, options: OpenOptions) -> String {
     open_raw(spec, options).expect_err("refused").to_string()
 }
