@@ -87,6 +87,22 @@ impl Lane {
         }
     }
 
+    /// Creates a lane as of a file on a remote file system.
+    #[cfg(test)]
+    pub(super) fn remote(file: &fs::File) -> Self {
+        Self { occupies_threads: true, ..Self::of(file, false) }
+    }
+
+    /// Takes all slots for operations.
+    #[cfg(test)]
+    pub(super) async fn take_all_slots(&self) -> Vec<reactor::Permit> {
+        let mut slots = Vec::new();
+        while slots.len() < OPERATIONS {
+            slots.push(self.operations.take().await);
+        }
+        slots
+    }
+
     /// True if reads and writes go through [`Lane::operate`] as well.
     pub(super) fn bounds_transfers(&self) -> bool {
         self.occupies_threads

@@ -28,6 +28,8 @@ mod sync;
 mod sync_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod turn_tests;
 mod zero;
 
 use std::{
@@ -57,6 +59,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segment, Segments},
     error::{Error, Result},
+    guest::Place,
     reactor::{
         check_may_block,
         op::{self, Closing, Fd, MOST_SEGMENTS},
@@ -345,14 +348,18 @@ impl File {
     }
 
     /// Reads by way of a buffer of this process, which the kernel may fill late: after the file was
-    /// given up, a guest uses its memory for other data.
+    /// given up, a guest uses its memory for other data. Only a request that has a slot of the lane
+    /// has a buffer, so their number is bounded.
     async fn read_in_turn(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
         if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
             let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
             return self.lane.operate(fd, read).await;
         }
-        let bounce = Segments::from(Buffer::new(target.len()));
-        let read = async |fd: Fd| self.read_whole(&fd, offset, bounce).await;
+        let length = target.len();
+        let read = async |fd: Fd| {
+            let bounce = Segments::from(Buffer::new(length));
+            self.read_whole(&fd, offset, bounce).await
+        };
         target.copy_from(&self.lane.operate(fd, read).await?.joined());
         Ok(target)
     }
@@ -415,12 +422,42 @@ impl File {
         let wanted = self.durability(asked);
         let by_write = if self.has_synchronous_writes(fd) { wanted } else { Durability::Cached };
         let reached = if self.lane.bounds_transfers() {
-            let write = async |fd: Fd| self.write_whole(&fd, offset, data, by_write).await;
-            Box::pin(self.lane.operate(fd, write)).await?
+            Box::pin(self.write_in_turn(fd, offset, data, by_write)).await?
         } else {
             self.write_whole(fd, offset, data, by_write).await?
         };
         self.make_durable(wanted, reached).await
+    }
+
+    /// Writes by way of a buffer of this process, which the kernel may read late: after the file
+    /// was given up, a guest uses its memory for other data, which must not reach the file.
+    /// Buffers are bounded as in [`File::read_in_turn`].
+    async fn write_in_turn(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<Durability> {
+        let write = async |fd: Fd| {
+            let places = || {
+                data.iter().filter_map(|segment| match segment {
+                    Segment::Guest(place) => Some(place),
+                    Segment::Own(_) => None,
+                })
+            };
+            if places().next().is_none() {
+                return self.write_whole(&fd, offset, data, durability).await;
+            }
+            let mut bounce = Buffer::new(data.len());
+            data.copy_to(&mut bounce);
+            if places().any(Place::is_lost) {
+                // The copy has zeroes where the memory is missing.
+                return Err(Error::FAULT);
+            }
+            self.write_whole(&fd, offset, bounce.into(), durability).await
+        };
+        self.lane.operate(fd, write).await
     }
 
     /// Syncs if a write has not reached the durability that it needs.

@@ -98,7 +98,7 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
 }
 
 /// A guest's memory of so many bytes, and the file that it is.
-fn guest(bytes: usize) -> (Memory, std::fs::File) {
+pub(super) fn guest(bytes: usize) -> (Memory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
     let descriptor = file.try_clone().expect("a descriptor").into();
