@@ -14,7 +14,7 @@
 //! second, not by the time limit of a request.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io::ErrorKind,
     net::Shutdown,
     os::{
@@ -38,6 +38,9 @@ use crate::{
 
 /// Each is a thread, and perhaps a child; the rest waits.
 const MOST_CONNECTIONS: usize = 32;
+/// Threads of connections that have lost their places and have not found out yet, or wait for
+/// another. While there are as many, no further connection loses its place.
+const MOST_DISPLACED: usize = MOST_CONNECTIONS;
 /// How long a request may take to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 /// Time that an arriving request keeps its place while another client waits for one. Docker sends a
@@ -60,6 +63,11 @@ struct State {
     /// Connections whose requests are still arriving, by their numbers, the oldest first.
     arriving: BTreeMap<u64, ArrivingRequest>,
     next: u64,
+    /// Connections that have lost their places and still have a thread.
+    displaced: usize,
+    /// Displaced connections whose requests had arrived, by their numbers, in the order in which
+    /// they wait for a place. New connections receive one after all of these.
+    returning: VecDeque<u64>,
     /// Requests that have been read and are not answered.
     begun: usize,
     is_ending: bool,
@@ -128,10 +136,15 @@ impl Doorkeeper {
     }
 
     /// Waits for a place for one more connection, and takes it. Where requests are still arriving,
-    /// that of the oldest is taken after a moment.
+    /// that of the oldest is taken after a moment. Connections that have lost their places come
+    /// first.
     fn make_room(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        while state.connections >= MOST_CONNECTIONS {
+        while state.connections >= MOST_CONNECTIONS || !state.returning.is_empty() {
+            if state.connections < MOST_CONNECTIONS || state.displaced >= MOST_DISPLACED {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
             let oldest = state.arriving.first_entry();
             let age = oldest.as_ref().map(|oldest| oldest.get().since.elapsed());
             state = match (oldest, age) {
@@ -140,6 +153,8 @@ impl Doorkeeper {
                     // reassigned.
                     let _ = oldest.remove().stream.shutdown(Shutdown::Read);
                     state.connections -= 1;
+                    state.displaced += 1;
+                    self.changed.notify_all();
                     state
                 }
                 (_, Some(age)) => {
@@ -167,10 +182,17 @@ impl Doorkeeper {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
     }
 
-    /// Waits for a place for a connection that has lost its place.
-    fn take_place(&self) {
-        let mut state = self.wait_while(|state| state.connections >= MOST_CONNECTIONS);
+    /// Waits for a place for a connection that has lost its place, behind those that wait already.
+    fn take_place(&self, number: u64) {
+        self.change(|state| state.returning.push_back(number));
+        let mut state = self.wait_while(|state| {
+            state.connections >= MOST_CONNECTIONS || state.returning.front() != Some(&number)
+        });
+        state.returning.pop_front();
+        state.displaced -= 1;
         state.connections += 1;
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Whether a request may begin; then it counts.
@@ -197,9 +219,8 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
         tracing::error!(%error, "a connection is closed: no thread can be started");
-        if door.has_arrived(number) {
-            door.change(|state| state.connections -= 1);
-        }
+        let has_place = door.has_arrived(number);
+        door.change(|state| if has_place { state.connections -= 1 } else { state.displaced -= 1 });
     }
 }
 
@@ -208,10 +229,11 @@ fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volum
     let request = http::read(&mut stream, Instant::now() + REQUEST_TIME);
     if !door.has_arrived(number) {
         if request.is_err() {
+            door.change(|state| state.displaced -= 1);
             return false;
         }
         // The request had arrived, and this thread has read it late.
-        door.take_place();
+        door.take_place(number);
     }
     let answer = match request {
         Ok(request) => {
@@ -298,12 +320,60 @@ mod tests {
             // As where another client waits, and this one's thread has not run yet.
             let reassigned = state.arriving.remove(&number).unwrap();
             reassigned.stream.shutdown(Shutdown::Read).unwrap();
+            state.displaced += 1;
         });
         assert!(one(served, number, &door, &volumes), "it has a place");
         let mut answer = String::new();
         client.read_to_string(&mut answer).unwrap();
         assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
         assert_eq!(door.wait_while(|_| false).connections, 1);
+    }
+
+    #[test]
+    fn displaced_connections_receive_places_in_order_and_before_new_ones() {
+        let door = Arc::<Doorkeeper>::default();
+        door.change(|state| (state.connections, state.displaced) = (MOST_CONNECTIONS, 2));
+        let (sender, places) = std::sync::mpsc::channel();
+        let wait = |name: &'static str, take: fn(&Doorkeeper)| {
+            let (door, sender) = (Arc::clone(&door), sender.clone());
+            thread::spawn(move || {
+                take(&door);
+                sender.send(name).unwrap();
+            })
+        };
+        let mut threads = vec![wait("first", |door| door.take_place(9))];
+        drop(door.wait_while(|state| state.returning.len() < 1));
+        threads.push(wait("second", |door| door.take_place(3)));
+        drop(door.wait_while(|state| state.returning.len() < 2));
+        threads.push(wait("new", Doorkeeper::make_room));
+        for name in ["first", "second", "new"] {
+            door.change(|state| state.connections -= 1);
+            assert_eq!(places.recv(), Ok(name));
+        }
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let state = door.wait_while(|_| false);
+        assert_eq!((state.connections, state.displaced), (MOST_CONNECTIONS, 0));
+    }
+
+    #[test]
+    fn displaced_connections_are_bounded() {
+        let door = Arc::<Doorkeeper>::default();
+        let (_client, served) = UnixStream::pair().unwrap();
+        let number = door.arrives(served);
+        door.change(|state| {
+            (state.connections, state.displaced) = (MOST_CONNECTIONS, MOST_DISPLACED);
+            state.arriving.get_mut(&number).unwrap().since -= UNDISTURBED;
+        });
+        let newcomer = thread::spawn({
+            let door = Arc::clone(&door);
+            move || door.make_room()
+        });
+        // An answered request frees a place.
+        door.change(|state| state.connections -= 1);
+        newcomer.join().unwrap();
+        let state = door.wait_while(|_| false);
+        assert_eq!((state.connections, state.displaced), (MOST_CONNECTIONS, MOST_DISPLACED));
+        assert!(state.arriving.contains_key(&number));
     }
 
     #[test]
