@@ -115,7 +115,8 @@ impl Described {
             cluster: inventory.cluster_of(group.name()).is_some(),
         });
         let (mut names, mut doors) = (Vec::new(), Vec::new());
-        for export in exports {
+        // The user has removed the ones that are ending.
+        for export in exports.iter().filter(|export| !export.is_ending()) {
             match &export.door {
                 Door::Nbd(..) => {
                     let new = export.new.as_ref().context("an export that is not known")?;

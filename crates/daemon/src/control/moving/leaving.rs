@@ -1,6 +1,6 @@
 //! The host that has a disk which is to go.
 
-use std::rc::Rc;
+use std::{cell::Cell, rc::Rc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::reactor;
@@ -14,7 +14,7 @@ use crate::{
         offers::{Answer, Offer, Outcome, Said, Step},
     },
     control::{
-        inventory::{Door, Inventory, NewExport, RunningExport},
+        inventory::{Door, Inventory, NewExport, Refused, RunningExport},
         serving::Serving,
     },
 };
@@ -168,6 +168,39 @@ async fn put_back(inventory: &Rc<Inventory>, disk: &str, removed: Vec<Removed>) 
     }
 }
 
+/// Removes the exports of a disk, and returns what puts them back. If requests of their clients are
+/// in flight for longer than [`PATIENCE`], the disk stays, and the exports are put back once they
+/// have ended.
+async fn remove_in_time(
+    inventory: &Rc<Inventory>,
+    disk: &str,
+    exports: Vec<Rc<RunningExport>>,
+    removal: Removal,
+    removed: Vec<Removed>,
+) -> anyhow::Result<Vec<Removed>> {
+    let is_abandoned = Rc::new(Cell::new(false));
+    let (inventory, name, is_late) = (Rc::clone(inventory), disk.to_owned(), Rc::clone(&is_abandoned));
+    let removing = reactor::spawn_to_end(async move {
+        inventory.remove_exports(&exports, removal).await?;
+        drop(exports);
+        if is_late.get() {
+            put_back(&inventory, &name, removed).await;
+            return Ok(Vec::new());
+        }
+        Ok(removed)
+    });
+    match reactor::timeout(PATIENCE, removing).await {
+        Ok(ended) => ended.context("the daemon ends")?.map_err(|refused: Refused| refused.into()),
+        Err(_) => {
+            is_abandoned.set(true);
+            let patience_s = PATIENCE.as_secs();
+            bail!(
+                "requests of its clients have been in flight for {patience_s} s (see to its storage; its exports come back when they end)"
+            )
+        }
+    }
+}
+
 async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
     for export in exports {
         let unused = export.check_unused().await;
@@ -193,10 +226,10 @@ async fn give(
     let running = inventory.disk(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
     let mut described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
-    let removed: Vec<_> = exports.iter().filter_map(|export| Removed::of(export)).collect();
+    let there = exports.iter().filter(|export| !export.is_ending());
+    let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
     let removal = if wish.force { Removal::Hard } else { Removal::Safe };
-    inventory.remove_exports(&exports, removal).await?;
-    drop(exports);
+    let removed = remove_in_time(inventory, &wish.disk, exports, removal, removed).await?;
     let flushed = running.disk.flush().await;
     described.filled = running.disk.throttle().filled().map(Into::into);
     // From here on nothing may leave before it is known whose the disk is.
