@@ -8,6 +8,7 @@ use std::{os::fd::OwnedFd, rc::Rc};
 
 use block::reactor::{self, op::ForeignFd};
 use export::nbd::{self, Terms, Tls};
+use policy::time::Duration;
 use serde_json::{Value, json};
 use settings::{Address, Endpoint};
 
@@ -156,6 +157,10 @@ fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
     written.parse().map(Place::Address).map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
 }
 
+/// Time that `nbd-server-stop` waits for the requests in flight, which do not end while a file
+/// system does not answer.
+const TO_STOP: Duration = Duration::from_secs(20);
+
 #[derive(Debug)]
 pub(super) struct NbdServerStop;
 
@@ -170,8 +175,15 @@ impl Command for NbdServerStop {
         match &*inventory.servers() {
             [] => Err(Error::generic("NBD server not running")),
             [only] => {
-                inventory.stop_server(only).await;
-                Ok(json!({}))
+                let (inventory, only) = (Rc::clone(&inventory), Rc::clone(only));
+                let stopping = reactor::spawn_to_end(async move { inventory.stop_server(&only).await });
+                match reactor::timeout(TO_STOP, stopping).await {
+                    Ok(_) => Ok(json!({})),
+                    Err(_) => Err(Error::generic(format!(
+                        "NBD server stopped, but requests of its clients have been in flight for {} s",
+                        TO_STOP.as_secs()
+                    ))),
+                }
             }
             several => {
                 let count = several.len();
