@@ -15,6 +15,8 @@
 mod arrivals;
 mod by_name;
 mod exported;
+#[cfg(test)]
+mod exported_tests;
 pub(crate) mod holder;
 mod objects;
 mod refused;

@@ -1,7 +1,7 @@
 //! Disks that come in several steps, each of which may fail: nothing is told of one before all of
 //! it is there.
 
-use std::{rc::Rc, sync::Arc};
+use std::rc::Rc;
 
 use export::nbd::Removal;
 
@@ -27,12 +27,7 @@ impl Inventory {
     /// Has a disk go again that did not come whole. Whoever has connected to one of its exports
     /// meanwhile is disconnected.
     pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
-        let exports = self.exports_of(name);
-        let data = Arc::clone(&self.disk(name)?.disk);
-        // Requests in flight do not end while the file system does not answer.
-        data.unless_silent(self.remove_exports(&exports, Removal::Hard)).await?;
-        drop((exports, data));
-        self.remove_disk(name).await
+        self.remove_disk_and_exports(name, Removal::Hard).await
     }
 
     /// Whether a disk of this name may go yet as if it had never been.

@@ -445,7 +445,9 @@ impl Inventory {
         self.exports.remove(id);
     }
 
-    /// All, or none where somebody has come meanwhile.
+    /// Removes all of `exports` and waits for their last clients; or none, if a client has
+    /// connected to one of them meanwhile. Exports that were ending before stay removed in either
+    /// case, and a refused removal does not wait for them.
     pub(crate) async fn remove_exports(
         self: &Rc<Self>,
         exports: &[Rc<RunningExport>],
@@ -457,15 +459,19 @@ impl Inventory {
             exports.iter().partition(|export| matches!(export.door, Door::Nbd(..)));
         let mut refused = None;
         for export in nbd.iter().chain(&own) {
+            let was_ending = export.is_ending();
             match self.removal(&export.id, removal) {
-                Ok(end) => ends.push((export, end)),
+                Ok(end) => ends.push((export, was_ending, end)),
                 Err(error) => {
                     refused = Some(error);
                     break;
                 }
             }
         }
-        for (export, end) in ends {
+        for (export, was_ending, end) in ends {
+            if was_ending && refused.is_some() {
+                continue;
+            }
             let gone = end.await;
             if refused.is_some()
                 && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
@@ -484,5 +490,22 @@ impl Inventory {
             gone.iter().for_each(|gone| self.tell(gone));
         }
         refused.map_or(Ok(()), Err)
+    }
+
+    /// Removes a disk and all its exports. If its file system stops answering while requests of the
+    /// exports are in flight, the disk is given up, which ends them.
+    ///
+    /// # Errors
+    /// [`Removal::Safe`] is refused if an export has clients; then nothing is removed.
+    pub(crate) async fn remove_disk_and_exports(
+        self: &Rc<Self>,
+        name: &str,
+        removal: Removal,
+    ) -> Result<(), Refused> {
+        let exports = self.exports_of(name);
+        let data = Arc::clone(&self.disk(name)?.disk);
+        data.unless_silent(self.remove_exports(&exports, removal)).await?;
+        drop((exports, data));
+        self.remove_disk(name).await
     }
 }

@@ -44,7 +44,7 @@ use told::Care;
 use super::{
     assemble::{self, Assembly},
     change::Change,
-    inventory::{DoorTerms, Inventory, RunningDisk},
+    inventory::{DoorTerms, Inventory, Refused, RunningDisk},
     loaded::Loaded,
     opening::{Silent, Trial},
     recording,
@@ -565,7 +565,7 @@ impl Work<'_> {
                 }
             }
             Done::GroupAdded(name) => self.inventory.remove_group(&name)?,
-            Done::DiskAdded(name) => self.inventory.remove_disk(&name).await?,
+            Done::DiskAdded(name) => self.inventory.take_back(&name).await?,
             Done::ServerAdded(serving) => {
                 self.inventory.remove_server(&serving);
                 serving.stop().await;
@@ -582,6 +582,16 @@ impl Work<'_> {
         Ok(())
     }
 
+    /// Removes a disk whose exports were removed before. Their last requests may be in flight.
+    async fn remove_old_disk(&self, name: &str) -> Result<(), Refused> {
+        let exports = self.inventory.exports_of(name);
+        if let Some(export) = exports.iter().find(|export| !export.is_ending()) {
+            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+        }
+        drop(exports);
+        self.inventory.remove_disk_and_exports(name, Removal::Safe).await
+    }
+
     /// Removes what the file does not have any more, and nobody uses.
     async fn clear(&mut self, difference: &Difference) {
         let endpoints: Vec<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
@@ -593,7 +603,7 @@ impl Work<'_> {
             }
         }
         for name in &difference.old_disks {
-            match self.inventory.remove_disk(name).await {
+            match self.remove_old_disk(name).await {
                 Ok(()) => self.told.push(told::listed("disk", name, "removed")),
                 Err(refused) => tracing::warn!("a disk that the config file does not have stays: {refused}"),
             }

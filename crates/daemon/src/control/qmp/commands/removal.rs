@@ -3,7 +3,7 @@
 //! QEMU's commands remove one thing each, and a client that comes in between would be in the way
 //! of the rest.
 
-use std::{rc::Rc, sync::Arc};
+use std::rc::Rc;
 
 use export::nbd::Removal;
 use serde_json::{Value, json};
@@ -34,18 +34,13 @@ impl Command for RemoveDisk {
             let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);
             return Err(Error::generic(why));
         }
-        let exports = inventory.exports_of(&self.name);
-        let data = Arc::clone(&disk.disk);
         drop(disk);
         // Clients of an export that was removed before are disconnected. Only their requests are
         // left.
-        for export in exports.iter().filter(|export| !export.is_ending()) {
+        for export in inventory.exports_of(&self.name).iter().filter(|export| !export.is_ending()) {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }
-        // Requests in flight do not end while the file system does not answer.
-        data.unless_silent(inventory.remove_exports(&exports, Removal::Safe)).await?;
-        drop((exports, data));
-        inventory.remove_disk(&self.name).await?;
+        inventory.remove_disk_and_exports(&self.name, Removal::Safe).await?;
         Ok(json!({}))
     }
 }
