@@ -342,7 +342,7 @@ mod tests {
             })
         };
         let mut threads = vec![wait("first", |door| door.take_place(9))];
-        drop(door.wait_while(|state| state.returning.len() < 1));
+        drop(door.wait_while(|state| state.returning.is_empty()));
         threads.push(wait("second", |door| door.take_place(3)));
         drop(door.wait_while(|state| state.returning.len() < 2));
         threads.push(wait("new", Doorkeeper::make_room));
