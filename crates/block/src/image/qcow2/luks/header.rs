@@ -152,12 +152,14 @@ pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
     Ok(())
 }
 
-/// The stripes of a key slot, in bytes from the beginning of the LUKS header.
+/// The stripes of a key slot, in bytes from the beginning of the LUKS header. An end that exceeds
+/// 64 bits becomes `u64::MAX`, which is past the end of every header.
 fn slot_place(bytes: &[u8], slot: usize) -> Range<u64> {
     let at = FIRST_SLOT + slot * SLOT_BYTES;
     let offset = u64::from(u32_at(bytes, at + 40)) * SECTOR_BYTES as u64;
     let key_bytes = u64::from(u32_at(bytes, 108));
-    offset..offset + key_bytes * u64::from(u32_at(bytes, at + 44))
+    // The product of two 32-bit numbers fits; the sum with the offset may not.
+    offset..offset.saturating_add(key_bytes * u64::from(u32_at(bytes, at + 44)))
 }
 
 impl LuksHeader {
@@ -365,6 +367,25 @@ mod tests {
         assert_eq!(said, "key slot 7 overlaps with the LUKS key slot 0");
         assert!(LuksHeader::parse(&header().encode()[..591], AREA).is_err());
         assert!(LuksHeader::parse(&header().encode(), AREA / 2).is_err());
+    }
+
+    #[test]
+    fn an_end_of_a_key_slot_beyond_64_bits_is_refused() {
+        let mut bytes = header().encode();
+        let at = FIRST_SLOT + 3 * SLOT_BYTES;
+        for field in [108, at + 40, at + 44] {
+            bytes[field..field + 4].fill(0xff);
+        }
+        // Slots without stripes end where they begin, so that only slot 3 ends too late.
+        for slot in (0..SLOTS).filter(|&slot| slot != 3) {
+            let at = FIRST_SLOT + slot * SLOT_BYTES;
+            bytes[at + 44..at + 48].fill(0);
+        }
+        let error = check_slots(&bytes, AREA).expect_err("a slot past the end").to_string();
+        assert_eq!(
+            error,
+            "key slot 3 ends at 0xffffffffffffffff, past the end of the LUKS header (0x1f9000)"
+        );
     }
 
     proptest! {
