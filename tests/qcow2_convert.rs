@@ -451,6 +451,36 @@ fn a_raw_data_file_keeps_what_lies_behind_the_disk() {
     qemu_io(&path, &["read -P 1 0 1000k", "read -P 84 1000k 2072k", "read -P 0 3M 1M"]);
 }
 
+/// A source that ends in the middle of a cluster of a larger target. The rest of that cluster keeps
+/// the target's content.
+#[test]
+fn a_source_that_ends_within_a_cluster_is_compressed_into_a_larger_target() {
+    let scratch = Scratch::new();
+    let base = scratch.path("base.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&base), "1M"]).succeeds();
+    qemu_io(&base, &["write -P 9 0 1M"]);
+    for version in ["0.10", "1.1"] {
+        for (fill, end) in
+            [("write -P 3 0 100k", "read -P 3 0 100k"), ("write -z 0 100k", "read -P 0 0 100k")]
+        {
+            let (source, target) = (scratch.path("source.qcow2"), scratch.path("target.qcow2"));
+            for (path, size) in [(&source, "100k"), (&target, "1M")] {
+                let options = format!("compat={version}");
+                qemu_img(["create", "-q", "-f", "qcow2", "-o", &options, text(path), size]).succeeds();
+            }
+            qemu_io(&source, &[fill]);
+            let convert =
+                ["convert", "-q", "-n", "-c", "-f", "qcow2", "-O", "qcow2", "-B", text(&base), "-F", "qcow2"];
+            weir(&convert).args([&source, &target]).succeeds();
+            qemu_img(["check", "-q", text(&target)]).succeeds();
+            qemu_io(&target, &[end, "read -P 0 100k 924k"]);
+            qemu_img(["rebase", "-u", "-f", "qcow2", "-F", "qcow2", "-b", text(&base), text(&target)])
+                .succeeds();
+            qemu_io(&target, &[end]);
+        }
+    }
+}
+
 /// Clusters that begin in a hole, or in a part of a larger cluster.
 #[test]
 fn what_is_sparse_is_compressed() {

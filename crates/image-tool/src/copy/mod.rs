@@ -56,7 +56,8 @@ pub(super) struct How {
     pub(super) grain: usize,
     /// Data is copied in blocks of this size, 1 or the grain, also where less of a block is there.
     pub(super) align: u64,
-    /// The most that one item covers, in bytes; a multiple of the grain.
+    /// Largest number of bytes of an item; a multiple of the grain, and a cluster if the target is
+    /// compressed.
     pub(super) unit: u64,
     pub(super) salvage: bool,
     pub(super) quiet: bool,
@@ -160,18 +161,12 @@ impl Copy {
     /// Adds a piece to the plan. Zeroes that must hide a backing file can do so in whole clusters;
     /// the rest of a cluster has to be copied with them.
     fn plan(&self, planner: &mut plan::Planner, range: Range<u64>, kind: Kind, ready: &mut Vec<Item>) {
-        let (align, is_last) = (self.how.align, range.end == self.target.size_bytes());
-        let (first, last) = match kind {
-            Kind::Zero if self.how.hides_backing => {
-                let last = if is_last { range.end } else { range.end - range.end % align };
-                let first = range.start.next_multiple_of(align).min(range.end);
-                (first, last.max(first))
-            }
-            _ => (range.start, range.end),
+        let whole = match kind {
+            Kind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),
+            _ => range.clone(),
         };
-        for (range, kind) in
-            [(range.start..first, Kind::Data), (first..last, kind), (last..range.end, Kind::Data)]
-        {
+        let (before, behind) = (range.start..whole.start, whole.end..range.end);
+        for (range, kind) in [(before, Kind::Data), (whole, kind), (behind, Kind::Data)] {
             if !range.is_empty() {
                 planner.piece(range, kind, ready);
             }
@@ -251,7 +246,9 @@ impl Copy {
 
     async fn write(&self, offset: u64, data: Buffer) -> anyhow::Result<()> {
         let length = data.len();
-        let written = if self.how.compressed {
+        let range = offset..offset + length as u64;
+        // Only whole clusters can be compressed. The source may end in the middle of one.
+        let written = if self.how.compressed && self.whole_clusters(range.clone()) == range {
             super::disk::write_compressed(&self.target, offset, data.into()).await
         } else {
             self.target.write(offset, data.into(), Durability::Cached).await
@@ -262,9 +259,8 @@ impl Copy {
     /// Zeroes that stay zeroes when the target is given a backing file: clusters with the zero flag
     /// as far as possible, otherwise data.
     async fn hide(&self, offset: u64, length: u64) -> anyhow::Result<()> {
-        let (end, unit) = (offset + length, self.how.align);
-        let last = if end == self.target.size_bytes() { end } else { end - end % unit };
-        let whole = offset.next_multiple_of(unit).min(last)..last;
+        let end = offset + length;
+        let whole = self.whole_clusters(offset..end);
         let hidden = match &*self.target {
             Image::Qcow2(qcow2) if !whole.is_empty() => {
                 match qcow2.hide(whole.start, whole.end - whole.start).await {
@@ -278,12 +274,27 @@ impl Copy {
             _ => end..end,
         };
         for part in [offset..hidden.start, hidden.end..end] {
-            let mut at = part.start;
-            while at < part.end {
-                let next = part.end.min((at + 1).next_multiple_of(self.how.unit));
-                self.write(at, Buffer::zeroed((next - at) as usize)).await?;
-                at = next;
-            }
+            self.write_zero_data(part).await?;
+        }
+        Ok(())
+    }
+
+    /// The blocks of [`How::align`] bytes that lie in a range. The last one of the target may be
+    /// shorter.
+    fn whole_clusters(&self, range: Range<u64>) -> Range<u64> {
+        let (end, align) = (range.end, self.how.align);
+        let last = if end == self.target.size_bytes() { end } else { end - end % align };
+        let first = range.start.next_multiple_of(align).min(end);
+        first..last.max(first)
+    }
+
+    /// Writes zeroes as data, in pieces of the size of an item.
+    async fn write_zero_data(&self, range: Range<u64>) -> anyhow::Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let next = range.end.min((at + 1).next_multiple_of(self.how.unit));
+            self.write(at, Buffer::zeroed((next - at) as usize)).await?;
+            at = next;
         }
         Ok(())
     }
@@ -302,18 +313,16 @@ impl Copy {
                 Err(Error::UNSUPPORTED) => how.only_if_fast = false,
                 done => return done.with_context(what),
             }
-            let (end, unit) = (offset + length, self.how.align);
-            let last = if end == self.target.size_bytes() { end } else { end - end % unit };
-            let mut at = offset;
-            while at.is_multiple_of(unit) && at < last {
-                let next = last.min(at + unit);
-                self.write(at, Buffer::zeroed((next - at) as usize)).await?;
-                at = next;
+            let end = offset + length;
+            let whole = self.whole_clusters(offset..end);
+            self.write_zero_data(whole.clone()).await?;
+            for part in [offset..whole.start, whole.end..end] {
+                if !part.is_empty() {
+                    let length = part.end - part.start;
+                    self.target.write_zeroes(part.start, length, how).await.with_context(what)?;
+                }
             }
-            return match end - at {
-                0 => Ok(()),
-                rest => self.target.write_zeroes(at, rest, how).await.with_context(what),
-            };
+            return Ok(());
         }
         self.target.write_zeroes(offset, length, how).await.with_context(what)
     }
