@@ -18,7 +18,7 @@ use serde_json::json;
 
 use crate::harness::{
     Client, DEADLINE, MIB, Qmp, Scratch, WEIR, assert_says,
-    fuse_server::{FuseServer, WRITE},
+    fuse_server::{FLUSH, FuseServer, OPEN, RELEASE, WRITE},
     text, weir,
 };
 
@@ -131,6 +131,40 @@ fn a_log_on_a_file_system_that_does_not_answer_stops_no_thread() {
     kill(Pid::from_raw(weir.id() as i32), Signal::SIGTERM).unwrap();
     assert!(weir.wait().unwrap().success());
     assert!(log().contains("stopped"), "{}", log());
+}
+
+/// The log is opened again, and lines reach it, while the close of its former file hangs.
+#[test]
+fn closing_a_log_on_a_file_system_that_does_not_answer_stops_no_line() {
+    let scratch = Scratch::new();
+    let fuse = FuseServer::mount(&scratch.path("mount"), MIB as usize);
+    let mut weir = Command::new(WEIR)
+        .args(["serve", "memory:1M", "--no-control", "--nbd"])
+        .args([&format!("unix:{}", text(&scratch.socket("nbd"))), "--log-file", text(&fuse.file())])
+        .spawn()
+        .expect("it starts");
+    let log = || String::from_utf8_lossy(&fuse.content()[MIB as usize..]).into_owned();
+    let signal = |signal| kill(Pid::from_raw(weir.id() as i32), signal).unwrap();
+    wait_until("it is ready", || log().contains(" ready "));
+    fuse.stop(&[FLUSH, RELEASE]);
+    signal(Signal::SIGUSR1);
+    fuse.wait_until_held(FLUSH);
+    let opened = "SIGUSR1: the log's file was opened again";
+    wait_until("a line is written", || log().contains(opened));
+    signal(Signal::SIGUSR1);
+    wait_until("later lines are written", || log().matches(opened).count() == 2);
+    fuse.go_on();
+    // Opening it hangs: the next request does not wait as well, and is carried out later.
+    fuse.stop(&[OPEN]);
+    signal(Signal::SIGUSR1);
+    fuse.wait_until_held(OPEN);
+    signal(Signal::SIGUSR1);
+    wait_until("the second request returns", || log().contains("SIGUSR1: the file system of the log"));
+    assert_eq!(log().matches(opened).count(), 2);
+    fuse.go_on();
+    wait_until("it is opened", || log().matches(opened).count() == 3);
+    signal(Signal::SIGTERM);
+    assert!(weir.wait().unwrap().success());
 }
 
 #[test]

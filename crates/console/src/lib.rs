@@ -26,10 +26,7 @@ pub mod signals;
 pub mod table;
 pub mod undo;
 
-use std::{
-    io::{self, ErrorKind, Write as _, stderr, stdout},
-    process::exit,
-};
+use std::io::{self, ErrorKind, Write as _, stderr, stdout};
 
 use anyhow::Context as _;
 use block::{
@@ -169,7 +166,7 @@ const TO_CLOSE: Duration = Duration::from_secs(2);
 pub fn print(text: &str) -> anyhow::Result<()> {
     match stdout().write_all(text.as_bytes()) {
         // `weir status | head`: whoever reads has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => exit(0),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => logging::exit(0),
         result => result.context("standard output cannot be written"),
     }
 }

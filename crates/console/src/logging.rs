@@ -10,11 +10,14 @@ use std::{
     env,
     fmt::{self, Display},
     io::{IsTerminal as _, stderr},
+    panic,
     path::Path,
+    process,
     sync::{
         OnceLock,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
+    thread,
 };
 
 use anyhow::Context as _;
@@ -37,7 +40,7 @@ use tracing_subscriber::{
 /// The log's file cannot be opened.
 pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
     if let Some(path) = &settings.file {
-        file::open(path).with_context(|| cannot_be_written(path))?;
+        drop(file::open(path).with_context(|| cannot_be_written(path))?);
     }
     let is_file = settings.file.is_some();
     let format = settings.format;
@@ -48,7 +51,7 @@ pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
         .log_internal_errors(false)
         .with_ansi(!is_file && stderr().is_terminal());
     // A second start, as in tests, leaves the first log in place.
-    let _ = match (format, !is_file && is_journal()) {
+    let started = match (format, !is_file && is_journal()) {
         (LogFormat::Text, false) => log.finish().with(Warnings).try_init(),
         (LogFormat::Text, true) => {
             log.without_time().map_event_format(Prioritised).finish().with(Warnings).try_init()
@@ -59,7 +62,29 @@ pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
             log.finish().with(Warnings).try_init()
         }
     };
+    if started.is_ok() {
+        flush_at_panic();
+    }
     Ok(())
+}
+
+/// Has a panic write the lines that were logged before it: in a release, a panic ends the process
+/// at once.
+fn flush_at_panic() {
+    let next = panic::take_hook();
+    panic::set_hook(Box::new(move |information| {
+        // A thread of the log would wait for itself.
+        if thread::current().name() != Some(THREAD) {
+            flush();
+        }
+        next(information);
+    }));
+}
+
+/// Ends the process once the log is written, or cannot be written in time. Blocks.
+pub fn exit(status: i32) -> ! {
+    flush();
+    process::exit(status)
 }
 
 fn cannot_be_written(path: &Path) -> String {
@@ -70,11 +95,13 @@ fn cannot_be_written(path: &Path) -> String {
 }
 
 /// Opens the log's file again, if one is configured: it may have been renamed. If that fails, lines
-/// still go to the old file, beginning with one that reports the failure.
-pub fn reopen() {
-    if let Err((path, error)) = file::reopen() {
+/// still go to the old file, beginning with one that reports the failure. Returns false if another
+/// call is still opening it, which then opens it once more. Blocks.
+pub fn reopen() -> bool {
+    file::reopen().unwrap_or_else(|(path, error)| {
         tracing::warn!("{}: {error}", cannot_be_written(&path));
-    }
+        true
+    })
 }
 
 /// How many warnings the log has had.

@@ -1,13 +1,10 @@
 //! Commands that make something only while they run: a signal undoes it before it ends them.
 
-use std::{
-    process,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context as _;
 
-use crate::{say, signals::Signals};
+use crate::{logging, say, signals::Signals};
 
 /// What is to be undone if SIGINT, SIGTERM or SIGHUP ends the process: last made, first undone.
 #[derive(Clone, Default)]
@@ -30,7 +27,7 @@ impl Undo {
             let steps = made.0.lock().unwrap_or_else(PoisonError::into_inner);
             steps.iter().rev().for_each(|step| step());
             say("interrupted: nothing was left behind (run the command again)");
-            process::exit(1)
+            logging::exit(1)
         };
         signals.forward(hear).context("no thread can be started")?;
         Ok(this)

@@ -132,7 +132,7 @@ fn until_ended(signals: Signals) -> anyhow::Result<&'static str> {
     let hear = move |request| match request {
         Request::EndAtOnce(signal) => {
             console::say(&format!("{signal} again: what has begun is left as it is"));
-            std::process::exit(1)
+            logging::exit(1)
         }
         request => sender.send(request).is_ok(),
     };

@@ -12,19 +12,24 @@ use std::{
         unix::fs::{FileTypeExt as _, OpenOptionsExt as _},
     },
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
     time::Duration,
 };
 
 use nix::{
     libc::O_NONBLOCK,
     poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::signal::SigSet,
 };
 use settings::LogFormat;
 
 use super::{
     Priority,
-    queue::{self, Entry},
+    queue::{self, LogLine},
 };
 
 /// How long a line waits for a reader who is slow. Those after it wait no more until he reads on.
@@ -42,11 +47,12 @@ fn current() -> MutexGuard<'static, Option<(PathBuf, Arc<File>)>> {
     FILE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Appends lines to this file from now on.
+/// Appends lines to this file from now on. Returns the former file: closing a file may block, so
+/// the caller drops it where that stops no writer.
 ///
 /// # Errors
 /// The system's, or the path is a directory or a block device. The destination is then unchanged.
-pub(super) fn open(path: &Path) -> io::Result<()> {
+pub(super) fn open(path: &Path) -> io::Result<Option<Arc<File>>> {
     let mut options = File::options();
     // Opening a pipe without a reader fails instead of waiting for one.
     options.append(true).create(true).mode(MODE).custom_flags(O_NONBLOCK);
@@ -54,20 +60,84 @@ pub(super) fn open(path: &Path) -> io::Result<()> {
     if file.metadata()?.file_type().is_block_device() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "is a block device"));
     }
-    *current() = Some((std::path::absolute(path)?, Arc::new(file)));
-    Ok(())
+    let next = (std::path::absolute(path)?, Arc::new(file));
+    let former = current().replace(next);
+    Ok(former.map(|(_, file)| file))
 }
 
-/// Opens the file of [`open`] anew, if there is one.
+/// Calls of [`reopen`] since the running one began; 0 if none runs.
+static REOPENINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// Opens the file of [`open`] again, if there is one. Returns false if another call is doing so:
+/// that call then opens the file once more, and a file system that does not answer blocks one
+/// thread at most.
 ///
 /// # Errors
 /// As [`open`], with the file's path.
-pub(super) fn reopen() -> Result<(), (PathBuf, io::Error)> {
+pub(super) fn reopen() -> Result<bool, (PathBuf, io::Error)> {
+    if REOPENINGS.fetch_add(1, SeqCst) > 0 {
+        return Ok(false);
+    }
+    loop {
+        let calls = REOPENINGS.load(SeqCst);
+        let result = reopen_once();
+        if REOPENINGS.compare_exchange(calls, 0, SeqCst, SeqCst).is_ok() {
+            return result.map(|()| true);
+        }
+    }
+}
+
+fn reopen_once() -> Result<(), (PathBuf, io::Error)> {
     let path = current().as_ref().map(|(path, _)| path.clone());
     let Some(path) = path else { return Ok(()) };
-    open(&path).map_err(|error| (path, error))?;
+    let former = open(&path).map_err(|error| (path, error))?;
+    // The former writer may drop the last reference to the former file, and block. So the former
+    // file stays referenced until a new writer has taken over.
     queue::resume(write);
+    if let Some(former) = former {
+        close(former);
+    }
     Ok(())
+}
+
+/// Former files of the log that are to be closed.
+struct Closing {
+    files: Vec<Arc<File>>,
+    has_thread: bool,
+}
+
+static CLOSING: Mutex<Closing> = Mutex::new(Closing { files: Vec::new(), has_thread: false });
+
+fn closing() -> MutexGuard<'static, Closing> {
+    CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Closes a file on a thread that ends once all former files are closed. Its file system may never
+/// answer.
+fn close(file: Arc<File>) {
+    let mut closing = closing();
+    closing.files.push(file);
+    if !closing.has_thread {
+        let started = thread::Builder::new().name(queue::THREAD.to_owned()).spawn(close_files);
+        // If there is no thread now, the next reopening starts one.
+        closing.has_thread = started.is_ok();
+    }
+}
+
+fn close_files() {
+    let _ = SigSet::all().thread_block();
+    loop {
+        let file = {
+            let mut closing = closing();
+            let file = closing.files.pop();
+            closing.has_thread = file.is_some();
+            file
+        };
+        if file.is_none() {
+            return;
+        }
+        drop(file);
+    }
 }
 
 /// Format of the log.
@@ -105,7 +175,7 @@ impl Write for LogFile {
 
 /// Writes a line, which may wait for the file system. Holds no lock on the file meanwhile, so that
 /// it can be opened again.
-fn write(Entry { line, dropped }: Entry) {
+fn write(LogLine { line, dropped }: LogLine) {
     let own = current().as_ref().map(|(_, file)| Arc::clone(file));
     // As it was before this line. A writer that waits for a former file does not hold it.
     let Before { left_out, is_torn } = *before();

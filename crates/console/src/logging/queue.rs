@@ -31,32 +31,37 @@ const TO_WRITE: Duration = Duration::from_secs(2);
 pub const THREAD: &str = "log";
 
 /// A line, and the number of lines that were dropped before it.
-pub(super) struct Entry {
+pub(super) struct LogLine {
     pub(super) line: Vec<u8>,
     pub(super) dropped: u64,
 }
 
-type Write = fn(Entry);
+type WriteLine = fn(LogLine);
 
-struct Queue {
-    entries: VecDeque<Entry>,
+struct LogQueue {
+    entries: VecDeque<LogLine>,
     bytes: usize,
     /// Lines dropped since the last one that was appended.
     dropped: u64,
     /// Number of the writer that takes lines; none runs if `None`.
     writer: Option<u64>,
     writers: u64,
+    /// Receives lines that no thread could be started for.
+    write: Option<WriteLine>,
 }
 
-static QUEUE: Mutex<Queue> =
-    Mutex::new(Queue { entries: VecDeque::new(), bytes: 0, dropped: 0, writer: None, writers: 0 });
+static QUEUE: Mutex<LogQueue> = Mutex::new(LogQueue::new());
 static EMPTY: Condvar = Condvar::new();
 
-fn lock() -> MutexGuard<'static, Queue> {
+fn lock() -> MutexGuard<'static, LogQueue> {
     QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Queue {
+impl LogQueue {
+    const fn new() -> Self {
+        Self { entries: VecDeque::new(), bytes: 0, dropped: 0, writer: None, writers: 0, write: None }
+    }
+
     fn append(&mut self, line: &[u8]) {
         if self.bytes + line.len() > MOST_BYTES {
             self.dropped += 1;
@@ -64,30 +69,43 @@ impl Queue {
         }
         self.bytes += line.len();
         let dropped = std::mem::take(&mut self.dropped);
-        self.entries.push_back(Entry { line: line.to_vec(), dropped });
+        self.entries.push_back(LogLine { line: line.to_vec(), dropped });
     }
 
     /// The next line; an empty one reports lines that were dropped after all others.
-    fn next(&mut self) -> Option<Entry> {
+    fn next(&mut self) -> Option<LogLine> {
         if let Some(entry) = self.entries.pop_front() {
             self.bytes -= entry.line.len();
             return Some(entry);
         }
         let dropped = std::mem::take(&mut self.dropped);
-        (dropped > 0).then(|| Entry { line: Vec::new(), dropped })
+        (dropped > 0).then(|| LogLine { line: Vec::new(), dropped })
     }
 
-    fn start_writer(&mut self, write: Write) {
+    /// Number of a new writer, which is the one that takes lines from now on.
+    fn next_writer(&mut self) -> u64 {
         self.writers += 1;
-        let number = self.writers;
+        self.writer = Some(self.writers);
+        self.writers
+    }
+
+    fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.dropped == 0
+    }
+
+    fn start_writer(&mut self, write: WriteLine) {
+        self.write = Some(write);
+        let number = self.next_writer();
         let started = thread::Builder::new().name(THREAD.to_owned()).spawn(move || run(number, write));
         // If there is no thread now, the next line starts one.
-        self.writer = started.is_ok().then_some(number);
+        if started.is_err() {
+            self.writer = None;
+        }
     }
 }
 
 /// Appends a line, which a thread passes to `write`. Never waits for the log.
-pub(super) fn append(line: &[u8], write: Write) {
+pub(super) fn append(line: &[u8], write: WriteLine) {
     let mut queue = lock();
     queue.append(line);
     if queue.writer.is_none() {
@@ -96,7 +114,7 @@ pub(super) fn append(line: &[u8], write: Write) {
 }
 
 /// Continues with a new writer, if lines wait.
-pub(super) fn resume(write: Write) {
+pub(super) fn resume(write: WriteLine) {
     let mut queue = lock();
     if queue.writer.is_some() {
         queue.start_writer(write);
@@ -104,16 +122,28 @@ pub(super) fn resume(write: Write) {
 }
 
 /// Waits until all lines are written, for two seconds at most. Returns true if they are. Blocks.
+/// Lines that no thread could be started for are written by the calling thread.
 pub fn flush() -> bool {
-    let queue = lock();
-    let waits = |queue: &mut Queue| queue.writer.is_some();
+    let mut queue = lock();
+    if let (None, false, Some(write)) = (queue.writer, queue.is_empty(), queue.write) {
+        let number = queue.next_writer();
+        drop(queue);
+        write_lines(number, write);
+        queue = lock();
+    }
+    let waits = |queue: &mut LogQueue| queue.writer.is_some();
     let waited = EMPTY.wait_timeout_while(queue, TO_WRITE, waits);
     waited.unwrap_or_else(PoisonError::into_inner).0.writer.is_none()
 }
 
-fn run(number: u64, write: Write) {
+fn run(number: u64, write: WriteLine) {
     // Signals are for the threads that expect them.
     let _ = SigSet::all().thread_block();
+    write_lines(number, write);
+}
+
+/// Writes lines until the queue is empty or another writer takes them.
+fn write_lines(number: u64, write: WriteLine) {
     loop {
         let entry = {
             let mut queue = lock();
@@ -137,7 +167,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_drops_lines_and_reports_their_number() {
-        let mut queue = Queue { entries: VecDeque::new(), bytes: 0, dropped: 0, writer: None, writers: 0 };
+        let mut queue = LogQueue::new();
         let line = vec![b'x'; MOST_BYTES / 4];
         (0..7).for_each(|_| queue.append(&line));
         let taken: Vec<_> = (0..2).filter_map(|_| queue.next()).map(|entry| entry.dropped).collect();
@@ -148,5 +178,19 @@ mod tests {
             std::iter::from_fn(|| queue.next()).map(|entry| (entry.line.len(), entry.dropped)).collect();
         assert_eq!(taken, [(MOST_BYTES / 4, 0), (MOST_BYTES / 4, 0), (5, 3), (0, 1)]);
         assert_eq!(queue.bytes, 0);
+    }
+
+    #[test]
+    fn a_flush_writes_the_lines_that_no_thread_could_be_started_for() {
+        static WRITTEN: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+        {
+            let mut queue = lock();
+            queue.write = Some(|line| WRITTEN.lock().unwrap().push(line.line));
+            queue.append(b"one");
+            queue.append(b"two");
+        }
+        assert!(flush());
+        assert_eq!(*WRITTEN.lock().unwrap(), [b"one", b"two"]);
+        assert!(lock().is_empty());
     }
 }

@@ -42,6 +42,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const TO_WRITE_BACK: Duration = Duration::from_secs(60);
 /// Time that a reload waits until the log is opened again.
 const TO_REOPEN: Duration = Duration::from_secs(2);
+const LOG_DOES_NOT_ANSWER: &str =
+    "the file system of the log does not answer: the log is not opened again yet";
 /// How long what a stopped disk holds may take to go back to who asked, at the end.
 const TO_GO_BACK: Duration = Duration::from_secs(2);
 
@@ -57,8 +59,11 @@ impl Daemon {
                 Event::Signal(Request::HangUp) if ending => {}
                 Event::Signal(Request::ReopenLog) => {
                     reactor::spawn(async {
-                        reactor::blocking(logging::reopen).await;
-                        tracing::info!("SIGUSR1: the log's file was opened again");
+                        if reactor::blocking(logging::reopen).await {
+                            tracing::info!("SIGUSR1: the log's file was opened again");
+                        } else {
+                            tracing::warn!("SIGUSR1: {LOG_DOES_NOT_ANSWER}");
+                        }
                     });
                 }
                 Event::Signal(Request::HangUp) => {
@@ -224,8 +229,9 @@ async fn write_back(files: Vec<PathBuf>) {
 async fn hang_up(inventory: &Rc<Inventory>) {
     // First, so that all later lines are in the new file. Its file system may not answer, which
     // delays no reload for longer.
-    if reactor::timeout(TO_REOPEN, reactor::blocking(logging::reopen)).await.is_err() {
-        tracing::warn!("SIGHUP: the file system of the log does not answer: the log is not opened again yet");
+    let reopened = reactor::timeout(TO_REOPEN, reactor::blocking(logging::reopen)).await;
+    if !reopened.unwrap_or(false) {
+        tracing::warn!("SIGHUP: {LOG_DOES_NOT_ANSWER}");
     }
     // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];
