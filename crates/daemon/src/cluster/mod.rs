@@ -131,7 +131,7 @@ pub(crate) trait Surroundings {
     fn tell_promises(&self);
 
     /// This host's part of limits may have changed.
-    fn follow_division(&self);
+    fn follow_quota(&self);
 
     /// Limits of all hosts are others now, for a group that this host has or was asked about.
     fn tell_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &Actor);
@@ -395,7 +395,7 @@ impl Cluster {
         }
         self.tell_namesakes(&**around);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
-        around.follow_division();
+        around.follow_quota();
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
         }
@@ -472,7 +472,7 @@ impl Cluster {
             }
         }
         let (turn, reports) = self.hosts.borrow_mut().hear(word, reactor::now());
-        around.follow_division();
+        around.follow_quota();
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
         }

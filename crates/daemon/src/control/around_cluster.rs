@@ -54,9 +54,9 @@ impl Surroundings for Inventory {
         self.events.tell(news.with("reason", apart));
     }
 
-    fn follow_division(&self) {
+    fn follow_quota(&self) {
         for group in self.groups().iter().filter(|group| group.lent().is_some()) {
-            self.recordings.follow_division(group);
+            self.recordings.follow_quota(group);
         }
     }
 

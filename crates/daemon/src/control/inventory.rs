@@ -189,6 +189,11 @@ fn disk_of(inventory: Weak<Inventory>) -> impl Fn(&str) -> Option<Arc<Disk>> {
     move |name| inventory.upgrade()?.disks.get(name).map(|running| Arc::clone(&running.disk))
 }
 
+/// Lookup of a group by its name.
+fn has_group_of(inventory: Weak<Inventory>) -> impl Fn(&str) -> bool {
+    move |name| inventory.upgrade().is_some_and(|inventory| inventory.groups.get(name).is_some())
+}
+
 impl Inventory {
     /// Nothing yet, for a daemon that was configured by this file.
     pub(crate) fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
@@ -230,7 +235,11 @@ impl Inventory {
             objects: RefCell::default(),
             descriptors: Sets::default(),
             listeners: RefCell::default(),
-            recordings: Recordings::of(disks_of(this.clone()), disk_of(this.clone())),
+            recordings: Recordings::of(
+                disks_of(this.clone()),
+                disk_of(this.clone()),
+                has_group_of(this.clone()),
+            ),
             events: Events::default(),
             deliveries: OnceCell::new(),
             ender,

@@ -12,7 +12,7 @@
 //! write, and who has the lock removes. Never touches a file that is not called so.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet},
     ffi::{OsStr, OsString},
     fs::{self, File},
     io::{self, ErrorKind},
@@ -33,11 +33,14 @@ use settings::Record;
 
 use super::{
     engine::Output,
-    limits::{LimitKey, LimitsInForce},
+    limits::{LimitsByOwner, LimitsInForce},
     names::Named,
     sink::{Progress, Sink},
 };
 
+/// Removed disks and groups whose limits the next file ends. A report draws the limits of further
+/// ones up to its own end.
+const MOST_REMOVED: usize = 10_000;
 /// How long a directory that takes nothing is left alone.
 const AGAIN: Duration = Duration::from_secs(10);
 /// A file is at most so large a part of all: what is gone with the oldest.
@@ -73,8 +76,9 @@ pub(super) struct Directory {
     ended: BTreeMap<OsString, (Duration, Instant)>,
     /// Files that should go and cannot be removed, as was said.
     stuck: BTreeSet<OsString>,
-    /// Limits in force, with which each file begins.
-    limits: HashMap<LimitKey, LimitsInForce>,
+    /// Disks and groups that lost their limits while no file was open: the next file ends those
+    /// that were removed since.
+    removed: LimitsByOwner,
 }
 
 impl Directory {
@@ -93,7 +97,7 @@ impl Directory {
             lock: None,
             ended,
             stuck: BTreeSet::new(),
-            limits: HashMap::new(),
+            removed: LimitsByOwner::new(),
         }
     }
 
@@ -102,13 +106,13 @@ impl Directory {
     }
 
     /// Where requests go, unless there is nowhere.
-    fn sink(&mut self) -> Option<&mut Sink> {
+    fn sink(&mut self, limits: &LimitsByOwner) -> Option<&mut Sink> {
         if self.current.is_none() {
             let now = block::reactor::real_time();
             if self.stopped.as_ref().is_some_and(|stopped| now < stopped.again) {
                 return None;
             }
-            match self.open(now) {
+            match self.open(now, limits) {
                 Ok(opened) => self.current = Some(opened),
                 Err(error) => self.stop(&error, 0),
             }
@@ -116,7 +120,15 @@ impl Directory {
         self.current.as_mut().map(|(sink, _)| sink)
     }
 
-    fn open(&mut self, now: Instant) -> io::Result<(Sink, PathBuf)> {
+    /// Limits that a file begins with: all that are in force, also of disks and groups that have
+    /// none, since the file before may have had limits of theirs.
+    fn first_limits(&mut self, limits: &LimitsByOwner) -> Vec<LimitsInForce> {
+        let removed = std::mem::take(&mut self.removed).into_iter();
+        let removed = removed.filter(|(owner, _)| !limits.contains_key(owner)).map(|(_, none)| none);
+        limits.values().cloned().chain(removed).collect()
+    }
+
+    fn open(&mut self, now: Instant, limits: &LimitsByOwner) -> io::Result<(Sink, PathBuf)> {
         self.prune()?;
         let (file, path) = create(&self.record.directory)?;
         self.file = identity(&file.metadata()?);
@@ -124,7 +136,7 @@ impl Directory {
         if let Some(stopped) = &self.stopped {
             sink.tell_lost(stopped.lost);
         }
-        self.limits.values().for_each(|limits| sink.limits(limits, now));
+        self.first_limits(limits).iter().for_each(|limits| sink.limits(limits, now));
         Ok((sink, path))
     }
 
@@ -277,8 +289,8 @@ impl Directory {
 }
 
 impl Output for Directory {
-    fn take(&mut self, finished: &Finished, named: &Named) {
-        match self.sink() {
+    fn take(&mut self, finished: &Finished, named: &Named, limits: &LimitsByOwner) {
+        match self.sink(limits) {
             Some(sink) => sink.take(finished, named),
             None => self.lose(finished.requests.max(1).into()),
         }
@@ -287,11 +299,8 @@ impl Output for Directory {
     fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
         if let Some((sink, _)) = &mut self.current {
             sink.limits(limits, at);
-        }
-        if limits.is_none() {
-            self.limits.remove(&limits.key());
-        } else {
-            self.limits.insert(limits.key(), limits.clone());
+        } else if limits.is_none() && self.removed.len() < MOST_REMOVED {
+            self.removed.insert(limits.key(), limits.clone());
         }
     }
 

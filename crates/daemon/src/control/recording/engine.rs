@@ -1,13 +1,9 @@
 //! The thread that takes what disks tell, and hands it to the sinks.
 
 use std::{
-    collections::HashMap,
     convert::Infallible,
     io,
-    sync::{
-        Arc,
-        mpsc::{self, Receiver, RecvTimeoutError, Sender},
-    },
+    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
     thread::{Builder, JoinHandle},
     time::Duration,
 };
@@ -16,7 +12,7 @@ use block::recorder::{Collector, Finished};
 use policy::time::Instant;
 
 use super::{
-    limits::{LimitKey, LimitsInForce},
+    limits::{LimitKey, LimitsByOwner, LimitsInForce},
     names::Named,
 };
 
@@ -37,8 +33,9 @@ pub(super) type Ended = async_channel::Sender<Infallible>;
 
 /// Where a recording goes.
 pub(super) trait Output: Send {
-    /// A request of a disk that it is of.
-    fn take(&mut self, finished: &Finished, named: &Named);
+    /// A request of a disk that it is of. `limits` are those in force, with which a new file
+    /// begins.
+    fn take(&mut self, finished: &Finished, named: &Named, limits: &LimitsByOwner);
 
     /// Limits of a disk or group that are in force from an instant on. Called for each disk of the
     /// recording and each group above it at first, and then for each change.
@@ -63,8 +60,8 @@ enum Order {
     Know(Vec<(Named, Vec<u64>)>, Instant),
     /// Limits in force from that instant on.
     Limits(Box<LimitsInForce>, Instant),
-    /// A disk was removed at that instant.
-    Remove(Arc<str>, Instant),
+    /// A disk or group was removed at that instant.
+    Remove(LimitKey, Instant),
     Hear(Ended),
 }
 
@@ -97,9 +94,9 @@ impl Engine {
         self.order(Order::Limits(limits.into(), at));
     }
 
-    /// Ends the limits of a disk for the sinks that have it.
-    pub(super) fn remove(&self, disk: Arc<str>, at: Instant) {
-        self.order(Order::Remove(disk, at));
+    /// Ends the limits of a disk or group for the sinks that have it.
+    pub(super) fn remove(&self, owner: LimitKey, at: Instant) {
+        self.order(Order::Remove(owner, at));
     }
 
     /// `heard` is dropped once all orders before this one are carried out.
@@ -136,7 +133,7 @@ struct Sink {
     /// Requests that it has not been told of yet.
     lost: u64,
     /// Limits that it has.
-    limits: HashMap<LimitKey, LimitsInForce>,
+    limits: LimitsByOwner,
     /// Dropped with it.
     _ended: Ended,
 }
@@ -147,6 +144,13 @@ impl Sink {
         if self.limits.get(&key) != Some(limits) {
             self.output.limits(limits, at);
             self.limits.insert(key, limits.clone());
+        }
+    }
+
+    fn remove(&mut self, owner: &LimitKey, at: Instant) {
+        let before = self.limits.remove(owner);
+        if before.is_some_and(|before| !before.is_none()) {
+            self.output.limits(&LimitsInForce::removed(owner.clone()), at);
         }
     }
 }
@@ -168,7 +172,7 @@ impl Work {
     fn obey(&mut self, order: Order) {
         match order {
             Order::Add(id, output, ended) => {
-                let limits = HashMap::new();
+                let limits = LimitsByOwner::new();
                 self.sinks.push(Sink { id, output, lost: 0, limits, _ended: ended });
             }
             Order::End(id) => {
@@ -181,13 +185,8 @@ impl Work {
             Order::Limits(limits, at) => {
                 change(&mut self.sinks, &limits, at);
             }
-            Order::Remove(disk, at) => {
-                let removed = LimitsInForce::removed(disk);
-                for sink in &mut self.sinks {
-                    if sink.limits.remove(&removed.key()).is_some() {
-                        sink.output.limits(&removed, at);
-                    }
-                }
+            Order::Remove(owner, at) => {
+                self.sinks.iter_mut().for_each(|sink| sink.remove(&owner, at));
             }
             Order::Know(disks, at) => {
                 let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
@@ -220,7 +219,7 @@ impl Work {
         let have_lost = collector.take(|finished: &Finished| {
             let Some(Some((named, of))) = disks.get(finished.disk as usize) else { return };
             for sink in sinks.iter_mut().filter(|sink| of.contains(&sink.id)) {
-                sink.output.take(finished, named);
+                sink.output.take(finished, named, &sink.limits);
             }
         });
         if have_lost {
@@ -252,14 +251,16 @@ fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
+
+    use lab::recording::LimitOwner;
 
     use super::*;
 
     struct Nothing;
 
     impl Output for Nothing {
-        fn take(&mut self, _: &Finished, _: &Named) {}
+        fn take(&mut self, _: &Finished, _: &Named, _: &LimitsByOwner) {}
         fn turn(&mut self, _: u64) {}
         fn end(&mut self) {}
         fn has_ended(&mut self) -> bool {
@@ -272,7 +273,7 @@ mod tests {
     struct Kept(Arc<Mutex<Vec<(u64, LimitsInForce)>>>);
 
     impl Output for Kept {
-        fn take(&mut self, _: &Finished, _: &Named) {}
+        fn take(&mut self, _: &Finished, _: &Named, _: &LimitsByOwner) {}
         fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
             self.0.lock().unwrap().push((at.as_nanos() / 1_000_000, limits.clone()));
         }
@@ -287,7 +288,7 @@ mod tests {
     fn a_sink_receives_each_change_of_the_limits_that_it_has_once() {
         let kept = Kept::default();
         let output = Box::new(kept.clone());
-        let (ended, limits) = (async_channel::bounded(1).0, HashMap::new());
+        let (ended, limits) = (async_channel::bounded(1).0, LimitsByOwner::new());
         let mut sinks = [Sink { id: 1, output, lost: 0, limits, _ended: ended }];
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let gold = |iops| LimitsInForce::of_group_with("gold", iops);
@@ -297,7 +298,17 @@ mod tests {
         change(&mut sinks, &gold(200), at(3));
         change(&mut sinks, &gold(200), at(4));
         change(&mut sinks, &LimitsInForce::of_group_with("silver", 5), at(5));
-        assert_eq!(*kept.0.lock().unwrap(), [(1, gold(100)), (3, gold(200))]);
+        // Only an owner that has limits ends.
+        let group = |name: &str| (LimitOwner::Group, name.into());
+        sinks[0].limits(&gold(0), at(6));
+        sinks[0].remove(&group("gold"), at(7));
+        sinks[0].limits(&gold(300), at(8));
+        sinks[0].remove(&group("silver"), at(9));
+        sinks[0].remove(&group("gold"), at(10));
+        sinks[0].remove(&group("gold"), at(11));
+        assert!(sinks[0].limits.is_empty());
+        let received = [(1, gold(100)), (3, gold(200)), (6, gold(0)), (8, gold(300)), (10, gold(0))];
+        assert_eq!(*kept.0.lock().unwrap(), received);
     }
 
     #[test]
@@ -306,7 +317,7 @@ mod tests {
             id,
             output: Box::new(Nothing),
             lost: 0,
-            limits: HashMap::new(),
+            limits: LimitsByOwner::new(),
             _ended: async_channel::bounded(1).0,
         };
         let mut sinks = [sink(1), sink(2), sink(3)];

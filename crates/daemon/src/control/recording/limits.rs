@@ -1,6 +1,6 @@
 //! The limits of a disk or group, as the recorder hands them to its outputs.
 
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 
 use block::{disk::Disk, layer::throttle::Group};
 use lab::recording::{LimitChange, LimitOwner};
@@ -8,6 +8,9 @@ use policy::{throttle::Limits, watermark::Watermark};
 
 /// Kind and name of a disk or group.
 pub(super) type LimitKey = (LimitOwner, Arc<str>);
+
+/// Limits in force of the disks and groups of a recording.
+pub(super) type LimitsByOwner = HashMap<LimitKey, LimitsInForce>;
 
 /// Limits of a disk or group, and the group above it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,10 +47,10 @@ impl LimitsInForce {
         }
     }
 
-    /// A disk that was removed: no limits.
-    pub(super) fn removed(name: Arc<str>) -> Self {
+    /// A disk or group that was removed: no limits.
+    pub(super) fn removed((owner, name): LimitKey) -> Self {
         let (limits, watermark) = (Limits::default(), Watermark::ALWAYS);
-        Self { owner: LimitOwner::Disk, name, group: None, limits, watermark }
+        Self { owner, name, group: None, limits, watermark }
     }
 
     pub(super) fn key(&self) -> LimitKey {
@@ -79,6 +82,6 @@ impl LimitsInForce {
     pub(super) fn of_group_with(name: &str, iops: u64) -> Self {
         let mut limits = Limits::default();
         limits.limit_mut(policy::throttle::LimitKind::IopsTotal).rate = iops;
-        Self { owner: LimitOwner::Group, limits, ..Self::removed(name.into()) }
+        Self { limits, ..Self::removed((LimitOwner::Group, name.into())) }
     }
 }

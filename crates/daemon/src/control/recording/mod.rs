@@ -21,7 +21,7 @@ mod sink;
 
 use std::{
     cell::{Cell, RefCell},
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     convert::Infallible,
     os::fd::OwnedFd,
     path::PathBuf,
@@ -33,6 +33,7 @@ use anyhow::{Context as _, ensure};
 use block::{disk::Disk, layer::throttle::Group, reactor};
 use directory::Directory;
 use engine::{Engine, Output};
+use lab::recording::LimitOwner;
 use limits::LimitsInForce;
 use names::Numbers;
 use recent::Keeping;
@@ -88,29 +89,31 @@ pub(crate) struct Recordings {
     disks: Box<dyn Fn() -> Vec<Arc<Disk>>>,
     /// One of them by its name.
     disk: Box<FindDisk>,
+    /// True if there is a group of this name.
+    has_group: Box<dyn Fn(&str) -> bool>,
     /// While there is something for it to do.
     engine: RefCell<Option<Engine>>,
     running: RefCell<BTreeMap<u64, Rc<Running>>>,
     next: Cell<u64>,
     numbers: RefCell<Numbers>,
-    /// Limits of groups that a cluster divides, as the engine has them.
-    divided: RefCell<HashMap<Arc<str>, LimitsInForce>>,
 }
 
 impl Recordings {
-    /// Creates the set without recordings. `disks` returns all disks, and `disk` one by its name.
+    /// Creates the set without recordings. `disks` returns all disks, `disk` one by its name, and
+    /// `has_group` whether there is a group of a name.
     pub(crate) fn of(
         disks: impl Fn() -> Vec<Arc<Disk>> + 'static,
         disk: impl Fn(&str) -> Option<Arc<Disk>> + 'static,
+        has_group: impl Fn(&str) -> bool + 'static,
     ) -> Rc<Self> {
         Rc::new(Self {
             disks: Box::new(disks),
             disk: Box::new(disk),
+            has_group: Box::new(has_group),
             engine: RefCell::default(),
             running: RefCell::default(),
             next: Cell::default(),
             numbers: RefCell::default(),
-            divided: RefCell::default(),
         })
     }
 
@@ -263,7 +266,11 @@ impl Recordings {
             // A group may have moved, with all that are below it.
             None => {
                 let now = reactor::now();
-                self.send(|engine| engine.remove(name.as_str().into(), now));
+                let remove = |owner| self.send(|engine| engine.remove((owner, name.as_str().into()), now));
+                remove(LimitOwner::Disk);
+                if !(self.has_group)(name) {
+                    remove(LimitOwner::Group);
+                }
                 self.name(&(self.disks)());
             }
         }
@@ -271,17 +278,10 @@ impl Recordings {
 
     /// Records the limits of a group whose part of a cluster's limits may have changed, which is no
     /// [`Change`].
-    pub(crate) fn follow_division(&self, group: &Group) {
-        if self.engine.borrow().is_none() {
-            self.divided.borrow_mut().clear();
-            return;
-        }
-        let limits = LimitsInForce::of_group(group);
-        let before = self.divided.borrow_mut().insert(group.name().into(), limits.clone());
-        if before.as_ref() != Some(&limits) {
-            let now = reactor::now();
-            self.send(|engine| engine.change_limits(limits, now));
-        }
+    pub(crate) fn follow_quota(&self, group: &Group) {
+        // The engine skips unchanged limits.
+        let now = reactor::now();
+        self.send(|engine| engine.change_limits(LimitsInForce::of_group(group), now));
     }
 
     fn send(&self, what: impl FnOnce(&Engine)) {

@@ -16,7 +16,7 @@ use block::recorder::{Finished, Operation};
 use lab::preview::{Op, Past};
 use policy::time::{Duration, Instant};
 
-use super::{engine::Output, names::Named};
+use super::{engine::Output, limits::LimitsByOwner, names::Named};
 
 /// Of what is older, nothing is told.
 pub(crate) const LONGEST: Duration = Duration::from_secs(600);
@@ -235,7 +235,7 @@ impl Keeping {
 }
 
 impl Output for Keeping {
-    fn take(&mut self, finished: &Finished, named: &Named) {
+    fn take(&mut self, finished: &Finished, named: &Named, _: &LimitsByOwner) {
         if !finished.has_failed {
             self.new.push((Arc::clone(&named.name), Kept::of(finished)));
         }
@@ -287,9 +287,9 @@ mod tests {
         let (recent, mut keeping) = keeping();
         let (a, b) = (Named::alone(0, "a"), Named::alone(1, "b"));
         for ms in 1..=600 {
-            keeping.take(&read(ms), if ms % 3 == 0 { &b } else { &a });
+            keeping.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
         }
-        keeping.take(&Finished { has_failed: true, ..read(601) }, &a);
+        keeping.take(&Finished { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
         keeping.turn_at(0, at(700));
         let (since, past) = recent.tell(&["a".into(), "b".into(), "c".into()], at(700), 1000);
         assert_eq!((since, [past[0].len(), past[1].len(), past[2].len()]), (at(0), [400, 200, 0]));
@@ -311,7 +311,7 @@ mod tests {
         let (recent, mut keeping) = keeping();
         let a = Named::alone(0, "a");
         for ms in 1..=100 {
-            keeping.take(&Finished { length: 8 * 4096, requests: 8, ..read(ms) }, &a);
+            keeping.take(&Finished { length: 8 * 4096, requests: 8, ..read(ms) }, &a, &LimitsByOwner::new());
         }
         keeping.turn_at(0, at(200));
         let (since, past) = recent.tell(&["a".into()], at(200), 10_000);
@@ -330,7 +330,7 @@ mod tests {
         let a = Named::alone(0, "a");
         let longest_ms = LONGEST.as_millis() as u64;
         for ms in (0..3000).chain(longest_ms..longest_ms + 100) {
-            keeping.take(&read(ms), &a);
+            keeping.take(&read(ms), &a, &LimitsByOwner::new());
         }
         keeping.turn_at(0, at(longest_ms + 2000));
         let (since, past) = recent.tell(&["a".into()], at(longest_ms + 2000), usize::MAX);
@@ -350,7 +350,7 @@ mod tests {
         let disks = ["a", "b"].map(|name| Named::alone(0, name));
         let most = MOST_CHUNKS * CHUNK;
         for number in 0..most + most / 2 {
-            keeping.take(&read(number as u64 / 8), &disks[number % 2]);
+            keeping.take(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
             if number % 10_000 == 0 {
                 keeping.turn_at(0, at(number as u64 / 8));
             }

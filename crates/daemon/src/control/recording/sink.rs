@@ -21,7 +21,7 @@ use policy::time::{Duration, Instant};
 
 use super::{
     engine::Output,
-    limits::{LimitKey, LimitsInForce},
+    limits::{LimitKey, LimitsByOwner, LimitsInForce},
     names::Named,
 };
 
@@ -238,7 +238,7 @@ impl Sink {
 
 /// Of a recording that somebody reads while it is made.
 impl Output for Sink {
-    fn take(&mut self, finished: &Finished, named: &Named) {
+    fn take(&mut self, finished: &Finished, named: &Named, _: &LimitsByOwner) {
         self.take(finished, named);
     }
 

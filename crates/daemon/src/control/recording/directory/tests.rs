@@ -12,18 +12,20 @@ struct World {
     place: TempDir,
     directory: Directory,
     named: Named,
+    limits: LimitsByOwner,
 }
 
 impl World {
     fn new(place: TempDir) -> Self {
         let record =
             Record { keep: Duration::from_secs(7200), limit: 16 << 20, ..Record::at(place.path().into()) };
-        Self { directory: Directory::new(record), place, named: Named::alone(0, "vm1") }
+        let (directory, named) = (Directory::new(record), Named::alone(0, "vm1"));
+        Self { directory, place, named, limits: LimitsByOwner::new() }
     }
 
     fn ask(&mut self, requests: u64) {
         for _ in 0..requests {
-            self.directory.take(&read(), &self.named);
+            self.directory.take(&read(), &self.named, &self.limits);
         }
         self.directory.turn(0);
     }
@@ -188,7 +190,7 @@ fn a_block_that_did_not_fit_is_removed_again_and_counted() {
     let path = world.place.path().join(&world.files()[0]);
     let whole = fs::read(&path).unwrap();
     for _ in 0..3 {
-        world.directory.take(&read(), &world.named);
+        world.directory.take(&read(), &world.named, &LimitsByOwner::new());
     }
     world.directory.current.as_mut().unwrap().0.tear();
     assert!(fs::metadata(&path).unwrap().len() > whole.len() as u64);
@@ -225,4 +227,25 @@ fn a_place_that_cannot_be_is_refused() {
     File::create(place.path().join("file")).unwrap();
     assert_eq!(check(&place.path().join("file")).unwrap_err().kind(), ErrorKind::NotADirectory);
     assert_eq!(check(&place.path().join("nowhere")).unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_file_begins_with_the_limits_in_force_and_ends_those_of_removed_owners() {
+    let mut world = World::new(place());
+    let group = LimitsInForce::of_group_with;
+    for limits in [group("gold", 0), group("silver", 200)] {
+        world.limits.insert(limits.key(), limits);
+    }
+    // Removed and added again, removed for good, and changed: all while no file is open.
+    for name in ["silver", "bronze", "gold"] {
+        world.directory.limits(&group(name, 0), Instant::ZERO);
+    }
+    let mut begun = world.directory.first_limits(&world.limits);
+    begun.sort_by_key(|limits| limits.key().1);
+    assert_eq!(begun, [group("bronze", 0), group("gold", 0), group("silver", 200)]);
+    assert!(world.directory.removed.is_empty());
+    // Changes reach an open file at once.
+    world.ask(1);
+    world.directory.limits(&group("silver", 0), Instant::ZERO);
+    assert!(world.directory.removed.is_empty());
 }
