@@ -14,8 +14,8 @@ use crate::result::Series;
 
 /// A limit above this multiple of the highest rate is left out.
 const FAR: f64 = 3.0;
-/// Largest number of limits; more cannot be distinguished.
-const MOST: usize = 8;
+/// Largest number of limits that a chart draws; more cannot be distinguished.
+pub(crate) const MOST_DRAWN: usize = 8;
 /// Largest number of limits that are kept of those that a recording names.
 const MOST_KEPT: usize = 256;
 /// Largest number of values that the name of a line lists.
@@ -163,18 +163,18 @@ pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[Series]) -> (Vec<Serie
     let near: Vec<_> = near.into_iter().filter(|lines| !lines.is_empty()).collect();
     let far = limits.iter().filter(|limit| limit.stretches.iter().any(|stretch| is_far(&stretch)));
     let far: Vec<_> = far.map(|limit| limit.name(limit.stretches.iter().filter(is_far))).collect();
-    let hidden = near.len().saturating_sub(MOST);
+    let hidden = near.len().saturating_sub(MOST_DRAWN);
     let mut notes = Vec::new();
     if !far.is_empty() {
-        let more = far.len().saturating_sub(MOST);
+        let more = far.len().saturating_sub(MOST_DRAWN);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let named = far[..far.len().min(MOST)].join(", ");
+        let named = far[..far.len().min(MOST_DRAWN)].join(", ");
         notes.push(format!("Above the range shown: {named}{more}."));
     }
     if hidden > 0 {
-        notes.push(format!("The first {MOST} limits are drawn; there are {hidden} more."));
+        notes.push(format!("The first {MOST_DRAWN} limits are drawn; there are {hidden} more."));
     }
-    let lines = near.into_iter().take(MOST).flatten().collect();
+    let lines = near.into_iter().take(MOST_DRAWN).flatten().collect();
     (lines, (!notes.is_empty()).then(|| notes.join(" ")))
 }
 
@@ -227,7 +227,7 @@ mod tests {
         let mut limits = LimitRates::default();
         (0..11).for_each(|disk| limits.add(Some(&format!("vm{disk}")), &self::limits()));
         let (lines, note) = lines_of(&limits.iops, &rates());
-        assert_eq!(lines.len(), MOST);
+        assert_eq!(lines.len(), MOST_DRAWN);
         let note = note.expect("a note");
         assert!(note.contains("iops-read 5000 of vm7 and 3 more."), "{note}");
         assert!(note.ends_with("The first 8 limits are drawn; there are 3 more."), "{note}");

@@ -18,7 +18,10 @@ use super::{
     html::escape,
     palette::{GRID, INK, LIMIT, LINES, Pair, code},
 };
-use crate::result::{Axis, Lines, Series};
+use crate::{
+    limit_lines::MOST_DRAWN,
+    result::{Axis, Lines, Series},
+};
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 330.0;
@@ -64,12 +67,12 @@ fn named(lines: &Lines) -> impl Iterator<Item = (&Series, Pair)> {
     lines.series.iter().zip(LINES).chain(limits)
 }
 
-/// Limits up to a number of names. A limit has a line for each time in which it was in force.
+/// Limits up to [`MOST_DRAWN`] names. A limit has a line for each time in which it was in force.
 fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &Series> {
     let mut names: Vec<&str> = Vec::new();
     lines.limits.iter().filter(move |limit| {
         let is_known = names.contains(&&*limit.name);
-        let is_drawn = is_known || names.len() < LINES.len();
+        let is_drawn = is_known || names.len() < MOST_DRAWN;
         if is_drawn && !is_known {
             names.push(&limit.name);
         }

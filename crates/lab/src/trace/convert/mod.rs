@@ -153,7 +153,9 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
         sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
     };
     sink.lose(source.lost());
-    for change in source.take_limits().drain() {
+    let mut limits = source.take_limits();
+    sink.drop_limit_changes(limits.dropped());
+    for change in limits.drain() {
         sink.change_limits(change).with_context(cannot)?;
     }
     read

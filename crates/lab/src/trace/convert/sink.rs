@@ -42,6 +42,8 @@ pub(super) struct Sink {
     without_outcome: u64,
     /// Requests that were not recorded.
     lost: u64,
+    /// Changes of limits beyond the number that is kept.
+    dropped_limit_changes: u64,
     format: Format,
 }
 
@@ -102,7 +104,15 @@ impl Sink {
             To::Lines { file, form, text }
         };
         let not_written = BTreeMap::new();
-        Ok(Self { to, written: 0, not_written, without_outcome: 0, lost: 0, format })
+        Ok(Self {
+            to,
+            written: 0,
+            not_written,
+            without_outcome: 0,
+            lost: 0,
+            dropped_limit_changes: 0,
+            format,
+        })
     }
 
     pub(super) fn put(&mut self, request: Request<'_>) -> io::Result<()> {
@@ -145,6 +155,11 @@ impl Sink {
             To::Recording { writer, .. } => writer.change_limits(change),
             To::Lines { .. } => Ok(()),
         }
+    }
+
+    /// Counts changes of limits that were not kept.
+    pub(super) fn drop_limit_changes(&mut self, changes: u64) {
+        self.dropped_limit_changes += changes;
     }
 
     /// So many requests are not to be had, which a recording says.
@@ -194,10 +209,19 @@ impl Sink {
                 figures::counted(self.without_outcome, "request")
             )
         });
+        // Only recordings have limits.
+        let has_limits = matches!(self.to, To::Recording { .. });
+        let limits = (has_limits && self.dropped_limit_changes > 0).then(|| {
+            format!(
+                "left out: {} of limits, because there are too many",
+                figures::counted(self.dropped_limit_changes, "change")
+            )
+        });
         self.not_written
             .iter()
             .map(line)
             .chain(outcomes)
+            .chain(limits)
             .chain(self.lost_names())
             .chain(self.waits())
             .collect()
@@ -264,4 +288,25 @@ fn flush(file: &mut File, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<(
         text.clear();
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dropped_changes_of_limits_are_reported_where_they_would_be_written() {
+        let left_out = |format| {
+            let out = Output::InPlace(tempfile::tempfile().unwrap());
+            let start = Start { clock_ns: 0, with_outcomes: true };
+            let mut sink = Sink::new(format, Compression::None, out, start).unwrap();
+            sink.drop_limit_changes(0);
+            assert_eq!(sink.left_out(), [""; 0]);
+            sink.drop_limit_changes(5);
+            sink.left_out()
+        };
+        let expected = ["left out: 5 changes of limits, because there are too many"];
+        assert_eq!(left_out(Format::Recording), expected);
+        assert_eq!(left_out(Format::Weir), [""; 0]);
+    }
 }
