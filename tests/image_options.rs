@@ -368,3 +368,13 @@ fn an_image_is_created_at_an_nbd_server_that_has_its_size() {
     server.stop();
     assert!(fs::read(&small).unwrap() == pattern(64 << 10));
 }
+
+#[test]
+fn a_part_beyond_the_end_is_refused_in_words_of_the_options_given() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("part.raw", MIB);
+    let options = format!("driver=raw,offset=1M,file.filename={}", text(&image));
+    let refused = weir_image(&["info", "--image-opts", &options]).fails();
+    assert!(refused.contains("the part given by offset and size"), "{refused}");
+    assert!(!refused.contains("--options"), "{refused}");
+}

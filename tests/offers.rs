@@ -70,7 +70,7 @@ fn a_part_of_a_file_is_a_disk() {
         [("offset=1M", &["-f", "raw"][..]), ("offset=4K,size=1M", &["-f", "raw"]), ("offset=1M", &[])]
     {
         let said = Serve::new(&scratch).arg(&image).args(["-o", part]).args(format).fails();
-        let why = "the part that was asked for (--options), which takes the file as raw, is not all inside";
+        let why = "the part given by offset and size, for which the file is taken as raw, is not all inside";
         assert_says(&said, &[text(&image), why]);
     }
     let said = Serve::new(&scratch).arg(&image).args(["-o", "size=4K", "-f", "qcow2"]).rejects_usage();
