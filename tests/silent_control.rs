@@ -32,14 +32,14 @@ use crate::{
 const BYTES: u64 = 16 * MIB;
 
 /// A daemon with disks `a`, `v` (over vhost-user-blk) and `h` on the file system that can be held.
-struct Party {
+struct HeldDisk {
     // Dropped before the daemon, which cannot end while its requests are held.
     fuse: FuseServer,
     weir: Weir,
     scratch: Scratch,
 }
 
-impl Party {
+impl HeldDisk {
     fn new() -> Self {
         let scratch = Scratch::new();
         let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
@@ -115,19 +115,19 @@ impl Party {
 }
 
 fn beside(held: u32) {
-    let party = Party::new();
-    let line = party.weir.wait_for_log("page at=");
+    let daemon = HeldDisk::new();
+    let line = daemon.weir.wait_for_log("page at=");
     let address = line.split_once("at=").expect("an address").1.split(' ').next().expect("a word");
-    let mut other = party.client("a");
-    let added = party.add_reader("known").answer();
+    let mut other = daemon.client("a");
+    let added = daemon.add_reader("known").answer();
     assert_eq!(added["return"], json!({}), "{added}");
-    party.fuse.stop(&[held]);
-    let waiting = party.use_held_disk();
-    party.fuse.wait_until_held(held);
+    daemon.fuse.stop(&[held]);
+    let waiting = daemon.use_held_disk();
+    daemon.fuse.wait_until_held(held);
 
     uses_everything(&mut other);
-    uses_everything(&mut party.client("a"));
-    let mut control = party.control();
+    uses_everything(&mut daemon.client("a"));
+    let mut control = daemon.control();
     for command in ["query-block", "query-named-block-nodes", "query-blockstats", "x-weir-query-status"] {
         let answer = control.ask(command, json!({}));
         assert!(answer["return"].to_string().contains("\"h\""), "{command}: {answer}");
@@ -135,27 +135,28 @@ fn beside(held: u32) {
     for path in ["/api/v1/overview", "/api/v1/events", "/api/v1/openapi.json", "/api/v1/disks/h/history"] {
         let stream = TcpStream::connect(address).expect("it listens");
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-        Party::get(stream, path);
+        HeldDisk::get(stream, path);
     }
-    let stream = UnixStream::connect(party.scratch.socket("metrics")).expect("it listens");
+    let stream = UnixStream::connect(daemon.scratch.socket("metrics")).expect("it listens");
     stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-    Party::get(stream, "/metrics");
-    bench("-w -c 16 -d 4 -s 4K", format!("vhost-user:{}", text(&party.scratch.socket("machine")))).succeeds();
-    prints(&party.scratch, &["disk", "add", "b", "memory:1M"]);
-    assert_eq!(party.client("b").read(0, 512).map(|data| data.len()), Ok(512));
-    prints(&party.scratch, &["disk", "remove", "b"]);
-    prints(&party.scratch, &["reload"]);
-    party.weir.signal(Signal::SIGHUP);
-    party.weir.wait_for_log("SIGHUP: the config file was read again");
+    HeldDisk::get(stream, "/metrics");
+    bench("-w -c 16 -d 4 -s 4K", format!("vhost-user:{}", text(&daemon.scratch.socket("machine"))))
+        .succeeds();
+    prints(&daemon.scratch, &["disk", "add", "b", "memory:1M"]);
+    assert_eq!(daemon.client("b").read(0, 512).map(|data| data.len()), Ok(512));
+    prints(&daemon.scratch, &["disk", "remove", "b"]);
+    prints(&daemon.scratch, &["reload"]);
+    daemon.weir.signal(Signal::SIGHUP);
+    daemon.weir.wait_for_log("SIGHUP: the config file was read again");
     uses_everything(&mut other);
 
     // Then the file system answers nothing any more, which the end of the daemon waits for.
-    party.fuse.stop(&ALL);
-    party.weir.signal(Signal::SIGTERM);
-    party.weir.wait_for_log("stopped");
+    daemon.fuse.stop(&ALL);
+    daemon.weir.signal(Signal::SIGTERM);
+    daemon.weir.wait_for_log("stopped");
     // A process does not end while its file system has requests of it in flight.
-    drop(party.fuse);
-    party.weir.wait();
+    drop(daemon.fuse);
+    daemon.weir.wait();
     drop(waiting);
 }
 

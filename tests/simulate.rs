@@ -152,7 +152,7 @@ fn a_daemon_is_never_ahead_of_what_was_simulated() {
     assert!(ahead.is_empty(), "{ahead:#?}");
 }
 
-/// The run without has neither limits nor reads ahead, and the table names each that the other has.
+/// The heading names the settings that only one of the two runs has.
 #[test]
 fn a_comparison_names_what_differs() {
     let run = |options: &[&str]| {

@@ -130,7 +130,7 @@ impl FuseServer {
         assert!(!waited.timed_out(), "no request of kind {kind} came");
     }
 
-    /// What was written to the file.
+    /// Content of the file.
     pub(crate) fn content(&self) -> Vec<u8> {
         self.shared.lock().data.clone()
     }

@@ -59,24 +59,24 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let image = arguments.subject.named()?;
     let name = image.name();
     let usage = |what: String| Failure::Usage(anyhow!("{name}: {what}"));
-    let wish = Wish::read(&arguments.options).map_err(usage)?;
+    let options = AmendOptions::read(&arguments.options).map_err(usage)?;
     if image.format()? != Format::Qcow2 {
         return Err(usage("raw images have no options to amend".to_owned()));
     }
     let storage = image.storage(How { write: true, cache: arguments.cache, ..How::default() })?;
-    on_reactor(async move { Ok(amend(storage, wish).await.with_context(|| name)?) })?;
+    on_reactor(async move { Ok(amend(storage, options).await.with_context(|| name)?) })?;
     arguments.talk.progress("amending", 1).end();
     Ok(())
 }
 
 /// The new values of options.
 #[derive(Clone, Copy, Debug)]
-struct Wish {
+struct AmendOptions {
     version: Option<u32>,
     lazy_refcounts: Option<bool>,
 }
 
-impl Wish {
+impl AmendOptions {
     fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Options::read(texts)?;
         let version = create::take_version(&mut options)?;
@@ -90,21 +90,21 @@ impl Wish {
     }
 }
 
-async fn amend(storage: Storage, wish: Wish) -> anyhow::Result<()> {
+async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
     let header = qcow2::read_header(&storage).await?;
     let is_lazy = header.compatible & compatible::LAZY_REFCOUNTS != 0;
-    if wish.version == Some(2) && header.version > 2 {
+    if options.version == Some(2) && header.version > 2 {
         bail!(
             "compat=0.10: version 3 cannot become version 2 in place (`weir image convert -o compat=0.10` makes a copy)"
         );
     }
-    let version = header.version.max(wish.version.unwrap_or(0));
-    if wish.lazy_refcounts == Some(true) && version < 3 {
+    let version = header.version.max(options.version.unwrap_or(0));
+    if options.lazy_refcounts == Some(true) && version < 3 {
         bail!("lazy_refcounts=on: needs version 3 (add compat=1.1)");
     }
     let amendment = Amendment {
         upgrade: version > header.version,
-        lazy_refcounts: wish.lazy_refcounts.filter(|is_on| *is_on != is_lazy),
+        lazy_refcounts: options.lazy_refcounts.filter(|is_on| *is_on != is_lazy),
     };
     if amendment == Amendment::default() {
         return Ok(());
@@ -136,9 +136,9 @@ mod tests {
 
     #[test]
     fn an_option_that_cannot_be_amended_is_named() {
-        let read = |text: &str| Wish::read(&[text.to_owned()]);
-        let wish = read("compat=v3,lazy_refcounts=on").unwrap();
-        assert_eq!((wish.version, wish.lazy_refcounts), (Some(3), Some(true)));
+        let read = |text: &str| AmendOptions::read(&[text.to_owned()]);
+        let options = read("compat=v3,lazy_refcounts=on").unwrap();
+        assert_eq!((options.version, options.lazy_refcounts), (Some(3), Some(true)));
         assert_eq!(read("compat=2").unwrap_err(), "compat=2: is neither 0.10 nor 1.1");
         assert!(read("cluster_size=2M").unwrap_err().starts_with("cluster_size: cannot be changed in place"));
     }

@@ -105,9 +105,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));
         }
-        eprint(&unjudged(&report));
+        eprint(&unjudged_leaks(&report));
         eprint(&ranges(&report, &name, repair));
-        eprint(&left(&report, &name, repair));
+        eprint(&remaining_errors(&report, &name, repair));
         print(&match arguments.output.kind() {
             Output::Human => text(&report),
             Output::Json => form::json(&json(&report, &name)),
@@ -126,7 +126,7 @@ fn status(report: &Report) -> Result<(), Failure> {
 }
 
 /// The reason why leaks could not be judged.
-fn unjudged(report: &Report) -> String {
+fn unjudged_leaks(report: &Report) -> String {
     match &report.missed_references {
         Some(why) => format!(
             "Leaks cannot be judged, and nothing is freed, because references may be missing: {}\n",
@@ -137,7 +137,7 @@ fn unjudged(report: &Report) -> String {
 }
 
 /// The reason why a repair of leaks did not make the image consistent.
-fn left(report: &Report, name: &str, repair: Repair) -> String {
+fn remaining_errors(report: &Report, name: &str, repair: Repair) -> String {
     let errors = report.corruptions + report.check_errors;
     if repair != Repair::Leaks || errors == 0 {
         return String::new();

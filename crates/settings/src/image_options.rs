@@ -113,7 +113,7 @@ impl ImageDescription {
     }
 
     fn read(keys: BTreeMap<String, Option<String>>) -> anyhow::Result<Self> {
-        let mut keys = Keys { left: keys, nodes: Vec::new() };
+        let mut keys = DriverKeys { left: keys, nodes: Vec::new() };
         let mut description = Self::plain(Image::null(0));
         let mut cache = CacheKeys::default();
         description.nodes(&mut keys, &mut cache)?;
@@ -151,7 +151,7 @@ impl ImageDescription {
     }
 
     /// Reads the nodes from the topmost down.
-    fn nodes(&mut self, keys: &mut Keys, cache: &mut CacheKeys) -> anyhow::Result<()> {
+    fn nodes(&mut self, keys: &mut DriverKeys, cache: &mut CacheKeys) -> anyhow::Result<()> {
         let mut prefix = String::new();
         for depth in 0..MOST_NODES {
             let driver = keys.text(&prefix, "driver")?;
@@ -186,7 +186,7 @@ impl ImageDescription {
         bail!("{prefix}: more than {MOST_NODES} nodes over each other")
     }
 
-    fn common(&mut self, keys: &mut Keys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
+    fn common(&mut self, keys: &mut DriverKeys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
         self.read_only |= keys.switch(prefix, "read-only")?.unwrap_or(false);
         self.force_share |= keys.switch(prefix, "force-share")?.unwrap_or(false);
         // An image that cannot be written to is an error of the command that writes.
@@ -206,7 +206,7 @@ impl ImageDescription {
         Ok(())
     }
 
-    fn raw(&mut self, keys: &mut Keys, prefix: &str) -> anyhow::Result<()> {
+    fn raw(&mut self, keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<()> {
         let (offset, bytes) = (keys.size(prefix, "offset")?, keys.size(prefix, "size")?);
         ensure!(bytes != Some(0), "{prefix}size=0: is no disk (give at least 512)");
         if offset.is_some() || bytes.is_some() {
@@ -224,7 +224,7 @@ impl ImageDescription {
         Ok(())
     }
 
-    fn qcow2(&mut self, keys: &mut Keys, prefix: &str) -> anyhow::Result<()> {
+    fn qcow2(&mut self, keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<()> {
         ensure!(
             self.format != Some(Format::Qcow2),
             "{prefix}driver=qcow2: not supported below another qcow2 node"
@@ -274,7 +274,12 @@ impl ImageDescription {
     }
 
     /// The node that has the bytes.
-    fn protocol(&mut self, driver: Option<&str>, keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
+    fn protocol(
+        &mut self,
+        driver: Option<&str>,
+        keys: &mut DriverKeys,
+        prefix: &str,
+    ) -> anyhow::Result<Image> {
         match driver {
             None | Some("file" | "host_device") => {
                 keys.enter(prefix, driver.unwrap_or("file"), &["aio", "filename", "locking"]);
@@ -322,7 +327,7 @@ impl ImageDescription {
     }
 }
 
-fn nbd(keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
+fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
     let export = keys.text(prefix, "export")?.unwrap_or_default();
     // QEMU takes host, port and path without `server` too.
     let server = |key: &str| format!("server.{key}");
@@ -351,7 +356,7 @@ fn nbd(keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
     text.parse().map_err(|error: InvalidValue| anyhow!("{prefix}server: {}", error.rule()))
 }
 
-fn rbd(keys: &mut Keys, prefix: &str) -> anyhow::Result<Image> {
+fn rbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
     let mut address = Address {
         pool: keys.required(prefix, "pool", "POOL")?,
         namespace: keys.text(prefix, "namespace")?,
@@ -410,14 +415,14 @@ impl CacheKeys {
     }
 }
 
-/// Keys that no node has taken yet; a value is `None` if it is JSON's `null`.
-struct Keys {
+/// DriverKeys that no node has taken yet; a value is `None` if it is JSON's `null`.
+struct DriverKeys {
     left: BTreeMap<String, Option<String>>,
     /// Prefix, driver and keys of each node.
     nodes: Vec<(String, &'static str, &'static [&'static str])>,
 }
 
-impl Keys {
+impl DriverKeys {
     fn enter(&mut self, prefix: &str, driver: &str, known: &'static [&'static str]) {
         const DRIVERS: [&str; 7] = ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd"];
         let driver = DRIVERS.into_iter().find(|name| *name == driver).unwrap_or_default();

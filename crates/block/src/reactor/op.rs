@@ -58,7 +58,7 @@ pub fn wait_for_closings(timeout: Duration) -> bool {
 }
 
 /// Runs `close`, which may wait for a file system, on a thread that may block.
-fn close_by(close: impl FnOnce() + Send + 'static) {
+fn close_where_blocking_is_allowed(close: impl FnOnce() + Send + 'static) {
     if worker::may_block() {
         return close();
     }
@@ -97,7 +97,7 @@ impl AsFd for ForeignFd {
 impl Drop for ForeignFd {
     fn drop(&mut self) {
         if let Some(fd) = self.0.take() {
-            close_by(move || drop(fd));
+            close_where_blocking_is_allowed(move || drop(fd));
         }
     }
 }
@@ -105,7 +105,7 @@ impl Drop for ForeignFd {
 impl Drop for Open {
     fn drop(&mut self) {
         let (Some(fd), Some(closing)) = (self.fd.take(), self.closing.take()) else { return };
-        close_by(move || {
+        close_where_blocking_is_allowed(move || {
             closing.before(fd.as_fd());
             drop(fd);
             drop(closing);

@@ -115,8 +115,8 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
     Ok(())
 }
 
-/// What is not finite is null, and so is the interval of a single sample.
-fn told(estimate: Estimate, interval: IntervalKind) -> Value {
+/// Non-finite numbers are null, and so is the interval of a single sample.
+fn interval_json(estimate: Estimate, interval: IntervalKind) -> Value {
     let Estimate { median, low, high } = estimate;
     match interval {
         IntervalKind::OneRun => json!({ "median": median, "low": null, "high": null }),
@@ -132,7 +132,7 @@ fn of_one(result: &ResultFile) -> Value {
             "name": measure.name,
             "unit": measure.unit,
             "better": measure.better,
-            "estimate": told(estimated(measure), IntervalKind::of(measure)),
+            "estimate": interval_json(estimated(measure), IntervalKind::of(measure)),
             "samples": measure.samples.len(),
             "samples-are": measure.samples_are,
         })
@@ -156,9 +156,9 @@ fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
         json!({
             "name": row.name,
             "unit": row.unit,
-            "a": told(row.a, row.intervals[0]),
-            "b": told(row.b, row.intervals[1]),
-            "ratio": told(row.ratio, row.intervals[0].both(row.intervals[1])),
+            "a": interval_json(row.a, row.intervals[0]),
+            "b": interval_json(row.b, row.intervals[1]),
+            "ratio": interval_json(row.ratio, row.intervals[0].both(row.intervals[1])),
             "verdict": verdict(row.outcome),
             "samples-are": row.samples_are,
         })

@@ -162,8 +162,7 @@ impl Summary {
         Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
     }
 
-    /// What the two runs of a comparison differ in: the run without has neither limits nor reads
-    /// ahead.
+    /// Differences between the two runs of a comparison: one run has neither limits nor read-ahead.
     pub(crate) fn compared(&self) -> &'static str {
         let reads_ahead = |line: &Line| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
         match (self.is_limited, self.disks.iter().any(reads_ahead)) {

@@ -85,7 +85,7 @@ impl Times {
 const MAGIC: &[u8] = b"weir recording ";
 /// Version that is written.
 const VERSION: u8 = 2;
-/// What a block holds: its first number since version 2.
+/// Kind of a block: its first number since version 2.
 const REQUESTS: u64 = 0;
 const LIMITS: u64 = 1;
 /// The magic number of a skippable frame (RFC 8878, section 3.1.2), one of sixteen.
