@@ -4,6 +4,7 @@
 //! All daemons here are in the sandbox, which has to let them connect again.
 
 mod comebacks;
+mod images;
 mod unopened;
 
 use std::{

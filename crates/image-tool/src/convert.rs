@@ -394,6 +394,7 @@ fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::R
     let header = qcow2.header();
     let mut is_given_later = false;
     if let (true, Some(backing)) = (arguments.no_create, &arguments.backing) {
+        opening::check_name(path, backing)?;
         let own = header.backing.as_ref().map(|own| opening::beside(path, &own.name));
         match own {
             Some(own) if opening::is_same(&own, &opening::beside(path, backing)) => {}

@@ -245,9 +245,11 @@ pub(super) fn qcow2_options(
 
 /// `None` without a backing file, or one that may be missing.
 fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Result<Option<u64>, Failure> {
-    let Some(backing) = wish.backing.as_ref().filter(|_| !arguments.unsafe_backing) else {
+    let Some(backing) = &wish.backing else { return Ok(None) };
+    if arguments.unsafe_backing {
+        opening::check_name(path, &backing.name)?;
         return Ok(None);
-    };
+    }
     let place = opening::behind(path, &backing.name)?;
     if opening::is_same(&place, path) {
         let what = anyhow!("{}: would be its own backing file (choose another)", path.display());

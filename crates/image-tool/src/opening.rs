@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use block::{
     image::{
-        open::resolve,
+        open::{check_base, resolve},
         qcow2::{
             CacheSettings,
             header::Header,
@@ -80,10 +80,25 @@ pub fn beside(image: &Path, name: &str) -> PathBuf {
 
 /// The file that a name in an image leads to, by the rules of all images: a path, never an address.
 pub(super) fn behind(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
-    let seen_from = if is_elsewhere(image) { Path::new("") } else { image };
-    let path = resolve(seen_from, name)
-        .map_err(|why| anyhow!("{}: its backing or data file {name:?} {why}", image.display()))?;
+    let path = resolve(in_directory(image), name).map_err(|why| unusable(image, name, &why))?;
     Ok(local(&path))
+}
+
+/// Checks a name that a command writes into an image without opening the file.
+///
+/// # Errors
+/// The file that the name means would depend on the working directory of a later command.
+pub(super) fn check_name(image: &Path, name: &str) -> anyhow::Result<()> {
+    check_base(in_directory(image), name).map_err(|why| unusable(image, name, &why))
+}
+
+/// The path of an image that is a file of this host.
+fn in_directory(image: &Path) -> Option<&Path> {
+    Some(image).filter(|image| !is_elsewhere(image))
+}
+
+fn unusable(image: &Path, name: &str, why: &str) -> anyhow::Error {
+    anyhow!("{}: its backing or data file {name:?} {why}", image.display())
 }
 
 /// True if both paths lead to one file, by the same name, a symbolic link or a hard link.
@@ -279,7 +294,11 @@ mod tests {
         assert_eq!(path("/images/vm.qcow2", "file:base").unwrap(), "/images/base");
         assert_eq!(path("vm.qcow2", "./nbd:a").unwrap(), "./nbd:a");
         assert_eq!(path("vm.qcow2", "file:nbd:a").unwrap(), "./nbd:a");
-        assert_eq!(path("rbd:pool/vm", "base").unwrap(), "base");
+        assert_eq!(path("rbd:pool/vm", "/images/base").unwrap(), "/images/base");
+        for image in ["rbd:pool/vm", "nbd://host/vm"] {
+            let refused = path(image, "base").unwrap_err().to_string();
+            assert!(refused.contains("weir takes an absolute path"), "{image}: {refused}");
+        }
         for name in ["nbd://host/disk", "nbd+unix:///?socket=/s", "rbd:pool/image", "json:{}", "a:b"] {
             for image in ["vm.qcow2", "/images/vm.qcow2", "rbd:pool/vm", "nbd://host/vm"] {
                 let refused = path(image, name).unwrap_err().to_string();

@@ -106,6 +106,9 @@ async fn rebase(
     let named =
         backing.clone().map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
     if arguments.unsafe_backing {
+        if let Some((name, _)) = &backing {
+            opening::check_name(file, name)?;
+        }
         let qcow2 = Qcow2::open_for_upkeep(subject.storage(how)?).await?;
         qcow2.set_backing(named).await.context("its header cannot be changed")?;
         return Ok(qcow2.close().await?);

@@ -186,7 +186,7 @@ fn next(
             "convert it: qemu-img convert -O qcow2",
         )
     })?;
-    let path = names::resolve(path.unwrap_or(Path::new("")), &backing.name).map_err(|why| {
+    let path = names::resolve(path, &backing.name).map_err(|why| {
         refused(why, "write a path into the image: qemu-img rebase -u -b PATH -F raw|qcow2 IMAGE")
     })?;
     Ok(Some(Next { path, format, of: name.to_owned() }))
@@ -209,7 +209,7 @@ async fn open_data_file(
             "write its name into the image: qemu-img amend -o data_file=NAME",
         ));
     };
-    let path = names::resolve(path.unwrap_or(Path::new("")), name).map_err(|why| {
+    let path = names::resolve(path, name).map_err(|why| {
         let remedy = "write a path into the image: qemu-img amend -o data_file=PATH";
         OpenError::new(&level.name, format!("its data file {name:?} {why}"), remedy)
     })?;

@@ -25,7 +25,10 @@ mod secrets;
 mod tests;
 
 use self::chain::Level;
-pub use self::{chain::LONGEST_CHAIN, names::resolve};
+pub use self::{
+    chain::LONGEST_CHAIN,
+    names::{check_base, resolve},
+};
 use super::{
     Image, Raw, Secret,
     qcow2::{CacheSettings, OpenFailure, Parts, Qcow2, luks::Cipher},

@@ -5,12 +5,12 @@
 
 use std::path::{Path, PathBuf};
 
-/// Path of the file that the image at `image` refers to as `name`. `image` is empty if the image is
-/// in no directory of this host.
+/// Path of the file that the image at `image` refers to as `name`. `image` is `None` for an image
+/// in no directory of this host, such as an export of an NBD server: its names are absolute.
 ///
 /// # Errors
 /// The reason, phrased to follow the name: not a path, or an invalid one.
-pub fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
+pub fn resolve(image: Option<&Path>, name: &str) -> Result<PathBuf, String> {
     let name = match protocol(name) {
         None => name,
         Some("file") => &name["file:".len()..],
@@ -23,7 +23,26 @@ pub fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
     if name.contains('\0') {
         return Err("holds a zero byte".to_owned());
     }
-    Ok(image.parent().unwrap_or(Path::new("")).join(name))
+    check_base(image, name)?;
+    Ok(image.and_then(Path::parent).unwrap_or(Path::new("")).join(name))
+}
+
+/// Checks that the meaning of a name does not depend on the working directory of the process. For
+/// names that are written into an image without a look at the file.
+///
+/// # Errors
+/// The reason, phrased to follow the name: a relative path in an image that is in no directory.
+pub fn check_base(image: Option<&Path>, name: &str) -> Result<(), String> {
+    let path = match protocol(name) {
+        None => name,
+        Some("file") => &name["file:".len()..],
+        Some(_) => return Ok(()),
+    };
+    if image.is_none() && Path::new(path).is_relative() {
+        let why = "is relative, and the image is in no directory; weir takes an absolute path";
+        return Err(why.to_owned());
+    }
+    Ok(())
 }
 
 /// What is before a colon that comes before any slash, as QEMU reads names.
@@ -46,9 +65,23 @@ mod tests {
             ("./a:b", "/images/./a:b"),
             ("sub/a:b", "/images/sub/a:b"),
         ] {
-            assert_eq!(resolve(Path::new("/images/vm.qcow2"), name).expect(name), Path::new(path));
+            assert_eq!(resolve(Some(Path::new("/images/vm.qcow2")), name).expect(name), Path::new(path));
         }
-        assert_eq!(resolve(Path::new("vm.qcow2"), "base").expect("a path"), Path::new("base"));
+        assert_eq!(resolve(Some(Path::new("vm.qcow2")), "base").expect("a path"), Path::new("base"));
+    }
+
+    #[test]
+    fn names_in_an_image_without_a_directory_are_absolute() {
+        for name in ["base.raw", "./base.raw", "../base.raw", "file:base.raw", "sub/base.raw"] {
+            for refused in [resolve(None, name).map(drop), check_base(None, name)] {
+                assert!(refused.expect_err(name).contains("absolute path"), "{name}");
+            }
+        }
+        for name in ["/images/base.raw", "file:/images/base.raw"] {
+            assert_eq!(resolve(None, name).expect(name), Path::new("/images/base.raw"));
+            assert_eq!(check_base(None, name), Ok(()), "{name}");
+        }
+        assert_eq!(check_base(None, "nbd://host/disk"), Ok(()));
     }
 
     #[test]
@@ -63,7 +96,7 @@ mod tests {
             ("file:", "empty"),
             ("a\0b", "zero byte"),
         ] {
-            let said = resolve(Path::new("/images/vm.qcow2"), name).expect_err(name);
+            let said = resolve(Some(Path::new("/images/vm.qcow2")), name).expect_err(name);
             assert!(said.contains(why), "{name}: {said}");
         }
     }

@@ -1,0 +1,49 @@
+//! Images on the exports of other NBD servers: names in images that are in no directory, headers of
+//! earlier images, and the names of exports.
+
+use std::fs;
+
+use super::{Server, uri};
+use crate::harness::{MIB, Scratch, assert_says, qemu_img, text, weir, weir_image};
+
+#[test]
+fn a_relative_name_in_an_image_on_an_export_is_refused() {
+    let scratch = Scratch::new();
+    let inside = scratch.path(".");
+    let (disk, socket) = (scratch.sparse("disk.raw", 8 * MIB), scratch.path("nbd.sock"));
+    let (base, source) = (scratch.sparse("base.raw", MIB), scratch.sparse("source.raw", MIB));
+    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
+    let image = &uri(&socket, "");
+    let refuses = |words: &[&str]| {
+        let refused = weir(words).inside(&inside).fails();
+        assert_says(&refused, &["base.raw", "is relative", "absolute path"]);
+    };
+    let create = ["image", "create", "-q", "-f", "qcow2"];
+    refuses(&[&create[..], &["-b", "base.raw", "-F", "raw", image]].concat());
+    refuses(&[&create[..], &["-u", "-b", "base.raw", "-F", "raw", image, "1M"]].concat());
+    refuses(&[&create[..], &["-o", "data_file=base.raw", image, "1M"]].concat());
+    assert!(fs::read(&disk).unwrap().iter().all(|&byte| byte == 0), "a refused command wrote");
+
+    weir_image(&["create", "-q", "-f", "qcow2", image, "1M"]).succeeds();
+    let rebase = ["image", "rebase", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw"];
+    refuses(&[&rebase[..], &[image]].concat());
+    refuses(&[&rebase[..], &["-u", image]].concat());
+    let convert = ["image", "convert", "-n", "-O", "qcow2", "-F", "raw", "-B", "base.raw"];
+    refuses(&[&convert[..], &[text(&source), image]].concat());
+
+    // A foreign program may have written such a name.
+    let foreign = ["rebase", "-u", "-f", "qcow2", "-b", "base.raw", "-F", "raw", image];
+    qemu_img(foreign).inside(&inside).succeeds();
+    for command in ["map", "compare", "convert"] {
+        let target: &[&str] = match command {
+            "map" => &[],
+            "compare" => &[text(&source)],
+            _ => &["copy.raw"],
+        };
+        refuses(&[&["image", command, "-f", "qcow2", image], target].concat());
+    }
+    refuses(&["serve", "--format", "qcow2", image]);
+
+    weir_image(&["rebase", "-u", "-f", "qcow2", "-b", text(&base), "-F", "raw", image]).succeeds();
+    weir_image(&["map", "-f", "qcow2", image]).succeeds();
+}
