@@ -47,3 +47,22 @@ fn a_relative_name_in_an_image_on_an_export_is_refused() {
     weir_image(&["rebase", "-u", "-f", "qcow2", "-b", text(&base), "-F", "raw", image]).succeeds();
     weir_image(&["map", "-f", "qcow2", image]).succeeds();
 }
+
+#[test]
+fn a_new_raw_image_leaves_no_header_of_an_earlier_one() {
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.path("disk.qcow2"), scratch.path("nbd.sock"));
+    qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "1M"]).succeeds();
+    let earlier = fs::read(&disk).unwrap();
+    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
+    let image = &uri(&socket, "");
+    let refused = weir_image(&["create", "-f", "raw", image, "1G"]).fails();
+    assert_says(&refused, &["bytes, and the image 1073741824"]);
+    assert!(fs::read(&disk).unwrap() == earlier, "a refused command wrote");
+
+    weir_image(&["create", "-q", "-f", "raw", image, "4K"]).succeeds();
+    let now = fs::read(&disk).unwrap();
+    assert!(now[..512] == [0; 512] && now[512..] == earlier[512..], "other bytes than the first sector");
+    let info = weir_image(&["info", "--output=json", image]).json();
+    assert_eq!(info["format"], "raw");
+}

@@ -11,6 +11,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use block::{
+    buffer::Buffer,
     image::qcow2::{
         self,
         create::{CreateOptions, Preallocation},
@@ -317,6 +318,9 @@ impl Drop for NewFile {
 }
 
 const LEAST_FILE: u64 = 512;
+/// Bytes at the start of a device or an export that a new raw image clears, as qemu-img does: the
+/// signature of any format is among them.
+const HEADER_BYTES: u64 = 512;
 
 /// Messages call the image `name`.
 pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
@@ -393,6 +397,10 @@ pub(super) fn create_raw(
             }
         } else if storage.size_bytes() < size {
             return Err(Failure::Failed(anyhow!("has {} bytes, and the image {size}", storage.size_bytes())));
+        } else {
+            // The header of an earlier image would decide the format that a later command probes.
+            let header = Buffer::zeroed(HEADER_BYTES.min(storage.size_bytes()) as usize);
+            storage.write(0, header.into(), Durability::Cached).await?;
         }
         match preallocation {
             Preallocation::Off | Preallocation::Metadata => {}
@@ -421,7 +429,7 @@ async fn fill(storage: &Storage, size: u64) -> anyhow::Result<()> {
     let mut at = 0;
     while at < size {
         let length = PIECE.min(size - at) as usize;
-        storage.write(at, block::buffer::Buffer::zeroed(length).into(), Durability::Cached).await?;
+        storage.write(at, Buffer::zeroed(length).into(), Durability::Cached).await?;
         at += length as u64;
     }
     Ok(())
