@@ -63,6 +63,7 @@ Options of qcow2:
 Options of raw:
   preallocation=MODE      off, falloc or full [off]
   size=SIZE               the disk's size
+A SWITCH is on or off; without a value it is on.
 Of both, for scripts: extent_size_hint=SIZE and nocow=SWITCH, hints for a host's file system, are
 taken and change nothing.
 ";

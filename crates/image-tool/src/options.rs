@@ -5,18 +5,24 @@
 
 use block::storage::parse_size;
 
+/// Keys that may be given without a value, which means `on`.
+const SWITCHES: [&str; 5] = ["data_file_raw", "encryption", "extended_l2", "lazy_refcounts", "nocow"];
+
 /// What `-o` said, each key once. Whoever knows a key takes it; what is left in the end is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Options(Vec<(String, String)>);
 
 impl Options {
-    /// Errors: a key without a value.
+    /// Errors: a key without a value that is no switch.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
         for text in texts {
             for pair in split(text).into_iter().filter(|pair| !pair.is_empty()) {
-                let (key, value) =
-                    pair.split_once('=').ok_or_else(|| format!("{pair}: has no value (write {pair}=…)"))?;
+                let switched_on = || SWITCHES.contains(&&*pair).then_some((&*pair, "on"));
+                let (key, value) = pair
+                    .split_once('=')
+                    .or_else(switched_on)
+                    .ok_or_else(|| format!("{pair}: has no value (write {pair}=…)"))?;
                 options.0.retain(|(known, _)| known != key);
                 options.0.push((key.to_owned(), value.to_owned()));
             }
@@ -123,6 +129,19 @@ mod tests {
             [("help", true), ("size=1M,help", true), ("?", true), ("backing_file=help", false)]
         {
             assert_eq!(Options::ask_for_help(&[text.to_owned()]), asks, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_switch_without_a_value_is_on() {
+        for key in SWITCHES {
+            let mut options = read(&format!("compat=1.1,{key}")).unwrap();
+            assert_eq!(options.take_switch(key), Ok(Some(true)), "{key}");
+        }
+        let mut options = read("extended_l2,extended_l2=off").unwrap();
+        assert_eq!(options.take_switch("extended_l2"), Ok(Some(false)));
+        for key in ["cluster_size", "backing_file", "no_such_key"] {
+            assert_eq!(read(key).unwrap_err(), format!("{key}: has no value (write {key}=…)"));
         }
     }
 
