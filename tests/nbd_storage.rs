@@ -299,7 +299,7 @@ fn a_server_that_cannot_be_a_disk_is_refused_by_name() {
         assert_says(&said, &[expect]);
     }
     let server = Server::nbdkit(&scratch, &at, &["-r", "file", text(&file)]);
-    wrong(&uri(&at, ""), &[], &["the server has it read-only", "--read-only"]);
+    wrong(&uri(&at, ""), &[], &["the server has it read-only", "open it for reading only"]);
     in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--read-only"]).stop();
     server.crash();
     let server = Server::qemu_nbd(&scratch, &at, &["-f", "raw", "-x", "disk", text(&file)]);

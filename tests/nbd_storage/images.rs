@@ -66,3 +66,13 @@ fn a_new_raw_image_leaves_no_header_of_an_earlier_one() {
     let info = weir_image(&["info", "--output=json", image]).json();
     assert_eq!(info["format"], "raw");
 }
+
+#[test]
+fn an_export_for_readers_is_refused_to_a_command_that_writes() {
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("disk.raw", MIB), scratch.path("nbd.sock"));
+    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-r", text(&disk)]);
+    let refused = weir_image(&["create", "-f", "raw", &uri(&socket, ""), "1M"]).fails();
+    assert_says(&refused, &["the server has it read-only", "make the export writable at its server"]);
+    assert!(!refused.contains("--read-only"), "{refused}");
+}

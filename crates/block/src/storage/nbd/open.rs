@@ -138,7 +138,7 @@ async fn open_with(
     })?;
     let blocks = established.about().clone();
     if blocks.is_read_only() && !options.read_only {
-        let remedy = "add --read-only, or have the server let you write";
+        let remedy = "make the export writable at its server, or open it for reading only";
         return Err(OpenError::new(&name, "the server has it read-only", remedy));
     }
     let size_bytes = blocks.size_bytes & !(u64::from(blocks.minimum_block) - 1);
