@@ -291,7 +291,7 @@ fn a_server_that_cannot_be_a_disk_is_refused_by_name() {
     wrong(&uri(&at, ""), &[], &["cannot be connected to: ", "start the server, or check the URI"]);
     for (image, more, expect) in [
         ("nbd://h/x?socket=y", &[][..], "takes no parameters"),
-        ("nbd:h:10809", &[], "is a kind of NBD URI that is not known"),
+        ("nbd:h:port", &[], "is a kind of NBD URI that is not known"),
         ("memory:1M", &["--reconnect-delay", "1s"], "is for images at NBD servers"),
         ("memory:1M", &["--open-timeout", "1s"], "is for images at NBD servers"),
     ] {

@@ -76,3 +76,14 @@ fn an_export_for_readers_is_refused_to_a_command_that_writes() {
     assert_says(&refused, &["the server has it read-only", "make the export writable at its server"]);
     assert!(!refused.contains("--read-only"), "{refused}");
 }
+
+#[test]
+fn the_older_names_of_exports_mean_what_they_mean_to_qemu_img() {
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("disk.raw", MIB), scratch.path("nbd.sock"));
+    let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-x", "disk a", "-e", "4", text(&disk)]);
+    let name = format!("nbd:unix:{}:exportname=disk a", text(&socket));
+    for info in [qemu_img(["info", "--output=json", &name]), weir_image(&["info", "--output=json", &name])] {
+        assert_eq!(info.json()["virtual-size"], MIB);
+    }
+}

@@ -64,6 +64,9 @@ impl Uri {
     /// The rule that is broken, to be read behind the text.
     pub fn parse(text: &str) -> Result<Self, Rule> {
         let known = "is a kind of NBD URI that is not known; write nbd:// or nbd+unix://";
+        if let Some(rest) = text.strip_prefix("nbd:").filter(|rest| !rest.starts_with('/')) {
+            return Self::parse(&of_qemu(rest).ok_or(known)?);
+        }
         let (scheme, rest) = text.split_once("://").ok_or(known)?;
         let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -144,6 +147,19 @@ impl fmt::Display for Uri {
 }
 
 /// What is wrong, to be read behind the text.
+/// The URI for what follows `nbd:` in QEMU's older names: `HOST:PORT` or `unix:PATH`, and then
+/// perhaps `:exportname=NAME`.
+fn of_qemu(text: &str) -> Option<String> {
+    let (server, export) = text.split_once(":exportname=").unwrap_or((text, ""));
+    let export = encoded(export.as_bytes());
+    if let Some(path) = server.strip_prefix("unix:") {
+        return Some(format!("nbd+unix:///{export}?socket={}", encoded(path.as_bytes())));
+    }
+    let (host, port) = server.rsplit_once(':')?;
+    let is_host = !host.is_empty() && !host.contains(['/', '?', '@', '%']);
+    (is_host && port.parse::<u16>().is_ok()).then(|| format!("nbd://{host}:{port}/{export}"))
+}
+
 type Rule = &'static str;
 
 const PARAMETERS: Rule = "has a parameter that is not known; there are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
@@ -266,6 +282,20 @@ mod tests {
     }
 
     #[test]
+    fn the_older_names_of_qemu_are_understood() {
+        for (text, uri) in [
+            ("nbd:localhost:10809", "nbd://localhost:10809/"),
+            ("nbd:[::1]:7:exportname=a b", "nbd://[::1]:7/a%20b"),
+            ("nbd:unix:/run/s", "nbd+unix:///?socket=/run/s"),
+            ("nbd:unix:/run/a b:exportname=x://y", "nbd+unix:///x%3A//y?socket=/run/a%20b"),
+        ] {
+            assert_eq!(Uri::parse(text), Uri::parse(uri), "{text}");
+            assert!(Uri::parse(text).is_ok(), "{text}");
+        }
+        assert!(Uri::parse("nbd:unix:").is_err());
+    }
+
+    #[test]
     fn relative_files_are_seen_from_a_directory() {
         let seen = |text| Uri::parse(text).unwrap().relative_to(Path::new("/my dir&")).to_string();
         assert_eq!(seen("nbd+unix:///x?socket=a%20b/s"), "nbd+unix:///x?socket=/my%20dir%26/a%20b/s");
@@ -281,7 +311,9 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said() {
         for (text, why) in [
-            ("nbd:localhost:10809", "is a kind of NBD URI that is not known"),
+            ("nbd:localhost", "is a kind of NBD URI that is not known"),
+            ("nbd:localhost:x", "is a kind of NBD URI that is not known"),
+            ("nbd:a/b:10809", "is a kind of NBD URI that is not known"),
             ("nbd+vsock://1/x", "is a kind of NBD URI that is not known"),
             ("nbd:///x", "has no host"),
             ("nbd://u@h/x", "has no host"),
