@@ -133,6 +133,30 @@ fn mistakes_are_refused_with_the_key() {
 }
 
 #[test]
+fn commands_that_need_no_passphrase_need_no_object() {
+    let scratch = images();
+    let inside = scratch.path(".");
+    let described = "driver=qcow2,encrypt.key-secret=s,file.filename=luks.qcow2";
+    for words in [
+        &["info", "--image-opts", described][..],
+        &["check", "--image-opts", described],
+        &["snapshot", "-l", "--image-opts", described],
+    ] {
+        weir_image(words).inside(&inside).succeeds();
+    }
+    let unreadable = ["info", "--object", "secret,id=s,file=missing", "--image-opts", described];
+    assert!(weir_image(&unreadable).inside(&inside).fails().contains("missing"));
+}
+
+#[test]
+fn names_of_protocols_without_storage_here_are_refused() {
+    for (name, protocol) in [("ssh://host/x", "ssh"), ("fat:rw:.", "fat")] {
+        let refused = weir_image(&["info", name]).fails();
+        assert!(refused.contains(&format!("the protocol {protocol} is not supported")), "{refused}");
+    }
+}
+
+#[test]
 fn commands_that_write_take_descriptions() {
     let scratch = images();
     let inside = scratch.path(".");

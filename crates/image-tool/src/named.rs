@@ -113,7 +113,8 @@ pub(super) struct NamedImage {
     /// Clusters that become zeroes keep their place in the file.
     pub(super) keeps_place: bool,
     how: How,
-    secret: Option<Secret>,
+    /// The passphrase; the reason if it is not given, for commands that need it.
+    secret: Option<Result<Secret, String>>,
 }
 
 impl NamedImage {
@@ -162,7 +163,13 @@ impl NamedImage {
             of_user: opening::OfUser { part, cache, caches, reconnect_delay, open_timeout },
             ..How::default()
         };
-        let secret = key_secret.map(|id| objects.secret(&id)).transpose().map_err(|what| anyhow!(what))?;
+        let secret = match key_secret {
+            None => None,
+            Some(id) => Some(match objects.find(&id) {
+                Ok(_) => Ok(objects.secret(&id).map_err(|what| anyhow!(what))?),
+                Err(missing) => Err(missing),
+            }),
+        };
         let keeps_place = discard_no_unref || discard == Some(Discards::Ignore);
         Ok(Self { path, format: own_format.or(format), read_only, keeps_place, how, secret })
     }
@@ -250,7 +257,7 @@ impl NamedImage {
 /// The passphrases of `keys` and those that the images were described with, in their order.
 pub(super) fn with_secrets(mut keys: Keys, images: &[&NamedImage]) -> anyhow::Result<Keys> {
     for secret in images.iter().filter_map(|image| image.secret.as_ref()) {
-        keys.add(secret.clone())?;
+        keys.add(secret.clone().map_err(|what| anyhow!(what))?)?;
     }
     Ok(keys)
 }

@@ -41,7 +41,40 @@ pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
 
 /// Parser of an image's name. As in QEMU, `file:PATH` is the file PATH, whatever PATH looks like.
 pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
-    PathBufValueParser::new().try_map(|name| without_prefix(&name).ok_or("names no file behind `file:`"))
+    PathBufValueParser::new().try_map(|name| {
+        if let Some(protocol) = unsupported_protocol(&name).filter(|_| !name.exists()) {
+            let file = Path::new(".").join(&name);
+            return Err(format!("the protocol {protocol} is not supported (a file is {})", file.display()));
+        }
+        without_prefix(&name).ok_or_else(|| "names no file behind `file:`".to_owned())
+    })
+}
+
+/// The protocol of QEMU that a name begins with, if there is no such storage here.
+fn unsupported_protocol(name: &Path) -> Option<&str> {
+    const KNOWN: [&str; 19] = [
+        "blkdebug",
+        "blklogwrites",
+        "blkreplay",
+        "blkverify",
+        "fat",
+        "ftp",
+        "ftps",
+        "gluster",
+        "gluster+rdma",
+        "gluster+tcp",
+        "gluster+unix",
+        "http",
+        "https",
+        "iscsi",
+        "iser",
+        "nfs",
+        "nvme",
+        "ssh",
+        "vvfat",
+    ];
+    let (protocol, _) = name.to_str()?.split_once(':')?;
+    KNOWN.contains(&protocol).then_some(protocol)
 }
 
 fn without_prefix(name: &Path) -> Option<PathBuf> {
@@ -285,6 +318,21 @@ mod tests {
             assert_eq!(read(name).as_deref(), Some(path), "{name}");
         }
         assert_eq!(read("file:"), None);
+    }
+
+    #[test]
+    fn protocols_without_storage_here_are_recognized() {
+        for (name, protocol) in [
+            ("ssh://host/disk", Some("ssh")),
+            ("fat:rw:.", Some("fat")),
+            ("gluster+tcp://host/volume/disk", Some("gluster+tcp")),
+            ("./ssh://host/disk", None),
+            ("file:ssh:x", None),
+            ("nbd://host/disk", None),
+            ("vm:1.raw", None),
+        ] {
+            assert_eq!(unsupported_protocol(Path::new(name)), protocol, "{name}");
+        }
     }
 
     #[test]

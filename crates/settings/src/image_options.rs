@@ -41,6 +41,22 @@ const COMMON: [&str; 9] = [
 /// Options of the qcow2 driver that `weir serve` has under the same names.
 const CACHES: [&str; 5] =
     ["cache-clean-interval", "cache-size", "l2-cache-entry-size", "l2-cache-size", "refcount-cache-size"];
+/// Last parts of the keys whose values in JSON are strings, also where they look like numbers.
+const STRINGS: [&str; 13] = [
+    "conf",
+    "driver",
+    "export",
+    "filename",
+    "host",
+    "image",
+    "key-secret",
+    "namespace",
+    "node-name",
+    "path",
+    "pool",
+    "snapshot",
+    "user",
+];
 /// Size of a `null-co` node without a size, as in QEMU.
 const NULL_BYTES: u64 = 1 << 30;
 /// Nodes over each other; far above what any image needs.
@@ -497,6 +513,9 @@ impl DriverKeys {
             None => format!("there are {}", known.collect::<Vec<_>>().join(", ")),
         };
         match *driver {
+            "" if suggest::nearest(name, ["driver"]).is_some() => {
+                bail!("{key}: is not a known key (did you mean {prefix}driver?)")
+            }
             "" => bail!("{key}: needs a driver (add driver=raw or driver=qcow2)"),
             driver => bail!("{key}: is not a key of the driver {driver} ({advice})"),
         }
@@ -505,6 +524,11 @@ impl DriverKeys {
 
 /// Joins the keys of nested objects and the indices of arrays with dots.
 fn flatten(value: Value, prefix: String, keys: &mut BTreeMap<String, Option<String>>) -> anyhow::Result<()> {
+    let key = prefix.rsplit('.').next().unwrap_or_default();
+    ensure!(
+        !STRINGS.contains(&key) || !matches!(value, Value::Bool(_) | Value::Number(_)),
+        "{prefix}: {value}: is not a string (write \"{value}\" in quotes)"
+    );
     let text = match value {
         Value::Object(values) => {
             return values

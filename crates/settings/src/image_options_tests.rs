@@ -116,6 +116,7 @@ fn a_mistake_is_refused_with_its_key() {
         ("a.qcow2", "file=a.qcow2: names a node, and there are none (give file.filename=PATH)"),
         ("filename=a", "file.filename: is missing"),
         ("driver=qcow2,filename=a,file.filename=b", "filename: is not a key of the driver qcow2"),
+        ("drive=qcow2,file.filename=a", "drive: is not a known key (did you mean driver?)"),
         ("size=1,file.filename=a", "size: needs a driver (add driver=raw or driver=qcow2)"),
         ("driver=raw,file.driver=nbd", "file.server: give server.type=inet"),
         ("driver=raw,file.driver=nbd,file.path=/s,file.tls-creds=t", "file.tls-creds: not supported"),
@@ -163,4 +164,17 @@ fn a_plain_name_is_a_path_or_an_address() {
     assert_eq!(spec("nbd://host/x").unwrap(), "nbd://host/x");
     assert!(spec("nbd:host:7").unwrap_err().contains("the protocol 'nbd' is not supported"));
     assert!(spec("memory:1G").unwrap_err().contains("'memory'"));
+}
+
+#[test]
+fn a_name_in_json_is_a_string() {
+    for (text, key) in [
+        (r#"json:{"driver": "raw", "file": {"driver": "file", "filename": 5}}"#, "file.filename: 5"),
+        (r#"json:{"driver": "raw", "file.filename": true}"#, "file.filename: true"),
+    ] {
+        let refused = format!("{:#}", ImageDescription::of_name(text).unwrap_err());
+        assert!(refused.contains(&format!("{key}: is not a string")), "{text}: {refused}");
+    }
+    let named = ImageDescription::of_name(r#"json:{"driver": "raw", "size": 512, "file.filename": "5"}"#);
+    assert_eq!(named.unwrap().image.path(), Some(std::path::Path::new("5")));
 }
