@@ -339,6 +339,7 @@ fn a_recording_is_drawn_with_its_limits() {
     let config = scratch.file("weir.toml", "[disk.vm1]\nimage = \"null:1G\"\niops-total = 50\n");
     let printed = weir(&["report", &recording, "-o", text(&page), "--config", text(&config)]).succeeds();
     assert_says(&printed, &["disk vm1: 2000 requests; 99 of 100 took at most", "mostly by iops-total."]);
+    assert_says(&printed, &["Charts: vm1: requests a second; ", &format!("Written: {}\n", text(&page))]);
     let drawn = fs::read_to_string(&page).expect("it was drawn");
     assert_says(
         &drawn,
@@ -362,6 +363,32 @@ fn a_recording_is_drawn_with_its_limits() {
     let a = keep(&scratch, "a.json", &result(1.0));
     assert_says(&weir(&["report", &recording, &a]).run().said(), &["a.json: is no recording"]);
     assert_says(&weir(&["report", &a, "--config", text(&config)]).run().said(), &["--config: draws limits"]);
+}
+
+/// `weir trace info` and `weir report` print the same duration, rates and shares of a recording.
+#[test]
+fn a_recording_has_the_same_figures_in_the_report_as_in_the_information() {
+    let scratch = Scratch::new();
+    let recording = recording(&scratch);
+    let report = weir(&["report", &recording]).succeeds();
+    let info = weir(&["trace", "info", &recording]).succeeds();
+    let lasts = |text: &str, after: &str, until: &str| {
+        let rest = text.split_once(after).unwrap_or_else(|| panic!("no {after:?}: {text}")).1;
+        rest.split_once(until).expect("an end").0.trim().to_owned()
+    };
+    let duration = lasts(&info, "\n\n", " from the first arrival to the last completion.");
+    assert_eq!(lasts(&report, "When", "\n"), duration, "{report}{info}");
+    // Rows of the disk, whose last cell is the share of the requests that each limit held.
+    let row = |text: &str, heading: &str| -> Vec<String> {
+        let after = text.split_once(heading).unwrap_or_else(|| panic!("no {heading:?}: {text}")).1;
+        let row = after.lines().find(|line| line.trim_start().starts_with("vm1")).expect("a row");
+        row.split_whitespace().map(str::to_owned).collect()
+    };
+    let reported = row(&report, "held by (of requests)");
+    let held = row(&info, "HELD BY (OF REQUESTS)");
+    assert_eq!(reported[reported.len() - 2..], held[held.len() - 2..], "{report}{info}");
+    let amounts = row(&info, "BYTES/S");
+    assert_eq!(reported[2..4], amounts[amounts.len() - 2..], "{report}{info}");
 }
 
 /// A page of a recording of disks with long names fits, and its busiest disks come first.

@@ -11,6 +11,7 @@
 
 pub mod advise;
 pub mod bench;
+mod duration;
 pub mod interruption;
 mod latencies;
 mod limit_lines;

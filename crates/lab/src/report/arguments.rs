@@ -46,7 +46,8 @@ pub struct ReportArgs {
     /// that were in force when it was made
     #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "fail_on_worse"])]
     pub(crate) config: Option<PathBuf>,
-    /// Print a JSON object: medians, their intervals, and differences
+    /// Print a JSON object: medians, their intervals, and differences; not of a recording, for
+    /// which `weir trace info --json` does
     #[arg(long)]
     pub(crate) json: bool,
     /// Exit with status 1 if a measure of the second is worse than that of the first

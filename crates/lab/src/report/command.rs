@@ -96,7 +96,9 @@ fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
     if arguments.json {
         return print_json(&of_one(result));
     }
-    print(&text::result(result, stdout().is_terminal()))
+    let written: Vec<&Path> =
+        [&arguments.report, &arguments.charts].into_iter().flatten().map(PathBuf::as_path).collect();
+    print(&text::result(result, &written, stdout().is_terminal()))
 }
 
 fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Result<(), Failure> {
@@ -107,7 +109,8 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
     if arguments.json {
         print_json(&of_two(&differences, a.0, b.0))?;
     } else {
-        print(&text::comparison(&differences, a, b, stdout().is_terminal()))?;
+        let written: Vec<&Path> = arguments.report.as_deref().into_iter().collect();
+        print(&text::comparison(&differences, a, b, &written, stdout().is_terminal()))?;
     }
     if arguments.fail_on_worse && differences.count(Outcome::Worse) > 0 {
         return Err(Failure::Found(1));

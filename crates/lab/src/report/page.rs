@@ -16,7 +16,10 @@ use super::{
     quantity::{self, short},
     samples::{IntervalKind, estimated},
 };
-use crate::result::{Chart, Header, Measure, Table, Unit};
+use crate::{
+    duration::duration,
+    result::{Chart, Header, Measure, Table, Unit},
+};
 
 const STYLE: &str = include_str!("page.css");
 /// Letters from which a cell is broken into lines.
@@ -141,10 +144,11 @@ pub(super) fn command(header: &Header) -> String {
 pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
     let machine = &header.machine;
     let began = figures::date(u32::try_from(header.began).unwrap_or(u32::MAX));
-    let took = if header.seconds < 60.0 {
-        short(header.seconds, Unit::Seconds)
-    } else {
-        figures::age((header.seconds * 1e9) as u64)
+    let took = duration(header.seconds);
+    let when = match header.began {
+        0 if header.seconds == 0.0 => String::new(),
+        0 => took,
+        _ => format!("{began} UTC, for {took}"),
     };
     let device = header.device.as_ref().map_or_else(String::new, |device| {
         let system = device.file_system.as_ref().map(|name| format!(", {name}")).unwrap_or_default();
@@ -157,7 +161,7 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
         _ => format!("{processors} × {}, {memory} of memory", machine.processor),
     };
     let facts = [
-        ("When", if header.began == 0 { took } else { format!("{began} UTC, for {took}") }),
+        ("When", when),
         ("Device", device),
         ("Machine", of_machine),
         ("Kernel", machine.kernel.clone()),

@@ -1,14 +1,15 @@
 //! Results on a terminal: the page's tables, and the names of what only a page can show. No control
 //! character of a result file is printed.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, path::Path};
 
 use console::table;
 
 use super::{columns, differences::Differences, html::clean, page};
 use crate::result::{Chart, ResultFile, Table};
 
-pub(super) fn result(result: &ResultFile, bold: bool) -> String {
+/// `written` are the page and the directory of charts, as far as they were written.
+pub(super) fn result(result: &ResultFile, written: &[&Path], bold: bool) -> String {
     let ResultFile { header, findings, .. } = result;
     let mut text = format!("{}\n", clean(&page::command(header)));
     for (name, fact) in page::facts(header) {
@@ -29,16 +30,24 @@ pub(super) fn result(result: &ResultFile, bold: bool) -> String {
     text += &titled(&page::measures(&findings.measures), bold);
     let charts: Vec<String> = findings.charts.iter().map(|chart| clean(chart_title(chart))).collect();
     if !charts.is_empty() {
-        let _ =
-            writeln!(text, "\nCharts, which --report FILE.html and --charts DIR draw: {}", charts.join("; "));
+        let how = if written.is_empty() { ", which --report FILE.html and --charts DIR draw" } else { "" };
+        let _ = writeln!(text, "\nCharts{how}: {}", charts.join("; "));
     }
-    text
+    text + &written_files(written)
+}
+
+/// A line for each file or directory that was written.
+fn written_files(written: &[&Path]) -> String {
+    let line = |path: &&Path| format!("Written: {}\n", clean(&path.display().to_string()));
+    let lines: String = written.iter().map(line).collect();
+    if lines.is_empty() { lines } else { format!("\n{lines}") }
 }
 
 pub(super) fn comparison(
     differences: &Differences,
     a: (&str, &ResultFile),
     b: (&str, &ResultFile),
+    written: &[&Path],
     bold: bool,
 ) -> String {
     let mut text = String::new();
@@ -58,7 +67,7 @@ pub(super) fn comparison(
         }
     }
     let _ = writeln!(text, "\n{}", differences.conclusion());
-    text
+    text + &written_files(written)
 }
 
 pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<String> {

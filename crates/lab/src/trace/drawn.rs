@@ -20,7 +20,11 @@ use anyhow::anyhow;
 use console::figures;
 
 use super::{
-    Merged, Options, Outcome, Record, Source as _, info::is_since_1970, limit_history::LimitHistory, reader,
+    Merged, Options, Outcome, Record, Source as _,
+    held_by::{HeldBy, LimitNames},
+    info::is_since_1970,
+    limit_history::LimitHistory,
+    reader,
 };
 use crate::{
     latencies::{Exact, Percentiles},
@@ -108,6 +112,7 @@ impl ReadRecording {
         let clock_ns = source.clock_ns();
         let (mut disks, mut partial, mut last_ns): (Vec<RecordedDisk>, _, u64) = (Vec::new(), None, 0);
         let mut places: HashMap<usize, usize> = HashMap::new();
+        let mut names = LimitNames::default();
         loop {
             let record = match source.next() {
                 Ok(Some(record)) => record,
@@ -136,7 +141,7 @@ impl ReadRecording {
             let outcome = noted.and_then(|noted| source.named(&record, noted));
             let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
             last_ns = last_ns.max(record.time_ns.saturating_add(took_ns));
-            disks[place].add(&record, outcome.as_ref());
+            disks[place].add(&record, outcome.as_ref(), &mut names);
         }
         disks.sort_by(|one, other| other.requests.cmp(&one.requests).then_with(|| one.name.cmp(&other.name)));
         Ok(Self { disks, limits: source.take_limits(), clock_ns, last_ns, lost: source.lost(), partial })
@@ -150,6 +155,7 @@ struct RecordedDisk {
     failed: u64,
     latency: Exact,
     waited: Exact,
+    held_by: HeldBy,
     throttled_ns: u64,
     /// Instant until which a request that has arrived waits for a limit.
     throttled_until_ns: u64,
@@ -183,6 +189,7 @@ impl RecordedDisk {
             failed: 0,
             latency: Exact::default(),
             waited: Exact::default(),
+            held_by: HeldBy::default(),
             throttled_ns: 0,
             throttled_until_ns: 0,
             by_limit: Vec::new(),
@@ -191,7 +198,7 @@ impl RecordedDisk {
     }
 
     /// In the order of arrival.
-    fn add(&mut self, record: &Record, outcome: Option<&Outcome<'_>>) {
+    fn add(&mut self, record: &Record, outcome: Option<&Outcome<'_>>, names: &mut LimitNames) {
         self.requests += 1;
         self.bytes = self.bytes.saturating_add(record.length);
         let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
@@ -208,6 +215,7 @@ impl RecordedDisk {
             over_time.latency.note(done_ns, took_ns);
         }
         if let Some(limit) = outcome.limit {
+            self.held_by.note(limit, names);
             self.throttle(limit, record.time_ns, record.time_ns.saturating_add(outcome.times.wait_ns));
         }
     }
@@ -233,11 +241,10 @@ impl RecordedDisk {
         }
     }
 
-    /// The limits that throttled it, the longest first.
-    fn throttled_by(&self) -> Vec<&(String, u64)> {
-        let mut by_limit: Vec<_> = self.by_limit.iter().collect();
-        by_limit.sort_by_key(|(_, ns)| std::cmp::Reverse(*ns));
-        by_limit
+    /// The limit that throttled it longest.
+    fn throttled_by(&self) -> Option<&str> {
+        let longest = self.by_limit.iter().rev().max_by_key(|(_, ns)| *ns);
+        longest.map(|(limit, _)| &**limit)
     }
 
     fn sentence(&self, seconds: f64) -> String {
@@ -247,9 +254,9 @@ impl RecordedDisk {
             0 => "how long they took was not recorded".to_owned(),
             _ => format!("99 of 100 took at most {}", figures::time(p99)),
         };
-        let throttled = match self.throttled_by().first() {
+        let throttled = match self.throttled_by() {
             None => "no limit throttled it".to_owned(),
-            Some((limit, _)) => format!(
+            Some(limit) => format!(
                 "throttled {} of the time ({}), mostly by {limit}",
                 figures::share(share(self.throttled_ns, seconds)),
                 figures::time(self.throttled_ns)
@@ -264,9 +271,6 @@ impl RecordedDisk {
             0 => "-".to_owned(),
             _ => figures::time(of(&times.percentiles())),
         };
-        let by = self.throttled_by();
-        let by: Vec<_> =
-            by.iter().map(|(limit, ns)| format!("{limit} {}", figures::share(share(*ns, seconds)))).collect();
         vec![
             self.name.clone(),
             self.requests.to_string(),
@@ -278,7 +282,7 @@ impl RecordedDisk {
             times(&self.waited, |times| times.p99),
             self.failed.to_string(),
             figures::time(self.throttled_ns),
-            if by.is_empty() { "-".to_owned() } else { by.join(", ") },
+            self.held_by.shown(self.waited.count()),
         ]
     }
 
@@ -354,9 +358,10 @@ fn over_time_chart(
 }
 
 fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost: u64) -> Findings {
-    let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled|by".split('|');
+    let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled".split('|');
+    let columns = columns.chain([HeldBy::HEADING]);
     let rows = disks.iter().map(|disk| disk.row(seconds)).collect();
-    let note = "The busiest disks come first. Rates are over the whole recording. A disk is throttled while at least one request waits for a limit.";
+    let note = "The busiest disks come first. Rates are over the time from the first arrival to the last completion. A disk is throttled while at least one request waits for a limit; the last column is a share of the requests.";
     let table = Table { note: Some(note.to_owned()), ..Table::new("Each disk", columns, rows) };
     let mut summary: Vec<_> = disks.iter().take(DRAWN).map(|disk| disk.sentence(seconds)).collect();
     if disks.len() > DRAWN {
@@ -377,10 +382,26 @@ fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost
     if lost > 0 {
         summary.push(format!("Lost while it was recorded: {}.", figures::counted(lost, "request")));
     }
+    if disks.is_empty() {
+        summary.push("The recording has no requests.".to_owned());
+    }
     Findings {
         summary,
-        opening: vec![table],
+        opening: if disks.is_empty() { Vec::new() } else { vec![table] },
         charts: disks.iter().flat_map(|disk| disk.charts(limits, seconds)).collect(),
         ..Findings::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recording_without_requests_is_named_as_empty() {
+        let history = LimitHistory::default();
+        let found = findings(&[], &ShownLimits::Recorded(&history), 0.0, 0);
+        assert_eq!(found.summary, ["The recording has no requests."]);
+        assert!(found.opening.is_empty() && found.charts.is_empty(), "tables without rows");
     }
 }

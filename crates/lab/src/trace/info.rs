@@ -4,9 +4,8 @@
 //! long they were served.
 
 use std::{
-    collections::{BTreeMap, HashSet, btree_map::Entry},
+    collections::{BTreeMap, btree_map::Entry},
     path::PathBuf,
-    rc::Rc,
 };
 
 use clap::Args;
@@ -19,13 +18,14 @@ use serde::Serialize;
 use super::{
     Options, Outcome, ReadingArgs,
     error::TraceError,
+    held_by::{HeldBy, LimitNames},
     lines::Lines,
     merge,
     reader::{self, Reader},
     record::Op,
     recording::{Blocks, Told},
 };
-use crate::latencies::Exact;
+use crate::{duration::duration, latencies::Exact};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -53,16 +53,13 @@ pub struct InfoArgs {
     reading: ReadingArgs,
 }
 
-/// Names, each held once.
-type Limits = HashSet<Rc<str>>;
-
 /// What is in all traces together.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Info {
     disks: BTreeMap<String, OfDisk>,
     #[serde(skip)]
-    limits: Limits,
+    limits: LimitNames,
     /// Requests that could not be recorded.
     lost: u64,
     /// Requests of no length, which are not among the others.
@@ -72,7 +69,8 @@ struct Info {
     partial: Option<String>,
 }
 
-/// Requests of a disk. Rates are over the time from its first request to its last.
+/// Requests of a disk. Rates are over the time from the first arrival at any disk to the last
+/// completion, as far as the traces have completions.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct OfDisk {
@@ -89,6 +87,8 @@ struct OfDisk {
     /// Since 1970, where traces say it.
     first_ns: u64,
     last_ns: u64,
+    /// End of the last request: its completion, or its arrival where its latency is unknown.
+    last_completion_ns: u64,
     /// Where a trace tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     measured: Option<Box<Measured>>,
@@ -107,9 +107,7 @@ struct Measured {
     waited: Exact,
     #[serde(rename = "served-ns", serialize_with = "percentiles")]
     served: Exact,
-    /// Requests that waited, by the limit that each waited for last.
-    #[serde(serialize_with = "by_name")]
-    held_by: BTreeMap<Rc<str>, u64>,
+    held_by: HeldBy,
 }
 
 /// What every trace tells of a request.
@@ -117,6 +115,8 @@ struct Request {
     time_ns: u64,
     op: Op,
     length: u64,
+    /// 0 where the trace does not have it.
+    latency_ns: u64,
 }
 
 pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
@@ -169,7 +169,8 @@ impl Info {
                             Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
                             _ => arrival_ns,
                         };
-                        let request = Request { time_ns, op: entry.op, length: entry.length };
+                        let latency_ns = entry.times.map_or(0, |times| times.latency_ns());
+                        let request = Request { time_ns, op: entry.op, length: entry.length, latency_ns };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
                         let (of, limits) = self.count(disk, &request);
@@ -194,11 +195,16 @@ impl Info {
                 Ok(None) => break Ok(()),
                 Err(error) => break Err(error),
             };
-            let request = Request { time_ns: zero_ns + record.time_ns, op: record.op, length: record.length };
-            let noted = reader.outcome(&record);
+            let outcome = reader.outcome(&record).and_then(|noted| reader.named(noted));
+            let request = Request {
+                time_ns: zero_ns + record.time_ns,
+                op: record.op,
+                length: record.length,
+                latency_ns: outcome.as_ref().map_or(0, |outcome| outcome.times.latency_ns()),
+            };
             let (of, limits) = self.count(&reader.disks()[record.disk.index()], &request);
             if reader.tells_outcomes() {
-                of.fared(noted.and_then(|noted| reader.named(noted)), limits);
+                of.fared(outcome, limits);
             }
         };
         self.empty = self.empty.saturating_add(reader.empty());
@@ -206,7 +212,7 @@ impl Info {
     }
 
     /// With the names of limits, of which each disk has those that held it.
-    fn count(&mut self, disk: &str, request: &Request) -> (&mut OfDisk, &mut Limits) {
+    fn count(&mut self, disk: &str, request: &Request) -> (&mut OfDisk, &mut LimitNames) {
         // The name is copied for the first request alone.
         if !self.disks.contains_key(disk)
             && let Entry::Vacant(place) = self.disks.entry(disk.to_owned())
@@ -220,13 +226,14 @@ impl Info {
 
     fn text(&self) -> String {
         let mut text = vec![self.amounts().render(false)];
-        if let (Some(first), Some(last)) = (self.first_ns(), self.last_ns()) {
-            let lasts = figures::age(last - first);
+        if let Some(first) = self.first_ns() {
+            let lasts = duration(self.seconds());
+            let lasts = format!("{lasts} from the first arrival to the last completion");
             match u32::try_from(first / 1_000_000_000) {
                 Ok(seconds) if is_since_1970(first) => {
-                    text.push(format!("From {} UTC, {lasts} long.\n", figures::date(seconds)));
+                    text.push(format!("From {} UTC, {lasts}.\n", figures::date(seconds)));
                 }
-                _ => text.push(format!("{lasts} long.\n")),
+                _ => text.push(format!("{lasts}.\n")),
             }
         }
         let measured = self.disks.values().any(|disk| disk.measured.is_some());
@@ -246,27 +253,34 @@ impl Info {
         self.disks.values().map(|disk| disk.first_ns).min()
     }
 
-    fn last_ns(&self) -> Option<u64> {
-        self.disks.values().map(|disk| disk.last_ns).max()
+    /// From the first arrival to the last completion.
+    fn seconds(&self) -> f64 {
+        let last = self.disks.values().map(|disk| disk.last_completion_ns).max();
+        let ns = last.zip(self.first_ns()).map_or(0, |(last, first)| last - first);
+        ns as f64 / 1e9
     }
 
     fn amounts(&self) -> Table {
-        type Column = (&'static str, fn(&OfDisk) -> String);
+        type Column = (&'static str, fn(&OfDisk, f64) -> String);
         fn size(bytes: u64) -> String {
             figures::bytes(bytes as f64)
         }
         let all: [Column; 11] = [
-            ("REQUESTS", |of| of.requests.to_string()),
-            ("READS", |of| of.reads.to_string()),
-            ("WRITES", |of| of.writes.to_string()),
-            ("DISCARDS", |of| of.discards.to_string()),
-            ("ZEROES", |of| of.write_zeroes.to_string()),
-            ("READ", |of| size(of.read_bytes)),
-            ("WRITTEN", |of| size(of.written_bytes)),
-            ("DISCARDED", |of| size(of.discarded_bytes)),
-            ("ZEROED", |of| size(of.zeroed_bytes)),
-            ("IOPS", |of| of.a_second(of.requests).map_or_else(|| "-".to_owned(), figures::count)),
-            ("BYTES/S", |of| of.a_second(of.bytes()).map_or_else(|| "-".to_owned(), figures::bytes)),
+            ("REQUESTS", |of, _| of.requests.to_string()),
+            ("READS", |of, _| of.reads.to_string()),
+            ("WRITES", |of, _| of.writes.to_string()),
+            ("DISCARDS", |of, _| of.discards.to_string()),
+            ("ZEROES", |of, _| of.write_zeroes.to_string()),
+            ("READ", |of, _| size(of.read_bytes)),
+            ("WRITTEN", |of, _| size(of.written_bytes)),
+            ("DISCARDED", |of, _| size(of.discarded_bytes)),
+            ("ZEROED", |of, _| size(of.zeroed_bytes)),
+            ("IOPS", |of, seconds| {
+                a_second(of.requests, seconds).map_or_else(|| "-".to_owned(), figures::count)
+            }),
+            ("BYTES/S", |of, seconds| {
+                a_second(of.bytes(), seconds).map_or_else(|| "-".to_owned(), figures::bytes)
+            }),
         ];
         // Most traces have none of these.
         let has = |count: fn(&OfDisk) -> u64| self.disks.values().any(|of| count(of) > 0);
@@ -279,8 +293,10 @@ impl Info {
         let shown: Vec<Column> = all.into_iter().filter(is_shown).collect();
         let names: Vec<_> = shown.iter().map(|(name, _)| *name).collect();
         let mut table = Table::new(columns(&["DISK"], &names));
+        let seconds = self.seconds();
         for (name, of) in &self.disks {
-            table.row(std::iter::once(name.clone()).chain(shown.iter().map(|(_, cell)| cell(of))).collect());
+            let cells = shown.iter().map(|(_, cell)| cell(of, seconds));
+            table.row(std::iter::once(name.clone()).chain(cells).collect());
         }
         table
     }
@@ -306,24 +322,20 @@ impl Info {
     }
 
     fn held(&self) -> Table {
+        let heading = HeldBy::HEADING.to_uppercase();
         let mut table = Table::new([
             ("DISK", Side::Left),
             ("WAITED", Side::Right),
             ("FAILED", Side::Right),
-            ("HELD BY", Side::Left),
+            (&heading, Side::Left),
         ]);
         for (name, measured) in self.measured() {
-            let all = measured.waited.count().max(1) as f64;
-            let share = |count: u64| figures::share(count as f64 / all);
-            let mut held: Vec<_> = measured.held_by.iter().collect();
-            held.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
-            let shown: Vec<_> =
-                held.iter().map(|(limit, count)| format!("{limit} {}", share(**count))).collect();
+            let requests = measured.waited.count();
             table.row(vec![
                 name.clone(),
-                share(measured.held_by.values().sum()),
+                figures::share(measured.held_by.waited() as f64 / requests.max(1) as f64),
                 measured.failed.to_string(),
-                if shown.is_empty() { "-".to_owned() } else { shown.join(", ") },
+                measured.held_by.shown(requests),
             ]);
         }
         table
@@ -354,13 +366,14 @@ impl OfDisk {
             zeroed_bytes: 0,
             first_ns,
             last_ns: first_ns,
+            last_completion_ns: first_ns,
             measured: None,
             unmeasured: 0,
         }
     }
 
     fn count(&mut self, request: &Request) {
-        let Request { time_ns, op, length } = *request;
+        let Request { time_ns, op, length, latency_ns } = *request;
         self.requests += 1;
         let (count, bytes) = match op {
             Op::Read => (&mut self.reads, &mut self.read_bytes),
@@ -374,10 +387,11 @@ impl OfDisk {
         *bytes = bytes.saturating_add(length);
         self.first_ns = self.first_ns.min(time_ns);
         self.last_ns = self.last_ns.max(time_ns);
+        self.last_completion_ns = self.last_completion_ns.max(time_ns.saturating_add(latency_ns));
     }
 
     /// `None`: nobody knows.
-    fn fared(&mut self, outcome: Option<Outcome<'_>>, limits: &mut Limits) {
+    fn fared(&mut self, outcome: Option<Outcome<'_>>, limits: &mut LimitNames) {
         match outcome {
             Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome, limits),
             None => self.unmeasured += 1,
@@ -389,36 +403,24 @@ impl OfDisk {
         let parts = [self.read_bytes, self.written_bytes, self.discarded_bytes, self.zeroed_bytes];
         parts.into_iter().fold(0, u64::saturating_add)
     }
-
-    /// `None` where all came at once.
-    fn a_second(&self, count: u64) -> Option<f64> {
-        let ns = self.last_ns - self.first_ns;
-        (ns > 0).then(|| count as f64 / (ns as f64 / 1e9))
-    }
 }
 
 impl Measured {
-    fn add(&mut self, outcome: &Outcome<'_>, limits: &mut Limits) {
+    fn add(&mut self, outcome: &Outcome<'_>, limits: &mut LimitNames) {
         let Outcome { times, has_failed, limit } = outcome;
         self.failed += u64::from(*has_failed);
         self.waited.note(times.wait_ns);
         self.served.note(times.service_ns);
         self.latency.note(times.latency_ns());
         if let Some(limit) = limit {
-            match self.held_by.get_mut(*limit) {
-                Some(count) => *count += 1,
-                None => {
-                    let name = limits.get(*limit).map_or_else(|| Rc::from(*limit), Rc::clone);
-                    limits.insert(Rc::clone(&name));
-                    self.held_by.insert(name, 1);
-                }
-            }
+            self.held_by.note(limit, limits);
         }
     }
 }
 
-fn by_name<S: serde::Serializer>(counts: &BTreeMap<Rc<str>, u64>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(counts.iter().map(|(name, count)| (&**name, count)))
+/// `None` where everything happened at one instant.
+fn a_second(count: u64, seconds: f64) -> Option<f64> {
+    (seconds > 0.0).then(|| count as f64 / seconds)
 }
 
 fn is_none(count: &u64) -> bool {

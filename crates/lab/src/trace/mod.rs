@@ -19,6 +19,7 @@ mod fields;
 mod format;
 #[doc(hidden)]
 pub mod fuzzing;
+mod held_by;
 mod info;
 mod input;
 mod limit_history;
