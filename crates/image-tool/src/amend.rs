@@ -16,6 +16,7 @@ use block::{
 };
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use settings::suggest::nearest;
 
 use super::{create, named::Subject, opening::How, options::Options, progress::Talk};
 
@@ -82,12 +83,50 @@ impl AmendOptions {
         let version = create::take_version(&mut options)?;
         let lazy_refcounts = options.take_switch("lazy_refcounts")?;
         if let Some(key) = options.first_left() {
-            return Err(format!(
-                "{key}: cannot be changed in place (`weir image convert -o {key}=…` makes a copy)"
-            ));
+            return Err(refusal(key));
         }
         Ok(Self { version, lazy_refcounts })
     }
+}
+
+/// Options of qcow2 at creation, apart from those that begin with `encrypt.`.
+const CREATION_OPTIONS: [&str; 14] = [
+    "backing_file",
+    "backing_fmt",
+    "cluster_size",
+    "compat",
+    "compression_type",
+    "data_file",
+    "data_file_raw",
+    "encryption",
+    "extended_l2",
+    "extent_size_hint",
+    "lazy_refcounts",
+    "preallocation",
+    "refcount_bits",
+    "size",
+];
+
+/// The reason why an option cannot be amended, with the command that changes it.
+fn refusal(key: &str) -> String {
+    let is_known = CREATION_OPTIONS.contains(&key) || key.starts_with("encrypt.");
+    let command = match key {
+        "size" => "`weir image resize` changes it",
+        "backing_file" | "backing_fmt" => "`weir image rebase` changes it",
+        _ if is_known => {
+            return format!(
+                "{key}: cannot be changed in place (`weir image convert -o {key}=…` makes a copy)"
+            );
+        }
+        _ => {
+            let advice = match nearest(key, CREATION_OPTIONS) {
+                Some(name) => format!("did you mean {name}?"),
+                None => "-o help lists the options".to_owned(),
+            };
+            return format!("{key}: is no option of qcow2 ({advice})");
+        }
+    };
+    format!("{key}: is not changed by amend ({command})")
 }
 
 async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
@@ -140,6 +179,15 @@ mod tests {
         let options = read("compat=v3,lazy_refcounts=on").unwrap();
         assert_eq!((options.version, options.lazy_refcounts), (Some(3), Some(true)));
         assert_eq!(read("compat=2").unwrap_err(), "compat=2: is neither 0.10 nor 1.1");
+        for (option, expected) in [
+            ("lazy_refcount=off", "lazy_refcount: is no option of qcow2 (did you mean lazy_refcounts?)"),
+            ("colour=red", "colour: is no option of qcow2 (-o help lists the options)"),
+            ("size=2G", "size: is not changed by amend (`weir image resize` changes it)"),
+            ("backing_file=a", "backing_file: is not changed by amend (`weir image rebase` changes it)"),
+            ("backing_fmt=raw", "backing_fmt: is not changed by amend (`weir image rebase` changes it)"),
+        ] {
+            assert_eq!(read(option).unwrap_err(), expected);
+        }
         assert!(read("cluster_size=2M").unwrap_err().starts_with("cluster_size: cannot be changed in place"));
     }
 }
