@@ -286,3 +286,19 @@ fn leaks_alone_are_freed_and_raw_images_have_nothing_to_check() {
     let raw = scratch.sparse("disk.raw", 1 << 20);
     assert_eq!(weir(&["check", text(&raw)]).run().code(), 63);
 }
+
+/// The mark makes the daemon refuse the image, so a check that finds no error names it, too.
+#[test]
+fn a_corrupt_mark_is_named_and_the_repair_clears_it() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "marked.qcow2", "");
+    // Byte 79 is the lowest of the incompatible features, and bit 1 the mark.
+    let file = fs::OpenOptions::new().write(true).open(&path).expect("an image");
+    file.write_all_at(&[2], 79).expect("a header");
+    let found = weir(&["check", text(&path)]).run();
+    assert_eq!(found.code(), 0, "{}", found.said());
+    assert!(found.said().contains("it is marked corrupt"), "{}", found.said());
+    weir(&["check", "-r", "all", text(&path)]).succeeds();
+    let again = weir(&["check", text(&path)]).run();
+    assert_eq!((again.code(), again.said()), (0, String::new()));
+}

@@ -5,7 +5,11 @@
 
 use anyhow::{Context as _, anyhow};
 use block::{
-    image::qcow2::check::{GuestRange, Repair, Report, check},
+    image::qcow2::{
+        self,
+        check::{GuestRange, Repair, Report, check},
+        header::incompatible,
+    },
     plain::plain,
     storage::{CacheMode, Format},
 };
@@ -96,8 +100,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         ..How::default()
     };
     let storage = image.storage(how)?;
-    let report =
-        on_reactor(async move { Ok(check(&storage, repair).await) })?.with_context(|| name.clone())?;
+    let (report, is_marked) = on_reactor(async move {
+        let report = check(&storage, repair).await;
+        let header = qcow2::read_header(&storage).await;
+        Ok((report, header.is_ok_and(|header| header.incompatible & incompatible::CORRUPT != 0)))
+    })?;
+    let report = report.with_context(|| name.clone())?;
     if !arguments.quiet {
         for finding in &report.findings {
             eprint(&format!("{}\n", plain(&finding.to_string())));
@@ -108,6 +116,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         eprint(&unjudged_leaks(&report));
         eprint(&ranges(&report, &name, repair));
         eprint(&remaining_errors(&report, &name, repair));
+        if repair == Repair::Nothing {
+            eprint(&next_steps(&report, is_marked, &name));
+        }
         print(&match arguments.output.kind() {
             Output::Human => text(&report),
             Output::Json => form::json(&json(&report, &name)),
@@ -147,6 +158,30 @@ fn remaining_errors(report: &Report, name: &str, repair: Repair) -> String {
          (`weir image check -r all` repairs damage that has exactly one correct repair)\n",
         plain(name)
     )
+}
+
+/// Commands for the findings of a check without a repair, a line each. `is_marked` is true if the
+/// image is marked corrupt.
+fn next_steps(report: &Report, is_marked: bool, name: &str) -> String {
+    let mut text = String::new();
+    let mut say = |what: &str| text += &format!("weir: {}: {what}\n", plain(name));
+    let is_damaged = report.corruptions + report.check_errors > 0;
+    match (is_damaged, is_marked) {
+        (true, _) => say(
+            "it is damaged (`weir image check -r all` repairs damage that has exactly one correct repair)",
+        ),
+        (false, true) => say("it is marked corrupt, though no error was found, and opens read-only at most \
+             (`weir image check -r all` clears the mark)"),
+        (false, false) if report.leaks > 0 => {
+            say("clusters are leaked (`weir image check -r leaks` frees them)");
+        }
+        (false, false) => {}
+    }
+    if !report.ambiguous.is_empty() {
+        say("the ambiguous ranges stay unchanged in that repair (`-r all --force` gives their content up; \
+             copy the disk with `weir image convert --salvage` first)");
+    }
+    text
 }
 
 /// The guest ranges that were lost, and those that a repair left unchanged.
@@ -264,4 +299,24 @@ fn text(report: &Report) -> String {
         text += &format!("Image end offset: {}\n", report.image_end_offset);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_finding_names_the_command_that_repairs_it() {
+        let steps = |report: Report, is_marked| next_steps(&report, is_marked, "a.qcow2");
+        assert_eq!(steps(Report::default(), false), "");
+        let marked = steps(Report::default(), true);
+        assert!(marked.contains("marked corrupt") && marked.contains("-r all"), "{marked}");
+        let leaks = steps(Report { leaks: 1, ..Report::default() }, false);
+        assert!(leaks.contains("`weir image check -r leaks`"), "{leaks}");
+        let damaged = steps(Report { corruptions: 1, leaks: 1, ..Report::default() }, false);
+        assert!(damaged.contains("`weir image check -r all`") && damaged.lines().count() == 1, "{damaged}");
+        let range = GuestRange { offset: 0, length: 512, snapshot: None };
+        let ambiguous = steps(Report { corruptions: 1, ambiguous: vec![range], ..Report::default() }, false);
+        assert!(ambiguous.contains("--force") && ambiguous.lines().count() == 2, "{ambiguous}");
+    }
 }

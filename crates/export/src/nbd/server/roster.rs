@@ -151,8 +151,8 @@ impl Roster {
         self.unfinished.first().map(|(since, number)| (*number, *since))
     }
 
-    /// The client that has been in its handshake for longest, of those that may be disconnected, and
-    /// when it arrived.
+    /// The client that has been in its handshake for longest, of those that may be disconnected,
+    /// and when it arrived.
     pub(super) fn oldest_to_push_out(&self) -> Option<(u64, Instant)> {
         self.to_push_out.first().map(|(since, number)| (*number, *since))
     }
