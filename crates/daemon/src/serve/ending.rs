@@ -60,7 +60,8 @@ impl Daemon {
                 Event::Signal(Request::ReopenLog) => {
                     reactor::spawn(async {
                         if reactor::blocking(logging::reopen).await {
-                            tracing::info!("SIGUSR1: the log's file was opened again");
+                            // A failure has logged a warning.
+                            tracing::info!("SIGUSR1: the request to open the log's file again was handled");
                         } else {
                             tracing::warn!("SIGUSR1: {LOG_DOES_NOT_ANSWER}");
                         }
