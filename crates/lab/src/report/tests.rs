@@ -122,7 +122,7 @@ random read
 3
 Where and how
 When
-2026-11-21 06:15:21 UTC, for 9m
+2026-11-21 06:15:21 UTC, for 9m 52s
 Device
 /dev/vda (serial x), ext4
 Machine
@@ -285,6 +285,6 @@ proptest! {
         let mut other = result.clone();
         other.findings.measures.iter_mut().for_each(|measure| measure.samples.push(1.0));
         assert_sound(&comparison(("<a>", &result), ("b", &other)).unwrap());
-        let _ = super::text::result(&result, true);
+        let _ = super::text::result(&result, &[], true);
     }
 }
