@@ -304,7 +304,7 @@ impl Swept {
         let last = self.points.last();
         match last.map(|point| point.judges) {
             Some(JudgedDisks::Neighbours) if self.is_indifferent() => {
-                "this limit makes no difference to it: its own limits or its device cause the latency"
+                "this limit makes no difference to it: another limit, of a disk or a group, or its device causes the latency"
             }
             Some(JudgedDisks::Neighbours) => "try smaller ones",
             _ if last.is_some_and(|point| point.throttled == 0.0) => {
