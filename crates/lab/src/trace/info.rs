@@ -169,7 +169,7 @@ impl Info {
                             Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
                             _ => arrival_ns,
                         };
-                        let latency_ns = entry.times.map_or(0, |times| times.latency_ns());
+                        let latency_ns = entry.times.map_or(0, super::recording::Times::latency_ns);
                         let request = Request { time_ns, op: entry.op, length: entry.length, latency_ns };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
