@@ -237,7 +237,8 @@ mod tests {
         assert!("".parse::<Spec>().is_err());
         assert!(matches!("nbd://host/vm1".parse(), Ok(Spec::Nbd(_))));
         assert_eq!("file:nbd:x".parse(), Ok(Spec::File("nbd:x".into())));
-        assert!("nbd:host:10809".parse::<Spec>().is_err());
+        assert!(matches!("nbd:host:10809".parse(), Ok(Spec::Nbd(_))));
+        assert!("nbd:host".parse::<Spec>().is_err());
         assert!("memory:lots".parse::<Spec>().is_err());
     }
 }
