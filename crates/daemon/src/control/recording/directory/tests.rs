@@ -245,7 +245,7 @@ fn a_file_begins_with_the_limits_in_force_and_ends_those_of_removed_owners() {
     assert_eq!(begun, [group("bronze", 0), group("gold", 0), group("silver", 200)]);
     assert!(world.directory.removed.is_empty());
     // Changes reach an open file at once.
-    world.ask(1);
+    world.directory.take(&read(), &world.named, &world.limits);
     world.directory.limits(&group("silver", 0), Instant::ZERO);
     assert!(world.directory.removed.is_empty());
 }
