@@ -133,6 +133,8 @@ impl Report {
     }
 }
 
+const RAW_WITHOUT_DATA_FILE: &str = "the header says that the external data file is raw, and there is none";
+
 /// Checks the image in `storage`, which nothing else changes meanwhile, and repairs it as far as
 /// asked. What was repaired is on stable storage.
 ///
@@ -146,11 +148,26 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
         header.autoclear &= autoclear::KNOWN;
         write_header(storage, &header).await?;
     }
+    // QEMU does not open such an image.
+    let is_raw_without_data_file =
+        header.autoclear & autoclear::RAW_DATA_FILE != 0 && !header.has_data_file();
+    let clears_raw = is_raw_without_data_file && matches!(repair, Repair::All | Repair::Forced);
+    if clears_raw {
+        header.autoclear &= !autoclear::RAW_DATA_FILE;
+        write_header(storage, &header).await?;
+    }
     let has_stale_bitmaps = header.bitmaps.is_some() && header.autoclear & autoclear::BITMAPS == 0;
     let (mut report, survey, _) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
     let is_intact = report.is_consistent() && report.leaks == 0 && !has_stale_bitmaps;
     if repair != Repair::Nothing && !is_intact {
         report = repair_surveyed(storage, repair, survey).await?;
+    }
+    if clears_raw {
+        report.corruptions_fixed += 1;
+        report.say(format!("Repaired: {RAW_WITHOUT_DATA_FILE}"));
+    } else if is_raw_without_data_file {
+        report.corruptions += 1;
+        report.say(format!("ERROR {RAW_WITHOUT_DATA_FILE}"));
     }
     if repair != Repair::Nothing && report.is_consistent() {
         mark_clean(storage, &mut report).await?;

@@ -119,6 +119,9 @@ impl Entry {
         if self.flags & !flag::KNOWN != 0 {
             return wrong(format!("has unknown flags {:#x}", self.flags));
         }
+        if self.flags & flag::EXTRA_COMPATIBLE != 0 && self.extra.is_empty() {
+            return wrong("has the flag for extra data, and no extra data".to_owned());
+        }
         if !GRANULARITY_BITS.contains(&self.granularity_bits) {
             return wrong(format!("has a granularity of 2^{} bytes", self.granularity_bits));
         }
@@ -291,6 +294,7 @@ mod tests {
                 ("2^8 bytes", one(|entry| entry.granularity_bits = 8), 1),
                 ("name of 0 bytes", one(|entry| entry.name.clear()), 1),
                 ("unknown flags", one(|entry| entry.flags = 8), 1),
+                ("and no extra data", one(|entry| (entry.flags, entry.extra) = (4, Vec::new())), 1),
                 ("no cluster begins", one(|entry| entry.table_offset = 0x50200), 1),
                 ("table of 0 bytes", one(|entry| entry.table_entries = 0), 1),
                 ("two bitmaps", vec![entry(1), entry(1)], 2),

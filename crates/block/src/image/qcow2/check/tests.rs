@@ -362,6 +362,22 @@ fn snapshots_without_a_size_are_given_the_disk_s() {
 }
 
 #[test]
+fn a_raw_data_file_that_is_not_there_is_an_error() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        header.autoclear |= autoclear::RAW_DATA_FILE;
+        write_header(&storage, &header).await.expect("fits");
+        for repair in [Repair::Nothing, Repair::Leaks] {
+            let found = check(&storage, repair).await.expect("a header");
+            assert_eq!((found.corruptions, found.corruptions_fixed), (1, 0), "{found:?}");
+        }
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!(read_header(&storage).await.expect("a header").autoclear, 0);
+    });
+}
+
+#[test]
 fn snapshots_are_completed_before_the_version_is_raised() {
     sim::run(1, async {
         let (storage, header) = with_old_snapshots(CreateOptions { version: 2, ..preallocated() }, 3).await;
