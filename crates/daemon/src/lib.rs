@@ -19,7 +19,7 @@
 //! ```
 //!
 //! The QMP command `block_set_io_throttle` is in `control/qmp/commands/throttle.rs`; the table of
-//! all commands is in `commands/mod.rs`.
+//! all commands is in `commands.rs`.
 //!
 //! Never touches a request: between a client and its disk there is only what `export` and `block`
 //! do.

@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn every_command_is_in_the_reference_and_has_a_name_of_its_own() {
-        let reference = include_str!("../../../../../../docs/reference/qmp.md");
+        let reference = include_str!("../../../../../docs/reference/qmp.md");
         let all: Vec<_> = names().collect();
         for (index, name) in all.iter().enumerate() {
             assert!(reference.contains(&format!("`{name}`")), "{name} is missing in docs/reference/qmp.md");
