@@ -200,4 +200,5 @@ fn words(text: &str) -> Vec<String> {
 }
 
 #[cfg(test)]
+#[path = "control_group_tests.rs"]
 mod tests;

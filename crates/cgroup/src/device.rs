@@ -171,4 +171,5 @@ fn name(roots: &Roots, number: Number) -> Option<String> {
 }
 
 #[cfg(test)]
+#[path = "device_tests.rs"]
 mod tests;

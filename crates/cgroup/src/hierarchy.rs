@@ -179,4 +179,5 @@ impl Hierarchy {
 }
 
 #[cfg(test)]
+#[path = "hierarchy_tests.rs"]
 mod tests;

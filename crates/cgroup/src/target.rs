@@ -186,4 +186,5 @@ fn is_container(name: &str, id: &str) -> bool {
 }
 
 #[cfg(test)]
+#[path = "target_tests.rs"]
 mod tests;

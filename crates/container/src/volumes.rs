@@ -247,4 +247,5 @@ fn shown(users: &BTreeSet<String>) -> String {
 }
 
 #[cfg(test)]
+#[path = "volumes_tests.rs"]
 pub(crate) mod tests;

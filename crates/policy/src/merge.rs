@@ -223,4 +223,5 @@ impl<'a> Plan<'a> {
 }
 
 #[cfg(test)]
+#[path = "merge_tests.rs"]
 mod tests;

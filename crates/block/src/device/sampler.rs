@@ -251,4 +251,5 @@ impl Watched {
 }
 
 #[cfg(test)]
+#[path = "sampler_tests.rs"]
 mod tests;

@@ -425,4 +425,5 @@ impl Stamp {
 }
 
 #[cfg(test)]
+#[path = "kept_tests.rs"]
 mod tests;

@@ -214,4 +214,5 @@ fn refused(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> a
 }
 
 #[cfg(test)]
+#[path = "tell_tests.rs"]
 mod tests;

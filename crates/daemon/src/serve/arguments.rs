@@ -594,4 +594,5 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
 }
 
 #[cfg(test)]
+#[path = "arguments_tests.rs"]
 mod tests;

@@ -332,4 +332,5 @@ impl Handshake {
 }
 
 #[cfg(test)]
+#[path = "negotiate_tests.rs"]
 mod tests;

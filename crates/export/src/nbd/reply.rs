@@ -226,4 +226,5 @@ fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent],
 }
 
 #[cfg(test)]
+#[path = "reply_tests.rs"]
 mod tests;

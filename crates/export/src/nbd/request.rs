@@ -414,4 +414,5 @@ pub(super) fn encode(tag: Tag, command: Command, session: &Session, out: &mut Ve
 }
 
 #[cfg(test)]
+#[path = "request_tests.rs"]
 mod tests;

@@ -13,6 +13,7 @@
 //! disk, are allowed, and are whole blocks.
 
 #[cfg(test)]
+#[path = "block_tests.rs"]
 mod tests;
 
 use block::guest::Place;

@@ -597,4 +597,5 @@ impl Waiting {
 }
 
 #[cfg(test)]
+#[path = "engine_tests.rs"]
 mod tests;

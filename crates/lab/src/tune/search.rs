@@ -332,4 +332,5 @@ fn parts(configuration: &Configuration, default: &Configuration) -> Vec<Configur
 }
 
 #[cfg(test)]
+#[path = "search_tests.rs"]
 mod tests;

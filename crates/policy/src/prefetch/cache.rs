@@ -535,4 +535,5 @@ impl<T: Clone> Cache<T> {
 }
 
 #[cfg(test)]
+#[path = "cache_tests.rs"]
 mod tests;

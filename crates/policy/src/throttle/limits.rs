@@ -390,4 +390,5 @@ impl fmt::Display for Rule {
 impl core::error::Error for Invalid {}
 
 #[cfg(test)]
+#[path = "limits_tests.rs"]
 mod tests;

@@ -221,4 +221,5 @@ impl State {
 }
 
 #[cfg(test)]
+#[path = "state_tests.rs"]
 pub(super) mod tests;

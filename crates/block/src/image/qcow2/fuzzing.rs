@@ -13,6 +13,7 @@
 //! Never derives a key: that is slow on purpose. Encrypted images get a key that does not fit.
 
 #[cfg(test)]
+#[path = "fuzzing_tests.rs"]
 mod tests;
 
 use super::{

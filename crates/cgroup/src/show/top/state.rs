@@ -204,4 +204,5 @@ fn number(line: &Line, column: Column) -> f64 {
 }
 
 #[cfg(test)]
+#[path = "state_tests.rs"]
 pub(super) mod tests;

@@ -328,4 +328,5 @@ fn hang_up(socket: &Fd, how: Shutdown) {
 }
 
 #[cfg(test)]
+#[path = "server_tests.rs"]
 mod tests;

@@ -402,4 +402,5 @@ fn seconds(clock: SystemTime) -> u64 {
 }
 
 #[cfg(test)]
+#[path = "directory_tests.rs"]
 mod tests;

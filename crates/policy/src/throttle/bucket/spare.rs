@@ -148,4 +148,5 @@ impl Buckets {
 }
 
 #[cfg(test)]
+#[path = "spare_tests.rs"]
 mod tests;
