@@ -29,21 +29,19 @@ use std::{
     thread,
 };
 
-use block::{
-    image::{
-        Image, Raw,
-        qcow2::{
-            CacheSettings, Parts, Qcow2,
-            check::{GuestRange, Repair, Report, check},
-            header::{Crypt, Header},
-            luks::{Cipher, CipherKind},
-            read_header,
-        },
-    },
-    reactor::sim,
-    storage::Storage,
-};
 use fastrand::Rng;
+use image::{
+    Image, Raw,
+    qcow2::{
+        CacheSettings, Parts, Qcow2,
+        check::{GuestRange, Repair, Report, check},
+        header::{Crypt, Header},
+        luks::{Cipher, CipherKind},
+        read_header,
+    },
+};
+use reactor::sim;
+use storage::Storage;
 
 use self::images::{BASE, KEY, Template, open_arguments, templates};
 use crate::harness::{Client, Scratch, qemu_img};

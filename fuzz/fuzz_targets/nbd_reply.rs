@@ -5,16 +5,8 @@
 //! whether in chunks.
 #![no_main]
 
-use block::{
-    buffer::Buffer,
-    nbd::{
-        client::{Client, Wanted, shake_hands},
-        pipe::Pipe,
-        proto::{self, info, opt, rep},
-        stream::Stream,
-    },
-    reactor::{now, sim, sleep_until, spawn, spawn_joinable, timeout},
-};
+use reactor::{buffer::Buffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
+use nbd::{client::{Client, Wanted, shake_hands}, pipe::Pipe, proto::{self, info, opt, rep}, stream::Stream};
 use libfuzzer_sys::fuzz_target;
 use std::{rc::Rc, time::Duration};
 

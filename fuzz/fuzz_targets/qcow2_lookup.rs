@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| block::image::qcow2::fuzzing::lookup(data));
+fuzz_target!(|data: &[u8]| image::qcow2::fuzzing::lookup(data));

@@ -40,13 +40,12 @@ use policy::{
     watermark::{Capacity, Rates},
 };
 
-use crate::{
-    disk::Disk,
-    storage::{
-        Storage,
-        rate::{Budget, Completed, RateOptions},
-    },
+use storage::{
+    Storage,
+    rate::{Budget, Completed, RateOptions},
 };
+
+use crate::disk::Disk;
 
 /// Shorter than this, a use would be that of a few requests.
 const SHORTEST_MEASURE: Duration = Duration::from_millis(20);

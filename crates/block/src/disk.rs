@@ -39,21 +39,24 @@ use policy::{
     time::Instant,
 };
 
-use crate::{
+use image::{Depth, Image};
+use reactor::{
     buffer::{Segments, Target},
     error::{Error, Result},
     guest::Place,
-    image::{Depth, Image},
+    memory::{Account, Budget, NotEnough},
+    seldom::Seldom,
+    ublk::Registered,
+};
+use storage::{Durability, Extent, ResizeError, ZeroOptions};
+
+use crate::{
     layer::{
         prefetch::Prefetch,
         throttle::{DiskSettings, Group, Member},
     },
     measures::{Measured, Measures},
-    memory::{Account, Budget, NotEnough},
-    reactor::{self, ublk::Registered},
     recorder::{self, Finished, Operation, Recorded},
-    seldom::Seldom,
-    storage::{Durability, Extent, ResizeError, ZeroOptions},
 };
 
 /// A virtual disk.

@@ -29,13 +29,9 @@ pub mod undo;
 use std::io::{self, ErrorKind, Write as _, stderr, stdout};
 
 use anyhow::Context as _;
-use block::{
-    error::what_gives_descriptors,
-    plain::is_hidden,
-    reactor::{self, Polling},
-};
 use logging::Priority;
 use policy::time::Duration;
+use reactor::{Polling, error::what_gives_descriptors, plain::is_hidden};
 
 /// The variable that is set for a server in the background: who started it waits until nobody has
 /// its standard error any more.

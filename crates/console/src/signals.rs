@@ -20,11 +20,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use block::reactor::op::{self, Fd};
 use nix::sys::{
     signal::{SigSet, Signal},
     signalfd::{SfdFlags, SignalFd},
 };
+use reactor::op::{self, Fd};
 
 /// Signals within so long after the first that asks for the end are the same wish as that.
 pub const TOGETHER: Duration = Duration::from_secs(1);

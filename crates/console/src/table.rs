@@ -2,7 +2,7 @@
 //!
 //! Never emits a control character, as cells may hold names from a client's configuration.
 
-use block::plain::plain;
+use reactor::plain::plain;
 
 /// Which side of a column its cells stand at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

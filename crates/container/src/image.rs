@@ -9,7 +9,7 @@
 use std::{fs, path::Path, process::Command};
 
 use anyhow::Context as _;
-use block::storage::Format;
+use storage::Format;
 
 use crate::{options::Options, program};
 

@@ -8,12 +8,12 @@
 
 use std::collections::BTreeMap;
 
-use block::storage::{CacheMode, Format};
 use policy::{
     prefetch::{self, Mode},
     throttle,
 };
 use settings::{L2CacheSize, LimitsDraft, Place, PrefetchDraft, Said, SettingsDraft, suggest};
+use storage::{CacheMode, Format};
 
 use crate::filesystem::FileSystem;
 

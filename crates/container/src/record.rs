@@ -23,10 +23,10 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::storage::Format;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use settings::state::whole_file;
+use storage::Format;
 
 use crate::options::{Given, Options};
 

@@ -47,7 +47,7 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use async_channel::{Receiver, Sender};
-use block::{layer::throttle::Group, reactor};
+use block::layer::throttle::Group;
 use cgroup::watch::Lending;
 use policy::{
     cluster::{Spec, Timing},

@@ -28,7 +28,6 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::reactor;
 pub(crate) use deliveries::Deliveries;
 use event_listener::EventListener;
 use gate::SharedGate;

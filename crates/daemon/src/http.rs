@@ -50,8 +50,8 @@ mod writer;
 use std::{rc::Rc, sync::Arc, thread};
 
 use anyhow::Context as _;
-use block::reactor::{self, Worker};
 use export::nbd::TlsServer;
+use reactor::Worker;
 use settings::{Address, Endpoint, SocketAccess};
 pub(crate) use token::Token;
 

@@ -22,13 +22,14 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{reactor::op::Fd, storage::Passed};
 pub use inherited::Inherited;
 use nix::sys::socket::{
     self, AddressFamily, SockFlag, SockType, SockaddrStorage, getsockopt, setsockopt,
     sockopt::{AcceptConn, ReuseAddr},
 };
+use reactor::op::Fd;
 use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
+use storage::Passed;
 pub use unix::SocketFile;
 pub(crate) use unix::directory_of;
 pub(crate) use uri::Authority;

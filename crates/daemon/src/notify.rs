@@ -18,14 +18,11 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use block::{
-    buffer::Buffer,
-    reactor::{
-        self,
-        op::{self, Fd},
-    },
-};
 use event_listener::Event;
+use reactor::{
+    buffer::Buffer,
+    op::{self, Fd},
+};
 use rustix::net::SendFlags;
 use sd_notify::NotifyState;
 
@@ -137,7 +134,7 @@ fn warn(error: &io::Error) {
 
 #[cfg(test)]
 mod tests {
-    use block::reactor::Polling;
+    use reactor::Polling;
 
     use super::*;
 

@@ -19,7 +19,6 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::reactor;
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, fcntl},

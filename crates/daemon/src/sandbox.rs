@@ -9,7 +9,7 @@
 //! ```
 //!
 //! The process that hands events on has what `runner` leaves it. Rings have lists of their own,
-//! from their making on (`block::reactor`). A daemon that steers what belongs to the host (devices,
+//! from their making on (`reactor`). A daemon that steers what belongs to the host (devices,
 //! files over FUSE, control groups) has to mount, start programs and look at other processes: it
 //! keeps its files and loses only what no such work needs. `docs/security.md` has the table.
 //!
@@ -26,12 +26,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::{
-    nbd::{client::Endpoint as Server, uri::Uri},
-    reactor::{self, Worker, op},
-};
 use console::{descriptors, logging};
+use nbd::{client::Endpoint as Server, uri::Uri};
 use policy::time::Duration;
+use reactor::{Worker, op};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 

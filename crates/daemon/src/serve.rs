@@ -27,12 +27,12 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, ServeArgs};
-use block::reactor::{self, op};
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
     Failure, descriptors, logging, on_reactor,
     signals::{Request, Signals},
 };
+use reactor::op;
 use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
 
 use crate::{

@@ -15,8 +15,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::plain::plain;
 use nix::libc;
+use reactor::plain::plain;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 /// Processes that a message names.

@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 
-use block::{buffer, reactor};
 use policy::time::Duration;
+use reactor::buffer;
 
 /// How long after the last has gone.
 const MOMENT: Duration = Duration::from_secs(1);

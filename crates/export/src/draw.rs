@@ -1,10 +1,10 @@
 //! What simulations of exports draw from their seed.
 
-use block::reactor::{now, sim, sleep_until};
 use policy::{
     throttle::{Limit, LimitKind, Limits},
     time::Duration,
 };
+use reactor::{now, sim, sleep_until};
 
 pub(crate) fn chance(percent: u32) -> bool {
     sim::random(|random| random.u32(..100)) < percent

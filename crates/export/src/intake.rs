@@ -1,7 +1,7 @@
 //! Requests that came together: adjacent ones become one I/O, whatever door they came through.
 
-use block::reactor::{self, Launcher};
 use policy::merge::{Bounds, Candidate, Operation, Planner};
+use reactor::Launcher;
 
 /// How far adjacent requests are merged. The kernel splits longer I/O again, and the first request
 /// would wait for the last.

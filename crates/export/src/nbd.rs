@@ -25,7 +25,7 @@
 //!
 //! Bytes that the handshake does not consume belong to whoever is next: the handshake again, the
 //! TLS stream after [`Event::StartTls`], or the requests. The other side, and what both have
-//! in common, is `block::nbd`. Where the client is this host's kernel, there is no handshake:
+//! in common, is `nbd`. Where the client is this host's kernel, there is no handshake:
 //! [`kernel`].
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
@@ -65,20 +65,20 @@ mod unread;
 mod visit;
 
 pub use admission::Refused;
-#[cfg(test)]
-use block::nbd::pipe;
-pub use block::nbd::{
-    client,
-    keys::CredentialsError,
-    proto,
-    tls::{self, TlsError, TlsRead, TlsStream},
-};
-use block::nbd::{inbox, stream, wire};
 pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
 pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
 pub use credentials::TlsServer;
 pub use errno::Errno;
 pub use live::Export;
+#[cfg(test)]
+use nbd::pipe;
+pub use nbd::{
+    client,
+    keys::CredentialsError,
+    proto,
+    tls::{self, TlsError, TlsRead, TlsStream},
+};
+use nbd::{inbox, stream, wire};
 pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};
 pub use reply::{Extent, Replier, ReplyHeader};
 pub use request::{Command, Parsed, Request};

@@ -2,8 +2,8 @@
 
 use std::{fmt, fs, os::fd::AsFd, sync::Arc};
 
-use block::plain::plain;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use reactor::plain::plain;
 
 /// The process of a client, as the kernel knew it when it connected.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -11,8 +11,8 @@ use std::{
     },
 };
 
-use block::reactor::{self, Polling};
 use export::vhost_user_blk::{Connection, Offer, Session, fuzzing};
+use reactor::Polling;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 fn count() -> usize {

@@ -5,18 +5,16 @@
 //! the mapping that version 2 reserves: a damaged image could change its content.
 
 use anyhow::{Context as _, anyhow, bail};
-use block::{
-    image::qcow2::{
-        self, Qcow2,
-        amend::Amendment,
-        check::{Repair, check},
-        header::compatible,
-    },
-    storage::{CacheMode, Format, Storage},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::qcow2::{
+    self, Qcow2,
+    amend::Amendment,
+    check::{Repair, check},
+    header::compatible,
+};
 use settings::suggest::nearest;
+use storage::{CacheMode, Format, Storage};
 
 use super::{create, named::Subject, opening::How, options::Options, progress::Talk};
 

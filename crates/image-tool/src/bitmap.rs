@@ -3,12 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    image::qcow2::{Qcow2, bitmap::DirtyBits},
-    storage::Format,
-};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
 use console::{Failure, on_reactor};
+use image::qcow2::{Qcow2, bitmap::DirtyBits};
+use storage::Format;
 
 use super::{
     named::{NamedImage, NamingArgs, named},

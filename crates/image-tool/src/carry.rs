@@ -6,7 +6,7 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::{Context as _, anyhow, bail};
-use block::image::{
+use image::{
     Image,
     qcow2::{
         Qcow2,

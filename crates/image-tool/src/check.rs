@@ -4,18 +4,16 @@
 //! Never writes unless a repair is asked for, and never while somebody else uses the image.
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    image::qcow2::{
-        self,
-        check::{GuestRange, Repair, Report, check},
-        header::incompatible,
-    },
-    plain::plain,
-    storage::{CacheMode, Format},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::qcow2::{
+    self,
+    check::{GuestRange, Repair, Report, check},
+    header::incompatible,
+};
+use reactor::plain::plain;
 use serde_json::{Value, json};
+use storage::{CacheMode, Format};
 
 use super::{Output, OutputArgs, form, named::Subject, opening::How};
 

@@ -10,12 +10,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::{
-    image::{Image, open::LONGEST_CHAIN},
-    storage::{CacheMode, Format},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::{Image, open::LONGEST_CHAIN};
+use storage::{CacheMode, Format};
 
 use super::{
     copy, disk,

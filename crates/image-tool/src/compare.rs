@@ -12,12 +12,10 @@ use std::{
 };
 
 use anyhow::anyhow;
-use block::{
-    reactor::spawn_joinable,
-    storage::{CacheMode, Format},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use reactor::spawn_joinable;
+use storage::{CacheMode, Format};
 
 use super::{
     copy::is_zero,

@@ -9,15 +9,13 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::{
-    image::{
-        Image,
-        qcow2::{create::Preallocation, header::Crypt},
-    },
-    storage::{CacheMode, Format},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print, undo::Undo};
+use image::{
+    Image,
+    qcow2::{create::Preallocation, header::Crypt},
+};
+use storage::{CacheMode, Format};
 
 use super::{
     carry::Carry,

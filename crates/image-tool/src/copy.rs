@@ -23,13 +23,9 @@ use std::{
 
 use anyhow::Context as _;
 use async_channel::{Receiver, Sender};
-use block::{
-    buffer::Buffer,
-    error::Error,
-    image::Image,
-    reactor::{Polling, Worker},
-    storage::{Durability, ZeroOptions},
-};
+use image::Image;
+use reactor::{Polling, Worker, buffer::Buffer, error::Error};
+use storage::{Durability, ZeroOptions};
 
 pub(super) use self::zero::is_zero;
 use self::{plan::Item, turn::Turns};

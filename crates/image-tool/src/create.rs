@@ -10,18 +10,15 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    buffer::Buffer,
-    image::qcow2::{
-        self,
-        create::{CreateOptions, Preallocation},
-        header::{Backing, Compression},
-    },
-    plain::plain,
-    storage::{Durability, Format, Storage, ZeroOptions},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::qcow2::{
+    self,
+    create::{CreateOptions, Preallocation},
+    header::{Backing, Compression},
+};
+use reactor::{buffer::Buffer, plain::plain};
+use storage::{Durability, Format, Storage, ZeroOptions};
 
 use super::{
     encrypt::{Encryption, SecretArgs},
@@ -371,7 +368,7 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
     }
     let least = u64::from(storage.block_size().minimum).max(LEAST_FILE);
     match storage.resize(least).await {
-        Ok(()) | Err(block::storage::ResizeError::Device { .. }) => Ok(()),
+        Ok(()) | Err(storage::ResizeError::Device { .. }) => Ok(()),
         Err(error) => Err(error).context("cannot be emptied"),
     }
 }

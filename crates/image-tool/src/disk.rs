@@ -3,16 +3,16 @@
 
 use std::{path::Path, sync::Arc};
 
-use block::{
+use image::{
+    Image, Qcow2,
+    open::{BackingChoice, ImageOptions},
+    qcow2::{Piece, What},
+};
+use reactor::{
     buffer::Segments,
     error::{Error, Result},
-    image::{
-        self, Image, Qcow2,
-        open::{BackingChoice, ImageOptions},
-        qcow2::{Piece, What},
-    },
-    storage::{Format, OpenOptions},
 };
+use storage::{Format, OpenOptions};
 
 use super::{
     keys::Keys,

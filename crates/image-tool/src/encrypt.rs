@@ -3,11 +3,11 @@
 
 use std::{cell::RefCell, collections::BTreeSet, path::PathBuf, time::Duration};
 
-use block::image::{
+use clap::Args;
+use image::{
     Secret,
     qcow2::luks::{self, CipherKind, Hash, LuksOptions, NewLuks},
 };
-use clap::Args;
 
 use super::{keys, options::Options};
 

@@ -11,22 +11,20 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::{
-    image::{
-        open::LONGEST_CHAIN,
-        qcow2::{
-            self, MetadataError, bitmap,
-            header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
-            luks::{self, KeySlot, LuksHeader},
-            snapshot::Snapshot,
-        },
-    },
-    plain::plain,
-    storage::{Format, Storage},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::{
+    open::LONGEST_CHAIN,
+    qcow2::{
+        self, MetadataError, bitmap,
+        header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+        luks::{self, KeySlot, LuksHeader},
+        snapshot::Snapshot,
+    },
+};
+use reactor::plain::plain;
 use serde_json::{Map, Value, json};
+use storage::{Format, Storage};
 
 use super::{
     Output, OutputArgs,

@@ -6,16 +6,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use block::{
-    image::{
-        Secret,
-        open::LONGEST_CHAIN,
-        qcow2::header::{Crypt, Header},
-    },
-    storage::Format,
-};
 use clap::Args;
+use image::{
+    Secret,
+    open::LONGEST_CHAIN,
+    qcow2::header::{Crypt, Header},
+};
 use settings::{SecretSource, secret::Secrets};
+use storage::Format;
 
 use super::opening;
 

@@ -6,16 +6,14 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
-use block::{
-    image::{
-        Image, Qcow2,
-        qcow2::{Piece, What},
-    },
-    plain::plain,
-    storage::Storage,
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::{
+    Image, Qcow2,
+    qcow2::{Piece, What},
+};
+use reactor::plain::plain;
+use storage::Storage;
 
 use super::{
     Output, OutputArgs, disk,

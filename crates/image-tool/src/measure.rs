@@ -12,16 +12,14 @@
 use std::{ops::Range, path::PathBuf, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    image::{
-        Image,
-        qcow2::{Piece, What, bitmap, create::Preallocation},
-    },
-    storage::Format,
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::{
+    Image,
+    qcow2::{Piece, What, bitmap, create::Preallocation},
+};
 use serde_json::json;
+use storage::Format;
 
 use super::{
     Output, OutputArgs, create,
@@ -200,7 +198,7 @@ struct Contents {
 #[derive(Debug)]
 enum Target {
     Raw,
-    Qcow2(Box<block::image::qcow2::create::CreateOptions>),
+    Qcow2(Box<image::qcow2::create::CreateOptions>),
 }
 
 impl Target {

@@ -10,14 +10,12 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::{
-    disk::Discards,
-    image::{Image, Secret},
-    storage::{Format, Storage},
-};
+use block::disk::Discards;
 use clap::Args;
 use console::Failure;
+use image::{Image, Secret};
 use settings::ImageDescription;
+use storage::{Format, Storage};
 
 use super::{
     disk,

@@ -13,25 +13,23 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::{
-    image::{
-        open::{check_base, resolve},
-        qcow2::{
-            CacheSettings,
-            header::Header,
-            read_header,
-            snapshot::{Snapshot, SnapshotTable},
-        },
-    },
-    nbd::uri::Uri,
-    storage::{
-        CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
-        probe::{self, Probed},
-        probe_anywhere,
+use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
+use image::{
+    open::{check_base, resolve},
+    qcow2::{
+        CacheSettings,
+        header::Header,
+        read_header,
+        snapshot::{Snapshot, SnapshotTable},
     },
 };
-use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
+use nbd::uri::Uri;
 use policy::time::Duration;
+use storage::{
+    CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
+    probe::{self, Probed},
+    probe_anywhere,
+};
 
 /// `--help` lists the names alone: a line on each would triple the pages that have one.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {

@@ -3,7 +3,7 @@
 //! A comma in a value is written twice. Of a key that is there twice the last one counts, as for
 //! qemu-img; one that is unknown is an error.
 
-use block::storage::parse_size;
+use storage::parse_size;
 
 /// Keys that may be given without a value, which means `on`.
 const SWITCHES: [&str; 5] = ["data_file_raw", "encryption", "extended_l2", "lazy_refcounts", "nocow"];

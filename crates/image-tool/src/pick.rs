@@ -3,7 +3,8 @@
 use std::{path::Path, str::FromStr};
 
 use anyhow::{Context as _, bail};
-use block::{image::qcow2::snapshot::Snapshot, storage::Format};
+use image::qcow2::snapshot::Snapshot;
+use storage::Format;
 
 use super::{
     opening::{self, How},

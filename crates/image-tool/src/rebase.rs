@@ -9,17 +9,15 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::{
-    buffer::Buffer,
-    image::{
-        Image, Qcow2,
-        open::LONGEST_CHAIN,
-        qcow2::{Piece, What, header::Backing},
-    },
-    storage::{CacheMode, Durability, Format},
-};
 use clap::Args;
 use console::{Failure, on_reactor};
+use image::{
+    Image, Qcow2,
+    open::LONGEST_CHAIN,
+    qcow2::{Piece, What, header::Backing},
+};
+use reactor::buffer::Buffer;
+use storage::{CacheMode, Durability, Format};
 
 use super::{
     copy::is_zero,

@@ -8,13 +8,11 @@
 use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{
-    buffer::Buffer,
-    image::{Image, qcow2::create::Preallocation},
-    storage::{Durability, OpenError, ZeroOptions, parse_size},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
+use image::{Image, qcow2::create::Preallocation};
+use reactor::buffer::Buffer;
+use storage::{Durability, OpenError, ZeroOptions, parse_size};
 
 use super::{
     create,
@@ -212,7 +210,7 @@ async fn fill(
     old: u64,
     size: u64,
     preallocation: Preallocation,
-) -> Result<(), block::error::Error> {
+) -> Result<(), reactor::error::Error> {
     if let Image::Qcow2(qcow2) = image {
         qcow2.preallocate(old, size, preallocation).await?;
         return image.flush().await;

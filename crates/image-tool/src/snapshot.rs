@@ -6,19 +6,17 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    image::qcow2::{
-        Qcow2,
-        snapshot::{NewSnapshot, Snapshot},
-    },
-    storage::{Format, OpenError, Storage},
-};
 use clap::Args;
 use console::{
     Failure, figures, on_reactor, print,
     table::{Side, Table},
 };
+use image::qcow2::{
+    Qcow2,
+    snapshot::{NewSnapshot, Snapshot},
+};
 use serde_json::{Value, json};
+use storage::{Format, OpenError, Storage};
 
 use super::{
     form::human,

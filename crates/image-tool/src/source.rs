@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use block::{buffer::Buffer, image::Image};
+use image::Image;
+use reactor::buffer::Buffer;
 
 use super::disk::{self, Kind};
 

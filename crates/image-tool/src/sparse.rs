@@ -6,7 +6,9 @@
 use std::{fs, os::unix::fs::MetadataExt as _, path::Path};
 
 use anyhow::Context as _;
-use block::{buffer::Buffer, image::qcow2::header::Header, storage::Storage};
+use image::qcow2::header::Header;
+use reactor::buffer::Buffer;
+use storage::Storage;
 
 use super::opening::{self, How};
 
@@ -29,7 +31,7 @@ pub(super) async fn is_sparse(path: &Path, header: &Header) -> anyhow::Result<bo
 }
 
 /// Clusters of the file with a refcount.
-async fn clusters_in_use(storage: &Storage, header: &Header) -> block::error::Result<u64> {
+async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::Result<u64> {
     let (cluster_bytes, size) = (header.cluster_bytes(), storage.size_bytes());
     let refcount_bits = 1_u64 << header.refcount_order;
     let (mut left, mut in_use) = (size.div_ceil(cluster_bytes), 0);

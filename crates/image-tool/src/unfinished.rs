@@ -25,7 +25,7 @@ pub(super) struct Unfinished {
     /// `None` where the target is written in place.
     file: Option<NamedTempFile>,
     /// What stands under the name now, held so that nobody else begins to write to it.
-    _earlier: Option<block::storage::Storage>,
+    _earlier: Option<storage::Storage>,
 }
 
 impl Unfinished {

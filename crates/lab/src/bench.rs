@@ -28,27 +28,22 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{BenchArgs, EXAMPLES};
-use block::{
-    disk::Disk,
-    error::Error,
-    guest::driver::Slots,
-    image::{
-        Image,
-        open::{BackingChoice, ImageOptions, open},
-    },
-    layer::throttle::DiskSettings,
-    nbd::{client::Wanted, uri::Uri},
-    reactor::{now, sleep_until, spawn},
-    storage::{OpenOptions, rbd},
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
 use console::{Failure, complain, on_reactor, print, print_json};
 use export::vhost_user_blk::client;
+use image::{
+    Image,
+    open::{BackingChoice, ImageOptions, open},
+};
+use nbd::{client::Wanted, uri::Uri};
 use nix::sys::{
     resource::{UsageWho, getrusage},
     time::TimeValLike as _,
 };
 use policy::{prefetch::Stats, time::Duration};
+use reactor::{error::Error, guest::driver::Slots, now, sleep_until, spawn};
 use settings::Qcow2Settings;
+use storage::{OpenOptions, rbd};
 
 use self::progress::Progress;
 pub(crate) use self::target::BenchTarget;
@@ -133,7 +128,7 @@ impl Run {
 
     async fn measure_export(&self, export: &Uri) -> anyhow::Result<()> {
         let place = export.clone();
-        let tls = block::reactor::blocking(move || place.credentials()).await?;
+        let tls = reactor::blocking(move || place.credentials()).await?;
         let wanted = Wanted { export: export.export.clone(), tls, allocation: false };
         let client = self.unless_stopped(Source::client(&export.server, &wanted)).await?;
         let about = client.about().clone();

@@ -139,6 +139,6 @@ impl Outcome {
 #[error("{request}: {error}")]
 pub(super) struct Failed {
     pub(super) request: Sent,
-    pub(super) error: block::error::Error,
+    pub(super) error: reactor::error::Error,
     pub(super) outcome: Box<Outcome>,
 }

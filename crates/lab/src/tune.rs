@@ -31,16 +31,14 @@ use std::{io::IsTerminal as _, path::Path, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, TuneArgs};
-use block::{
-    image::{
-        Image,
-        open::{ImageOptions, open},
-    },
-    storage::{CacheMode, Format, OpenOptions},
-};
 use console::{Failure, on_reactor, print, progress::Progress};
 pub(crate) use goal::Goal;
+use image::{
+    Image,
+    open::{ImageOptions, open},
+};
 pub(crate) use preset::Preset;
+use storage::{CacheMode, Format, OpenOptions};
 
 use self::{
     place::{Kind, Place, Seen, Wish},

@@ -12,11 +12,9 @@ use std::{
     time::Duration,
 };
 
-use block::{
-    disk::{DetectZeroes, Discards},
-    reactor::Polling,
-    storage::{Format, rate::RateOptions},
-};
+use block::disk::{DetectZeroes, Discards};
+use reactor::Polling;
+use storage::{Format, rate::RateOptions};
 
 use policy::access::Access;
 

@@ -22,8 +22,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::regular;
 use policy::{prefetch, throttle::Setting};
+use reactor::regular;
 use section::{Entry, Section, Source};
 use toml::de::DeTable;
 

@@ -2,12 +2,10 @@
 
 use std::path::PathBuf;
 
-use block::{
-    disk::{DetectZeroes, Discards},
-    reactor::Polling,
-    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
-};
+use block::disk::{DetectZeroes, Discards};
 use policy::time::Duration;
+use reactor::Polling;
+use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 use super::{
     AccessDraft, Address, Cluster, Door, Endpoint, Image, LogFormat, Nbd, OnErrorDraft, OnEvent, Owner,

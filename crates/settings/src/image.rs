@@ -8,10 +8,8 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::{
-    nbd::uri::Uri,
-    storage::{InvalidValue, Spec},
-};
+use nbd::uri::Uri;
+use storage::{InvalidValue, Spec};
 
 use crate::{Said, Wrong};
 
@@ -127,7 +125,7 @@ impl Image {
         }
     }
 
-    /// As `block::image::open` takes it, a path being one whatever it begins with.
+    /// As `image::open` takes it, a path being one whatever it begins with.
     ///
     /// # Errors
     /// If the path is not UTF-8, as the directory of a config file may be.

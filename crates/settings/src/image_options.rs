@@ -16,14 +16,12 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{
-    disk::{DetectZeroes, Discards},
-    image::qcow2::CacheSettings,
-    nbd::uri,
-    storage::{CacheMode, Format, InvalidValue, Part, rbd::Address},
-};
+use block::disk::{DetectZeroes, Discards};
+use image::qcow2::CacheSettings;
+use nbd::uri;
 use policy::time::Duration;
 use serde_json::Value;
+use storage::{CacheMode, Format, InvalidValue, Part, rbd::Address};
 
 use crate::{CleanInterval, Image, L2CacheSize, Place, Qcow2Draft, Rule as _, Said, keyval, size, suggest};
 

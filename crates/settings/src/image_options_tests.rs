@@ -23,7 +23,7 @@ fn a_format_lies_over_a_file() {
     )
     .unwrap();
     assert_eq!(image.format, Some(Format::Qcow2));
-    assert_eq!(image.caches.l2, Some(block::image::qcow2::L2Size::Bytes(1 << 20)));
+    assert_eq!(image.caches.l2, Some(image::qcow2::L2Size::Bytes(1 << 20)));
     assert_eq!(image.cache_options, [("l2-cache-size".to_owned(), "1M".to_owned())]);
     assert_eq!((image.key_secret.as_deref(), image.read_only, image.no_backing), (Some("s"), true, true));
     assert_eq!((image.cache, image.discard), (Some(CacheMode::None), Some(Discards::Unmap)));

@@ -65,11 +65,7 @@ use std::{fmt, path::PathBuf, str::FromStr};
 
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
-use block::{
-    disk::{DetectZeroes, Discards, ErrorPolicies},
-    reactor::Polling,
-    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
-};
+use block::disk::{DetectZeroes, Discards, ErrorPolicies};
 pub use clients::{AccessDraft, tls_name};
 pub use cluster::{Cluster, Etcd, cluster_name, safe_share};
 pub use doors::{Door, Fuse, Keyed, Nbd, NbdDevice, Socket, Ublk, VhostUserBlk};
@@ -84,9 +80,11 @@ pub use place::{Mistakes, Place, Said, Wrong};
 use policy::access::Access;
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
+use reactor::Polling;
 pub use record::Record;
 pub use sandbox::Sandbox;
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
+use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{
     Rule, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,

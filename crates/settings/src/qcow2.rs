@@ -4,7 +4,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use block::image::qcow2::{CacheSettings, L2Size};
+use image::qcow2::{CacheSettings, L2Size};
 use policy::time::Duration;
 
 use super::{Place, Said, Wrong, size};

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, fs::File, path::PathBuf};
 
 use anyhow::Context as _;
-use block::image::Secret;
+use image::Secret;
 
 use crate::SecretSource;
 

@@ -4,12 +4,10 @@
 
 use std::{str::FromStr, time::Duration};
 
-use block::{
-    disk::{DetectZeroes, Discards},
-    reactor::Polling,
-    storage::{InvalidValue, parse_duration, parse_size},
-};
+use block::disk::{DetectZeroes, Discards};
 use policy::throttle::{Part, Setting};
+use reactor::Polling;
+use storage::{InvalidValue, parse_duration, parse_size};
 
 /// What reads itself, or the rule that the text breaks.
 pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
@@ -34,7 +32,7 @@ impl Rule for InvalidValue {
     }
 }
 
-impl Rule for block::storage::InvalidOption {
+impl Rule for storage::InvalidOption {
     /// With its key, because the value before it has several.
     fn rule(self) -> String {
         format!("{}={} {}", self.key, self.value, self.rule)

@@ -8,13 +8,11 @@
 
 use std::time::Duration;
 
-use block::{
-    disk::DetectZeroes,
-    storage::{CacheMode, Format},
-};
+use block::disk::DetectZeroes;
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
 use serde_json::json;
+use storage::{CacheMode, Format};
 
 use crate::client::{Client, Target, report::Report};
 

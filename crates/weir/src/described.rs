@@ -11,13 +11,11 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
-use block::{
-    nbd::uri::Uri,
-    storage::{Part, Spec, rbd::Address},
-};
 use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use daemon::serve::ServeArgs;
+use nbd::uri::Uri;
 use serde_json::{Map, Value, json};
+use storage::{Part, Spec, rbd::Address};
 
 use crate::client::{self, Client, report::Disk};
 

@@ -51,10 +51,10 @@ use std::{
     time::Duration,
 };
 
-use block::storage::rbd;
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
 use console::{Failure, complain, logging};
+use storage::rbd;
 
 /// How long a cluster may take to take images back at the end. One that stands still has them until
 /// it misses this client.

@@ -31,7 +31,7 @@ use policy::{
 };
 
 use super::{Device, DeviceId, Observed};
-use crate::reactor::{JoinHandle, now, sleep_until, spawn_joinable};
+use reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 
 /// Time between two samples. Within a second the controller is to have found its way, and a device
 /// does something in most of them.

@@ -5,11 +5,8 @@ use std::sync::Mutex;
 use policy::throttle::LimitKind;
 
 use super::*;
-use crate::{
-    buffer::Buffer,
-    reactor::sim,
-    storage::{Storage, null::Null, rate::Budget},
-};
+use reactor::{buffer::Buffer, sim};
+use storage::{Storage, null::Null, rate::Budget};
 
 /// A target that notes how it is enforced.
 #[derive(Debug, Default)]

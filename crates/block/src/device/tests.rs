@@ -3,13 +3,11 @@
 use policy::{request::Direction, throttle::Cost};
 
 use super::*;
-use crate::{
-    buffer::Buffer,
-    image::{Image, open_raw},
-    layer::throttle::DiskSettings,
-    reactor::{now, sim, sleep_until},
-    storage::{Durability, OpenOptions, rate::Budgets},
-};
+use image::{Image, open_raw};
+use reactor::{buffer::Buffer, now, sim, sleep_until};
+use storage::{Durability, OpenOptions, rate::Budgets};
+
+use crate::layer::throttle::DiskSettings;
 
 const CAPACITY: Capacity =
     Capacity { read_iops: 1000, write_iops: 500, read_bps: 100 << 20, write_bps: 50 << 20 };
@@ -64,7 +62,7 @@ fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &Budgets) -> Disk 
     let options = OpenOptions {
         rate: rate.map(|text| text.parse().expect("valid")),
         budgets: budgets.clone(),
-        format: Some(crate::storage::Format::Raw),
+        format: Some(storage::Format::Raw),
         ..OpenOptions::default()
     };
     let image = open_raw(image, options).expect("opened");

@@ -23,12 +23,12 @@ use std::{
 use event_listener::Event;
 use policy::request::Direction;
 
-use crate::{
+use reactor::{
     error::{Error, Result},
-    reactor,
-    recorder::Operation,
     seldom::Seldom,
 };
+
+use crate::recorder::Operation;
 
 /// What is done about a request that the device failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

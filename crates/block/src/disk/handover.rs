@@ -19,11 +19,8 @@ use std::sync::{
 use policy::time::{Duration, Instant};
 
 use super::Disk;
-use crate::{
-    error::{Error, Result},
-    reactor,
-    storage::{OpenError, RangeGuard, RangeLocks},
-};
+use reactor::error::{Error, Result};
+use storage::{OpenError, RangeGuard, RangeLocks};
 
 /// How often it is looked again whether the image is free. The kernel tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -70,7 +67,7 @@ impl Handover {
 }
 
 impl Disk {
-    /// Whether its image was opened for [handover](crate::storage::OpenOptions::handover), so that
+    /// Whether its image was opened for [handover](storage::OpenOptions::handover), so that
     /// it has to be [held](Disk::hold).
     pub fn is_handed_over(&self) -> bool {
         self.handover.is_some()

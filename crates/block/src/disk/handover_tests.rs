@@ -5,19 +5,16 @@ use std::{fs, path::Path, rc::Rc, sync::Arc};
 use policy::{request::Direction, throttle::Cost};
 
 use super::*;
-use crate::{
-    buffer::Buffer,
-    image::{
-        Image, Qcow2,
-        open::{ImageOptions, open},
-        qcow2::{
-            check::{Repair, check},
-            create::{CreateOptions, create},
-        },
+use image::{
+    Image, Qcow2,
+    open::{ImageOptions, open},
+    qcow2::{
+        check::{Repair, check},
+        create::{CreateOptions, create},
     },
-    reactor::{Polling, run, spawn_joinable},
-    storage::{CacheMode, Durability, Format, OpenOptions, ZeroOptions, open_storage},
 };
+use reactor::{Polling, buffer::Buffer, run, spawn_joinable};
+use storage::{CacheMode, Durability, Format, OpenOptions, ZeroOptions, open_storage};
 
 const SIZE: u64 = 64 << 20;
 const PATIENT: Duration = Duration::from_secs(60);

@@ -7,10 +7,7 @@
 use policy::time::Duration;
 
 use super::Disk;
-use crate::{
-    error::{Error, Result},
-    reactor,
-};
+use reactor::error::{Error, Result};
 
 /// Time without a reply to a query of a file's length after which a file system is unresponsive.
 const SILENT: Duration = Duration::from_secs(10);

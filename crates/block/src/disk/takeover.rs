@@ -19,11 +19,8 @@ use std::io;
 use policy::time::Duration;
 
 use super::Disk;
-use crate::{
-    error::Error,
-    reactor,
-    storage::{OpenError, PassedFile},
-};
+use reactor::error::Error;
+use storage::{OpenError, PassedFile};
 
 /// How often it is looked again whether the kernel is done. It tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
@@ -102,7 +99,7 @@ impl Disk {
     }
 
     /// Has a cluster take nothing more from clients that still have its image open to write to it.
-    /// They are told by their numbers there, as they have [announced](crate::storage::Passed) them.
+    /// They are told by their numbers there, as they have [announced](storage::Passed) them.
     ///
     /// # Errors
     /// What the cluster says.
@@ -127,7 +124,7 @@ impl Disk {
         let written = async {
             // What comes while a server flushes for long is little beside that.
             for _ in 0..2 {
-                if let crate::image::Image::Qcow2(qcow2) = &*self.image {
+                if let image::Image::Qcow2(qcow2) = &*self.image {
                     qcow2.flush().await?;
                 }
                 if !self.image.is_read_only() {

@@ -2,10 +2,8 @@
 //! which an image can keep without their bytes.
 
 use super::{Discards, Disk, Operation, Pass};
-use crate::{
-    error::Result,
-    storage::{Durability, ZeroOptions},
-};
+use reactor::error::Result;
+use storage::{Durability, ZeroOptions};
 
 /// Whether writes are looked at for zeroes: QEMU's `detect-zeroes` (`BlockdevOptions` in its
 /// qapi/block-core.json).

@@ -45,13 +45,13 @@ use self::{
     chunk::Chunk,
     fetch::{Flights, fetch},
 };
-use crate::{
+use image::Image;
+use reactor::{
     buffer::{Segments, Target},
     error::Result,
-    image::Image,
-    reactor::{self, ublk::Registered},
-    storage::Storage,
+    ublk::Registered,
 };
+use storage::Storage;
 
 /// A disk's prefetch cache: to look at and to change while it runs.
 #[derive(Debug)]

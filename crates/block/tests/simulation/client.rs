@@ -11,19 +11,19 @@ use std::{
     sync::Arc,
 };
 
-use block::{
-    buffer::{Buffer, Segments, Target},
-    disk::Disk,
-    error::{Error, Result},
-    reactor::{sim, timeout},
-    storage::{Durability, ZeroOptions},
-};
+use block::disk::Disk;
 use policy::{
     prefetch::{Mode, Settings},
     request::Direction,
     throttle::Cost,
     time::Duration,
 };
+use reactor::{
+    buffer::{Buffer, Segments, Target},
+    error::{Error, Result},
+    sim, timeout,
+};
+use storage::{Durability, ZeroOptions};
 
 use crate::{
     guest::Lent,

@@ -9,20 +9,19 @@ use std::{
 
 use block::{
     disk::{Disk, Totals},
-    error::Error,
-    image::{Image, Raw},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{
-        Storage,
-        align::Align,
-        fault::{FaultRule, Kind},
-        simulated::{Behaviour, Simulated},
-    },
 };
+use image::{Image, Raw};
 use policy::{
     throttle::{Limit, LimitKind, Limits},
     time::{Duration, Instant},
+};
+use reactor::{JoinHandle, error::Error, now, sim, sleep_until, spawn_joinable, timeout};
+use storage::{
+    Storage,
+    align::Align,
+    fault::{FaultRule, Kind},
+    simulated::{Behaviour, Simulated},
 };
 
 use crate::{

@@ -4,21 +4,23 @@
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
-    buffer::{Buffer, Segments},
     disk::{Disk, ErrorPolicies, OnError, Patience, Totals},
-    error::{Error, Result},
-    image::{Image, Raw},
     layer::throttle::DiskSettings,
-    reactor::{now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{
-        Durability, Storage, ZeroOptions,
-        fault::{FaultRule, Kind},
-    },
 };
+use image::{Image, Raw};
 use policy::{
     request::Direction,
     throttle::{Cost, Limit, LimitKind, Limits},
     time::Duration,
+};
+use reactor::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    now, sim, sleep_until, spawn_joinable, timeout,
+};
+use storage::{
+    Durability, Storage, ZeroOptions,
+    fault::{FaultRule, Kind},
 };
 
 use crate::seeds;

@@ -1,9 +1,9 @@
 //! Memory of a guest, as an export hands it down with a request.
 
-use block::{
+use reactor::{
     buffer::Segments,
     guest::{DirtyLog, Memory, Place, Region},
-    reactor::sim,
+    sim,
 };
 
 /// What lies around the bytes of a request, and in them before they are read.

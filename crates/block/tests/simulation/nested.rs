@@ -14,12 +14,12 @@ mod world;
 
 use std::rc::Rc;
 
-use block::reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
 use policy::{
     request::Direction,
     throttle::Cost,
     time::{Duration, Instant},
 };
+use reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
 
 use crate::{
     bucket::Charge,

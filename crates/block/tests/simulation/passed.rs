@@ -3,11 +3,12 @@
 
 use std::sync::Arc;
 
-use block::{layer::throttle::Group, reactor::now};
+use block::layer::throttle::Group;
 use policy::{
     throttle::LimitKind,
     time::{Duration, Instant},
 };
+use reactor::now;
 
 /// See the file's documentation.
 pub(crate) struct Passed {

@@ -4,24 +4,12 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{
-    buffer::Buffer,
-    disk::Disk,
-    image::{
-        Image, Qcow2, Raw,
-        qcow2::{
-            Parts,
-            create::{CreateOptions, create},
-        },
-    },
-    layer::throttle::DiskSettings,
-    reactor::{now, sim, sleep_until, spawn_joinable},
-    storage::{
-        Durability, Storage,
-        align::Align,
-        fault::{FaultRule, Kind},
-        rate::{Budget, RateOptions},
-        simulated::{Behaviour, Simulated},
+use block::{disk::Disk, layer::throttle::DiskSettings};
+use image::{
+    Image, Qcow2, Raw,
+    qcow2::{
+        Parts,
+        create::{CreateOptions, create},
     },
 };
 use policy::{
@@ -29,6 +17,14 @@ use policy::{
     request::Direction,
     throttle::Cost,
     time::Duration,
+};
+use reactor::{buffer::Buffer, now, sim, sleep_until, spawn_joinable};
+use storage::{
+    Durability, Storage,
+    align::Align,
+    fault::{FaultRule, Kind},
+    rate::{Budget, RateOptions},
+    simulated::{Behaviour, Simulated},
 };
 
 use crate::seeds;
@@ -51,7 +47,7 @@ fn slow(size_bytes: usize, delay: &str) -> Storage {
     memory.delayed(delay.parse().expect("valid"))
 }
 
-async fn read(disk: &Disk, block: usize) -> block::error::Result<u8> {
+async fn read(disk: &Disk, block: usize) -> reactor::error::Result<u8> {
     let pass = disk.admit(Direction::Read, Cost::one(BLOCK as u64)).await;
     let data = disk.read(pass, (block * BLOCK) as u64, BLOCK).await?;
     assert_eq!(data.len(), BLOCK);
@@ -127,7 +123,7 @@ fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
         let bad: FaultRule = FaultRule {
             kind: Some(Kind::Read),
             range: Some((20 * BLOCK) as u64..(21 * BLOCK) as u64),
-            error: block::error::Error::IO,
+            error: reactor::error::Error::IO,
             count: None,
             probability: 1.0,
             seed: 0,
@@ -135,7 +131,7 @@ fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
         let storage = slow(MIB, "read=1ms").with_faults(vec![bad]);
         let disk = disk(storage, Settings::default());
         for block in 0..60 {
-            let expect = if block == 20 { Err(block::error::Error::IO) } else { Ok(0) };
+            let expect = if block == 20 { Err(reactor::error::Error::IO) } else { Ok(0) };
             assert_eq!(read(&disk, block).await, expect, "block {block}");
         }
         assert!(disk.prefetch().stats().hits > 10);

@@ -23,16 +23,16 @@ use std::{
 
 use block::{
     disk::Disk,
-    image::{Image, Qcow2, qcow2::bitmap::BitmapError},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{
-        Storage,
-        align::Align,
-        simulated::{Behaviour, Simulated},
-    },
 };
+use image::{Image, Qcow2, qcow2::bitmap::BitmapError};
 use policy::time::Duration;
+use reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
+use storage::{
+    Storage,
+    align::Align,
+    simulated::{Behaviour, Simulated},
+};
 
 use self::{
     keeper::{Keeper, Kept},

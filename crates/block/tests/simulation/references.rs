@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use block::image::qcow2::{
+use image::qcow2::{
     bitmap::{Bits, decode_table},
     entry::{Cluster, L1Entry, Shape},
     header::Header,

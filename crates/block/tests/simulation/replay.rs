@@ -6,15 +6,13 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use block::{
-    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
-    reactor::{now, sim, sleep_until, spawn_joinable},
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
 use policy::{
     request::Direction,
     throttle::{Admission, Cost, Decision, Limit, LimitKind, Limits, Share, Tree},
     time::{Duration, Instant},
 };
+use reactor::{now, sim, sleep_until, spawn_joinable};
 
 use crate::{client::chance, seeds};
 

@@ -12,15 +12,13 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{
-    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
-    reactor::{now, sim, sleep_until, spawn},
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
 use policy::{
     request::Direction,
     throttle::{Cost, Limit, LimitKind, Limits, Share},
     time::{Duration, Instant},
 };
+use reactor::{now, sim, sleep_until, spawn};
 
 use crate::{client::chance, seeds};
 

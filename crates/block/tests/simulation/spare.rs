@@ -3,15 +3,13 @@
 
 use std::sync::Arc;
 
-use block::{
-    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
-    reactor::{now, sim, sleep_until, spawn_joinable},
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
 use policy::{
     request::Direction,
     throttle::{Cost, GivenBack, Limit, LimitKind, Limits},
     time::{Duration, Instant},
 };
+use reactor::{now, sim, sleep_until, spawn_joinable};
 
 use crate::seeds;
 

@@ -10,15 +10,13 @@ use std::{
     time,
 };
 
-use block::{
-    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
-    reactor::{Polling, Worker, timeout, yield_now},
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
 use policy::{
     request::Direction,
     throttle::{Cost, Counters, Limit, LimitKind, Limits},
     time::Duration,
 };
+use reactor::{Polling, Worker, timeout, yield_now};
 
 /// Tasks on each worker, and what each of them asks for.
 const TASKS: u64 = 50;

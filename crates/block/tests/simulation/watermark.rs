@@ -24,20 +24,19 @@ use std::{
 };
 
 use block::{
-    buffer::Buffer,
     device::{Device, Roots, Sampler, Subject, id_of},
     disk::Disk,
-    image::open_raw,
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{now, sim, sleep_until, spawn},
-    storage::{Durability, Format, OpenOptions, rate::Budgets},
 };
+use image::open_raw;
 use policy::{
     request::Direction,
     throttle::{Cost, LimitKind, Limits},
     time::{Duration, Instant},
     watermark::Watermark,
 };
+use reactor::{buffer::Buffer, now, sim, sleep_until, spawn};
+use storage::{Durability, Format, OpenOptions, rate::Budgets};
 
 const MIB: u64 = 1 << 20;
 const DEVICE: &str = "bytes=22M,shared=sda";

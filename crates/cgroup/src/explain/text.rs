@@ -2,8 +2,9 @@
 
 use std::fmt::Write as _;
 
-use block::{device::Number, plain::plain};
+use block::device::Number;
 use console::table::{Side, Table};
+use reactor::plain::plain;
 
 use super::{
     facts::{Evidence, Facts, Level},

@@ -1,7 +1,8 @@
 //! What `weir cgroup limit` prints.
 
-use block::{device::Identity, plain::plain};
+use block::device::Identity;
 use policy::steering::Rates;
+use reactor::plain::plain;
 use serde::Serialize;
 
 use super::asked::Asked;

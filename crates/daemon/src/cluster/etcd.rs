@@ -23,7 +23,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use block::{plain::plain, regular};
+use reactor::{plain::plain, regular};
 use serde_json::{Value, json};
 use settings::Cluster;
 use tokio::task::JoinSet;

@@ -15,7 +15,6 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::reactor;
 use policy::cluster::Spec;
 use settings::Plan;
 use tokio::runtime::{Builder, Runtime};

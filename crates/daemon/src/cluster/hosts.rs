@@ -10,7 +10,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use block::{layer::throttle::Group, reactor};
+use block::layer::throttle::Group;
 use cgroup::watch::Lender;
 use policy::{
     cluster::{ByKind, Demand, Grant, Host, Spec, Term, Timing, Usage},

@@ -3,15 +3,11 @@
 use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    disk::Disk,
-    image::{Image, Secret, open::ImageOptions},
-    layer::throttle::Group,
-    reactor,
-    storage::{OpenOptions, Passed, Root, rate::Budgets, rbd},
-};
+use block::{disk::Disk, layer::throttle::Group};
 use export::nbd;
+use image::{Image, Secret, open::ImageOptions};
 use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
+use storage::{OpenOptions, Passed, Root, rate::Budgets, rbd};
 
 use super::{
     inventory::{Inventory, RunningDisk},

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use block::image::{
+use export::nbd::MOST_BITMAPS;
+use image::{
     Image,
     qcow2::bitmap::{BitmapView, NoView},
 };
-use export::nbd::MOST_BITMAPS;
 
 use super::inventory::RunningDisk;
 

@@ -14,7 +14,7 @@
 use std::rc::{Rc, Weak};
 
 use anyhow::{anyhow, ensure};
-use block::{image::Image, reactor};
+use image::Image;
 use policy::time::Duration;
 use serde_json::Value;
 use settings::{Disk, Plan};

@@ -27,12 +27,10 @@ use std::{
 };
 
 use anyhow::ensure;
-use block::{
-    disk::Disk,
-    reactor::{self, JoinHandle, Worker},
-};
+use block::disk::Disk;
 use export::vhost_user_blk::Process;
 use policy::time::Duration;
+use reactor::{JoinHandle, Worker};
 use serde_json::Value;
 use settings::{Door, SocketAccess};
 

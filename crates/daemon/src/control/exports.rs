@@ -10,8 +10,8 @@ use std::{
 };
 
 use anyhow::ensure;
-use block::{image::qcow2::bitmap::BitmapView, reactor};
 use export::nbd::{NotRemoved, Removal};
+use image::qcow2::bitmap::BitmapView;
 use policy::access::Access;
 
 use super::{doors::Entrance, running::RunningDisk, serving::Serving};

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use block::reactor::op::ForeignFd;
+use reactor::op::ForeignFd;
 use rustix::fs::{OFlags, fcntl_getfl};
 
 /// Where the sets seem to be.

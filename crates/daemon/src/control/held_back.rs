@@ -4,7 +4,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use block::{disk::Disk, layer::throttle::Group, reactor};
+use block::{disk::Disk, layer::throttle::Group};
 use policy::{
     counter,
     throttle::{Part, Setting, Stats, limited_with_groups},

@@ -30,15 +30,7 @@ use std::{
     sync::Arc,
 };
 
-use block::{
-    disk::Disk,
-    layer::throttle::Group,
-    reactor::{
-        self,
-        op::{self, Fd},
-    },
-    storage::Root,
-};
+use block::{disk::Disk, layer::throttle::Group};
 use by_name::ByName;
 #[cfg(test)]
 pub(crate) use by_name::visits;
@@ -46,8 +38,10 @@ pub(crate) use exported::DoorTerms;
 use objects::KeptObject;
 pub(crate) use objects::NamedObject;
 use policy::time::{Duration, Instant};
+use reactor::op::{self, Fd};
 pub(crate) use refused::Refused;
 use settings::Image;
+use storage::Root;
 use watches::{look_at_changes, tell_failures, tell_sizes};
 
 use super::{

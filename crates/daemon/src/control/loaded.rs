@@ -4,9 +4,9 @@
 
 use std::{path::PathBuf, rc::Rc};
 
-use block::storage::rate::Budgets;
 use export::nbd;
 use settings::{Plan, ServiceDraft};
+use storage::rate::Budgets;
 
 pub(crate) struct Loaded {
     /// As it was named: places in messages and relative paths begin with it.

@@ -2,11 +2,9 @@
 //! whoever else has it. So nobody is kept from it, and what a start would refuse because of who has
 //! it, or because of what it says of itself, is to be asked beside.
 
-use block::{
-    disk::Disk,
-    image::Image,
-    storage::{Identity, OpenError},
-};
+use block::disk::Disk;
+use image::Image;
+use storage::{Identity, OpenError};
 
 use super::inventory::{Inventory, holder::held_by};
 

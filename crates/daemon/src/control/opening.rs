@@ -2,16 +2,14 @@
 
 use std::fmt;
 
-use block::{
-    image::{
-        Image,
-        open::{ImageOptions, open},
-    },
-    reactor::{self, JoinHandle},
-    storage::OpenError,
+use image::{
+    Image,
+    open::{ImageOptions, open},
 };
 use policy::time::{Duration, Instant};
+use reactor::JoinHandle;
 use settings::Place;
+use storage::OpenError;
 
 /// After this an image that is still being opened is one that nobody answers for. Less than an NBD
 /// server has that lets weir connect and says nothing: whether such a one fails a start is no

@@ -39,7 +39,7 @@ mod stream;
 use std::rc::Rc;
 
 use arguments::Arguments;
-use block::{layer::throttle::GroupSettings, storage::Passed};
+use block::layer::throttle::GroupSettings;
 pub(crate) use control::Control;
 pub(crate) use json::whole;
 use serde_json::{Map, Value};
@@ -47,6 +47,7 @@ pub(crate) use server::Ending;
 use server::Execute as _;
 pub use session::qemu_release;
 use settings::{Changes, LimitChanges, Naming};
+use storage::Passed;
 
 use super::inventory::Inventory;
 

@@ -30,7 +30,7 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use block::{disk::Disk, layer::throttle::Group, reactor};
+use block::{disk::Disk, layer::throttle::Group};
 use directory::Directory;
 use engine::{Engine, Output};
 use lab::recording::LimitOwner;

@@ -27,13 +27,10 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{
-    image::Image,
-    layer::throttle::{Group, GroupSettings},
-    reactor, storage,
-};
+use block::layer::throttle::{Group, GroupSettings};
 use difference::Difference;
 use export::nbd::{self, Removal};
+use image::Image;
 use policy::throttle::Share;
 use renewed::Renewed;
 use seats::{Node, Seat, promising_nothing};

@@ -4,14 +4,12 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{
-    disk::{DetectZeroes, Discards, Disk},
-    image::qcow2::CacheSettings,
-    storage::{CacheMode, Part},
-};
+use block::disk::{DetectZeroes, Discards, Disk};
+use image::qcow2::CacheSettings;
 use policy::time::Duration;
 use serde_json::{Map, Value};
 use settings::{Image, Qcow2Settings};
+use storage::{CacheMode, Part};
 
 /// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);

@@ -11,8 +11,8 @@ use std::{
 };
 
 use anyhow::anyhow;
-use block::reactor::{self, JoinHandle, Worker, op::Fd};
 use export::nbd;
+use reactor::{JoinHandle, Worker, op::Fd};
 use settings::{Endpoint, Tls};
 
 use crate::listen::{self, Authority, Listener, Listening, SocketFile};

@@ -33,7 +33,7 @@ mod unsaved;
 
 use std::sync::Arc;
 
-use block::{disk::Disk, reactor};
+use block::disk::Disk;
 use policy::time::Duration;
 use settings::{Address, Endpoint};
 use told::Origin;

@@ -47,7 +47,7 @@ impl Drop for Turn<'_> {
 mod tests {
     use std::rc::Rc;
 
-    use block::reactor::{self, sim};
+    use reactor::sim;
 
     use super::*;
 

@@ -4,8 +4,8 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use block::reactor::JoinHandle;
 use policy::time::{Duration, Instant};
+use reactor::JoinHandle;
 use serde_json::{Value, json};
 use settings::{Disk, Plan};
 

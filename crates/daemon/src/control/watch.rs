@@ -24,15 +24,13 @@ use std::{
     rc::{Rc, Weak},
 };
 
-use block::{
-    disk::Failure,
-    reactor::{self, JoinHandle},
-};
+use block::disk::Failure;
 use conditions::{Conditions, Devices};
 use policy::{
     request::Direction,
     time::{Duration, Instant},
 };
+use reactor::JoinHandle;
 use serde_json::json;
 use settings::{Changed, Settings};
 

@@ -96,7 +96,7 @@ impl<F: Future> Future for By<F> {
 
 #[cfg(test)]
 mod tests {
-    use block::reactor::{self, sim};
+    use reactor::sim;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use block::reactor::{self, JoinHandle};
+use reactor::JoinHandle;
 
 use super::{
     Event, Events,

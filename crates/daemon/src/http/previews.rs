@@ -11,7 +11,6 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::reactor;
 use lab::preview::{Felt, replay};
 use policy::time::Duration;
 use tokio::sync::oneshot;

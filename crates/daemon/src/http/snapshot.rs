@@ -13,22 +13,25 @@ use std::{
 use block::{
     device::Statistics,
     disk::{Errors, Totals},
-    image::{
-        Image,
-        qcow2::{CacheStatistics, RefcountStatistics},
-    },
     layer::throttle::{DiskSettings, GroupSettings},
     measures::Measures,
-    memory::{Budget, Usage},
-    reactor::{RingTotals, Worker, now},
-    storage::nbd::Remote,
 };
 use export::nbd::Refused;
+use image::{
+    Image,
+    qcow2::{CacheStatistics, RefcountStatistics},
+};
 use policy::{
     prefetch,
     throttle::{Enforcement, Limits, Share, Stats},
     watermark::Capacity,
 };
+use reactor::{
+    RingTotals, Worker,
+    memory::{Budget, Usage},
+    now,
+};
+use storage::nbd::Remote;
 
 use crate::{
     control::{

@@ -3,7 +3,7 @@
 use std::{fmt, io::Read as _, os::unix::fs::MetadataExt as _, path::Path};
 
 use anyhow::{Context as _, bail, ensure};
-use block::regular;
+use reactor::regular;
 
 /// Shorter ones can be found by trying.
 const LEAST: usize = 16;

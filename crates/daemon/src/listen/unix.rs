@@ -15,7 +15,6 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::storage::Passed;
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -27,6 +26,7 @@ use nix::{
     unistd::{self, AccessFlags, Group, User},
 };
 use settings::{Owner, SocketAccess};
+use storage::Passed;
 
 use super::Others;
 

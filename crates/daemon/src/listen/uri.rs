@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::nbd::uri::encoded;
+use nbd::uri::encoded;
 use settings::Tls;
 
 /// The part of a URI that says how to reach a server.

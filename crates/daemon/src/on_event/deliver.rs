@@ -7,11 +7,11 @@ use std::{
     sync::Arc,
 };
 
-use block::reactor::{
-    self, JoinHandle,
+use policy::time::{Duration, Instant};
+use reactor::{
+    JoinHandle,
     op::{self, Fd},
 };
-use policy::time::{Duration, Instant};
 
 use super::{MOST_LINE, PATIENCE, Runner, handed, shown};
 use crate::{

@@ -14,8 +14,8 @@ use std::{
     thread,
 };
 
-use block::reactor::Polling;
 use nix::{mount::MsFlags, sys::ptrace, unistd};
+use reactor::Polling;
 use settings::{Draft, Place, Said};
 
 use super::*;

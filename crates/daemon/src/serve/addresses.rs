@@ -4,8 +4,8 @@
 use std::{collections::HashSet, path::PathBuf, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
-use block::reactor::{Worker, op::Fd};
 use export::nbd;
+use reactor::{Worker, op::Fd};
 use settings::{Address, DoorExport, Endpoint, Plan, Service, Standard, Tls, control::ControlSocket};
 
 use crate::{

@@ -8,13 +8,10 @@ use std::{
 };
 
 use super::steps::Steps;
-use block::{
-    disk::{DetectZeroes, Discards, OnError},
-    reactor::Polling,
-    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
-};
+use block::disk::{DetectZeroes, Discards, OnError};
 use clap::Args;
 use policy::{access::Network, throttle::Setting};
+use reactor::Polling;
 use settings::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, Nbd,
     NbdDevice, OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox,
@@ -22,6 +19,7 @@ use settings::{
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
 };
+use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 /// Shown below the options.
 pub const EXAMPLES: &str = concat!(

@@ -251,7 +251,7 @@ fn options_of_qcow2_are_every_disk_s() {
     let planned =
         plan("a b --format qcow2 --l2-cache-size full --cache-clean-interval 5 --secret-fd 3").unwrap();
     for disk in &planned.disks {
-        assert_eq!(disk.qcow2.caches.l2, Some(block::image::qcow2::L2Size::Full));
+        assert_eq!(disk.qcow2.caches.l2, Some(image::qcow2::L2Size::Full));
         assert_eq!(disk.qcow2.caches.clean_interval.as_secs(), 5);
         assert_eq!(disk.qcow2.secrets, [settings::SecretSource::Descriptor(3)]);
     }

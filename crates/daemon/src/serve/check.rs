@@ -21,10 +21,6 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    reactor,
-    storage::{self, rate::Budgets},
-};
 use clap::Args;
 use console::{Failure, complain, descriptors, figures, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
@@ -33,6 +29,7 @@ use settings::{
     Address, Door, Draft, Endpoint, LogSettings, Mistakes, Place, Plan, Said, SecretSource, Service,
     Standard, Wrong, control::ControlSocket,
 };
+use storage::rate::Budgets;
 
 use super::{addresses::is_awaited, memory};
 use crate::{

@@ -18,10 +18,11 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{disk::Totals, reactor, storage::rbd};
+use block::disk::Totals;
 use console::{logging, signals::Request};
 use policy::time::Duration;
 use sd_notify::NotifyState;
+use storage::rbd;
 
 use super::{Daemon, Event};
 use crate::{

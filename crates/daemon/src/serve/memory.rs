@@ -3,11 +3,11 @@
 use std::{fs, path::Path};
 
 use anyhow::Context as _;
-use block::{
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use reactor::{
     buffer, guest,
     memory::{Budget, Usage},
 };
-use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use settings::{Disk, Service, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";

@@ -15,17 +15,14 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    error::what_gives_descriptors,
-    reactor::{self, Worker},
-    storage::{OpenError, OwnMount, Passed},
-};
 use console::{figures, signals::Signals};
 use export::fuse;
 use policy::throttle::{Limits, Setting};
+use reactor::{Worker, error::what_gives_descriptors};
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
 use settings::{Door, DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
+use storage::{OpenError, OwnMount, Passed};
 
 use super::{
     Daemon, Event,

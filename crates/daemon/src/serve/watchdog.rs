@@ -10,8 +10,8 @@
 
 use std::rc::Rc;
 
-use block::reactor::{self, JoinHandle, Worker};
 use policy::time::Duration;
+use reactor::{JoinHandle, Worker};
 use sd_notify::NotifyState;
 
 /// Starts it, for a service manager that allows so long. Ends when dropped.
@@ -55,7 +55,7 @@ mod tests {
         sync::{Arc, Barrier},
     };
 
-    use block::reactor::Polling;
+    use reactor::Polling;
 
     use super::*;
 

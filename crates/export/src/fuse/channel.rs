@@ -10,7 +10,7 @@ use std::{
     rc::Rc,
 };
 
-use block::reactor::op::{self, Fd};
+use reactor::op::{self, Fd};
 use rustix::io::Errno;
 
 use super::ring::Ring;

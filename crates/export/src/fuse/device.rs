@@ -13,11 +13,9 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::{
-    disk::{Disk, Patience},
-    storage::RangeLocks,
-};
+use block::disk::{Disk, Patience};
 use event_listener::Event;
+use storage::RangeLocks;
 
 use super::{
     interrupts::Interrupts,

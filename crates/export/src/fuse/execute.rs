@@ -7,15 +7,14 @@ use std::{
     task::{Context, Poll},
 };
 
-use block::{
-    buffer::Segments,
-    disk::Pass,
-    error::{Error, Result},
-    reactor,
-    storage::{Durability, RangeGuard, ZeroOptions},
-};
+use block::disk::Pass;
 use event_listener::EventListener;
 use policy::{request::Direction, throttle::Cost};
+use reactor::{
+    buffer::Segments,
+    error::{Error, Result},
+};
+use storage::{Durability, RangeGuard, ZeroOptions};
 
 use super::{
     interrupts::Interruptible,

@@ -18,7 +18,7 @@ use super::{
     message::{MOST_PARSED_BYTES, Malformed, Request, WRITE_HEAD_BYTES, parse},
     negotiate::MOST_BYTES,
 };
-use block::buffer::{Buffer, Segments};
+use reactor::buffer::{Buffer, Segments};
 
 /// Together as much as a write may have.
 const TIERS: [usize; 3] = [4 << 10, 60 << 10, MOST_BYTES as usize - (64 << 10)];

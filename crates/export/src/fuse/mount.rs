@@ -35,10 +35,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use block::{
-    reactor::{clone_fuse_device, op::Fd},
-    storage::OwnMount,
-};
+use reactor::{clone_fuse_device, op::Fd};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags, statx},
@@ -49,6 +46,7 @@ use rustix::{
         recvmsg, socketpair,
     },
 };
+use storage::OwnMount;
 
 use super::{device::Owner, negotiate::MOST_BYTES};
 

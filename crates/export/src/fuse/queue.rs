@@ -25,15 +25,15 @@ use std::{
     },
 };
 
-use block::{
+use reactor::{
+    Launcher, Signal,
     buffer::{Segment, Segments},
     error::Error,
     memory::MemoryFlow,
-    reactor::{self, Launcher, Signal},
-    storage::Durability,
 };
 use rustix::io::Errno;
 use smallvec::SmallVec;
+use storage::Durability;
 
 use super::{
     channel::{Channel, NoMessage},

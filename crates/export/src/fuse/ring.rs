@@ -24,8 +24,8 @@ use std::{
     rc::Rc,
 };
 
-use block::reactor::{
-    self, FuseRing, JoinHandle, Signal,
+use reactor::{
+    FuseRing, JoinHandle, Signal,
     op::{self, Fd},
 };
 

@@ -21,8 +21,8 @@ use std::{
     },
 };
 
-use block::reactor::{self, Worker, op::Fd, takes_fuse_commands};
 use policy::time::Duration;
+use reactor::{Worker, op::Fd, takes_fuse_commands};
 
 use super::{
     channel::{Channel, NoMessage},

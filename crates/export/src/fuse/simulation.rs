@@ -22,16 +22,16 @@ use std::{
 
 use block::{
     disk::Disk,
-    image::{Image, Raw},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{JoinHandle, sim, spawn_joinable, timeout},
-    storage::{
-        Storage,
-        align::Align,
-        simulated::{Behaviour, Simulated},
-    },
 };
+use image::{Image, Raw};
 use policy::time::Duration;
+use reactor::{JoinHandle, sim, spawn_joinable, timeout};
+use storage::{
+    Storage,
+    align::Align,
+    simulated::{Behaviour, Simulated},
+};
 
 use self::kernel::Connection;
 use super::{

@@ -15,12 +15,13 @@
 //!
 //! Never calls a file system on a worker's thread.
 //!
-//! [`Image::size_multiple`]: block::image::Image::size_multiple
+//! [`Image::size_multiple`]: image::Image::size_multiple
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use block::{disk::Disk, storage::ResizeError};
+use block::disk::Disk;
 use policy::time::Duration;
+use storage::ResizeError;
 
 /// Size of the disk under an empty file, at least: an image of no bytes cannot be opened again.
 const LEAST_DISK_BYTES: u64 = 512;

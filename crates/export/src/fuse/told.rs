@@ -4,7 +4,7 @@
 //! So there is one judge of what may be asked, and no second form of a request. What the kernel
 //! said beside it, and nobody looks at, is left out.
 
-use block::storage::Durability;
+use storage::Durability;
 
 use super::{
     message::{HEADER_BYTES, Operation, opcode, valid},
@@ -121,8 +121,8 @@ fn head(unique: u64, operation: Operation) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use block::buffer::{Buffer, Segments};
     use proptest::prelude::*;
+    use reactor::buffer::{Buffer, Segments};
 
     use super::{
         super::message::{Changes, Request, parse},

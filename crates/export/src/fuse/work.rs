@@ -3,8 +3,9 @@
 //! Only data, and how it may be merged with others: `queue.rs` takes requests, `execute.rs` carries
 //! them out, `told.rs` tells another process of them.
 
-use block::{buffer::Segments, storage::Durability};
 use policy::merge::{Candidate, Operation as Merging};
+use reactor::buffer::Segments;
+use storage::Durability;
 
 use super::message::Operation;
 use crate::intake::Mergeable;

@@ -20,9 +20,9 @@ use std::{
     },
 };
 
-use block::{reactor, seldom::Seldom};
 use nix::sys::socket::{SockaddrStorage, getpeername};
 use policy::access::{Access, Client, origin};
+use reactor::seldom::Seldom;
 
 use super::wire;
 

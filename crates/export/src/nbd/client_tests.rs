@@ -13,15 +13,10 @@ use super::{
     stop::StopSignal,
     stream::Stream,
 };
-use block::{
-    buffer::Buffer,
-    disk::Disk,
-    error::Error,
-    image::{Image, Raw},
-    layer::throttle::DiskSettings,
-    reactor::{now, sim, sleep_until, spawn, spawn_joinable, timeout},
-    storage::Storage,
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
+use image::{Image, Raw};
+use reactor::{buffer::Buffer, error::Error, now, sim, sleep_until, spawn, spawn_joinable, timeout};
+use storage::Storage;
 
 const SIZE: u64 = 100_000;
 

@@ -40,12 +40,11 @@ use crate::{
     intake::{Intake, Joined},
     race::{First, first},
 };
-use block::{
+use block::disk::{Disk, Patience};
+use image::qcow2::bitmap::BitmapView;
+use reactor::{
     buffer::{Buffer, Segments},
-    disk::{Disk, Patience},
-    image::qcow2::bitmap::BitmapView,
     memory::{Account, MemoryFlow},
-    reactor,
 };
 
 const FAREWELL: Duration = Duration::from_secs(1);

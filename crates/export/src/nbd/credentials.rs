@@ -27,7 +27,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use block::nbd::{
+use nbd::{
     keys::{self, CredentialsError},
     tls::{TlsError, TlsStream},
 };

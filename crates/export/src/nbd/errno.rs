@@ -56,7 +56,7 @@ impl Errno {
 
 #[cfg(test)]
 mod tests {
-    use block::nbd::proto::to_linux;
+    use nbd::proto::to_linux;
 
     use super::*;
 

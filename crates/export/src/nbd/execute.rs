@@ -20,12 +20,12 @@ use super::{
     session::Tag,
 };
 use crate::intake::Mergeable as _;
-use block::{
+use block::disk::Pass;
+use reactor::{
     buffer::{Segment, Segments},
-    disk::Pass,
     error::{Error, Result},
-    storage::{Durability, Extent, ZeroOptions},
 };
+use storage::{Durability, Extent, ZeroOptions};
 
 /// Pieces of a read that are told apart: of more, with clusters of 512 bytes, chunks would cost
 /// more than they save.

@@ -12,14 +12,10 @@ use super::{
     proto::{self, cmd, info, opt, rep, reply_flag, reply_type, state},
     stream::Stream,
 };
-use block::{
-    buffer::Buffer,
-    error::Error,
-    reactor::{sim, spawn, timeout},
-    storage::{
-        MOST_EXTENTS, Storage,
-        nbd::{NbdOptions, simulated},
-    },
+use reactor::{buffer::Buffer, error::Error, sim, spawn, timeout};
+use storage::{
+    MOST_EXTENTS, Storage,
+    nbd::{NbdOptions, simulated},
 };
 
 const SIZE: u64 = 1 << 20;

@@ -1,5 +1,5 @@
 //! Progress of a client's transfers, by which the memory budget decides whether to disconnect a
-//! client that holds memory while other requests wait ([`block::memory`]).
+//! client that holds memory while other requests wait ([`reactor::memory`]).
 //!
 //! Costs two atomic operations for a transfer, and one for each part of it.
 
@@ -11,15 +11,12 @@ use std::sync::{
     },
 };
 
-use block::{
-    disk::Disk,
-    memory::{Account, Holder, Listing, SLOWEST_BPS},
-    reactor::{
-        self,
-        op::{self, Fd},
-    },
-};
+use block::disk::Disk;
 use policy::time::{Duration, Instant};
+use reactor::{
+    memory::{Account, Holder, Listing, SLOWEST_BPS},
+    op::{self, Fd},
+};
 
 use super::stream::{self, Stream};
 

@@ -7,7 +7,7 @@ use super::{
     session::{Session, Tag},
 };
 use crate::intake::Mergeable;
-use block::buffer::Buffer;
+use reactor::buffer::Buffer;
 
 pub(super) struct Incoming {
     pub(super) tag: Tag,

@@ -26,12 +26,10 @@ use std::{
     },
 };
 
-use block::{
-    disk::Disk,
-    reactor::{self, Worker, op::Fd},
-};
+use block::disk::Disk;
 use event_listener::Event;
 use policy::{access::Access, time::Duration};
+use reactor::{Worker, op::Fd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 
 use self::control::{Control, Device};

@@ -8,8 +8,10 @@ use std::{
     sync::Arc,
 };
 
-use block::{disk::Disk, image::qcow2::bitmap::BitmapView, storage::BlockSize};
+use block::disk::Disk;
+use image::qcow2::bitmap::BitmapView;
 use policy::{access::Access, time::Duration};
+use storage::BlockSize;
 
 use super::{
     catalog::{BlockSizes, ExportInfo, Features},

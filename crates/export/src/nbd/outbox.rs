@@ -13,9 +13,9 @@
 use std::cell::{Cell, RefCell};
 
 use super::reply::ReplyHeader;
-use block::{
+use reactor::{
+    Signal,
     buffer::{Buffer, Segments},
-    reactor::Signal,
 };
 
 /// Requests one client may have in flight; QEMU's server stops at 16.

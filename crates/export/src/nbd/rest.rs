@@ -25,7 +25,7 @@ use std::{
 use event_listener::{Event, EventListener};
 
 use super::session::Session;
-use block::reactor::op::Fd;
+use reactor::op::Fd;
 
 /// A connection that waits for whoever goes on with it.
 #[derive(Clone, Debug)]
@@ -190,7 +190,7 @@ mod tests {
     };
 
     use super::*;
-    use block::reactor::{sim, spawn_joinable, yield_now};
+    use reactor::{sim, spawn_joinable, yield_now};
 
     /// Connections are woken when the stage changes, and neither by a client that arrives nor by
     /// another connection that has come to rest.

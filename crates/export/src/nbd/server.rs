@@ -47,12 +47,10 @@ use super::{
     visit::{Visit, Visited},
 };
 use crate::{afterwards, process::Process, race::first};
-use block::{
+use reactor::{
+    Worker,
     memory::{Budget, ConnectionMemory},
-    reactor::{
-        self, Worker,
-        op::{self, Fd},
-    },
+    op::{self, Fd},
     seldom::Seldom,
 };
 

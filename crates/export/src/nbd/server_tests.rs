@@ -13,13 +13,10 @@ use super::{
     *,
 };
 use crate::nbd::negotiate::{self, Handshake, TlsPolicy};
-use block::{
-    disk::Disk,
-    image::{Image, Raw},
-    layer::throttle::DiskSettings,
-    reactor::{Polling, run, sim},
-    storage::Storage,
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
+use image::{Image, Raw};
+use reactor::{Polling, run, sim};
+use storage::Storage;
 
 fn export(name: &str) -> Export {
     let storage = Storage::memory(1 << 20);

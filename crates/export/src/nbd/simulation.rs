@@ -39,12 +39,11 @@ use super::{
 use crate::seeds;
 use block::{
     disk::{Disk, ErrorPolicies, OnError, Totals},
-    error::Error,
-    image::{Image, Raw},
     layer::throttle::DiskSettings,
-    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{Storage, delay::DelayOptions, fault::FaultRule},
 };
+use image::{Image, Raw};
+use reactor::{JoinHandle, error::Error, now, sim, sleep_until, spawn_joinable, timeout};
+use storage::{Storage, delay::DelayOptions, fault::FaultRule};
 
 /// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours
 /// share some.

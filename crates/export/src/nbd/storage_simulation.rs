@@ -32,18 +32,14 @@ use super::{
     stream::Stream,
 };
 use crate::seeds;
-use block::{
-    buffer::Buffer,
-    disk::Disk,
-    image::{Image, Raw},
-    layer::throttle::DiskSettings,
-    reactor::{JoinHandle, now, sim, sleep_until, spawn, spawn_joinable, timeout},
-    storage::{
-        Durability, Storage, ZeroOptions,
-        align::Align,
-        nbd::{NbdOptions, simulated},
-        simulated::{Behaviour, Simulated},
-    },
+use block::{disk::Disk, layer::throttle::DiskSettings};
+use image::{Image, Raw};
+use reactor::{JoinHandle, buffer::Buffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
+use storage::{
+    Durability, Storage, ZeroOptions,
+    align::Align,
+    nbd::{NbdOptions, simulated},
+    simulated::{Behaviour, Simulated},
 };
 
 const CLIENTS: usize = 3;

@@ -14,7 +14,6 @@ use std::collections::HashMap;
 use policy::time::{Duration, Instant};
 
 use super::server::Server;
-use block::reactor;
 
 /// How often it is looked.
 const LOOK: Duration = Duration::from_millis(10);

@@ -3,7 +3,7 @@
 
 use std::{future::Future, io};
 
-use block::reactor::ublk::{self, Data, Descriptor};
+use reactor::ublk::{self, Data, Descriptor};
 
 /// Where a queue's requests come from.
 #[derive(Debug)]

@@ -8,12 +8,10 @@ use std::sync::{
     },
 };
 
-use block::{
-    disk::Disk,
-    reactor::ublk::{Info, Params},
-    storage::Durability,
-};
+use block::disk::Disk;
 use event_listener::Event;
+use reactor::ublk::{Info, Params};
+use storage::Durability;
 
 use super::request::{Rules, SECTOR_BYTES};
 

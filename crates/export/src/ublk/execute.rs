@@ -14,14 +14,14 @@ use super::{
     queue::{Incoming, Queue},
     request::{Kind, Request},
 };
-use block::{
+use block::disk::Pass;
+use reactor::{
     buffer::{Segments, Target},
-    disk::Pass,
     error::{Error, Result},
     guest::Place,
-    reactor::ublk::Data,
-    storage::{Durability, ZeroOptions},
+    ublk::Data,
 };
+use storage::{Durability, ZeroOptions};
 
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {

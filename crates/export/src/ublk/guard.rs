@@ -24,8 +24,8 @@ use std::{
     time::Duration,
 };
 
-use block::reactor::ublk::{Control, Info, State, feature};
 use nix::sys::signal::SigSet;
+use reactor::ublk::{Control, Info, State, feature};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, io, path::PathBuf, sync::mpsc, thread, time::Duration};
 
-use block::reactor::ublk::{Control, Info};
+use reactor::ublk::{Control, Info};
 
 /// The driver tells nobody, so it is asked again: users of the device wait meanwhile.
 pub(super) const PAUSE: Duration = Duration::from_millis(2);

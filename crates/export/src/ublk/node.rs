@@ -25,11 +25,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use block::{
-    memory::NotEnough,
-    reactor::ublk::{self, Control, Info, Params, State, feature},
-};
 use nix::unistd::{AccessFlags, access};
+use reactor::{
+    memory::NotEnough,
+    ublk::{self, Control, Info, Params, State, feature},
+};
 
 pub use super::known::path;
 use super::{

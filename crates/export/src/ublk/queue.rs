@@ -33,11 +33,9 @@ use super::{
     request::{Kind, Request, parse},
 };
 use crate::intake::{Intake, Mergeable};
-use block::{
-    disk::Patience,
-    reactor::{self, Launcher, Signal},
-    storage::Durability,
-};
+use block::disk::Patience;
+use reactor::{Launcher, Signal};
+use storage::Durability;
 
 /// A request in hand.
 pub(super) struct Incoming {

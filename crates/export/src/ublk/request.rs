@@ -1,7 +1,8 @@
 //! What the kernel asks, as a value: judged once, so that whoever carries it out only meets ranges
 //! that lie inside the disk and are allowed.
 
-use block::{error::Error, reactor::ublk::Descriptor, storage::Durability};
+use reactor::{error::Error, ublk::Descriptor};
+use storage::Durability;
 
 /// The unit of offsets, lengths and sizes, whatever a block is.
 pub(super) const SECTOR_BYTES: u64 = 512;

@@ -28,13 +28,11 @@ use super::{
     request::SECTOR_BYTES,
 };
 use crate::race::{First, first};
-use block::{
+use reactor::{
+    Worker,
     memory::{Budget, NotEnough},
-    reactor::{
-        self, Worker,
-        op::Fd,
-        ublk::{self, Info, Params},
-    },
+    op::Fd,
+    ublk::{self, Info, Params},
 };
 
 /// What a device did so far.

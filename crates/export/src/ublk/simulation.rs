@@ -38,18 +38,18 @@ use crate::{
 };
 use block::{
     disk::Disk,
-    image::{Image, Raw},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{
-        JoinHandle, now, sim, sleep_until, spawn_joinable, timeout,
-        ublk::{Descriptor, Info},
-        yield_now,
-    },
-    storage::{
-        Storage,
-        align::Align,
-        simulated::{Behaviour, Simulated},
-    },
+};
+use image::{Image, Raw};
+use reactor::{
+    JoinHandle, now, sim, sleep_until, spawn_joinable, timeout,
+    ublk::{Descriptor, Info},
+    yield_now,
+};
+use storage::{
+    Storage,
+    align::Align,
+    simulated::{Behaviour, Simulated},
 };
 
 const FOREVER: Duration = Duration::from_secs(24 * 3600);

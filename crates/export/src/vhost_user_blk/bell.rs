@@ -7,7 +7,7 @@ use std::{
     os::fd::{AsFd, AsRawFd as _},
 };
 
-use block::reactor::{
+use reactor::{
     Notifier,
     op::{self, Fd},
 };
@@ -149,7 +149,6 @@ pub(super) mod simulated {
     use event_listener::Event;
 
     use super::{Bell, NoEvent};
-    use block::reactor;
 
     /// An eventfd without a descriptor.
     #[derive(Clone, Debug, Default)]

@@ -10,7 +10,7 @@ use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
 };
 
-use block::reactor::op::Fd;
+use reactor::op::Fd;
 use rustix::{
     io::Errno,
     net::{RecvFlags, SocketType, recv, sockopt::socket_type},

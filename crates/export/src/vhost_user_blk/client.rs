@@ -22,12 +22,13 @@ use std::{
     task::{Poll, Waker},
 };
 
-use block::{
+use policy::time::Duration;
+use reactor::{
+    JoinHandle, Signal, blocking,
     error::{Error, Result},
     guest::driver::{Device, Queue, Slots},
-    reactor::{JoinHandle, Signal, blocking, now, op, spawn_joinable, timeout, yield_now},
+    now, op, spawn_joinable, timeout, yield_now,
 };
-use policy::time::Duration;
 
 /// What requests fail with once the server is gone; [`Client::fault`] says why it is.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);

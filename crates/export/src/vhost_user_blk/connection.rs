@@ -13,11 +13,8 @@ use std::{
     sync::Arc,
 };
 
-use block::{
-    reactor::{self, op, op::Fd},
-    seldom::Seldom,
-};
 use policy::time::{Duration, Instant};
+use reactor::{op, op::Fd, seldom::Seldom};
 use rustix::{
     io::Errno,
     net::{

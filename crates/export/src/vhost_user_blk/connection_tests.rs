@@ -8,7 +8,7 @@ use std::{
     task::Poll,
 };
 
-use block::{buffer::Buffer, reactor::Polling};
+use reactor::{Polling, buffer::Buffer};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;

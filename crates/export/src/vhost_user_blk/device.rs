@@ -16,10 +16,12 @@ use std::{
     task::{Context, Poll},
 };
 
-use block::{buffer::guest_copies, disk::Disk, reactor, seldom::Seldom, storage::Durability};
+use block::disk::Disk;
 use event_listener::{Event, EventListener};
 use pin_project_lite::pin_project;
 use policy::time::Instant;
+use reactor::{buffer::guest_copies, seldom::Seldom};
+use storage::Durability;
 
 use super::{
     bell::NoEvent,

@@ -22,12 +22,12 @@ use crate::{
         ring::Ticket,
     },
 };
-use block::{
+use block::disk::Pass;
+use reactor::{
     buffer::{Segment, Segments, Target},
-    disk::Pass,
     error::{Error, Result},
-    storage::ZeroOptions,
 };
+use storage::ZeroOptions;
 
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {

@@ -30,11 +30,8 @@ use std::{
     task::Poll,
 };
 
-use block::{
-    reactor::{self, op, op::Fd},
-    seldom::Seldom,
-};
 use policy::time::{Duration, Instant};
+use reactor::{op, op::Fd, seldom::Seldom};
 use rustix::{
     io::Errno,
     net::{

@@ -9,10 +9,7 @@ use std::{
     rc::Rc,
 };
 
-use block::{
-    buffer::Buffer,
-    reactor::{Polling, Signal, sim},
-};
+use reactor::{Polling, Signal, buffer::Buffer, sim};
 
 use super::*;
 

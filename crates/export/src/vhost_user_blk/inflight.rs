@@ -20,7 +20,7 @@ use std::{
     },
 };
 
-use block::guest::{Memory, Place, Quota, Region, RegionError};
+use reactor::guest::{Memory, Place, Quota, Region, RegionError};
 use rustix::{
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
     io::pwrite,

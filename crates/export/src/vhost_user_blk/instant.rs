@@ -14,7 +14,8 @@ use crate::{
     intake::Intake,
     virtio::block::{Data, Kind},
 };
-use block::{disk::Pass, error::Error, guest::Place};
+use block::disk::Pass;
+use reactor::{error::Error, guest::Place};
 
 /// As many of a queue's requests are asked about at once, while all others of a group wait.
 const MOST_ASKED: usize = 32;

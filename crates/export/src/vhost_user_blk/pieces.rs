@@ -14,10 +14,9 @@ use crate::{
     intake::Mergeable as _,
     virtio::block::{Data, Kind, SECTOR_BYTES},
 };
-use block::{
+use reactor::{
     buffer::{Segments, Target},
     memory::Account,
-    reactor,
 };
 
 /// As much at once: no request of a usual guest is larger. Copied within a millisecond or two. In

@@ -44,13 +44,14 @@ use crate::{
         ring::{Broken, Chain, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
     },
 };
-use block::{
-    disk::Patience,
+use block::disk::Patience;
+use reactor::{
+    Launcher, Notifier, Signal,
     guest::{Memory, Place},
     memory::MemoryFlow,
-    reactor::{self, Launcher, Notifier, Signal, op::Fd},
-    storage::RangeLocks,
+    op::Fd,
 };
+use storage::RangeLocks;
 
 /// Requests that are taken in one go, so that completions are not kept waiting for long.
 const MOST_TAKEN: usize = 256;

@@ -8,13 +8,10 @@ use crate::{
         driver::{Buffer, Driver},
     },
 };
-use block::{
-    disk::Disk,
-    guest::Region,
-    image::{Image, Raw},
-    layer::throttle::DiskSettings,
-    storage::Storage,
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
+use image::{Image, Raw};
+use reactor::guest::Region;
+use storage::Storage;
 
 const SIZE: u16 = 8;
 const BYTES: usize = 1 << 15;

@@ -46,12 +46,9 @@ use crate::{
     afterwards,
     race::{First, first},
 };
-use block::{
-    disk::Disk,
-    reactor::{self, Notifier, Party, Worker, op::Fd},
-    seldom::Seldom,
-};
+use block::disk::Disk;
 use policy::time::{Duration, Instant};
+use reactor::{Notifier, Party, Worker, op::Fd, seldom::Seldom};
 
 /// Where queues run.
 #[derive(Clone)]
@@ -76,7 +73,7 @@ pub struct Statistics {
     /// How often guests were told that requests had ended.
     pub calls: u64,
     /// How often data was copied because it could not go straight between a guest's memory and the
-    /// disk: see [`block::buffer::guest_copies`].
+    /// disk: see [`reactor::buffer::guest_copies`].
     pub copies: u64,
     /// The process of the front end that is connected.
     pub front_end: Option<Process>,

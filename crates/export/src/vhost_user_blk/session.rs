@@ -31,11 +31,11 @@ mod takeover;
 
 use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
-use block::{
-    guest::{DirtyLog, Memory, Quota, Region, RegionError},
-    reactor::op::Fd,
-};
 pub use outcome::{Effect, EventKind, Output, Refusal};
+use reactor::{
+    guest::{DirtyLog, Memory, Quota, Region, RegionError},
+    op::Fd,
+};
 use rings::{After, Bases};
 pub use takeover::Said;
 

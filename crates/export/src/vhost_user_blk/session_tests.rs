@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
-use block::guest::Place;
+use reactor::guest::Place;
 use rustix::{
     event::{EventfdFlags, eventfd},
     fs::{MemfdFlags, fstat, ftruncate, memfd_create},

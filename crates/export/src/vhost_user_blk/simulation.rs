@@ -40,15 +40,18 @@ use crate::{
 };
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
-    guest::{DirtyLog, Place},
-    image::{Image, Raw},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{
-        Storage,
-        align::Align,
-        simulated::{Behaviour, Simulated},
-    },
+};
+use image::{Image, Raw};
+use reactor::{
+    JoinHandle,
+    guest::{DirtyLog, Place},
+    now, sim, sleep_until, spawn_joinable, timeout,
+};
+use storage::{
+    Storage,
+    align::Align,
+    simulated::{Behaviour, Simulated},
 };
 
 const FOREVER: Duration = Duration::from_secs(24 * 3600);

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use block::{guest::Memory, guest::Place, reactor::op::Fd};
+use reactor::{guest::Memory, guest::Place, op::Fd};
 
 use super::{features::virtio, inflight::Loss, message::VringAddresses};
 use crate::virtio::ring::Parts;

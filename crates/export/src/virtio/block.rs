@@ -16,7 +16,7 @@
 #[path = "block_tests.rs"]
 mod tests;
 
-use block::guest::Place;
+use reactor::guest::Place;
 use smallvec::SmallVec;
 
 use super::ring::{Chain, Places, Ticket};

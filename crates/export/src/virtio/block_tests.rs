@@ -1,6 +1,6 @@
 //! Requests against the specification, one line a rule, through a ring as a driver makes them.
 
-use block::guest::{Memory, Region};
+use reactor::guest::{Memory, Region};
 
 use super::*;
 use crate::virtio::ring::{

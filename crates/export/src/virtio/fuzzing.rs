@@ -4,7 +4,7 @@
 //! The input is a ring's shape and then steps, most of which make sense of some kind, so that a
 //! fuzzer gets to chains and requests without guessing a ring first.
 
-use block::guest::{Memory, Place, Region};
+use reactor::guest::{Memory, Place, Region};
 
 use super::{
     block::{Device, Kind, Range, RangeLimits, Request, Status, parse},

@@ -41,7 +41,7 @@ mod split;
 #[cfg(test)]
 mod tests;
 
-use block::guest::{Memory, Place};
+use reactor::guest::{Memory, Place};
 
 pub use self::{
     chain::{Chain, ChainFault, MAX_DESCRIPTORS, Ticket},

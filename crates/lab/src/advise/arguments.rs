@@ -2,8 +2,8 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use block::storage::{delay::DelayOptions, rate::RateOptions};
 use clap::Args;
+use storage::{delay::DelayOptions, rate::RateOptions};
 
 use super::target::Target;
 use crate::{simulate::DeviceSpec, trace::ReadingArgs};

@@ -2,13 +2,13 @@
 //! its names, and a few of its own.
 
 use anyhow::bail;
-use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 use clap::{ArgGroup, Args, ValueEnum};
 use policy::{prefetch::Settings, time::Duration};
 use settings::{
     ImageDescription, Qcow2Settings, Wrong,
     arguments::{CacheArgs, LongArgs},
 };
+use storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 
 use crate::{bench::BenchTarget, load::Spacing, result::arguments::ResultArgs};
 

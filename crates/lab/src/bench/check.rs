@@ -92,8 +92,8 @@ fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
     let prefetch = arguments.prefetch()?;
     let settings = arguments.qcow2()?;
     let said = [
-        ("-f", arguments.format.is_some_and(|format| format != block::storage::Format::Raw)),
-        ("-t", arguments.cache != block::storage::CacheMode::default()),
+        ("-f", arguments.format.is_some_and(|format| format != storage::Format::Raw)),
+        ("-t", arguments.cache != storage::CacheMode::default()),
         ("-U", arguments.force_share),
         ("--delay", arguments.delay.is_some()),
         ("--rate", arguments.rate.is_some()),

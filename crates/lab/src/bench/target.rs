@@ -4,7 +4,7 @@
 
 use std::{fmt, str::FromStr};
 
-use block::nbd::uri::Uri;
+use nbd::uri::Uri;
 use settings::{Image, Rule as _};
 
 const VHOST_USER: &str = "vhost-user:";
@@ -42,7 +42,7 @@ impl FromStr for BenchTarget {
             Some((scheme, _)) if scheme.starts_with("nbd") => {
                 Uri::parse(text).map(|uri| Self::Nbd(Box::new(uri))).map_err(str::to_owned)
             }
-            _ => text.parse().map(Self::Image).map_err(block::storage::InvalidValue::rule),
+            _ => text.parse().map(Self::Image).map_err(storage::InvalidValue::rule),
         }
     }
 }
@@ -59,7 +59,7 @@ impl fmt::Display for BenchTarget {
 
 #[cfg(test)]
 mod tests {
-    use block::nbd::{client::Endpoint, uri::PORT};
+    use nbd::{client::Endpoint, uri::PORT};
 
     use super::*;
 

@@ -11,17 +11,14 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use async_channel::{Receiver, Sender};
-use block::{
-    disk::Disk,
-    guest::driver::Queue,
-    reactor::{Polling, Worker},
-};
+use block::disk::Disk;
 use console::NO_RING;
 use export::{
     nbd::client::{Client, Endpoint, Wanted, connect},
     vhost_user_blk,
 };
 use policy::time::Duration;
+use reactor::{Polling, Worker, guest::driver::Queue};
 
 use super::{Failed, Job, Outcome, Stop, Target, put};
 
@@ -80,7 +77,7 @@ pub(crate) async fn put_all(
     let mut workers = Vec::new();
     if count == 1 {
         let alone = jobs.into_iter().map(|job| one(job, source.clone(), tell.clone(), opened.clone()));
-        alone.for_each(block::reactor::spawn);
+        alone.for_each(reactor::spawn);
     } else {
         for (number, job) in jobs.into_iter().enumerate() {
             let worker = Worker::start(&format!("job {number}"), Polling::Off).context(NO_RING)?;

@@ -18,12 +18,12 @@ use std::{
     task::{Poll, Waker},
 };
 
-use block::{
+use policy::time::{Duration, Instant};
+use reactor::{
     buffer::{ALIGNMENT, Buffer},
     error::Result,
-    reactor::{now, spawn_joinable},
+    now, spawn_joinable,
 };
-use policy::time::{Duration, Instant};
 
 use super::{
     Failed, Job, Outcome, Target,
@@ -59,7 +59,7 @@ struct Run {
     written: Cell<u64>,
     in_flight: Cell<u32>,
     flush: Cell<FlushState>,
-    failed: Cell<Option<(Sent, block::error::Error)>>,
+    failed: Cell<Option<(Sent, reactor::error::Error)>>,
     waiting: RefCell<Vec<Waker>>,
 }
 

@@ -3,9 +3,11 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use block::{buffer::Buffer, disk::Disk, error::Result, storage::Durability};
+use block::disk::Disk;
 use export::{nbd, vhost_user_blk};
 use policy::{request::Direction, throttle::Cost};
+use reactor::{buffer::Buffer, error::Result};
+use storage::Durability;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Target {

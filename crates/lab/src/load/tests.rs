@@ -2,14 +2,10 @@
 
 use std::sync::Arc;
 
-use block::{
-    disk::Disk,
-    error::Error,
-    image::open_raw,
-    layer::throttle::DiskSettings,
-    reactor::{now, sim, sleep_until, spawn},
-    storage::OpenOptions,
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
+use image::open_raw;
+use reactor::{error::Error, now, sim, sleep_until, spawn};
+use storage::OpenOptions;
 
 use super::*;
 

@@ -11,8 +11,8 @@ use std::{
 };
 
 use async_channel::{Receiver, Sender};
-use block::reactor::{now, sleep_until, timeout};
 use policy::time::Duration;
+use reactor::{now, sleep_until, timeout};
 
 /// How long an ended load waits for a server's answers.
 const GRACE: Duration = Duration::from_secs(5);

@@ -7,11 +7,9 @@
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
 use anyhow::{Context as _, bail};
-use block::{
-    device::{Identity, Number, Roots},
-    storage::probe::{HEADER_BYTES, Probed, probe_header},
-};
+use block::device::{Identity, Number, Roots};
 use nix::{errno::Errno, fcntl::OFlag};
+use storage::probe::{HEADER_BYTES, Probed, probe_header};
 
 /// Held exclusively; nobody can mount it.
 #[derive(Debug)]

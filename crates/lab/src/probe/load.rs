@@ -10,16 +10,13 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use block::{
-    buffer::Buffer,
-    image::Image,
-    reactor::{now, sleep_until, spawn_joinable},
-    storage::Durability,
-};
+use image::Image;
 use policy::{
     request::Direction,
     time::{Duration, Instant},
 };
+use reactor::{buffer::Buffer, now, sleep_until, spawn_joinable};
+use storage::Durability;
 
 /// Enough to keep every queue of a disk busy.
 pub(crate) const DEPTH: usize = 32;
@@ -110,7 +107,7 @@ struct Run {
     next: Cell<u64>,
     /// The last answer's time and number.
     done: Cell<(Instant, u64)>,
-    failed: RefCell<Option<block::error::Error>>,
+    failed: RefCell<Option<reactor::error::Error>>,
 }
 
 impl Field {
@@ -233,7 +230,7 @@ impl Run {
         }
     }
 
-    fn outcome(&self) -> Result<(), block::error::Error> {
+    fn outcome(&self) -> Result<(), reactor::error::Error> {
         self.failed.borrow_mut().take().map_or(Ok(()), Err)
     }
 }
@@ -265,7 +262,9 @@ fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use block::{image::open_raw, reactor::sim, storage::OpenOptions};
+    use image::open_raw;
+    use reactor::sim;
+    use storage::OpenOptions;
 
     use super::*;
 
@@ -356,7 +355,7 @@ mod tests {
                 let began = now();
                 for _ in 0..4 * DEPTH {
                     let image = Rc::clone(&image);
-                    block::reactor::spawn(async move {
+                    reactor::spawn(async move {
                         loop {
                             match now().nanos_since(began) / 1_000_000_000 {
                                 60.. => break,

@@ -12,11 +12,9 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::{
-    image::{Image, open_raw},
-    storage::{CacheMode, Format, OpenError, OpenOptions},
-};
+use image::{Image, open_raw};
 use nix::sys::statvfs::fstatvfs;
+use storage::{CacheMode, Format, OpenError, OpenOptions};
 
 use super::in_use::{self, Claim};
 

@@ -3,7 +3,7 @@
 //! Names and notes come from untrusted result files: a disk may be called `<script>`. No character
 //! of a text begins a tag, an entity or the end of an attribute.
 
-use block::plain::is_hidden;
+use reactor::plain::is_hidden;
 
 /// For text between tags and in quoted attributes.
 pub(super) fn escape(text: &str) -> String {

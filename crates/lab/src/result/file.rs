@@ -132,7 +132,7 @@ fn cannot(path: &Path) -> String {
 
 pub(crate) fn load(path: &Path) -> anyhow::Result<ResultFile> {
     let read = || {
-        let file = block::regular::open(path).context("is no result file")?;
+        let file = reactor::regular::open(path).context("is no result file")?;
         let mut text = Vec::new();
         file.take(LARGEST_BYTES + 1).read_to_end(&mut text)?;
         if text.len() as u64 > LARGEST_BYTES {

@@ -3,7 +3,6 @@
 
 use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
-use block::storage::{delay::DelayOptions, rate::RateOptions};
 use clap::{ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
 use policy::{prefetch, throttle::Setting};
 use settings::{
@@ -11,6 +10,7 @@ use settings::{
     arguments::{LimitArgs, LongArgs, ShareArgs},
     check::MAX_WORKERS,
 };
+use storage::{delay::DelayOptions, rate::RateOptions};
 
 use crate::{
     result::arguments::ResultArgs,

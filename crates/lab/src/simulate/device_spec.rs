@@ -3,7 +3,7 @@
 
 use std::{path::PathBuf, str::FromStr};
 
-use block::storage::{delay::DelayOptions, rate::RateOptions};
+use storage::{delay::DelayOptions, rate::RateOptions};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceSpec {
@@ -43,8 +43,7 @@ impl FromStr for DeviceSpec {
         }
         let delay = if delay.is_empty() { Ok(DelayOptions::default()) } else { delay.join(",").parse() };
         let rate = if rate.is_empty() { Ok(RateOptions::default()) } else { rate.join(",").parse() };
-        let rule =
-            |error: block::storage::InvalidOption| format!("{}={} {}", error.key, error.value, error.rule);
+        let rule = |error: storage::InvalidOption| format!("{}={} {}", error.key, error.value, error.rule);
         Ok(Self::Given { delay: delay.map_err(rule)?, rate: rate.map_err(rule)? })
     }
 }

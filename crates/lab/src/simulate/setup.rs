@@ -12,15 +12,13 @@
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
 use anyhow::{Context as _, ensure};
-use block::{
-    device::{Identity, Number, Roots},
-    storage::{Spec, delay::DelayOptions, rate::RateOptions},
-};
+use block::device::{Identity, Number, Roots};
 use policy::{
     device::Rates,
     throttle::{Limits, Setting},
 };
 use settings::{Plan, config, state::Store};
+use storage::{Spec, delay::DelayOptions, rate::RateOptions};
 
 use super::{
     device::{Place, Service, StationSpec, measured, places},

@@ -4,9 +4,9 @@
 //! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). Missing
 //! options are pointed out.
 
-use block::storage::CacheMode;
 use policy::prefetch::Mode;
 use settings::exact_size;
+use storage::CacheMode;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
 

@@ -2,8 +2,8 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use block::storage::Format;
 use clap::Args;
+use storage::Format;
 
 use crate::{
     result::arguments::ResultArgs,

@@ -3,8 +3,8 @@
 //! QEMU's documentation of `cache` (qemu-system-x86_64(1)) says which modes are safe: with flushes,
 //! all but `unsafe` survive a power failure; without, only those that make every write durable.
 
-use block::storage::CacheMode;
 use clap::ValueEnum;
+use storage::CacheMode;
 
 use super::matrix::{Configuration, Operation, Pattern, Space};
 

@@ -12,26 +12,26 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::{
-    buffer::{ALIGNMENT, Buffer},
-    disk::Disk,
-    image::{
-        Image,
-        open::{ImageOptions, open},
-        qcow2::{
-            CacheSettings, L2Size,
-            create::{CreateOptions, create},
-            header::Backing,
-        },
-    },
-    layer::throttle::DiskSettings,
-    reactor::{blocking, spawn_joinable},
-    storage::{CacheMode, Durability, Format, OpenOptions, open_storage},
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
 use console::progress::Progress;
+use image::{
+    Image,
+    open::{ImageOptions, open},
+    qcow2::{
+        CacheSettings, L2Size,
+        create::{CreateOptions, create},
+        header::Backing,
+    },
+};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use policy::prefetch::Settings;
+use reactor::{
+    blocking,
+    buffer::{ALIGNMENT, Buffer},
+    spawn_joinable,
+};
 use settings::exact_size;
+use storage::{CacheMode, Durability, Format, OpenOptions, open_storage};
 
 use super::{
     matrix::{Configuration, L2Share, Qcow2},
@@ -230,7 +230,7 @@ struct Filling {
     next: Cell<u64>,
     written: Cell<u64>,
     progress: Rc<Progress>,
-    failed: RefCell<Option<block::error::Error>>,
+    failed: RefCell<Option<reactor::error::Error>>,
     stop: Stop,
 }
 

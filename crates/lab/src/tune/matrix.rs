@@ -16,8 +16,8 @@ use std::{
     hash::{Hash, Hasher},
 };
 
-use block::storage::CacheMode;
 use policy::prefetch::{Mode, Settings};
+use storage::CacheMode;
 
 /// QEMU's too.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;

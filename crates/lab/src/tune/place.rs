@@ -17,12 +17,12 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::storage::Format;
 use nix::{
     fcntl::{Flock, FlockArg},
     sys::statvfs::statvfs,
 };
 use settings::exact_size;
+use storage::Format;
 use tempfile::TempDir;
 
 use super::{

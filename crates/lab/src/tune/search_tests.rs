@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use block::storage::CacheMode;
 use policy::prefetch::Mode;
+use storage::CacheMode;
 
 use super::*;
 use crate::tune::matrix::{L2Share, Operation};

@@ -8,8 +8,8 @@
 
 use std::{rc::Rc, time::Duration};
 
-use block::storage::CacheMode;
 use console::progress::Progress;
+use storage::CacheMode;
 
 use super::{
     Outcome,

@@ -5,11 +5,13 @@ mod mistakes;
 
 use std::time::Duration;
 
-use block::{disk::DetectZeroes, reactor::Polling, storage::CacheMode};
+use block::disk::DetectZeroes;
 use policy::{
     access::{Access, Names},
     throttle::LimitKind,
 };
+use reactor::Polling;
+use storage::CacheMode;
 
 use super::*;
 use crate::{Credentials, Endpoint, Plan, Sandbox, Settings, Tls};
@@ -224,7 +226,7 @@ fn caches_and_secrets_of_qcow2() {
                 cache-size = 4194304\nsecret-file = [\"a\", \"/b\"]\n";
     let plan = plan(text);
     let qcow2 = &plan.disks[0].qcow2;
-    assert_eq!(qcow2.caches.l2, Some(block::image::qcow2::L2Size::Bytes(2 << 20)));
+    assert_eq!(qcow2.caches.l2, Some(image::qcow2::L2Size::Bytes(2 << 20)));
     assert_eq!(qcow2.caches.total_bytes, Some(4 << 20));
     let files: Vec<_> = qcow2.secrets.iter().map(ToString::to_string).collect();
     assert_eq!(files, ["/etc/weir/a", "/b"]);

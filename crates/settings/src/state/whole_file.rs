@@ -8,7 +8,7 @@ use std::{
     path::Path,
 };
 
-use block::regular;
+use reactor::regular;
 
 /// What is in a file; `None` if there is none.
 ///

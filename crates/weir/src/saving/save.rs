@@ -19,9 +19,9 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::regular;
 use console::say;
 use nix::fcntl::{Flock, FlockArg};
+use reactor::regular;
 use settings::{Plan, config};
 use tempfile::NamedTempFile;
 

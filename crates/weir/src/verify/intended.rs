@@ -145,7 +145,7 @@ fn otherwise_opened(runs: &report::Disk, said: &settings::Disk) -> Vec<Differenc
     let read_only = |is: bool| if is { "true" } else { "false" };
     let told = [
         ("image", Some(runs_image.as_str()), Some(image.as_str())),
-        ("format", Some(&*runs.format), said.format.map(block::storage::Format::name)),
+        ("format", Some(&*runs.format), said.format.map(storage::Format::name)),
         ("cache", runs.cache.as_deref(), Some(said.cache.name())),
         ("read-only", Some(read_only(runs.read_only)), Some(read_only(said.read_only))),
         (settings::on_error::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),

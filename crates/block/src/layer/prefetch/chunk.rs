@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use event_listener::Event;
 
-use crate::buffer::Frozen;
+use reactor::buffer::Frozen;
 
 /// What a read-ahead brings.
 #[derive(Debug, Default)]

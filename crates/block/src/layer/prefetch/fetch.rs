@@ -17,7 +17,8 @@ use policy::prefetch::{Ahead, Fetch, FetchId, whole_blocks};
 use smallvec::SmallVec;
 
 use super::{Chunk, Shared};
-use crate::{buffer::Frozen, error::Result, image::Image, reactor};
+use image::Image;
+use reactor::{buffer::Frozen, error::Result};
 
 /// How many tasks are reading ahead.
 #[derive(Debug, Default)]

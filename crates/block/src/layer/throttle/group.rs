@@ -18,7 +18,6 @@ use policy::{
 };
 
 use super::{arbiter::Arbiter, settings::GroupSettings, timer::arm};
-use crate::reactor;
 
 /// Disks and groups that share one set of limits.
 #[derive(Debug)]

@@ -19,7 +19,6 @@ use super::{
     settings::DiskSettings,
     timer::arm,
 };
-use crate::reactor;
 
 /// A disk among the others that share its limits. Leaves its group when dropped.
 #[derive(Debug)]

@@ -5,7 +5,6 @@
 //! between threads.
 
 use super::arbiter::Alarm;
-use crate::reactor;
 
 /// Has the alarm go off in time, if there is one.
 pub(super) fn arm(alarm: Option<Alarm>) {

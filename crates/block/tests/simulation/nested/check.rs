@@ -9,12 +9,12 @@
 
 use std::collections::BTreeMap;
 
-use block::reactor::now;
 use policy::{
     request::Direction,
     throttle::{Enforcement, LimitKind, Limits, Stats},
     time::{Duration, Instant},
 };
+use reactor::now;
 
 use crate::bucket::{Buckets, Charge, SLACK_S};
 

@@ -6,11 +6,9 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use block::{
-    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
-    reactor::sim,
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
 use policy::throttle::{Enforcement, Limit, LimitKind, Limits, Refused, Scale, Share, Stats};
+use reactor::sim;
 
 use super::{
     SharedLog, Tally,

@@ -7,16 +7,12 @@
 
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
 
-use block::{
-    buffer::Buffer,
-    disk::Disk,
-    error::Error,
-    image::{
-        Image, Qcow2,
-        qcow2::snapshot::{NewSnapshot, SnapshotError},
-    },
-    reactor::{now, sim, sleep_until},
+use block::disk::Disk;
+use image::{
+    Image, Qcow2,
+    qcow2::snapshot::{NewSnapshot, SnapshotError},
 };
+use reactor::{buffer::Buffer, error::Error, now, sim, sleep_until};
 
 use super::kind::{Files, Kind, disk};
 use policy::prefetch::Settings;

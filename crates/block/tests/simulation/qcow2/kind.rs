@@ -1,20 +1,17 @@
 //! Which image a seed gets, and the files that it is made of.
 
-use block::{
-    buffer::Buffer,
-    image::{
-        Image, Qcow2, Raw,
-        qcow2::{
-            CacheSettings, L2Size, Parts,
-            create::{CreateOptions, create},
-            header::Backing,
-            luks::{Cipher, CipherKind},
-            snapshot::NewSnapshot,
-        },
+use image::{
+    Image, Qcow2, Raw,
+    qcow2::{
+        CacheSettings, L2Size, Parts,
+        create::{CreateOptions, create},
+        header::Backing,
+        luks::{Cipher, CipherKind},
+        snapshot::NewSnapshot,
     },
-    reactor::sim,
-    storage::{Durability, Storage},
 };
+use reactor::{buffer::Buffer, sim};
+use storage::{Durability, Storage};
 
 use crate::client::chance;
 

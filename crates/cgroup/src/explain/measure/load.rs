@@ -18,9 +18,9 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::buffer::Buffer;
 use console::Failure;
 use nix::fcntl::{OFlag, PosixFadviseAdvice, posix_fadvise};
+use reactor::buffer::Buffer;
 use serde::{Deserialize, Serialize};
 
 use crate::explain::arguments::LoadArgs;

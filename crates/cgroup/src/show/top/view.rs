@@ -1,6 +1,5 @@
 //! How `weir cgroup top` looks: a title, the list, the keys.
 
-use block::plain::plain;
 use console::{
     figures,
     screen::{self, DIM, HELD, WRONG},
@@ -12,6 +11,7 @@ use ratatui::{
     text::{Line as Text, Span},
     widgets::{Cell, Row, Table, TableState},
 };
+use reactor::plain::plain;
 
 use super::state::{Column, Line, State};
 use crate::show::{rates::Rate, text};

@@ -13,7 +13,6 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use block::{nbd::keys, plain::plain};
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::{
     Request, Response, StatusCode,
@@ -22,11 +21,13 @@ use hyper::{
     header,
 };
 use hyper_util::rt::TokioIo;
+use nbd::keys;
 use openssl::{
     error::ErrorStack,
     ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
     x509::{GeneralNameRef, X509Ref, X509StoreContextRef},
 };
+use reactor::plain::plain;
 use rustix::net::sockopt;
 use serde_json::Value;
 use settings::Etcd;

@@ -2,7 +2,6 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use block::reactor;
 use export::fuse::{Export, Mount, Options, Rested, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Fuse;

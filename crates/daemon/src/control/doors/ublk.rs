@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use block::{disk::Disk, storage::CacheMode};
+use block::disk::Disk;
 use export::ublk::{Export, Offer, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Ublk;
+use storage::CacheMode;
 
 use super::{Entrance, Figures, Host, Taken, Terms, attended};
 

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use block::{disk::Disk, reactor::op::Fd, storage::CacheMode};
+use block::disk::Disk;
 use export::vhost_user_blk::{Export, FrontEnds, Offer, Process, Server, Statistics, Threads};
+use reactor::op::Fd;
 use serde_json::{Value, json};
 use settings::VhostUserBlk;
+use storage::CacheMode;
 
 use super::{Entrance, Figures, Machine, Terms, attended};
 use crate::listen;

@@ -12,8 +12,8 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::reactor::{self, Worker};
 use export::nbd::{self, NotRemoved, Removal};
+use reactor::Worker;
 use settings::{SocketAccess, Tls};
 
 use super::{End, Inventory, Refused};

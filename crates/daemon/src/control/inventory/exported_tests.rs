@@ -2,16 +2,12 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{
-    disk::Disk,
-    image::open_raw,
-    layer::throttle::DiskSettings,
-    reactor,
-    storage::{CacheMode, OpenOptions},
-};
+use block::{disk::Disk, layer::throttle::DiskSettings};
 use export::nbd::{Removal, Server, Terms};
+use image::open_raw;
 use policy::access::Access;
 use settings::Endpoint;
+use storage::{CacheMode, OpenOptions};
 
 use super::{Inventory, NewExport, Opening, Refused, RunningDisk};
 use crate::control::serving::Serving;

@@ -1,7 +1,7 @@
 //! Which disk of this daemon has an image that another is to have: a lock tells no process from
 //! itself, and the sandbox hides all others.
 
-use block::storage::OpenError;
+use storage::OpenError;
 
 use super::Inventory;
 

@@ -4,12 +4,10 @@
 //! Clients of the control socket can add any number of objects, so their number and their sizes
 //! have bounds, and each is charged to the memory budget.
 
-use block::{
-    image::secret::{LONGEST_SECRET, Secret},
-    memory::Budget,
-};
 use export::nbd;
+use image::secret::{LONGEST_SECRET, Secret};
 use policy::access::Names;
+use reactor::memory::Budget;
 
 use super::{Inventory, Refused};
 
@@ -122,8 +120,6 @@ impl Inventory {
 #[cfg(test)]
 mod tests {
     use std::rc::Rc;
-
-    use block::reactor;
 
     use super::*;
 

@@ -1,7 +1,7 @@
 //! Why something was not done with what runs, and what to do about it. The control socket answers
 //! with it, and the page; it never says that something was changed.
 
-use block::memory::NotEnough;
+use reactor::memory::NotEnough;
 
 /// Why something was not done. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

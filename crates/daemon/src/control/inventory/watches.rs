@@ -4,9 +4,10 @@
 
 use std::{rc::Weak, sync::Arc};
 
-use block::{disk::Failures, reactor, storage::rbd::Bell};
+use block::disk::Failures;
 use event_listener::Event;
 use policy::time::Duration;
+use storage::rbd::Bell;
 
 use super::Inventory;
 use crate::control::change::Change;

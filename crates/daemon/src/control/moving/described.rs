@@ -14,11 +14,11 @@ use anyhow::{Context as _, bail, ensure};
 use block::{
     disk::{DetectZeroes, Discards},
     layer::throttle::{DiskSettings, GroupSettings},
-    storage::Part,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
+use storage::Part;
 
 use crate::control::{
     inventory::{Door, Inventory, NewExport, Opening, RunningDisk, RunningExport},
@@ -86,7 +86,7 @@ impl Described {
         }
         let DiskSettings { limits, share, watermark } = disk.throttle().settings();
         let settings = GroupSettings { limits, share, watermark };
-        let is_raw = matches!(opened, block::image::Image::Raw(_));
+        let is_raw = matches!(opened, image::Image::Raw(_));
         let cared =
             Care::now(running).values().into_iter().filter(|(key, _)| !(is_raw && OF_QCOW2.contains(key)));
         let defaults = of_throttle(&GroupSettings::default(), "");

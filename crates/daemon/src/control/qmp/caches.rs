@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use block::image::{
+use image::{
     Image,
     qcow2::{CacheSettings, L2Size, Qcow2},
 };

@@ -3,8 +3,8 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use block::reactor::{self, JoinHandle, op::Fd};
 use policy::request::Direction;
+use reactor::{JoinHandle, op::Fd};
 use serde_json::{Value, json};
 
 use super::{
@@ -63,7 +63,7 @@ fn tell(events: &Events, change: &Change) {
     match change {
         Change::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
         Change::Failed { disk, failure } => {
-            let nospace = failure.error == block::error::Error::NO_SPACE;
+            let nospace = failure.error == reactor::error::Error::NO_SPACE;
             events.emit(
                 "BLOCK_IO_ERROR",
                 json!({

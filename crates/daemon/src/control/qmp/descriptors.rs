@@ -19,7 +19,7 @@ use std::{
     os::fd::AsFd as _,
 };
 
-use block::reactor::op::{self, Fd, ForeignFd};
+use reactor::op::{self, Fd, ForeignFd};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{error::Error, json::shown};

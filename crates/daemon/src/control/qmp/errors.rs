@@ -1,10 +1,8 @@
 //! What is done about errors of disks, as arguments and answers. Where a command is QEMU's, the
 //! names have `x-weir-` before them: QEMU sets them at a guest's device.
 
-use block::{
-    disk::{ErrorPolicies, Failures, OnError},
-    error::Error as DiskError,
-};
+use block::disk::{ErrorPolicies, Failures, OnError};
+use reactor::error::Error as DiskError;
 use serde_json::{Value, json};
 use settings::on_error;
 

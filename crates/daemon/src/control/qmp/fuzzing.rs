@@ -5,12 +5,11 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
-    image::open_raw,
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor,
-    storage::{CacheMode, OpenOptions},
 };
+use image::open_raw;
 use serde_json::Value;
+use storage::{CacheMode, OpenOptions};
 
 use super::{
     arguments::Arguments,

@@ -2,7 +2,6 @@
 
 use std::rc::Rc;
 
-use block::reactor;
 use serde_json::{Value, json};
 
 use super::{arguments::Arguments, command::Commands, commands::TABLE, error::Error, server::Execute as _};

@@ -8,7 +8,7 @@ use std::{
     mem,
 };
 
-use block::reactor::Signal;
+use reactor::Signal;
 use serde_json::Value;
 
 /// Above this the next command waits.
@@ -124,7 +124,7 @@ fn append(bytes: &mut Vec<u8>, value: &Value) {
 mod tests {
     use std::rc::Rc;
 
-    use block::reactor::{self, sim};
+    use reactor::sim;
     use serde_json::json;
 
     use super::*;

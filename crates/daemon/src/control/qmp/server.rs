@@ -19,19 +19,16 @@ use std::{
     rc::Rc,
 };
 
-use block::{
-    buffer::Buffer,
-    reactor::{
-        self,
-        op::{self, Fd},
-    },
-};
 use nix::{
     errno::Errno,
     sys::socket::{Shutdown, getsockopt, shutdown, sockopt::PeerCredentials},
     unistd::{Uid, geteuid},
 };
 use policy::time::Duration;
+use reactor::{
+    buffer::Buffer,
+    op::{self, Fd},
+};
 use serde_json::{Value, json};
 
 use super::{

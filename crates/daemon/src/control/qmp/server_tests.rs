@@ -6,7 +6,7 @@ use std::{
     thread,
 };
 
-use block::reactor::Polling;
+use reactor::Polling;
 
 use super::*;
 use crate::control::qmp::error::Class;

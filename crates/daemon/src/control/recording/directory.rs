@@ -108,7 +108,7 @@ impl Directory {
     /// Where requests go, unless there is nowhere.
     fn sink(&mut self, limits: &LimitsByOwner) -> Option<&mut Sink> {
         if self.current.is_none() {
-            let now = block::reactor::real_time();
+            let now = reactor::real_time();
             if self.stopped.as_ref().is_some_and(|stopped| now < stopped.again) {
                 return None;
             }
@@ -146,7 +146,7 @@ impl Directory {
         if !self.lock() {
             return Ok(());
         }
-        let now = block::reactor::real_time();
+        let now = reactor::real_time();
         let mut files = Vec::new();
         for entry in fs::read_dir(&self.record.directory)? {
             let entry = entry?;
@@ -209,12 +209,12 @@ impl Directory {
     /// The file that was written ends now.
     fn note_end(&mut self, path: &Path) {
         let name = path.file_name().unwrap_or_default().to_owned();
-        self.ended.insert(name, (Duration::ZERO, block::reactor::real_time()));
+        self.ended.insert(name, (Duration::ZERO, reactor::real_time()));
     }
 
     /// Nothing can be written for a while; so many requests are lost by that.
     fn stop(&mut self, error: &io::Error, lost: u64) {
-        let again = block::reactor::real_time() + AGAIN;
+        let again = reactor::real_time() + AGAIN;
         let before = self.stopped.take();
         let why = error.to_string();
         if before.as_ref().is_none_or(|before| before.why != why) {

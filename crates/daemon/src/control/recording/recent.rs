@@ -242,7 +242,7 @@ impl Output for Keeping {
     }
 
     fn turn(&mut self, lost: u64) {
-        self.turn_at(lost, block::reactor::real_time());
+        self.turn_at(lost, reactor::real_time());
     }
 
     fn end(&mut self) {

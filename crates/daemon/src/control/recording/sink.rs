@@ -205,7 +205,7 @@ impl Sink {
 
     /// Makes a block of what there is.
     pub(super) fn cut(&mut self) {
-        self.block_began = block::reactor::real_time();
+        self.block_began = reactor::real_time();
         let written = self.writer.cut();
         self.note(written);
     }
@@ -213,7 +213,7 @@ impl Sink {
     /// Writes what is to be written by now.
     pub(super) fn turn(&mut self) {
         self.write_limits();
-        let age = block::reactor::real_time().nanos_since(self.block_began);
+        let age = reactor::real_time().nanos_since(self.block_began);
         if age >= u64::try_from(BLOCK.as_nanos()).unwrap_or(u64::MAX) {
             self.cut();
         }
@@ -255,12 +255,12 @@ impl Output for Sink {
 
     fn end(&mut self) {
         self.cut();
-        self.ends_by = Some(block::reactor::real_time() + TO_END);
+        self.ends_by = Some(reactor::real_time() + TO_END);
     }
 
     fn has_ended(&mut self) -> bool {
         let is_whole = self.writer.out().waiting.is_empty();
-        if !is_whole && self.ends_by.is_some_and(|by| block::reactor::real_time() >= by) {
+        if !is_whole && self.ends_by.is_some_and(|by| reactor::real_time() >= by) {
             self.note(Err(io::Error::other("its reader has not taken all of it")));
         }
         if let Some(error) = &self.error {

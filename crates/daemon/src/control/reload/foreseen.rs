@@ -6,7 +6,6 @@
 use std::{collections::BTreeSet, path::Path};
 
 use anyhow::Context as _;
-use block::{reactor, storage};
 use serde_json::Value;
 use settings::{Address, Endpoint};
 

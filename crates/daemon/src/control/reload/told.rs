@@ -1,10 +1,7 @@
 //! What a reload has changed, for whoever asked for it: `docs/reference/qmp.md` describes it.
 
-use block::{
-    disk::ErrorPolicies,
-    image::qcow2::{CacheSettings, L2Size},
-    layer::throttle::GroupSettings,
-};
+use block::{disk::ErrorPolicies, layer::throttle::GroupSettings};
+use image::qcow2::{CacheSettings, L2Size};
 use policy::{
     prefetch,
     throttle::{Limits, Setting},

@@ -6,10 +6,8 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::anyhow;
-use block::{
-    image::Image,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use image::Image;
 use serde_json::{Map, Value, json};
 use settings::{Door as Own, Socket};
 

@@ -7,10 +7,11 @@
 use std::rc::Rc;
 
 use anyhow::Context as _;
-use block::{reactor::Worker, storage::Passed};
 use export::nbd;
+use reactor::Worker;
 use serde_json::{Map, Value, json};
 use settings::Endpoint;
+use storage::Passed;
 
 use super::{
     added::read_door,

@@ -22,7 +22,6 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use block::reactor;
 use nix::{
     sys::socket::{
         self, getsockopt,

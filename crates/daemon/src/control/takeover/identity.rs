@@ -5,7 +5,7 @@
 //! read-ahead, caches and what imitates a slow or failing device are no part of it: they may
 //! differ.
 
-use block::{disk::Disk, image, storage};
+use block::disk::Disk;
 use console::figures;
 use serde::{Deserialize, Serialize};
 

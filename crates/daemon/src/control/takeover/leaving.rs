@@ -40,11 +40,12 @@ use crate::{
     notify,
 };
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, error::Error, layer::throttle::Group, reactor};
+use block::{disk::Disk, layer::throttle::Group};
 use console::logging;
 use export::vhost_user_blk::{self, Rested, Said};
 use nix::errno::Errno;
 use policy::time::Duration;
+use reactor::error::Error;
 use sd_notify::NotifyState;
 
 /// How long the other may take to open everything: keys of encrypted images are derived.

@@ -23,16 +23,14 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{
-    reactor::{self, Worker, op},
-    storage::{Passed, PassedFile},
-};
 use export::{
     nbd::{Rested, Server},
     vhost_user_blk,
 };
+use reactor::{Worker, op};
 use serde_json::{Value, json};
 use settings::{Address, Endpoint};
+use storage::{Passed, PassedFile};
 
 use super::{
     COMMAND, FORMAT,

@@ -5,9 +5,9 @@
 
 use block::{
     disk::ErrorPolicies,
-    image::qcow2::CacheSettings,
     layer::throttle::{DiskSettings, Group, GroupSettings},
 };
+use image::qcow2::CacheSettings;
 use policy::{prefetch, throttle::Setting};
 use serde_json::Value;
 

@@ -8,12 +8,12 @@ use std::{
 
 use block::{
     disk::Disk,
-    image::{Image, Raw},
     layer::throttle::{Group, GroupSettings},
-    reactor::{sim, spawn_joinable, timeout},
-    storage::Storage,
 };
+use image::{Image, Raw};
 use policy::time::Duration;
+use reactor::{sim, spawn_joinable, timeout};
+use storage::Storage;
 
 use super::{
     BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::Connection, open, read_or_write,
@@ -42,7 +42,7 @@ fn bytes_past_a_cut_never_reappear() {
 fn an_end_does_not_return_with_a_former_size_of_the_disk() {
     sim::run(1, async {
         let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
-        let behaviour = block::storage::simulated::Behaviour {
+        let behaviour = storage::simulated::Behaviour {
             block_bytes: BLOCK,
             latency: Duration::from_micros(10),
             error_probability: 0.0,
@@ -69,8 +69,7 @@ async fn run() {
         Arc::new(Disk::new("disk", image, <_>::default(), Some(&group)).expect("nothing is reserved"))
     } else {
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
-        let behaviour =
-            block::storage::simulated::Behaviour { block_bytes: BLOCK, latency, error_probability: 0.0 };
+        let behaviour = storage::simulated::Behaviour { block_bytes: BLOCK, latency, error_probability: 0.0 };
         open(vec![0; DISK_BYTES], behaviour, &group).1
     };
     let device = Arc::new(Device::new(Export {

@@ -8,8 +8,8 @@ use std::{
     rc::Rc,
 };
 
-use block::reactor::sim;
 use event_listener::Event;
+use reactor::sim;
 use rustix::io::Errno;
 
 /// One descriptor of the device.

@@ -8,8 +8,8 @@ use std::{
     sync::Arc,
 };
 
-use block::{memory::ConnectionMemory, reactor::op::Fd};
 use policy::time::Instant;
+use reactor::{memory::ConnectionMemory, op::Fd};
 
 use crate::nbd::{holding::Holding, stop::StopSignal, visit::Visit};
 
@@ -167,7 +167,7 @@ impl Roster {
 mod tests {
     use std::os::{fd::OwnedFd, unix::net::UnixStream};
 
-    use block::memory::Budget;
+    use reactor::memory::Budget;
 
     use super::*;
 

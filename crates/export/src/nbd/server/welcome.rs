@@ -10,9 +10,9 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use block::reactor::{self, op::Fd};
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
 use policy::access::{Access, Client};
+use reactor::op::Fd;
 
 use super::{Server, roster::Live};
 use crate::nbd::{
@@ -178,12 +178,12 @@ const REPLY_BYTES: usize = 2 << 10;
 
 /// What is to be sent before the handshake goes on. It leaves no memory behind: a client that does
 /// not read is waited for with what it is sent, and nothing else.
-pub(super) fn ready(event: negotiate::Event, out: &mut Vec<u8>) -> Option<block::buffer::Buffer> {
+pub(super) fn ready(event: negotiate::Event, out: &mut Vec<u8>) -> Option<reactor::buffer::Buffer> {
     let more_may_come = matches!(event, negotiate::Event::Replied) && out.len() < REPLY_BYTES;
     if out.is_empty() || more_may_come {
         return None;
     }
-    Some(block::buffer::Buffer::copy_of(&std::mem::take(out)))
+    Some(reactor::buffer::Buffer::copy_of(&std::mem::take(out)))
 }
 
 /// Settings of a new connection's socket. None is essential, so failures are passed over.

@@ -20,7 +20,7 @@ use super::{
     MOST_CLIENTS, REGION, SIZE, chance, some_time,
     wire::{Ended, Wire, request, u16_at, u32_at, u64_at},
 };
-use block::reactor::{Signal, now, sim, sleep_until, spawn_joinable};
+use reactor::{Signal, now, sim, sleep_until, spawn_joinable};
 
 pub(super) struct Client {
     pub(super) wire: Wire,

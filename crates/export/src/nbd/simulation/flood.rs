@@ -16,15 +16,13 @@ use super::{
     Arc, Disk, chance, connect, seeds, serve,
     wire::{Ended, Wire, request, u16_at, u32_at, u64_at},
 };
-use block::{
-    image::{Image, Raw},
-    layer::throttle::DiskSettings,
-    reactor::{now, sim, sleep_until, spawn_joinable},
-    storage::{
-        Storage,
-        align::Align,
-        simulated::{Behaviour, Simulated},
-    },
+use block::layer::throttle::DiskSettings;
+use image::{Image, Raw};
+use reactor::{now, sim, sleep_until, spawn_joinable};
+use storage::{
+    Storage,
+    align::Align,
+    simulated::{Behaviour, Simulated},
 };
 
 const BLOCK: u64 = 512;

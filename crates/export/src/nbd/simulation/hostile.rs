@@ -12,7 +12,7 @@ use super::{
     REGION, SIZE, chance, some_time,
     wire::{Ended, Wire, request},
 };
-use block::reactor::{now, sim, sleep_until, timeout};
+use reactor::{now, sim, sleep_until, timeout};
 
 /// How long a client that neglects its connection keeps it.
 const NEGLECT: Duration = Duration::from_secs(20);

@@ -6,7 +6,7 @@ use super::super::{
     proto::{self, client_flag, cmd, cmd_flag, info, opt, rep},
     session::ReplyStyle,
 };
-use block::buffer::Buffer;
+use reactor::buffer::Buffer;
 
 #[derive(Clone)]
 pub(super) struct Wire {

@@ -13,11 +13,8 @@ use super::super::{
     proto::{self, cmd, cmd_flag, export_flag, handshake_flag, info, opt, rep, reply_flag, reply_type},
     stream::Stream,
 };
-use block::{
-    buffer::Buffer,
-    nbd::{inbox::Inbox, wire::Fields},
-    reactor::{now, sim, sleep_until, spawn},
-};
+use nbd::{inbox::Inbox, wire::Fields};
+use reactor::{buffer::Buffer, now, sim, sleep_until, spawn};
 
 const ENOSPC: u32 = 28;
 const ENOTSUP: u32 = 95;

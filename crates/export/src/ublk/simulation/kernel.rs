@@ -14,12 +14,10 @@ use std::{
     task::{Poll, Waker},
 };
 
-use block::{
+use reactor::{
     guest::{Memory, Place, Region},
-    reactor::{
-        sim,
-        ublk::{Data, Descriptor, Registered},
-    },
+    sim,
+    ublk::{Data, Descriptor, Registered},
 };
 
 use super::super::channel::Step;

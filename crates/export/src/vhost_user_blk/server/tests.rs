@@ -20,21 +20,24 @@ use std::{
 
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
-    guest::{Memory, Quota, Region},
-    image::{Image, Raw},
     layer::throttle::DiskSettings,
-    reactor::{JoinHandle, Polling, spawn_joinable, timeout},
-    storage::Storage,
 };
 use front_end::{FrontEnd, GuestRing, rung, send_with};
+use image::{Image, Raw};
 use policy::{
     throttle::{Limit, LimitKind, Limits},
     time::Duration,
+};
+use reactor::{
+    JoinHandle, Polling,
+    guest::{Memory, Quota, Region},
+    spawn_joinable, timeout,
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
 };
+use storage::Storage;
 
 use super::*;
 use crate::{
@@ -275,11 +278,11 @@ fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() 
                 let payload = [[32, 1, 0].map(u32::to_ne_bytes).as_flattened(), &[chosen]].concat();
                 front_end.ask(code::SET_CONFIG, &payload, &[]).await;
             }
-            assert_eq!(server.device.durability() == block::storage::Durability::Cached, write_cache);
+            assert_eq!(server.device.durability() == storage::Durability::Cached, write_cache);
             // Firmware, which does not flush.
             let firmware = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES;
             front_end.ask(code::SET_FEATURES, &firmware.to_ne_bytes(), &[]).await;
-            assert_eq!(server.device.durability(), block::storage::Durability::Synchronous);
+            assert_eq!(server.device.durability(), storage::Durability::Synchronous);
             front_end.leave().await;
             assert_eq!(server.device.offer().write_cache, write_cache);
         }

@@ -3,9 +3,9 @@
 
 use std::io;
 
-use block::{
+use reactor::{
     guest::{Memory, RegionError},
-    reactor::op::Fd,
+    op::Fd,
 };
 
 use super::MAX_MEM_SLOTS;

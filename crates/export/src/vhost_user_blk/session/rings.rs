@@ -3,7 +3,7 @@
 
 use std::{collections::VecDeque, os::fd::OwnedFd};
 
-use block::reactor::op::Fd;
+use reactor::op::Fd;
 
 use super::{DRIVER_OK, Effect, EventKind, NEEDS_RESET, Output, Refusal, Session, acknowledgement};
 use crate::vhost_user_blk::{

@@ -14,7 +14,7 @@ use std::{
     os::fd::{AsFd as _, OwnedFd},
 };
 
-use block::guest::DirtyLog;
+use reactor::guest::DirtyLog;
 
 use super::{CONFIG_MIGRATION, Output, Refusal, Session};
 use crate::vhost_user_blk::{

@@ -20,9 +20,9 @@ use crate::{
         driver::{Buffer, Driver},
     },
 };
-use block::{
+use reactor::{
     guest::{Memory, Place, Region},
-    reactor::{sim, spawn_joinable, timeout},
+    sim, spawn_joinable, timeout,
 };
 
 const MEMORY_BYTES: u64 = 0x1_0000;

@@ -25,9 +25,9 @@ use crate::{
         driver::{Buffer, Driver, Used},
     },
 };
-use block::{
+use reactor::{
     guest::{DirtyLog, Memory, Place, Quota, Region},
-    reactor::{sim, timeout},
+    sim, timeout,
 };
 
 /// Guest-physical: the rings, then slots for requests.

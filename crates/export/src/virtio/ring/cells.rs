@@ -6,7 +6,7 @@
 
 pub(super) use std::sync::atomic::{Ordering, fence};
 
-use block::guest::Place;
+use reactor::guest::Place;
 
 /// Words of a ring. Offsets are in bytes, inside, and aligned as the word is: mistakes there are
 /// ours and panic.

@@ -3,7 +3,7 @@
 //! A descriptor is copied once, then judged. A chain that is wrong is still a chain: its ticket
 //! goes back to the driver, and what of it could be read may take a status.
 
-use block::guest::Place;
+use reactor::guest::Place;
 
 pub(super) use super::regions::DESCRIPTOR_BYTES;
 use super::regions::{Places, Regions};

@@ -6,7 +6,7 @@
 mod packed;
 mod split;
 
-use block::guest::Place;
+use reactor::guest::Place;
 
 use self::{packed::Packed, split::Split};
 use super::{cells, chain, chain::flag, layout::Layout, position};

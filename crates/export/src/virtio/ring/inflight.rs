@@ -16,7 +16,7 @@ mod split;
 
 use std::sync::atomic::Ordering;
 
-use block::guest::Place;
+use reactor::guest::Place;
 
 pub(super) use self::{packed::PackedLog, split::SplitLog};
 use super::{Broken, cells, cells::Cells, chain::Descriptor, position};

@@ -1,6 +1,6 @@
 //! Where a ring lies and what was negotiated for it.
 
-use block::guest::Place;
+use reactor::guest::Place;
 
 use super::{Broken, cells::Cells, chain::DESCRIPTOR_BYTES};
 

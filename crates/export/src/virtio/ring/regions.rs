@@ -2,7 +2,7 @@
 
 use std::{cell::Cell, sync::atomic::Ordering};
 
-use block::guest::{Memory, Place};
+use reactor::guest::{Memory, Place};
 use smallvec::SmallVec;
 
 /// Bytes of a descriptor, in either kind of ring and in indirect tables.

@@ -10,8 +10,8 @@
 //! Figures are ratios to a row of the same table, as machines differ. dd wrote 1 GiB at a time and
 //! flushed: here that is a slice of 1 MiB writes with a flush at its end.
 
-use block::storage::CacheMode;
 use policy::prefetch::Mode;
+use storage::CacheMode;
 
 use super::{Claim, Column, Figure, Published, Relation, Row};
 use crate::tune::matrix::{CLUSTERS, Configuration, L2Share, Operation, Order, Pattern, Qcow2};

@@ -3,10 +3,10 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
-use block::plain::plain;
 use console::{Failure, on_reactor, print};
 use export::nbd::client::{Endpoint, Listed, list};
 use policy::time::Duration;
+use reactor::plain::plain;
 
 use super::arguments::Arguments;
 

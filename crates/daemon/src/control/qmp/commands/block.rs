@@ -7,16 +7,15 @@ use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
-    image::{
-        Image as Opened,
-        open::{ImageOptions, open},
-    },
     layer::throttle::{DiskSettings, Group},
-    reactor,
-    storage::{OpenError, OpenOptions, Passed, ResizeError},
+};
+use image::{
+    Image as Opened,
+    open::{ImageOptions, open},
 };
 use policy::prefetch;
 use serde_json::{Map, Value, json};
+use storage::{OpenError, OpenOptions, Passed, ResizeError};
 
 use super::{
     node::{Bottom, Chain},

@@ -8,7 +8,7 @@ use std::{
     rc::Rc,
 };
 
-use block::reactor::op::ForeignFd;
+use reactor::op::ForeignFd;
 use serde_json::{Value, json};
 
 use crate::control::{

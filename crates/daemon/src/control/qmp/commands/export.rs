@@ -3,9 +3,9 @@
 
 use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
-use block::reactor::{self, op::ForeignFd};
 use export::nbd::Removal;
 use policy::access::{Access, Names, Network, Networks};
+use reactor::op::ForeignFd;
 use serde_json::{Value, json};
 use settings::Door;
 

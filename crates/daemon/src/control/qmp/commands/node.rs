@@ -10,16 +10,14 @@
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
-use block::{
-    disk::{DetectZeroes, Discards},
-    image::{
-        Secret,
-        open::{BackingChoice, ImageOptions},
-        qcow2::CacheSettings,
-    },
-    storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address},
+use block::disk::{DetectZeroes, Discards};
+use image::{
+    Secret,
+    open::{BackingChoice, ImageOptions},
+    qcow2::CacheSettings,
 };
 use policy::time::Duration;
+use storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address};
 
 use crate::control::{
     inventory::{Opening, StorageNode, first_of},
@@ -559,7 +557,7 @@ mod tests {
         .unwrap();
         let node = chain.qcow2.as_ref().unwrap();
         assert_eq!((node.no_backing, node.key_secret.as_deref()), (true, Some("s")));
-        assert_eq!(chain.caches().l2, Some(block::image::qcow2::L2Size::Bytes(4096)));
+        assert_eq!(chain.caches().l2, Some(image::qcow2::L2Size::Bytes(4096)));
         assert_eq!(chain.open_options(None, None).storage.format, Some(Format::Qcow2));
         let with = |key: &str, value: Value| {
             let mut arguments = json!({"driver": "qcow2", "node-name": "q", "file": file});

@@ -14,16 +14,14 @@
 use std::{path::Path, rc::Rc};
 
 use ::settings::Credentials;
-use block::{
-    image::Secret,
-    layer::throttle::{Group, GroupSettings},
-    reactor, regular,
-};
+use block::layer::throttle::{Group, GroupSettings};
 use export::nbd::TlsServer;
+use image::Secret;
 use policy::{
     access::{Names, Rule},
     throttle::Setting,
 };
+use reactor::regular;
 use serde_json::{Map, Value, json};
 
 use super::weir;

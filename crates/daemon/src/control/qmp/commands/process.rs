@@ -2,7 +2,6 @@
 
 use std::rc::Rc;
 
-use block::reactor;
 use policy::time::Duration;
 use serde_json::{Value, json};
 

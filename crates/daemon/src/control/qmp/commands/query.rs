@@ -5,12 +5,9 @@
 
 use std::rc::Rc;
 
-use block::{
-    image::{
-        Image,
-        qcow2::header::{Crypt, Header},
-    },
-    reactor,
+use image::{
+    Image,
+    qcow2::header::{Crypt, Header},
 };
 use image_tool::{beside, describe};
 use policy::time::Duration;
@@ -105,7 +102,7 @@ async fn node(running: &RunningDisk) -> Value {
         "cache": {
             "writeback": cache.has_write_cache(),
             "direct": cache.is_direct(),
-            "no-flush": cache == block::storage::CacheMode::Unsafe,
+            "no-flush": cache == storage::CacheMode::Unsafe,
         },
         "image": image(running, &file).await,
     });

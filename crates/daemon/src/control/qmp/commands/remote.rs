@@ -10,7 +10,7 @@
 //!
 //! Source: `BlockdevOptionsNbd` of QEMU's `qapi/block-core.json`.
 
-use block::nbd::uri;
+use nbd::uri;
 
 use crate::control::qmp::{arguments::Arguments, error::Error};
 

@@ -6,9 +6,9 @@
 
 use std::{os::fd::OwnedFd, rc::Rc};
 
-use block::reactor::{self, op::ForeignFd};
 use export::nbd::{self, Terms, Tls};
 use policy::time::Duration;
+use reactor::op::ForeignFd;
 use serde_json::{Value, json};
 use settings::{Address, Endpoint};
 

@@ -5,20 +5,17 @@
 
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
-use block::{
-    image::{
-        Image,
-        qcow2::{CacheSettings, Qcow2},
-    },
-    layer::throttle::{DiskSettings, Group, GroupSettings},
-    memory::{Budget, Usage},
-    reactor,
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings};
 use export::nbd::Refused;
+use image::{
+    Image,
+    qcow2::{CacheSettings, Qcow2},
+};
 use policy::{
     throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
     watermark::{Capacity, Watermark},
 };
+use reactor::memory::{Budget, Usage};
 use serde_json::{Map, Value, json};
 
 use crate::control::{

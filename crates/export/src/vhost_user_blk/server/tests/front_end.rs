@@ -10,10 +10,12 @@ use std::{
     sync::Arc,
 };
 
-use block::{
+use reactor::{
+    JoinHandle,
     buffer::Buffer,
     guest::{Memory, Place, Quota, Region},
-    reactor::{self, JoinHandle, op, op::Fd},
+    op,
+    op::Fd,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 

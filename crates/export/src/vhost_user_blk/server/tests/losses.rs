@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::FileExt as _;
 
-use block::image::qcow2::{
+use image::qcow2::{
     Parts as ImageParts, Qcow2,
     create::{CreateOptions, create},
 };

@@ -40,7 +40,7 @@ fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
         while waiting(&front_end) > 0 || front_end.data(late).1 == GUARD {
             reactor::yield_now().await;
         }
-        assert_eq!(second.device.durability(), block::storage::Durability::Synchronous, "as the guest chose");
+        assert_eq!(second.device.durability(), storage::Durability::Synchronous, "as the guest chose");
         told.set_nonblocking(true).expect("a socket");
         assert!(told.read(&mut [0; 12]).is_err(), "it knows the disk's length");
         drop((front_end.socket, served));

@@ -1,7 +1,7 @@
 //! The specification's rules, one by one: chains, what makes a ring meaningless, events, and the
 //! bytes of the in-flight area.
 
-use block::guest::{Memory, Region};
+use reactor::guest::{Memory, Region};
 
 use super::world::{BUFFERS, RINGS, SEAM, Shape, layout, memory};
 use crate::virtio::ring::{
@@ -82,7 +82,7 @@ impl Raw {
 const A: u64 = BUFFERS + 0x1000;
 const OUTSIDE: u64 = 1 << 50;
 
-fn places(places: &[block::guest::Place]) -> Vec<(u64, usize)> {
+fn places(places: &[reactor::guest::Place]) -> Vec<(u64, usize)> {
     places.iter().map(|place| (place.guest_address(), place.bytes())).collect()
 }
 
@@ -531,7 +531,7 @@ fn areas_that_are_not_this_rings_are_refused() {
     for shape in [SPLIT, PACKED] {
         let bytes = Inflight::bytes(8, shape.packed);
         let memory = memory();
-        let open = |change: &dyn Fn(&block::guest::Place)| {
+        let open = |change: &dyn Fn(&reactor::guest::Place)| {
             let area = area(bytes);
             let all = area.place(0, bytes).expect("all of it");
             let layout = layout(&memory, shape);
@@ -542,7 +542,7 @@ fn areas_that_are_not_this_rings_are_refused() {
             with().map(|ring| ring.taken())
         };
         let put =
-            |at: usize, bytes: &'static [u8]| open(&move |all: &block::guest::Place| all.write(at, bytes));
+            |at: usize, bytes: &'static [u8]| open(&move |all: &reactor::guest::Place| all.write(at, bytes));
         let refused = |got: Result<u16, Broken>| {
             assert!(matches!(got, Err(Broken::Inflight(_))), "{shape:?} {got:?}");
         };
@@ -597,7 +597,7 @@ fn a_ring_goes_on_in_other_memory() {
 #[test]
 fn what_is_written_to_a_ring_is_logged() {
     for shape in [SPLIT, PACKED] {
-        let log = block::guest::DirtyLog::on_heap(0x100);
+        let log = reactor::guest::DirtyLog::on_heap(0x100);
         let memory = memory().with_log(Some(log.clone()));
         let layout = layout(&memory, shape);
         let at = if shape.packed { RINGS } else { RINGS + 0x6000 };

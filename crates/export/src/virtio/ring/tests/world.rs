@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use block::guest::{Memory, Place, Region};
 use fastrand::Rng;
+use reactor::guest::{Memory, Place, Region};
 
 use super::super::{
     Chain, Inflight, Layout, Parts, Ring, Ticket,

@@ -1,0 +1,154 @@
+//! From a name to an image that is ready: its format, the chain of files behind it, and the keys of
+//! encrypted ones.
+//!
+//! ```text
+//!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw      downwards: open, lock, read the header
+//!       └──data file──► vm1.data
+//!                                                                  upwards: Qcow2::open with what is below
+//! ```
+//!
+//! An image names the files behind it, and whoever made the image is not trusted:
+//! - the format of a backing file is never guessed, so a guest cannot write another file into its
+//!   disk (see [`probe`](storage::probe)); an image whose own format was guessed may not
+//!   name any file;
+//! - a name is a path and nothing else; with an [image root](storage::Root) it may not lead
+//!   out of it;
+//! - a chain that contains a file twice, or is longer than [`LONGEST_CHAIN`], is refused.
+//!
+//! Backing files are opened read-only and locked as QEMU locks them: others may read them too, and
+//! nobody may write.
+
+mod chain;
+mod names;
+mod secrets;
+#[cfg(test)]
+mod tests;
+
+use self::chain::Level;
+pub use self::{
+    chain::LONGEST_CHAIN,
+    names::{check_base, resolve},
+};
+use super::{
+    Image, Raw, Secret,
+    qcow2::{CacheSettings, OpenFailure, Parts, Qcow2, luks::Cipher},
+};
+use storage::OpenError;
+
+/// How to open an image.
+#[derive(Clone, Debug, Default)]
+pub struct ImageOptions {
+    /// Its storage, and the format. What is said of cache mode, sharing and root holds for the
+    /// files behind it too; delay, rate and faults are the image's own.
+    pub storage: storage::OpenOptions,
+    /// Of each qcow2 image in the chain.
+    pub caches: CacheSettings,
+    /// One for each encrypted image in the chain, from the top; or one that opens them all.
+    pub secrets: Vec<Secret>,
+    /// Where unallocated clusters are read from.
+    pub backing: BackingChoice,
+    /// Read this internal snapshot of the topmost image, by its id or its name, instead of the
+    /// disk; it cannot be written to.
+    pub snapshot: Option<String>,
+}
+
+/// What is behind the image.
+#[derive(Clone, Debug, Default)]
+pub enum BackingChoice {
+    /// What the image says.
+    #[default]
+    AsInImage,
+    /// Nothing, whatever the image says.
+    Nothing,
+}
+
+/// Opens the image that `spec` names: a path, `memory:SIZE` or `null:SIZE`.
+///
+/// # Errors
+/// Everything that is wrong with it and with what is behind it, said for people.
+///
+/// # Panics
+/// Outside a reactor.
+pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError> {
+    let mut levels = chain::find(spec, &options).await?;
+    let mut ciphers = secrets::unlock(&levels, &options.secrets).await?;
+    let mut below = None;
+    while levels.len() > 1
+        && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
+    {
+        below = Some(Box::new(assemble(level, below, cipher, options.caches, As::Disk).await?));
+    }
+    let (top, cipher) = (levels.pop(), ciphers.pop());
+    let top = top.expect("a chain has a beginning");
+    let wanted = match options.snapshot.as_deref() {
+        Some(snapshot) => As::Snapshot(snapshot),
+        None if options.storage.handover || top.storage.is_passed() => As::Handover,
+        None => As::Disk,
+    };
+    assemble(top, below, cipher.flatten(), options.caches, wanted).await
+}
+
+/// What an image is opened as.
+enum As<'a> {
+    Disk,
+    /// One that another process may have in use.
+    Handover,
+    Snapshot(&'a str),
+}
+
+async fn assemble(
+    level: Level,
+    below: Option<Box<Image>>,
+    cipher: Option<Cipher>,
+    caches: CacheSettings,
+    wanted: As<'_>,
+) -> Result<Image, OpenError> {
+    let Level { name, storage, read_only, guessed, qcow2, .. } = level;
+    let Some(parts) = qcow2 else {
+        if let As::Snapshot(_) = wanted {
+            let remedy = "only qcow2 images do";
+            return Err(OpenError::new(&name, "is raw, and so has no snapshots", remedy));
+        }
+        return Ok(Image::Raw(Raw::of(storage, guessed, read_only)));
+    };
+    let parts = Parts { storage, backing: below, data: parts.data, cipher, read_only, caches };
+    let opened = match wanted {
+        As::Snapshot(snapshot) => Qcow2::open_snapshot(parts, snapshot).await,
+        As::Disk => Qcow2::open(parts).await,
+        As::Handover => Qcow2::open_for_handover(parts).await,
+    };
+    opened.map(Image::Qcow2).map_err(|failure| said(&name, &failure))
+}
+
+pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
+    let (why, remedy) = match failure {
+        OpenFailure::Invalid(invalid) => (invalid.to_string(), "`weir image check` shows the damage"),
+        OpenFailure::Failed(error) => {
+            (format!("cannot be read or written: {error}"), "is the device in order?")
+        }
+        OpenFailure::Corrupt => (
+            "is marked corrupt".to_owned(),
+            "`weir image check --repair` mends what can be mended; --read-only opens it as it is",
+        ),
+        OpenFailure::Dirty => (
+            "its refcounts were not written when it was last used".to_owned(),
+            "`weir image check --repair` counts them again; --read-only opens it as it is",
+        ),
+        OpenFailure::NoSnapshot(wanted) => {
+            (format!("has no snapshot {wanted:?}"), "`weir image snapshot -l` lists them")
+        }
+        OpenFailure::Changed => {
+            ("is another image than it was, or has another backing file".to_owned(), "serve it anew")
+        }
+        OpenFailure::Bitmaps(error) => (
+            format!("cannot be opened: {}", error.why()),
+            "allow more with --memory, or make coarser bitmaps: `weir image bitmap`",
+        ),
+        OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
+        // Looked for before there was anything to open.
+        OpenFailure::LegacyAes | OpenFailure::NoKey | OpenFailure::NoDataFile => {
+            (failure.to_string(), "see docs/reference")
+        }
+    };
+    OpenError::new(name, why, remedy)
+}

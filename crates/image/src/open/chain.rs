@@ -1,0 +1,302 @@
+//! From the top of a chain to its end: opens each file, reads its header, follows the names in it.
+//!
+//! Reads only headers. The tables are read when the images are opened, from the other end.
+
+use std::path::{Path, PathBuf};
+
+use super::{BackingChoice, ImageOptions, names};
+use storage::{
+    FileIdentity, Format, OpenError, Spec, Storage, open_any,
+    probe::{self, Probed, check_format},
+    wrapped,
+};
+
+use crate::qcow2::{
+    self, MetadataError,
+    header::{Crypt, Header, Place},
+};
+
+/// The most images in a chain. Each costs caches, and a read may go through all of them.
+pub const LONGEST_CHAIN: usize = 200;
+
+/// An image of the chain, not yet opened as its format has it.
+pub(super) struct Level {
+    /// For people: whose backing file it is, too.
+    pub(super) name: String,
+    /// Its file, with the wrappers.
+    pub(super) storage: Storage,
+    pub(super) read_only: bool,
+    /// The format is a guess, which what is written must not make wrong.
+    pub(super) guessed: bool,
+    /// Of a raw image nothing.
+    pub(super) qcow2: Option<Found>,
+}
+
+/// What a qcow2 image says.
+pub(super) struct Found {
+    pub(super) header: Header,
+    pub(super) data: Option<Storage>,
+}
+
+impl Level {
+    /// Where its LUKS header is, if it is encrypted.
+    pub(super) fn luks(&self) -> Option<Place> {
+        self.qcow2
+            .as_ref()
+            .and_then(|found| found.header.encryption.filter(|_| found.header.crypt == Crypt::Luks))
+    }
+}
+
+/// What is to be opened next.
+struct Next {
+    path: PathBuf,
+    format: Format,
+    /// The image that names it.
+    of: String,
+}
+
+/// The images of the chain that begins with `spec`, topmost first; at least one.
+pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Level>, OpenError> {
+    let mut seen = Seen::default();
+    let (top, mut next) = find_top(spec, options, &mut seen).await?;
+    let mut levels = vec![top];
+    while let Some(Next { path, format, of }) = next {
+        if levels.len() == LONGEST_CHAIN {
+            let why = format!("the chain of backing files is longer than {LONGEST_CHAIN} images");
+            return Err(OpenError::new(spec, why, "shorten it: qemu-img rebase or commit"));
+        }
+        let (level, after) = find_backing(path, format, &of, options, &mut seen).await?;
+        levels.push(level);
+        next = after;
+    }
+    Ok(levels)
+}
+
+async fn find_top(
+    spec: &str,
+    options: &ImageOptions,
+    seen: &mut Seen,
+) -> Result<(Level, Option<Next>), OpenError> {
+    let own = &options.storage;
+    let (path, is_far) = match spec.parse() {
+        Ok(Spec::File(path)) => (Some(path), false),
+        Ok(Spec::Nbd(_) | Spec::Rbd(_)) => (None, true),
+        _ => (None, false),
+    };
+    let name = path.as_ref().map_or_else(|| spec.to_owned(), |path| path.display().to_string());
+    let (bottom, probed) = bottom(spec.to_owned(), own.clone()).await?;
+    seen.add(&bottom, &name)?;
+    let guessed = own.format.is_none() && (path.is_some() || is_far);
+    let format = check_format(own.format, probed, &name)?;
+    warn_of_container(&name, probed);
+    if own.part.is_some() && format != Format::Raw {
+        return Err(OpenError::new(
+            &name,
+            "is not raw, and only of raw images a part can be had",
+            "leave it out",
+        ));
+    }
+    let level = Level {
+        storage: wrapped(spec, bottom, own.clone())?,
+        name,
+        read_only: own.read_only,
+        guessed,
+        qcow2: None,
+    };
+    follow(level, path.as_deref(), format, options, seen).await
+}
+
+async fn find_backing(
+    path: PathBuf,
+    format: Format,
+    of: &str,
+    options: &ImageOptions,
+    seen: &mut Seen,
+) -> Result<(Level, Option<Next>), OpenError> {
+    let name = format!("{of}: its backing file {}", path.display());
+    // What a raw one does not have reads as zeroes, also where that is all.
+    let may_be_empty = format == Format::Raw;
+    let own = storage::OpenOptions { read_only: true, may_be_empty, ..behind(options, format) };
+    let (storage, probed) = open_behind(&path, &name, own, seen).await?;
+    warn_of_container(&name, probed);
+    let name = path.display().to_string();
+    let level = Level { name, storage, read_only: true, guessed: false, qcow2: None };
+    follow(level, Some(&path), format, options, seen).await
+}
+
+/// Reads the header, opens the data file, and says what comes next.
+async fn follow(
+    mut level: Level,
+    path: Option<&Path>,
+    format: Format,
+    options: &ImageOptions,
+    seen: &mut Seen,
+) -> Result<(Level, Option<Next>), OpenError> {
+    if format == Format::Raw {
+        return Ok((level, None));
+    }
+    let header = qcow2::read_header(&level.storage).await.map_err(|error| invalid(&level, &error))?;
+    check(&level, &header)?;
+    let data = open_data_file(&level, path, &header, options, seen).await?;
+    let next = next(&level.name, path, &header, &options.backing)?;
+    level.qcow2 = Some(Found { header, data });
+    // Only of the image that was asked for can more be said than it says itself.
+    Ok((level, next))
+}
+
+fn check(level: &Level, header: &Header) -> Result<(), OpenError> {
+    if header.crypt == Crypt::Aes {
+        return Err(OpenError::new(
+            &level.name,
+            "is encrypted in the old way (\"aes\"), which is broken and not supported",
+            "convert it with qemu-img to an image encrypted with LUKS",
+        ));
+    }
+    if level.guessed && (header.backing.is_some() || header.has_data_file()) {
+        return Err(OpenError::new(
+            &level.name,
+            "looks like qcow2 and names other files, so its format must be given",
+            "--format qcow2, if it is one: a guest may have written the header into a raw disk",
+        ));
+    }
+    Ok(())
+}
+
+fn next(
+    name: &str,
+    path: Option<&Path>,
+    header: &Header,
+    choice: &BackingChoice,
+) -> Result<Option<Next>, OpenError> {
+    let (Some(backing), BackingChoice::AsInImage) = (&header.backing, choice) else { return Ok(None) };
+    let refused = |why: String, remedy: &str| {
+        OpenError::new(name, format!("its backing file {:?} {why}", backing.name), remedy)
+    };
+    let Some(format) = &backing.format else {
+        return Err(refused(
+            "has no format, and guessing it is not safe".to_owned(),
+            "write it into the image: qemu-img rebase -u -b BACKING -F raw|qcow2 IMAGE",
+        ));
+    };
+    let format: Format = format.parse().map_err(|_| {
+        refused(
+            format!("is of the format {format:?}; weir knows raw and qcow2"),
+            "convert it: qemu-img convert -O qcow2",
+        )
+    })?;
+    let path = names::resolve(path, &backing.name).map_err(|why| {
+        refused(why, "write a path into the image: qemu-img rebase -u -b PATH -F raw|qcow2 IMAGE")
+    })?;
+    Ok(Some(Next { path, format, of: name.to_owned() }))
+}
+
+async fn open_data_file(
+    level: &Level,
+    path: Option<&Path>,
+    header: &Header,
+    options: &ImageOptions,
+    seen: &mut Seen,
+) -> Result<Option<Storage>, OpenError> {
+    if !header.has_data_file() {
+        return Ok(None);
+    }
+    let Some(name) = &header.data_file else {
+        return Err(OpenError::new(
+            &level.name,
+            "has an external data file and does not say which",
+            "write its name into the image: qemu-img amend -o data_file=NAME",
+        ));
+    };
+    let path = names::resolve(path, name).map_err(|why| {
+        let remedy = "write a path into the image: qemu-img amend -o data_file=PATH";
+        OpenError::new(&level.name, format!("its data file {name:?} {why}"), remedy)
+    })?;
+    let name = format!("{}: its data file {}", level.name, path.display());
+    let (read_only, handover) = (level.read_only, options.storage.handover);
+    let own = storage::OpenOptions { read_only, handover, ..behind(options, Format::Raw) };
+    open_behind(&path, &name, own, seen).await.map(|(storage, _)| Some(storage))
+}
+
+/// What holds for files behind the image.
+fn behind(options: &ImageOptions, format: Format) -> storage::OpenOptions {
+    let top = &options.storage;
+    storage::OpenOptions {
+        cache: top.cache,
+        format: Some(format),
+        force_share: top.force_share,
+        root: top.root.clone(),
+        passed: top.passed.clone(),
+        ..storage::OpenOptions::default()
+    }
+}
+
+/// Opens a file behind the image; `name` says also whose it is.
+async fn open_behind(
+    path: &Path,
+    name: &str,
+    mut options: storage::OpenOptions,
+    seen: &mut Seen,
+) -> Result<(Storage, Probed), OpenError> {
+    // Before its locks, which would only say that somebody has it.
+    let at = path.to_owned();
+    let there = reactor::blocking(move || FileIdentity::at(&at)).await;
+    seen.check(there, name)?;
+    let Some(text) = path.to_str() else {
+        return Err(OpenError::new(name, "its name is not UTF-8", "rename it or its directory"));
+    };
+    options.force_share &= options.read_only;
+    let opened = bottom(format!("file:{text}"), options).await;
+    let (storage, probed) = opened.map_err(|error| OpenError { image: name.to_owned(), ..error })?;
+    seen.add(&storage, name)?;
+    Ok((storage, probed))
+}
+
+/// Logs that an image looks like a file that has to be unpacked or converted first.
+fn warn_of_container(image: &str, probed: Probed) {
+    if let Some(warning) = probe::warning(probed) {
+        tracing::warn!(image, "{warning}");
+    }
+}
+
+async fn bottom(spec: String, options: storage::OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    open_any(&spec, &options).await
+}
+
+fn invalid(level: &Level, error: &MetadataError) -> OpenError {
+    let name = &level.name;
+    match error {
+        MetadataError::Invalid(error) if level.guessed => {
+            let why = format!("looks like qcow2 and is none that can be used: {error}");
+            OpenError::new(name, why, "--format raw serves its bytes as they are")
+        }
+        MetadataError::Invalid(error) => OpenError::new(
+            name,
+            format!("is no qcow2 image that can be used: {error}"),
+            "`weir image check` looks at all of it",
+        ),
+        MetadataError::Storage(error) => {
+            OpenError::new(name, format!("its header cannot be read: {error}"), "is the device in order?")
+        }
+    }
+}
+
+/// The files of the chain so far, by what they are and not by their names.
+#[derive(Default)]
+struct Seen(Vec<FileIdentity>);
+
+impl Seen {
+    fn check(&self, file: Option<FileIdentity>, name: &str) -> Result<(), OpenError> {
+        if file.is_some_and(|file| self.0.contains(&file)) {
+            let remedy = "an image cannot be its own backing file: qemu-img rebase -u names another";
+            return Err(OpenError::new(name, "is in the chain already, which would never end", remedy));
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, storage: &Storage, name: &str) -> Result<(), OpenError> {
+        let file = storage.file_identity();
+        self.check(file, name)?;
+        self.0.extend(file);
+        Ok(())
+    }
+}

@@ -1,0 +1,61 @@
+//! Which passphrase belongs to which image, and unlocking.
+
+use super::chain::Level;
+use storage::OpenError;
+
+use crate::{
+    Secret,
+    qcow2::luks::{self, Cipher, UnlockError},
+};
+
+/// The cipher of each level, none where it is not encrypted.
+///
+/// Comes after the whole chain was found: what is missing shows before keys are derived, which
+/// takes seconds.
+pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<Option<Cipher>>, OpenError> {
+    let encrypted = levels.iter().filter(|level| level.luks().is_some()).count();
+    let top = &levels[0].name;
+    if encrypted == 0 && !secrets.is_empty() {
+        let remedy = "leave the secret out, or name the image it is for";
+        return Err(OpenError::new(top, "is not encrypted, and there is a secret for it", remedy));
+    }
+    if secrets.len() > 1 && secrets.len() != encrypted {
+        let why = format!("{} secrets for {encrypted} encrypted images", secrets.len());
+        let remedy = "give one for each from the top of the chain, or one for all";
+        return Err(OpenError::new(top, why, remedy));
+    }
+    let mut next = secrets.iter();
+    let mut ciphers = Vec::with_capacity(levels.len());
+    for level in levels {
+        ciphers.push(match level.luks() {
+            None => None,
+            Some(place) => {
+                let secret = if secrets.len() == 1 { secrets.first() } else { next.next() };
+                let secret = secret.ok_or_else(|| {
+                    OpenError::new(
+                        &level.name,
+                        "is encrypted with LUKS",
+                        "give its passphrase with --secret-file",
+                    )
+                })?;
+                let opened = luks::unlock(&level.storage, place, secret).await;
+                Some(opened.map_err(|error| said(&level.name, &error, secret))?)
+            }
+        });
+    }
+    Ok(ciphers)
+}
+
+fn said(name: &str, error: &UnlockError, secret: &Secret) -> OpenError {
+    let remedy = match error {
+        // The commonest mistake, and nothing that a wrong passphrase would tell about the right
+        // one.
+        UnlockError::WrongPassphrase { .. } if secret.expose().ends_with(b"\n") => {
+            "the line break at the end of the secret counts, too: printf is better than echo"
+        }
+        UnlockError::WrongPassphrase { .. } => "is it the passphrase of this image?",
+        UnlockError::Invalid(_) => "was the image made by another program than QEMU or weir?",
+        UnlockError::Io(_) => "is the device in order?",
+    };
+    OpenError::new(name, error.to_string(), remedy)
+}

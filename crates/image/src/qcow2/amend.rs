@@ -1,0 +1,55 @@
+//! Changes of an image's features: its version and lazy refcounts.
+//!
+//! Both are fields of the header alone, and all else stays where it is. Never changes guest data.
+
+use super::Qcow2;
+use reactor::error::{Error, Result};
+
+use crate::qcow2::header::compatible;
+
+/// Features to change; `None` keeps the present value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Amendment {
+    /// Make an image of version 2 one of version 3.
+    pub upgrade: bool,
+    /// Write refcounts late; only in version 3.
+    pub lazy_refcounts: Option<bool>,
+}
+
+impl Qcow2 {
+    /// Changes features of the image, durably. Requests to the open image are not affected; the
+    /// caller closes it next.
+    ///
+    /// An image of version 2 must have been checked before it is upgraded: version 3 gives a
+    /// meaning to bits that are reserved in version 2.
+    ///
+    /// # Errors
+    /// [`Error::NOT_PERMITTED`] if it is read-only; [`Error::INVALID`] if the version that the
+    /// image has, or would have, lacks the feature; [`Error::NO_SPACE`] if the longer header does
+    /// not fit into its cluster; or the file's.
+    pub async fn amend(&self, amendment: Amendment) -> Result<()> {
+        if self.is_read_only() {
+            return Err(Error::NOT_PERMITTED);
+        }
+        let mut changed = self.header();
+        if amendment.upgrade {
+            changed.version = 3;
+        }
+        if let Some(is_on) = amendment.lazy_refcounts {
+            if is_on && changed.version < 3 {
+                return Err(Error::INVALID);
+            }
+            changed.compatible &= !compatible::LAZY_REFCOUNTS;
+            if is_on {
+                changed.compatible |= compatible::LAZY_REFCOUNTS;
+            }
+        }
+        changed.encode().map_err(|_| Error::NO_SPACE)?;
+        let _quiet = self.quiesce().await?;
+        self.update_header(|header| {
+            header.version = changed.version;
+            header.compatible = changed.compatible;
+        })
+        .await
+    }
+}

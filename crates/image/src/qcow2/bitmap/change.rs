@@ -1,0 +1,462 @@
+//! The bitmaps of an open image as they are in the file: read, added, removed, cleared, enabled and
+//! disabled, merged; and marked as in use.
+//!
+//! Never overwrites a directory or a table that the header leads to, except the flag that says that
+//! a bitmap is in use. New ones are written elsewhere, the header changes to them in one sector,
+//! and then the old ones are freed. A crash leaves the old or the new, and leaks.
+
+use super::{
+    Bits, DirtyBits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, directory::MOST_BITS, encode,
+    encode_table, flag, read,
+};
+use reactor::{
+    error::{Error, Result as IoResult},
+    memory::NotEnough,
+};
+
+use crate::qcow2::{
+    Invalid, MetadataError, Qcow2, bytes,
+    header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
+    l1::padded,
+};
+
+/// Why nothing became of it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BitmapError {
+    /// There is none of that name.
+    #[error("there is no bitmap {0:?} (`weir image info` lists them)")]
+    NotFound(String),
+    /// There is one of that name.
+    #[error("there is a bitmap {0:?} already (choose another name, or remove it)")]
+    Exists(String),
+    /// It may be wrong.
+    #[error("the bitmap {0:?} was not stored by who used it last, and may be wrong (remove it)")]
+    InUse(String),
+    /// It has data that only others know.
+    #[error("the bitmap {0:?} has extra data that weir does not know (use the program that made it)")]
+    Extra(String),
+    /// A value that cannot be.
+    #[error("{0}")]
+    Wrong(String),
+    /// What records writes does not fit into memory.
+    #[error("{0}")]
+    Memory(#[from] NotEnough),
+    /// Nothing may be changed.
+    #[error("it is read-only (open it for writing)")]
+    ReadOnly,
+    /// Something in the image is wrong.
+    #[error("{0} (`weir image check` shows the damage)")]
+    Invalid(#[from] Invalid),
+    /// The file cannot be read or written.
+    #[error("{0}")]
+    Failed(#[from] Error),
+}
+
+impl From<MetadataError> for BitmapError {
+    fn from(error: MetadataError) -> Self {
+        match error {
+            MetadataError::Invalid(invalid) => Self::Invalid(invalid),
+            MetadataError::Storage(error) => Self::Failed(error),
+        }
+    }
+}
+
+/// Bits that are read or written in one go, in bytes.
+const AT_ONCE: usize = 1 << 20;
+
+type Result<T> = std::result::Result<T, BitmapError>;
+
+impl Qcow2 {
+    /// The bitmaps, as the directory describes them; none where they are not marked right.
+    ///
+    /// # Errors
+    /// [`BitmapError::Invalid`] and [`BitmapError::Failed`].
+    pub async fn bitmaps(&self) -> Result<Vec<Entry>> {
+        self.bitmaps_of(&self.header()).await
+    }
+
+    /// Those of this header.
+    pub(super) async fn bitmaps_of(&self, header: &Header) -> Result<Vec<Entry>> {
+        match header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
+            Some(bitmaps) => Ok(read(self.file.storage(), header, bitmaps).await?),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// What a bitmap marks.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn bitmap_bits(&self, name: &str) -> Result<DirtyBits> {
+        let entries = self.bitmaps().await?;
+        self.read_bits(&entries[usable(&entries, name)?], self.size_bytes()).await
+    }
+
+    /// What a bitmap of a disk of this size marks, as the file has it.
+    pub(super) async fn read_bits(&self, entry: &Entry, size_bytes: u64) -> Result<DirtyBits> {
+        let cluster_bits = self.shape.cluster_bits;
+        self.check_table(entry, size_bytes)?;
+        let table = self.bitmap_table(entry).await?;
+        // As many bits as the table has room for, or fewer: the directory's rules bound them.
+        let mut bits = DirtyBits::new(size_bytes, entry.granularity_bits);
+        let mut number = 0;
+        while number < table.len() {
+            let at = number << cluster_bits;
+            number += match table[number] {
+                Bits::Zeroes => 1,
+                Bits::Ones => {
+                    bits.fill(at, std::iter::repeat_n(u8::MAX, 1 << cluster_bits));
+                    1
+                }
+                Bits::Stored(offset) => {
+                    let run = run_of(&table[number..], offset, cluster_bits);
+                    let read = bytes::read(self.file.storage(), offset, run << cluster_bits).await?;
+                    bits.fill(at, read.into_iter());
+                    run
+                }
+            };
+        }
+        Ok(bits)
+    }
+
+    /// An error, if the table has no room for the bits of a disk of this size.
+    pub(super) fn check_table(&self, entry: &Entry, size_bytes: u64) -> std::result::Result<(), Invalid> {
+        let needed = Entry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
+        if needed > entry.table_entries.into() {
+            let what =
+                format!("the table of bitmap {:?} at {:#x} is too short", entry.name(), entry.table_offset);
+            return Err(Invalid::new(what));
+        }
+        Ok(())
+    }
+
+    /// A bitmap's table, of which every entry leads into the file, and no two to the same place.
+    pub(super) async fn bitmap_table(&self, entry: &Entry) -> Result<Vec<Bits>> {
+        let Place { offset, length } = entry.table();
+        let cluster_bytes = 1 << self.shape.cluster_bits;
+        // The last cluster may be incomplete.
+        let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
+        let wrong = |what: &str| Err(Invalid::new(format!("bitmap {:?} {what}", entry.name())).into());
+        if offset.checked_add(length).is_none_or(|end| end > file_end) {
+            return wrong("has its table behind the end of the file");
+        }
+        let table =
+            decode_table(&bytes::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
+        let stored = table.iter().filter_map(|part| match part {
+            Bits::Stored(offset) => Some(*offset),
+            Bits::Zeroes | Bits::Ones => None,
+        });
+        let mut stored: Vec<_> = stored.collect();
+        stored.sort_unstable();
+        if stored.last().is_some_and(|last| last + cluster_bytes > file_end) {
+            return wrong("has bits behind the end of the file");
+        }
+        if stored.windows(2).any(|pair| pair[0] == pair[1]) {
+            return wrong("has the same cluster of bits twice");
+        }
+        Ok(table)
+    }
+
+    /// Adds a bitmap that marks nothing, and records what is written from the next time the image
+    /// is opened. A bit is for `1 << granularity_bits` bytes.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn add_bitmap(&self, name: &str, granularity_bits: u32) -> Result<()> {
+        let _quiet = self.quiesce().await?;
+        let mut entries = self.changeable_bitmaps().await?;
+        let wrong = |what: String| Err(BitmapError::Wrong(what));
+        if self.shape.version < 3 {
+            return wrong("an image of version 2 has no bitmaps (compat=1.1 has)".to_owned());
+        }
+        if entries.iter().any(|entry| entry.name == name.as_bytes()) {
+            return Err(BitmapError::Exists(name.to_owned()));
+        }
+        if name.is_empty() || name.len() > LONGEST_NAME {
+            return wrong(format!("a name of {} bytes; 1 to {LONGEST_NAME} are possible", name.len()));
+        }
+        if !GRANULARITY_BITS.contains(&granularity_bits) {
+            return wrong(format!("a granularity of 2^{granularity_bits} bytes; 512 to 2G is possible"));
+        }
+        self.check_granularity(granularity_bits)?;
+        if entries.len() == MOST_BITMAPS as usize {
+            return wrong(format!("it has {MOST_BITMAPS} bitmaps, which is the most (remove some)"));
+        }
+        let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
+        let (table_offset, table_entries) = self.store_bits(&bits).await?;
+        let name = name.as_bytes().to_vec();
+        entries.push(Entry {
+            table_offset,
+            table_entries,
+            flags: flag::AUTO,
+            granularity_bits,
+            name,
+            extra: Vec::new(),
+        });
+        self.replace_directory(&entries).await
+    }
+
+    /// An error if the disk has more parts of this granularity than the format has bits.
+    fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
+        let table = Entry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
+        if table > MOST_BITS >> self.shape.cluster_bits {
+            let what = "the disk has too many parts of that granularity (choose a larger one)";
+            return Err(BitmapError::Wrong(what.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Removes a bitmap, also one that may be wrong.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn remove_bitmap(&self, name: &str) -> Result<()> {
+        let _quiet = self.quiesce().await?;
+        let mut entries = self.changeable_bitmaps().await?;
+        let entry = entries.remove(find(&entries, name)?);
+        self.replace_directory(&entries).await?;
+        self.free_bits(&entry).await
+    }
+
+    /// Has a bitmap mark nothing.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn clear_bitmap(&self, name: &str) -> Result<()> {
+        let entries = self.changeable_bitmaps().await?;
+        let granularity_bits = entries[usable(&entries, name)?].granularity_bits;
+        self.check_granularity(granularity_bits)?;
+        self.store_bitmap(name, &DirtyBits::new(self.size_bytes(), granularity_bits)).await
+    }
+
+    /// Has a bitmap record what is written from the next time the image is opened, or not.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn enable_bitmap(&self, name: &str, enabled: bool) -> Result<()> {
+        let _quiet = self.quiesce().await?;
+        let mut entries = self.changeable_bitmaps().await?;
+        let found = usable(&entries, name)?;
+        entries[found].flags = entries[found].flags & !flag::AUTO | if enabled { flag::AUTO } else { 0 };
+        self.replace_directory(&entries).await
+    }
+
+    /// Has a bitmap mark what `source` marks too; that may be of another image and granularity.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn merge_bitmap(&self, name: &str, source: &DirtyBits) -> Result<()> {
+        let mut bits = self.bitmap_bits(name).await?;
+        if source.size_bytes() != bits.size_bytes() {
+            let (theirs, ours) = (source.size_bytes(), bits.size_bytes());
+            let what = format!(
+                "the source is of a disk of {theirs} bytes, and {name:?} of {ours} (resize one of them)"
+            );
+            return Err(BitmapError::Wrong(what));
+        }
+        bits.merge(source);
+        self.store_bitmap(name, &bits).await
+    }
+
+    /// Stores what a bitmap marks from now on, of this disk and the bitmap's granularity. It is in
+    /// use no more.
+    ///
+    /// # Errors
+    /// [`BitmapError`].
+    pub async fn store_bitmap(&self, name: &str, bits: &DirtyBits) -> Result<()> {
+        let _quiet = self.quiesce().await?;
+        let mut entries = self.changeable_bitmaps().await?;
+        let found = find(&entries, name)?;
+        if (bits.size_bytes(), bits.granularity_bits())
+            != (self.size_bytes(), entries[found].granularity_bits)
+        {
+            return Err(BitmapError::Wrong(format!("these bits are not of the bitmap {name:?}")));
+        }
+        let old = entries[found].clone();
+        let (table_offset, table_entries) = self.store_bits(bits).await?;
+        entries[found] =
+            Entry { table_offset, table_entries, flags: old.flags & !flag::IN_USE, ..old.clone() };
+        self.replace_directory(&entries).await?;
+        self.free_bits(&old).await
+    }
+
+    async fn changeable_bitmaps(&self) -> Result<Vec<Entry>> {
+        if self.is_read_only() { Err(BitmapError::ReadOnly) } else { self.bitmaps().await }
+    }
+
+    /// Writes bits and their table to where nothing is. Nothing is left of them if that fails.
+    pub(super) async fn store_bits(&self, bits: &DirtyBits) -> Result<(u64, u32)> {
+        let mut table = Vec::new();
+        let stored = match self.store_parts(bits, &mut table).await {
+            Ok(()) => self.store_clusters(&encode_table(&table)).await,
+            Err(error) => Err(error),
+        };
+        match stored {
+            Ok(offset) => Ok((offset, table.len() as u32)),
+            Err(error) => {
+                for part in table {
+                    if let Bits::Stored(offset) = part {
+                        let _ = self.change_refcount(offset, 1, -1).await;
+                    }
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Writes the bits that have to be, many clusters at a time, and adds what a table says of
+    /// them.
+    async fn store_parts(&self, bits: &DirtyBits, table: &mut Vec<Bits>) -> IoResult<()> {
+        let cluster = 1_usize << self.shape.cluster_bits;
+        for piece in bits.bytes().chunks(cluster.max(AT_ONCE)) {
+            let is_all = |part: &[u8], value: u8| part.iter().all(|byte| *byte == value);
+            let is_stored = |part: &&[u8]| {
+                let is_ones = part.len() == cluster && is_all(part, u8::MAX);
+                !is_all(part, 0) && !is_ones
+            };
+            let stored = piece.chunks(cluster).filter(is_stored).collect::<Vec<_>>().concat();
+            let mut place = if stored.is_empty() { 0 } else { self.store_clusters(&stored).await? };
+            for part in piece.chunks(cluster) {
+                table.push(match part {
+                    part if is_stored(&part) => {
+                        place += cluster as u64;
+                        Bits::Stored(place - cluster as u64)
+                    }
+                    [0, ..] => Bits::Zeroes,
+                    _ => Bits::Ones,
+                });
+            }
+        }
+        if table.is_empty() {
+            table.push(Bits::Zeroes);
+        }
+        Ok(())
+    }
+
+    async fn store_clusters(&self, bytes: &[u8]) -> IoResult<u64> {
+        let length = bytes.len() as u64;
+        let offset = self.allocate(length.div_ceil(1 << self.shape.cluster_bits)).await?;
+        match self.write_metadata(offset, &padded(bytes.to_vec())).await {
+            Ok(()) => Ok(offset),
+            Err(error) => {
+                let _ = self.change_refcount(offset, length, -1).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Writes another directory, has the header name it, and frees the old one.
+    pub(super) async fn replace_directory(&self, entries: &[Entry]) -> Result<()> {
+        let header = self.header();
+        let directory = encode(entries);
+        let length = directory.len() as u64;
+        if length > LARGEST_BITMAP_DIRECTORY {
+            return Err(BitmapError::Wrong("the directory of the bitmaps is full (remove some)".to_owned()));
+        }
+        let bitmaps = match entries.len() as u32 {
+            0 => None,
+            count => {
+                let offset = self.store_clusters(&directory).await?;
+                Some(Bitmaps { count, directory: Place { offset, length } })
+            }
+        };
+        self.flush_metadata().await?;
+        self.update_header(|header| {
+            header.bitmaps = bitmaps;
+            header.autoclear = header.autoclear & !autoclear::BITMAPS
+                | if bitmaps.is_some() { autoclear::BITMAPS } else { 0 };
+        })
+        .await?;
+        // One that was not marked right may lie anywhere.
+        if let Some(old) = header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
+            self.change_refcount(old.directory.offset, old.directory.length, -1).await?;
+        }
+        Ok(self.flush_metadata().await?)
+    }
+
+    /// Frees what nothing leads to any more.
+    pub(super) async fn free_bits(&self, entry: &Entry) -> Result<()> {
+        let cluster = 1 << self.shape.cluster_bits;
+        for part in self.bitmap_table(entry).await? {
+            if let Bits::Stored(offset) = part {
+                self.change_refcount(offset, cluster, -1).await?;
+            }
+        }
+        let Place { offset, length } = entry.table();
+        self.change_refcount(offset, length, -1).await?;
+        Ok(self.flush_metadata().await?)
+    }
+
+    /// Has every bitmap say that it may be wrong, since the disk becomes another one. QEMU then
+    /// uses none of them.
+    pub(in crate::qcow2) async fn mark_bitmaps_in_use(&self) -> IoResult<()> {
+        match self.bitmap_entries().await? {
+            Some(entries) => self.mark_in_use(entries, |_| true).await,
+            None => Ok(()),
+        }
+    }
+
+    /// The directory; `None`, and the header says that there are no bitmaps, if it is wrong.
+    pub(super) async fn bitmap_entries(&self) -> IoResult<Option<Vec<Entry>>> {
+        match self.bitmaps().await {
+            Ok(entries) => Ok(Some(entries).filter(|entries| !entries.is_empty())),
+            Err(BitmapError::Failed(error)) => Err(error),
+            Err(why) => self.drop_mark(&why).await.map(|()| None),
+        }
+    }
+
+    /// Has some of the bitmaps say that they may be wrong; durable when this returns.
+    pub(super) async fn mark_in_use(
+        &self,
+        mut entries: Vec<Entry>,
+        which: impl Fn(&Entry) -> bool,
+    ) -> IoResult<()> {
+        let Some(bitmaps) = self.header().bitmaps else { return Ok(()) };
+        entries.iter_mut().filter(|entry| which(entry)).for_each(|entry| entry.flags |= flag::IN_USE);
+        let mut directory = encode(&entries);
+        // The last one's padding may be missing.
+        directory.truncate(bitmaps.directory.length as usize);
+        // Even if nothing has to change: what an attempt that failed has left may be read, and yet
+        // never reach the disk.
+        self.write_metadata(bitmaps.directory.offset, &directory).await?;
+        self.file.flush().await
+    }
+
+    async fn drop_mark(&self, why: &BitmapError) -> IoResult<()> {
+        let image = self.file.storage().description();
+        tracing::warn!(image, "its bitmaps cannot be used, and are marked so: {why}");
+        self.update_header(|header| header.autoclear &= !autoclear::BITMAPS).await
+    }
+}
+
+fn find(entries: &[Entry], name: &str) -> Result<usize> {
+    let found = entries.iter().position(|entry| entry.name == name.as_bytes());
+    found.ok_or_else(|| BitmapError::NotFound(name.to_owned()))
+}
+
+/// One whose bits are right.
+fn usable(entries: &[Entry], name: &str) -> Result<usize> {
+    let found = find(entries, name)?;
+    entries[found].check_usable().map(|()| found)
+}
+
+impl Entry {
+    /// An error unless the bits are right, and known to weir.
+    pub(super) fn check_usable(&self) -> Result<()> {
+        if self.flags & flag::IN_USE != 0 {
+            return Err(BitmapError::InUse(self.name().into_owned()));
+        }
+        if !self.extra.is_empty() && self.flags & flag::EXTRA_COMPATIBLE == 0 {
+            return Err(BitmapError::Extra(self.name().into_owned()));
+        }
+        Ok(())
+    }
+}
+
+/// How many clusters of bits from the first on lie behind each other in the file, and are read in
+/// one go.
+fn run_of(table: &[Bits], first: u64, cluster_bits: u32) -> usize {
+    let together = (AT_ONCE >> cluster_bits).max(1);
+    let expected = (0..together as u64).map(|index| Bits::Stored(first + (index << cluster_bits)));
+    table.iter().zip(expected).take_while(|(part, expected)| *part == expected).count()
+}

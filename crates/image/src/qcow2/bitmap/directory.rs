@@ -1,0 +1,305 @@
+//! The bitmap directory, and the table of each bitmap.
+//!
+//! Reads no more of the file than the header's rules allow, and gives out nothing that QEMU would
+//! not take.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps"; the limits that go beyond it are QEMU's own.
+
+use std::{borrow::Cow, collections::HashSet, ops::RangeInclusive};
+
+use storage::Storage;
+
+use crate::qcow2::{
+    Invalid, MetadataError,
+    big_endian::{u16_at, u32_at, u64_at, words},
+    bytes,
+    header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, Place},
+};
+
+/// Granularities that QEMU knows, as bits: from 512 bytes to 2 GiB.
+pub const GRANULARITY_BITS: RangeInclusive<u32> = 9..=31;
+/// The longest name, in bytes.
+pub const LONGEST_NAME: usize = 1023;
+/// The most bits that QEMU opens, in bytes.
+pub(super) const MOST_BITS: u64 = 512 << 20;
+const FIXED: usize = 24;
+/// The only kind there is: what was written is marked.
+const DIRTY_TRACKING: u8 = 1;
+
+/// Bits of [`Entry::flags`].
+pub mod flag {
+    /// It was not stored by whoever used it last, and may be wrong.
+    pub const IN_USE: u32 = 1 << 0;
+    /// It records writes from the moment the image is opened.
+    pub const AUTO: u32 = 1 << 1;
+    /// It may be used though its extra data is not known.
+    pub const EXTRA_COMPATIBLE: u32 = 1 << 2;
+    /// All that there are.
+    pub const KNOWN: u32 = IN_USE | AUTO | EXTRA_COMPATIBLE;
+}
+
+/// A bitmap, as the directory describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its table: the beginning of a cluster.
+    pub table_offset: u64,
+    /// Entries of its table, one for a cluster of bits.
+    pub table_entries: u32,
+    /// See [`flag`].
+    pub flags: u32,
+    /// A bit is for `1 << granularity_bits` bytes of the disk; in [`GRANULARITY_BITS`].
+    pub granularity_bits: u32,
+    /// From 1 to [`LONGEST_NAME`] bytes, each name once.
+    pub name: Vec<u8>,
+    /// Kept.
+    pub extra: Vec<u8>,
+}
+
+/// Bytes that copies of these bitmaps need in an image with such clusters, of a disk of
+/// `size_bytes`: all their bits, a table for each, and the directory.
+pub fn copied_bytes(bitmaps: &[Entry], size_bytes: u64, cluster_bytes: u64) -> u64 {
+    let (mut bytes, mut directory) = (0, 0);
+    for bitmap in bitmaps {
+        let bits = size_bytes.div_ceil(1 << bitmap.granularity_bits);
+        let clusters = bits.div_ceil(8).div_ceil(cluster_bytes);
+        bytes += clusters * cluster_bytes + (clusters * 8).next_multiple_of(cluster_bytes);
+        directory += (FIXED + bitmap.name.len()).next_multiple_of(8) as u64;
+    }
+    bytes + directory.next_multiple_of(cluster_bytes)
+}
+
+impl Entry {
+    /// The name, for people.
+    pub fn name(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(&self.name)
+    }
+
+    /// Where its table is.
+    pub fn table(&self) -> Place {
+        Place { offset: self.table_offset, length: u64::from(self.table_entries) * 8 }
+    }
+
+    /// Table entries that a bitmap of a disk of this size needs.
+    pub fn entries_for(size_bytes: u64, granularity_bits: u32, cluster_bits: u32) -> u64 {
+        size_bytes.div_ceil(1 << granularity_bits).div_ceil(8).div_ceil(1 << cluster_bits)
+    }
+
+    /// Reads an entry from the front of `bytes`: the entry, its fault, and its length.
+    fn decode(bytes: &[u8], header: &Header) -> Result<(Self, Option<Invalid>, usize), Invalid> {
+        let cut_off = || Invalid::new("the bitmap directory ends inside an entry");
+        let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
+        let word = |at: usize| u32_at(fixed, at);
+        let name_length = usize::from(u16_at(fixed, 18));
+        let extra_length = word(20) as usize;
+        let end = FIXED.checked_add(extra_length).and_then(|end| end.checked_add(name_length));
+        let variable = end.and_then(|end| bytes.get(FIXED..end)).ok_or_else(cut_off)?;
+        let (extra, name) = variable.split_at(extra_length);
+        let entry = Self {
+            table_offset: u64_at(fixed, 0),
+            table_entries: word(8),
+            flags: word(12),
+            granularity_bits: fixed[17].into(),
+            name: name.to_vec(),
+            extra: extra.to_vec(),
+        };
+        let fault = entry.check(fixed[16], header).err();
+        Ok((entry, fault, (FIXED + variable.len()).next_multiple_of(8).min(bytes.len())))
+    }
+
+    fn check(&self, kind: u8, header: &Header) -> Result<(), Invalid> {
+        let wrong = |what: String| Err(Invalid::new(format!("bitmap {:?} {what}", self.name())));
+        let Place { offset, length } = self.table();
+        if kind != DIRTY_TRACKING {
+            return wrong(format!("is of the unknown kind {kind}"));
+        }
+        if self.name.is_empty() || self.name.len() > LONGEST_NAME {
+            return wrong(format!("has a name of {} bytes", self.name.len()));
+        }
+        if self.flags & !flag::KNOWN != 0 {
+            return wrong(format!("has unknown flags {:#x}", self.flags));
+        }
+        if self.flags & flag::EXTRA_COMPATIBLE != 0 && self.extra.is_empty() {
+            return wrong("has the flag for extra data, and no extra data".to_owned());
+        }
+        if !GRANULARITY_BITS.contains(&self.granularity_bits) {
+            return wrong(format!("has a granularity of 2^{} bytes", self.granularity_bits));
+        }
+        if length == 0 || length / 8 > MOST_BITS / header.cluster_bytes() || offset == 0 {
+            return wrong(format!("has a table of {length} bytes at {offset:#x}"));
+        }
+        if !offset.is_multiple_of(header.cluster_bytes())
+            || offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT)
+        {
+            return wrong(format!("has its table at {offset:#x}, where no cluster begins"));
+        }
+        Ok(())
+    }
+
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.table_offset.to_be_bytes());
+        bytes.extend(self.table_entries.to_be_bytes());
+        bytes.extend(self.flags.to_be_bytes());
+        bytes.extend([DIRTY_TRACKING, self.granularity_bits as u8]);
+        bytes.extend((self.name.len() as u16).to_be_bytes());
+        bytes.extend((self.extra.len() as u32).to_be_bytes());
+        bytes.extend(&self.extra);
+        bytes.extend(&self.name);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+    }
+}
+
+/// The directory's bytes.
+pub fn encode(entries: &[Entry]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for entry in entries {
+        entry.encode(&mut bytes);
+    }
+    bytes
+}
+
+/// Reads the directory that the header names, which lies inside the file.
+///
+/// # Errors
+/// The first fault of the directory or of an entry, or the storage's error.
+pub async fn read(storage: &Storage, header: &Header, bitmaps: Bitmaps) -> Result<Vec<Entry>, MetadataError> {
+    let entries = read_entries(storage, header, bitmaps).await?;
+    let sound = entries.into_iter().map(|(entry, fault)| fault.map_or(Ok(entry), Err));
+    Ok(sound.collect::<Result<_, _>>()?)
+}
+
+/// The same with the fault of each entry. Of two bitmaps with one name the second has a fault.
+///
+/// # Errors
+/// The fault of the directory as a whole, or the storage's error.
+pub(in crate::qcow2) async fn read_entries(
+    storage: &Storage,
+    header: &Header,
+    Bitmaps { count, directory }: Bitmaps,
+) -> Result<Vec<(Entry, Option<Invalid>)>, MetadataError> {
+    let Place { offset, length } = directory;
+    let is_inside = offset.checked_add(length).is_some_and(|end| end <= storage.size_bytes());
+    if length > LARGEST_BITMAP_DIRECTORY || !is_inside || offset == 0 {
+        return Err(Invalid::new(format!(
+            "the bitmap directory of {length} bytes at {offset:#x} is not inside the file"
+        ))
+        .into());
+    }
+    let read = bytes::read(storage, offset, length as usize).await?;
+    let mut entries = Vec::new();
+    let mut names = HashSet::new();
+    let mut rest = &read[..];
+    while !rest.is_empty() {
+        let (entry, fault, end) = Entry::decode(rest, header)?;
+        let is_new = names.insert(entry.name.clone());
+        let fault = fault.or_else(|| {
+            (!is_new).then(|| Invalid::new(format!("two bitmaps are called {:?}", entry.name())))
+        });
+        rest = &rest[end..];
+        entries.push((entry, fault));
+    }
+    if entries.len() != count as usize {
+        let what = format!("the bitmap directory has {} entries, and the header says {count}", entries.len());
+        return Err(Invalid::new(what).into());
+    }
+    Ok(entries)
+}
+
+/// A cluster of bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bits {
+    /// All zeroes, and not stored.
+    Zeroes,
+    /// All ones, and not stored.
+    Ones,
+    /// At this offset in the file.
+    Stored(u64),
+}
+
+/// Reads a bitmap's table.
+///
+/// # Errors
+/// The first entry that is wrong.
+pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<Bits>, Invalid> {
+    let decode = |raw: u64| match raw {
+        0 => Ok(Bits::Zeroes),
+        1 => Ok(Bits::Ones),
+        offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => Ok(Bits::Stored(offset)),
+        other => {
+            Err(Invalid::new(format!("a bitmap table has the entry {other:#x}, which points to no cluster")))
+        }
+    };
+    words(bytes).map(decode).collect()
+}
+
+/// The table's bytes.
+pub fn encode_table(table: &[Bits]) -> Vec<u8> {
+    let encode = |bits: &Bits| match bits {
+        Bits::Zeroes => 0_u64,
+        Bits::Ones => 1,
+        Bits::Stored(offset) => *offset,
+    };
+    table.iter().map(encode).flat_map(u64::to_be_bytes).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::create::{CreateOptions, create};
+    use reactor::sim;
+
+    fn entry(number: usize) -> Entry {
+        Entry {
+            table_offset: 0x50000,
+            table_entries: 1,
+            flags: flag::AUTO,
+            granularity_bits: 16,
+            name: vec![b'n'; number + 1],
+            extra: vec![7; number % 5],
+        }
+    }
+
+    async fn read_back(entries: &[Entry], count: u32) -> Result<Vec<Entry>, MetadataError> {
+        let storage = Storage::memory(512);
+        let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
+        let header = create(&storage, None, &options).await.expect("valid");
+        let directory = encode(entries);
+        bytes::write(&storage, 0x40000, &directory).await.expect("memory");
+        let place = Place { offset: 0x40000, length: directory.len() as u64 };
+        read(&storage, &header, Bitmaps { count, directory: place }).await
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        sim::run(1, async {
+            let entries: Vec<_> = (0..100).map(entry).collect();
+            assert_eq!(read_back(&entries, 100).await, Ok(entries));
+        });
+        let table = [Bits::Zeroes, Bits::Ones, Bits::Stored(0x50000)];
+        assert_eq!(decode_table(&encode_table(&table), 65_536), Ok(table.to_vec()));
+        assert!(decode_table(&0x50200_u64.to_be_bytes(), 65_536).is_err());
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_named() {
+        sim::run(1, async {
+            let one = |change: fn(&mut Entry)| {
+                let mut wrong = entry(1);
+                change(&mut wrong);
+                vec![wrong]
+            };
+            for (part, entries, count) in [
+                ("2^8 bytes", one(|entry| entry.granularity_bits = 8), 1),
+                ("name of 0 bytes", one(|entry| entry.name.clear()), 1),
+                ("unknown flags", one(|entry| entry.flags = 8), 1),
+                ("and no extra data", one(|entry| (entry.flags, entry.extra) = (4, Vec::new())), 1),
+                ("no cluster begins", one(|entry| entry.table_offset = 0x50200), 1),
+                ("table of 0 bytes", one(|entry| entry.table_entries = 0), 1),
+                ("two bitmaps", vec![entry(1), entry(1)], 2),
+                ("header says 2", vec![entry(1)], 2),
+            ] {
+                let said = read_back(&entries, count).await.expect_err(part).to_string();
+                assert!(said.contains(part), "{said}");
+            }
+        });
+    }
+}

@@ -1,0 +1,356 @@
+//! Bitmaps that record writes, from the opening of an image for writing to its close, or until
+//! another process has it.
+//!
+//! ```text
+//!             opened: bits are read    first change          closed: bits, then the directory
+//!   in memory          │                     │▓▓ every write, zeroing and discard sets marks ▓▓│
+//!   in the file   good ┴─────────────────────┴─ in use ────────────────────────────────────────┴─ good
+//! ```
+//!
+//! A bitmap that is found in use may lack marks: a crash leaves it so, and then QEMU does not use
+//! it. So the file needs no care in between, and recording costs no I/O except at the first change.
+//! QEMU marks bitmaps as in use when it opens the image; here, an image that is opened and not
+//! changed keeps its bitmaps, whatever happens.
+//!
+//! Bitmaps record if they have the flag `auto` and are not in use. The others stay as they are,
+//! except for their size, which is the disk's.
+//!
+//! A mark is set before the change that it is for, and stays if the change fails: a bitmap may have
+//! too many marks, never too few.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. The effect
+//! of a resize was measured on qemu-img 7.2: space that is added is not marked.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{
+            AtomicBool,
+            Ordering::{Acquire, Relaxed, Release},
+        },
+    },
+};
+
+use arc_swap::{ArcSwap, Guard};
+
+use super::{
+    BitmapError, Bits, DirtyBits, Entry,
+    directory::{MOST_BITS, flag},
+    live::LiveBits,
+};
+use reactor::{
+    error::Result as IoResult,
+    memory::{Aside, Budget, NotEnough},
+};
+use storage::RangeLocks;
+
+use crate::qcow2::{Invalid, Qcow2, header::Place};
+
+/// For people, where it is no single one.
+const ANY: &str = "of any name";
+/// The most memory that the recorded bitmaps of an image take, in bytes.
+const MOST_RECORDED: u64 = 1 << 30;
+
+/// What an image records.
+#[derive(Debug, Default)]
+pub(in crate::qcow2) struct Recording {
+    /// The file says of a bitmap that should record that it is right: not while the disk changes.
+    good: AtomicBool,
+    /// One task at a time has it say something else.
+    turn: RangeLocks,
+    /// What is in memory holds: not before the first request, nor while another has the image.
+    held: AtomicBool,
+    /// Others only while nobody is inside.
+    bitmaps: ArcSwap<Vec<Arc<Recorded>>>,
+}
+
+/// A bitmap that takes down what is written.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    name: Vec<u8>,
+    bits: ArcSwap<LiveBits>,
+    /// They are not what the file has.
+    changed: AtomicBool,
+    /// For all of its bits, whether they are marked or not.
+    memory: Mutex<Aside>,
+}
+
+impl Recorded {
+    fn new(name: &[u8], bits: &DirtyBits, memory: Aside) -> Self {
+        let bits = ArcSwap::from_pointee(LiveBits::of(bits));
+        Self { name: name.to_vec(), bits, changed: AtomicBool::new(false), memory: Mutex::new(memory) }
+    }
+
+    fn mark(&self, range: Range<u64>) {
+        if self.bits.load().mark(range) && !self.changed.load(Relaxed) {
+            self.changed.store(true, Relaxed);
+        }
+    }
+
+    /// Only while nobody marks.
+    fn resize(&self, size_bytes: u64) {
+        let resized = self.bits.load().copied().resized(size_bytes);
+        let bytes = DirtyBits::bytes_for(size_bytes, resized.granularity_bits());
+        // A size for which there is too little was refused before.
+        let _ = self.memory.lock().unwrap_or_else(PoisonError::into_inner).change(bytes);
+        self.bits.store(Arc::new(LiveBits::of(&resized)));
+        self.changed.store(true, Relaxed);
+    }
+
+    /// See [`LiveBits::run`].
+    pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
+        self.bits.load().run(at, end)
+    }
+}
+
+impl Qcow2 {
+    fn recorded(&self) -> Guard<Arc<Vec<Arc<Recorded>>>> {
+        self.recording.bitmaps.load()
+    }
+
+    /// The one of this name.
+    pub(super) fn recorded_bitmap(&self, name: &str) -> Option<Arc<Recorded>> {
+        self.recorded().iter().find(|recorded| recorded.name == name.as_bytes()).cloned()
+    }
+
+    /// The names of those that record now, for people.
+    pub fn recorded_names(&self) -> Vec<String> {
+        let recorded = self.recorded();
+        recorded.iter().map(|recorded| String::from_utf8_lossy(&recorded.name).into_owned()).collect()
+    }
+
+    /// Whether it is known what records: not while another process has the image.
+    pub(super) fn holds_bitmaps(&self) -> bool {
+        self.recording.held.load(Acquire)
+    }
+
+    /// Another process is about to have the image, and may change what it records.
+    pub(in crate::qcow2) fn forget_bitmaps(&self) {
+        self.recording.held.store(false, Release);
+        self.recording.bitmaps.store(Arc::default());
+    }
+
+    /// A part of the disk is about to be changed, by somebody who is inside.
+    pub(in crate::qcow2) async fn record(&self, offset: u64, length: u64) -> IoResult<()> {
+        if self.recording.good.load(Acquire) {
+            Box::pin(self.begin_recording()).await?;
+        }
+        self.mark_recorded(offset, length);
+        Ok(())
+    }
+
+    /// The same, where the file says already that the bitmaps are in use.
+    pub(in crate::qcow2) fn mark_recorded(&self, offset: u64, length: u64) {
+        for recorded in self.recorded().iter() {
+            recorded.mark(offset..offset + length);
+        }
+    }
+
+    /// Has the file say that the bitmaps are in use which should record, also those that cannot;
+    /// durable when this returns.
+    pub(in crate::qcow2) async fn begin_recording(&self) -> IoResult<()> {
+        let _turn = self.recording.turn.exclusive(0..1).await;
+        if !self.recording.good.load(Acquire) {
+            return Ok(());
+        }
+        if let Some(entries) = self.bitmap_entries().await? {
+            self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0).await?;
+        }
+        self.recording.good.store(false, Release);
+        Ok(())
+    }
+
+    /// Reads the bitmaps that are to record, unless they are in memory. Before the first request.
+    ///
+    /// What was forgotten for want of memory would be missed at the next backup only: that there is
+    /// not enough is said here, and the image is not to be used.
+    ///
+    /// # Errors
+    /// The file's.
+    pub(in crate::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), NotEnough>> {
+        if self.holds_bitmaps() {
+            return Ok(Ok(()));
+        }
+        let entries = self.bitmap_entries().await?.unwrap_or_default();
+        let mut recorded = Vec::new();
+        let mut room = MOST_RECORDED;
+        for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
+            match self.take_up(entry, &mut room).await {
+                Ok(taken) => recorded.push(Arc::new(taken)),
+                Err(BitmapError::Failed(error)) => return Err(error),
+                Err(BitmapError::Memory(error)) => return Ok(Err(error)),
+                Err(why) => self.warn_of_loss(&entry.name(), &why),
+            }
+        }
+        self.recording.bitmaps.store(recorded.into());
+        self.recording.good.store(!entries.is_empty(), Release);
+        self.recording.held.store(true, Release);
+        Ok(Ok(()))
+    }
+
+    async fn take_up(&self, entry: &Entry, room: &mut u64) -> Result<Recorded, BitmapError> {
+        entry.check_usable()?;
+        let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
+        *room = room.checked_sub(bytes).ok_or_else(|| {
+            let what = format!("all that record would take more than {MOST_RECORDED} bytes of memory");
+            BitmapError::Wrong(what)
+        })?;
+        let cluster_bytes = 1 << self.shape.cluster_bits;
+        // They are given back when the bitmap is stored elsewhere.
+        let Place { offset, length } = entry.table();
+        let stored = self.bitmap_table(entry).await?.into_iter().filter_map(|part| match part {
+            Bits::Stored(offset) => Some((offset, cluster_bytes)),
+            Bits::Zeroes | Bits::Ones => None,
+        });
+        let mut places = stored.chain([(offset, length)]);
+        if let Some((place, _)) = places.find(|&(offset, length)| self.overlap.contains(offset, length)) {
+            return Err(Invalid::new(format!("it lies on other metadata at {place:#x}")).into());
+        }
+        let memory = Aside::new(Budget::process(), "bitmaps that record writes", bytes)?;
+        Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
+    }
+
+    /// Stores what was recorded; the bitmaps are good again then, and stay in memory. Only while
+    /// nobody is inside, and with everything else in the file. What cannot be stored stays in use:
+    /// returned is which, and why.
+    pub(in crate::qcow2) async fn lay_down_bitmaps(&self) -> Vec<(String, BitmapError)> {
+        let recorded = self.recording.bitmaps.load_full();
+        if recorded.is_empty() {
+            return Vec::new();
+        }
+        // Whatever comes of it: who changes the disk all the same, has the file say so first.
+        self.recording.good.store(true, Release);
+        let mut lost = Vec::new();
+        let result = async {
+            let mut stored = Storing::new(self).await?;
+            for recorded in recorded.iter() {
+                let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().copied());
+                lost.extend(stored.store(&recorded.name, bits).await.err());
+            }
+            stored.finish().await
+        };
+        let result = result.await;
+        lost.extend(result.err().map(|error| (ANY.to_owned(), error)));
+        lost
+    }
+
+    /// Marks as in use whatever is not yet, for the disk is about to have another size, and names
+    /// it.
+    pub(in crate::qcow2) async fn suspend_bitmaps(&self) -> IoResult<Vec<Vec<u8>>> {
+        let Some(entries) = self.bitmap_entries().await? else { return Ok(Vec::new()) };
+        let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
+        let names = good.map(|entry| entry.name.clone()).collect();
+        self.mark_in_use(entries, |_| true).await?;
+        Ok(names)
+    }
+
+    /// Gives all bitmaps the disk's new size, and has those say so in the file that were suspended.
+    /// Only while nobody is inside.
+    pub(in crate::qcow2) async fn resize_bitmaps(&self, from: u64, to: u64, suspended: &[Vec<u8>]) {
+        if from != to {
+            self.recorded().iter().for_each(|recorded| recorded.resize(to));
+        }
+        if suspended.is_empty() {
+            return;
+        }
+        let result = async {
+            let mut stored = Storing::new(self).await?;
+            for name in suspended {
+                if let Err((name, why)) = stored.resize(name, from, to).await {
+                    self.warn_of_loss(&name, &why);
+                }
+            }
+            stored.finish().await
+        };
+        if let Err(error) = result.await {
+            self.warn_of_loss(ANY, &error);
+        }
+    }
+
+    /// The largest disk for which the bitmaps still fit into memory and into the format's bounds.
+    pub(in crate::qcow2) async fn largest_with_bitmaps(&self) -> IoResult<u64> {
+        let entries = self.bitmap_entries().await?.unwrap_or_default();
+        let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
+        let good = good.map(|entry| entry.granularity_bits);
+        let recorded: Vec<_> =
+            self.recorded().iter().map(|recorded| recorded.bits.load().granularity_bits()).collect();
+        let largest = good.chain(recorded.iter().copied()).map(|bits| (MOST_BITS * 8) << bits).min();
+        // Bits for 2 GiB of the disk, which is the coarsest granularity.
+        let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
+        let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
+        let room = now.saturating_add(Budget::process().free()).min(MOST_RECORDED);
+        let fit = (u128::from(room * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
+        let fit = u64::try_from(fit).unwrap_or(u64::MAX);
+        Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)
+    }
+
+    pub(in crate::qcow2) fn warn_of_loss(&self, name: &str, why: &BitmapError) {
+        let image = self.file.storage().description();
+        tracing::error!(
+            image,
+            bitmap = name,
+            "the bitmap is not kept, and will be marked as in use, or is (remove it): {why}"
+        );
+    }
+}
+
+/// Bitmaps on their way into the file: their bits first, then a directory that leads to all of
+/// them.
+struct Storing<'a> {
+    image: &'a Qcow2,
+    entries: Vec<Entry>,
+    by_name: HashMap<Vec<u8>, usize>,
+    /// As they were.
+    old: Vec<Entry>,
+    changed: bool,
+}
+
+impl<'a> Storing<'a> {
+    async fn new(image: &'a Qcow2) -> Result<Self, BitmapError> {
+        let entries = image.bitmaps().await?;
+        // What is not in use was made good, or made, by somebody else meanwhile.
+        let in_use = entries.iter().enumerate().filter(|(_, entry)| entry.flags & flag::IN_USE != 0);
+        let by_name = in_use.map(|(index, entry)| (entry.name.clone(), index)).collect();
+        Ok(Self { image, entries, by_name, old: Vec::new(), changed: false })
+    }
+
+    /// The bitmap is good from now on, with these bits, or with those that it has.
+    async fn store(&mut self, name: &[u8], bits: Option<DirtyBits>) -> Result<(), (String, BitmapError)> {
+        let Some(entry) = self.by_name.get(name).map(|&index| &mut self.entries[index]) else {
+            return Ok(());
+        };
+        if let Some(bits) = bits {
+            let stored = self.image.store_bits(&bits).await;
+            let (table_offset, table_entries) = stored.map_err(|why| (entry.name().into_owned(), why))?;
+            self.old.push(entry.clone());
+            (entry.table_offset, entry.table_entries) = (table_offset, table_entries);
+        }
+        entry.flags &= !flag::IN_USE;
+        self.changed = true;
+        Ok(())
+    }
+
+    /// The bitmap is good from now on, with the bits that it has, for a disk of another size.
+    async fn resize(&mut self, name: &[u8], from: u64, to: u64) -> Result<(), (String, BitmapError)> {
+        let Some(entry) = self.by_name.get(name).map(|&index| &self.entries[index]) else { return Ok(()) };
+        if from == to {
+            return self.store(name, None).await;
+        }
+        let bits = self.image.read_bits(entry, from).await;
+        let bits = bits.map_err(|why| (entry.name().into_owned(), why))?;
+        self.store(name, Some(bits.resized(to))).await
+    }
+
+    async fn finish(self) -> Result<(), BitmapError> {
+        if !self.changed {
+            return Ok(());
+        }
+        self.image.replace_directory(&self.entries).await?;
+        for entry in &self.old {
+            self.image.free_bits(entry).await?;
+        }
+        Ok(())
+    }
+}

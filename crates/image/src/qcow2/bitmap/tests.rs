@@ -1,0 +1,443 @@
+//! Bitmaps that record, against plain arrays: random requests, sizes and openings.
+
+use proptest::prelude::*;
+
+use super::{BitmapView, DirtyBits, Entry, directory::flag, encode, view::NoView};
+use reactor::{buffer::Buffer, error::Error, sim};
+use storage::{Durability, ResizeError, Storage, ZeroOptions};
+
+use crate::qcow2::{
+    Parts, Qcow2, bytes,
+    check::{Repair, check},
+    create::{CreateOptions, create},
+    header::{Header, Place, autoclear},
+    snapshot::NewSnapshot,
+};
+
+const UNIT: u64 = 512;
+const MOST_UNITS: u64 = 2000;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(u64, u64),
+    Compressed(u64),
+    Zero(u64, u64, bool),
+    Discard(u64, u64),
+    Resize(u64),
+    Reopen,
+    /// Not closed: what a crash leaves, had everything been flushed.
+    Abandon,
+    /// Laid down for another process, which does not go on with it.
+    Stay,
+    /// Laid down for another process, which goes on with it.
+    Over,
+    /// Another process has it for a while, and writes to it.
+    Lend(u64, u64),
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    // In bytes, most of them not at the beginning of anything.
+    let range = || (0..MOST_UNITS * UNIT, prop_oneof![1..100_u64, 1..9000_u64, 1..200_000_u64]);
+    prop_oneof![
+        6 => range().prop_map(|(at, length)| Step::Write(at, length)),
+        1 => (0..MOST_UNITS * UNIT).prop_map(Step::Compressed),
+        2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| Step::Zero(at, length, unmap)),
+        2 => range().prop_map(|(at, length)| Step::Discard(at, length)),
+        2 => (1..MOST_UNITS).prop_map(Step::Resize),
+        2 => Just(Step::Reopen),
+        1 => Just(Step::Abandon),
+        1 => Just(Step::Stay),
+        1 => Just(Step::Over),
+        1 => range().prop_map(|(at, length)| Step::Lend(at, length)),
+    ]
+}
+
+/// What a bitmap should be.
+#[derive(Clone, Debug)]
+struct Model {
+    name: &'static str,
+    granularity_bits: u32,
+    enabled: bool,
+    in_use: bool,
+    marked: Vec<bool>,
+}
+
+impl Model {
+    fn mark(&mut self, at: u64, length: u64) {
+        if self.enabled && length > 0 {
+            for bit in at >> self.granularity_bits..=(at + length - 1) >> self.granularity_bits {
+                self.marked[bit as usize] = true;
+            }
+        }
+    }
+
+    fn resize(&mut self, size: u64) {
+        self.marked.resize(size.div_ceil(1 << self.granularity_bits) as usize, false);
+    }
+}
+
+async fn copied(storage: &Storage) -> Storage {
+    Storage::holding(&storage.content().await.expect("memory")).await
+}
+
+async fn open(storage: Storage, read_only: bool) -> Qcow2 {
+    Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
+}
+
+async fn open_for_handover(storage: Storage) -> Qcow2 {
+    Qcow2::open_for_handover(Parts::of(storage)).await.expect("valid")
+}
+
+/// Has `storage` hold what `of` holds.
+async fn replace(storage: &Storage, of: &Storage) {
+    let content = of.content().await.expect("memory");
+    storage.resize(content.len() as u64).await.expect("memory");
+    bytes::write(storage, 0, &content).await.expect("memory");
+}
+
+/// Which granules a view says are marked.
+async fn seen(image: &Qcow2, model: &Model) -> Result<Vec<bool>, NoView> {
+    Ok(seen_by(&image.view_bitmap(model.name).await?, image, model).await)
+}
+
+async fn seen_by(view: &BitmapView, image: &Qcow2, model: &Model) -> Vec<bool> {
+    let mut seen = vec![false; model.marked.len()];
+    let mut at = 0;
+    while at < image.size_bytes() {
+        for run in view.marked(at, image.size_bytes() - at).await.expect("inside") {
+            let end = at + run.length;
+            assert!(end.is_multiple_of(1 << model.granularity_bits) || end == image.size_bytes());
+            seen[(at >> model.granularity_bits) as usize..end.div_ceil(1 << model.granularity_bits) as usize]
+                .fill(run.dirty);
+            at = end;
+        }
+    }
+    seen
+}
+
+struct World {
+    image: Qcow2,
+    cluster_bytes: u64,
+    models: Vec<Model>,
+    /// Left by what was not closed.
+    leaks: u64,
+    /// Something was, since the image was opened.
+    changed: bool,
+}
+
+impl World {
+    async fn new(cluster_bits: u32, granularities: [u32; 3]) -> Self {
+        let storage = Storage::memory(512);
+        let size_bytes = MOST_UNITS / 2 * UNIT;
+        let options =
+            CreateOptions { size_bytes, cluster_bytes: 1 << cluster_bits, ..CreateOptions::default() };
+        create(&storage, None, &options).await.expect("valid");
+        let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        let names = ["one", "off", "other"];
+        let mut models = Vec::new();
+        for (name, granularity_bits) in names.into_iter().zip(granularities) {
+            upkeep.add_bitmap(name, granularity_bits).await.expect("new");
+            let mut model =
+                Model { name, granularity_bits, enabled: name != "off", in_use: false, marked: Vec::new() };
+            model.resize(size_bytes);
+            if !model.enabled {
+                let mut bits = DirtyBits::new(size_bytes, granularity_bits);
+                bits.mark(UNIT * 300..size_bytes);
+                upkeep.store_bitmap(name, &bits).await.expect("there");
+                upkeep.enable_bitmap(name, false).await.expect("there");
+                let first = (UNIT * 300) >> granularity_bits;
+                model.marked[first as usize..].fill(true);
+            }
+            models.push(model);
+        }
+        upkeep.close().await.expect("memory");
+        let image = open(copied(upkeep.storage()).await, false).await;
+        Self { image, cluster_bytes: 1 << cluster_bits, models, leaks: 0, changed: false }
+    }
+
+    async fn step(&mut self, step: &Step) {
+        let size = self.image.size_bytes();
+        let inside = |at: u64, length: u64| (at % size, length.min(size - at % size));
+        match *step {
+            Step::Write(at, length) => {
+                let (at, length) = inside(at, length);
+                let data = Buffer::copy_of(&vec![7; length as usize]).into();
+                self.image.write(at, data, Durability::Cached).await.expect("room");
+                self.mark(at, length);
+            }
+            Step::Compressed(at) => {
+                let (at, length) =
+                    inside(at % size / self.cluster_bytes * self.cluster_bytes, self.cluster_bytes);
+                let data = Buffer::copy_of(&vec![8; length as usize]).into();
+                self.image.write_compressed(at, data).await.expect("room");
+                self.mark(at, length);
+            }
+            Step::Zero(at, length, may_unmap) => {
+                let (at, length) = inside(at, length);
+                let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
+                self.image.write_zeroes(at, length, options).await.expect("room");
+                self.mark(at, length);
+            }
+            Step::Discard(at, length) => {
+                let (at, length) = inside(at, length);
+                self.image.discard(at, length).await.expect("a hint");
+                self.mark(at, length);
+            }
+            Step::Resize(units) => {
+                self.image.resize(units * UNIT).await.expect("possible");
+                // What is only added leaves alone what is marked.
+                self.changed |= units * UNIT < size;
+                self.models.iter_mut().for_each(|model| model.resize(units * UNIT));
+            }
+            Step::Reopen => {
+                self.image.close().await.expect("memory");
+                let report = check(self.image.storage(), Repair::Nothing).await.expect("valid");
+                assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
+                let file = copied(self.image.storage()).await;
+                self.compare(&open(copied(&file).await, true).await).await;
+                self.image = open(file, false).await;
+                self.changed = false;
+            }
+            Step::Abandon => {
+                self.image.flush().await.expect("memory");
+                let file = copied(self.image.storage()).await;
+                let report = check(&file, Repair::Nothing).await.expect("valid");
+                assert_eq!(report.corruptions, 0, "{report:?}");
+                self.leaks = report.leaks;
+                let changed = std::mem::take(&mut self.changed);
+                self.models.iter_mut().for_each(|model| model.in_use |= model.enabled && changed);
+                self.compare(&open(copied(&file).await, true).await).await;
+                self.image = open(file, false).await;
+            }
+            Step::Stay => {
+                self.lay_down().await;
+                self.image.take_over().await.expect("nobody has changed it");
+            }
+            Step::Over => {
+                let next = open_for_handover(copied(self.image.storage()).await).await;
+                let views = self.views_of(&next).await;
+                self.lay_down().await;
+                replace(next.storage(), self.image.storage()).await;
+                next.take_over().await.expect("it was laid down");
+                self.image = next;
+                self.compare_views(&views).await;
+            }
+            Step::Lend(at, length) => {
+                let (at, length) = inside(at, length);
+                let views = self.views_of(&self.image).await;
+                self.image.hand_over().await.expect("memory");
+                for view in &views {
+                    assert_eq!(view.marked(0, 1).await, Err(Error::SHUTDOWN), "it may be another one now");
+                }
+                let other = open(copied(self.image.storage()).await, false).await;
+                let data = Buffer::copy_of(&vec![9; length as usize]).into();
+                other.write(at, data, Durability::Cached).await.expect("room");
+                other.close().await.expect("memory");
+                replace(self.image.storage(), other.storage()).await;
+                self.image.take_over().await.expect("it was closed");
+                self.mark(at, length);
+                self.changed = false;
+                self.compare_views(&views).await;
+            }
+        }
+        self.compare_recorded().await;
+    }
+
+    fn mark(&mut self, at: u64, length: u64) {
+        self.changed = true;
+        self.models.iter_mut().for_each(|model| model.mark(at, length));
+    }
+
+    /// For another process: from the file, all is as it would be had it been closed.
+    async fn lay_down(&mut self) {
+        self.image.lay_down().await.expect("room");
+        let file = copied(self.image.storage()).await;
+        let report = check(&file, Repair::Nothing).await.expect("valid");
+        assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
+        self.compare(&open(file, true).await).await;
+        self.changed = false;
+    }
+
+    /// Of those that record.
+    async fn views_of(&self, image: &Qcow2) -> Vec<BitmapView> {
+        let mut views = Vec::new();
+        for model in self.models.iter().filter(|model| model.enabled && !model.in_use) {
+            views.push(image.view_bitmap(model.name).await.expect("it is there, whatever it marks"));
+        }
+        views
+    }
+
+    async fn compare_views(&self, views: &[BitmapView]) {
+        for view in views {
+            let model = self.models.iter().find(|model| model.name == &**view.name()).expect("ours");
+            assert_eq!(seen_by(view, &self.image, model).await, model.marked, "{}", model.name);
+        }
+    }
+
+    async fn compare_recorded(&self) {
+        for model in &self.models {
+            let seen = seen(&self.image, model).await;
+            match (model.in_use, model.enabled) {
+                (true, _) => assert_eq!(seen, Err(NoView::Inconsistent(model.name.to_owned()))),
+                (false, true) => assert_eq!(seen.as_ref(), Ok(&model.marked), "{}", model.name),
+                (false, false) => assert_eq!(seen, Err(NoView::Disabled(model.name.to_owned()))),
+            }
+        }
+    }
+
+    /// With the bitmaps of an image that is not written to.
+    async fn compare(&self, image: &Qcow2) {
+        for model in &self.models {
+            let seen = seen(image, model).await;
+            if model.in_use {
+                assert_eq!(seen, Err(NoView::Inconsistent(model.name.to_owned())));
+            } else {
+                assert_eq!(seen.as_ref(), Ok(&model.marked), "{}", model.name);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+    #[test]
+    fn what_is_written_is_marked_and_nothing_else(
+        cluster_bits in prop_oneof![Just(9_u32), Just(12), Just(16)],
+        granularities in (9..18_u32, 9..18_u32, 9..18_u32),
+        steps in prop::collection::vec(steps(), 1..30),
+        seed in any::<u64>(),
+    ) {
+        sim::run(seed, async move {
+            let mut world = World::new(cluster_bits, granularities.into()).await;
+            world.compare_recorded().await;
+            for step in &steps {
+                world.step(step).await;
+            }
+            world.step(&Step::Reopen).await;
+        });
+    }
+}
+
+#[test]
+fn what_goes_back_to_a_snapshot_is_marked_whole() {
+    sim::run(1, async {
+        let mut world = World::new(12, [9, 12, 16]).await;
+        world.step(&Step::Write(0, 5000)).await;
+        let new = NewSnapshot { name: "s", date_s: 0, date_ns: 0 };
+        world.image.create_snapshot(new).await.expect("room");
+        world.step(&Step::Resize(MOST_UNITS)).await;
+        world.image.apply_snapshot("s").await.expect("there");
+        world.models.iter_mut().for_each(|model| {
+            model.resize(MOST_UNITS / 2 * UNIT);
+            if model.enabled {
+                model.marked.fill(true);
+            }
+            // It would have to say so too.
+            model.in_use |= !model.enabled;
+        });
+        world.step(&Step::Reopen).await;
+    });
+}
+
+#[test]
+fn what_cannot_be_stored_for_another_process_records_on_here() {
+    sim::run(1, async {
+        let mut world = World::new(12, [9, 12, 16]).await;
+        // Clusters that are there and not marked.
+        let upkeep = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
+        upkeep.write(0, Buffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
+        upkeep.close().await.expect("memory");
+        let file = copied(upkeep.storage()).await;
+        // What is written now lies in clusters that are there. Only the bits need new ones.
+        let rule = format!("kind=write,offset={}-,count=1,error=ENOSPC", file.size_bytes());
+        world.image = open(file.with_faults(vec![rule.parse().expect("a rule")]), false).await;
+        world.step(&Step::Write(5000, 10_000)).await;
+        assert_eq!(world.image.lay_down().await, Err(Error::NO_SPACE));
+        world.image.take_over().await.expect("it stays here");
+        world.compare_recorded().await;
+        world.step(&Step::Write(50_000, 1)).await;
+        world.step(&Step::Stay).await;
+        world.step(&Step::Reopen).await;
+    });
+}
+
+#[test]
+fn a_bitmap_that_another_process_has_removed_is_not_shown() {
+    sim::run(1, async {
+        let world = World::new(12, [9, 12, 16]).await;
+        let views = world.views_of(&world.image).await;
+        world.image.hand_over().await.expect("memory");
+        let other = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
+        other.remove_bitmap("one").await.expect("there");
+        other.close().await.expect("memory");
+        replace(world.image.storage(), other.storage()).await;
+        world.image.take_over().await.expect("the disk is the same");
+        assert_eq!(world.image.recorded_names(), ["other"]);
+        assert_eq!(views[0].marked(0, 1).await, Err(Error::SHUTDOWN));
+        assert!(views[1].marked(0, 1).await.is_ok());
+    });
+}
+
+/// The file of an image with a bitmap for each of these entries, whose tables are zeroes.
+async fn forged(size_bytes: u64, change: impl Fn(&mut Entry, &Header)) -> Storage {
+    let storage = Storage::memory(512);
+    let options = CreateOptions { size_bytes, ..CreateOptions::default() };
+    create(&storage, None, &options).await.expect("valid");
+    let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
+    upkeep.add_bitmap("b", 31).await.expect("new");
+    upkeep.close().await.expect("memory");
+    let header = upkeep.header();
+    let mut entry = upkeep.bitmaps().await.expect("readable").remove(0);
+    change(&mut entry, &header);
+    let Place { offset, .. } = header.bitmaps.expect("added").directory;
+    bytes::write(upkeep.storage(), offset, &encode(&[entry])).await.expect("memory");
+    copied(upkeep.storage()).await
+}
+
+#[test]
+fn a_bitmap_that_cannot_be_right_is_not_recorded_and_harms_nothing() {
+    const LARGE: u64 = 1 << 50;
+    type Change = fn(&mut Entry, &Header);
+    let changes: [(u64, Change, bool); 4] = [
+        // Bits for 2⁵⁰ bytes by 512 are 256 GiB.
+        (LARGE, |entry, _| entry.granularity_bits = 9, false),
+        (UNIT, |entry, header| entry.table_offset = header.l1_offset, false),
+        (UNIT, |entry, _| entry.table_offset = 1 << 40, false),
+        // More entries than there are bits are no harm, as long as they lead nowhere.
+        (UNIT, |entry, _| entry.table_entries = 8192, true),
+    ];
+    for (size_bytes, change, is_recorded) in changes {
+        sim::run(1, async move {
+            let image = open(forged(size_bytes, change).await, false).await;
+            image.write(0, Buffer::zeroed(512).into(), Durability::Cached).await.expect("room");
+            image.close().await.expect("memory");
+            assert!(!image.is_read_only(), "the disk itself is right");
+            let entry = image.bitmaps().await.expect("readable").remove(0);
+            assert_eq!(entry.flags & flag::IN_USE == 0, is_recorded, "{entry:?}");
+        });
+    }
+}
+
+#[test]
+fn a_disk_gets_no_larger_than_its_bitmaps_can_be() {
+    sim::run(1, async {
+        let storage = Storage::memory(512);
+        let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
+        create(&storage, None, &options).await.expect("valid");
+        let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        for name in ["a", "b", "c"] {
+            upkeep.add_bitmap(name, 9).await.expect("new");
+        }
+        upkeep.close().await.expect("memory");
+        let image = open(copied(upkeep.storage()).await, false).await;
+        // 512 MiB of bits for 512 bytes each are 2 TiB; three such take more memory than they may.
+        let error = image.resize(4 << 40).await.expect_err("too large");
+        let ResizeError::TooLarge { largest } = error else { panic!("{error}") };
+        assert_eq!(largest, ((1_u64 << 30) * 8 / 3 * 512) & !511);
+        assert_eq!(image.size_bytes(), 1 << 30);
+        image.resize(1 << 40).await.expect("small enough");
+        image.close().await.expect("memory");
+        assert_eq!(image.header().autoclear & autoclear::BITMAPS, autoclear::BITMAPS);
+        assert!(image.bitmaps().await.expect("readable").iter().all(|entry| entry.flags == flag::AUTO));
+    });
+}

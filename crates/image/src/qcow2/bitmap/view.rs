@@ -1,0 +1,333 @@
+//! Which ranges a bitmap marks, asked while the image is served.
+//!
+//! It serves backups: a client asks which parts of a disk changed since the last copy, and copies
+//! those. A bitmap that records answers from memory, with everything written up to now. If the
+//! image is not written to, the bits stay in the file and are read on demand, so a bitmap costs
+//! only the memory of its table.
+//!
+//! Never shows a bitmap that does not record while its image is written to: it may move in the
+//! file, or lack marks.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmap table" and "Bitmap data".
+
+use std::sync::Arc;
+
+use super::{
+    BitmapError, Entry, Recorded,
+    directory::{Bits, flag},
+};
+use reactor::error::{Error, Result};
+use storage::MOST_EXTENTS;
+
+use crate::qcow2::{Invalid, MetadataError, Qcow2, bytes, read_header};
+
+/// Clusters of bits that one question reads at most.
+const MOST_CLUSTERS: u32 = 16;
+
+/// Why a bitmap cannot be looked at.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoView {
+    /// There is none of this name, or its name is no text.
+    #[error("there is no bitmap {0:?}")]
+    NotThere(String),
+    /// It does not record, in an image that may be written to.
+    #[error(
+        "bitmap {0:?} does not record what is written, and can be looked at only where the image is read-only"
+    )]
+    Disabled(String),
+    /// Somebody wrote to the image without keeping it.
+    #[error("bitmap {0:?} was not kept up to date and says nothing")]
+    Inconsistent(String),
+    /// It cannot be read.
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
+}
+
+/// A bitmap that can be asked.
+#[derive(Debug)]
+pub struct BitmapView {
+    image: Qcow2,
+    name: Arc<str>,
+    source: Source,
+}
+
+/// Where the bits are.
+#[derive(Debug)]
+enum Source {
+    /// In the file.
+    Stored { granularity_bits: u32, table: Vec<Bits> },
+    /// In memory, and more of them with every write; found by its name, since another process that
+    /// has the image meanwhile may leave another one.
+    Recorded,
+}
+
+/// A run of the disk that is alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Marked {
+    /// Bytes, never zero.
+    pub length: u64,
+    /// Whether the bitmap marks it.
+    pub dirty: bool,
+}
+
+impl Qcow2 {
+    /// The bitmap of this name.
+    ///
+    /// # Errors
+    /// [`NoView`].
+    pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, NoView> {
+        let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
+        if self.recorded_bitmap(name).is_some() {
+            return Ok(view(Source::Recorded));
+        }
+        let is_anothers = !self.is_read_only() && !self.holds_bitmaps();
+        let entries = match is_anothers {
+            true => self.bitmaps_of_another().await?,
+            false => self.bitmaps().await?,
+        };
+        let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
+        let entry = entry.ok_or_else(|| NoView::NotThere(name.to_owned()))?;
+        if is_anothers && entry.flags & flag::AUTO != 0 {
+            // Whoever has the image has it in use. What it leaves is known when it is taken over.
+            return Ok(view(Source::Recorded));
+        }
+        if entry.flags & flag::IN_USE != 0 {
+            return Err(NoView::Inconsistent(name.to_owned()));
+        }
+        if !self.is_read_only() {
+            return Err(NoView::Disabled(name.to_owned()));
+        }
+        self.check_table(entry, self.size_bytes()).map_err(MetadataError::from)?;
+        let granularity_bits = entry.granularity_bits;
+        // No more than the directory's rules allow: a few megabytes.
+        Ok(view(Source::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
+    }
+
+    /// What the file says now, while another process may write to it.
+    async fn bitmaps_of_another(&self) -> std::result::Result<Vec<Entry>, NoView> {
+        let storage = self.file.storage();
+        storage.refresh_size().await.map_err(MetadataError::from)?;
+        Ok(self.bitmaps_of(&read_header(storage).await?).await?)
+    }
+}
+
+impl From<BitmapError> for NoView {
+    fn from(error: BitmapError) -> Self {
+        Self::Metadata(match error {
+            BitmapError::Failed(error) => error.into(),
+            BitmapError::Invalid(invalid) => invalid.into(),
+            other => Invalid::new(other.to_string()).into(),
+        })
+    }
+}
+
+impl BitmapView {
+    /// Its name.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// Whether both are of one image, and not of two with the same name in a chain.
+    pub fn is_of_the_same_image(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.image.0, &other.image.0)
+    }
+
+    /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other
+    /// and together cover no more than `length`, perhaps less. `length` is not zero. Behind the end
+    /// of its image, where a disk over it may be larger, nothing is marked.
+    ///
+    /// # Errors
+    /// [`Error::INVALID`] for no bytes; [`Error::SHUTDOWN`] while another process has the image, or
+    /// where that has not left the bitmap; or the storage's.
+    pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
+        let end = offset.checked_add(length).filter(|_| length > 0).ok_or(Error::INVALID)?;
+        let end = end.min(self.image.size_bytes());
+        if offset >= end {
+            return Ok(vec![Marked { length, dirty: false }]);
+        }
+        match &self.source {
+            Source::Recorded => {
+                let recorded = self.image.recorded_bitmap(&self.name).ok_or(Error::SHUTDOWN)?;
+                Ok(recorded_runs(&recorded, offset, end))
+            }
+            Source::Stored { granularity_bits, table } => {
+                let stored = Stored { image: &self.image, granularity_bits: *granularity_bits, table };
+                stored.runs(offset, end).await
+            }
+        }
+    }
+}
+
+fn recorded_runs(recorded: &Recorded, mut at: u64, end: u64) -> Vec<Marked> {
+    let mut runs = Vec::new();
+    while at < end && runs.len() < MOST_EXTENTS {
+        let (length, dirty) = recorded.run(at, end);
+        push(&mut runs, length, dirty);
+        at += length;
+    }
+    runs
+}
+
+/// A bitmap in the file.
+struct Stored<'a> {
+    image: &'a Qcow2,
+    granularity_bits: u32,
+    table: &'a [Bits],
+}
+
+impl Stored<'_> {
+    async fn runs(&self, offset: u64, end: u64) -> Result<Vec<Marked>> {
+        let cluster_bytes = 1_u64 << self.image.shape.cluster_bits;
+        let mut runs = Vec::new();
+        let mut reads = 0;
+        let mut at = offset;
+        while at < end {
+            let bit = at >> self.granularity_bits;
+            let index = bit / (cluster_bytes * 8);
+            // Bits of so large a disk end below 2⁶³, so nothing overflows.
+            let span_end = end.min(((index + 1) * cluster_bytes * 8) << self.granularity_bits);
+            match self.table.get(index as usize).ok_or(Error::INVALID)? {
+                Bits::Zeroes => push(&mut runs, span_end - at, false),
+                Bits::Ones => push(&mut runs, span_end - at, true),
+                Bits::Stored(_) if reads == MOST_CLUSTERS => break,
+                Bits::Stored(place) => {
+                    reads += 1;
+                    let bits = bytes::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
+                    if !self.scan(&bits, index * cluster_bytes * 8, at, span_end, &mut runs) {
+                        break;
+                    }
+                }
+            }
+            if runs.len() >= MOST_EXTENTS {
+                break;
+            }
+            at = span_end;
+        }
+        runs.truncate(MOST_EXTENTS);
+        Ok(runs)
+    }
+
+    /// Adds the runs from `at` to `end`, whose bits are in `bits`, the first of which has the
+    /// number `first`. Whether all of them fitted.
+    fn scan(&self, bits: &[u8], first: u64, mut at: u64, end: u64, runs: &mut Vec<Marked>) -> bool {
+        while at < end {
+            let bit = (at >> self.granularity_bits) - first;
+            let dirty = bits[(bit / 8) as usize] & 1 << (bit % 8) != 0;
+            let next = end.min(((at >> self.granularity_bits) + 1) << self.granularity_bits);
+            push(runs, next - at, dirty);
+            // One more than fits shows that the last that fits is over.
+            if runs.len() > MOST_EXTENTS {
+                return false;
+            }
+            at = next;
+        }
+        true
+    }
+}
+
+fn push(runs: &mut Vec<Marked>, length: u64, dirty: bool) {
+    match runs.last_mut() {
+        Some(last) if last.dirty == dirty => last.length += length,
+        _ => runs.push(Marked { length, dirty }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::{
+        Parts,
+        bitmap::directory::{self, Entry},
+        create::{CreateOptions, create},
+        header::{Bitmaps, Place, autoclear},
+    };
+    use reactor::sim;
+    use storage::Storage;
+
+    const SIZE: u64 = 1 << 30;
+
+    /// An image of 512-byte clusters with a bitmap `b`: a bit for 64 KiB, 4096 of them in a
+    /// cluster.
+    async fn image(flags: u32, table: &[Bits], bits: &[u8], read_only: bool) -> Qcow2 {
+        let storage = Storage::memory(512);
+        let options = CreateOptions { size_bytes: SIZE, cluster_bytes: 512, ..CreateOptions::default() };
+        let mut header = create(&storage, None, &options).await.expect("valid");
+        let at = storage.size_bytes().next_multiple_of(512);
+        let entry = Entry {
+            table_offset: at + 512,
+            table_entries: table.len() as u32,
+            flags,
+            granularity_bits: 16,
+            name: b"b".to_vec(),
+            extra: Vec::new(),
+        };
+        let place = |bits: &Bits| match bits {
+            Bits::Stored(place) => Bits::Stored(at + place),
+            other => *other,
+        };
+        let stored: Vec<_> = table.iter().map(place).collect();
+        let directory = directory::encode(&[entry]);
+        bytes::write(&storage, at, &directory).await.expect("memory");
+        bytes::write(&storage, at + 512, &directory::encode_table(&stored)).await.expect("memory");
+        bytes::write(&storage, at + 1024, bits).await.expect("memory");
+        bytes::grow(&storage, at + 1024 + 512).await.expect("memory");
+        header.bitmaps =
+            Some(Bitmaps { count: 1, directory: Place { offset: at, length: directory.len() as u64 } });
+        header.autoclear = autoclear::BITMAPS;
+        bytes::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
+        Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
+    }
+
+    fn runs(marked: &[Marked]) -> Vec<(u64, bool)> {
+        marked.iter().map(|run| (run.length >> 16, run.dirty)).collect()
+    }
+
+    #[test]
+    fn marks_are_read_across_clusters_of_bits() {
+        sim::run(1, async {
+            let table = [Bits::Ones, Bits::Stored(1024), Bits::Zeroes, Bits::Ones];
+            let view = image(0, &table, &[0b0000_0110], true).await.view_bitmap("b").await.expect("there");
+            let all = view.marked(0, SIZE).await.expect("readable");
+            assert_eq!(runs(&all), [(4096, true), (1, false), (2, true), (8189, false), (4096, true)]);
+            let part = view.marked((4097 << 16) + 512, 512).await.expect("readable");
+            assert_eq!(part, [Marked { length: 512, dirty: true }]);
+            let run = |length, dirty| Ok(vec![Marked { length, dirty }]);
+            assert_eq!(view.marked(SIZE - 1, 2).await, run(1, true), "up to the end of its image");
+            assert_eq!(view.marked(SIZE, 2).await, run(2, false), "behind it");
+            assert_eq!(view.marked(0, 0).await, Err(Error::INVALID));
+        });
+    }
+
+    #[test]
+    fn an_answer_is_bounded_and_goes_on_where_it_ended() {
+        sim::run(1, async {
+            let table = [0, 1, 2, 3].map(|cluster| Bits::Stored(1024 + cluster * 512));
+            let view = image(0, &table, &[0x55; 4 * 512], true).await.view_bitmap("b").await.expect("there");
+            let some = view.marked(0, SIZE).await.expect("readable");
+            assert_eq!(some.len(), MOST_EXTENTS);
+            assert!(
+                some.iter()
+                    .zip([true, false].into_iter().cycle())
+                    .all(|(run, dirty)| *run == Marked { length: 65536, dirty })
+            );
+            let next = view.marked(256 << 16, 65536).await.expect("readable");
+            assert_eq!(next, [Marked { length: 65536, dirty: true }]);
+        });
+    }
+
+    #[test]
+    fn what_says_nothing_is_not_shown() {
+        sim::run(1, async {
+            let table = [Bits::Zeroes; 4];
+            let error =
+                image(flag::IN_USE, &table, &[], true).await.view_bitmap("b").await.expect_err("in use");
+            assert_eq!(error, NoView::Inconsistent("b".to_owned()));
+            let error = image(0, &table, &[], true).await.view_bitmap("c").await.expect_err("another");
+            assert_eq!(error, NoView::NotThere("c".to_owned()));
+            let error = image(0, &table, &[], false).await.view_bitmap("b").await.expect_err("writable");
+            assert_eq!(error, NoView::Disabled("b".to_owned()));
+            let error = image(0, &table[..3], &[], true).await.view_bitmap("b").await.expect_err("too short");
+            assert!(error.to_string().contains("too short"), "{error}");
+        });
+    }
+}

@@ -1,0 +1,120 @@
+//! Header fields and extensions that no request needs, but that may break another program.
+//!
+//! [`Header::parse`] rejects unusable images. This module checks reserved fields, which a repair
+//! clears, and invalid file names, which a repair leaves to the user.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Header" and "Header extensions".
+
+use super::{Pass, write_header};
+use crate::qcow2::{
+    MetadataError,
+    big_endian::u32_at,
+    bytes,
+    header::{Header, compression_padding, extension, extensions},
+};
+
+/// Formats that a backing file may have, by QEMU's names. Protocols are accepted as formats too.
+const FORMATS: [&str; 24] = [
+    "blkdebug",
+    "bochs",
+    "cloop",
+    "copy-on-read",
+    "dmg",
+    "file",
+    "host_device",
+    "iscsi",
+    "luks",
+    "nbd",
+    "nfs",
+    "parallels",
+    "qcow",
+    "qcow2",
+    "qed",
+    "quorum",
+    "raw",
+    "rbd",
+    "ssh",
+    "vdi",
+    "vhdx",
+    "vmdk",
+    "vpc",
+    "vvfat",
+];
+
+impl Pass<'_> {
+    /// Reports flaws of the header, and clears reserved fields where everything is repaired.
+    pub(super) async fn check_header(&mut self) -> Result<(), MetadataError> {
+        let start = bytes::read_start(self.storage).await?;
+        let (reserved, misread) = (reserved_fields(&start, &self.header), misread_extensions(&start));
+        let may_write = misread.is_empty() && self.header.encode().is_ok();
+        let is_repaired = !reserved.is_empty() && self.repairs_all() && may_write;
+        if is_repaired {
+            write_header(self.storage, &self.header).await?;
+        }
+        for what in reserved {
+            if is_repaired {
+                self.corrected(what);
+            } else {
+                self.corrupt(what);
+            }
+        }
+        for what in misread.into_iter().chain(dangling_names(&self.header)) {
+            self.corrupt(what);
+        }
+        Ok(())
+    }
+}
+
+/// Reserved fields that are not zero.
+fn reserved_fields(start: &[u8], header: &Header) -> Vec<String> {
+    let mut found = Vec::new();
+    if compression_padding(start, header.version).iter().any(|byte| *byte != 0) {
+        found.push("the padding behind the compression type in the header is not zero".to_owned());
+    }
+    for (kind, at, data) in extensions(start).flatten() {
+        if kind == extension::END && u32_at(start, at + 4) != 0 {
+            found.push(format!("the end of the header extensions at {at:#x} has a length"));
+        }
+        if kind == extension::BITMAPS && data.len() >= 8 && u32_at(data, 4) != 0 {
+            found.push(format!("the bitmaps extension at {at:#x} has reserved bits"));
+        }
+    }
+    found
+}
+
+/// Extensions with a wrong length. The start of the next extension is then unknown: later ones may
+/// have been misread, and rewriting the header could lose them.
+fn misread_extensions(start: &[u8]) -> Vec<String> {
+    let lengths = [(extension::ENCRYPTION, "encryption", 16), (extension::BITMAPS, "bitmaps", 24)];
+    let mut found = Vec::new();
+    for (kind, at, data) in extensions(start).flatten() {
+        for (_, name, length) in lengths.iter().filter(|(of, _, length)| *of == kind && *length != data.len())
+        {
+            let actual = data.len();
+            found.push(format!("the {name} extension at {at:#x} has {actual} bytes instead of {length}"));
+        }
+    }
+    found
+}
+
+/// Invalid names of other files.
+fn dangling_names(header: &Header) -> Vec<String> {
+    let mut found = Vec::new();
+    let format = header.backing.as_ref().and_then(|backing| backing.format.as_deref());
+    if let Some(format) = format.filter(|format| !FORMATS.contains(format)) {
+        found.push(format!(
+            "the backing file has the unknown format {format:?} (name it with `weir image rebase -u`)"
+        ));
+    }
+    match (&header.data_file, header.has_data_file()) {
+        (Some(name), true) if name.is_empty() || name.contains('\0') => {
+            found.push(format!("the name of the external data file, {name:?}, is no name of a file"));
+        }
+        (None, true) => found.push("the image has an external data file without a name".to_owned()),
+        (Some(name), false) => {
+            found.push(format!("the image names the data file {name:?}, and has no external data file"));
+        }
+        _ => {}
+    }
+    found
+}

@@ -1,0 +1,112 @@
+//! New refcounts, where the old ones cannot be corrected: blocks and a table behind everything that
+//! is in use, and then the header.
+//!
+//! ```text
+//!   ... everything in use │ blocks │ table │
+//! ```
+//!
+//! What the header names is right at every instant: the old table until the new one is durable. The
+//! old blocks are free afterwards.
+
+use std::collections::{BTreeSet, HashSet};
+
+use super::{Pass, bytes, refcounts::Structures, write_header};
+use crate::qcow2::{
+    Invalid, MetadataError,
+    header::{LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
+    numbers,
+};
+
+impl Pass<'_> {
+    /// Writes refcounts for what was counted.
+    pub(super) async fn rebuild(&mut self, old: &Structures) -> Result<(), MetadataError> {
+        self.forget_old(old);
+        // Nothing that is there is written over, whether it is in use or not.
+        let first = self.file_clusters.max(self.found.counts.last_used().map_or(0, |cluster| cluster + 1));
+        let (blocks, table_clusters) = self.room(first)?;
+        let bits = self.header.cluster_bits;
+        let table_first = first + blocks.len() as u64;
+        let end = table_first + table_clusters;
+        for cluster in first..end {
+            self.found.counts.put(cluster, 1);
+        }
+        let mut table = vec![0; (table_clusters << bits) as usize];
+        for (index, number) in blocks.iter().enumerate() {
+            let offset = (first + index as u64) << bits;
+            bytes::write(self.storage, offset, &self.block(*number)).await?;
+            let at = *number as usize * 8;
+            table[at..at + 8].copy_from_slice(&offset.to_be_bytes());
+        }
+        bytes::write(self.storage, table_first << bits, &table).await?;
+        self.storage.flush().await?;
+        self.header.refcount_table_offset = table_first << bits;
+        self.header.refcount_table_clusters = table_clusters as u32;
+        write_header(self.storage, &self.header).await?;
+        self.file_clusters = end;
+        self.stored = super::Counts::default();
+        self.unknown_blocks = Some(HashSet::new());
+        self.report.image_end_offset = end << bits;
+        self.report.corruptions_fixed += 1;
+        self.report.say("Repaired: the refcounts were made anew");
+        Ok(())
+    }
+
+    /// The old table and blocks are in use no more, unless something else is there too.
+    fn forget_old(&mut self, old: &Structures) {
+        let bits = self.header.cluster_bits;
+        let table = self.header.refcount_table_offset >> bits;
+        let table_clusters =
+            if old.is_table_counted { u64::from(self.header.refcount_table_clusters) } else { 0 };
+        let of_table = table..table + table_clusters;
+        let of_blocks = old.blocks.iter().filter(|block| **block != 0).map(|block| block >> bits);
+        for cluster in of_table.chain(of_blocks) {
+            let number = self.found.counts.get(cluster);
+            if number > 0 {
+                self.found.counts.put(cluster, number - 1);
+            }
+        }
+    }
+
+    /// The numbers of the blocks that are needed, the new ones' own among them, and the clusters of
+    /// a table that names them.
+    fn room(&self, first: u64) -> Result<(Vec<u64>, u64), Invalid> {
+        let per_block = self.per_block;
+        let mut numbers: BTreeSet<u64> = BTreeSet::new();
+        let mut from = 0;
+        while let Some(cluster) = self.found.counts.used(from..u64::MAX).next() {
+            let number = cluster / per_block;
+            numbers.insert(number);
+            from = (number + 1) * per_block;
+        }
+        let mut table_clusters = 1;
+        loop {
+            let end = first + numbers.len() as u64 + table_clusters;
+            if end > OFFSET_LIMIT >> self.header.cluster_bits {
+                return Err(Invalid::new("there is no room for new refcounts below the largest offset"));
+            }
+            let before = (numbers.len(), table_clusters);
+            numbers.extend(first / per_block..=(end - 1) / per_block);
+            let last = numbers.last().copied().unwrap_or(0);
+            let table_bytes = (last + 1) * 8;
+            if table_bytes > LARGEST_REFCOUNT_TABLE {
+                return Err(Invalid::new(format!("new refcounts would need a table of {table_bytes} bytes")));
+            }
+            table_clusters = table_bytes.div_ceil(self.header.cluster_bytes());
+            if (numbers.len(), table_clusters) == before {
+                return Ok((numbers.into_iter().collect(), table_clusters));
+            }
+        }
+    }
+
+    fn block(&self, number: u64) -> Vec<u8> {
+        let order = self.header.refcount_order;
+        let mut block = vec![0; self.header.cluster_bytes() as usize];
+        let per_block = numbers::count(block.len() as u64, order);
+        let first = number * per_block;
+        for cluster in self.found.counts.used(first..first + per_block) {
+            let counted = self.found.counts.get(cluster).min(numbers::largest(order));
+            numbers::put(&mut block, order, (cluster - first) as usize, counted);
+        }
+        block
+    }
+}

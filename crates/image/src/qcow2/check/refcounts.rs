@@ -1,0 +1,238 @@
+//! The refcounts in the file, compared with the counted ones.
+//!
+//! Each block is read once, for the first entry of the table that leads to it. If a block is in an
+//! impossible place, the whole structure is made anew ([`rebuild`](super::rebuild)), because
+//! clusters that look free may not be.
+
+use std::{collections::HashSet, ops::Range};
+
+use super::{Pass, Repair, bytes};
+use crate::qcow2::{MetadataError, big_endian::words, numbers};
+
+/// Bits 0 to 8 of an entry mean nothing, and there is nothing above the largest offset.
+const RESERVED: u64 = 0xff00_0000_0000_01ff;
+
+/// The refcount table as it can be used.
+#[derive(Debug, Default)]
+pub(super) struct Structures {
+    /// Offsets of blocks by index; 0 where there is none that can be used.
+    pub(super) blocks: Vec<u64>,
+    /// The clusters of the table have been counted.
+    pub(super) is_table_counted: bool,
+    /// Something about them is wrong that no new number can right; and a block may be something
+    /// else too, so none is written.
+    pub(super) is_damaged: bool,
+}
+
+impl Pass<'_> {
+    /// Reads the refcount table and counts its clusters and its blocks. `None` if it cannot be
+    /// read.
+    pub(super) async fn count_refcounts(&mut self) -> Option<Structures> {
+        let offset = self.header.refcount_table_offset;
+        let length = u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits;
+        let mut structures = Structures::default();
+        if !self.is_inside(offset, length) {
+            self.damaged(&mut structures, "there is no refcount table where the header says".to_owned());
+            self.unknown_blocks = None;
+            return Some(structures);
+        }
+        let Some(table) = self.read("the refcount table", offset, length).await else {
+            self.unknown_blocks = None;
+            return None;
+        };
+        structures.is_table_counted = self.count_region("the refcount table", offset, length, 1);
+        let mut seen = HashSet::new();
+        for (index, block) in words(&table).enumerate() {
+            let repeated = "points to the block of an earlier entry";
+            let is_repeated = block != 0 && !seen.insert(block);
+            let fault = self.block_fault(block).or(is_repeated.then_some(repeated));
+            if let Some(fault) = fault {
+                let what = format!("entry {index} of the refcount table, {block:#x}, {fault}");
+                self.damaged(&mut structures, what);
+                self.lose_block(index as u64);
+            } else if block != 0 {
+                self.found.counts.add(block >> self.header.cluster_bits, 1);
+            }
+            structures.blocks.push(if fault.is_none() { block } else { 0 });
+        }
+        // What lies on something else was not written by who kept the refcounts.
+        let table_clusters =
+            offset >> self.header.cluster_bits..(offset + length) >> self.header.cluster_bits;
+        let of_blocks = structures
+            .blocks
+            .iter()
+            .filter(|block| **block != 0)
+            .map(|block| block >> self.header.cluster_bits);
+        let shared: Vec<u64> =
+            table_clusters.chain(of_blocks).filter(|cluster| self.found.counts.get(*cluster) != 1).collect();
+        for cluster in shared {
+            self.damaged(&mut structures, format!("cluster {cluster} holds refcounts, and something else"));
+        }
+        Some(structures)
+    }
+
+    /// Notes that the numbers of a refcount block are unknown.
+    fn lose_block(&mut self, index: u64) {
+        if let Some(unknown) = &mut self.unknown_blocks {
+            unknown.insert(index);
+        }
+    }
+
+    fn damaged(&mut self, structures: &mut Structures, what: String) {
+        structures.is_damaged = true;
+        if self.can_rebuild() {
+            self.corrected(what);
+        } else {
+            self.corrupt(what);
+        }
+    }
+
+    pub(super) fn can_rebuild(&self) -> bool {
+        self.repairs_all() && !self.is_incomplete()
+    }
+
+    /// The fault of an entry of the refcount table.
+    fn block_fault(&self, entry: u64) -> Option<&'static str> {
+        let cluster = self.header.cluster_bytes();
+        if entry & RESERVED != 0 {
+            Some("has reserved bits")
+        } else if !entry.is_multiple_of(cluster) {
+            Some("points inside a cluster")
+        } else if entry != 0 && !self.is_inside(entry, cluster) {
+            Some("points beyond the end of the file")
+        } else {
+            None
+        }
+    }
+
+    /// Compares, and corrects what is to be corrected.
+    pub(super) async fn compare(&mut self, structures: Structures) -> Result<(), MetadataError> {
+        self.is_frozen = structures.is_damaged;
+        if structures.is_damaged && self.can_rebuild() {
+            return self.rebuild(&structures).await;
+        }
+        let per_block = self.per_block;
+        // Raised first and made durable, then lowered.
+        for lowering in [false, true] {
+            for (index, block) in structures.blocks.iter().enumerate() {
+                let first = (index as u64).saturating_mul(per_block);
+                let clusters = first..first.saturating_add(per_block).min(self.file_clusters);
+                if *block != 0 && !clusters.is_empty() {
+                    self.compare_block(*block, clusters, lowering).await?;
+                }
+            }
+            self.flush_repairs().await?;
+        }
+        let mut is_uncounted = false;
+        for clusters in without_block(&structures.blocks, per_block, self.file_clusters) {
+            is_uncounted |= self.find_uncounted(clusters);
+        }
+        if is_uncounted && self.can_rebuild() {
+            self.rebuild(&structures).await?;
+        }
+        let end =
+            self.found.counts.last_used().map_or(0, |cluster| (cluster + 1) << self.header.cluster_bits);
+        self.report.image_end_offset = self.report.image_end_offset.max(end);
+        Ok(())
+    }
+
+    /// Clusters that are in use and have no refcount at all.
+    fn find_uncounted(&mut self, clusters: Range<u64>) -> bool {
+        let uncounted: Vec<u64> = self.found.counts.used(clusters).collect();
+        for cluster in &uncounted {
+            let what = format!("cluster {cluster} refcount=0 reference={}", self.found.counts.get(*cluster));
+            if self.can_rebuild() {
+                self.corrected(what);
+            } else {
+                self.corrupt(what);
+                self.stored.put(*cluster, 2);
+            }
+        }
+        !uncounted.is_empty()
+    }
+
+    /// One block; its numbers are compared when lowering is due, and those that are too low are
+    /// raised before.
+    async fn compare_block(
+        &mut self,
+        offset: u64,
+        clusters: Range<u64>,
+        lowering: bool,
+    ) -> Result<(), MetadataError> {
+        let Some(mut block) = self.read("a refcount block", offset, self.header.cluster_bytes()).await else {
+            self.lose_block(clusters.start / self.per_block);
+            return Ok(());
+        };
+        let order = self.header.refcount_order;
+        let mut changed = false;
+        for cluster in clusters.clone() {
+            let index = (cluster - clusters.start) as usize;
+            let (stored, counted) = (numbers::get(&block, order, index), self.found.counts.get(cluster));
+            if stored > 0 && lowering {
+                let end = (cluster + 1) << self.header.cluster_bits;
+                self.report.image_end_offset = self.report.image_end_offset.max(end);
+            }
+            if stored == counted || (stored > counted) != lowering {
+                continue;
+            }
+            if self.settle(cluster, stored, counted) {
+                if lowering && counted == 1 {
+                    self.lowered_to_one.insert(cluster);
+                }
+                numbers::put(&mut block, order, index, counted);
+                changed = true;
+            } else {
+                self.stored.put(cluster, if stored == 1 { 1 } else { 2 });
+            }
+        }
+        if changed {
+            bytes::write(self.storage, offset, &block).await?;
+        }
+        Ok(())
+    }
+
+    /// Notes a number that is not what was counted; true if it becomes that.
+    fn settle(&mut self, cluster: u64, stored: u64, counted: u64) -> bool {
+        let numbers = format!("cluster {cluster} refcount={stored} reference={counted}");
+        let is_leak = stored > counted;
+        let fits = counted <= numbers::largest(self.header.refcount_order);
+        if (stored, counted) == (0, 1) && !self.is_frozen && self.is_planned(cluster) {
+            // Nothing was wrong with it.
+            return true;
+        }
+        let is_repaired = match self.repair {
+            _ if self.is_frozen => false,
+            Repair::Nothing => false,
+            Repair::Leaks => is_leak && !self.is_incomplete(),
+            Repair::All | Repair::Forced => fits && !(is_leak && self.is_incomplete()),
+        };
+        match (is_repaired, is_leak) {
+            (true, true) => self.report.leaks_fixed += 1,
+            (true, false) => self.report.corruptions_fixed += 1,
+            (false, true) if self.is_incomplete() => self.report.possible_leaks += 1,
+            (false, true) => self.report.leaks += 1,
+            (false, false) => self.report.corruptions += 1,
+        }
+        let word = match (is_repaired, is_leak) {
+            (true, _) => "Repaired:",
+            // Not a finding: the report has their number, and the reason.
+            (false, true) if self.is_incomplete() => return false,
+            (false, true) => "Leaked",
+            (false, false) => "ERROR",
+        };
+        self.report.say(format!("{word} {numbers}"));
+        is_repaired
+    }
+}
+
+/// Ranges of clusters that no block has numbers for.
+fn without_block(blocks: &[u64], per_block: u64, file_clusters: u64) -> Vec<Range<u64>> {
+    let mut ranges = Vec::new();
+    for (index, _) in blocks.iter().enumerate().filter(|(_, block)| **block == 0) {
+        let first = (index as u64).saturating_mul(per_block);
+        ranges.push(first..first.saturating_add(per_block).min(file_clusters));
+    }
+    ranges.push((blocks.len() as u64).saturating_mul(per_block)..file_clusters);
+    ranges.retain(|range| !range.is_empty());
+    ranges
+}

@@ -1,0 +1,695 @@
+//! Images that are right, images that are damaged in known ways, and what is made of them.
+
+mod partial;
+
+use super::*;
+use reactor::sim;
+
+use crate::qcow2::{
+    Qcow2,
+    amend::Amendment,
+    big_endian::u64_at,
+    bitmap,
+    create::{CreateOptions, Preallocation, create},
+    entry::COPIED,
+    header::{Backing, Bitmaps, Place},
+    numbers, snapshot,
+};
+
+/// 64 guest clusters of 4 KiB, all with a place, without the room behind the end that would hide
+/// damage.
+async fn image(options: CreateOptions) -> (Storage, Header) {
+    let storage = Storage::memory(512);
+    let size_bytes = options.size_bytes.max(256 << 10);
+    let options = CreateOptions { size_bytes, cluster_bytes: 4096, ..options };
+    let header = create(&storage, None, &options).await.expect("valid");
+    (storage, header)
+}
+
+fn preallocated() -> CreateOptions {
+    CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::default() }
+}
+
+async fn number_at(storage: &Storage, offset: u64) -> u64 {
+    let read = bytes::read(storage, offset, 8).await.expect("memory");
+    u64_at(&read, 0)
+}
+
+async fn put(storage: &Storage, offset: u64, value: u64) {
+    bytes::write(storage, offset, &value.to_be_bytes()).await.expect("memory");
+}
+
+async fn l2_of(storage: &Storage, header: &Header) -> u64 {
+    number_at(storage, header.l1_offset).await & !COPIED
+}
+
+/// Damages a preallocated image; what a check finds, and that repairing it leaves it right.
+fn damaged(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> Report {
+    sim::run(1, async move {
+        let (storage, header) = image(preallocated()).await;
+        damage(&storage, &header).await;
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.leaks, repaired.check_errors), (0, 0, 0), "{repaired:#?}");
+        let again = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((again.corruptions, again.leaks), (0, 0), "{again:#?}");
+        found
+    })
+}
+
+#[test]
+fn what_was_created_is_right() {
+    for options in [
+        CreateOptions::default(),
+        preallocated(),
+        CreateOptions { refcount_bits: 1, ..preallocated() },
+        CreateOptions { refcount_bits: 64, version: 3, ..preallocated() },
+        CreateOptions { luks: Some([&b"LUKS\xba\xbe"[..], &[0; 9994]].concat()), ..preallocated() },
+        CreateOptions { data_file: Some("data".into()), ..CreateOptions::default() },
+    ] {
+        sim::run(1, async move {
+            let is_preallocated = options.preallocation != Preallocation::Off;
+            let (storage, _) = image(options).await;
+            let report = check(&storage, Repair::All).await.expect("a header");
+            let expect = Report {
+                total_clusters: 64,
+                allocated_clusters: if is_preallocated { 64 } else { 0 },
+                image_end_offset: storage.size_bytes(),
+                ..Report::default()
+            };
+            assert_eq!(report, expect);
+        });
+    }
+}
+
+#[test]
+fn a_leak_is_freed() {
+    let report = damaged(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2 + 8, 0).await;
+    });
+    assert_eq!((report.leaks, report.corruptions), (1, 0), "{report:?}");
+    assert_eq!((report.allocated_clusters, report.fragmented_clusters), (63, 1));
+}
+
+/// Damages a preallocated image and repairs it, which must not change its content; then gives up
+/// the ambiguous content. Returns both reports.
+fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> (Report, Report) {
+    sim::run(1, async move {
+        let (storage, header) = image(preallocated()).await;
+        damage(&storage, &header).await;
+        let refused = check(&storage, Repair::All).await.expect("a header");
+        let forced = check(&storage, Repair::Forced).await.expect("a header");
+        assert_eq!((forced.corruptions, forced.leaks, forced.check_errors), (0, 0, 0), "{forced:#?}");
+        (refused, forced)
+    })
+}
+
+fn range(offset: u64, length: u64) -> GuestRange {
+    GuestRange { snapshot: None, offset, length }
+}
+
+#[test]
+fn entries_that_point_nowhere_stay_unless_they_are_given_up() {
+    for wrong in [0x5_0200, 1 << 40 | COPIED, 3 << 62 | 0x100_0000_0000] {
+        let (refused, forced) = ambiguous(async move |storage, header| {
+            let l2 = l2_of(storage, header).await;
+            put(storage, l2 + 8, wrong).await;
+            check(storage, Repair::All).await.expect("a header");
+            assert_eq!(number_at(storage, l2 + 8).await, wrong);
+        });
+        // The cluster that the entry meant is neither free nor called leaked.
+        assert_eq!(
+            (refused.corruptions > 0, refused.leaks, refused.leaks_fixed, refused.possible_leaks),
+            (true, 0, 0, 1),
+            "{refused:?}"
+        );
+        assert_eq!((refused.ambiguous, refused.lost), (vec![range(4096, 4096)], Vec::new()));
+        assert_eq!((forced.leaks_fixed, forced.lost), (1, vec![range(4096, 4096)]));
+    }
+    let (refused, forced) = ambiguous(async |storage, header| put(storage, header.l1_offset, 1 << 50).await);
+    assert_eq!(
+        (refused.corruptions, refused.leaks, refused.possible_leaks),
+        (1, 0, 65),
+        "the table and all that it reached: {refused:?}"
+    );
+    assert_eq!(forced.lost, [range(0, 256 << 10)], "up to the end of the disk");
+}
+
+#[test]
+fn zeroes_outlive_the_repair_of_their_offset() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2, first | 0x201).await;
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed, repaired.leaks_fixed), (0, 1, 1));
+        assert_eq!(number_at(&storage, l2).await, 1, "the zero flag");
+        assert_eq!(repaired.lost, []);
+    });
+}
+
+#[test]
+fn subclusters_that_read_as_zeroes_outlive_the_repair_of_their_offset() {
+    sim::run(1, async {
+        let options = CreateOptions { extended_l2: true, cluster_bytes: 16_384, ..preallocated() };
+        let storage = Storage::memory(512);
+        let options = CreateOptions { size_bytes: 256 << 10, ..options };
+        let header = create(&storage, None, &options).await.expect("valid");
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2, first | 0x200).await;
+        put(&storage, l2 + 8, 0xff00_ff00 << 32).await;
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!(
+            (number_at(&storage, l2).await, number_at(&storage, l2 + 8).await),
+            (0, 0xff00_ff00 << 32)
+        );
+    });
+}
+
+#[test]
+fn an_l1_entry_without_a_table_has_no_flags() {
+    sim::run(1, async {
+        for wrong in [COPIED, 1 << 56, COPIED | 1] {
+            let (storage, header) = image(CreateOptions::default()).await;
+            put(&storage, header.l1_offset, wrong).await;
+            let found = check(&storage, Repair::Nothing).await.expect("a header");
+            assert_eq!((found.corruptions, found.leaks), (1, 0), "{found:?}");
+            let repaired = check(&storage, Repair::All).await.expect("a header");
+            assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+            assert_eq!(number_at(&storage, header.l1_offset).await, 0);
+        }
+    });
+}
+
+/// The content of a guest's cluster would be "corrected" as a table.
+#[test]
+fn a_guest_s_cluster_that_looks_like_a_table_keeps_its_bytes() {
+    for repair in [Repair::All, Repair::Forced] {
+        sim::run(1, async move {
+            let (storage, header) = image(CreateOptions { size_bytes: 4 << 20, ..preallocated() }).await;
+            let l2 = l2_of(&storage, &header).await;
+            let data = number_at(&storage, l2).await & !COPIED;
+            bytes::write(&storage, data, &[0x3f; 4096]).await.expect("memory");
+            let second = number_at(&storage, header.l1_offset + 8).await;
+            assert_ne!(second, 0);
+            put(&storage, header.l1_offset + 8, data | COPIED).await;
+            let report = check(&storage, repair).await.expect("a header");
+            assert_eq!(bytes::read(&storage, data, 4096).await.expect("memory"), [0x3f; 4096]);
+            if repair == Repair::All {
+                assert!(report.corruptions > 0 && report.lost.is_empty(), "{report:?}");
+            } else {
+                assert_eq!((report.corruptions, report.lost), (0, vec![range(2 << 20, 2 << 20)]));
+                assert_eq!(number_at(&storage, header.l1_offset + 8).await, 0);
+            }
+        });
+    }
+}
+
+#[test]
+fn guest_data_on_metadata_is_seen_and_given_up_by_force_alone() {
+    let (refused, forced) = ambiguous(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2 + 8, header.l1_offset | COPIED).await;
+    });
+    assert!(refused.corruptions > 0, "{refused:?}");
+    assert_eq!(forced.lost, [range(4096, 4096)]);
+}
+
+#[test]
+fn ranges_name_the_snapshots_that_share_a_table() {
+    sim::run(1, async {
+        let (storage, header) = with_old_snapshots(preallocated(), 1).await;
+        let l2 = l2_of(&storage, &header).await;
+        put(&storage, l2 + 8, 0x200).await;
+        put(&storage, l2 + 16, 0x200).await;
+        let report = check(&storage, Repair::Forced).await.expect("a header");
+        let in_snapshot = GuestRange { snapshot: Some(String::new()), ..range(4096, 8192) };
+        assert_eq!(report.lost, [range(4096, 8192), in_snapshot]);
+    });
+}
+
+/// Nothing is counted in a data file, so this alone keeps two clusters from sharing one there.
+#[test]
+fn clusters_of_a_data_file_lie_where_the_disk_has_them() {
+    sim::run(1, async {
+        let options = CreateOptions { data_file: Some("data".into()), ..preallocated() };
+        let (storage, header) = image(options).await;
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2 + 8, first).await;
+        let found = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((found.corruptions, found.leaks), (1, 0), "{found:?}");
+        assert_eq!(number_at(&storage, l2 + 8).await, first);
+        let repaired = check(&storage, Repair::Forced).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!(number_at(&storage, l2 + 8).await, 1);
+        assert_eq!(number_at(&storage, l2).await, first);
+    });
+}
+
+#[test]
+fn two_owners_of_a_cluster_are_told_and_counted() {
+    let report = damaged(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2, number_at(storage, l2 + 8).await).await;
+    });
+    // One cluster is free, one is counted too low; the flags agree with the numbers in the file.
+    assert_eq!((report.leaks, report.corruptions), (1, 1), "{report:?}");
+}
+
+#[test]
+fn wrong_flags_are_corrected() {
+    let report = damaged(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2, number_at(storage, l2).await & !COPIED).await;
+        put(storage, header.l1_offset, l2).await;
+    });
+    assert_eq!((report.leaks, report.corruptions), (0, 2), "{report:?}");
+}
+
+/// As after the header has lost an internal snapshot that had everything too.
+#[test]
+fn leaks_are_repaired_with_the_flags_that_follow_from_it() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let (l2, block) =
+            (l2_of(&storage, &header).await, number_at(&storage, header.refcount_table_offset).await);
+        let mut counts = bytes::read(&storage, block, 4096).await.expect("memory");
+        let mut owned = vec![(header.l1_offset, l2)];
+        for at in (l2..l2 + 512).step_by(8) {
+            owned.push((at, number_at(&storage, at).await & !COPIED));
+        }
+        for (at, cluster) in owned {
+            put(&storage, at, cluster).await;
+            numbers::put(&mut counts, 4, (cluster / 4096) as usize, 2);
+        }
+        bytes::write(&storage, block, &counts).await.expect("memory");
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((found.leaks, found.corruptions), (65, 0), "{found:?}");
+        let repaired = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((repaired.leaks_fixed, repaired.leaks, repaired.corruptions), (65, 0, 0), "{repaired:?}");
+        let again = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((again.leaks, again.corruptions), (0, 0), "{again:?}");
+    });
+}
+
+#[test]
+fn reserved_bits_are_cleared_and_the_clusters_stay() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2, first | 0x3f00_0000_0000_01fe).await;
+        put(&storage, l2 + 8, 1 << 56).await;
+        let found = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((found.leaks_fixed, found.corruptions), (1, 2), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions_fixed, repaired.corruptions), (2, 0), "{repaired:?}");
+        assert_eq!((number_at(&storage, l2).await, number_at(&storage, l2 + 8).await), (first, 0));
+    });
+}
+
+/// Snapshots as old programs wrote them, without extra data.
+async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Header) {
+    let (storage, mut header) = image(options).await;
+    let (l1, table) = (storage.size_bytes(), storage.size_bytes() + 4096);
+    put(&storage, l1, l2_of(&storage, &header).await).await;
+    let entry = |number: u32| snapshot::Snapshot {
+        l1_offset: l1,
+        l1_entries: 1,
+        id: number.to_string().into_bytes(),
+        vm_state_bytes: 77,
+        ..snapshot::Snapshot::default()
+    };
+    let entries: Vec<_> = (1..=count).map(entry).collect();
+    bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
+    (header.snapshots, header.snapshots_offset) = (count, table);
+    write_header(&storage, &header).await.expect("fits");
+    (storage, header)
+}
+
+#[test]
+fn snapshots_without_a_size_are_given_the_disk_s() {
+    sim::run(1, async {
+        for (version, count) in [(3, 1), (3, 200), (2, 3)] {
+            let (storage, header) =
+                with_old_snapshots(CreateOptions { version, ..preallocated() }, count).await;
+            let found = check(&storage, Repair::Nothing).await.expect("a header");
+            let told = found.findings.iter().filter(|finding| finding.contains("is incomplete")).count();
+            assert_eq!(told, if version == 3 { count as usize } else { 0 }, "{found:?}");
+            let repaired = check(&storage, Repair::All).await.expect("a header");
+            assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
+            // The new table's room was free, and nothing was wrong with it.
+            let free = |report: &Report| {
+                report.findings.iter().filter(|finding| finding.contains("refcount=0")).count()
+            };
+            assert_eq!(free(&repaired), free(&found), "{repaired:?}");
+            let after = read_header(&storage).await.expect("a header");
+            let (snapshots, _) = snapshot::read(&storage, &after).await.expect("a table");
+            assert_eq!(snapshots.len(), count as usize);
+            for snapshot in snapshots {
+                let bytes = (version == 3).then_some(header.size_bytes);
+                assert_eq!((snapshot.disk_bytes, snapshot.vm_state_bytes), (bytes, 77));
+            }
+            assert_eq!(check(&storage, Repair::All).await.expect("a header").corruptions_fixed, 0);
+        }
+    });
+}
+
+#[test]
+fn a_raw_data_file_that_is_not_there_is_an_error() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        header.autoclear |= autoclear::RAW_DATA_FILE;
+        write_header(&storage, &header).await.expect("fits");
+        for repair in [Repair::Nothing, Repair::Leaks] {
+            let found = check(&storage, repair).await.expect("a header");
+            assert_eq!((found.corruptions, found.corruptions_fixed), (1, 0), "{found:?}");
+        }
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!(read_header(&storage).await.expect("a header").autoclear, 0);
+    });
+}
+
+#[test]
+fn snapshots_are_completed_before_the_version_is_raised() {
+    sim::run(1, async {
+        let (storage, header) = with_old_snapshots(CreateOptions { version: 2, ..preallocated() }, 3).await;
+        // The refcounts of the hand-made tables.
+        check(&storage, Repair::All).await.expect("a header");
+        let image = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        image.complete_snapshots().await.expect("memory");
+        let upgrade = Amendment { upgrade: true, lazy_refcounts: None };
+        image.amend(upgrade).await.expect("memory");
+        image.flush().await.expect("memory");
+        let storage = image.file.storage();
+        let after = read_header(storage).await.expect("a header");
+        let (snapshots, _) = snapshot::read(storage, &after).await.expect("a table");
+        assert_eq!((after.version, snapshots.len()), (3, 3));
+        for snapshot in snapshots {
+            assert_eq!((snapshot.disk_bytes, snapshot.vm_state_bytes), (Some(header.size_bytes), 77));
+        }
+        let clean = check(storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((clean.corruptions, clean.leaks), (0, 0), "{clean:?}");
+    });
+}
+
+#[test]
+fn a_snapshot_table_that_cannot_be_counted_stays() {
+    sim::run(1, async {
+        let (storage, header) = with_old_snapshots(preallocated(), 1).await;
+        // An L1 table that cannot be read keeps refcounts from being made anew, and the block of
+        // them is none.
+        put(&storage, header.snapshots_offset, 1 << 40).await;
+        put(&storage, header.refcount_table_offset, 0x200).await;
+        let before = storage.size_bytes();
+        let report = check(&storage, Repair::All).await.expect("a header");
+        assert!(report.findings.iter().any(|finding| finding.contains("is incomplete")), "{report:?}");
+        let after = read_header(&storage).await.expect("a header");
+        assert_eq!((after.snapshots_offset, storage.size_bytes()), (header.snapshots_offset, before));
+    });
+}
+
+#[test]
+fn refcounts_that_are_lost_are_made_anew() {
+    // No block at all, one inside a cluster, one beyond the end, one on a guest's cluster.
+    for wrong in [0, 0x200, 1 << 40, 0x4000 + 3 * 4096] {
+        let report = damaged(async move |storage, header| {
+            put(storage, header.refcount_table_offset, wrong).await;
+        });
+        assert!(report.corruptions > 0, "{report:?}");
+    }
+}
+
+#[test]
+fn numbers_too_low_are_raised_and_marks_are_cleared() {
+    let report = damaged(async |storage, header| {
+        let block = number_at(storage, header.refcount_table_offset).await;
+        let mut numbers = bytes::read(storage, block, 4096).await.expect("memory");
+        (5..9).for_each(|index| numbers::put(&mut numbers, 4, index, 0));
+        numbers::put(&mut numbers, 4, 2, 7);
+        bytes::write(storage, block, &numbers).await.expect("memory");
+        let marked = Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
+        write_header(storage, &marked).await.expect("fits");
+    });
+    assert_eq!(report.leaks, 1);
+    assert!(report.corruptions >= 4, "{report:?}");
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let marked = Header { incompatible: incompatible::DIRTY, ..header.clone() };
+        write_header(&storage, &marked).await.expect("fits");
+        check(&storage, Repair::All).await.expect("a header");
+        assert_eq!(read_header(&storage).await, Ok(header));
+    });
+}
+
+#[test]
+fn leaks_alone_are_repaired_where_only_that_is_asked() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let l2 = l2_of(&storage, &header).await;
+        put(&storage, l2, 0).await;
+        put(&storage, l2 + 8, 1 << 56).await;
+        let report = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((report.leaks_fixed, report.corruptions), (2, 1), "{report:?}");
+        // One of the leaks may be the cluster that this entry meant.
+        put(&storage, l2 + 8, 1 << 40).await;
+        put(&storage, l2 + 16, 0).await;
+        let report = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((report.leaks_fixed, report.leaks, report.possible_leaks), (0, 0, 1), "{report:?}");
+    });
+}
+
+#[test]
+fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        let end = storage.size_bytes();
+        // A snapshot that shares everything, and a bitmap of one cluster: five clusters at the end.
+        let (l1, table) = (end, end + 4096);
+        put(&storage, l1, l2_of(&storage, &header).await).await;
+        let entry = snapshot::Snapshot {
+            l1_offset: l1,
+            l1_entries: 1,
+            id: b"1".to_vec(),
+            disk_bytes: Some(header.size_bytes),
+            ..snapshot::Snapshot::default()
+        };
+        bytes::write(&storage, table, &snapshot::encode(&[entry]).expect("short")).await.expect("memory");
+        let (directory, bits_table, bits) = (end + 2 * 4096, end + 3 * 4096, end + 4 * 4096);
+        put(&storage, bits_table, bits).await;
+        bytes::write(&storage, bits, &[0; 4096]).await.expect("memory");
+        let entry = bitmap::Entry {
+            table_offset: bits_table,
+            table_entries: 1,
+            flags: 0,
+            granularity_bits: 16,
+            name: b"b".to_vec(),
+            extra: Vec::new(),
+        };
+        let encoded = bitmap::encode(&[entry]);
+        bytes::write(&storage, directory, &encoded).await.expect("memory");
+        let place = Place { offset: directory, length: encoded.len() as u64 };
+        header.bitmaps = Some(Bitmaps { count: 1, directory: place });
+        header.autoclear = autoclear::BITMAPS;
+        (header.snapshots, header.snapshots_offset) = (1, table);
+        write_header(&storage, &header).await.expect("fits");
+
+        let report = check(&storage, Repair::All).await.expect("a header");
+        // Five new clusters, 64 and their table shared; and all of their flags.
+        assert_eq!(
+            (report.corruptions_fixed, report.corruptions, report.leaks),
+            (70 + 65, 0, 0),
+            "{report:?}"
+        );
+        put(&storage, table, 0x123).await;
+        let report = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((report.corruptions, report.leaks, report.leaks_fixed), (1, 0, 0), "{report:?}");
+        assert!(report.possible_leaks > 0, "{report:?}");
+    });
+}
+
+#[test]
+fn any_byte_may_be_anything() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let whole = storage.content().await.expect("memory");
+        // Header, refcount table, a block, the L1 table, an L2 table.
+        let places =
+            [0..112, 4096..4112, 8192..8300, header.l1_offset as usize..header.l1_offset as usize + 8];
+        for at in places.into_iter().flatten() {
+            for value in [0x00, 0x01, 0x80, 0xff] {
+                let storage = Storage::holding(&whole).await;
+                bytes::write(&storage, at as u64, &[value]).await.expect("memory");
+                let Ok(report) = check(&storage, Repair::All).await else { continue };
+                if report.is_consistent() {
+                    let again = check(&storage, Repair::Nothing).await.expect("still one");
+                    assert!(again.is_consistent() && again.leaks == 0, "byte {at} = {value}: {again:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn refcounts_are_made_anew_where_their_table_is_lost() {
+    for (at, wrong) in [(48, 0), (48, 0x1200), (48, 1 << 60), (48, 1 << 40), (56, 0), (56, u64::MAX << 32)] {
+        let report = damaged(async move |storage, _| {
+            put(storage, at, wrong).await;
+            // Promises that are taken back before, with a header that is still wrong.
+            put(storage, 88, 1 << 60).await;
+        });
+        assert!(report.corruptions > 64, "each cluster counts as free: {report:?}");
+    }
+}
+
+#[test]
+fn reserved_fields_of_the_header_are_cleared() {
+    sim::run(1, async {
+        let (storage, header) = image(CreateOptions::default()).await;
+        put(&storage, 104, 1).await;
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((found.corruptions, found.ambiguous.len()), (1, 0), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!((number_at(&storage, 104).await, read_header(&storage).await), (0, Ok(header)));
+    });
+}
+
+#[test]
+fn names_of_other_files_that_cannot_be_right_are_reported() {
+    let with = |change: fn(&mut Header)| {
+        sim::run(1, async move {
+            let (storage, mut header) = image(CreateOptions::default()).await;
+            change(&mut header);
+            write_header(&storage, &header).await.expect("fits");
+            check(&storage, Repair::All).await.expect("a header")
+        })
+    };
+    assert_eq!(with(|_| ()).corruptions, 0);
+    for (part, change) in [
+        ("unknown format", (|header| header.backing = Some(backing_of("r!w"))) as fn(&mut Header)),
+        ("no name of a file", |header| {
+            header.incompatible |= incompatible::DATA_FILE;
+            header.data_file = Some("\0data".into());
+        }),
+        ("without a name", |header| header.incompatible |= incompatible::DATA_FILE),
+        ("no external data file", |header| header.data_file = Some("data".into())),
+    ] {
+        let report = with(change);
+        assert!(report.corruptions > 0, "{report:?}");
+        assert!(report.findings.iter().any(|finding| finding.contains(part)), "{part}: {report:?}");
+    }
+    assert_eq!(with(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
+}
+
+/// A length that ends before the key slots would have their clusters freed as leaks.
+#[test]
+fn a_luks_header_that_ends_before_its_key_slots_frees_nothing() {
+    sim::run(1, async {
+        let mut area = [&b"LUKS\xba\xbe"[..], &[0; 10_234]].concat();
+        // Bytes of a key, and of the last slot the first sector and the stripes: the end is 10,240.
+        area[108..112].copy_from_slice(&64_u32.to_be_bytes());
+        area[208 + 7 * 48 + 40..][..4].copy_from_slice(&16_u32.to_be_bytes());
+        area[208 + 7 * 48 + 44..][..4].copy_from_slice(&32_u32.to_be_bytes());
+        let (storage, _) = image(CreateOptions { luks: Some(area), ..CreateOptions::default() }).await;
+        let report = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{report:?}");
+        // The length in the encryption extension.
+        assert_eq!(number_at(&storage, 128).await, 10_240);
+        put(&storage, 128, 4096).await;
+        for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
+            let report = check(&storage, repair).await.expect("a header");
+            assert!(report.corruptions > 0 && report.leaks_fixed == 0, "{report:?}");
+            assert!(report.findings.iter().any(|finding| finding.contains("key slot 7 ends")), "{report:?}");
+        }
+        put(&storage, 128, 10_240).await;
+        let report = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{report:?}");
+    });
+}
+
+/// Extensions after one of a wrong length may have been misread.
+#[test]
+fn an_extension_of_a_wrong_length_is_reported_and_stays() {
+    sim::run(1, async {
+        let options = CreateOptions {
+            luks: Some([&b"LUKS\xba\xbe"[..], &[0; 9994]].concat()),
+            ..CreateOptions::default()
+        };
+        let (storage, _) = image(options).await;
+        // The extension also covers the next one, the feature names: what follows can be parsed.
+        let names_bytes = number_at(&storage, 136).await & 0xffff_ffff;
+        let length = 16 + 8 + names_bytes.next_multiple_of(8);
+        put(&storage, 112, 0x0537_be77_0000_0000 | length).await;
+        // A reserved byte, which would be cleared otherwise.
+        put(&storage, 104, 1).await;
+        let before = bytes::read(&storage, 0, 4096).await.expect("memory");
+        let expected = format!("{length} bytes instead of 16");
+        let report = check(&storage, Repair::All).await.expect("a header");
+        assert!(report.findings.iter().any(|finding| finding.contains(&expected)), "{report:?}");
+        assert_eq!(bytes::read(&storage, 0, 4096).await.expect("memory"), before);
+    });
+}
+
+fn backing_of(format: &str) -> Backing {
+    Backing { name: "base".into(), format: Some(format.into()) }
+}
+
+#[test]
+fn a_bitmap_with_a_table_of_another_size_is_dropped() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        let end = storage.size_bytes();
+        let entry = bitmap::Entry {
+            table_offset: end + 4096,
+            table_entries: 2,
+            flags: 0,
+            granularity_bits: 16,
+            name: b"b".to_vec(),
+            extra: Vec::new(),
+        };
+        let encoded = bitmap::encode(&[entry]);
+        bytes::write(&storage, end, &encoded).await.expect("memory");
+        bytes::write(&storage, end + 4096, &[0; 4096]).await.expect("memory");
+        let place = Place { offset: end, length: encoded.len() as u64 };
+        header.bitmaps = Some(Bitmaps { count: 1, directory: place });
+        header.autoclear = autoclear::BITMAPS;
+        write_header(&storage, &header).await.expect("fits");
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert!(found.findings.iter().any(|finding| finding.contains("instead of 1")), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
+        assert_eq!(read_header(&storage).await.expect("a header").bitmaps, None);
+    });
+}
+
+#[test]
+fn overlapping_tables_of_a_sparse_file_are_not_all_looked_at() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        let table = storage.size_bytes();
+        let entry = |number: u32| snapshot::Snapshot {
+            l1_offset: table + 4096 * u64::from(number),
+            l1_entries: 4 << 20,
+            id: number.to_string().into_bytes(),
+            disk_bytes: Some(header.size_bytes),
+            instructions: Some(u64::MAX),
+            ..snapshot::Snapshot::default()
+        };
+        // The second and the third overlap an earlier one, by 64 MiB together.
+        let entries: Vec<_> = (1..=5).map(entry).collect();
+        bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
+        bytes::grow(&storage, table + (256 << 20)).await.expect("memory");
+        (header.snapshots, header.snapshots_offset) = (5, table);
+        write_header(&storage, &header).await.expect("fits");
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        let skipped = found.findings.iter().filter(|finding| finding.contains("is not looked at"));
+        assert_eq!(skipped.count(), 2, "{:#?}", &found.findings[..10]);
+    });
+}

@@ -1,0 +1,264 @@
+//! Compressed clusters: one cluster of guest data to bytes, and back.
+//!
+//! Data from an image is hostile: the stream may be cut off, damaged, or unpack to gigabytes.
+//! Decompression fills exactly one cluster of the caller's memory, and takes no more than a few
+//! megabytes of its own.
+//!
+//! zlib means raw deflate without a header, with a window of 4 KiB, because QEMU's reader accepts
+//! no larger one. Behind the stream there may be any bytes, because sizes are counted in sectors.
+//! Each thread keeps its contexts, since making one costs more than a small cluster.
+//!
+//! Packing 64 KiB takes a hundred microseconds or more, unpacking tens of them, and the largest
+//! cluster 32 times that. So it does not run on a reactor, but through
+//! [`blocking`](reactor::blocking).
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Compressed Clusters" and "Compression type"; the limits
+//! of zstd, RFC 8878.
+
+use std::cell::RefCell;
+
+use flate2::{Compress, Decompress, FlushCompress, FlushDecompress, Status};
+use zstd::{
+    stream::raw::{DParameter, InBuffer, Operation, OutBuffer},
+    zstd_safe,
+};
+
+use super::{Invalid, header::Compression};
+
+/// What QEMU writes, and the most that it reads: distances below 4 KiB, as bits.
+const WRITTEN_WINDOW_BITS: u8 = 12;
+/// Deflate's largest window: reading is free to be more tolerant.
+const READ_WINDOW_BITS: u8 = 15;
+/// A frame of zstd may ask for so large a window, as bits: the 8 MiB that RFC 8878 tells decoders
+/// to support, four of the largest clusters.
+const ZSTD_WINDOW_BITS: u32 = 23;
+
+thread_local! {
+    static INFLATE: RefCell<Option<Decompress>> = const { RefCell::new(None) };
+    static DEFLATE: RefCell<Option<Compress>> = const { RefCell::new(None) };
+    static ZSTD_READER: RefCell<Option<zstd::stream::raw::Decoder<'static>>> = const { RefCell::new(None) };
+    static ZSTD_WRITER: RefCell<Option<zstd::bulk::Compressor<'static>>> = const { RefCell::new(None) };
+}
+
+/// Fills `cluster` with what `data` unpacks to. Bytes behind the end of the stream are ignored.
+///
+/// # Errors
+/// If the stream is damaged, or does not fill the cluster; with zstd also if it goes on behind it.
+/// What the cluster holds then is undefined.
+pub fn decompress(kind: Compression, data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
+    match kind {
+        Compression::Zlib => inflate(data, cluster),
+        Compression::Zstd => unzstd(data, cluster),
+    }
+}
+
+/// Packs a whole cluster; `None` where that saves nothing, and the cluster is better stored as it
+/// is.
+pub fn compress(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
+    // Less than the cluster, as QEMU has it.
+    let most = cluster.len().checked_sub(1)?;
+    match kind {
+        Compression::Zlib => deflate(cluster, most),
+        Compression::Zstd => zstd(cluster, most),
+    }
+}
+
+fn inflate(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
+    INFLATE.with_borrow_mut(|context| {
+        let context =
+            context.get_or_insert_with(|| Decompress::new_with_window_bits(false, READ_WINDOW_BITS));
+        context.reset(false);
+        let status = context
+            .decompress(data, cluster, FlushDecompress::Finish)
+            .map_err(|_| Invalid::new("compressed data is damaged"))?;
+        let filled = context.total_out();
+        // A stream that would go on is fine, as for QEMU: nobody asked for more than the cluster.
+        if filled != cluster.len() as u64 {
+            let why = if status == Status::StreamEnd { "ends" } else { "breaks off" };
+            return Err(short(why, filled, cluster.len()));
+        }
+        Ok(())
+    })
+}
+
+fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
+    ZSTD_READER.with_borrow_mut(|slot| {
+        let context = match slot {
+            Some(context) => context,
+            None => slot.insert(new_reader()?),
+        };
+        context.reinit().map_err(|error| no_context(&error))?;
+        let length = cluster.len();
+        let mut input = InBuffer::around(data);
+        let mut output = OutBuffer::around(cluster);
+        loop {
+            let before = (input.pos(), output.pos());
+            let rest = context
+                .run(&mut input, &mut output)
+                .map_err(|error| Invalid::new(format!("compressed data is damaged: {error}")))?;
+            match (rest, output.pos() == length) {
+                (0, true) => return Ok(()),
+                // Frames may follow each other.
+                (0, false) if (input.pos(), output.pos()) != before && input.pos() < data.len() => {}
+                (0, false) => return Err(short("ends", output.pos() as u64, length)),
+                (_, _) if (input.pos(), output.pos()) != before => {}
+                (_, true) => return Err(Invalid::new("compressed data unpacks to more than a cluster")),
+                (_, false) => return Err(short("breaks off", output.pos() as u64, length)),
+            }
+        }
+    })
+}
+
+fn new_reader() -> Result<zstd::stream::raw::Decoder<'static>, Invalid> {
+    let mut context = zstd::stream::raw::Decoder::new().map_err(|error| no_context(&error))?;
+    let window = DParameter::WindowLogMax(ZSTD_WINDOW_BITS);
+    context.set_parameter(window).map_err(|error| no_context(&error))?;
+    Ok(context)
+}
+
+fn no_context(error: &std::io::Error) -> Invalid {
+    Invalid::new(format!("zstd cannot be used: {error}"))
+}
+
+fn short(why: &str, filled: u64, length: usize) -> Invalid {
+    Invalid::new(format!("compressed data {why} after {filled} of the cluster's {length} bytes"))
+}
+
+fn deflate(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
+    DEFLATE.with_borrow_mut(|context| {
+        let context = context.get_or_insert_with(|| {
+            Compress::new_with_window_bits(flate2::Compression::default(), false, WRITTEN_WINDOW_BITS)
+        });
+        context.reset();
+        // Room for what does not shrink too: a stream of zlib-rs 0.6 that ran out of it cannot be
+        // used again, `reset` or not.
+        let mut packed = vec![0; cluster.len() + cluster.len() / 8 + 64];
+        let status = context.compress(cluster, &mut packed, FlushCompress::Finish).ok()?;
+        let length = usize::try_from(context.total_out()).ok()?;
+        packed.truncate(length);
+        (status == Status::StreamEnd && length <= most).then_some(packed)
+    })
+}
+
+fn zstd(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
+    ZSTD_WRITER.with_borrow_mut(|slot| {
+        let context = match slot {
+            Some(context) => context,
+            None => slot.insert(zstd::bulk::Compressor::new(zstd_safe::CLEVEL_DEFAULT).ok()?),
+        };
+        let mut packed = vec![0; most];
+        // No room is an error, and means that it did not shrink.
+        let length = context.compress_to_buffer(cluster, &mut packed[..]).ok()?;
+        packed.truncate(length);
+        Some(packed)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const KINDS: [Compression; 2] = [Compression::Zlib, Compression::Zstd];
+
+    /// Text that shrinks, with repetitions both near and farther away than the window of zlib.
+    fn text(length: usize) -> Vec<u8> {
+        let mut random = fastrand::Rng::with_seed(7);
+        let lines: Vec<String> = (0..400).map(|line| format!("{line} {:x}\n", random.u64(..))).collect();
+        let mut bytes = Vec::new();
+        while bytes.len() < length {
+            bytes.extend(lines[random.usize(..lines.len())].as_bytes());
+        }
+        bytes.truncate(length);
+        bytes
+    }
+
+    #[test]
+    fn what_cannot_shrink_is_left() {
+        let mut noise = vec![0; 65536];
+        fastrand::Rng::with_seed(1).fill(&mut noise);
+        for kind in KINDS {
+            assert_eq!(compress(kind, &noise), None);
+            assert_eq!(compress(kind, &[]), None);
+        }
+    }
+
+    #[test]
+    fn what_cannot_shrink_leaves_nothing_behind_for_the_next() {
+        let mut random = fastrand::Rng::with_seed(1);
+        for kind in KINDS {
+            for length in [512, 4096, 16384] {
+                for _ in 0..300 {
+                    let mut noise = vec![0; length];
+                    random.fill(&mut noise);
+                    assert_eq!(compress(kind, &noise), None);
+                    let packed = compress(kind, &text(length)).expect("text shrinks");
+                    let mut unpacked = vec![0; length];
+                    decompress(kind, &packed, &mut unpacked).expect("it was just packed");
+                    assert!(unpacked == text(length));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_stream_that_is_short_long_or_cut_off() {
+        for kind in KINDS {
+            let packed = compress(kind, &text(8192)).expect("text shrinks");
+            let said = decompress(kind, &packed, &mut [0; 16384]).expect_err("too short").to_string();
+            assert!(said.contains("ends after 8192 of the cluster's 16384"), "{said}");
+            let said = decompress(kind, &packed[..packed.len() / 2], &mut [0; 8192]).expect_err("cut");
+            assert!(said.to_string().contains("breaks off"), "{said}");
+            let long = decompress(kind, &packed, &mut [0; 4096]);
+            assert_eq!(long.is_ok(), kind == Compression::Zlib, "{long:?}");
+            assert!(decompress(kind, &[], &mut [0; 512]).is_err());
+        }
+    }
+
+    #[test]
+    fn a_zstd_frame_cannot_ask_for_much_memory() {
+        // Magic number, no content size, window of 2^31 bytes, then an empty last block.
+        let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00];
+        let said = decompress(Compression::Zstd, &frame, &mut [0; 65536]).expect_err("too large").to_string();
+        assert!(said.contains("too much memory"), "{said}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn what_is_packed_is_unpacked_whatever_follows(
+            bits in 9_u32..=17,
+            pieces in proptest::collection::vec((any::<u8>(), 1_usize..3000), 1..200),
+            behind in proptest::collection::vec(any::<u8>(), 0..600),
+        ) {
+            let mut cluster: Vec<u8> =
+                pieces.iter().flat_map(|&(byte, count)| std::iter::repeat_n(byte, count)).collect();
+            cluster.resize(1 << bits, 0);
+            for kind in KINDS {
+                let Some(mut packed) = compress(kind, &cluster) else { continue };
+                prop_assert!(packed.len() < cluster.len());
+                packed.extend(&behind);
+                let mut unpacked = vec![0xee; cluster.len()];
+                prop_assert_eq!(decompress(kind, &packed, &mut unpacked), Ok(()));
+                prop_assert_eq!(&unpacked, &cluster);
+            }
+        }
+
+        #[test]
+        fn damage_never_does_more_than_fail(
+            noise in proptest::collection::vec(any::<u8>(), 0..2000),
+            at in any::<proptest::sample::Index>(),
+            byte in any::<u8>(),
+        ) {
+            for kind in KINDS {
+                let _ = decompress(kind, &noise, &mut [0; 4096]);
+                let mut packed = compress(kind, &text(4096)).expect("text shrinks");
+                let at = at.index(packed.len());
+                packed[at] = byte;
+                let _ = decompress(kind, &packed, &mut [0; 4096]);
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Which options may be combined, as in QEMU, and the errors for those that may not.
+
+use super::{CreateOptions, Preallocation};
+use crate::qcow2::header::{CLUSTER_BITS, Compression, EXTENDED_CLUSTER_BITS};
+
+/// An option that cannot be: which, and the rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{option}: {rule}")]
+pub struct BrokenRule {
+    /// The option as qemu-img writes it: `lazy_refcounts=on`.
+    pub option: String,
+    /// What it breaks, and what to do.
+    pub rule: String,
+}
+
+pub(super) fn broken(option: impl Into<String>, rule: impl Into<String>) -> BrokenRule {
+    BrokenRule { option: option.into(), rule: rule.into() }
+}
+
+impl CreateOptions {
+    /// The options as they are carried out: the size in whole sectors, and what follows from them.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn checked(&self) -> Result<Self, BrokenRule> {
+        let mut options = self.clone();
+        options.size_bytes = self
+            .size_bytes
+            .checked_next_multiple_of(512)
+            .filter(|size| i64::try_from(*size).is_ok())
+            .ok_or_else(|| {
+                broken(format!("size={}", self.size_bytes), "is too large (sizes are below 8E)")
+            })?;
+        self.check_numbers()?;
+        self.check_version()?;
+        self.check_files()?;
+        // Readers of the raw file see zeroes where the image says that nothing is there, so the
+        // image must not say that.
+        if self.data_file_raw && self.preallocation == Preallocation::Off {
+            options.preallocation = Preallocation::Metadata;
+        }
+        Ok(options)
+    }
+
+    fn check_numbers(&self) -> Result<(), BrokenRule> {
+        let cluster = self.cluster_bytes;
+        if !cluster.is_power_of_two() || !CLUSTER_BITS.contains(&cluster.trailing_zeros()) {
+            let rule = "is not a power of two from 512 to 2M";
+            return Err(broken(format!("cluster_size={cluster}"), rule));
+        }
+        if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
+            let rule = "is not a power of two from 1 to 64";
+            return Err(broken(format!("refcount_bits={}", self.refcount_bits), rule));
+        }
+        if self.extended_l2 && cluster.trailing_zeros() < EXTENDED_CLUSTER_BITS {
+            let rule = format!("needs a cluster_size of at least 16K, and it is {cluster}");
+            return Err(broken("extended_l2=on", rule));
+        }
+        Ok(())
+    }
+
+    fn check_version(&self) -> Result<(), BrokenRule> {
+        if !matches!(self.version, 2 | 3) {
+            return Err(broken(format!("version {}", self.version), "is not known; 2 and 3 are"));
+        }
+        let later = [
+            (self.lazy_refcounts, "lazy_refcounts=on".to_owned()),
+            (self.refcount_bits != 16, format!("refcount_bits={}", self.refcount_bits)),
+            (self.extended_l2, "extended_l2=on".to_owned()),
+            (self.compression != Compression::Zlib, "compression_type=zstd".to_owned()),
+            (self.data_file.is_some(), "data_file".to_owned()),
+        ];
+        match later.into_iter().find(|(is_set, _)| *is_set && self.version < 3) {
+            Some((_, option)) => Err(broken(option, "needs compat=1.1, and it is 0.10")),
+            None => Ok(()),
+        }
+    }
+
+    fn check_files(&self) -> Result<(), BrokenRule> {
+        if self.data_file_raw && self.data_file.is_none() {
+            return Err(broken("data_file_raw=on", "needs a data_file"));
+        }
+        if self.data_file_raw && self.backing.is_some() {
+            return Err(broken("data_file_raw=on", "and a backing file exclude each other"));
+        }
+        if self.backing.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
+            let rule = "and a backing file exclude each other, except with extended_l2=on";
+            return Err(broken("preallocation", rule));
+        }
+        Ok(())
+    }
+}

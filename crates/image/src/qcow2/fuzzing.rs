@@ -1,0 +1,271 @@
+//! What the fuzz targets do with an image of any bytes, and what must hold whatever they are.
+//!
+//! | | Done | Holds |
+//! | --- | --- | --- |
+//! | [`check()`] | checked and repaired | it ends; an image that a repair calls consistent is consistent |
+//! | [`open`] | opened, with everything it keeps; looked at from end to end | it ends; block status covers the disk |
+//! | [`lookup`] | read, written, zeroed, discarded, resized, with snapshots taken and deleted | a read returns what was written; a consistent image stays consistent |
+//!
+//! It is here and not in `fuzz/`, because tests run the same checks on damaged images for a moment
+//! on every change. Everything is in memory, on a simulated reactor that panics if tasks wait for
+//! nothing.
+//!
+//! Never derives a key: that is slow on purpose. Encrypted images get a key that does not fit.
+
+#[cfg(test)]
+#[path = "fuzzing_tests.rs"]
+mod tests;
+
+use super::{
+    CacheSettings, L2Size, Parts, Qcow2,
+    check::{self, Repair},
+    header::{Crypt, Header, autoclear},
+    luks::{self, Cipher, CipherKind},
+    read_header,
+    snapshot::NewSnapshot,
+};
+use reactor::{buffer::Buffer, sim};
+use storage::{Durability, Storage, ZeroOptions};
+
+use crate::{Image, Raw};
+
+/// Larger images only take longer.
+const LARGEST: usize = 4 << 20;
+/// Files beside the image are no longer.
+const LARGEST_OTHER: u64 = 64 << 20;
+/// Disks are not made longer than this.
+const LARGEST_DISK: u64 = 16 << 20;
+/// Questions and reads that one image gets: a disk of 2⁶⁰ bytes has no more to show.
+const MOST_QUESTIONS: usize = 500;
+/// Bytes of a [`Request`].
+const REQUEST_BYTES: usize = 6;
+/// Requests to one image.
+const MOST_REQUESTS: usize = 32;
+
+/// An image, checked and repaired.
+pub fn check(data: &[u8]) {
+    with(data, async |content| {
+        let image = Storage::holding(&content).await;
+        let Ok(found) = check::check(&image, Repair::Nothing).await else { return };
+        for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
+            let image = Storage::holding(&content).await;
+            let Ok(repaired) = check::check(&image, repair).await else { continue };
+            if repaired.corruptions + repaired.check_errors > 0 {
+                continue;
+            }
+            let again = check::check(&image, Repair::Nothing).await.expect("its header was read before");
+            assert_eq!(
+                (again.corruptions, again.check_errors, again.leaks),
+                (0, 0, repaired.leaks),
+                "{found:?}"
+            );
+        }
+    });
+}
+
+/// An image, opened for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS
+/// header.
+pub fn open(data: &[u8]) {
+    with(data, async |content| {
+        let storage = Storage::holding(&content).await;
+        let Ok(header) = read_header(&storage).await else { return };
+        if let Some(place) = header.encryption {
+            let _ = luks::read_header(&storage, place).await;
+        }
+        if let Ok(image) = Qcow2::open(parts(&content, &header, true).await).await {
+            look(&image).await;
+            look_at_bitmaps(&image).await;
+            for snapshot in image.snapshots().await.unwrap_or_default().iter().take(4) {
+                let parts = parts(&content, &header, true).await;
+                if let Ok(disk) = Qcow2::open_snapshot(parts, &snapshot.id()).await {
+                    look(&disk).await;
+                }
+            }
+        }
+        if let Ok(image) = Qcow2::open_for_upkeep(storage).await {
+            let _ = image.snapshots().await;
+            let _ = image.bitmaps().await;
+            let _ = image.close().await;
+        }
+        if let Ok(image) = Qcow2::open(parts(&content, &header, false).await).await {
+            let _ = image.close().await;
+        }
+    });
+}
+
+/// An image and requests to it: its last byte says how many, [`REQUEST_BYTES`] each, in front of
+/// that.
+pub fn lookup(data: &[u8]) {
+    let Some((&count, rest)) = data.split_last() else { return };
+    let count = usize::from(count) % MOST_REQUESTS;
+    let Some(end) = rest.len().checked_sub(count * REQUEST_BYTES) else { return };
+    let (content, requests) = rest.split_at(end);
+    let requests: Vec<Request> = requests.chunks_exact(REQUEST_BYTES).map(Request::decode).collect();
+    with(content, async move |content| {
+        let storage = Storage::holding(&content).await;
+        let Ok(header) = read_header(&storage).await else { return };
+        let was_consistent = is_consistent(&storage).await;
+        let Ok(image) = Qcow2::open(parts(&content, &header, false).await).await else { return };
+        for request in requests {
+            request.carry_out(&image, was_consistent).await;
+        }
+        let _ = image.close().await;
+        let after = check::check(image.file.storage(), Repair::Nothing).await;
+        if was_consistent {
+            let after = after.expect("its header was read before");
+            assert_eq!((after.corruptions, after.check_errors), (0, 0), "{after:#?}");
+        }
+    });
+}
+
+/// What is done to an open image.
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    kind: u8,
+    /// From the disk's end backwards.
+    from_end: bool,
+    offset: u64,
+    length: u64,
+    byte: u8,
+}
+
+impl Request {
+    fn decode(bytes: &[u8]) -> Self {
+        Self {
+            kind: bytes[0] & 0xf,
+            from_end: bytes[0] & 0x80 != 0,
+            offset: (u64::from(bytes[1]) << 8 | u64::from(bytes[2])) * 128 + u64::from(bytes[3]) * 2,
+            length: (1 << (bytes[4] % 15)) + u64::from(bytes[5]),
+            byte: bytes[5],
+        }
+    }
+
+    /// The part of the range that the disk has.
+    fn range(self, size_bytes: u64) -> (u64, u64) {
+        let offset = if self.from_end { size_bytes.saturating_sub(self.offset) } else { self.offset };
+        let offset = offset.min(size_bytes);
+        (offset, self.length.min(size_bytes - offset))
+    }
+
+    /// Errors are as good as success, whatever the image is; only what is written is to be read
+    /// again, where it was consistent.
+    async fn carry_out(self, image: &Qcow2, was_consistent: bool) {
+        let (offset, length) = self.range(image.size_bytes());
+        let zeroes =
+            |may_unmap| ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
+        match self.kind {
+            0 => drop(image.read(offset, length as usize).await),
+            1..=4 => self.write(image, offset, length, was_consistent).await,
+            5 | 6 => drop(image.write_zeroes(offset, length, zeroes(self.kind == 5)).await),
+            7 => drop(image.discard(offset, length).await),
+            8 => drop(image.flush().await),
+            9 => drop(image.resize((offset % LARGEST_DISK).next_multiple_of(512)).await),
+            10 | 11 => self.write_compressed(image, offset).await,
+            12 => drop(image.create_snapshot(NewSnapshot { name: "new", date_s: 1, date_ns: 2 }).await),
+            13 => drop(image.apply_snapshot("1").await),
+            14 => drop(image.delete_snapshot("1").await),
+            _ => drop(image.block_status(offset, length).await),
+        }
+    }
+
+    async fn write(self, image: &Qcow2, offset: u64, length: u64, was_consistent: bool) {
+        let mut data = Buffer::new(length as usize);
+        data.fill(self.byte);
+        if image.write(offset, data.into(), Durability::Cached).await.is_err() || !was_consistent {
+            return;
+        }
+        let mut read = vec![!self.byte; length as usize];
+        image.read(offset, read.len()).await.expect("it was just written").copy_to(&mut read);
+        assert!(read.iter().all(|byte| *byte == self.byte), "{self:?}: something else is read");
+    }
+
+    async fn write_compressed(self, image: &Qcow2, offset: u64) {
+        let cluster = image.header().cluster_bytes();
+        let offset = offset & !(cluster - 1);
+        let length = cluster.min(image.size_bytes() - offset);
+        let mut data = Buffer::new(length as usize);
+        data.fill(self.byte);
+        let _ = image.write_compressed(offset, data.into()).await;
+    }
+}
+
+/// Runs `test` with an image that is neither empty nor too large.
+fn with(data: &[u8], test: impl AsyncFnOnce(Vec<u8>) + 'static) {
+    if data.is_empty() || data.len() > LARGEST {
+        return;
+    }
+    let content = data.to_vec();
+    sim::run(1, async move { test(content).await });
+}
+
+async fn is_consistent(storage: &Storage) -> bool {
+    let report = check::check(storage, Repair::Nothing).await;
+    report.is_ok_and(|report| report.corruptions + report.check_errors == 0)
+}
+
+/// The image and whatever its header asks for, with the smallest caches.
+async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
+    let other = |bytes: u64| {
+        let bytes = bytes.min(LARGEST_OTHER).next_multiple_of(512);
+        Storage::memory(bytes)
+    };
+    let backing = match &header.backing {
+        Some(_) => Some(Box::new(Image::Raw(Raw::new(Storage::holding(&[0xba; 40_000]).await).read_only()))),
+        None => None,
+    };
+    let key: [u8; 64] = std::array::from_fn(|index| index as u8);
+    Parts {
+        storage: Storage::holding(content).await,
+        backing,
+        data: header.has_data_file().then(|| other(header.size_bytes)),
+        cipher: (header.crypt == Crypt::Luks).then(|| Cipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+        read_only,
+        caches: CacheSettings {
+            l2: Some(L2Size::Bytes(0)),
+            entry_bytes: Some(512),
+            clean_interval: policy::time::Duration::ZERO,
+            ..CacheSettings::default()
+        },
+    }
+}
+
+/// Asks what the whole disk is made of, and reads a little of everything.
+async fn look(image: &Qcow2) {
+    let size = image.size_bytes();
+    let mut at = 0;
+    for _ in 0..MOST_QUESTIONS {
+        if at >= size {
+            return;
+        }
+        let Ok(extents) = image.block_status(at, size - at).await else {
+            // What follows may be right.
+            at += image.header().cluster_bytes();
+            continue;
+        };
+        let lengths: Vec<u64> = extents.iter().map(|extent| extent.length).collect();
+        let sum = lengths.iter().try_fold(0, |sum: u64, length| sum.checked_add(*length));
+        assert!(!lengths.contains(&0) && sum.is_some_and(|sum| sum > 0 && sum <= size - at), "{lengths:?}");
+        for length in lengths {
+            let _ = image.read(at, length.min(700) as usize).await;
+            at += length;
+        }
+    }
+}
+
+async fn look_at_bitmaps(image: &Qcow2) {
+    if image.header().autoclear & autoclear::BITMAPS == 0 {
+        return;
+    }
+    for entry in image.bitmaps().await.unwrap_or_default().iter().take(4) {
+        let Ok(view) = image.view_bitmap(&entry.name()).await else { continue };
+        let size = image.size_bytes();
+        let mut at = 0;
+        for _ in 0..MOST_QUESTIONS {
+            let Some(length) = size.checked_sub(at).filter(|length| *length > 0) else { break };
+            let Ok(runs) = view.marked(at, length).await else { break };
+            let sum: u64 = runs.iter().map(|run| run.length).sum();
+            assert!(sum > 0 && sum <= length, "{runs:?}");
+            at += sum;
+        }
+    }
+}

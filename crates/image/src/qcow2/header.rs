@@ -1,0 +1,750 @@
+//! The header of a qcow2 image: its first cluster, from bytes to [`Header`] and back.
+//!
+//! Every byte comes from whoever made the image. So everything that can be checked without reading
+//! further is checked here, and the result can be relied upon: sizes are in range, tables are
+//! aligned and below the largest offset, names fit.
+//!
+//! Never looks at the file behind the bytes: whoever reads a table checks that it is inside the
+//! file.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Header"; the limits beyond it are QEMU's own, so that
+//! QEMU can open what weir makes.
+
+use super::{Invalid, big_endian::u32_at};
+
+/// "QFI\xfb".
+pub const MAGIC: [u8; 4] = *b"QFI\xfb";
+/// Cluster sizes from 512 bytes to 2 MiB, as bits.
+pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
+/// Least cluster size with extended L2 entries: 16 KiB.
+pub const EXTENDED_CLUSTER_BITS: u32 = 14;
+/// Offsets in the file lie below this.
+pub const OFFSET_LIMIT: u64 = 1 << 56;
+/// The largest L1 table that QEMU opens, in bytes.
+pub const LARGEST_L1: u64 = 32 << 20;
+/// The largest refcount table that QEMU opens, in bytes.
+pub const LARGEST_REFCOUNT_TABLE: u64 = 8 << 20;
+/// The most snapshots that QEMU opens.
+pub const MOST_SNAPSHOTS: u32 = 65_536;
+/// The most bitmaps that QEMU opens.
+pub const MOST_BITMAPS: u32 = 65_535;
+/// The largest bitmap directory: as many bitmaps as there may be, each with the longest name.
+pub const LARGEST_BITMAP_DIRECTORY: u64 = MOST_BITMAPS as u64 * (24 + 1023 + 1);
+/// The largest LUKS header, in bytes: eight slots with the longest keys that LUKS has stay below 4
+/// MiB.
+pub const LARGEST_LUKS: u64 = 64 << 20;
+/// The longest name of a backing file, in bytes.
+pub const LONGEST_BACKING_NAME: usize = 1023;
+
+/// Bits of [`Header::incompatible`].
+pub mod incompatible {
+    /// Refcounts may be wrong.
+    pub const DIRTY: u64 = 1 << 0;
+    /// Anything may be wrong.
+    pub const CORRUPT: u64 = 1 << 1;
+    /// Guest data lies in a file of its own.
+    pub const DATA_FILE: u64 = 1 << 2;
+    /// Clusters are not compressed with zlib.
+    pub const COMPRESSION: u64 = 1 << 3;
+    /// L2 entries have subclusters.
+    pub const EXTENDED_L2: u64 = 1 << 4;
+    /// All that weir knows.
+    pub const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
+}
+
+/// Bits of [`Header::compatible`].
+pub mod compatible {
+    /// Refcounts may be written late, with the image marked dirty.
+    pub const LAZY_REFCOUNTS: u64 = 1 << 0;
+}
+
+/// Bits of [`Header::autoclear`].
+pub mod autoclear {
+    /// The bitmaps extension is right.
+    pub const BITMAPS: u64 = 1 << 0;
+    /// The data file is a raw image by itself.
+    pub const RAW_DATA_FILE: u64 = 1 << 1;
+    /// All that weir knows.
+    pub const KNOWN: u64 = BITMAPS | RAW_DATA_FILE;
+}
+
+pub(super) mod extension {
+    pub(in crate::qcow2) const END: u32 = 0;
+    pub(in crate::qcow2) const BACKING_FORMAT: u32 = 0xe279_2aca;
+    pub(in crate::qcow2) const FEATURE_NAMES: u32 = 0x6803_f857;
+    pub(in crate::qcow2) const BITMAPS: u32 = 0x2385_2875;
+    pub(in crate::qcow2) const ENCRYPTION: u32 = 0x0537_be77;
+    pub(in crate::qcow2) const DATA_FILE: u32 = 0x4441_5441;
+}
+
+const V2_LENGTH: usize = 72;
+const V3_LENGTH: usize = 104;
+/// With the compression type and its padding.
+const OWN_LENGTH: usize = 112;
+
+/// How guest data is encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Crypt {
+    /// Not at all.
+    None,
+    /// The old way, which weir refuses.
+    Aes,
+    /// With a LUKS header inside the image.
+    Luks,
+}
+
+/// How compressed clusters are compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compression {
+    /// Raw deflate, as QEMU writes it.
+    Zlib,
+    /// Zstandard.
+    Zstd,
+}
+
+/// Where what is not allocated is read from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backing {
+    /// As it stands in the image: relative to the image's own directory, unless absolute.
+    pub name: String,
+    /// The format's name; `None` leaves it to guessing, which weir refuses.
+    pub format: Option<String>,
+}
+
+/// Where a piece of metadata lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// In the file, in bytes; a multiple of the cluster.
+    pub offset: u64,
+    /// In bytes.
+    pub length: u64,
+}
+
+/// The bitmaps extension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bitmaps {
+    /// How many.
+    pub count: u32,
+    /// Where they are described.
+    pub directory: Place,
+}
+
+/// What stands in the header. Fields have the specification's meaning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// 2 or 3.
+    pub version: u32,
+    /// A cluster is `1 << cluster_bits` bytes; in [`CLUSTER_BITS`].
+    pub cluster_bits: u32,
+    /// The virtual disk, in bytes.
+    pub size_bytes: u64,
+    /// Encryption.
+    pub crypt: Crypt,
+    /// Entries of the active L1 table.
+    pub l1_entries: u32,
+    /// The active L1 table; 0 only with no entries.
+    pub l1_offset: u64,
+    /// The refcount table.
+    pub refcount_table_offset: u64,
+    /// Its clusters.
+    pub refcount_table_clusters: u32,
+    /// Number of snapshots. Images with more than [`MOST_SNAPSHOTS`] are opened for reading only.
+    pub snapshots: u32,
+    /// Where their table is; 0 only without snapshots.
+    pub snapshots_offset: u64,
+    /// Only known bits: see [`incompatible`].
+    pub incompatible: u64,
+    /// See [`compatible`]; unknown bits are kept.
+    pub compatible: u64,
+    /// See [`autoclear`]; unknown bits must be cleared before anything is written.
+    pub autoclear: u64,
+    /// A refcount has `1 << refcount_order` bits; 0 to 6.
+    pub refcount_order: u32,
+    /// Of compressed clusters.
+    pub compression: Compression,
+    /// The backing file.
+    pub backing: Option<Backing>,
+    /// The external data file's name.
+    pub data_file: Option<String>,
+    /// The bitmaps.
+    pub bitmaps: Option<Bitmaps>,
+    /// The LUKS header.
+    pub encryption: Option<Place>,
+    /// Extensions that weir does not know, and keeps.
+    pub others: Vec<(u32, Vec<u8>)>,
+    /// Fields behind those that weir knows, and keeps.
+    pub later_fields: Vec<u8>,
+}
+
+impl Header {
+    /// Reads the header. `bytes` begin where the file does, and hold its first cluster or all that
+    /// there is of it.
+    ///
+    /// # Errors
+    /// What is wrong with it, and where.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Invalid> {
+        let fields = Fields(bytes);
+        if bytes.get(..4) != Some(&MAGIC[..]) {
+            return Err(Invalid::new("it does not begin with the signature of qcow2, \"QFI\\xfb\""));
+        }
+        let version = fields.u32(4)?;
+        if !matches!(version, 2 | 3) {
+            return Err(Invalid::new(format!("version {version} of qcow2 is not known; 2 and 3 are")));
+        }
+        let cluster_bits = fields.u32(20)?;
+        if !CLUSTER_BITS.contains(&cluster_bits) {
+            return Err(Invalid::new(format!(
+                "clusters of 2^{cluster_bits} bytes; from 2^9 to 2^21 is possible"
+            )));
+        }
+        let later = version >= 3;
+        let length = if later { fields.u32(100)? as usize } else { V2_LENGTH };
+        if later && (length < V3_LENGTH || !length.is_multiple_of(8)) || length > 1 << cluster_bits {
+            return Err(Invalid::new(format!("a header of {length} bytes")));
+        }
+        if bytes.len() < length {
+            return Err(Invalid::new(format!("the file ends inside the header, which has {length} bytes")));
+        }
+        let mut header = Self {
+            version,
+            cluster_bits,
+            size_bytes: fields.u64(24)?,
+            crypt: match fields.u32(32)? {
+                0 => Crypt::None,
+                1 => Crypt::Aes,
+                2 => Crypt::Luks,
+                other => return Err(Invalid::new(format!("encryption method {other} is not known"))),
+            },
+            l1_entries: fields.u32(36)?,
+            l1_offset: fields.u64(40)?,
+            refcount_table_offset: fields.u64(48)?,
+            refcount_table_clusters: fields.u32(56)?,
+            snapshots: fields.u32(60)?,
+            snapshots_offset: fields.u64(64)?,
+            incompatible: if later { fields.u64(72)? } else { 0 },
+            compatible: if later { fields.u64(80)? } else { 0 },
+            autoclear: if later { fields.u64(88)? } else { 0 },
+            refcount_order: if later { fields.u32(96)? } else { 4 },
+            compression: Compression::Zlib,
+            backing: None,
+            data_file: None,
+            bitmaps: None,
+            encryption: None,
+            others: Vec::new(),
+            later_fields: bytes.get(OWN_LENGTH..length).unwrap_or_default().to_vec(),
+        };
+        let names = header.read_extensions(&fields)?;
+        header.check_features(&names, if length > V3_LENGTH { bytes[V3_LENGTH] } else { 0 })?;
+        header.read_backing_name(&fields)?;
+        header.check()?;
+        Ok(header)
+    }
+
+    /// The first cluster's bytes: header, extensions, backing file's name; zeroes behind.
+    ///
+    /// # Errors
+    /// If it does not fit into a cluster, or breaks a rule.
+    pub fn encode(&self) -> Result<Vec<u8>, Invalid> {
+        self.check()?;
+        let mut bytes = Vec::with_capacity(self.cluster_bytes() as usize);
+        let long = |bytes: &mut Vec<u8>, value: u64| bytes.extend(value.to_be_bytes());
+        let word = |bytes: &mut Vec<u8>, value: u32| bytes.extend(value.to_be_bytes());
+        bytes.extend(MAGIC);
+        word(&mut bytes, self.version);
+        // The backing file's name: known when everything before it is there.
+        bytes.extend([0; 12]);
+        word(&mut bytes, self.cluster_bits);
+        long(&mut bytes, self.size_bytes);
+        word(
+            &mut bytes,
+            match self.crypt {
+                Crypt::None => 0,
+                Crypt::Aes => 1,
+                Crypt::Luks => 2,
+            },
+        );
+        word(&mut bytes, self.l1_entries);
+        long(&mut bytes, self.l1_offset);
+        long(&mut bytes, self.refcount_table_offset);
+        word(&mut bytes, self.refcount_table_clusters);
+        word(&mut bytes, self.snapshots);
+        long(&mut bytes, self.snapshots_offset);
+        if self.version >= 3 {
+            long(&mut bytes, self.incompatible);
+            long(&mut bytes, self.compatible);
+            long(&mut bytes, self.autoclear);
+            word(&mut bytes, self.refcount_order);
+            word(&mut bytes, (OWN_LENGTH + self.later_fields.len()) as u32);
+            bytes.push(match self.compression {
+                Compression::Zlib => 0,
+                Compression::Zstd => 1,
+            });
+            bytes.extend([0; 7]);
+            bytes.extend(&self.later_fields);
+        }
+        self.write_extensions(&mut bytes);
+        if let Some(Backing { name, .. }) = &self.backing {
+            let at = bytes.len() as u64;
+            bytes[8..16].copy_from_slice(&at.to_be_bytes());
+            bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+            bytes.extend(name.as_bytes());
+        }
+        if bytes.len() as u64 > self.cluster_bytes() {
+            return Err(Invalid::new(format!(
+                "the header needs {} bytes and has a cluster of {}",
+                bytes.len(),
+                self.cluster_bytes()
+            )));
+        }
+        bytes.resize(self.cluster_bytes() as usize, 0);
+        Ok(bytes)
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Whether L2 entries have subclusters.
+    pub fn has_subclusters(&self) -> bool {
+        self.incompatible & incompatible::EXTENDED_L2 != 0
+    }
+
+    /// Whether guest data lies in a file of its own.
+    pub fn has_data_file(&self) -> bool {
+        self.incompatible & incompatible::DATA_FILE != 0
+    }
+
+    /// Bits of a refcount.
+    pub fn refcount_bits(&self) -> u32 {
+        1 << self.refcount_order
+    }
+
+    /// Guest clusters that one L2 table describes, as bits.
+    pub fn l2_bits(&self) -> u32 {
+        self.cluster_bits - if self.has_subclusters() { 4 } else { 3 }
+    }
+
+    /// Entries that an L1 table needs for a disk of this size.
+    pub fn l1_entries_for(&self, size_bytes: u64) -> u64 {
+        size_bytes.div_ceil(1 << (self.cluster_bits + self.l2_bits()))
+    }
+
+    fn read_extensions(&mut self, fields: &Fields<'_>) -> Result<Vec<FeatureName>, Invalid> {
+        let mut names = Vec::new();
+        for extension in extensions(fields.0) {
+            let (kind, _, data) = extension?;
+            self.read_extension(kind, data, &mut names)?;
+        }
+        Ok(names)
+    }
+
+    fn read_extension(
+        &mut self,
+        kind: u32,
+        data: &[u8],
+        names: &mut Vec<FeatureName>,
+    ) -> Result<(), Invalid> {
+        let inner = Fields(data);
+        match kind {
+            extension::BACKING_FORMAT => {
+                let format = Some(text(data, "the backing file's format")?);
+                // The name comes from another place.
+                self.backing = Some(Backing { name: String::new(), format });
+            }
+            extension::FEATURE_NAMES => names.extend(data.chunks_exact(48).map(FeatureName::parse)),
+            extension::BITMAPS => {
+                let directory = Place { length: inner.u64(8)?, offset: inner.u64(16)? };
+                self.bitmaps = Some(Bitmaps { count: inner.u32(0)?, directory });
+            }
+            extension::ENCRYPTION => {
+                self.encryption = Some(Place { offset: inner.u64(0)?, length: inner.u64(8)? });
+            }
+            extension::DATA_FILE => self.data_file = Some(text(data, "the data file's name")?),
+            extension::END => {}
+            _ => self.others.push((kind, data.to_vec())),
+        }
+        Ok(())
+    }
+
+    fn write_extensions(&self, bytes: &mut Vec<u8>) {
+        let mut put = |kind: u32, data: &[u8]| {
+            bytes.extend(kind.to_be_bytes());
+            bytes.extend((data.len() as u32).to_be_bytes());
+            bytes.extend(data);
+            bytes.resize(bytes.len().next_multiple_of(8), 0);
+        };
+        if let Some(Backing { format: Some(format), .. }) = &self.backing {
+            put(extension::BACKING_FORMAT, format.as_bytes());
+        }
+        if let Some(name) = &self.data_file {
+            put(extension::DATA_FILE, name.as_bytes());
+        }
+        if let Some(Place { offset, length }) = self.encryption {
+            put(extension::ENCRYPTION, &[offset.to_be_bytes(), length.to_be_bytes()].concat());
+        }
+        if let Some(bitmaps) = self.bitmaps {
+            put(extension::BITMAPS, &bitmaps_extension(bitmaps)[8..]);
+        }
+        // Where there is room: an image of 512-byte clusters has none.
+        let names = FeatureName::table();
+        if self.version >= 3 && self.cluster_bytes() >= 4096 {
+            put(extension::FEATURE_NAMES, &names);
+        }
+        for (kind, data) in &self.others {
+            put(*kind, data);
+        }
+        put(extension::END, &[]);
+    }
+
+    fn read_backing_name(&mut self, fields: &Fields<'_>) -> Result<(), Invalid> {
+        let (offset, length) = (fields.u64(8)?, fields.u32(16)? as usize);
+        if offset == 0 {
+            // A format without a file means nothing.
+            self.backing = None;
+            return Ok(());
+        }
+        if length > LONGEST_BACKING_NAME {
+            return Err(Invalid::new(format!(
+                "the backing file's name has {length} bytes; 1023 is the most"
+            )));
+        }
+        if offset > self.cluster_bytes() || offset + length as u64 > self.cluster_bytes() {
+            return Err(Invalid::new(format!(
+                "the backing file's name at {offset:#x} is outside the first cluster"
+            )));
+        }
+        let name = text(fields.bytes(offset as usize, length)?, "the backing file's name")?;
+        let format = self.backing.take().and_then(|backing| backing.format);
+        // QEMU reads an empty name as no backing file.
+        self.backing = (!name.is_empty()).then_some(Backing { name, format });
+        Ok(())
+    }
+
+    fn check_features(&mut self, names: &[FeatureName], compression: u8) -> Result<(), Invalid> {
+        let unknown = self.incompatible & !incompatible::KNOWN;
+        if unknown != 0 {
+            let bits = (0..64).filter(|bit| unknown & 1 << bit != 0);
+            let named = bits.map(|bit| FeatureName::find(names, bit)).collect::<Vec<_>>().join(", ");
+            return Err(Invalid::new(format!(
+                "it uses features that this version of weir does not know: {named}"
+            )));
+        }
+        let is_marked = self.incompatible & incompatible::COMPRESSION != 0;
+        self.compression = match (is_marked, compression) {
+            (false, 0) => Compression::Zlib,
+            (true, 1) => Compression::Zstd,
+            (false, other) => {
+                return Err(Invalid::new(format!("compression type {other} without its feature bit")));
+            }
+            (true, other) => return Err(Invalid::new(format!("compression type {other} is not known"))),
+        };
+        Ok(())
+    }
+
+    /// Everything that can be said without the file.
+    fn check(&self) -> Result<(), Invalid> {
+        let cluster = self.cluster_bytes();
+        let table = |what: &str, offset: u64, length: u64| {
+            if !offset.is_multiple_of(cluster) {
+                return Err(Invalid::new(format!(
+                    "{what} at {offset:#x} is not at the beginning of a cluster"
+                )));
+            }
+            if offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT) {
+                return Err(Invalid::new(format!("{what} at {offset:#x} lies past the largest offset")));
+            }
+            if offset == 0 && length > 0 {
+                return Err(Invalid::new(format!("{what} would lie on the header")));
+            }
+            Ok(())
+        };
+        if self.refcount_order > 6 {
+            return Err(Invalid::new(format!("refcounts of 2^{} bits; 64 is the most", self.refcount_order)));
+        }
+        if self.has_subclusters() && self.cluster_bits < EXTENDED_CLUSTER_BITS {
+            return Err(Invalid::new(format!(
+                "extended L2 entries need clusters of 16 KiB, and these have {cluster} bytes"
+            )));
+        }
+        if self.has_data_file() && self.snapshots > 0 {
+            return Err(Invalid::new("an external data file and internal snapshots exclude each other"));
+        }
+        let raw_data = self.autoclear & autoclear::RAW_DATA_FILE != 0;
+        if raw_data && self.has_data_file() && self.backing.is_some() {
+            return Err(Invalid::new("a raw external data file and a backing file exclude each other"));
+        }
+        let l1_bytes = u64::from(self.l1_entries) * 8;
+        if l1_bytes > LARGEST_L1 {
+            return Err(Invalid::new(format!("an L1 table of {l1_bytes} bytes; {LARGEST_L1} is the most")));
+        }
+        table("the L1 table", self.l1_offset, l1_bytes)?;
+        if u64::from(self.l1_entries) < self.l1_entries_for(self.size_bytes) {
+            return Err(Invalid::new(format!(
+                "an L1 table of {} entries is too small for a disk of {} bytes",
+                self.l1_entries, self.size_bytes
+            )));
+        }
+        let refcount_bytes = u64::from(self.refcount_table_clusters) << self.cluster_bits;
+        if refcount_bytes > LARGEST_REFCOUNT_TABLE.max(cluster) {
+            return Err(Invalid::new(format!(
+                "a refcount table of {refcount_bytes} bytes; {LARGEST_REFCOUNT_TABLE} is the most"
+            )));
+        }
+        if refcount_bytes == 0 {
+            return Err(Invalid::new("it has no refcount table"));
+        }
+        table("the refcount table", self.refcount_table_offset, refcount_bytes)?;
+        table("the snapshot table", self.snapshots_offset, u64::from(self.snapshots))?;
+        if self.encryption.is_some() && self.crypt != Crypt::Luks {
+            return Err(Invalid::new("it says where a LUKS header is, and is not encrypted with LUKS"));
+        }
+        if self.crypt == Crypt::Luks {
+            let Some(place) = self.encryption else {
+                return Err(Invalid::new(
+                    "it is encrypted with LUKS and does not say where its LUKS header is",
+                ));
+            };
+            table("the LUKS header", place.offset, place.length)?;
+            if place.length > LARGEST_LUKS {
+                let length = place.length;
+                return Err(Invalid::new(format!(
+                    "a LUKS header of {length} bytes; {LARGEST_LUKS} is the most"
+                )));
+            }
+        }
+        self.check_bitmaps(table)
+    }
+
+    fn check_bitmaps(&self, table: impl Fn(&str, u64, u64) -> Result<(), Invalid>) -> Result<(), Invalid> {
+        // What is not marked right is not looked at.
+        if self.autoclear & autoclear::BITMAPS == 0 {
+            return Ok(());
+        }
+        let Some(Bitmaps { count, directory }) = self.bitmaps else {
+            return Err(Invalid::new("bitmaps are marked consistent, and there are none"));
+        };
+        if !(1..=MOST_BITMAPS).contains(&count) || directory.length > LARGEST_BITMAP_DIRECTORY {
+            return Err(Invalid::new(format!(
+                "{count} bitmaps in a directory of {} bytes",
+                directory.length
+            )));
+        }
+        table("the bitmap directory", directory.offset, directory.length)
+    }
+}
+
+/// Kind, offset and data of each extension in the first cluster, including the end marker, which
+/// has no data. The list also ends at the backing file's name or at the end of the cluster.
+pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usize, &[u8]), Invalid>> {
+    let fields = Fields(bytes);
+    let is_later = fields.u32(4).is_ok_and(|version| version >= 3);
+    let start =
+        if is_later { fields.u32(100).map_or(V3_LENGTH, |length| length as usize) } else { V2_LENGTH };
+    let cluster_bits = fields.u32(20).unwrap_or(0).clamp(*CLUSTER_BITS.start(), *CLUSTER_BITS.end());
+    let backing = fields.u64(8).ok().filter(|offset| *offset != 0).unwrap_or(u64::MAX);
+    let end = backing.min(1 << cluster_bits).min(bytes.len() as u64) as usize;
+    let bytes = &bytes[..end];
+    let mut next = Some(start);
+    std::iter::from_fn(move || {
+        let at = next.take().filter(|at| at + 8 <= end)?;
+        let word = |at: usize| u32_at(bytes, at);
+        let (kind, length) = (word(at), word(at + 4) as usize);
+        if kind == extension::END {
+            return Some(Ok((kind, at, &bytes[at..at])));
+        }
+        let data = (at + 8).checked_add(length).and_then(|end| bytes.get(at + 8..end));
+        let Some(data) = data else {
+            let at = at + 8;
+            let what = format!("header extension {kind:#x} at {at:#x} has {length} bytes and does not fit");
+            return Some(Err(Invalid::new(what)));
+        };
+        next = Some(at + 8 + length.next_multiple_of(8));
+        Some(Ok((kind, at, data)))
+    })
+}
+
+/// Reserved bytes behind the compression type; empty if the header has none.
+pub(super) fn compression_padding(bytes: &[u8], version: u32) -> &[u8] {
+    let has_type = version >= 3 && Fields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
+    if has_type { bytes.get(V3_LENGTH + 1..OWN_LENGTH).unwrap_or_default() } else { &[] }
+}
+
+/// The bitmaps extension, its kind and length first.
+pub(super) fn bitmaps_extension(Bitmaps { count, directory }: Bitmaps) -> Vec<u8> {
+    let start = u64::from(extension::BITMAPS) << 32 | 24;
+    [start, u64::from(count) << 32, directory.length, directory.offset].map(u64::to_be_bytes).concat()
+}
+
+/// A line of the feature name table.
+struct FeatureName {
+    kind: u8,
+    bit: u8,
+    name: String,
+}
+
+impl FeatureName {
+    /// From 48 bytes.
+    fn parse(bytes: &[u8]) -> Self {
+        // What is behind the first zero is no part of it.
+        let name = bytes[2..].split(|&byte| byte == 0).next().unwrap_or_default();
+        Self { kind: bytes[0], bit: bytes[1], name: String::from_utf8_lossy(name).into_owned() }
+    }
+
+    fn find(names: &[Self], bit: u8) -> String {
+        let known = names.iter().find(|name| name.kind == 0 && name.bit == bit && !name.name.is_empty());
+        known.map_or_else(|| format!("incompatible feature bit {bit}"), |known| format!("{:?}", known.name))
+    }
+
+    /// The names of what weir knows, for programs that do not.
+    fn table() -> Vec<u8> {
+        const NAMES: [(u8, u8, &str); 8] = [
+            (0, 0, "dirty bit"),
+            (0, 1, "corrupt bit"),
+            (0, 2, "external data file"),
+            (0, 3, "compression type"),
+            (0, 4, "extended L2 entries"),
+            (1, 0, "lazy refcounts"),
+            (2, 0, "bitmaps"),
+            (2, 1, "raw external data"),
+        ];
+        let mut bytes = Vec::with_capacity(NAMES.len() * 48);
+        for (kind, bit, name) in NAMES {
+            let start = bytes.len();
+            bytes.extend([kind, bit]);
+            bytes.extend(name.as_bytes());
+            bytes.resize(start + 48, 0);
+        }
+        bytes
+    }
+}
+
+/// Numbers at places that may not exist.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn bytes(&self, at: usize, length: usize) -> Result<&[u8], Invalid> {
+        let end = at.checked_add(length);
+        end.and_then(|end| self.0.get(at..end))
+            .ok_or_else(|| Invalid::new(format!("the file ends inside the header, at {at:#x}")))
+    }
+
+    fn u32(&self, at: usize) -> Result<u32, Invalid> {
+        let mut value = [0; 4];
+        value.copy_from_slice(self.bytes(at, 4)?);
+        Ok(u32::from_be_bytes(value))
+    }
+
+    fn u64(&self, at: usize) -> Result<u64, Invalid> {
+        let mut value = [0; 8];
+        value.copy_from_slice(self.bytes(at, 8)?);
+        Ok(u64::from_be_bytes(value))
+    }
+}
+
+fn text(bytes: &[u8], what: &str) -> Result<String, Invalid> {
+    String::from_utf8(bytes.to_vec()).map_err(|_| Invalid::new(format!("{what} is not text")))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(in crate::qcow2) fn header() -> Header {
+        Header {
+            version: 3,
+            cluster_bits: 16,
+            size_bytes: 1 << 30,
+            crypt: Crypt::None,
+            l1_entries: 4,
+            l1_offset: 0x30000,
+            refcount_table_offset: 0x10000,
+            refcount_table_clusters: 1,
+            snapshots: 0,
+            snapshots_offset: 0,
+            incompatible: 0,
+            compatible: compatible::LAZY_REFCOUNTS,
+            autoclear: 0,
+            refcount_order: 4,
+            compression: Compression::Zlib,
+            backing: Some(Backing { name: "base.raw".into(), format: Some("raw".into()) }),
+            data_file: None,
+            bitmaps: None,
+            encryption: None,
+            others: vec![(0x1234_5678, vec![1, 2, 3])],
+            later_fields: vec![0; 8],
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let zstd = Header {
+            compression: Compression::Zstd,
+            incompatible: incompatible::COMPRESSION | incompatible::EXTENDED_L2,
+            ..header()
+        };
+        let bitmaps = Bitmaps { count: 1, directory: Place { offset: 0x50000, length: 32 } };
+        let luks = Header {
+            crypt: Crypt::Luks,
+            encryption: Some(Place { offset: 0x40000, length: 592 }),
+            bitmaps: Some(bitmaps),
+            autoclear: autoclear::BITMAPS,
+            backing: None,
+            ..header()
+        };
+        let data_file =
+            Header { incompatible: incompatible::DATA_FILE, data_file: Some("data".into()), ..header() };
+        for header in [header(), zstd, luks, data_file] {
+            let bytes = header.encode().expect("valid");
+            assert_eq!(Header::parse(&bytes), Ok(header));
+        }
+        let second = Header { version: 2, compatible: 0, later_fields: Vec::new(), ..header() };
+        assert_eq!(Header::parse(&second.encode().expect("valid")), Ok(second));
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_named() {
+        type Change = fn(&mut Vec<u8>);
+        let cases: [(&str, Change); 10] = [
+            ("signature", |bytes| bytes[0] = 0),
+            ("version 4", |bytes| bytes[7] = 4),
+            ("2^22", |bytes| bytes[23] = 22),
+            ("bit 9", |bytes| bytes[78] = 2),
+            ("L1 table", |bytes| bytes[47] = 1),
+            ("too small", |bytes| bytes[24] = 1),
+            ("refcounts of 2^7", |bytes| bytes[99] = 7),
+            ("refcount table", |bytes| bytes[56] = 1),
+            ("snapshot table would lie on the header", |bytes| bytes[60] = 1),
+            ("not encrypted", |bytes| {
+                // The extension that nobody knows becomes that of encryption.
+                let at = bytes.windows(4).position(|kind| kind == [0x12, 0x34, 0x56, 0x78]).expect("there");
+                let extension = [0x0537_be77_0000_0010, 0x40000, 1_u64 << 50].map(u64::to_be_bytes);
+                bytes[at..at + 24].copy_from_slice(&extension.concat());
+            }),
+        ];
+        for (part, change) in cases {
+            let mut bytes = header().encode().expect("valid");
+            change(&mut bytes);
+            let said = Header::parse(&bytes).expect_err(part).to_string();
+            assert!(said.contains(part), "{said}");
+        }
+    }
+
+    #[test]
+    fn the_name_of_a_feature_ends_with_its_first_zero() {
+        let mut entry = [0; 48];
+        entry[..12].copy_from_slice(b"\0\x09later\0old\0");
+        let names = [FeatureName::parse(&entry)];
+        assert_eq!(FeatureName::find(&names, 9), "\"later\"");
+        entry[2..].fill(b'x');
+        assert_eq!(FeatureName::parse(&entry).name, "x".repeat(46), "all of them");
+    }
+
+    #[test]
+    fn a_header_that_is_cut_off_is_refused_wherever() {
+        let bytes = header().encode().expect("valid");
+        for length in 0..112 {
+            assert!(Header::parse(&bytes[..length]).is_err(), "{length}");
+        }
+    }
+}

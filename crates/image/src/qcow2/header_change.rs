@@ -1,0 +1,88 @@
+//! A changed header that leaves everything else where the file has it.
+//!
+//! Whoever made the image chose the header's length, the order of its extensions and the place of
+//! the backing file's name. If every change moved them, a power failure could leave a first sector
+//! that leads to a name in the second sector that is not there yet. So numbers are changed in
+//! place, in the first sector. Only a change of a name, or a new extension, makes a new layout.
+
+use super::{
+    Invalid,
+    header::{Bitmaps, Header, bitmaps_extension},
+};
+
+/// Numbers of the header that may change, and lie at the same place in every header: from the
+/// disk's size to the snapshot table, and with version 3 the features.
+const NUMBERS_2: std::ops::Range<usize> = 24..72;
+const NUMBERS_3: std::ops::Range<usize> = 24..96;
+
+/// The first cluster's bytes with `new` in them, given what they are now.
+pub(super) fn changed(bytes: &[u8], old: &Header, new: &Header) -> Result<Vec<u8>, Invalid> {
+    let encoded = new.encode()?;
+    let mut patched = bytes.to_vec();
+    patched.resize(encoded.len(), 0);
+    let numbers = if new.version >= 3 { NUMBERS_3 } else { NUMBERS_2 };
+    patched[numbers.clone()].copy_from_slice(&encoded[numbers]);
+    if let (Some(old), Some(new)) = (old.bitmaps, new.bitmaps) {
+        patch_bitmaps(&mut patched, old, new);
+    }
+    // What that did not change needs another layout.
+    let is_all = Header::parse(&patched).is_ok_and(|header| header == *new);
+    Ok(if is_all { patched } else { encoded })
+}
+
+fn patch_bitmaps(bytes: &mut [u8], old: Bitmaps, new: Bitmaps) {
+    let (old, new) = (bitmaps_extension(old), bitmaps_extension(new));
+    if let Some(at) = bytes.windows(old.len()).position(|window| window == old) {
+        bytes[at..at + new.len()].copy_from_slice(&new);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::header::{Backing, Place, autoclear, tests::header};
+
+    /// With the shortest header of version 3, and the name of a backing file right behind its
+    /// extensions, as older programs wrote them.
+    fn older() -> (Header, Vec<u8>) {
+        let encoded = header().encode().expect("valid");
+        let mut bytes = encoded.clone();
+        bytes.truncate(104);
+        bytes[100..104].copy_from_slice(&104_u32.to_be_bytes());
+        let bitmaps = Bitmaps { count: 1, directory: Place { offset: 0x50000, length: 32 } };
+        bytes.extend(bitmaps_extension(bitmaps));
+        bytes.extend([0; 8]);
+        let name = bytes.len() as u64;
+        bytes[8..16].copy_from_slice(&name.to_be_bytes());
+        bytes[16..20].copy_from_slice(&8_u32.to_be_bytes());
+        bytes[95] |= autoclear::BITMAPS as u8;
+        bytes.extend(b"base.raw");
+        bytes.resize(encoded.len(), 0);
+        (Header::parse(&bytes).expect("valid"), bytes)
+    }
+
+    #[test]
+    fn numbers_change_where_they_are() {
+        let (old, bytes) = older();
+        let directory = Place { offset: 0x70000, length: 64 };
+        let new = Header {
+            size_bytes: 1 << 21,
+            l1_offset: 0x90000,
+            bitmaps: Some(Bitmaps { count: 2, directory }),
+            ..old.clone()
+        };
+        let after = changed(&bytes, &old, &new).expect("valid");
+        assert_eq!(Header::parse(&after), Ok(new));
+        let moved = (0..bytes.len()).filter(|at| bytes[*at] != after[*at]).collect::<Vec<_>>();
+        assert!(moved.len() < 16 && moved.iter().all(|at| (24..512).contains(at)), "{moved:?}");
+        assert_eq!(&after[144..152], b"base.raw");
+    }
+
+    #[test]
+    fn another_name_makes_another_layout() {
+        let (old, bytes) = older();
+        let new = Header { backing: Some(Backing { name: "other".into(), format: None }), ..old.clone() };
+        let after = changed(&bytes, &old, &new).expect("valid");
+        assert_eq!(after, new.encode().expect("valid"));
+    }
+}

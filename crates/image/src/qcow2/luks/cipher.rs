@@ -1,0 +1,403 @@
+//! What encrypts the sectors of an image: AES by openssl, each sector of 512 bytes separately, with
+//! its number as the initialisation vector.
+//!
+//! All workers share it. A context of openssl's belongs to one call at a time, so a few of them are
+//! kept in a pool; its lock is held only to push or pop a pointer.
+//!
+//! Measured on a busy machine: AES-256-XTS, sectors of 512 bytes, 1.1 GB/s for each core. 64 KiB
+//! take less than 60 µs, so a cluster of that size is encrypted in place and not sent to a thread.
+
+use std::{
+    fmt,
+    sync::{Mutex, PoisonError},
+};
+
+use openssl::{
+    cipher::{Cipher as Algorithm, CipherRef},
+    cipher_ctx::CipherCtx,
+    error::ErrorStack,
+    hash::{MessageDigest, hash},
+};
+use zeroize::Zeroizing;
+
+use super::super::Invalid;
+use reactor::error::{Error, Result};
+
+/// Data is encrypted in pieces of this size; [`Cipher`] takes nothing else.
+pub const SECTOR_BYTES: usize = 512;
+
+const IV_BYTES: usize = 16;
+/// Contexts that wait for their next use, by direction; more than there are workers in any sensible
+/// daemon.
+const MOST_IDLE: usize = 32;
+
+/// How sectors are chained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// IEEE 1619.
+    Xts,
+    /// Cipher block chaining.
+    Cbc,
+}
+
+/// From a sector's number to its initialisation vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IvKind {
+    /// The number's low 32 bits, little-endian.
+    Plain,
+    /// The number, 64 bits, little-endian.
+    Plain64,
+    /// The number, encrypted with the SHA-256 of the key.
+    EssivSha256,
+}
+
+/// Which cipher, as the LUKS header names it. Always AES.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CipherKind {
+    /// How sectors are chained.
+    pub mode: Mode,
+    /// The initialisation vector.
+    pub iv: IvKind,
+    /// Of the master key: 32 or 64 with XTS, which splits it, else 16, 24 or 32.
+    pub key_bytes: usize,
+}
+
+impl CipherKind {
+    /// What QEMU uses where nothing else is asked for: `aes`, `xts-plain64`, 64 bytes.
+    pub const DEFAULT: Self = Self { mode: Mode::Xts, iv: IvKind::Plain64, key_bytes: 64 };
+
+    /// From the names in the header.
+    ///
+    /// # Errors
+    /// The name of what is not supported.
+    pub fn parse(cipher: &str, mode: &str, key_bytes: u32) -> std::result::Result<Self, Invalid> {
+        if cipher != "aes" {
+            return Err(Invalid::new(format!("the cipher {cipher:?} is not supported; \"aes\" is")));
+        }
+        let (chaining, iv) = match mode {
+            "xts-plain64" => (Mode::Xts, IvKind::Plain64),
+            "xts-plain" => (Mode::Xts, IvKind::Plain),
+            "cbc-plain64" => (Mode::Cbc, IvKind::Plain64),
+            "cbc-plain" => (Mode::Cbc, IvKind::Plain),
+            "cbc-essiv:sha256" => (Mode::Cbc, IvKind::EssivSha256),
+            other => {
+                return Err(Invalid::new(format!(
+                    "the cipher mode {other:?} is not supported; \"xts-plain64\", \"xts-plain\", \"cbc-essiv:sha256\", \"cbc-plain64\" and \
+                     \"cbc-plain\" are"
+                )));
+            }
+        };
+        let kind = Self { mode: chaining, iv, key_bytes: key_bytes as usize };
+        kind.algorithm().map(|_| kind)
+    }
+
+    /// The cipher's name in the header.
+    pub fn cipher_name(self) -> &'static str {
+        "aes"
+    }
+
+    /// The mode's name in the header, e.g. `xts-plain64`.
+    pub fn mode_name(self) -> String {
+        format!("{}-{}", self.chaining_name(), self.iv_name())
+    }
+
+    /// `xts` or `cbc`.
+    pub fn chaining_name(self) -> &'static str {
+        match self.mode {
+            Mode::Xts => "xts",
+            Mode::Cbc => "cbc",
+        }
+    }
+
+    /// `plain64`, `plain` or `essiv:sha256`.
+    pub fn iv_name(self) -> &'static str {
+        match self.iv {
+            IvKind::Plain => "plain",
+            IvKind::Plain64 => "plain64",
+            IvKind::EssivSha256 => "essiv:sha256",
+        }
+    }
+
+    /// Of AES: 128, 192 or 256.
+    pub fn key_bits(self) -> usize {
+        match self.mode {
+            Mode::Xts => self.key_bytes * 4,
+            Mode::Cbc => self.key_bytes * 8,
+        }
+    }
+
+    fn algorithm(self) -> std::result::Result<&'static CipherRef, Invalid> {
+        match (self.mode, self.key_bytes) {
+            (Mode::Xts, 32) => Ok(Algorithm::aes_128_xts()),
+            (Mode::Xts, 64) => Ok(Algorithm::aes_256_xts()),
+            (Mode::Cbc, 16) => Ok(Algorithm::aes_128_cbc()),
+            (Mode::Cbc, 24) => Ok(Algorithm::aes_192_cbc()),
+            (Mode::Cbc, 32) => Ok(Algorithm::aes_256_cbc()),
+            (_, other) => Err(Invalid::new(format!(
+                "aes in the mode {} has no keys of {other} bytes",
+                self.chaining_name()
+            ))),
+        }
+    }
+}
+
+/// Contexts that are set up with the key for one direction.
+struct Pool {
+    /// Only ever copied from.
+    model: CipherCtx,
+    idle: Mutex<Vec<CipherCtx>>,
+}
+
+impl Pool {
+    fn new(model: CipherCtx) -> Self {
+        Self { model, idle: Mutex::new(Vec::new()) }
+    }
+
+    /// A panic between push and pop leaves a list of contexts.
+    fn take(&self) -> std::result::Result<CipherCtx, ErrorStack> {
+        if let Some(context) = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+            return Ok(context);
+        }
+        let mut context = CipherCtx::new()?;
+        context.copy(&self.model)?;
+        Ok(context)
+    }
+
+    fn give_back(&self, context: CipherCtx) {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if idle.len() < MOST_IDLE {
+            idle.push(context);
+        }
+    }
+}
+
+/// Encrypts and decrypts sectors with one key.
+pub struct Cipher {
+    kind: CipherKind,
+    encrypt: Pool,
+    decrypt: Pool,
+    /// Makes initialisation vectors, with ESSIV.
+    essiv: Option<Pool>,
+}
+
+impl fmt::Debug for Cipher {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_tuple("Cipher").field(&self.kind).finish()
+    }
+}
+
+impl Cipher {
+    /// A cipher with this key.
+    ///
+    /// # Errors
+    /// If the key has another length than `kind` says, or is one that openssl refuses: for XTS two
+    /// halves that are the same.
+    pub fn new(kind: CipherKind, key: &[u8]) -> std::result::Result<Self, Invalid> {
+        if key.len() != kind.key_bytes {
+            return Err(Invalid::new(format!("a key of {} bytes instead of {}", key.len(), kind.key_bytes)));
+        }
+        let algorithm = kind.algorithm()?;
+        Self::set_up(kind, algorithm, key)
+            .map_err(|error| Invalid::new(format!("openssl refuses the key: {error}")))
+    }
+
+    fn set_up(kind: CipherKind, algorithm: &CipherRef, key: &[u8]) -> std::result::Result<Self, ErrorStack> {
+        let mut encrypt = CipherCtx::new()?;
+        encrypt.encrypt_init(Some(algorithm), Some(key), None)?;
+        encrypt.set_padding(false);
+        let mut decrypt = CipherCtx::new()?;
+        decrypt.decrypt_init(Some(algorithm), Some(key), None)?;
+        decrypt.set_padding(false);
+        let essiv = match kind.iv {
+            IvKind::Plain | IvKind::Plain64 => None,
+            IvKind::EssivSha256 => {
+                let mut digest = hash(MessageDigest::sha256(), key)?;
+                let key = Zeroizing::new(digest.to_vec());
+                digest.as_mut().fill(0);
+                let mut context = CipherCtx::new()?;
+                context.encrypt_init(Some(Algorithm::aes_256_ecb()), Some(&key), None)?;
+                context.set_padding(false);
+                Some(Pool::new(context))
+            }
+        };
+        Ok(Self { kind, encrypt: Pool::new(encrypt), decrypt: Pool::new(decrypt), essiv })
+    }
+
+    /// Which cipher it is.
+    pub fn kind(&self) -> CipherKind {
+        self.kind
+    }
+
+    /// Encrypts `data` in place: whole sectors, the first of which has the number `first_sector`.
+    ///
+    /// # Errors
+    /// [`Error::INVALID`] if `data` is not whole sectors; [`Error::IO`] if openssl fails, which it
+    /// has no reason to.
+    pub fn encrypt(&self, first_sector: u64, data: &mut [u8]) -> Result<()> {
+        self.apply(&self.encrypt, first_sector, data, |context, iv| {
+            context.encrypt_init(None, None, Some(iv))
+        })
+    }
+
+    /// Decrypts `data` in place, likewise.
+    ///
+    /// # Errors
+    /// As for [`Cipher::encrypt`]. Data that was never encrypted comes out as noise.
+    pub fn decrypt(&self, first_sector: u64, data: &mut [u8]) -> Result<()> {
+        self.apply(&self.decrypt, first_sector, data, |context, iv| {
+            context.decrypt_init(None, None, Some(iv))
+        })
+    }
+
+    fn apply(
+        &self,
+        pool: &Pool,
+        first_sector: u64,
+        data: &mut [u8],
+        start: impl Fn(&mut CipherCtx, &[u8]) -> std::result::Result<(), ErrorStack>,
+    ) -> Result<()> {
+        if !data.len().is_multiple_of(SECTOR_BYTES) {
+            return Err(Error::INVALID);
+        }
+        let mut run = || {
+            let mut context = pool.take()?;
+            let mut essiv = self.essiv.as_ref().map(Pool::take).transpose()?;
+            for (index, sector) in (0_u64..).zip(data.chunks_exact_mut(SECTOR_BYTES)) {
+                let iv = self.iv(first_sector.wrapping_add(index), essiv.as_mut())?;
+                start(&mut context, &iv)?;
+                self.update(&mut context, sector)?;
+            }
+            pool.give_back(context);
+            if let (Some(pool), Some(context)) = (&self.essiv, essiv) {
+                pool.give_back(context);
+            }
+            Ok::<_, ErrorStack>(())
+        };
+        run().map_err(|error| {
+            tracing::error!(%error, "openssl failed");
+            Error::IO
+        })
+    }
+
+    fn update(&self, context: &mut CipherCtx, sector: &mut [u8]) -> std::result::Result<(), ErrorStack> {
+        match self.kind.mode {
+            Mode::Xts => context.cipher_update_inplace(sector, SECTOR_BYTES)?,
+            Mode::Cbc => {
+                // The binding wants room for one block more than there is, which without padding is
+                // never used.
+                let mut room = [0; SECTOR_BYTES + IV_BYTES];
+                room[..SECTOR_BYTES].copy_from_slice(sector);
+                let length = context.cipher_update_inplace(&mut room, SECTOR_BYTES)?;
+                sector.copy_from_slice(&room[..SECTOR_BYTES]);
+                length
+            }
+        };
+        Ok(())
+    }
+
+    fn iv(
+        &self,
+        sector: u64,
+        essiv: Option<&mut CipherCtx>,
+    ) -> std::result::Result<[u8; IV_BYTES], ErrorStack> {
+        let number = match self.kind.iv {
+            IvKind::Plain => sector & u64::from(u32::MAX),
+            IvKind::Plain64 | IvKind::EssivSha256 => sector,
+        };
+        let mut iv = [0; IV_BYTES];
+        iv[..8].copy_from_slice(&number.to_le_bytes());
+        if let Some(context) = essiv {
+            let mut room = [0; 2 * IV_BYTES];
+            room[..IV_BYTES].copy_from_slice(&iv);
+            context.cipher_update_inplace(&mut room, IV_BYTES)?;
+            iv.copy_from_slice(&room[..IV_BYTES]);
+        }
+        Ok(iv)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(length: usize) -> Vec<u8> {
+        (0..length).map(|index| (index * 7 + 3) as u8).collect()
+    }
+
+    fn kinds() -> impl Iterator<Item = CipherKind> {
+        use IvKind::{EssivSha256, Plain, Plain64};
+        let of = |mode, iv, key_bytes| CipherKind { mode, iv, key_bytes };
+        let cbc = [16, 24, 32].into_iter().map(move |length| of(Mode::Cbc, Plain, length));
+        let essiv = of(Mode::Cbc, EssivSha256, 32);
+        cbc.chain([of(Mode::Xts, Plain64, 32), of(Mode::Xts, Plain, 64), CipherKind::DEFAULT, essiv])
+    }
+
+    /// IEEE 1619-2007, annex B, vector 10: data unit ff, XTS-AES-256.
+    #[test]
+    fn the_standards_own_vector() {
+        let hex = |text: &str| -> Vec<u8> {
+            (0..text.len() / 2)
+                .map(|at| u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).expect("hex"))
+                .collect()
+        };
+        let key = hex(concat!(
+            "2718281828459045235360287471352662497757247093699959574966967627",
+            "3141592653589793238462643383279502884197169399375105820974944592"
+        ));
+        let mut data: Vec<u8> = (0..=255).chain(0..=255).collect();
+        let cipher = Cipher::new(CipherKind::DEFAULT, &key).expect("valid");
+        cipher.encrypt(0xff, &mut data).expect("whole sectors");
+        assert_eq!(data[..16], hex("1c3b3a102f770386e4836c99e370cf9b"));
+        cipher.decrypt(0xff, &mut data).expect("whole sectors");
+        assert!(data.iter().zip((0..=255).chain(0..=255)).all(|(left, right)| *left == right));
+    }
+
+    #[test]
+    fn names_are_those_of_the_header() {
+        for kind in kinds() {
+            let bytes = kind.key_bytes as u32;
+            assert_eq!(CipherKind::parse(kind.cipher_name(), &kind.mode_name(), bytes), Ok(kind));
+        }
+        for (cipher, mode, bytes, named) in [
+            ("serpent", "xts-plain64", 64, "serpent"),
+            ("aes", "ecb", 32, "ecb"),
+            ("aes", "cbc-essiv:sha512", 32, "essiv:sha512"),
+            ("aes", "xts-plain64", 48, "48"),
+            ("aes", "xts-plain64", u32::MAX, "4294967295"),
+        ] {
+            let said = CipherKind::parse(cipher, mode, bytes).expect_err(named).to_string();
+            assert!(said.contains(named), "{said}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_whole_sectors_is_refused() {
+        let cipher = Cipher::new(CipherKind::DEFAULT, &key(64)).expect("valid");
+        assert_eq!(cipher.encrypt(0, &mut [0; 511]), Err(Error::INVALID));
+        assert_eq!(cipher.decrypt(0, &mut []), Ok(()));
+        assert!(Cipher::new(CipherKind::DEFAULT, &key(32)).is_err());
+        assert!(Cipher::new(CipherKind::DEFAULT, &[0; 64]).is_err(), "two halves that are the same");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn sectors_are_independent_and_come_back(first in any::<u64>(), sectors in 1_usize..8, byte in any::<u8>()) {
+            for kind in kinds() {
+                let cipher = Cipher::new(kind, &key(kind.key_bytes)).expect("valid");
+                let plain = vec![byte; sectors * SECTOR_BYTES];
+                let mut all = plain.clone();
+                cipher.encrypt(first, &mut all).expect("whole sectors");
+                let mut one = plain[..SECTOR_BYTES].to_vec();
+                cipher.encrypt(first.wrapping_add(sectors as u64 - 1), &mut one).expect("whole sectors");
+                prop_assert_eq!(&all[(sectors - 1) * SECTOR_BYTES..], &one[..]);
+                prop_assert_ne!(&all, &plain);
+                cipher.decrypt(first, &mut all).expect("whole sectors");
+                prop_assert_eq!(&all, &plain);
+            }
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! From a passphrase to a [`Cipher`]; and a new LUKS area, with a master key of its own and one
+//! slot in use.
+//!
+//! Deriving a key is slow on purpose, so it runs on a thread of its own. The header's rules bound
+//! how slow.
+
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+use openssl::{error::ErrorStack, pkcs5::pbkdf2_hmac, rand::rand_bytes};
+use zeroize::Zeroizing;
+
+use super::{
+    cipher::{Cipher, CipherKind},
+    header::{HEADER_BYTES, Hash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, STRIPES},
+    stripes,
+};
+use reactor::{buffer::Buffer, error::Error};
+use storage::Storage;
+
+use crate::{
+    Secret,
+    qcow2::{Invalid, header::Place},
+};
+
+/// The fewest iterations, also on the slowest machine: the specification's.
+const LEAST_ITERATIONS: u32 = 1000;
+/// The digest takes an eighth of a slot's time: it is computed for each slot that is tried.
+const DIGEST_SHARE: u32 = 8;
+
+/// Why an image stays locked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnlockError {
+    /// The header cannot be used.
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+    /// It cannot be read.
+    #[error("the LUKS header cannot be read: {0}")]
+    Io(#[from] Error),
+    /// The passphrase is another one.
+    #[error("the passphrase opens none of its {slots} key slots")]
+    WrongPassphrase {
+        /// Slots in use.
+        slots: usize,
+    },
+}
+
+/// How a new image is to be encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LuksOptions {
+    /// The cipher.
+    pub cipher: CipherKind,
+    /// For deriving keys.
+    pub hash: Hash,
+    /// Time that trying a passphrase is to take on this machine.
+    pub iteration_time: Duration,
+}
+
+impl Default for LuksOptions {
+    /// QEMU's: AES-256-XTS, SHA-256, two seconds.
+    fn default() -> Self {
+        Self { cipher: CipherKind::DEFAULT, hash: Hash::Sha256, iteration_time: Duration::from_secs(2) }
+    }
+}
+
+/// What [`create`] makes.
+#[derive(Debug)]
+pub struct NewLuks {
+    /// The header and all slots, to be written where the image's header says.
+    pub area: Vec<u8>,
+    /// For the image's data.
+    pub cipher: Cipher,
+}
+
+impl NewLuks {
+    /// The length of `area` with this cipher, known before anything is derived.
+    pub fn area_bytes(cipher: CipherKind) -> u64 {
+        LuksHeader::slot_offset(cipher, SLOTS)
+    }
+}
+
+/// Reads the LUKS header that lies at `place` of an image.
+///
+/// # Errors
+/// [`UnlockError::Invalid`] and [`UnlockError::Io`].
+pub async fn read_header(storage: &Storage, place: Place) -> Result<LuksHeader, UnlockError> {
+    let end = place.offset.checked_add(place.length);
+    if end.is_none_or(|end| end > storage.size_bytes()) {
+        return Err(Invalid::new(format!(
+            "the LUKS header at {:#x} ends past the end of the file",
+            place.offset
+        ))
+        .into());
+    }
+    if place.length < HEADER_BYTES as u64 {
+        return Err(Invalid::new(format!("a LUKS header of {} bytes", place.length)).into());
+    }
+    let bytes = storage.read(place.offset, Buffer::new(HEADER_BYTES)).await?;
+    Ok(LuksHeader::parse(&bytes, place.length)?)
+}
+
+/// Opens the image whose LUKS header lies at `place`: tries `passphrase` on each slot in use.
+///
+/// # Errors
+/// [`UnlockError`].
+pub async fn unlock(storage: &Storage, place: Place, passphrase: &Secret) -> Result<Cipher, UnlockError> {
+    let header = read_header(storage, place).await?;
+    let mut slots = 0;
+    for slot in header.slots.iter().filter(|slot| slot.active) {
+        slots += 1;
+        let material = storage.read(place.offset + slot.offset, Buffer::new(header.material_bytes())).await?;
+        let (header, slot, passphrase) = (header.clone(), slot.clone(), passphrase.clone());
+        let mut material = Zeroizing::new(material.to_vec());
+        let opened = reactor::computing(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
+        if let Some(cipher) = opened {
+            return Ok(cipher);
+        }
+    }
+    Err(UnlockError::WrongPassphrase { slots })
+}
+
+/// The cipher with the master key, if the passphrase is this slot's. `material` is the slot's
+/// stripes, which are decrypted in place.
+fn try_slot(
+    header: &LuksHeader,
+    slot: &KeySlot,
+    material: &mut [u8],
+    passphrase: &Secret,
+) -> Result<Option<Cipher>, Invalid> {
+    let key = derive(header.hash, passphrase.expose(), &slot.salt, slot.iterations, header.cipher.key_bytes)?;
+    let decrypted = Cipher::new(header.cipher, &key)?.decrypt(0, material);
+    decrypted.map_err(|error| Invalid::new(format!("a key slot cannot be decrypted: {error}")))?;
+    let master = stripes::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
+    let digest =
+        derive(header.hash, &master, &header.digest_salt, header.digest_iterations, header.digest.len())?;
+    if openssl::memcmp::eq(&digest, &header.digest) {
+        Cipher::new(header.cipher, &master).map(Some)
+    } else {
+        Ok(None)
+    }
+}
+
+/// Makes a master key and the LUKS area of a new image, which `passphrase` opens. Blocks for about
+/// [`iteration_time`](LuksOptions::iteration_time) and half as much again.
+///
+/// # Errors
+/// If openssl fails, or does not know the hash.
+pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, Invalid> {
+    let LuksOptions { cipher: kind, hash, iteration_time } = *options;
+    let iterations = iterations_for(hash, kind.key_bytes, iteration_time)?;
+    let mut master = Zeroizing::new(vec![0; kind.key_bytes]);
+    rand_bytes(&mut master).map_err(failed)?;
+    let slot = |index| KeySlot {
+        active: false,
+        iterations: 0,
+        salt: [0; 32],
+        offset: LuksHeader::slot_offset(kind, index),
+        stripes: STRIPES,
+    };
+    let mut header = LuksHeader {
+        cipher: kind,
+        hash,
+        payload_offset: NewLuks::area_bytes(kind),
+        digest: [0; 20],
+        digest_salt: random()?,
+        digest_iterations: (iterations / DIGEST_SHARE).max(LEAST_ITERATIONS),
+        uuid: new_uuid()?,
+        slots: std::array::from_fn(slot),
+    };
+    let digest = derive(hash, &master, &header.digest_salt, header.digest_iterations, header.digest.len())?;
+    header.digest.copy_from_slice(&digest);
+    let salt = random()?;
+    header.slots[0] = KeySlot { active: true, iterations, salt, ..slot(0) };
+    let key = derive(hash, passphrase.expose(), &salt, iterations, kind.key_bytes)?;
+    let mut material = stripes::split(&master, STRIPES as usize, hash.digest()).map_err(failed)?;
+    let encrypted = Cipher::new(kind, &key)?.encrypt(0, &mut material);
+    encrypted.map_err(|error| Invalid::new(format!("a key slot cannot be encrypted: {error}")))?;
+    let mut area = vec![0; NewLuks::area_bytes(kind) as usize];
+    area[..HEADER_BYTES].copy_from_slice(&header.encode());
+    let at = header.slots[0].offset as usize;
+    area[at..at + material.len()].copy_from_slice(&material);
+    Ok(NewLuks { area, cipher: Cipher::new(kind, &master)? })
+}
+
+fn derive(
+    hash: Hash,
+    secret: &[u8],
+    salt: &[u8],
+    iterations: u32,
+    length: usize,
+) -> Result<Zeroizing<Vec<u8>>, Invalid> {
+    let mut key = Zeroizing::new(vec![0; length]);
+    pbkdf2_hmac(secret, salt, iterations as usize, hash.digest(), &mut key)
+        .map_err(|error| Invalid::new(format!("a key cannot be derived with {}: {error}", hash.name())))?;
+    Ok(key)
+}
+
+/// How many iterations take `time` of this thread: measured with more and more of them, until the
+/// clock can tell.
+fn iterations_for(hash: Hash, key_bytes: usize, time: Duration) -> Result<u32, Invalid> {
+    const LONG_ENOUGH: Duration = Duration::from_millis(50);
+    if time.is_zero() {
+        return Ok(LEAST_ITERATIONS);
+    }
+    let mut iterations = LEAST_ITERATIONS;
+    loop {
+        let started = processor_time()?;
+        derive(hash, b"measured", &[0; 32], iterations, key_bytes)?;
+        let took = processor_time()?.saturating_sub(started);
+        if took >= LONG_ENOUGH || iterations >= MOST_ITERATIONS {
+            let scaled = f64::from(iterations) * time.as_secs_f64() / took.max(LONG_ENOUGH).as_secs_f64();
+            // A float that is out of range becomes the nearest number that is in it.
+            return Ok((scaled as u32).clamp(LEAST_ITERATIONS, MOST_ITERATIONS));
+        }
+        iterations = iterations.saturating_mul(2);
+    }
+}
+
+/// Of this thread, so that a busy machine makes no weaker key.
+fn processor_time() -> Result<Duration, Invalid> {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
+        .map(Duration::from)
+        .map_err(|errno| Invalid::new(format!("the processor time cannot be read: {errno}")))
+}
+
+fn random<const N: usize>() -> Result<[u8; N], Invalid> {
+    let mut bytes = [0; N];
+    rand_bytes(&mut bytes).map_err(failed)?;
+    Ok(bytes)
+}
+
+/// Version 4 of RFC 9562: random.
+fn new_uuid() -> Result<String, Invalid> {
+    let number = u128::from_be_bytes(random()?);
+    let number = number & !(0xf << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62;
+    let hex = format!("{number:032x}");
+    Ok([&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-"))
+}
+
+fn failed(error: ErrorStack) -> Invalid {
+    Invalid::new(format!("openssl failed: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+
+    use super::*;
+    use crate::qcow2::{big_endian::u64_at, entry::L1Entry, entry::Shape, header::Header};
+    use reactor::sim;
+
+    const QUICK: LuksOptions =
+        LuksOptions { cipher: CipherKind::DEFAULT, hash: Hash::Sha256, iteration_time: Duration::ZERO };
+
+    fn secret(text: &str) -> Secret {
+        Secret::new(text.as_bytes().to_vec())
+    }
+
+    fn place(area: &[u8]) -> Place {
+        Place { offset: 0, length: area.len() as u64 }
+    }
+
+    #[test]
+    fn what_is_locked_opens_with_its_passphrase_only() {
+        for (mode, key_bytes, hash) in [
+            ("xts-plain64", 64, Hash::Sha256),
+            ("xts-plain64", 32, Hash::Sha1),
+            ("cbc-essiv:sha256", 32, Hash::Sha512),
+        ] {
+            let cipher = CipherKind::parse("aes", mode, key_bytes).expect("supported");
+            let new = create(&secret("geheim"), &LuksOptions { cipher, hash, ..QUICK }).expect("made");
+            sim::run(1, async move {
+                let storage = Storage::holding(&new.area).await;
+                let place = place(&new.area);
+                let wrong = unlock(&storage, place, &secret("Geheim")).await.expect_err("wrong");
+                assert_eq!(wrong, UnlockError::WrongPassphrase { slots: 1 });
+                let cipher = unlock(&storage, place, &secret("geheim")).await.expect("right");
+                let mut data = vec![5; 1024];
+                new.cipher.encrypt(9, &mut data).expect("whole sectors");
+                cipher.decrypt(9, &mut data).expect("whole sectors");
+                assert_eq!(data, [5; 1024]);
+            });
+        }
+    }
+
+    #[test]
+    fn a_passphrase_is_made_slow_to_try() {
+        let options = LuksOptions { iteration_time: Duration::from_millis(200), ..QUICK };
+        let new = create(&secret("geheim"), &options).expect("made");
+        let header = LuksHeader::parse(&new.area, new.area.len() as u64).expect("valid");
+        assert!(header.slots[0].iterations > 5_000, "{}", header.slots[0].iterations);
+        let least = create(&secret("geheim"), &QUICK).expect("made");
+        let header = LuksHeader::parse(&least.area, least.area.len() as u64).expect("valid");
+        assert_eq!((header.slots[0].iterations, header.digest_iterations), (1000, 1000));
+    }
+
+    #[test]
+    fn a_header_outside_the_file_is_refused() {
+        sim::run(1, async {
+            let storage = Storage::holding(&[0; 4096]).await;
+            for (offset, length) in [(0, 8192), (u64::MAX, 2), (4096, 592), (0, 591)] {
+                let error = read_header(&storage, Place { offset, length }).await.expect_err("outside");
+                assert!(matches!(error, UnlockError::Invalid(_)), "{error}");
+            }
+        });
+    }
+
+    /// An image that QEMU encrypted: see `samples/README.md`.
+    fn encrypted_by_qemu(sample: &[u8]) -> (Vec<u8>, Header) {
+        let mut file = Vec::new();
+        flate2::read::GzDecoder::new(sample).read_to_end(&mut file).expect("a sample of gzip");
+        let header = Header::parse(&file).expect("valid");
+        (file, header)
+    }
+
+    /// Where the first guest cluster lies.
+    fn first_cluster(file: &[u8], header: &Header) -> usize {
+        let shape = Shape { cluster_bits: 12, extended: false, data_file: false, version: 3 };
+        let number = |at: u64| u64_at(file, at as usize);
+        let table = L1Entry::decode(number(header.l1_offset), shape).expect("valid").offset;
+        (number(table) & 0x00ff_ffff_ffff_fe00) as usize
+    }
+
+    #[test]
+    fn what_qemu_encrypts_is_decrypted() {
+        for (name, sample) in [
+            ("aes-256-xts", &include_bytes!("samples/aes-256-xts-sha256.qcow2.gz")[..]),
+            ("aes-128-xts", include_bytes!("samples/aes-128-xts-sha1.qcow2.gz")),
+            ("aes-256-cbc-essiv", include_bytes!("samples/aes-256-cbc-essiv-sha256.qcow2.gz")),
+            ("aes-256-cbc-plain", include_bytes!("samples/aes-256-cbc-plain-ripemd160.qcow2.gz")),
+        ] {
+            let (file, header) = encrypted_by_qemu(sample);
+            let at = first_cluster(&file, &header);
+            let place = header.encryption.expect("encrypted");
+            sim::run(1, async move {
+                let storage = Storage::holding(&file).await;
+                let cipher = unlock(&storage, place, &secret("geheim")).await.expect("unlocks");
+                assert_eq!(NewLuks::area_bytes(cipher.kind()), place.length, "{name}");
+                let mut cluster = file[at..at + 4096].to_vec();
+                assert_ne!(cluster, [0x5a; 4096], "{name}");
+                cipher.decrypt(at as u64 / 512, &mut cluster).expect("whole sectors");
+                assert_eq!(cluster, [0x5a; 4096], "{name}");
+            });
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! Opening an image: what is checked before the first request, and what is read.
+//!
+//! It reads the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount
+//! block, so an image of any size opens at once. Everything else is read, and checked, when it is
+//! needed.
+
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+};
+
+use arc_swap::ArcSwap;
+
+use super::{
+    Invalid, Qcow2,
+    big_endian::words,
+    bitmap::Recording,
+    bytes::{self, MetadataError, read_header},
+    cache::L2Cache,
+    cache_settings::{CacheSettings, CacheSizes, InvalidCache},
+    check::{self, Repair},
+    entry::Shape,
+    file::ImageFile,
+    gate::Gate,
+    header::{Compression, Crypt, Header, autoclear, incompatible},
+    l1::L1,
+    luks::Cipher,
+    overlap::Metadata,
+    refcounts::Refcounts,
+    snapshot,
+    writeback::Pending,
+};
+use reactor::{error::Error, memory::NotEnough};
+use storage::{RangeLocks, Storage};
+
+use crate::Image;
+
+/// What an image is opened from.
+#[derive(Debug)]
+pub struct Parts {
+    /// The qcow2 file.
+    pub storage: Storage,
+    /// What is not allocated is read from here; opened read-only.
+    pub backing: Option<Box<Image>>,
+    /// The external data file.
+    pub data: Option<Storage>,
+    /// The key of an encrypted image.
+    pub cipher: Option<Cipher>,
+    /// Nothing is written, not even marks.
+    pub read_only: bool,
+    /// Sizes of the caches.
+    pub caches: CacheSettings,
+}
+
+impl Parts {
+    /// An image that is all in one file, for reading and writing.
+    pub fn of(storage: Storage) -> Self {
+        let caches = CacheSettings::default();
+        Self { storage, backing: None, data: None, cipher: None, read_only: false, caches }
+    }
+}
+
+/// Why an image cannot be opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenFailure {
+    /// Something in it is wrong.
+    #[error("{0} (`weir image check` shows the damage)")]
+    Invalid(#[from] Invalid),
+    /// The file cannot be read or written.
+    #[error("{0}")]
+    Failed(#[from] Error),
+    /// It was found corrupt before.
+    #[error(
+        "it is marked corrupt (`weir image check --repair` mends what can be mended; --read-only opens it as it is)"
+    )]
+    Corrupt,
+    /// Refcounts were not written when it was last used.
+    #[error(
+        "its refcounts were not written when it was last used (`weir image check --repair` counts them again; --read-only opens it as it is)"
+    )]
+    Dirty,
+    /// Legacy encryption.
+    #[error(
+        "it is encrypted with QEMU's old AES method, which is not safe (convert it with `qemu-img convert` to LUKS)"
+    )]
+    LegacyAes,
+    /// There is none of that id or name.
+    #[error("it has no snapshot {0:?} (`weir image snapshot -l` lists them)")]
+    NoSnapshot(String),
+    /// No key was given.
+    #[error("it is encrypted with LUKS (give its passphrase)")]
+    NoKey,
+    /// The data file was not given.
+    #[error("its data is in an external data file that was not opened")]
+    NoDataFile,
+    /// Whoever had it meanwhile made another image of it.
+    #[error("it is another image than it was, or has another backing file (open it anew)")]
+    Changed,
+    /// The caches.
+    #[error("{0}")]
+    Caches(#[from] InvalidCache),
+    /// What records writes does not fit into memory.
+    #[error("{0}")]
+    Bitmaps(NotEnough),
+}
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug)]
+enum Purpose<'a> {
+    Disk,
+    Handover,
+    Upkeep,
+    Snapshot(&'a str),
+}
+
+/// An open image, as its parts know it. Reached through [`Qcow2`].
+#[derive(Debug)]
+pub struct Opened {
+    pub(super) file: ImageFile,
+    pub(super) data: Option<Storage>,
+    pub(super) backing: Option<Box<Image>>,
+    pub(super) cipher: Option<Cipher>,
+    pub(super) read_only: bool,
+    /// Every write is durable when it is answered, whatever was asked.
+    pub(super) writes_through: bool,
+    pub(super) shape: Shape,
+    pub(super) l2_bits: u32,
+    pub(super) compression: Compression,
+    pub(super) size: AtomicU64,
+    pub(super) l1: ArcSwap<L1>,
+    pub(super) cache: ArcSwap<L2Cache>,
+    /// Of a slice in bytes, as bits.
+    pub(super) slice_size_bits: AtomicU64,
+    /// Somebody wrote to a backing file, so what it has is not the disk's any more.
+    pub(super) backing_changed: AtomicBool,
+    /// Which of those who drop unused slices is to go on: the last one.
+    cleaning: AtomicU64,
+    pub(super) refcounts: Refcounts,
+    pub(super) overlap: Metadata,
+    pub(super) pending: Mutex<Pending>,
+    /// Bitmaps that take down what is written.
+    pub(super) recording: Recording,
+    pub(super) gate: Gate,
+    /// Guest bytes whose clusters somebody changes.
+    pub(super) guest: RangeLocks,
+    /// L2 tables that somebody makes, by number.
+    pub(super) tables: RangeLocks,
+    /// Slices that somebody reads, by number.
+    pub(super) loading: RangeLocks,
+    /// One task at a time writes metadata.
+    pub(super) writing: RangeLocks,
+    /// One task at a time gives clusters back.
+    pub(super) giving: RangeLocks,
+}
+
+impl Qcow2 {
+    /// Opens an image.
+    ///
+    /// # Errors
+    /// [`OpenFailure`]; nothing was changed then.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn open(parts: Parts) -> Result<Self, OpenFailure> {
+        Self::open_for(parts, Purpose::Disk).await
+    }
+
+    /// Opens an image to change what it keeps beside the disk: snapshots, bitmaps. That takes no
+    /// key and no other file, and leaves bitmaps as they are; but no guest data may be read or
+    /// written.
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`].
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn open_for_upkeep(storage: Storage) -> Result<Self, OpenFailure> {
+        Self::open_for(Parts::of(storage), Purpose::Upkeep).await
+    }
+
+    /// Opens an internal snapshot, named by its id or its name, as a disk that cannot be written
+    /// to.
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`]; also if there is no such snapshot.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn open_snapshot(parts: Parts, name: &str) -> Result<Self, OpenFailure> {
+        Self::open_for(Parts { read_only: true, ..parts }, Purpose::Snapshot(name)).await
+    }
+
+    /// Opens an image that another may have in use, and reads no more of it than its header: it is
+    /// not to be used before [`Qcow2::take_over`].
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`].
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub(crate) async fn open_for_handover(parts: Parts) -> Result<Self, OpenFailure> {
+        Self::open_for(parts, Purpose::Handover).await
+    }
+
+    async fn open_for(parts: Parts, purpose: Purpose<'_>) -> Result<Self, OpenFailure> {
+        let Parts { storage, backing, data, cipher, read_only, caches } = parts;
+        let mut header = read_header(&storage).await?;
+        let is_dirty =
+            header.incompatible & (incompatible::DIRTY | incompatible::CORRUPT) == incompatible::DIRTY;
+        let is_handover = matches!(purpose, Purpose::Handover);
+        if is_dirty && !is_handover && !read_only && !storage.read_only() {
+            // With lazy refcounts, whoever used it last may have left them unwritten.
+            tracing::info!(
+                image = storage.description(),
+                "refcounts were left unwritten; they are counted again"
+            );
+            check::check(&storage, Repair::All).await?;
+            header = read_header(&storage).await?;
+        }
+        if let Purpose::Snapshot(name) = purpose
+            && !snapshot::look_into(&storage, &mut header, name).await?
+        {
+            return Err(OpenFailure::NoSnapshot(name.to_owned()));
+        }
+        let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
+        let read_only = read_only || storage.read_only();
+        let is_upkeep = matches!(purpose, Purpose::Upkeep);
+        // Of an image that another has in use the marks say nothing yet.
+        let judged_later = read_only || is_handover;
+        check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
+        let sizes = caches.sizes(&header)?;
+        let shape = Shape {
+            cluster_bits: header.cluster_bits,
+            extended: header.has_subclusters(),
+            data_file: header.has_data_file(),
+            version: header.version,
+        };
+        let writes_through = storage.writes_through();
+        let file = ImageFile::new(storage, header.clone(), first);
+        let Tables { l1, refcounts: table, places } = match is_handover {
+            true => Tables::none(shape),
+            false => Tables::read(&file, &header, shape).await?,
+        };
+        let overlap = Metadata::new(header.cluster_bits, &places);
+        if !read_only {
+            overlap.check_apart(&places)?;
+        }
+        let refcounts = Refcounts::new(&header, table, sizes.refcount_bytes);
+        let image = Self(Arc::new(Opened {
+            file,
+            data,
+            backing,
+            cipher,
+            read_only,
+            writes_through,
+            shape,
+            compression: header.compression,
+            l2_bits: header.l2_bits(),
+            size: AtomicU64::new(header.size_bytes),
+            l1: ArcSwap::from_pointee(l1),
+            cache: ArcSwap::from_pointee(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)),
+            slice_size_bits: AtomicU64::new(u64::from(sizes.entry_bytes.trailing_zeros())),
+            backing_changed: AtomicBool::new(false),
+            cleaning: AtomicU64::new(0),
+            refcounts,
+            overlap,
+            pending: Mutex::default(),
+            recording: Recording::default(),
+            gate: Gate::new(),
+            guest: RangeLocks::default(),
+            tables: RangeLocks::default(),
+            loading: RangeLocks::default(),
+            writing: RangeLocks::default(),
+            giving: RangeLocks::default(),
+        }));
+        if !read_only && !is_handover {
+            image.make_ready(&header, is_upkeep).await?;
+        }
+        image.keep_cache_clean(caches.clean_interval);
+        Ok(image)
+    }
+
+    /// Whatever has to be in the file before the first write.
+    pub(super) async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<(), OpenFailure> {
+        if header.autoclear & !autoclear::KNOWN != 0 {
+            self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
+        }
+        if !keeps_bitmaps {
+            self.take_up_bitmaps().await?.map_err(OpenFailure::Bitmaps)?;
+        }
+        // The last cluster may be incomplete, and somebody may write to its end.
+        Ok(self.file.make_whole(header.cluster_bytes()).await?)
+    }
+
+    /// Drops slices that are not used, from time to time; never, if the interval is zero. What was
+    /// asked before is forgotten.
+    fn keep_cache_clean(&self, interval: policy::time::Duration) {
+        let turn = self.cleaning.fetch_add(1, Relaxed) + 1;
+        if interval.is_zero() {
+            return;
+        }
+        let image = Arc::downgrade(&self.0);
+        reactor::spawn(async move {
+            let mut seen = 0;
+            loop {
+                reactor::sleep_until(reactor::now() + interval).await;
+                let Some(image) = image.upgrade().map(Self) else { return };
+                if image.cleaning.load(Relaxed) != turn {
+                    return;
+                }
+                let _pending = image.pending();
+                seen = image.cache.load().drop_unused(seen);
+            }
+        });
+    }
+
+    /// Other sizes for the caches, and another interval, from now on. What was in them is read
+    /// again when it is needed.
+    ///
+    /// # Errors
+    /// [`OpenFailure::Caches`], and the old ones stay; or metadata cannot be written.
+    pub async fn set_caches(&self, settings: CacheSettings) -> Result<CacheSizes, OpenFailure> {
+        let sizes = settings.sizes(&self.file.header())?;
+        let _quiet = self.quiesce().await?;
+        let _pending = self.pending();
+        self.slice_size_bits
+            .store(u64::from(sizes.entry_bytes.trailing_zeros()), std::sync::atomic::Ordering::Release);
+        self.cache.store(Arc::new(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)));
+        self.refcounts.set_cache_bytes(sizes.refcount_bytes);
+        self.keep_cache_clean(settings.clean_interval);
+        Ok(sizes)
+    }
+}
+
+/// The tables that are in memory as a whole.
+pub(super) struct Tables {
+    pub(super) l1: L1,
+    /// The offsets of refcount blocks.
+    pub(super) refcounts: Vec<u64>,
+    /// Where there is metadata: offsets and lengths.
+    pub(super) places: Vec<(u64, u64)>,
+}
+
+impl Tables {
+    fn none(shape: Shape) -> Self {
+        Self { l1: L1::empty(shape), refcounts: Vec::new(), places: Vec::new() }
+    }
+
+    pub(super) async fn read(file: &ImageFile, header: &Header, shape: Shape) -> Result<Self, OpenFailure> {
+        let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
+        let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file.size_bytes())?;
+        let refcounts = read_refcount_table(file, header).await?;
+        let cluster_bytes = header.cluster_bytes();
+        let places = [
+            (0, cluster_bytes),
+            (header.l1_offset, u64::from(header.l1_entries) * 8),
+            (header.refcount_table_offset, refcounts.len() as u64 * 8),
+            (header.snapshots_offset, u64::from(header.snapshots)),
+            header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
+        ];
+        let tables = l1.tables().chain(refcounts.iter().copied().filter(|offset| *offset != 0));
+        let places = places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
+        Ok(Self { l1, refcounts, places })
+    }
+}
+
+impl From<MetadataError> for OpenFailure {
+    fn from(error: MetadataError) -> Self {
+        match error {
+            MetadataError::Invalid(invalid) => Self::Invalid(invalid),
+            MetadataError::Storage(error) => Self::Failed(error),
+        }
+    }
+}
+
+pub(super) fn check_openable(
+    header: &Header,
+    read_only: bool,
+    has_data: bool,
+    has_key: bool,
+) -> Result<(), OpenFailure> {
+    match header.crypt {
+        Crypt::None => {}
+        Crypt::Aes => return Err(OpenFailure::LegacyAes),
+        Crypt::Luks if has_key => {}
+        Crypt::Luks => return Err(OpenFailure::NoKey),
+    }
+    if header.has_data_file() && !has_data {
+        return Err(OpenFailure::NoDataFile);
+    }
+    if read_only {
+        return Ok(());
+    }
+    if header.incompatible & incompatible::CORRUPT != 0 {
+        return Err(OpenFailure::Corrupt);
+    }
+    if header.incompatible & incompatible::DIRTY != 0 {
+        return Err(OpenFailure::Dirty);
+    }
+    snapshot::too_many(header).map_or(Ok(()), |too_many| Err(too_many.into()))
+}
+
+async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<Vec<u64>, OpenFailure> {
+    let length = u64::from(header.refcount_table_clusters) << header.cluster_bits;
+    let bytes = file.read(header.refcount_table_offset, length).await?;
+    let mut table = Vec::with_capacity(bytes.len() / 8);
+    for (index, offset) in words(&bytes).enumerate() {
+        let end = offset.checked_add(header.cluster_bytes());
+        if !offset.is_multiple_of(header.cluster_bytes())
+            || offset != 0 && end.is_none_or(|end| end > file.size_bytes())
+        {
+            return Err(Invalid::new(format!(
+                "refcount block {index} at {offset:#x} lies beyond the end of the file, or inside a cluster"
+            ))
+            .into());
+        }
+        table.push(offset);
+    }
+    Ok(table)
+}

@@ -1,0 +1,127 @@
+//! Where metadata is in the file, so that guest data is never written over it.
+//!
+//! A valid image never leads there. One whose refcounts or mapping were damaged or forged does, and
+//! a guest that could write into an L2 table could read the whole file. So every cluster that is
+//! allocated, and every cluster that guest data goes to, is looked up here.
+//!
+//! A lookup takes no lock. Adding copies the set, which happens once for each table or block that
+//! an image gets.
+
+use std::{
+    collections::HashSet,
+    hash::{BuildHasherDefault, Hasher},
+    sync::Arc,
+};
+
+use arc_swap::ArcSwap;
+
+use super::{Invalid, file::ImageFile};
+use reactor::error::Result;
+
+/// Numbers of clusters, by a multiplication: they are not an attacker's to choose in number, and
+/// few.
+#[derive(Debug, Default)]
+pub(super) struct ByMultiplication(u64);
+
+impl Hasher for ByMultiplication {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // 2⁶⁴ divided by the golden ratio (Knuth, volume 3, 6.4), its upper bits brought down to
+        // where a table looks.
+        let product = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = product ^ product >> 32;
+    }
+}
+
+type Clusters = HashSet<u64, BuildHasherDefault<ByMultiplication>>;
+
+/// See the head of this file.
+#[derive(Debug)]
+pub(super) struct Metadata {
+    cluster_bits: u32,
+    clusters: ArcSwap<Clusters>,
+}
+
+impl Metadata {
+    pub(super) fn new(cluster_bits: u32, places: &[(u64, u64)]) -> Self {
+        let clusters = places.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
+        Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
+    }
+
+    /// Other places, instead of all that were here.
+    pub(super) fn replace(&self, places: &[(u64, u64)]) {
+        self.clusters.store(Self::new(self.cluster_bits, places).clusters.into_inner());
+    }
+
+    /// An error, if two of the places that this was made of lie on each other: changing one would
+    /// ruin the other.
+    pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {
+        let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
+        if places.iter().map(|place| all(place).count()).sum::<usize>() == self.clusters.load().len() {
+            return Ok(());
+        }
+        let mut seen = Clusters::default();
+        let twice = places.iter().flat_map(all).find(|cluster| !seen.insert(*cluster)).unwrap_or(0);
+        let offset = twice << self.cluster_bits;
+        Err(Invalid::new(format!("two tables lie on each other at {offset:#x}")))
+    }
+
+    /// Whether any of these bytes are metadata.
+    pub(super) fn contains(&self, offset: u64, length: u64) -> bool {
+        let clusters = self.clusters.load();
+        clusters_of(self.cluster_bits, offset, length).any(|cluster| clusters.contains(&cluster))
+    }
+
+    /// An error, and the image is corrupt, if any of these bytes are metadata.
+    pub(super) fn check(&self, file: &ImageFile, offset: u64, length: u64) -> Result<()> {
+        if self.contains(offset, length) {
+            let what = format!("guest data at {offset:#x} would overwrite metadata");
+            return Err(file.found(&Invalid::new(what)));
+        }
+        Ok(())
+    }
+
+    pub(super) fn add(&self, offset: u64, length: u64) {
+        self.add_all(&[(offset, length)]);
+    }
+
+    pub(super) fn add_all(&self, places: &[(u64, u64)]) {
+        self.change(|clusters| {
+            let all =
+                places.iter().flat_map(|(offset, length)| clusters_of(self.cluster_bits, *offset, *length));
+            clusters.extend(all);
+        });
+    }
+
+    pub(super) fn remove(&self, offset: u64, length: u64) {
+        if !self.contains(offset, length) {
+            return;
+        }
+        self.change(|clusters| {
+            for cluster in clusters_of(self.cluster_bits, offset, length) {
+                clusters.remove(&cluster);
+            }
+        });
+    }
+
+    fn change(&self, change: impl Fn(&mut Clusters)) {
+        self.clusters.rcu(|clusters| {
+            let mut changed = Clusters::clone(clusters);
+            change(&mut changed);
+            Arc::new(changed)
+        });
+    }
+}
+
+fn clusters_of(cluster_bits: u32, offset: u64, length: u64) -> impl Iterator<Item = u64> {
+    let first = offset >> cluster_bits;
+    let end = if length == 0 { first } else { ((offset + length - 1) >> cluster_bits) + 1 };
+    first..end
+}

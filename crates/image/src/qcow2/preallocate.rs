@@ -1,0 +1,213 @@
+//! Space for a part of the disk that has none, before it is written.
+//!
+//! As in a preallocated new image, clusters get places that read as zeroes. If the content of the
+//! file cannot read as zeroes, because it is encrypted or a backing file has other bytes there, the
+//! entry says that the cluster is zero and has a place.
+//!
+//! Never touches clusters that have a place already.
+
+use super::{
+    Qcow2,
+    create::Preallocation,
+    entry::{Cluster, Standard},
+    refcounts::Found,
+};
+use reactor::{
+    buffer::Buffer,
+    error::{Error, Result},
+};
+use storage::{Durability, ZeroOptions};
+
+/// Zeroes that are written are written in such parts.
+const PIECE: u64 = 2 << 20;
+
+impl Qcow2 {
+    /// Sees to it that the clusters from `first` to `last`, which read as zeroes, have their place.
+    /// `last` is at most the disk's end.
+    ///
+    /// # Errors
+    /// As [`Qcow2::write`]; some clusters may then have a place, and others not.
+    pub async fn preallocate(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
+        if how == Preallocation::Off || first >= last {
+            return Ok(());
+        }
+        self.check_change(first, last - first)?;
+        let image = self.clone();
+        let all = reactor::spawn_to_end(async move {
+            let _pass = image.gate.enter().await;
+            image.preallocate_inside(first, last, Some(how)).await
+        });
+        all.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    /// Without `how`, what the file has there is what the disk reads.
+    pub(super) async fn preallocate_inside(
+        &self,
+        first: u64,
+        last: u64,
+        how: Option<Preallocation>,
+    ) -> Result<()> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let covers = self.slice_covers();
+        let mut at = first & !(cluster_bytes - 1);
+        while at < last {
+            // One slice's worth at a time, so that it is linked in one step.
+            let end = last.min((at / covers + 1) * covers).next_multiple_of(cluster_bytes);
+            let _own = self.guest.exclusive(at..end).await;
+            self.own_table(self.l1_index(at)).await?;
+            while at < end {
+                at += self.place(at, end, how).await? * cluster_bytes;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the first clusters from `guest` on their place; returns how many.
+    async fn place(&self, guest: u64, end: u64, how: Option<Preallocation>) -> Result<u64> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let has_none = |cluster| matches!(cluster, Cluster::Standard(Standard { host: None, .. }));
+        let mut wanted = 0;
+        while guest + wanted * cluster_bytes < end
+            && has_none(self.cluster_at(guest + wanted * cluster_bytes).await?)
+        {
+            wanted += 1;
+        }
+        if wanted == 0 {
+            return Ok(1);
+        }
+        let Found { offset: host, clusters, untouched } = self.find_room(guest, wanted).await?;
+        let placed = async {
+            if let Some(how) = how {
+                self.make_zero(host, clusters * cluster_bytes, untouched, how).await?;
+            }
+            self.change_entries(guest, clusters, |index, old| {
+                Cluster::Standard(self.placed(old, host + index * cluster_bytes))
+            })
+            .await
+        };
+        let placed = placed.await;
+        if placed.is_err() && self.data.is_none() {
+            self.undo(host, clusters * cluster_bytes).await;
+        }
+        placed.map(|()| clusters)
+    }
+
+    fn placed(&self, old: Cluster, host: u64) -> Standard {
+        let zero = match old {
+            Cluster::Standard(Standard { zero, .. }) if zero != 0 => zero,
+            // Zeroes in the file would be read as something else. Version 2 knows no encryption
+            // with LUKS.
+            _ if self.cipher.is_some() => self.shape.all(),
+            _ => 0,
+        };
+        // With subclusters, none of them is allocated by having a place.
+        let allocated = if zero == 0 && !self.shape.extended { self.shape.all() } else { 0 };
+        Standard { host: Some(host), copied: true, allocated, zero }
+    }
+
+    /// Has the file hold zeroes there, in the way that was asked for.
+    async fn make_zero(&self, host: u64, length: u64, untouched: bool, how: Preallocation) -> Result<()> {
+        let storage = self.storage();
+        // A data file ends where the disk does.
+        let end = if self.data.is_some() { (host + length).min(storage.size_bytes()) } else { host + length };
+        let zeroes = ZeroOptions {
+            may_unmap: how == Preallocation::Metadata,
+            only_if_fast: false,
+            durability: Durability::Cached,
+        };
+        match how {
+            Preallocation::Full => {
+                let mut at = host;
+                while at < end {
+                    let piece = PIECE.min(end - at);
+                    storage.write(at, Buffer::zeroed(piece as usize).into(), Durability::Cached).await?;
+                    at += piece;
+                }
+                Ok(())
+            }
+            Preallocation::Metadata if untouched => Ok(()),
+            _ => storage.write_zeroes(host, end - host, zeroes).await,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Image, Raw,
+        qcow2::{
+            Parts, What,
+            check::{Repair, check},
+            create::{CreateOptions, create},
+            header::Backing,
+        },
+    };
+    use reactor::sim;
+    use storage::Storage;
+
+    const OLD: u64 = 100 << 10;
+    const NEW: u64 = 3 << 20;
+
+    async fn image(options: &CreateOptions) -> Qcow2 {
+        let storage = Storage::memory(512);
+        create(&storage, None, options).await.expect("valid");
+        let backing = options.backing.as_ref().map(|_| Storage::memory(2 << 20));
+        if let Some(backing) = &backing {
+            let ones = Buffer::copy_of(&[1; 2 << 20]);
+            backing.write(0, ones.into(), Durability::Cached).await.expect("memory");
+        }
+        let backing = backing.map(|storage| Box::new(Image::Raw(Raw::of(storage, false, true))));
+        Qcow2::open(Parts { backing, ..Parts::of(storage) }).await.expect("valid")
+    }
+
+    fn kinds() -> Vec<CreateOptions> {
+        let plain = CreateOptions { size_bytes: OLD, ..CreateOptions::default() };
+        let backing = Some(Backing { name: "base".into(), format: Some("raw".into()) });
+        vec![
+            plain.clone(),
+            CreateOptions { version: 2, ..plain.clone() },
+            CreateOptions { cluster_bytes: 512, refcount_bits: 1, ..plain.clone() },
+            CreateOptions { extended_l2: true, ..plain.clone() },
+            CreateOptions { extended_l2: true, backing: backing.clone(), ..plain.clone() },
+            CreateOptions { backing, ..plain },
+        ]
+    }
+
+    #[test]
+    fn what_is_added_has_its_place_and_reads_as_zeroes() {
+        for options in kinds() {
+            for how in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+                let options = options.clone();
+                sim::run(1, async move {
+                    let image = image(&options).await;
+                    // Clusters that were used before hold something else than zeroes.
+                    let data = Buffer::copy_of(&[7; OLD as usize]);
+                    image.write(0, data.into(), Durability::Cached).await.expect("memory");
+                    image.discard(0, OLD).await.expect("memory");
+                    image.flush().await.expect("memory");
+                    image.resize(NEW).await.expect("possible");
+                    image.preallocate(OLD, NEW, how).await.expect("possible");
+                    let first = OLD.next_multiple_of(options.cluster_bytes);
+                    for piece in image.map(first, NEW - first).await.expect("readable") {
+                        let what = piece.what;
+                        let has_place = match what {
+                            What::Data { .. } => true,
+                            What::Zero { host } => host.is_some(),
+                            // Subclusters are not told apart from what has no place at all.
+                            What::Unallocated => options.extended_l2,
+                            What::Compressed { .. } => false,
+                        };
+                        assert!(has_place, "{options:?} {how:?}: {what:?}");
+                    }
+                    let mut read = Buffer::new((NEW - OLD) as usize);
+                    image.read(OLD, read.len()).await.expect("readable").copy_to(&mut read);
+                    assert!(read.iter().all(|byte| *byte == 0), "{options:?} {how:?}");
+                    image.close().await.expect("memory");
+                    let report = check(image.storage(), Repair::Nothing).await.expect("readable");
+                    assert_eq!((report.corruptions, report.leaks), (0, 0), "{options:?} {how:?}: {report:?}");
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Taking a snapshot, going back to one, deleting one.
+//!
+//! Order of what reaches the file: refcounts rise before anything refers to a cluster once more;
+//! the header changes in one sector; refcounts fall after nothing refers any more. So a crash
+//! leaves the image before the change or after it, and at worst leaks.
+//!
+//! Between the change of refcounts and that of the COPIED flags, a check finds flags that do not
+//! fit: they cause copies, or leaks. A cluster that the header may lead to twice is never marked as
+//! having one owner. A cluster that a header in doubt may lead to is never freed, which costs
+//! leaks.
+//!
+//! Never changes guest data, nor clusters that a snapshot can see.
+
+use std::sync::atomic::Ordering::Release;
+
+use super::{
+    Snapshot, SnapshotError, encode,
+    reach::{Flags, Table},
+    read,
+};
+use crate::qcow2::{
+    Invalid, Qcow2,
+    header::{Header, LARGEST_L1, MOST_SNAPSHOTS},
+    l1::{L1, padded},
+};
+
+/// What a snapshot is to be called, and when it was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewSnapshot<'a> {
+    /// At most 65,535 bytes; need not be the only one of that name.
+    pub name: &'a str,
+    /// Seconds since 1970.
+    pub date_s: u32,
+    /// And nanoseconds.
+    pub date_ns: u32,
+}
+
+type Result<T> = std::result::Result<T, SnapshotError>;
+
+impl Qcow2 {
+    /// The snapshots, as they are in the file.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Invalid`] and [`SnapshotError::Failed`].
+    pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
+        Ok(self.snapshot_table().await?.0)
+    }
+
+    async fn snapshot_table(&self) -> Result<(Vec<Snapshot>, u64)> {
+        let (snapshots, length) = read(self.file.storage(), &self.header()).await?;
+        Ok((snapshots, length as u64))
+    }
+
+    /// Keeps the disk as it is now. Requests wait meanwhile; what was written before is in the
+    /// snapshot.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the disk is not touched.
+    pub async fn create_snapshot(&self, new: NewSnapshot<'_>) -> Result<Snapshot> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (mut snapshots, old_length) = self.snapshot_table().await?;
+        if header.snapshots >= MOST_SNAPSHOTS {
+            return Err(SnapshotError::TooMany);
+        }
+        let Table { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        let l1 = self.flagged(&bytes, Flags::Clear).await?;
+        let mut snapshot = Snapshot {
+            l1_entries: header.l1_entries,
+            id: next_id(&snapshots),
+            name: new.name.as_bytes().to_vec(),
+            date_s: new.date_s,
+            date_ns: new.date_ns,
+            disk_bytes: Some(header.size_bytes),
+            instructions: Some(u64::MAX),
+            ..Snapshot::default()
+        };
+        self.change_reach(&tables, 1).await?;
+        let kept = async {
+            snapshot.l1_offset = self.store(&l1).await?;
+            snapshots.push(snapshot.clone());
+            let kept = self.keep(&header, &snapshots, old_length).await;
+            self.undo_unless_done(&kept, snapshot.l1_offset, l1.len()).await?;
+            kept
+        };
+        let kept = kept.await;
+        // Where it is not known what the header says, everything stays: a leak at the worst.
+        if kept.is_err() && !self.is_read_only() {
+            // The disk is all that is left of it: as it was before.
+            self.change_reach(&tables, -1).await?;
+            self.set_active_flags(Flags::Recount).await?;
+            self.flush_metadata().await?;
+            self.reload().await?;
+        }
+        kept.map(|()| snapshot)
+    }
+
+    /// Records the size of the disk in every snapshot that lacks it, as version 3 requires. In
+    /// version 2 a disk with snapshots keeps its size, so it is that of the disk now.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the disk and the snapshots are not touched.
+    pub async fn complete_snapshots(&self) -> Result<()> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (mut snapshots, old_length) = self.snapshot_table().await?;
+        if snapshots.iter().all(|snapshot| snapshot.disk_bytes.is_some()) {
+            return Ok(());
+        }
+        for snapshot in &mut snapshots {
+            snapshot.disk_bytes.get_or_insert(header.size_bytes);
+        }
+        self.replace_snapshots(&header, &snapshots, old_length).await
+    }
+
+    /// Has the header lead to these snapshots, the last of which shares everything with the disk.
+    async fn keep(&self, header: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
+        self.flush_metadata().await?;
+        // From here on a first write copies, whether there will be a snapshot or not; nothing that
+        // may fail stands between the header and that.
+        self.set_active_flags(Flags::Clear).await?;
+        self.forget_copied();
+        self.replace_snapshots(header, snapshots, old_length).await
+    }
+
+    /// Gives back an L1 table that the header does not lead to, and certainly never did.
+    async fn undo_unless_done(&self, done: &Result<()>, l1_offset: u64, l1_bytes: usize) -> Result<()> {
+        if done.is_err() && !self.is_read_only() {
+            self.change_refcount(l1_offset, l1_bytes.max(1) as u64, -1).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes the disk what it was when the snapshot was taken, its size included. What it holds now
+    /// is lost, unless another snapshot has it.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the disk is what it was, or what the snapshot is.
+    pub async fn apply_snapshot(&self, name: &str) -> Result<()> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (snapshots, _) = self.snapshot_table().await?;
+        let snapshot = &snapshots[find(&snapshots, name)?];
+        let size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
+        let entries = u64::from(snapshot.l1_entries).max(header.l1_entries_for(size_bytes));
+        if entries > LARGEST_L1 / 8 {
+            let what = format!("snapshot {name:?} is of a disk of {size_bytes} bytes, which is too large");
+            return Err(Invalid::new(what).into());
+        }
+        let old = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        let new = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        let mut l1 = self.flagged(&new.bytes, Flags::Clear).await?;
+        l1.resize(entries as usize * 8, 0);
+        Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
+        self.change_reach(&new.tables, 1).await?;
+        let changed = async {
+            let l1_offset = self.store(&l1).await?;
+            let changed = self.go_back(l1_offset, &l1, &new.tables, size_bytes).await;
+            self.undo_unless_done(&changed, l1_offset, l1.len()).await?;
+            changed
+        };
+        let changed = changed.await;
+        if changed.is_err() && !self.is_read_only() {
+            self.change_reach(&new.tables, -1).await?;
+        }
+        changed?;
+        // Nobody knows what differs. Those that do not record stay in use.
+        self.resize_bitmaps(header.size_bytes, size_bytes, &[]).await;
+        self.mark_recorded(0, size_bytes);
+        self.change_reach(&old.tables, -1).await?;
+        if !old.bytes.is_empty() {
+            self.change_refcount(header.l1_offset, old.bytes.len() as u64, -1).await?;
+        }
+        Ok(self.flush_metadata().await?)
+    }
+
+    /// Has the header, and everybody here, use another L1 table, all of which is a snapshot's too.
+    async fn go_back(&self, l1_offset: u64, l1: &[u8], tables: &[u64], size_bytes: u64) -> Result<()> {
+        // What may fail comes before the header.
+        let table = L1::parse(l1_offset, l1, self.shape, self.file.size_bytes())?;
+        self.flush_metadata().await?;
+        self.set_flags(tables, Flags::Clear).await?;
+        self.mark_bitmaps_in_use().await?;
+        self.flush_metadata().await?;
+        self.update_header(|header| {
+            header.size_bytes = size_bytes;
+            (header.l1_offset, header.l1_entries) = (l1_offset, (l1.len() / 8) as u32);
+        })
+        .await?;
+        self.replace_l1(table);
+        self.size.store(size_bytes, Release);
+        Ok(())
+    }
+
+    /// Frees what only the snapshot uses.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the snapshot is gone or there, and the disk untouched.
+    pub async fn delete_snapshot(&self, name: &str) -> Result<()> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (mut snapshots, old_length) = self.snapshot_table().await?;
+        let snapshot = snapshots.remove(find(&snapshots, name)?);
+        let Table { bytes, tables } = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        self.replace_snapshots(&header, &snapshots, old_length).await?;
+        self.change_reach(&tables, -1).await?;
+        if !bytes.is_empty() {
+            self.change_refcount(snapshot.l1_offset, bytes.len() as u64, -1).await?;
+        }
+        self.flush_metadata().await?;
+        self.set_active_flags(Flags::Recount).await?;
+        self.flush_metadata().await?;
+        Ok(self.reload().await?)
+    }
+
+    fn check_snapshots(&self) -> Result<()> {
+        if self.is_read_only() {
+            return Err(SnapshotError::ReadOnly);
+        }
+        if self.shape.data_file { Err(SnapshotError::DataFile) } else { Ok(()) }
+    }
+
+    /// Puts metadata where nothing is. There is room for at least one cluster, also where there are
+    /// no bytes.
+    async fn store(&self, bytes: &[u8]) -> Result<u64> {
+        let length = bytes.len().max(1) as u64;
+        let offset = self.allocate(length.div_ceil(1 << self.shape.cluster_bits)).await?;
+        if let Err(error) = self.write_metadata(offset, &padded(bytes.to_vec())).await {
+            self.change_refcount(offset, length, -1).await?;
+            return Err(error.into());
+        }
+        Ok(offset)
+    }
+
+    /// Writes another snapshot table, has the header name it, and gives back the old one.
+    async fn replace_snapshots(&self, old: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
+        let table = encode(snapshots)?;
+        let offset = if snapshots.is_empty() { 0 } else { self.store(&table).await? };
+        let changed = async {
+            self.flush_metadata().await?;
+            let count = snapshots.len() as u32;
+            self.update_header(|header| (header.snapshots, header.snapshots_offset) = (count, offset)).await
+        };
+        let changed = changed.await;
+        let (place, length) = match changed {
+            Ok(()) => (old.snapshots_offset, old_length),
+            // The header may name the new one.
+            Err(_) if self.is_read_only() => (0, 0),
+            Err(_) => (offset, table.len() as u64),
+        };
+        if place != 0
+            && length > 0
+            && let Err(error) = self.change_refcount(place, length, -1).await
+        {
+            // A leak, and no reason to undo what the header says already.
+            tracing::warn!(image = self.description(), "a snapshot table could not be given back: {error}");
+        }
+        Ok(changed?)
+    }
+}
+
+fn find(snapshots: &[Snapshot], name: &str) -> Result<usize> {
+    Snapshot::find(snapshots, name).ok_or_else(|| SnapshotError::NotFound(name.to_owned()))
+}
+
+/// One more than the largest number among the ids.
+fn next_id(snapshots: &[Snapshot]) -> Vec<u8> {
+    let ids = snapshots.iter().filter_map(|snapshot| snapshot.id().parse::<u64>().ok());
+    ids.max().unwrap_or(0).saturating_add(1).to_string().into_bytes()
+}

@@ -1,0 +1,169 @@
+//! Everything that an L1 table leads to: its refcounts, raised and lowered as a whole, and the
+//! COPIED flags.
+//!
+//! Only while the image is quiet: tables are read from the file, where everything is then.
+//!
+//! Never reads a table twice, nor beyond the end of the file: such an image is corrupt, and that is
+//! reported before anything is changed for it.
+
+use std::collections::HashSet;
+
+use super::SnapshotError;
+use crate::qcow2::{
+    Invalid, Qcow2,
+    big_endian::{u64_at, words},
+    entry::{COPIED, Cluster, L1Entry},
+};
+
+/// What becomes of COPIED.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flags {
+    /// Nothing belongs to the active L1 table alone.
+    Clear,
+    /// As the refcounts are.
+    Recount,
+}
+
+/// An L1 table as it is in the file.
+#[derive(Clone, Debug)]
+pub(super) struct Table {
+    pub(super) bytes: Vec<u8>,
+    /// Its L2 tables, each once.
+    pub(super) tables: Vec<u64>,
+}
+
+impl Qcow2 {
+    /// Reads an L1 table.
+    pub(super) async fn read_l1(&self, offset: u64, entries: u32) -> Result<Table, SnapshotError> {
+        let bytes = self.read_metadata(offset, u64::from(entries) * 8).await?;
+        let mut seen = HashSet::new();
+        let mut tables = Vec::new();
+        for word in words(&bytes) {
+            let table = L1Entry::decode(word, self.shape)?.offset;
+            if table == 0 {
+                continue;
+            }
+            if !seen.insert(table) {
+                return Err(Invalid::new(format!("two L1 entries lead to the L2 table at {table:#x}")).into());
+            }
+            tables.push(table);
+        }
+        Ok(Table { bytes, tables })
+    }
+
+    /// Adds to the refcounts of all L2 tables and of what they lead to, or takes from them. Adding
+    /// is all or nothing.
+    pub(super) async fn change_reach(&self, tables: &[u64], by: i64) -> Result<(), SnapshotError> {
+        for (done, table) in tables.iter().enumerate() {
+            let changed = self.change_table(*table, by).await;
+            if let Err(error) = changed {
+                if by > 0 {
+                    for table in &tables[..done] {
+                        self.change_table(*table, -by).await?;
+                    }
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    async fn change_table(&self, table: u64, by: i64) -> Result<(), SnapshotError> {
+        let cluster = 1 << self.shape.cluster_bits;
+        // Before the table is free, and perhaps something else.
+        let mut runs = self.runs_of(table).await?;
+        runs.push((table, cluster));
+        for (done, (offset, length)) in runs.iter().enumerate() {
+            if let Err(error) = self.change_refcount(*offset, *length, by).await {
+                if by > 0 {
+                    for (offset, length) in &runs[..done] {
+                        self.change_refcount(*offset, *length, -by).await?;
+                    }
+                }
+                return Err(SnapshotError::of_refcount(error, *offset));
+            }
+        }
+        Ok(())
+    }
+
+    /// What an L2 table leads to: places in the file, those that follow each other as one.
+    async fn runs_of(&self, table: u64) -> Result<Vec<(u64, u64)>, SnapshotError> {
+        let cluster = 1 << self.shape.cluster_bits;
+        let bytes = self.read_metadata(table, cluster).await?;
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let mut merges = false;
+        for entry in bytes.chunks_exact(self.shape.entry_bytes()) {
+            match self.decode(entry)? {
+                Cluster::Standard(standard) => {
+                    let Some(host) = standard.host.filter(|_| !self.shape.data_file) else { continue };
+                    match runs.last_mut() {
+                        Some((offset, length)) if merges && *offset + *length == host => *length += cluster,
+                        _ => runs.push((host, cluster)),
+                    }
+                    merges = true;
+                }
+                Cluster::Compressed { offset, length } => {
+                    // It shares clusters with its neighbours, and each of them counts.
+                    runs.push((offset, length));
+                    merges = false;
+                }
+            }
+        }
+        Ok(runs)
+    }
+
+    fn decode(&self, entry: &[u8]) -> Result<Cluster, Invalid> {
+        let map = entry.get(8..16).map_or(0, |map| u64_at(map, 0));
+        self.shape.decode(u64_at(entry, 0), map)
+    }
+
+    /// Sets the flags of the active L1 table and of its L2 tables, in the file.
+    pub(super) async fn set_active_flags(&self, flags: Flags) -> Result<(), SnapshotError> {
+        let header = self.header();
+        let Table { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        self.set_flags(&tables, flags).await?;
+        let l1 = self.flagged(&bytes, flags).await?;
+        if l1 != bytes {
+            self.write_metadata(header.l1_offset, &l1).await?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of an L1 table with the flags as they should be.
+    pub(super) async fn flagged(&self, l1: &[u8], flags: Flags) -> Result<Vec<u8>, SnapshotError> {
+        let mut bytes = Vec::with_capacity(l1.len());
+        for word in words(l1) {
+            let entry = L1Entry::decode(word, self.shape)?;
+            let copied = entry.offset != 0 && self.is_copied(entry.offset, flags).await?;
+            bytes.extend(L1Entry { copied, ..entry }.encode().to_be_bytes());
+        }
+        Ok(bytes)
+    }
+
+    /// Sets the flags in these L2 tables.
+    pub(super) async fn set_flags(&self, tables: &[u64], flags: Flags) -> Result<(), SnapshotError> {
+        for table in tables {
+            let mut bytes = self.read_metadata(*table, 1 << self.shape.cluster_bits).await?;
+            let mut changed = false;
+            for at in (0..bytes.len()).step_by(self.shape.entry_bytes()) {
+                let entry = &bytes[at..at + self.shape.entry_bytes()];
+                let Cluster::Standard(standard) = self.decode(entry)? else { continue };
+                let Some(host) = standard.host.filter(|_| !self.shape.data_file) else { continue };
+                let raw = u64_at(entry, 0);
+                let right = raw & !COPIED | if self.is_copied(host, flags).await? { COPIED } else { 0 };
+                if raw != right {
+                    bytes[at..at + 8].copy_from_slice(&right.to_be_bytes());
+                    changed = true;
+                }
+            }
+            if changed {
+                self.write_metadata(*table, &bytes).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn is_copied(&self, offset: u64, flags: Flags) -> Result<bool, SnapshotError> {
+        Ok(flags == Flags::Recount && self.refcount(offset).await? == 1)
+    }
+}

@@ -1,0 +1,388 @@
+//! The snapshot table: entries of different lengths, one after the other.
+//!
+//! Unknown extra data is kept. Names are bytes: QEMU takes any, and old images have some that are
+//! not UTF-8.
+//!
+//! Damage hides no more than it must: an entry with an impossible L1 table is read, and so are the
+//! entries after it. Only an entry of unknown length cuts the table off.
+//!
+//! Never trusts a length before the bytes are there, and reads no more of the file than
+//! [`LARGEST_TABLE`].
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Snapshots".
+
+use std::borrow::Cow;
+
+use reactor::error::Result as IoResult;
+use storage::Storage;
+
+use crate::qcow2::{
+    Invalid, MetadataError,
+    big_endian::{u16_at, u32_at, u64_at},
+    bytes,
+    header::{Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
+};
+
+/// The largest table that QEMU opens, in bytes: 1 KiB for each of the most snapshots.
+pub const LARGEST_TABLE: usize = 64 << 20;
+/// The most extra data of an entry that QEMU opens.
+const LARGEST_EXTRA: usize = 1024;
+/// Extra data that is known: size of the machine's state, size of the disk, and how many
+/// instructions have run.
+const KNOWN_EXTRA: usize = 24;
+const FIXED: usize = 40;
+/// The table is read in pieces of this many bytes.
+const PIECE: usize = 64 << 10;
+
+/// An internal snapshot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its L1 table in the file: the beginning of a cluster.
+    pub l1_offset: u64,
+    /// Entries of its L1 table; the table has 32 MiB at most.
+    pub l1_entries: u32,
+    /// Unique; a number, as QEMU makes them.
+    pub id: Vec<u8>,
+    /// What people call it.
+    pub name: Vec<u8>,
+    /// When it was taken, in seconds since 1970.
+    pub date_s: u32,
+    /// And nanoseconds.
+    pub date_ns: u32,
+    /// How long the guest had run, in nanoseconds.
+    pub vm_clock_ns: u64,
+    /// State of the machine that lies behind the disk in the snapshot, in bytes.
+    pub vm_state_bytes: u64,
+    /// The disk's size then; `None` is what it is now, in old images.
+    pub disk_bytes: Option<u64>,
+    /// Instructions that had run, where they were counted.
+    pub instructions: Option<u64>,
+    /// Extra data behind what is known.
+    pub extra: Vec<u8>,
+}
+
+impl Snapshot {
+    /// The name, for people.
+    pub fn name(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(&self.name)
+    }
+
+    /// The id, for people.
+    pub fn id(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(&self.id)
+    }
+
+    /// Which of them has this id, or else this name.
+    pub fn find(snapshots: &[Self], name: &str) -> Option<usize> {
+        let by_id = snapshots.iter().position(|snapshot| snapshot.id == name.as_bytes());
+        by_id.or_else(|| snapshots.iter().position(|snapshot| snapshot.name == name.as_bytes()))
+    }
+
+    /// Reads an entry from the front of `bytes`, and its length. `None` if the entry continues
+    /// after them.
+    fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, Invalid> {
+        let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
+        let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);
+        let extra_length = u32_at(fixed, 36) as usize;
+        if extra_length > LARGEST_EXTRA {
+            return Err(Invalid::new(format!("a snapshot has {extra_length} bytes of extra data")));
+        }
+        let end = FIXED + extra_length + id_length + name_length;
+        let Some(variable) = bytes.get(FIXED..end) else { return Ok(None) };
+        let (extra, names) = variable.split_at(extra_length);
+        let (id, name) = names.split_at(id_length);
+        let known = |at: usize| extra.get(at..at + 8).map(|field| u64_at(field, 0));
+        let snapshot = Self {
+            l1_offset: u64_at(fixed, 0),
+            l1_entries: u32_at(fixed, 8),
+            id: id.to_vec(),
+            name: name.to_vec(),
+            date_s: u32_at(fixed, 16),
+            date_ns: u32_at(fixed, 20),
+            vm_clock_ns: u64_at(fixed, 24),
+            vm_state_bytes: known(0).unwrap_or_else(|| u32_at(fixed, 32).into()),
+            disk_bytes: known(8),
+            instructions: known(16),
+            extra: extra.get(KNOWN_EXTRA..).unwrap_or_default().to_vec(),
+        };
+        Ok(Some((snapshot, end.next_multiple_of(8))))
+    }
+
+    /// Checks the place of the L1 table, as far as the header bounds it.
+    ///
+    /// # Errors
+    /// The table has an impossible size or offset.
+    pub fn check(&self, header: &Header) -> Result<(), Invalid> {
+        let (name, offset, bytes) = (self.name(), self.l1_offset, u64::from(self.l1_entries) * 8);
+        if bytes > LARGEST_L1 {
+            return Err(Invalid::new(format!("snapshot {name:?} has an L1 table of {bytes} bytes")));
+        }
+        if !offset.is_multiple_of(header.cluster_bytes())
+            || offset.checked_add(bytes).is_none_or(|end| end > OFFSET_LIMIT)
+        {
+            let what = format!("snapshot {name:?} has its L1 table at {offset:#x}, where no cluster begins");
+            return Err(Invalid::new(what));
+        }
+        Ok(())
+    }
+
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        let mut extra = Vec::with_capacity(KNOWN_EXTRA + self.extra.len());
+        let short_vm_state = u32::try_from(self.vm_state_bytes);
+        // Of version 2, extra data may end behind the size of the VM state.
+        if self.disk_bytes.is_some() || short_vm_state.is_err() {
+            extra.extend(self.vm_state_bytes.to_be_bytes());
+        }
+        if let Some(disk_bytes) = self.disk_bytes {
+            extra.extend(disk_bytes.to_be_bytes());
+            if let Some(instructions) = self.instructions {
+                extra.extend(instructions.to_be_bytes());
+                extra.extend(&self.extra);
+            }
+        }
+        bytes.extend(self.l1_offset.to_be_bytes());
+        bytes.extend(self.l1_entries.to_be_bytes());
+        bytes.extend((self.id.len() as u16).to_be_bytes());
+        bytes.extend((self.name.len() as u16).to_be_bytes());
+        bytes.extend(self.date_s.to_be_bytes());
+        bytes.extend(self.date_ns.to_be_bytes());
+        bytes.extend(self.vm_clock_ns.to_be_bytes());
+        // Superseded by the extra data, where there is any.
+        bytes.extend(short_vm_state.unwrap_or(0).to_be_bytes());
+        bytes.extend((extra.len() as u32).to_be_bytes());
+        bytes.extend(&extra);
+        bytes.extend(&self.id);
+        bytes.extend(&self.name);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+    }
+}
+
+/// The table's bytes.
+///
+/// # Errors
+/// If they are more than QEMU reads, or a name is too long to be written.
+pub fn encode(snapshots: &[Snapshot]) -> Result<Vec<u8>, Invalid> {
+    let mut bytes = Vec::new();
+    for snapshot in snapshots {
+        let longest = usize::from(u16::MAX);
+        if snapshot.id.len() > longest || snapshot.name.len() > longest {
+            return Err(Invalid::new("the name of a snapshot has more than 65535 bytes"));
+        }
+        snapshot.encode(&mut bytes);
+        if bytes.len() > LARGEST_TABLE {
+            return Err(Invalid::new(format!("a snapshot table of more than {LARGEST_TABLE} bytes")));
+        }
+    }
+    Ok(bytes)
+}
+
+/// The snapshot table, as far as it can be read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotTable {
+    /// The entries, in the order of the table. [`Snapshot::check`] fails for those with an
+    /// impossible L1 table.
+    pub snapshots: Vec<Snapshot>,
+    /// Length of these entries in the file, in bytes.
+    pub length_bytes: usize,
+    /// The reason why later entries cannot be read.
+    pub cut: Option<Invalid>,
+}
+
+impl SnapshotTable {
+    /// Reads the table that the header names: at most [`MOST_SNAPSHOTS`] entries and
+    /// [`LARGEST_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::faults`].
+    ///
+    /// # Errors
+    /// The storage's.
+    pub async fn read(storage: &Storage, header: &Header) -> IoResult<Self> {
+        let mut table = Self::default();
+        let mut read = Vec::new();
+        for number in 0..header.snapshots.min(MOST_SNAPSHOTS) {
+            match next(storage, header, number, table.length_bytes, &mut read).await? {
+                Ok((snapshot, length)) => {
+                    table.snapshots.push(snapshot);
+                    // Its padding may be missing from the last one.
+                    table.length_bytes = (table.length_bytes + length).min(read.len());
+                }
+                Err(cut) => {
+                    table.cut = Some(cut);
+                    return Ok(table);
+                }
+            }
+        }
+        table.cut = too_many(header);
+        Ok(table)
+    }
+
+    /// Everything that is wrong with the table and its entries.
+    pub fn faults(&self, header: &Header) -> impl Iterator<Item = Invalid> {
+        let entries = self.snapshots.iter().filter_map(|snapshot| snapshot.check(header).err());
+        entries.chain(self.cut.clone())
+    }
+}
+
+/// The entry at byte `at` of the table, and its length; or the reason why there is none. `read` is
+/// the table as far as it has been read.
+async fn next(
+    storage: &Storage,
+    header: &Header,
+    number: u32,
+    at: usize,
+    read: &mut Vec<u8>,
+) -> IoResult<Result<(Snapshot, usize), Invalid>> {
+    loop {
+        match Snapshot::decode(&read[at..]) {
+            Ok(Some(found)) => return Ok(Ok(found)),
+            Ok(None) => {}
+            Err(invalid) => {
+                return Ok(Err(Invalid::new(format!("entry {number} of the snapshot table: {invalid}"))));
+            }
+        }
+        let place = header.snapshots_offset + read.len() as u64;
+        let left = storage.size_bytes().saturating_sub(place).min((LARGEST_TABLE - read.len()) as u64);
+        if left == 0 {
+            let at = header.snapshots_offset;
+            let what = if read.len() == LARGEST_TABLE {
+                format!(
+                    "the snapshot table at {at:#x} has more than {LARGEST_TABLE} bytes, in entry {number}"
+                )
+            } else {
+                format!("the snapshot table at {at:#x} ends inside entry {number}")
+            };
+            return Ok(Err(Invalid::new(what)));
+        }
+        read.extend(bytes::read(storage, place, left.min(PIECE as u64) as usize).await?);
+    }
+}
+
+/// The fault of a header with more snapshots than QEMU opens.
+pub(in crate::qcow2) fn too_many(header: &Header) -> Option<Invalid> {
+    (header.snapshots > MOST_SNAPSHOTS)
+        .then(|| Invalid::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", header.snapshots)))
+}
+
+/// Reads a table without damage, for changes to it: the snapshots, and its length in bytes.
+///
+/// # Errors
+/// The first fault of the table, or the storage's error.
+pub async fn read(storage: &Storage, header: &Header) -> Result<(Vec<Snapshot>, usize), MetadataError> {
+    let table = SnapshotTable::read(storage, header).await?;
+    let fault = table.faults(header).next();
+    match fault {
+        Some(fault) => Err(fault.into()),
+        None => Ok((table.snapshots, table.length_bytes)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::create::{CreateOptions, create};
+    use reactor::sim;
+
+    fn snapshot(number: u32) -> Snapshot {
+        Snapshot {
+            l1_offset: 0x50000,
+            l1_entries: 4,
+            id: number.to_string().into_bytes(),
+            name: vec![b'n'; number as usize],
+            date_s: 1,
+            date_ns: 2,
+            vm_clock_ns: 3,
+            vm_state_bytes: 1 << 40,
+            disk_bytes: Some(1 << 30),
+            instructions: Some(u64::MAX),
+            extra: vec![7; number as usize % 3],
+        }
+    }
+
+    async fn image() -> (Storage, Header) {
+        let storage = Storage::memory(512);
+        let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
+        let header = create(&storage, None, &options).await.expect("valid");
+        (storage, Header { snapshots_offset: 0x40000, ..header })
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let snapshots: Vec<_> = (0..500).map(snapshot).collect();
+            let table = encode(&snapshots).expect("short names");
+            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            let header = Header { snapshots: 500, ..header };
+            assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
+        });
+    }
+
+    #[test]
+    fn a_large_vm_state_without_a_disk_size_keeps_its_size() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let parts = Snapshot { disk_bytes: None, instructions: None, extra: Vec::new(), ..snapshot(1) };
+            let small = Snapshot { vm_state_bytes: 77, ..parts.clone() };
+            let snapshots = vec![Snapshot { vm_state_bytes: 5 << 30, ..parts }, small];
+            let table = encode(&snapshots).expect("short names");
+            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            let header = Header { snapshots: 2, version: 2, ..header };
+            assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
+        });
+    }
+
+    #[test]
+    fn what_is_cut_off_or_wrong_is_refused() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let said = |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
+            let many = Header { snapshots: 3, ..header.clone() };
+            assert!(said(read(&storage, &many).await).contains("ends inside entry 0"));
+            let mut wrong = snapshot(1);
+            for (part, change) in [
+                ("where no cluster begins", (|s| s.l1_offset = 0x50200) as fn(&mut Snapshot)),
+                ("L1 table of", |s| s.l1_entries = u32::MAX),
+                ("extra data", |s| s.extra = vec![0; 1024]),
+            ] {
+                change(&mut wrong);
+                let table = encode(&[wrong]).expect("short names");
+                bytes::write(&storage, 0x40000, &table).await.expect("memory");
+                let one = Header { snapshots: 1, ..header.clone() };
+                assert!(said(read(&storage, &one).await).contains(part), "{part}");
+                wrong = snapshot(1);
+            }
+        });
+    }
+
+    #[test]
+    fn entries_beside_a_damaged_one_are_read() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let mut entries: Vec<_> = (1..=5).map(snapshot).collect();
+            entries[1].l1_offset = 0x50200;
+            entries[3].extra = vec![0; 1024];
+            let table = encode(&entries).expect("short names");
+            bytes::write(&storage, 0x40000, &table).await.expect("memory");
+            let header = Header { snapshots: 5, ..header };
+            let read = SnapshotTable::read(&storage, &header).await.expect("memory");
+            assert_eq!(read.snapshots, entries[..3]);
+            assert_eq!(read.length_bytes, encode(&entries[..3]).expect("short names").len());
+            let faults: Vec<_> = read.faults(&header).map(|fault| fault.to_string()).collect();
+            assert_eq!(faults.len(), 2, "{faults:?}");
+            assert!(faults[0].contains("where no cluster begins"), "{faults:?}");
+            assert!(faults[1].contains("entry 3"), "{faults:?}");
+        });
+    }
+
+    #[test]
+    fn a_table_beyond_the_limits_is_read_up_to_them() {
+        sim::run(1, async {
+            let (storage, header) = image().await;
+            let end = 0x40000 + 40 * u64::from(MOST_SNAPSHOTS + 10);
+            bytes::grow(&storage, end).await.expect("memory");
+            let header = Header { snapshots: MOST_SNAPSHOTS + 1, ..header };
+            let read = SnapshotTable::read(&storage, &header).await.expect("memory");
+            assert_eq!(read.snapshots.len(), MOST_SNAPSHOTS as usize);
+            let cut = read.cut.expect("one more").to_string();
+            assert_eq!(cut, "65537 snapshots; 65536 is the most");
+        });
+    }
+}

@@ -1,0 +1,107 @@
+//! Which parts of a disk are data, zeroes or unallocated: for NBD's block status, and for
+//! `weir image map`.
+
+use super::{
+    Qcow2,
+    lookup::{Piece, What},
+};
+use reactor::error::{Error, Result};
+use storage::{Extent, MOST_EXTENTS, push_extent};
+
+use crate::Depth;
+
+impl Qcow2 {
+    /// What a range is made of, with the backing files: see
+    /// [`Storage::block_status`](storage::Storage::block_status).
+    pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        if length == 0 || !self.is_inside(offset, length) {
+            return Err(Error::INVALID);
+        }
+        let _pass = self.gate.enter().await;
+        let mut extents = Vec::new();
+        let mut done = 0;
+        while done < length && extents.len() < MOST_EXTENTS {
+            let at = offset + done;
+            let piece = self.lookup(at, length - done).await?;
+            done += self.push_status(&mut extents, at, piece).await?;
+        }
+        Ok(extents)
+    }
+
+    /// Adds what a piece, or the first part of it, is; returns how much of it.
+    async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: Piece) -> Result<u64> {
+        let length = piece.length;
+        let extent = match piece.what {
+            What::Data { .. } | What::Compressed { .. } => Extent { length, hole: false, zero: false },
+            What::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
+            What::Unallocated => {
+                let there = self.backing_bytes(at).min(length);
+                let Some(backing) = self.backing.as_ref().filter(|_| there > 0) else {
+                    push_extent(extents, Extent { length, hole: true, zero: true });
+                    return Ok(length);
+                };
+                let mut sum = 0;
+                for extent in Box::pin(backing.block_status(at, there)).await? {
+                    sum += extent.length;
+                    push_extent(extents, extent);
+                }
+                return Ok(sum);
+            }
+        };
+        push_extent(extents, extent);
+        Ok(length)
+    }
+
+    /// What a range is made of in this image alone: pieces that follow each other, covering all of
+    /// it or its first part.
+    pub async fn map(&self, offset: u64, length: u64) -> Result<Vec<Piece>> {
+        if length == 0 || !self.is_inside(offset, length) {
+            return Err(Error::INVALID);
+        }
+        let _pass = self.gate.enter().await;
+        let mut pieces: Vec<Piece> = Vec::new();
+        let mut done = 0;
+        while done < length && pieces.len() < MOST_EXTENTS {
+            let piece = self.lookup(offset + done, length - done).await?;
+            done += piece.length;
+            pieces.push(piece);
+        }
+        Ok(pieces)
+    }
+
+    /// See [`Image::allocation_depth`](crate::Image::allocation_depth). What a backing file
+    /// is too short for counts as its own, as it does for QEMU.
+    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
+        let mut runs: Vec<Depth> = Vec::new();
+        let mut push = |length, depth| match runs.last_mut() {
+            Some(last) if last.depth == depth => last.length += length,
+            _ => runs.push(Depth { length, depth }),
+        };
+        let mut at = offset;
+        for Piece { length, what } in self.map(offset, length).await? {
+            match (what, &self.backing) {
+                (What::Unallocated, None) => push(length, 0),
+                (What::Unallocated, Some(backing)) => {
+                    let there = self.backing_bytes(at).min(length);
+                    let mut told = 0;
+                    if there > 0 {
+                        for below in Box::pin(backing.allocation_depth(at, there)).await? {
+                            push(below.length, if below.depth == 0 { 0 } else { below.depth + 1 });
+                            told += below.length;
+                        }
+                    }
+                    if told < there {
+                        break;
+                    }
+                    if there < length {
+                        push(length - there, 2);
+                    }
+                }
+                _ => push(length, 1),
+            }
+            at += length;
+        }
+        runs.truncate(MOST_EXTENTS);
+        Ok(runs)
+    }
+}

@@ -1,0 +1,494 @@
+//! Writing: in place if the cluster belongs only to this disk, otherwise into new clusters,
+//! completed with the old content.
+//!
+//! ```text
+//!   guest    │░░░░░░░░▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓░░░░░░░░░░│      ▓ written   ░ read from below, only that
+//!   file     │░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░│      one write into neighbouring clusters
+//! ```
+//!
+//! An allocating write holds its guest clusters exclusively, from the lookup until they are linked.
+//! Two of them in one cluster wait for each other; in different clusters they do not. The link is
+//! the last step, so a concurrent read sees the old content.
+//!
+//! Every write is a task of its own: if a client goes away, its write still completes, because a
+//! write that the kernel finishes late must not find its cluster in other hands.
+
+use super::{
+    Invalid, Qcow2, compress,
+    entry::{Cluster, L1Entry, Standard},
+    lookup::What,
+    luks::SECTOR_BYTES,
+    refcounts::{Found, Held},
+    writeback::Freed,
+};
+use reactor::{
+    buffer::{Buffer, Segments, Target},
+    error::{Error, Result},
+};
+use storage::Durability;
+
+/// New clusters for a part of a write.
+struct Plan {
+    /// The first guest cluster.
+    guest: u64,
+    /// In the file that guest data is in.
+    host: u64,
+    clusters: u64,
+    /// They were not taken by this write, but kept for these guest clusters.
+    kept: bool,
+    /// They read as zeroes now.
+    untouched: bool,
+    /// Bytes from here to there are written, or completed: guest offsets.
+    from: u64,
+    to: u64,
+    /// The whole cluster counts as allocated from now on, subclusters included.
+    whole: bool,
+}
+
+impl Qcow2 {
+    /// Writes `data` at `offset`, inside the disk.
+    ///
+    /// # Errors
+    /// The file's; [`Error::NOT_PERMITTED`] where it is read-only; [`Error::NO_SPACE`] where
+    /// nothing is free and the file cannot grow.
+    pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let image = self.clone();
+        let write = reactor::spawn_to_end(async move { image.write_to_end(offset, data, durability).await });
+        write.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn write_to_end(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let length = data.len() as u64;
+        {
+            let _pass = self.gate.enter().await;
+            // Inside, for a resize waits until nobody is.
+            self.check_change(offset, length)?;
+            self.record(offset, length).await?;
+            self.write_inside(offset, data, durability).await?;
+        }
+        self.made_durable(offset, length, durability).await
+    }
+
+    /// After a change of a range: has it reach the disk, if that is asked. Data that was written in
+    /// place is there already, and its entry perhaps too.
+    pub(super) async fn made_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
+        let at_once = durability == Durability::Synchronous || self.writes_through;
+        if at_once && !self.is_settled(offset, length) {
+            return self.flush().await;
+        }
+        if self.pending().has_much_freed() {
+            self.write_tables().await?;
+            self.give_back_later();
+        }
+        Ok(())
+    }
+
+    pub(super) async fn write_inside(
+        &self,
+        mut offset: u64,
+        mut data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        while !data.is_empty() {
+            let piece = self.lookup(offset, data.len() as u64).await?;
+            let written = match piece.what {
+                What::Data { host, copied: true } => {
+                    self.check_there(host, piece.length)?;
+                    let rest = data.split_off(piece.length as usize);
+                    let part = std::mem::replace(&mut data, rest);
+                    if self.cipher.is_some() {
+                        Box::pin(self.write_sectors(offset, host, part, durability)).await?;
+                    } else {
+                        self.write_data(host, part, durability).await?;
+                    }
+                    piece.length
+                }
+                _ => Box::pin(self.write_new(offset, &mut data)).await?,
+            };
+            offset += written;
+        }
+        Ok(())
+    }
+
+    /// An error, and the image is corrupt, if an entry claims a place for data that the file does
+    /// not have.
+    fn check_there(&self, host: u64, length: u64) -> Result<()> {
+        if self.data.is_none() && host + length > self.file.size_bytes() {
+            let what = format!("the cluster at {host:#x} lies beyond the end of the file");
+            return Err(self.file.found(&Invalid::new(what)));
+        }
+        Ok(())
+    }
+
+    /// Guest data into the file it lies in; whole sectors, where it is encrypted.
+    async fn write_data(&self, host: u64, data: Segments, durability: Durability) -> Result<()> {
+        let mut data = data;
+        if let Some(cipher) = &self.cipher {
+            let mut sectors = Buffer::new(data.len());
+            data.copy_to(&mut sectors);
+            cipher.encrypt(host / SECTOR_BYTES as u64, &mut sectors)?;
+            data = sectors.into();
+        }
+        if let Some(storage) = &self.data {
+            return storage.write(host, data, durability).await;
+        }
+        self.overlap.check(&self.file, host, data.len() as u64)?;
+        self.file.write_data(host, data, durability).await
+    }
+
+    /// Writes in place what is encrypted: sectors that are written in part are read first. Whoever
+    /// does that has them to itself.
+    async fn write_sectors(
+        &self,
+        offset: u64,
+        host: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        const SECTOR: u64 = SECTOR_BYTES as u64;
+        let end = offset + data.len() as u64;
+        let (first, last) = (offset & !(SECTOR - 1), end.next_multiple_of(SECTOR));
+        if (first, last) == (offset, end) {
+            let _with_others = self.guest.shared(first..last).await;
+            return self.write_data(host, data, durability).await;
+        }
+        let _own = self.guest.exclusive(first..last).await;
+        let mut sectors = Buffer::new((last - first) as usize);
+        let there = last.min(self.size_bytes()).saturating_sub(first);
+        sectors.fill(0);
+        let old = self.read_inside(first, Target::Anywhere(there as usize)).await?;
+        old.copy_to(&mut sectors[..there as usize]);
+        data.copy_to(&mut sectors[(offset - first) as usize..][..data.len()]);
+        self.write_data(host - (offset - first), sectors.into(), durability).await
+    }
+
+    /// Writes a first part of `data` into clusters that are new, and takes it away; returns how
+    /// much. Nothing, where somebody else has just allocated them.
+    async fn write_new(&self, offset: u64, data: &mut Segments) -> Result<u64> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let first = offset & !(cluster_bytes - 1);
+        let covers = self.slice_covers();
+        // One slice's worth at a time, so that it is linked in one step.
+        let end = (offset + data.len() as u64).min((offset / covers + 1) * covers);
+        let _own = self.guest.exclusive(first..end.next_multiple_of(cluster_bytes)).await;
+        let Some(plan) = self.plan(offset, end).await? else { return Ok(0) };
+        let end = end.min(plan.guest + plan.clusters * cluster_bytes).min(plan.to);
+        let rest = data.split_off((end - offset) as usize);
+        let part = std::mem::replace(data, rest);
+        let linked = match self.fill(&plan, offset, part).await {
+            Ok(()) => self.link(&plan).await.map(|()| end - offset),
+            Err(error) => Err(error),
+        };
+        if linked.is_err() && !plan.kept {
+            self.undo(plan.host, plan.clusters << self.shape.cluster_bits).await;
+        }
+        linked
+    }
+
+    /// Gives back what was taken and never linked, so that nobody can be in it. Where that fails,
+    /// it is a leak.
+    pub(super) async fn undo(&self, offset: u64, length: u64) {
+        let clusters = self.clusters_of(offset, length);
+        let _ = self
+            .refcounts
+            .give_back(&self.file, &self.overlap, clusters, Held::Data { unmapped: false })
+            .await;
+    }
+
+    /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a
+    /// place of their own by now.
+    async fn plan(&self, offset: u64, end: u64) -> Result<Option<Plan>> {
+        self.own_table(self.l1_index(offset)).await?;
+        let shape = self.shape;
+        let cluster_bytes = 1_u64 << shape.cluster_bits;
+        let first = offset & !(cluster_bytes - 1);
+        let old = self.cluster_at(first).await?;
+        if let Cluster::Standard(Standard { host: Some(host), copied: true, allocated, .. }) = old {
+            let bits = shape.subcluster_bits();
+            let start = ((offset - first) >> bits) as u32;
+            // Subclusters that have data already are written in place, by whoever: they must not be
+            // completed here.
+            let free = (start..shape.subclusters()).take_while(|number| allocated >> number & 1 == 0).count();
+            if free == 0 {
+                return Ok(None);
+            }
+            let end = end.min(first + ((u64::from(start) + free as u64) << bits));
+            let (from, to) = self.completed(offset, end, 1 << bits);
+            return Ok(Some(Plan {
+                guest: first,
+                host,
+                clusters: 1,
+                kept: true,
+                untouched: false,
+                from,
+                to,
+                whole: false,
+            }));
+        }
+        // What is copied from a cluster of its own is copied whole, or a part of it would be left
+        // behind.
+        let has_data = |cluster: &Cluster| match cluster {
+            Cluster::Compressed { .. } => true,
+            Cluster::Standard(standard) => standard.allocated != 0,
+        };
+        let mut is_copied = has_data(&old);
+        let mut wanted = 1;
+        while first + wanted * cluster_bytes < end {
+            let next = self.cluster_at(first + wanted * cluster_bytes).await?;
+            if matches!(next, Cluster::Standard(Standard { host: Some(_), copied: true, .. })) {
+                break;
+            }
+            is_copied |= has_data(&next);
+            wanted += 1;
+        }
+        let Found { offset: host, clusters, untouched } = self.find_room(first, wanted).await?;
+        let end = end.min(first + clusters * cluster_bytes);
+        let whole = !shape.extended || is_copied || clusters > 1;
+        let grain = if whole { cluster_bytes } else { 1 << shape.subcluster_bits() };
+        let (from, to) = self.completed(offset, end, grain);
+        Ok(Some(Plan { guest: first, host, clusters, kept: self.data.is_some(), untouched, from, to, whole }))
+    }
+
+    pub(super) async fn find_room(&self, guest: u64, clusters: u64) -> Result<Found> {
+        if self.data.is_some() {
+            // In a file of its own data lies where the guest sees it.
+            return Ok(Found { offset: guest, clusters, untouched: false });
+        }
+        self.refcounts.take(&self.file, &self.overlap, clusters).await
+    }
+
+    /// The range with its edges moved outwards to multiples of `grain`.
+    fn completed(&self, offset: u64, end: u64, grain: u64) -> (u64, u64) {
+        (offset & !(grain - 1), end.next_multiple_of(grain))
+    }
+
+    /// Writes what the plan's clusters get: `data`, and around it what was there before. If that
+    /// has to be durable, so has the link that comes after it: a flush makes both so.
+    async fn fill(&self, plan: &Plan, offset: u64, data: Segments) -> Result<()> {
+        let head = self.below(plan, plan.from, offset).await?;
+        let tail = self.below(plan, offset + data.len() as u64, plan.to).await?;
+        let mut start = offset;
+        let mut segments = Segments::default();
+        if let Some(head) = head {
+            start = plan.from;
+            segments.append(head);
+        }
+        segments.append(data);
+        if let Some(tail) = tail {
+            segments.append(tail);
+        }
+        self.write_data(plan.host + (start - plan.guest), segments, Durability::Cached).await
+    }
+
+    /// What the guest sees in a range now, or `None` where it need not be written.
+    async fn below(&self, plan: &Plan, from: u64, to: u64) -> Result<Option<Segments>> {
+        if from >= to {
+            return Ok(None);
+        }
+        // Behind the end of the disk there is nothing.
+        let there = to.min(self.size_bytes()).saturating_sub(from);
+        // A data file ends where the disk does, perhaps inside a cluster.
+        let to = if self.data.is_some() { from + there } else { to };
+        if from == to {
+            return Ok(None);
+        }
+        let is_zero = self.is_zero(from, there).await?;
+        // What is encrypted has no zeroes in the file.
+        if is_zero && plan.untouched && self.cipher.is_none() {
+            return Ok(None);
+        }
+        let mut data = if is_zero {
+            Segments::from(Buffer::zeroed(there as usize))
+        } else {
+            self.read_inside(from, Target::Anywhere(there as usize)).await?
+        };
+        if from + there < to {
+            data.push(Buffer::zeroed((to - from - there) as usize));
+        }
+        Ok(Some(data))
+    }
+
+    /// Makes the guest clusters of a plan refer to its host clusters.
+    async fn link(&self, plan: &Plan) -> Result<()> {
+        let shape = self.shape;
+        self.change_entries(plan.guest, plan.clusters, |index, old| {
+            let host = plan.host + (index << shape.cluster_bits);
+            let first = plan.guest + (index << shape.cluster_bits);
+            let bits = shape.subcluster_bits();
+            let touched = if plan.whole || !shape.extended {
+                shape.all()
+            } else {
+                mask(
+                    ((plan.from.max(first) - first) >> bits) as u32,
+                    ((plan.to - 1 - first) >> bits) as u32 % 32,
+                )
+            };
+            let (allocated, zero) = match old {
+                Cluster::Standard(Standard { allocated, zero, .. }) if !plan.whole => (allocated, zero),
+                _ => (0, 0),
+            };
+            Cluster::Standard(Standard {
+                host: Some(host),
+                copied: true,
+                allocated: allocated | touched,
+                zero: zero & !touched,
+            })
+        })
+        .await
+    }
+
+    /// Changes the entries of so many guest clusters from `guest` on, all of one slice, in one
+    /// step. What they referred to and do not any more is given back in time. The caller has the
+    /// clusters to itself, and their table is the disk's own.
+    pub(super) async fn change_entries(
+        &self,
+        guest: u64,
+        clusters: u64,
+        change: impl Fn(u64, Cluster) -> Cluster,
+    ) -> Result<()> {
+        let shape = self.shape;
+        let number = self.slice_number(guest);
+        loop {
+            self.slice(number).await?;
+            let mut pending = self.pending();
+            // Somebody may have needed its place in between.
+            let Some(slice) = self.cache.load().get(number) else { continue };
+            for index in 0..clusters {
+                let at = self.entry_in_slice(guest) + index as usize;
+                let (word, map) = slice.get(at, shape.extended);
+                let offset = guest + (index << shape.cluster_bits);
+                let old = self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))?;
+                let new = change(index, old);
+                if new == old {
+                    continue;
+                }
+                slice.set(at, shape.extended, shape.encode(new));
+                if let Some(freed) = self.left_behind(old, new) {
+                    pending.freed(freed);
+                }
+                pending.changed(&slice);
+            }
+            return Ok(());
+        }
+    }
+
+    /// What an entry referred to and does not refer to any more.
+    fn left_behind(&self, old: Cluster, new: Cluster) -> Option<Freed> {
+        let host = |cluster: Cluster| match cluster {
+            Cluster::Standard(standard) => standard.host,
+            Cluster::Compressed { .. } => None,
+        };
+        match old {
+            Cluster::Compressed { offset, length } => {
+                (new != old).then_some(Freed { offset, length, held: Held::Compressed })
+            }
+            Cluster::Standard(_) if self.data.is_some() || host(old) == host(new) => None,
+            Cluster::Standard(_) => {
+                let length = 1 << self.shape.cluster_bits;
+                let held = Held::Data { unmapped: host(new).is_none() };
+                host(old).map(|offset| Freed { offset, length, held })
+            }
+        }
+    }
+
+    /// What the entry of the guest cluster at `offset` says now.
+    pub(super) async fn cluster_at(&self, offset: u64) -> Result<Cluster> {
+        let Some(slice) = self.slice(self.slice_number(offset)).await? else {
+            return Ok(Cluster::Standard(Standard::UNALLOCATED));
+        };
+        let (word, map) = slice.get(self.entry_in_slice(offset), self.shape.extended);
+        self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))
+    }
+
+    /// Sees to it that an L2 table is there, and the disk's own: a snapshot's is copied.
+    pub(super) async fn own_table(&self, index: usize) -> Result<()> {
+        if self.l1.load().get(index).copied {
+            return Ok(());
+        }
+        let _turn = self.tables.exclusive(index as u64..index as u64 + 1).await;
+        let old = self.l1.load().get(index);
+        if old.copied {
+            return Ok(());
+        }
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let found = self.refcounts.take(&self.file, &self.overlap, 1).await?;
+        let made = async {
+            if old.offset != 0 {
+                let table = self.file.read(old.offset, cluster_bytes).await?;
+                self.file.write(found.offset, &table).await
+            } else if found.untouched {
+                Ok(())
+            } else {
+                self.file.write(found.offset, &vec![0; cluster_bytes as usize]).await
+            }
+        };
+        if let Err(error) = made.await {
+            self.undo(found.offset, cluster_bytes).await;
+            return Err(error);
+        }
+        self.overlap.add(found.offset, cluster_bytes);
+        let mut pending = self.pending();
+        self.l1.load().set(index, L1Entry { offset: found.offset, copied: true });
+        pending.new_table(index);
+        if old.offset != 0 {
+            pending.freed(Freed { offset: old.offset, length: cluster_bytes, held: Held::Metadata });
+        }
+        Ok(())
+    }
+
+    /// Writes a whole cluster (or what the disk has of its last one) compressed; as it is, where
+    /// that saves nothing.
+    ///
+    /// # Errors
+    /// As [`Qcow2::write`]; [`Error::INVALID`] where it is not one cluster; [`Error::UNSUPPORTED`]
+    /// with an external data file, and where the image is encrypted: the format has compressed
+    /// clusters in the clear.
+    pub async fn write_compressed(&self, offset: u64, data: Segments) -> Result<()> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let length = data.len() as u64;
+        self.check_change(offset, length)?;
+        let is_last = offset + length == self.size_bytes();
+        let is_whole = length == cluster_bytes || is_last && 0 < length && length < cluster_bytes;
+        if !offset.is_multiple_of(cluster_bytes) || !is_whole {
+            return Err(Error::INVALID);
+        }
+        if self.data.is_some() || self.cipher.is_some() {
+            return Err(Error::UNSUPPORTED);
+        }
+        let mut cluster = vec![0; cluster_bytes as usize];
+        data.copy_to(&mut cluster);
+        let kind = self.compression;
+        let packed = reactor::computing(move || compress::compress(kind, &cluster)).await;
+        let Some(packed) = packed else { return self.write(offset, data, Durability::Cached).await };
+        let image = self.clone();
+        let write = reactor::spawn_to_end(async move {
+            let _pass = image.gate.enter().await;
+            image.check_change(offset, length)?;
+            image.record(offset, length).await?;
+            image.write_packed(offset, packed).await
+        });
+        write.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn write_packed(&self, guest: u64, packed: Vec<u8>) -> Result<()> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let _own = self.guest.exclusive(guest..guest + cluster_bytes).await;
+        self.own_table(self.l1_index(guest)).await?;
+        let length = packed.len() as u64;
+        let offset = self.refcounts.take_bytes(&self.file, &self.overlap, length).await?;
+        let written = async {
+            self.file.write_data(offset, Buffer::copy_of(&packed).into(), Durability::Cached).await?;
+            self.change_entries(guest, 1, |_, _| Cluster::Compressed { offset, length }).await
+        };
+        let result = written.await;
+        if result.is_err() {
+            self.undo(offset, length).await;
+        }
+        result
+    }
+}
+
+/// The bits from `first` to `last`, both included.
+fn mask(first: u32, last: u32) -> u32 {
+    (u32::MAX >> (31 - last)) & (u32::MAX << first)
+}

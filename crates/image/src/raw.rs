@@ -1,0 +1,364 @@
+//! Raw images: the bytes are the disk.
+//!
+//! If the format was guessed, the guest must never be able to write a header that changes the next
+//! guess ([`probe`](storage::probe) says why). So changes to the first 512 bytes are
+//! compared, one after the other, with what is there already, and a change that would form a known
+//! header fails with EPERM.
+
+use super::Image;
+use reactor::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    ublk::Registered,
+};
+use storage::{
+    Durability, Format, OpenError, OpenOptions, RangeLocks, ResizeError, Storage, ZeroOptions, open_bottom,
+    probe::{HEADER_BYTES, Probed, check_format, probe_header},
+    wrapped,
+};
+
+const HEADER_END: u64 = HEADER_BYTES as u64;
+
+/// A raw image.
+#[derive(Debug)]
+pub struct Raw {
+    storage: Storage,
+    read_only: bool,
+    /// One change to the header at a time; `None` if the format was given and any header is fine.
+    header: Option<RangeLocks>,
+}
+
+impl Raw {
+    /// `storage` as a disk; its content may be anything.
+    pub fn new(storage: Storage) -> Self {
+        Self { read_only: storage.read_only(), storage, header: None }
+    }
+
+    /// As it was opened: where the format was guessed, the header is guarded.
+    pub(crate) fn of(storage: Storage, guessed: bool, read_only: bool) -> Self {
+        match (read_only, guessed) {
+            (true, _) => Self::new(storage).read_only(),
+            (false, true) => Self::new(storage).guarding_header(),
+            (false, false) => Self::new(storage),
+        }
+    }
+
+    /// Refuses writes that would make the image look like another format.
+    #[must_use]
+    pub fn guarding_header(self) -> Self {
+        Self { header: Some(RangeLocks::default()), ..self }
+    }
+
+    /// Refuses all writes.
+    #[must_use]
+    pub fn read_only(self) -> Self {
+        Self { read_only: true, ..self }
+    }
+
+    pub(crate) fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether no read or write ever waits, be it for the storage or for another one.
+    pub(super) fn is_instant(&self) -> bool {
+        self.header.is_none() && self.storage.is_instant()
+    }
+
+    pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if offset < HEADER_END
+            && !data.is_empty()
+            && let Some(locks) = &self.header
+        {
+            return Box::pin(self.write_header(locks, offset, data, durability)).await;
+        }
+        self.storage.write(offset, data, durability).await
+    }
+
+    /// As [`Raw::write`], of a request's data where it is: see [`Storage::write_registered`].
+    pub(super) async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        // What is judged is copied first.
+        if self.read_only || offset < HEADER_END && self.header.is_some() {
+            return None;
+        }
+        self.storage.write_registered(offset, buffer, durability).await
+    }
+
+    async fn write_header(
+        &self,
+        locks: &RangeLocks,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        // What is judged is what is written: a guest may change its memory in between.
+        let data = data.joined();
+        let front = data.len().min((HEADER_END - offset) as usize);
+        self.check_header(offset, &data[..front]).await?;
+        self.storage.write(offset, data.into(), durability).await
+    }
+
+    /// Whether the header may become what it is with `change` at `offset`.
+    async fn check_header(&self, offset: u64, change: &[u8]) -> Result<()> {
+        let length = self.storage.size_bytes().min(HEADER_END) as usize;
+        let end = offset as usize + change.len();
+        if end > length {
+            return Err(Error::INVALID);
+        }
+        let mut header = Buffer::new(length);
+        if change.len() < length {
+            header = self.storage.read(0, header).await?;
+        }
+        header[offset as usize..end].copy_from_slice(change);
+        match probe_header(&header) {
+            Probed::Raw | Probed::Packed(_) => Ok(()),
+            Probed::Looks(format) => {
+                tracing::warn!(
+                    image = self.storage.description(),
+                    format,
+                    "refused a write that would make a raw image look like another format; give --format raw to allow it"
+                );
+                Err(Error::NOT_PERMITTED)
+            }
+        }
+    }
+
+    pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        let Some(locks) = self.header.as_ref().filter(|_| offset < HEADER_END && length > 0) else {
+            return self.storage.write_zeroes(offset, length, options).await;
+        };
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        self.check_zeroed_header(offset, length).await?;
+        self.storage.write_zeroes(offset, length, options).await
+    }
+
+    /// See [`Storage::resize`]. Bytes that are cut off read as zeroes once the disk grows again.
+    pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        if self.read_only {
+            return Err(ResizeError::ReadOnly);
+        }
+        let Some(locks) = self.header.as_ref().filter(|_| size_bytes < HEADER_END) else {
+            return self.storage.resize(size_bytes).await;
+        };
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        let cut_bytes = self.storage.size_bytes().min(HEADER_END).saturating_sub(size_bytes);
+        if cut_bytes > 0 {
+            self.check_zeroed_header(size_bytes, cut_bytes).await?;
+        }
+        self.storage.resize(size_bytes).await
+    }
+
+    /// Zeroes can complete a header too: some signatures have one in them.
+    async fn check_zeroed_header(&self, offset: u64, length: u64) -> Result<()> {
+        let front = length.min(HEADER_END - offset) as usize;
+        self.check_header(offset, &[0; HEADER_BYTES][..front]).await
+    }
+
+    pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        let Some(locks) = self.header.as_ref().filter(|_| offset < HEADER_END && length > 0) else {
+            return self.storage.discard(offset, length).await;
+        };
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        // What is discarded reads as zeroes afterwards or stays: both must be raw, and what is
+        // there is.
+        self.check_zeroed_header(offset, length).await?;
+        self.storage.discard(offset, length).await
+    }
+}
+
+/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any
+/// format are for [`open`](super::open).
+///
+/// # Errors
+/// Everything that is wrong with it, said for people; also if it is, or looks, of another format.
+pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, OpenError> {
+    let (bottom, probed) = open_bottom(spec, &options)?;
+    if check_format(options.format, probed, spec)? != Format::Raw {
+        return Err(OpenError::new(
+            spec,
+            "is not a raw image",
+            "say --format raw to take its bytes as they are",
+        ));
+    }
+    let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));
+    let read_only = options.read_only;
+    Ok(Image::Raw(Raw::of(wrapped(spec, bottom, options)?, guessed, read_only)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, atomic::Ordering::Relaxed};
+
+    use super::*;
+    use reactor::{
+        guest::{Memory, Region},
+        now, sim, sleep_until, spawn_joinable,
+    };
+    use storage::{
+        align::Align,
+        simulated::{Behaviour, Simulated},
+    };
+
+    fn memory() -> Raw {
+        Raw::new(Storage::memory(4096))
+    }
+
+    async fn write(raw: &Raw, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut data = Segments::from(Buffer::copy_of(bytes));
+        let second = data.split_off(bytes.len() / 2);
+        for part in second.iter() {
+            data.push(Buffer::copy_of(&part.bytes()));
+        }
+        raw.write(offset, data, Durability::Cached).await
+    }
+
+    #[test]
+    fn a_guest_cannot_forge_a_header_in_one_write_or_several() {
+        sim::run(1, async {
+            let raw = memory().guarding_header();
+            let mut sector = [7; 600];
+            sector[..4].copy_from_slice(b"QFI\xfb");
+            assert_eq!(write(&raw, 0, &sector).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(write(&raw, 0, b"QFI").await, Ok(()));
+            assert_eq!(write(&raw, 3, b"\xfb").await, Err(Error::NOT_PERMITTED));
+            assert_eq!(write(&raw, 2, b"I\xfbxyz").await, Err(Error::NOT_PERMITTED));
+            assert_eq!(write(&raw, 512, b"QFI\xfb").await, Ok(()), "no place for a header");
+            let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
+            assert_eq!(read[..], *b"QFI\0\0\0\0\0", "what was refused was not written");
+        });
+    }
+
+    #[test]
+    fn zeroes_and_discards_cannot_complete_a_header() {
+        sim::run(1, async {
+            let raw = memory().guarding_header();
+            assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
+            let options =
+                ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+            assert_eq!(raw.write_zeroes(3, 1, options).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(raw.discard(3, 1).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(raw.write_zeroes(0, 4096, options).await, Ok(()));
+        });
+    }
+
+    #[test]
+    fn a_cut_cannot_complete_a_header() {
+        sim::run(1, async {
+            let raw = memory().guarding_header();
+            assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
+            assert_eq!(raw.resize(3).await, Err(ResizeError::Failed(Error::NOT_PERMITTED)));
+            assert_eq!(raw.storage().size_bytes(), 4096);
+            assert_eq!(raw.resize(4).await, Ok(()));
+            assert_eq!(raw.resize(700).await, Ok(()));
+            assert_eq!(raw.resize(2).await, Ok(()));
+            let raw = memory();
+            assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
+            assert_eq!(raw.resize(3).await, Ok(()), "of a format that was given");
+        });
+    }
+
+    #[test]
+    fn two_halves_in_flight_together_do_not_make_a_header() {
+        for seed in 0..50 {
+            sim::run(seed, async {
+                let raw = std::rc::Rc::new(memory().guarding_header());
+                let halves = [(0, &b"QF"[..]), (2, b"I\xfb")].map(|(offset, bytes)| {
+                    let raw = std::rc::Rc::clone(&raw);
+                    spawn_joinable(async move { write(&raw, offset, bytes).await })
+                });
+                let mut refused = 0;
+                for half in halves {
+                    refused += u32::from(half.await.is_err());
+                }
+                assert_eq!(refused, 1);
+            });
+        }
+    }
+
+    #[test]
+    fn a_guest_that_changes_its_memory_meanwhile_writes_what_was_judged() {
+        sim::run(1, async {
+            let delayed = Storage::memory(4096).delayed("read=1ms".parse().expect("valid"));
+            let raw = std::rc::Rc::new(Raw::new(delayed).guarding_header());
+            let memory = Memory::new(vec![Region::on_heap(0, 0, 8)]).expect("one region");
+            let place = memory.place(0, 8).expect("inside");
+            place.write(0, b"harmless");
+            let writing = {
+                let (raw, data) = (std::rc::Rc::clone(&raw), place.clone().into());
+                spawn_joinable(async move { raw.write(0, data, Durability::Cached).await })
+            };
+            // It is being judged: the rest of the header is on its way.
+            sleep_until(now() + policy::time::Duration::from_micros(500)).await;
+            assert!(!writing.is_finished());
+            place.write(0, b"QFI\xfbabcd");
+            assert_eq!(writing.await, Ok(()));
+            let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
+            assert_eq!(read[..], *b"harmless");
+        });
+    }
+
+    #[test]
+    fn data_stays_where_it_is_unless_it_might_be_a_header() {
+        sim::run(1, async {
+            let behaviour = Behaviour { block_bytes: 512, ..Behaviour::default() };
+            let storage = Storage::Simulated(Align::new(Simulated::new(vec![0; 4096], behaviour)));
+            let image = Image::Raw(Raw::new(storage).guarding_header());
+            let memory = Memory::new(vec![Region::on_heap(0, 0, 512)]).expect("one region");
+            let place = memory.place(0, 512).expect("inside");
+            let copied = Arc::default();
+            let buffer = Registered::simulated(place.clone(), true, &copied);
+            place.write(0, b"QFI\xfb");
+            let write = async |offset| image.write_registered(offset, &buffer, Durability::Cached).await;
+            assert_eq!(write(0).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(copied.load(Relaxed), 512, "what is judged is a copy");
+            assert_eq!(write(512).await, Ok(()));
+            assert_eq!(write(4096).await, Err(Error::INVALID));
+            assert_eq!(write(1000).await, Ok(()), "no whole blocks");
+            assert_eq!(copied.load(Relaxed), 3 * 512);
+            let none = Registered::simulated(place.clone(), false, &copied);
+            for (buffer, copies) in [(&buffer, 3), (&none, 4)] {
+                place.write(0, b"QQQQ");
+                assert_eq!(image.read_registered(512, buffer).await, Ok(()));
+                let mut found = [0; 4];
+                place.read(0, &mut found);
+                assert_eq!((&found, copied.load(Relaxed)), (b"QFI\xfb", copies * 512));
+            }
+        });
+    }
+
+    #[test]
+    fn a_format_that_was_given_allows_everything_and_read_only_nothing() {
+        sim::run(1, async {
+            assert_eq!(write(&memory(), 0, b"QFI\xfb").await, Ok(()));
+            let raw = memory().read_only();
+            assert_eq!(write(&raw, 0, b"x").await, Err(Error::NOT_PERMITTED));
+            assert_eq!(raw.discard(0, 1).await, Err(Error::NOT_PERMITTED));
+        });
+    }
+
+    #[test]
+    fn past_the_end_of_a_tiny_disk_is_an_error() {
+        sim::run(1, async {
+            let raw = Raw::new(Storage::memory(100)).guarding_header();
+            assert_eq!(write(&raw, 99, b"xy").await, Err(Error::INVALID));
+        });
+    }
+}

@@ -1,0 +1,167 @@
+//! Reaching a server: its addresses, a socket, and the handshake on it, within a time limit.
+
+use std::{
+    net::{SocketAddr, TcpStream, ToSocketAddrs as _},
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::PathBuf,
+};
+
+use nix::sys::{
+    socket::{
+        AddressFamily, SockFlag, SockType, UnixAddr, connect as connect_to, setsockopt, socket, sockopt,
+    },
+    time::TimeVal,
+};
+use policy::time::Duration;
+
+use super::{
+    super::{inbox::Inbox, stream::Stream},
+    Client,
+    handshake::{About, NotConnected, Wanted, negotiate},
+};
+use reactor::{blocking, op::Fd, timeout};
+use std::os::fd::AsRawFd as _;
+
+/// Where a server is.
+#[allow(missing_docs, reason = "the types say it")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A socket's path.
+    Unix(PathBuf),
+    /// A host's name or address, IPv6 without brackets.
+    Tcp { host: String, port: u16 },
+}
+
+impl Endpoint {
+    /// Of TCP.
+    pub fn port(&self) -> Option<u16> {
+        match self {
+            Self::Unix(_) => None,
+            Self::Tcp { port, .. } => Some(*port),
+        }
+    }
+}
+
+/// The same, as sockets have it: nothing has to be looked up any more.
+#[allow(missing_docs, reason = "the types say it")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+/// A conversation that has come to an export and has no request in flight. Goes to any thread.
+#[derive(Debug)]
+pub struct Established {
+    pub(super) stream: Stream,
+    pub(super) about: About,
+    /// What came behind the handshake.
+    pub(super) behind: Vec<u8>,
+}
+
+impl Established {
+    /// What the server said of the export.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+}
+
+/// Connects to an export.
+///
+/// # Errors
+/// Nobody there, no such export, no protocol, or no answer within `limit`.
+pub async fn connect(endpoint: &Endpoint, wanted: &Wanted, limit: Duration) -> Result<Client, NotConnected> {
+    let endpoint = endpoint.clone();
+    let connecting = async {
+        // A full backlog of a Unix socket blocks, and so does looking up a name.
+        let socket = blocking(move || dial(&endpoint, limit)).await?;
+        shake_hands(Stream::Plain(Fd::from(socket)), wanted).await
+    };
+    within(limit, connecting).await.map(Client::start)
+}
+
+/// What `connecting` comes to, if that does not take too long.
+///
+/// # Errors
+/// Its own, and [`NotConnected::TooLate`].
+pub async fn within<T>(
+    limit: Duration,
+    connecting: impl Future<Output = Result<T, NotConnected>>,
+) -> Result<T, NotConnected> {
+    match timeout(limit, connecting).await {
+        Ok(result) => result,
+        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+    }
+}
+
+/// The handshake. The caller bounds its time.
+///
+/// # Errors
+/// No such export, no protocol, no TLS where that is wanted.
+pub async fn shake_hands(stream: Stream, wanted: &Wanted) -> Result<Established, NotConnected> {
+    let (stream, about, inbox) = negotiate(stream, wanted).await?;
+    Ok(Established { stream, about, behind: inbox.bytes().to_vec() })
+}
+
+impl Established {
+    pub(super) fn taken(self) -> (Stream, About, Inbox) {
+        (self.stream, self.about, Inbox::holding(&self.behind, 0))
+    }
+}
+
+pub(super) fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
+    dial_any(&addresses(endpoint)?, limit)
+}
+
+/// Looks a server up. Blocks.
+///
+/// # Errors
+/// The system's; [`NotConnected::NoAddress`] where there is none.
+pub fn addresses(endpoint: &Endpoint) -> Result<Vec<Address>, NotConnected> {
+    let addresses: Vec<_> = match endpoint {
+        Endpoint::Unix(path) => vec![Address::Unix(path.clone())],
+        Endpoint::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs()?.map(Address::Tcp).collect(),
+    };
+    if addresses.is_empty() { Err(NotConnected::NoAddress) } else { Ok(addresses) }
+}
+
+/// Connects to the first that is there. Blocks, for `limit` at most for each.
+///
+/// # Errors
+/// That of the last.
+pub fn dial_any(addresses: &[Address], limit: Duration) -> Result<OwnedFd, NotConnected> {
+    let mut failed = NotConnected::NoAddress;
+    for address in addresses {
+        let dialled = match address {
+            Address::Unix(path) => dial_unix(path, limit),
+            Address::Tcp(address) => dial_tcp(address, limit),
+        };
+        match dialled {
+            Ok(socket) => return Ok(socket),
+            Err(error) => failed = NotConnected::Io(error),
+        }
+    }
+    Err(failed)
+}
+
+/// Where nobody takes what has come, connecting waits; but no longer than sending would.
+fn dial_unix(path: &PathBuf, limit: Duration) -> std::io::Result<OwnedFd> {
+    let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    let time = |limit: Duration| TimeVal::new(i64::try_from(limit.as_secs()).unwrap_or(i64::MAX), 0);
+    setsockopt(&socket, sockopt::SendTimeout, &time(limit.max(Duration::from_secs(1))))?;
+    connect_to(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    setsockopt(&socket, sockopt::SendTimeout, &time(Duration::ZERO))?;
+    Ok(UnixStream::from(socket).into())
+}
+
+/// A server's host that has gone, without a word, is noticed within half a minute.
+fn dial_tcp(address: &SocketAddr, limit: Duration) -> std::io::Result<OwnedFd> {
+    let socket = TcpStream::connect_timeout(address, limit)?;
+    socket.set_nodelay(true)?;
+    setsockopt(&socket, sockopt::KeepAlive, &true)?;
+    setsockopt(&socket, sockopt::TcpKeepIdle, &15)?;
+    setsockopt(&socket, sockopt::TcpKeepInterval, &5)?;
+    setsockopt(&socket, sockopt::TcpKeepCount, &3)?;
+    setsockopt(&socket, sockopt::TcpUserTimeout, &30_000)?;
+    Ok(socket.into())
+}

@@ -1,0 +1,380 @@
+//! The client's handshake ("Fixed newstyle negotiation"). Keeps at most [`MAX_OPTION_BYTES`] of
+//! what the server says; the caller bounds its time.
+
+use std::io;
+
+use super::{
+    super::{
+        inbox::Inbox,
+        proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
+        stream::{Stream, TlsFailure},
+        tls::TlsError,
+        wire::Fields,
+    },
+    credentials::TlsClient,
+};
+use reactor::{buffer::Buffer, plain::plain};
+
+/// Longest reply to an option that is read, in bytes: what a server of ours takes for one, too.
+const MAX_OPTION_BYTES: usize = 64 << 10;
+/// The context that says where data is ("Metadata querying").
+const ALLOCATION: &str = "base:allocation";
+/// Contexts that one answer may name; one was asked for.
+const MOST_CONTEXTS: usize = 16;
+/// Longest payload that a server has to take at least, in bytes, unless its export is smaller: with
+/// less, a request would be thousands.
+const LEAST_PAYLOAD: u32 = 4096;
+/// Bytes of the server's greeting: two magic numbers and its flags.
+const GREETING_BYTES: usize = 18;
+/// Bytes of a reply's header: magic, option, type, length.
+const REPLY_BYTES: usize = 20;
+
+/// What is to be agreed on.
+#[derive(Clone, Debug, Default)]
+pub struct Wanted {
+    /// The export's name.
+    pub export: String,
+    /// With TLS, and nothing else.
+    pub tls: Option<TlsClient>,
+    /// Also where data is, if the server tells.
+    pub allocation: bool,
+}
+
+/// What the server said of an export.
+#[allow(missing_docs, reason = "the names say it")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct About {
+    pub size_bytes: u64,
+    /// Offsets and lengths are to be multiples of this many bytes; at least 1.
+    pub minimum_block: u32,
+    /// What the server likes best, in bytes; a power of two.
+    pub preferred_block: u32,
+    /// Longest payload of a read or write, in bytes; a multiple of the minimum, and not 0.
+    pub maximum_payload: u32,
+    flags: u16,
+    pub(super) structured: bool,
+    /// The number of the context that says where data is.
+    pub(super) allocation: Option<u32>,
+}
+
+impl About {
+    /// Whether both are of the same export as far as anybody can tell: the numbers of contexts are
+    /// each connection's own.
+    pub fn is_alike(&self, other: &Self) -> bool {
+        let plain = |about: &Self| Self { allocation: about.allocation.map(|_| 0), ..about.clone() };
+        plain(self) == plain(other)
+    }
+
+    fn has(&self, flag: u16) -> bool {
+        self.flags & export_flag::HAS_FLAGS != 0 && self.flags & flag != 0
+    }
+
+    /// Whether writes are refused.
+    pub fn is_read_only(&self) -> bool {
+        self.has(export_flag::READ_ONLY)
+    }
+
+    /// Whether there is something to flush.
+    pub fn can_flush(&self) -> bool {
+        self.has(export_flag::SEND_FLUSH)
+    }
+
+    /// Whether a request can be durable by itself.
+    pub fn can_force(&self) -> bool {
+        self.has(export_flag::SEND_FUA)
+    }
+
+    /// Whether it can be told what is not needed any more.
+    pub fn can_trim(&self) -> bool {
+        self.has(export_flag::SEND_TRIM)
+    }
+
+    /// Whether it writes zeroes that nobody sends.
+    pub fn can_zero(&self) -> bool {
+        self.has(export_flag::SEND_WRITE_ZEROES)
+    }
+
+    /// Whether it says at once that zeroing would be slow.
+    pub fn can_refuse_slow_zeroing(&self) -> bool {
+        self.has(export_flag::SEND_FAST_ZERO)
+    }
+
+    /// Whether a flush on one connection covers the writes of all.
+    pub fn has_common_flushes(&self) -> bool {
+        self.has(export_flag::CAN_MULTI_CONN)
+    }
+
+    /// Whether it tells where data is.
+    pub fn tells_allocation(&self) -> bool {
+        self.allocation.is_some()
+    }
+}
+
+/// Why there is no connection.
+#[allow(missing_docs, reason = "each has its message")]
+#[derive(Debug, thiserror::Error)]
+pub enum NotConnected {
+    #[error("cannot be connected to")]
+    Io(#[from] io::Error),
+    #[error("has no address")]
+    NoAddress,
+    #[error("did not answer within {0} seconds")]
+    TooLate(u64),
+    #[error("refused export {export:?}: {why}")]
+    Refused { export: String, why: String },
+    #[error("does not speak NBD as it should: {0}")]
+    Breach(&'static str),
+    #[error("cannot be spoken to in secret: {0}")]
+    Tls(String),
+    /// As a server does that asked for a certificate and has got none, or another one.
+    #[error("ended the connection when TLS had begun")]
+    Dropped(#[source] io::Error),
+}
+
+impl NotConnected {
+    /// With what the system said, where it said something.
+    pub fn in_full(&self) -> String {
+        let cause = std::error::Error::source(self).map(|cause| format!(": {cause}")).unwrap_or_default();
+        format!("{self}{cause}")
+    }
+}
+
+impl From<TlsFailure> for NotConnected {
+    fn from(failure: TlsFailure) -> Self {
+        Self::Tls(match failure {
+            TlsFailure::Socket(error) => {
+                format!("the server ended the connection in TLS's handshake: {error}")
+            }
+            failure => failure.to_string(),
+        })
+    }
+}
+
+/// What the server sends behind the handshake stays in the inbox.
+pub(super) async fn negotiate(
+    stream: Stream,
+    wanted: &Wanted,
+) -> Result<(Stream, About, Inbox), NotConnected> {
+    let mut negotiation = Negotiation::new(stream);
+    negotiation.greet().await?;
+    if let Some(tls) = &wanted.tls {
+        negotiation = negotiation.start_tls(tls).await?;
+    }
+    let structured = negotiation.ask_for_chunks().await.map_err(|error| match error {
+        NotConnected::Io(error) if wanted.tls.is_some() => NotConnected::Dropped(error),
+        error => error,
+    })?;
+    let allocation = match wanted.allocation && structured {
+        true => negotiation.ask_for_allocation(&wanted.export).await?,
+        false => None,
+    };
+    let about = negotiation.go(&wanted.export, structured, allocation).await?;
+    Ok((negotiation.stream, about, negotiation.inbox))
+}
+
+pub(super) struct Negotiation {
+    stream: Stream,
+    inbox: Inbox,
+}
+
+pub(super) struct Reply {
+    pub(super) kind: u32,
+    pub(super) data: Buffer,
+}
+
+impl Negotiation {
+    pub(super) fn new(stream: Stream) -> Self {
+        Self { stream, inbox: Inbox::new() }
+    }
+
+    /// From here on nobody else reads along; what was said before is not believed.
+    async fn start_tls(mut self, tls: &TlsClient) -> Result<Self, NotConnected> {
+        self.option(opt::STARTTLS, &[]).await?;
+        let reply = self.reply(opt::STARTTLS).await?;
+        if reply.kind != rep::ACK {
+            let said = said(&reply.data);
+            return Err(NotConnected::Tls(if said.is_empty() {
+                "the server has no TLS".to_owned()
+            } else {
+                said
+            }));
+        }
+        let connection = tls.connect().map_err(|error| NotConnected::Tls(error.to_string()))?;
+        let stream =
+            self.stream.start_tls(connection, self.inbox.bytes()).await.map_err(|failure| match failure {
+                TlsFailure::Tls(TlsError::Certificate(_)) if tls.has_key() => NotConnected::Tls(
+                    "the server shows a certificate, and does not prove that it knows the key".to_owned(),
+                ),
+                failure => failure.into(),
+            })?;
+        Ok(Self::new(stream))
+    }
+
+    /// The number of the context, if the server has it.
+    async fn ask_for_allocation(&mut self, export: &str) -> Result<Option<u32>, NotConnected> {
+        let string = |text: &str| {
+            let length = u32::try_from(text.len()).unwrap_or(u32::MAX);
+            [&length.to_be_bytes(), text.as_bytes()].concat()
+        };
+        let query = [string(export), 1_u32.to_be_bytes().to_vec(), string(ALLOCATION)].concat();
+        self.option(opt::SET_META_CONTEXT, &query).await?;
+        let mut found = None;
+        for _ in 0..MOST_CONTEXTS {
+            let Reply { kind, data } = self.reply(opt::SET_META_CONTEXT).await?;
+            match kind {
+                rep::ACK => return Ok(found),
+                rep::META_CONTEXT => {
+                    let id = Fields::new(&data).u32();
+                    if data.get(4..) == Some(ALLOCATION.as_bytes()) {
+                        found = id;
+                    }
+                }
+                kind if kind >= rep::ERR_UNSUP => return Ok(None),
+                _ => return Err(NotConnected::Breach("it answers an option with something else")),
+            }
+        }
+        Err(NotConnected::Breach("it has more contexts than were asked for"))
+    }
+
+    pub(super) async fn greet(&mut self) -> Result<(), NotConnected> {
+        let greeting = self.receive(GREETING_BYTES).await?;
+        let mut fields = Fields::new(&greeting);
+        if fields.u64() != Some(proto::INIT_MAGIC) {
+            return Err(NotConnected::Breach("it does not greet as an NBD server does"));
+        }
+        let is_new = fields.u64() == Some(proto::OPTION_MAGIC);
+        let flags = fields.u16().filter(|flags| is_new && flags & handshake_flag::FIXED_NEWSTYLE != 0);
+        let flags = flags.ok_or(NotConnected::Breach("it is too old for fixed newstyle negotiation"))?;
+        let no_zeroes = if flags & handshake_flag::NO_ZEROES == 0 { 0 } else { client_flag::NO_ZEROES };
+        self.send(&(client_flag::FIXED_NEWSTYLE | no_zeroes).to_be_bytes()).await
+    }
+
+    /// Whether replies come in chunks.
+    pub(super) async fn ask_for_chunks(&mut self) -> Result<bool, NotConnected> {
+        self.option(opt::STRUCTURED_REPLY, &[]).await?;
+        let reply = self.reply(opt::STRUCTURED_REPLY).await?;
+        match reply.kind {
+            rep::ACK => Ok(true),
+            kind if kind >= rep::ERR_UNSUP => Ok(false),
+            _ => Err(NotConnected::Breach("it answers an option with something else")),
+        }
+    }
+
+    async fn go(
+        &mut self,
+        export: &str,
+        structured: bool,
+        allocation: Option<u32>,
+    ) -> Result<About, NotConnected> {
+        let length = u32::try_from(export.len()).unwrap_or(u32::MAX);
+        let mut data = length.to_be_bytes().to_vec();
+        data.extend_from_slice(export.as_bytes());
+        // One kind of information: the block sizes.
+        data.extend_from_slice(&1_u16.to_be_bytes());
+        data.extend_from_slice(&info::BLOCK_SIZE.to_be_bytes());
+        self.option(opt::GO, &data).await?;
+        // What holds where the server says nothing ("Size constraints").
+        let (mut about, mut sizes) = (None, ((1, 4096), proto::DEFAULT_MAX_PAYLOAD));
+        loop {
+            let Reply { kind, data } = self.reply(opt::GO).await?;
+            let mut fields = Fields::new(&data);
+            match kind {
+                rep::ACK => break,
+                rep::INFO => match fields.u16() {
+                    Some(info::EXPORT) => about = fields.u64().zip(fields.u16()),
+                    Some(info::BLOCK_SIZE) => {
+                        sizes = fields.u32().zip(fields.u32()).zip(fields.u32()).unwrap_or(sizes);
+                    }
+                    _ => {}
+                },
+                kind if kind >= rep::ERR_UNSUP => return Err(refused(export, kind, &data)),
+                _ => return Err(NotConnected::Breach("it answers an option with something else")),
+            }
+        }
+        let (size_bytes, flags) = about.ok_or(NotConnected::Breach("it does not tell the export's size"))?;
+        // Offsets are signed at most servers and in this kernel.
+        if i64::try_from(size_bytes).is_err() {
+            return Err(NotConnected::Breach("it tells a size of 8 EiB or more"));
+        }
+        let ((minimum, preferred), maximum) = sizes;
+        // "Size constraints": the minimum is a power of two of at most 64 KiB, and what is
+        // preferred a larger one. Of what is not, the least is made that is right in any case.
+        let minimum_block = minimum.max(1);
+        if !minimum_block.is_power_of_two() || minimum_block > proto::LARGEST_MINIMUM_BLOCK {
+            return Err(NotConnected::Breach("its smallest block is no power of two up to 64 KiB"));
+        }
+        let maximum_payload = maximum & !(minimum_block - 1);
+        let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
+        let preferred = if is_sensible { preferred } else { 4096 };
+        if maximum_payload == 0 {
+            return Err(NotConnected::Breach("its largest payload is smaller than its smallest block"));
+        }
+        if u64::from(maximum_payload) < u64::from(LEAST_PAYLOAD).min(size_bytes) {
+            return Err(NotConnected::Breach(
+                "it takes no more than a few bytes at a time, and has to take 4096",
+            ));
+        }
+        let preferred_block = preferred.max(minimum_block);
+        Ok(About {
+            size_bytes,
+            minimum_block,
+            preferred_block,
+            maximum_payload,
+            flags,
+            structured,
+            allocation,
+        })
+    }
+
+    pub(super) async fn option(&mut self, option: u32, data: &[u8]) -> Result<(), NotConnected> {
+        let mut message = proto::OPTION_MAGIC.to_be_bytes().to_vec();
+        message.extend_from_slice(&option.to_be_bytes());
+        message.extend_from_slice(&u32::try_from(data.len()).unwrap_or(u32::MAX).to_be_bytes());
+        message.extend_from_slice(data);
+        self.send(&message).await
+    }
+
+    pub(super) async fn reply(&mut self, expect: u32) -> Result<Reply, NotConnected> {
+        let header = self.receive(REPLY_BYTES).await?;
+        let mut fields = Fields::new(&header);
+        let magic = fields.u64();
+        let option = fields.u32();
+        let rest = fields.u32().zip(fields.u32());
+        let Some((kind, length)) = rest.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
+            return Err(NotConnected::Breach("what should be a reply has another magic number"));
+        };
+        if option != Some(expect) {
+            return Err(NotConnected::Breach("it answers an option that was not sent"));
+        }
+        let length = usize::try_from(length).ok().filter(|&length| length <= MAX_OPTION_BYTES);
+        let length = length.ok_or(NotConnected::Breach("a reply is longer than any option needs"))?;
+        Ok(Reply { kind, data: self.receive(length).await? })
+    }
+
+    async fn receive(&mut self, length: usize) -> Result<Buffer, NotConnected> {
+        Ok(self.inbox.payload(length, &self.stream).await?)
+    }
+
+    async fn send(&mut self, bytes: &[u8]) -> Result<(), NotConnected> {
+        Ok(self.stream.send(Buffer::copy_of(bytes).into()).await?)
+    }
+}
+
+pub(super) fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
+    let meaning = match kind {
+        rep::ERR_UNSUP => "the server is too old: it does not know the option GO",
+        rep::ERR_POLICY => "not permitted",
+        rep::ERR_TLS_REQD => "the server wants TLS (nbds://)",
+        rep::ERR_UNKNOWN => "no such export",
+        rep::ERR_SHUTDOWN => "the server is ending",
+        _ => "the server gives no reason",
+    };
+    let said = said(data);
+    let why = if said.is_empty() || kind == rep::ERR_TLS_REQD { meaning.to_owned() } else { said };
+    NotConnected::Refused { export: export.to_owned(), why }
+}
+
+/// What a stranger sends may go to somebody's terminal.
+fn said(data: &[u8]) -> String {
+    plain(&String::from_utf8_lossy(&data[..data.len().min(MAX_STRING_BYTES)]))
+}

@@ -1,0 +1,211 @@
+//! What a server has: its exports, and what it says of each, without a connection to one.
+//!
+//! The server is not trusted: it lists [`MOST_EXPORTS`] at most, [`MOST_CONTEXTS`] of each, and no
+//! more than [`MOST_TEXT_BYTES`] of names and descriptions in all.
+
+use policy::time::Duration;
+
+use super::{
+    super::{
+        proto::{info, opt, rep},
+        stream::Stream,
+        wire::{Fields, string},
+    },
+    connect::{Endpoint, dial},
+    handshake::{Negotiation, NotConnected, refused},
+};
+use reactor::{blocking, op::Fd, timeout};
+
+const MOST_EXPORTS: usize = 1 << 16;
+const MOST_CONTEXTS: usize = 1 << 10;
+/// Bytes of all names and descriptions together.
+const MOST_TEXT_BYTES: usize = 16 << 20;
+
+/// An export as a server tells of it.
+#[allow(missing_docs, reason = "the names say it")]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listed {
+    pub name: String,
+    pub description: String,
+    pub size_bytes: u64,
+    /// `proto::export_flag`s.
+    pub flags: u16,
+    /// Bytes: the minimum, the preferred block, the largest payload.
+    pub blocks: Option<[u32; 3]>,
+    pub contexts: Vec<String>,
+}
+
+/// Asks a server for its exports.
+///
+/// # Errors
+/// Nobody there, no protocol, or no answer within `limit`.
+pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, NotConnected> {
+    let endpoint = endpoint.clone();
+    let asking = async {
+        let socket = blocking(move || dial(&endpoint, limit)).await?;
+        list_on(Stream::Plain(Fd::from(socket))).await
+    };
+    match timeout(limit, asking).await {
+        Ok(result) => result,
+        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+    }
+}
+
+async fn list_on(stream: Stream) -> Result<Vec<Listed>, NotConnected> {
+    let mut negotiation = Negotiation::new(stream);
+    negotiation.greet().await?;
+    // A server lists contexts and sends chunks only after both were negotiated.
+    let structured = negotiation.ask_for_chunks().await?;
+    let mut text = TextBudget(MOST_TEXT_BYTES);
+    let mut exports = names(&mut negotiation, &mut text).await?;
+    for export in &mut exports {
+        ask(&mut negotiation, export, &mut text).await?;
+        if structured {
+            export.contexts = contexts(&mut negotiation, &export.name, &mut text).await?;
+        }
+    }
+    // The server may close before it has answered.
+    let _ = negotiation.option(opt::ABORT, &[]).await;
+    Ok(exports)
+}
+
+/// Bytes of text that the server may still send.
+struct TextBudget(usize);
+
+impl TextBudget {
+    fn keep(&mut self, text: &str) -> Result<String, NotConnected> {
+        // An empty name takes memory as well.
+        let left = self.0.checked_sub(text.len() + size_of::<String>());
+        self.0 = left.ok_or(NotConnected::Breach("it lists more text than any server needs"))?;
+        Ok(text.to_owned())
+    }
+}
+
+const STRANGE: NotConnected = NotConnected::Breach("it answers an option with something else");
+
+async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<Vec<Listed>, NotConnected> {
+    let mut exports = Vec::new();
+    negotiation.option(opt::LIST, &[]).await?;
+    loop {
+        let reply = negotiation.reply(opt::LIST).await?;
+        match reply.kind {
+            rep::ACK => return Ok(exports),
+            rep::SERVER if exports.len() < MOST_EXPORTS => {
+                let name = text.keep(Fields::new(&reply.data).string().ok_or(STRANGE)?)?;
+                exports.push(Listed { name, ..Listed::default() });
+            }
+            rep::SERVER => return Err(NotConnected::Breach("it has too many exports")),
+            kind if kind >= rep::ERR_UNSUP => return Err(refused("", kind, &reply.data)),
+            _ => return Err(STRANGE),
+        }
+    }
+}
+
+/// A name with its length, and what is asked about it.
+fn question(name: &str, rest: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(name.len()).unwrap_or(u32::MAX);
+    [&length.to_be_bytes(), name.as_bytes(), rest].concat()
+}
+
+async fn ask(
+    negotiation: &mut Negotiation,
+    export: &mut Listed,
+    text: &mut TextBudget,
+) -> Result<(), NotConnected> {
+    let wanted = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
+    negotiation.option(opt::INFO, &question(&export.name, &wanted)).await?;
+    loop {
+        let reply = negotiation.reply(opt::INFO).await?;
+        let mut fields = Fields::new(&reply.data);
+        match reply.kind {
+            rep::ACK => return Ok(()),
+            rep::INFO => match fields.u16() {
+                Some(info::EXPORT) => {
+                    (export.size_bytes, export.flags) = fields.u64().zip(fields.u16()).ok_or(STRANGE)?;
+                }
+                Some(info::DESCRIPTION) => {
+                    export.description = text.keep(string(&reply.data[2..]).ok_or(STRANGE)?)?;
+                }
+                Some(info::BLOCK_SIZE) => {
+                    let sizes = fields.u32().zip(fields.u32()).zip(fields.u32());
+                    export.blocks =
+                        sizes.map(|((minimum, preferred), maximum)| [minimum, preferred, maximum]);
+                }
+                _ => {}
+            },
+            kind if kind >= rep::ERR_UNSUP => return Err(refused(&export.name, kind, &reply.data)),
+            _ => return Err(STRANGE),
+        }
+    }
+}
+
+/// None where the server does not tell of any.
+async fn contexts(
+    negotiation: &mut Negotiation,
+    name: &str,
+    text: &mut TextBudget,
+) -> Result<Vec<String>, NotConnected> {
+    let mut contexts = Vec::new();
+    // No question: all that there are.
+    negotiation.option(opt::LIST_META_CONTEXT, &question(name, &0_u32.to_be_bytes())).await?;
+    loop {
+        let reply = negotiation.reply(opt::LIST_META_CONTEXT).await?;
+        match reply.kind {
+            rep::ACK => return Ok(contexts),
+            rep::META_CONTEXT if contexts.len() < MOST_CONTEXTS => {
+                // Behind a number.
+                let name = reply.data.get(4..).and_then(string).ok_or(STRANGE)?;
+                contexts.push(text.keep(name)?);
+            }
+            rep::META_CONTEXT => return Err(NotConnected::Breach("it has too many contexts")),
+            kind if kind >= rep::ERR_UNSUP => return Ok(contexts),
+            _ => return Err(STRANGE),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::super::{pipe::Pipe, proto},
+        *,
+    };
+    use reactor::{buffer::Buffer, sim, spawn};
+
+    fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
+        let numbers = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
+        [&proto::OPTION_REPLY_MAGIC.to_be_bytes()[..], &numbers, data].concat()
+    }
+
+    /// The result for a server that has `count` exports with names of 4096 bytes.
+    fn list_of(count: usize) -> Result<Vec<Listed>, NotConnected> {
+        sim::run(1, async move {
+            let (ours, theirs) = Pipe::pair();
+            let receiving = theirs.clone();
+            spawn(async move { while let (Ok(1..), _) = receiving.receive(Buffer::new(4096), 0).await {} });
+            spawn(async move {
+                let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
+                let greeting = [magic, 3_u16.to_be_bytes().to_vec()].concat();
+                let no_chunks = option_reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
+                let _ = theirs.send(Buffer::copy_of(&[greeting, no_chunks].concat()).into()).await;
+                let name = option_reply(opt::LIST, rep::SERVER, &question(&"n".repeat(4096), &[]));
+                for _ in 0..count {
+                    if theirs.send(Buffer::copy_of(&name).into()).await.is_err() {
+                        return;
+                    }
+                }
+                let end = option_reply(opt::LIST, rep::ACK, &[]);
+                let infos = option_reply(opt::INFO, rep::ACK, &[]).repeat(count);
+                let _ = theirs.send(Buffer::copy_of(&[end, infos].concat()).into()).await;
+            });
+            list_on(Stream::Simulated(ours)).await
+        })
+    }
+
+    #[test]
+    fn names_take_a_bounded_amount_of_memory() {
+        assert_eq!(list_of(100).unwrap().len(), 100);
+        let refused = list_of(MOST_TEXT_BYTES / 4096).unwrap_err().to_string();
+        assert!(refused.contains("more text than any server needs"), "{refused}");
+    }
+}

@@ -1,0 +1,147 @@
+//! A simulated stream: two bounded queues of bytes that are cut at random, as a socket may split
+//! and delay what is sent.
+
+use std::{
+    collections::VecDeque,
+    future::poll_fn,
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Poll, Waker},
+};
+
+use reactor::{
+    buffer::{Buffer, Segments},
+    sim,
+};
+
+/// Bytes one direction holds before its sender waits.
+const CAPACITY: usize = 8 << 10;
+
+#[derive(Debug, Default)]
+struct Direction {
+    bytes: VecDeque<u8>,
+    closed: bool,
+    interrupted: bool,
+    /// Receiver and sender.
+    waiting: [Option<Waker>; 2],
+}
+
+impl Direction {
+    fn wake(&mut self) -> [Option<Waker>; 2] {
+        std::mem::take(&mut self.waiting)
+    }
+}
+
+/// One end.
+#[derive(Clone, Debug)]
+pub struct Pipe {
+    incoming: Arc<Mutex<Direction>>,
+    outgoing: Arc<Mutex<Direction>>,
+}
+
+fn lock(direction: &Mutex<Direction>) -> MutexGuard<'_, Direction> {
+    direction.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn wake_all(waiting: [Option<Waker>; 2]) {
+    waiting.into_iter().flatten().for_each(Waker::wake);
+}
+
+impl Pipe {
+    /// Two ends of the same.
+    pub fn pair() -> (Self, Self) {
+        let (one, other) = (Arc::default(), Arc::default());
+        (
+            Self { incoming: Arc::clone(&one), outgoing: Arc::clone(&other) },
+            Self { incoming: other, outgoing: one },
+        )
+    }
+
+    /// As a socket's: at least a byte; 0 once the peer has closed and all is read.
+    pub async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+        let count = poll_fn(|context| {
+            let mut incoming = lock(&self.incoming);
+            if std::mem::take(&mut incoming.interrupted) && incoming.bytes.is_empty() {
+                return Poll::Ready(Err(io::Error::from_raw_os_error(libc::ECANCELED)));
+            }
+            let most = incoming.bytes.len().min(buffer.len() - filled);
+            if most == 0 {
+                if incoming.closed {
+                    return Poll::Ready(Ok(0));
+                }
+                incoming.waiting[0] = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            let count = sim::random(|random| random.usize(1..=most));
+            for (target, byte) in buffer[filled..].iter_mut().zip(incoming.bytes.drain(..count)) {
+                *target = byte;
+            }
+            let waiting = incoming.wake();
+            drop(incoming);
+            wake_all(waiting);
+            Poll::Ready(Ok(count))
+        })
+        .await;
+        (count, buffer)
+    }
+
+    /// All of it.
+    ///
+    /// # Errors
+    /// Where one end has closed.
+    pub async fn send(&self, segments: Segments) -> io::Result<()> {
+        let mut bytes = vec![0; segments.len()];
+        segments.copy_to(&mut bytes);
+        let mut sent = 0;
+        poll_fn(|context| {
+            let mut outgoing = lock(&self.outgoing);
+            if outgoing.closed {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let count = (bytes.len() - sent).min(CAPACITY - outgoing.bytes.len());
+            outgoing.bytes.extend(&bytes[sent..sent + count]);
+            sent += count;
+            let waiting = if count > 0 { outgoing.wake() } else { [None, None] };
+            let done = sent == bytes.len();
+            if !done {
+                outgoing.waiting[1] = Some(context.waker().clone());
+            }
+            drop(outgoing);
+            wake_all(waiting);
+            if done { Poll::Ready(Ok(())) } else { Poll::Pending }
+        })
+        .await
+    }
+
+    /// Has whoever receives get what is there, or `ECANCELED`.
+    pub fn interrupt(&self) {
+        let waiting = {
+            let mut incoming = lock(&self.incoming);
+            incoming.interrupted = incoming.waiting[0].is_some();
+            incoming.wake()
+        };
+        wake_all(waiting);
+    }
+
+    /// Receives no more than what is there already, as after `shutdown(SHUT_RD)`; sending goes on.
+    pub fn end_receiving(&self) {
+        let waiting = {
+            let mut incoming = lock(&self.incoming);
+            incoming.closed = true;
+            incoming.wake()
+        };
+        wake_all(waiting);
+    }
+
+    /// Closes both directions; what is in them can still be received.
+    pub fn close(&self) {
+        for direction in [&self.incoming, &self.outgoing] {
+            let waiting = {
+                let mut direction = lock(direction);
+                direction.closed = true;
+                direction.wake()
+            };
+            wake_all(waiting);
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! The two-way stream of bytes to the other end: a socket, TLS over a socket, or a simulated pipe.
+//!
+//! One task receives and one task sends; both may do so at the same time.
+
+use std::{cell::RefCell, io};
+
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{Shutdown, shutdown},
+};
+
+use super::{
+    pipe::Pipe,
+    tls::{TlsError, TlsRead, TlsStream},
+};
+use reactor::{
+    buffer::{Buffer, Segments},
+    op::{self, Fd},
+};
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Ciphertext received at a time, in bytes.
+const CIPHERTEXT_BYTES: usize = 64 << 10;
+
+/// What carries a conversation.
+#[derive(Debug)]
+pub enum Stream {
+    /// A socket.
+    Plain(Fd),
+    /// TLS over a socket.
+    Tls {
+        /// The socket.
+        fd: Fd,
+        /// What is between.
+        tls: RefCell<Box<TlsStream>>,
+    },
+    /// Only in simulation.
+    Simulated(Pipe),
+}
+
+impl Stream {
+    /// Receives behind the first `filled` bytes of `buffer`; 0 when the other end has closed.
+    pub async fn receive(&self, buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+        match self {
+            Self::Plain(fd) => op::receive(fd, buffer, filled).await,
+            Self::Tls { fd, tls } => receive_tls(fd, tls, buffer, filled).await,
+            Self::Simulated(pipe) => pipe.receive(buffer, filled).await,
+        }
+    }
+
+    /// Sends all of it.
+    ///
+    /// # Errors
+    /// The socket's; a part may have been sent.
+    pub async fn send(&self, segments: Segments) -> io::Result<()> {
+        match self {
+            Self::Plain(fd) => send_plain(fd, segments).await,
+            Self::Tls { fd, tls } => {
+                for segment in segments.iter() {
+                    encrypt(fd, tls, &segment.bytes()).await?;
+                }
+                Ok(())
+            }
+            Self::Simulated(pipe) => pipe.send(segments).await,
+        }
+    }
+
+    /// The same for what the other end has to work on: it goes out before the turn of the reactor
+    /// has ended.
+    ///
+    /// # Errors
+    /// As [`Stream::send`].
+    pub async fn send_now(&self, mut segments: Segments) -> io::Result<()> {
+        if let Self::Plain(fd) = self {
+            let (result, rest) = op::send_now(fd, segments).await;
+            segments = rest;
+            segments.advance(uninterrupted(result)?);
+        }
+        self.send(segments).await
+    }
+
+    /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket
+    /// tells; TCP counts what the other *kernel* has not confirmed.
+    pub fn unread_bytes(&self) -> usize {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
+            Self::Simulated(_) => 0,
+        }
+    }
+
+    /// Bytes that have arrived and can be received at once; of TLS, as they are on the wire.
+    pub fn waiting_bytes(&self) -> usize {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::waiting_bytes(fd).unwrap_or(0),
+            Self::Simulated(_) => usize::MAX / 2,
+        }
+    }
+
+    /// Whether the client sends nothing behind what has arrived, which is not received for this.
+    pub fn is_closed_by_peer(&self) -> bool {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => {
+                let mut polled = [PollFd::new(fd.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP))];
+                poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
+            }
+            Self::Simulated(_) => false,
+        }
+    }
+
+    /// Has whoever receives, on this thread, get what has come, or `ECANCELED`. Not while anybody
+    /// sends.
+    pub fn interrupt(&self) {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::interrupt(fd),
+            Self::Simulated(pipe) => pipe.interrupt(),
+        }
+    }
+
+    /// Whether it is encrypted.
+    pub fn is_tls(&self) -> bool {
+        matches!(self, Self::Tls { .. })
+    }
+
+    /// Ends all receiving and sending.
+    pub fn close(&self) {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => shut_down(fd),
+            Self::Simulated(pipe) => pipe.close(),
+        }
+    }
+
+    /// The socket below, if there is one.
+    pub fn socket(&self) -> Option<&Fd> {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => Some(fd),
+            Self::Simulated(_) => None,
+        }
+    }
+
+    /// TLS's state, where there is TLS.
+    pub fn tls(&self) -> Option<&RefCell<Box<TlsStream>>> {
+        match self {
+            Self::Tls { tls, .. } => Some(tls),
+            _ => None,
+        }
+    }
+
+    /// Tells the other end that nothing more comes, where TLS has a word for that.
+    pub async fn finish(&self) {
+        if let Self::Tls { fd, tls } = self {
+            tls.borrow_mut().close();
+            let _ = send_outgoing(fd, tls).await;
+        }
+    }
+
+    /// Becomes TLS, from either end; `received` has arrived behind the agreement to start.
+    ///
+    /// # Errors
+    /// The handshake's, and the socket's.
+    pub async fn start_tls(self, tls: TlsStream, mut received: &[u8]) -> Result<Self, TlsFailure> {
+        let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
+        let tls = RefCell::new(Box::new(tls));
+        loop {
+            let fed = tls.borrow_mut().feed(received);
+            received = &received[fed..];
+            let progress = tls.borrow_mut().handshake();
+            // Also on failure: the alert says why.
+            send_outgoing(&fd, &tls).await?;
+            if progress? {
+                break;
+            }
+            if received.is_empty() {
+                feed_from_socket(&fd, &tls).await?;
+            }
+        }
+        // What the peer sent behind its last handshake message, as it may.
+        let fed = tls.borrow_mut().feed(received);
+        if fed < received.len() {
+            return Err(TlsFailure::Flood);
+        }
+        Ok(Self::Tls { fd, tls })
+    }
+}
+
+/// Ends all receiving and sending on a socket.
+pub fn shut_down(socket: &Fd) {
+    // Fails only where the peer has closed already.
+    let _ = shutdown(socket.as_fd().as_raw_fd(), Shutdown::Both);
+}
+
+/// Why there is no TLS.
+#[allow(missing_docs, reason = "each has its message")]
+#[derive(Debug, thiserror::Error)]
+pub enum TlsFailure {
+    #[error("TLS was to be started on a stream that cannot carry it")]
+    NotPlain,
+    #[error("the peer sent more behind its TLS handshake than fits")]
+    Flood,
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error(transparent)]
+    Socket(#[from] io::Error),
+}
+
+async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
+    while !segments.is_empty() {
+        let (result, rest) = op::send(fd, segments).await;
+        segments = rest;
+        segments.advance(uninterrupted(result)?);
+    }
+    Ok(())
+}
+
+/// What was sent; nothing where a signal came first.
+fn uninterrupted(sent: io::Result<usize>) -> io::Result<usize> {
+    match sent {
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
+        sent => sent,
+    }
+}
+
+async fn encrypt(fd: &Fd, tls: &RefCell<Box<TlsStream>>, mut plaintext: &[u8]) -> io::Result<()> {
+    while !plaintext.is_empty() {
+        let written = tls.borrow_mut().write(plaintext).map_err(io::Error::other)?;
+        plaintext = &plaintext[written..];
+        send_outgoing(fd, tls).await?;
+    }
+    Ok(())
+}
+
+async fn send_outgoing(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
+    let outgoing = {
+        let mut tls = tls.borrow_mut();
+        let outgoing = Buffer::copy_of(tls.outgoing());
+        tls.sent(outgoing.len());
+        outgoing
+    };
+    send_plain(fd, outgoing.into()).await
+}
+
+async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
+    let (result, buffer) = op::receive(fd, Buffer::new(CIPHERTEXT_BYTES), 0).await;
+    let count = result?;
+    if count == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let fed = tls.borrow_mut().feed(&buffer[..count]);
+    // Everything is read out before more is fed.
+    assert_eq!(fed, count, "the queue of ciphertext holds less than one receive");
+    Ok(())
+}
+
+async fn receive_tls(
+    fd: &Fd,
+    tls: &RefCell<Box<TlsStream>>,
+    mut buffer: Buffer,
+    filled: usize,
+) -> (io::Result<usize>, Buffer) {
+    loop {
+        let outcome = tls.borrow_mut().read(&mut buffer[filled..]);
+        let result = match outcome {
+            Ok(TlsRead::Bytes(count)) => Ok(count),
+            Ok(TlsRead::Closed) => Ok(0),
+            Err(error) => Err(io::Error::other(error)),
+            Ok(TlsRead::NeedInput) => match feed_from_socket(fd, tls).await {
+                Ok(()) => continue,
+                Err(error) => Err(error),
+            },
+        };
+        return (result, buffer);
+    }
+}

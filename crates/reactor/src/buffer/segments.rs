@@ -1,0 +1,606 @@
+//! The data of requests: pieces of memory that follow each other on the disk, our own or a guest's.
+//!
+//! A guest changes its memory while we look at it, so there is no `&[u8]` of a segment. Whoever
+//! hands it on (to the kernel, to another layer) never looks. Whoever has to look (to compress,
+//! encrypt, compare, or because the device wants other alignment) copies it first, by
+//! [`Segments::joined`], [`Segments::copy_to`] or [`Segment::bytes`], and judges and uses the copy
+//! alone. What that costs is [counted](guest_copies).
+
+use std::{borrow::Cow, cell::Cell};
+
+use smallvec::SmallVec;
+
+use super::Buffer;
+use crate::guest::Place;
+
+/// Bytes that are looked at in one go, where it is asked whether all are zero: what is not zero
+/// mostly shows in the first.
+const LOOK_BYTES: usize = 512;
+
+/// What this thread copied between guests' memory and its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copies {
+    /// How often.
+    pub count: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+thread_local! {
+    static COPIES: Cell<Copies> = const { Cell::new(Copies { count: 0, bytes: 0 }) };
+}
+
+/// What this thread copied, since it began, between guests' memory and its own because the data
+/// could not go straight through. Storage in memory, whose I/O is a copy, does not count.
+pub fn guest_copies() -> Copies {
+    COPIES.get()
+}
+
+fn count_copy(bytes: usize) {
+    let Copies { count, bytes: before } = COPIES.get();
+    COPIES.set(Copies { count: count + 1, bytes: before + bytes as u64 });
+}
+
+/// One piece of memory with data of a request.
+#[derive(Debug)]
+pub enum Segment {
+    /// Our own, or lent and unchanging.
+    Own(Buffer),
+    /// A guest's.
+    Guest(Place),
+}
+
+impl Segment {
+    /// Bytes in the segment.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Own(buffer) => buffer.len(),
+            Self::Guest(place) => place.bytes(),
+        }
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// See [`Buffer::is_known_zero`]. Of a guest's memory nothing is known.
+    pub fn is_known_zero(&self) -> bool {
+        matches!(self, Self::Own(buffer) if buffer.is_known_zero())
+    }
+
+    /// Whether all bytes are zero now. A guest may change its own at once.
+    fn is_zero(&self) -> bool {
+        let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
+        match self {
+            Self::Own(buffer) => buffer.is_known_zero() || buffer.chunks(LOOK_BYTES).all(is_zero),
+            Self::Guest(place) => {
+                let mut look = [0; LOOK_BYTES];
+                (0..place.bytes()).step_by(LOOK_BYTES).all(|at| {
+                    let look = &mut look[..LOOK_BYTES.min(place.bytes() - at)];
+                    place.read(at, look);
+                    is_zero(look)
+                })
+            }
+        }
+    }
+
+    /// The bytes, to look at: copied, where they are a guest's. Each call is another look at what
+    /// the guest may have changed meanwhile.
+    pub fn bytes(&self) -> Cow<'_, [u8]> {
+        match self {
+            Self::Own(buffer) => Cow::Borrowed(buffer),
+            Self::Guest(place) => {
+                count_copy(place.bytes());
+                let mut copy = vec![0; place.bytes()];
+                place.read(0, &mut copy);
+                Cow::Owned(copy)
+            }
+        }
+    }
+
+    /// Copies the bytes from `at` on: as many as `target` has.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn read(&self, at: usize, target: &mut [u8]) {
+        match self {
+            Self::Own(buffer) => target.copy_from_slice(&buffer[at..at + target.len()]),
+            Self::Guest(place) => place.read(at, target),
+        }
+    }
+
+    /// Copies `source` over the bytes from `at` on.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn write(&mut self, at: usize, source: &[u8]) {
+        match self {
+            Self::Own(buffer) => buffer[at..at + source.len()].copy_from_slice(source),
+            Self::Guest(place) => place.write(at, source),
+        }
+    }
+
+    /// Makes `length` bytes from `at` on zero.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn zero(&mut self, at: usize, length: usize) {
+        match self {
+            Self::Own(buffer) => buffer[at..at + length].fill(0),
+            Self::Guest(place) => place.fill(at, length, 0),
+        }
+    }
+
+    /// Keeps the first `at` bytes and returns the rest, without copying. Both keep a guest's region
+    /// mapped.
+    fn split_off(&mut self, at: usize) -> Self {
+        match self {
+            Self::Own(buffer) => Self::Own(buffer.split_off(at)),
+            Self::Guest(place) => {
+                let rest = place.part(at, place.bytes() - at);
+                *place = place.part(0, at);
+                Self::Guest(rest)
+            }
+        }
+    }
+
+    /// Forgets the first `count` bytes.
+    fn advance(&mut self, count: usize) {
+        match self {
+            Self::Own(buffer) => buffer.advance(count),
+            Self::Guest(place) => *place = place.part(count, place.bytes() - count),
+        }
+    }
+
+    /// Where the kernel finds the bytes.
+    pub fn source(&self) -> *const u8 {
+        match self {
+            Self::Own(buffer) => buffer.as_ptr(),
+            Self::Guest(place) => place.as_ptr(),
+        }
+    }
+
+    /// Where the kernel is to put bytes.
+    pub fn target(&mut self) -> *mut u8 {
+        match self {
+            Self::Own(buffer) => buffer.as_mut_ptr(),
+            Self::Guest(place) => place.as_ptr(),
+        }
+    }
+}
+
+impl From<Buffer> for Segment {
+    fn from(buffer: Buffer) -> Self {
+        Self::Own(buffer)
+    }
+}
+
+impl From<Place> for Segment {
+    fn from(place: Place) -> Self {
+        Self::Guest(place)
+    }
+}
+
+/// The data of one request, or of several that were merged into one: segments that follow each
+/// other on the disk.
+#[derive(Debug, Default)]
+pub struct Segments(SmallVec<[Segment; 1]>);
+
+impl Segments {
+    /// Bytes in all segments together.
+    pub fn len(&self) -> usize {
+        self.0.iter().map(Segment::len).sum()
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(Segment::is_empty)
+    }
+
+    /// Whether all bytes are zero now, as far as they are a guest's. Looks no further than the
+    /// first that is not.
+    pub fn is_zero(&self) -> bool {
+        self.0.iter().all(Segment::is_zero)
+    }
+
+    /// The same data for another attempt: bytes of ours in buffers of their own, a guest's memory
+    /// as it is.
+    #[must_use]
+    pub fn again(&self) -> Self {
+        let again = |segment: &Segment| match segment {
+            Segment::Own(buffer) => Segment::Own(Buffer::copy_of(buffer)),
+            Segment::Guest(place) => Segment::Guest(place.clone()),
+        };
+        Self(self.iter().map(again).collect())
+    }
+
+    /// Appends a segment.
+    pub fn push(&mut self, segment: impl Into<Segment>) {
+        self.0.push(segment.into());
+    }
+
+    /// Appends the segments of `other`.
+    pub fn append(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
+
+    /// The segments in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Segment> {
+        self.0.iter()
+    }
+
+    /// The segments in order.
+    pub fn as_slice(&self) -> &[Segment] {
+        &self.0
+    }
+
+    /// The segments in order, mutable.
+    pub fn as_mut_slice(&mut self) -> &mut [Segment] {
+        &mut self.0
+    }
+
+    /// Forgets the first `count` bytes, dropping segments that are used up.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn advance(&mut self, mut count: usize) {
+        let mut used_up = 0;
+        for segment in &mut self.0 {
+            let step = count.min(segment.len());
+            segment.advance(step);
+            count -= step;
+            if !segment.is_empty() {
+                break;
+            }
+            used_up += 1;
+        }
+        assert_eq!(count, 0, "advance past the end of the segments");
+        self.0.drain(..used_up);
+    }
+
+    /// Keeps the first `at` bytes and returns the rest, without copying.
+    ///
+    /// # Panics
+    /// If `at` is beyond the end.
+    pub fn split_off(&mut self, at: usize) -> Self {
+        let (mut index, mut left) = (0, at);
+        while index < self.0.len() && left >= self.0[index].len() {
+            left -= self.0[index].len();
+            index += 1;
+        }
+        let mut rest = SmallVec::new();
+        if left > 0 {
+            assert!(index < self.0.len(), "split at {at} beyond the end of the segments");
+            rest.push(self.0[index].split_off(left));
+            index += 1;
+        }
+        rest.extend(self.0.drain(index..));
+        Self(rest)
+    }
+
+    /// Copies all bytes to the front of `target`.
+    ///
+    /// # Panics
+    /// If `target` is shorter than the segments.
+    pub fn copy_to(&self, mut target: &mut [u8]) {
+        self.count_copy();
+        for segment in &self.0 {
+            let (head, tail) = target.split_at_mut(segment.len());
+            segment.read(0, head);
+            target = tail;
+        }
+    }
+
+    /// Copies `source` over the first bytes.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn copy_from(&mut self, mut source: &[u8]) {
+        self.count_copy();
+        for segment in &mut self.0 {
+            let (head, tail) = source.split_at(source.len().min(segment.len()));
+            segment.write(0, head);
+            source = tail;
+        }
+        assert!(source.is_empty(), "{} bytes past the end of the segments", source.len());
+    }
+
+    /// Makes all bytes zero.
+    pub fn zero(&mut self) {
+        for segment in &mut self.0 {
+            segment.zero(0, segment.len());
+        }
+    }
+
+    /// All bytes, copied.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len()];
+        self.copy_to(&mut bytes);
+        bytes
+    }
+
+    /// All bytes in one buffer of ours, to look at: copied, unless that is what they are.
+    #[must_use]
+    pub fn joined(mut self) -> Buffer {
+        if matches!(self.as_slice(), [Segment::Own(_)])
+            && let Some(Segment::Own(buffer)) = self.0.pop()
+        {
+            return buffer;
+        }
+        let mut whole = Buffer::new(self.len());
+        self.copy_to(&mut whole);
+        whole
+    }
+
+    /// Makes all bytes of ours zero, and leaves a guest's as they are.
+    pub fn zero_own(&mut self) {
+        for segment in &mut self.0 {
+            if let Segment::Own(buffer) = segment {
+                buffer.fill(0);
+            }
+        }
+    }
+
+    /// Records a guest's memory as dirty: the kernel may have written to all of it.
+    pub(crate) fn mark_dirty(&self) {
+        for segment in &self.0 {
+            if let Segment::Guest(place) = segment {
+                place.mark_dirty();
+            }
+        }
+    }
+
+    fn count_copy(&self) {
+        if self.0.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
+            count_copy(self.len());
+        }
+    }
+}
+
+impl IntoIterator for Segments {
+    type Item = Segment;
+    type IntoIter = smallvec::IntoIter<[Segment; 1]>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<S: Into<Segment>> From<S> for Segments {
+    fn from(segment: S) -> Self {
+        let mut segments = SmallVec::new();
+        segments.push(segment.into());
+        Self(segments)
+    }
+}
+
+impl FromIterator<Place> for Segments {
+    fn from_iter<I: IntoIterator<Item = Place>>(places: I) -> Self {
+        Self(places.into_iter().map(Segment::Guest).collect())
+    }
+}
+
+/// Where the data of a read is wanted.
+#[derive(Debug)]
+pub enum Target {
+    /// So many bytes, wherever they are: in memory of whoever has them, or in a new buffer.
+    Anywhere(usize),
+    /// In these segments, which are a guest's memory mostly.
+    Here(Segments),
+}
+
+impl Target {
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Anywhere(length) => *length,
+            Self::Here(segments) => segments.len(),
+        }
+    }
+
+    /// Whether no bytes are wanted.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The same for another attempt; data may come to both.
+    #[must_use]
+    pub fn again(&self) -> Self {
+        match self {
+            Self::Anywhere(length) => Self::Anywhere(*length),
+            Self::Here(segments) => Self::Here(segments.again()),
+        }
+    }
+
+    /// Takes the first `count` bytes off it.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[must_use]
+    pub fn split_front(&mut self, count: usize) -> Self {
+        match self {
+            Self::Anywhere(length) => {
+                *length = length.checked_sub(count).expect("as many bytes are wanted");
+                Self::Anywhere(count)
+            }
+            Self::Here(segments) => {
+                let rest = segments.split_off(count);
+                Self::Here(std::mem::replace(segments, rest))
+            }
+        }
+    }
+
+    /// Memory to fill, all of it.
+    #[must_use]
+    pub fn memory(self) -> Segments {
+        match self {
+            Self::Anywhere(length) => Buffer::new(length).into(),
+            Self::Here(segments) => segments,
+        }
+    }
+
+    /// Zeroes, there.
+    #[must_use]
+    pub fn zeroes(self) -> Segments {
+        match self {
+            Self::Anywhere(length) => Buffer::zeroed(length).into(),
+            Self::Here(mut segments) => {
+                segments.zero();
+                segments
+            }
+        }
+    }
+
+    /// A copy of `bytes`, there.
+    ///
+    /// # Panics
+    /// If more were wanted, or fewer.
+    #[must_use]
+    pub fn copy_of(self, bytes: &[u8]) -> Segments {
+        assert_eq!(bytes.len(), self.len(), "data of another length than was wanted");
+        match self {
+            Self::Anywhere(_) => Buffer::copy_of(bytes).into(),
+            Self::Here(mut segments) => {
+                segments.copy_from(bytes);
+                segments
+            }
+        }
+    }
+
+    /// The bytes of `buffer`, there: copied only where that is somewhere else.
+    ///
+    /// # Panics
+    /// As [`Target::copy_of`].
+    #[must_use]
+    pub fn take(self, buffer: Buffer) -> Segments {
+        match self {
+            Self::Anywhere(_) => buffer.into(),
+            here @ Self::Here(_) => here.copy_of(&buffer),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guest::{Memory, Region};
+
+    /// A place that holds these bytes.
+    fn place(bytes: &[u8]) -> Place {
+        let memory = Memory::new(vec![Region::on_heap(0, 0, bytes.len() + 3)]).unwrap();
+        let place = memory.place(3, bytes.len()).unwrap();
+        place.write(0, bytes);
+        place
+    }
+
+    /// Of ours, a guest's, ours.
+    fn mixed() -> Segments {
+        let mut segments = Segments::from(Buffer::copy_of(b"abcd"));
+        segments.push(place(b"efgh"));
+        segments.push(Buffer::copy_of(b"ijkl"));
+        segments
+    }
+
+    #[test]
+    fn they_split_and_advance_anywhere() {
+        for at in 0..=12 {
+            let mut segments = mixed();
+            let rest = segments.split_off(at);
+            assert_eq!(segments.to_vec(), &b"abcdefghijkl"[..at]);
+            assert_eq!(rest.to_vec(), &b"abcdefghijkl"[at..]);
+            for count in 0..=at {
+                let mut segments = segments.again();
+                segments.advance(count);
+                assert_eq!(segments.to_vec(), &b"abcdefghijkl"[count..at]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_keeps_its_region() {
+        let mut segments = Segments::from(place(b"abcdef"));
+        let mut rest = segments.split_off(2);
+        drop(segments);
+        rest.advance(1);
+        rest.copy_from(b"xyz");
+        assert_eq!(rest.to_vec(), b"xyz");
+    }
+
+    #[test]
+    fn another_attempt_has_the_same_memory_of_a_guest_and_bytes_of_its_own() {
+        let mut first = mixed();
+        let second = first.again();
+        first.copy_from(b"ABCDEFGHIJKL");
+        assert_eq!(second.to_vec(), b"abcdEFGHijkl");
+    }
+
+    #[test]
+    fn one_buffer_of_ours_is_not_copied_when_it_is_joined() {
+        let buffer = Buffer::copy_of(b"abcd");
+        let address = buffer.as_ptr();
+        assert_eq!(Segments::from(buffer).joined().as_ptr(), address);
+        assert_eq!(mixed().joined()[..], *b"abcdefghijkl");
+        assert_eq!(Segments::from(place(b"ab")).joined()[..], *b"ab");
+        assert!(Segments::default().joined().is_empty());
+    }
+
+    #[test]
+    fn zeroes_are_seen_wherever_a_byte_is_not() {
+        let zeroes = || {
+            let mut segments = Segments::from(Buffer::zeroed(700));
+            segments.push(place(&[0; 1500]));
+            segments.push(Buffer::copy_of(&[0; 800]));
+            segments
+        };
+        assert!(zeroes().is_zero());
+        assert!(Segments::default().is_zero());
+        for at in [0, 1, 511, 512, 699, 700, 1211, 1212, 2199, 2200, 2999] {
+            let mut segments = zeroes();
+            let mut bytes = vec![0; 3000];
+            bytes[at] = 0x80;
+            segments.copy_from(&bytes);
+            assert!(!segments.is_zero(), "byte {at}");
+        }
+    }
+
+    #[test]
+    fn what_is_copied_from_and_to_guests_is_counted() {
+        let copied = |expected: u64, what: &dyn Fn()| {
+            let before = guest_copies();
+            what();
+            let after = guest_copies();
+            let bytes = if expected > 0 { 12 } else { 0 };
+            assert_eq!((after.count - before.count, after.bytes - before.bytes), (expected, bytes));
+        };
+        copied(1, &|| drop(mixed().to_vec()));
+        copied(1, &|| drop(mixed().joined()));
+        copied(1, &|| mixed().copy_from(b"abcdefghijkl"));
+        copied(1, &|| drop(Segment::from(place(b"abcdefghijkl")).bytes()));
+        copied(1, &|| drop(Target::Here(mixed()).copy_of(b"abcdefghijkl")));
+        copied(0, &|| drop(Target::Here(mixed()).zeroes()));
+        copied(0, &|| drop(mixed().again()));
+        copied(0, &|| drop(Segments::from(Buffer::zeroed(12)).to_vec()));
+        copied(0, &|| drop(Target::Anywhere(12).copy_of(b"abcdefghijkl")));
+    }
+
+    #[test]
+    fn data_comes_where_it_is_wanted() {
+        let bytes = b"ABCDEFGHIJKL";
+        let target = mixed();
+        let place = target.as_slice()[1].bytes().into_owned();
+        assert_eq!(place, b"efgh");
+        let mut target = Target::Here(target);
+        let front = target.split_front(5);
+        assert_eq!((front.len(), target.len()), (5, 7));
+        assert_eq!(front.copy_of(&bytes[..5]).to_vec(), b"ABCDE");
+        assert_eq!(target.take(Buffer::copy_of(&bytes[5..])).to_vec(), b"FGHIJKL");
+        let mut target = Target::Anywhere(12);
+        assert_eq!((target.split_front(5).memory().len(), target.len()), (5, 7));
+        let buffer = Buffer::copy_of(b"1234567");
+        let address = buffer.as_ptr();
+        assert_eq!(target.take(buffer).joined().as_ptr(), address, "moved");
+        assert!(Target::Anywhere(3).zeroes().as_slice()[0].is_known_zero());
+        assert_eq!(Target::Here(mixed()).zeroes().to_vec(), [0; 12]);
+    }
+}

@@ -1,0 +1,83 @@
+//! Starting many futures of one type, most of which are ready at once: those cost neither a task
+//! nor memory.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{Context, Waker},
+};
+
+use super::{Driver, spawn, with_current};
+
+/// Where a future is tried before it becomes a task. Its room is used again and again, by those
+/// that are ready at once.
+#[derive(Debug)]
+pub struct Launcher<F> {
+    room: Option<Pin<Box<Option<F>>>>,
+    /// In simulation the seed decides what runs when.
+    is_simulated: bool,
+}
+
+impl<F: Future<Output = ()> + 'static> Launcher<F> {
+    /// For this thread.
+    ///
+    /// # Panics
+    /// Without a reactor on it.
+    #[expect(clippy::new_without_default, reason = "a default does not panic")]
+    pub fn new() -> Self {
+        Self { room: None, is_simulated: with_current(|reactor| matches!(reactor.driver, Driver::Sim(_))) }
+    }
+
+    /// As [`spawn`]. A future that has to wait is polled a second time, by its task.
+    pub fn launch(&mut self, future: F) {
+        if self.is_simulated {
+            return spawn(future);
+        }
+        let mut room = self.room.take().unwrap_or_else(|| Box::pin(None));
+        room.set(Some(future));
+        let mut context = Context::from_waker(Waker::noop());
+        let tried = room.as_mut().as_pin_mut().map(|future| future.poll(&mut context));
+        if tried.is_none_or(|tried| tried.is_ready()) {
+            room.set(None);
+            self.room = Some(room);
+            return;
+        }
+        spawn(async move {
+            if let Some(future) = room.as_mut().as_pin_mut() {
+                future.await;
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, rc::Rc};
+
+    use super::*;
+    use crate::{Polling, run, yield_now};
+
+    /// Yields so many times, and counts what has ended.
+    async fn ending(yields: usize, ended: Rc<Cell<usize>>) {
+        for _ in 0..yields {
+            yield_now().await;
+        }
+        ended.set(ended.get() + 1);
+    }
+
+    #[test]
+    fn what_is_ready_has_ended_before_the_next_begins_and_the_rest_ends_later() {
+        run(Polling::Off, async {
+            let mut launcher = Launcher::new();
+            let ended = Rc::new(Cell::new(0));
+            for (yields, at_once) in [(0, 1), (3, 1), (0, 2), (3, 2), (0, 3)] {
+                launcher.launch(ending(yields, Rc::clone(&ended)));
+                assert_eq!(ended.get(), at_once);
+            }
+            while ended.get() < 5 {
+                yield_now().await;
+            }
+        })
+        .expect("io_uring works on a test machine");
+    }
+}

@@ -1,0 +1,524 @@
+//! One event loop for each thread: it runs the tasks of requests, fires timers and talks to the
+//! kernel through one io_uring.
+//!
+//! A task belongs to the thread that spawned it and never moves, so tasks of one reactor share
+//! state without locks. Only wake-ups and jobs cross threads, through a queue and an eventfd.
+//!
+//! ```text
+//!   tasks ──► run what is ready ──► fire timers ──► submit all at once, reap all at once ─┐
+//!     ▲                                                                                   │
+//!     └──────────────── woken by completions, timers, other threads ◄─────────────────────┘
+//! ```
+//!
+//! It has a twin. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives the same
+//! tasks with a virtual clock, no kernel, and an order of execution drawn from a seed. Code of the
+//! data path cannot tell which one it runs on: it calls [`now`], [`sleep_until`] and [`spawn`], and
+//! only storages and streams over real files call [`op`].
+//!
+//! Beside it is what all crates of the data path share: memory for I/O ([`buffer`]) and of virtual
+//! machines ([`guest`]), the memory budget ([`memory`]), errors of requests ([`error`]), small
+//! files that a user names ([`regular`]), and log messages with a bounded rate ([`seldom`],
+//! [`plain`](mod@plain)).
+//!
+//! Never holds a borrow or a lock while it polls a task.
+
+pub mod buffer;
+mod buffers;
+pub mod error;
+mod executor;
+mod figures;
+mod fuse;
+pub mod guest;
+mod launcher;
+pub mod memory;
+mod notifier;
+pub mod op;
+mod permits;
+pub mod plain;
+mod pool;
+mod priority;
+pub mod regular;
+mod restricted;
+mod rouse;
+pub mod seldom;
+mod signal;
+pub mod sim;
+mod timer;
+pub mod ublk;
+mod uring;
+mod vigil;
+mod wide;
+mod worker;
+
+use std::{cell::RefCell, future::Future, pin::Pin, rc::Rc, sync::OnceLock, time::Instant as Clock};
+
+use policy::time::Instant;
+
+use executor::Executor;
+pub use executor::{JoinHandle, Party};
+pub use figures::{Figures, RingTotals};
+pub use fuse::{FuseRing, clone_fuse_device};
+pub use launcher::Launcher;
+pub use notifier::{Notifier, set_aside as set_notifiers_aside, set_aside_for as notifiers_set_aside_for};
+pub use op::wait_for_closings;
+pub use permits::{Permit, Permits};
+pub use pool::{threads_may_stay, threads_must_end};
+pub use priority::{in_background, is_in_background};
+pub use rouse::next_to_wake;
+pub use signal::Signal;
+pub use timer::{Sleep, Timeout, timeout};
+pub use uring::Polling;
+pub use wide::takes_fuse_commands;
+pub use worker::check_may_block;
+pub use worker::{Worker, is_worker, may_block, never_blocks_here};
+
+/// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.
+struct Reactor {
+    executor: Executor,
+    timers: RefCell<timer::Timers>,
+    driver: Driver,
+}
+
+enum Driver {
+    /// Boxed: much larger than its twin.
+    Uring(Box<uring::Uring>),
+    Sim(sim::Sim),
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Reactor>>> = const { RefCell::new(None) };
+}
+
+/// Calls `f` with this thread's reactor.
+///
+/// # Panics
+/// Outside [`run`], [`sim::run`] and a [`Worker`].
+fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
+    CURRENT.with_borrow(|current| f(current.as_ref().expect("no reactor runs on this thread")))
+}
+
+/// Whether this thread has a reactor: not as it ends.
+pub fn runs_here() -> bool {
+    CURRENT.try_with(|current| current.try_borrow().is_ok_and(|current| current.is_some())).unwrap_or(false)
+}
+
+/// Nanoseconds on the monotonic clock since the process first asked; one epoch for all threads,
+/// because groups of disks are shared between them.
+fn real_now() -> Instant {
+    static EPOCH: OnceLock<Clock> = OnceLock::new();
+    let elapsed = EPOCH.get_or_init(Clock::now).elapsed();
+    Instant::from_nanos(u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// The instant, on the clock of all reactors that are not simulated: for threads without one.
+pub fn real_time() -> Instant {
+    real_now()
+}
+
+/// The instant, on the clock of this thread's reactor.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn now() -> Instant {
+    with_current(|reactor| match &reactor.driver {
+        Driver::Uring(_) => real_now(),
+        Driver::Sim(sim) => sim.now(),
+    })
+}
+
+/// The instant, as of the first time it was asked for in this turn of the loop: at most as old as
+/// the tasks that ran since.
+///
+/// For what is counted at every request, where a few microseconds matter less than reading the
+/// clock. Not for deadlines: what was waited for may seem not to have come yet.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn recently() -> Instant {
+    with_current(|reactor| match &reactor.driver {
+        Driver::Uring(uring) => uring.recently(),
+        Driver::Sim(sim) => sim.now(),
+    })
+}
+
+/// Runs `future` as a task of its own on this thread. It is polled once before this returns (in
+/// simulation the seed decides).
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn spawn(future: impl Future<Output = ()> + 'static) {
+    let reactor = with_current(Rc::clone);
+    let (runnable, task) = reactor.executor.make_task(future);
+    task.detach();
+    reactor.launch(runnable);
+}
+
+/// As [`spawn`], with a handle to await the result. Dropping the handle cancels the task.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
+    let (runnable, task) = with_current(Rc::clone).executor.make_task(future);
+    runnable.schedule();
+    task
+}
+
+/// As [`spawn`], with the result; dropping what is returned lets the task go on by itself. `None`
+/// if the reactor ended before the task did.
+///
+/// For what must not stop half way because its client has gone.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> ToItsEnd<T> {
+    let reactor = with_current(Rc::clone);
+    let (runnable, task) = reactor.executor.make_task(future);
+    reactor.launch(runnable);
+    ToItsEnd(Some(task.fallible()))
+}
+
+/// A task that ends whether it is awaited or not: see [`spawn_to_end`].
+#[derive(Debug)]
+#[must_use = "the task's result is in it"]
+pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
+
+impl<T> Future for ToItsEnd<T> {
+    type Output = Option<T>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut std::task::Context<'_>) -> std::task::Poll<Option<T>> {
+        match &mut self.0 {
+            Some(task) => Pin::new(task).poll(context),
+            None => std::task::Poll::Ready(None),
+        }
+    }
+}
+
+impl<T> Drop for ToItsEnd<T> {
+    fn drop(&mut self) {
+        if let Some(task) = self.0.take() {
+            task.detach();
+        }
+    }
+}
+
+/// Waits until `deadline`; ready at once if it has passed.
+pub fn sleep_until(deadline: Instant) -> Sleep {
+    Sleep::new(deadline)
+}
+
+/// Lets every other task of the same [`Party`] that is ready run first, and others in their turn.
+pub async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if yielded {
+            return std::task::Poll::Ready(());
+        }
+        yielded = true;
+        context.waker().wake_by_ref();
+        std::task::Poll::Pending
+    })
+    .await;
+}
+
+/// Says of this thread that others' memory may have to wait for what it does: where it has to wait
+/// for memory itself, the kernel then takes none from those that write to a device that it serves
+/// (`PR_SET_IO_FLUSHER`).
+///
+/// # Errors
+/// As `prctl(2)`: `EPERM` without `CAP_SYS_RESOURCE`.
+pub fn serves_writeback() -> std::io::Result<()> {
+    const PR_SET_IO_FLUSHER: libc::c_int = 57; // linux/prctl.h
+    // SAFETY: it changes how the kernel finds memory for this thread, and nothing of ours.
+    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+    if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets
+/// completions gather for some microseconds first and takes them together. For the caller who knows
+/// that its client has plenty to do.
+///
+/// No effect in simulation, and on kernels before 6.12.
+pub fn linger() {
+    with_current(|reactor| {
+        if let Driver::Uring(uring) = &reactor.driver {
+            uring.linger();
+        }
+    });
+}
+
+/// Says that this task has worked for as long as many others do together: before the next one runs,
+/// what has completed is looked at. For whoever does as much as a stranger asks for.
+///
+/// No effect in simulation.
+pub fn was_long() {
+    with_current(|reactor| {
+        if let Driver::Uring(uring) = &reactor.driver {
+            uring.was_long();
+        }
+    });
+}
+
+/// Runs `f` on another thread and waits for it: for system calls that block and that io_uring
+/// lacks (SEEK_HOLE, opening a file). The number of threads has no limit, so callers bound the
+/// number of calls that one file, client or disk can have running. If the future is dropped, `f`
+/// runs to its end. In simulation it runs in place.
+///
+/// # Panics
+/// If `f` does, or no thread can be created.
+pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    if is_simulated() { f() } else { pool::run(f).await }
+}
+
+/// Runs `f` on another thread and waits for it: for computations that take long and always end
+/// (compression, key derivation). The number of threads has a limit, except between
+/// [`threads_must_end`] and [`threads_may_stay`]: then each call has a thread that ends with it. In
+/// simulation it runs in place.
+///
+/// # Panics
+/// If `f` does.
+pub async fn computing<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    if is_simulated() {
+        f()
+    } else if pool::threads_end_with_calls() {
+        pool::run(f).await
+    } else {
+        blocking::unblock(f).await
+    }
+}
+
+fn is_simulated() -> bool {
+    with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)))
+}
+
+/// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks
+/// that are left, those that are ready or wait for timers or I/O are dropped, and their I/O is
+/// cancelled and awaited; those that wait for each other or for another thread are never run again,
+/// and what they hold stays. So end them before `future` does.
+///
+/// # Errors
+/// Where io_uring cannot be set up: not in the kernel, or forbidden (`kernel.io_uring_disabled`,
+/// seccomp).
+///
+/// # Panics
+/// If a reactor runs on this thread already.
+pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
+    let executor = Executor::new()?;
+    let driver = Driver::Uring(Box::new(uring::Uring::new(polling)?));
+    Ok(Reactor::enter(executor, driver, Box::pin(future), uring::Uring::turn))
+}
+
+impl Reactor {
+    /// Installs a reactor on this thread, turns it until `future` is done, and takes it down again.
+    /// It is compiled once for all futures, of which tests have hundreds.
+    fn enter<T: 'static>(
+        executor: Executor,
+        driver: Driver,
+        future: Pin<Box<dyn Future<Output = T>>>,
+        turn: fn(&Self),
+    ) -> T {
+        let reactor = Rc::new(Self { executor, timers: RefCell::default(), driver });
+        CURRENT.with_borrow_mut(|current| {
+            assert!(current.is_none(), "a reactor runs on this thread already");
+            *current = Some(Rc::clone(&reactor));
+        });
+        let _leave = Leave;
+        reactor.executor.enter();
+        let result = Rc::new(RefCell::new(None));
+        let slot = Rc::clone(&result);
+        let (runnable, main) = reactor.executor.make_task(async move {
+            let value = future.await;
+            *slot.borrow_mut() = Some(value);
+            with_current(|reactor| reactor.executor.finish());
+        });
+        runnable.schedule();
+        while !reactor.executor.is_finished() {
+            turn(&reactor);
+        }
+        drop(main);
+        let value = result.borrow_mut().take();
+        value.expect("the loop above ends once it is there")
+    }
+
+    /// Polls a new task at once, so that work that can finish costs no trip through the queue; in
+    /// simulation the seed decides.
+    fn launch(&self, task: async_task::Runnable) {
+        let at_once = match &self.driver {
+            Driver::Uring(_) => true,
+            Driver::Sim(sim) => sim.coin(),
+        };
+        if at_once {
+            task.run();
+        } else {
+            task.schedule();
+        }
+    }
+
+    /// Drops the tasks that are left, as far as the reactor knows them, and waits for what the
+    /// kernel still does on their behalf.
+    fn shut_down(&self) {
+        loop {
+            let timers = std::mem::take(&mut *self.timers.borrow_mut());
+            drop(timers);
+            if let Driver::Uring(uring) = &self.driver {
+                uring.drop_wakers();
+            }
+            if self.executor.drop_ready() == 0 {
+                break;
+            }
+        }
+        if let Driver::Uring(uring) = &self.driver {
+            uring.cancel_all();
+        }
+        self.executor.leave();
+    }
+}
+
+/// Takes the reactor down also when a task panics.
+struct Leave;
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        let reactor = with_current(Rc::clone);
+        reactor.shut_down();
+        CURRENT.with_borrow_mut(|current| *current = None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, io::Read, os::unix::net::UnixStream};
+
+    use policy::time::Duration;
+
+    use super::*;
+    use crate::buffer::Buffer;
+
+    fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+        run(Polling::Off, future).expect("io_uring works on a test machine")
+    }
+
+    /// The order in which three tasks that yield now and then finish.
+    fn finishing_order(seed: u64) -> Vec<u32> {
+        sim::run(seed, async {
+            let order = Rc::new(RefCell::new(Vec::new()));
+            let tasks: Vec<_> = (0..8)
+                .map(|task| {
+                    let order = Rc::clone(&order);
+                    spawn_joinable(async move {
+                        for _ in 0..task % 3 {
+                            yield_now().await;
+                        }
+                        order.borrow_mut().push(task);
+                    })
+                })
+                .collect();
+            for task in tasks {
+                task.await;
+            }
+            order.take()
+        })
+    }
+
+    #[test]
+    fn a_seed_decides_the_order_of_execution() {
+        assert_eq!(finishing_order(7), finishing_order(7));
+        assert!((0..20).any(|seed| finishing_order(seed) != finishing_order(7)));
+    }
+
+    #[test]
+    fn simulated_time_passes_only_when_nothing_is_ready() {
+        sim::run(1, async {
+            let started = now();
+            sleep_until(started + Duration::from_secs(3600)).await;
+            assert_eq!(now() - started, Duration::from_secs(3600));
+            let limited = timeout(Duration::from_secs(5), sleep_until(Instant::MAX)).await;
+            assert_eq!(limited, Err(Timeout));
+            assert_eq!(now() - started, Duration::from_secs(3605));
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "seed 42: hang")]
+    fn a_simulated_hang_names_its_seed() {
+        sim::run(42, std::future::pending::<()>());
+    }
+
+    #[test]
+    fn real_timers_fire_in_order_and_not_early() {
+        real(async {
+            let started = now();
+            let order = Rc::new(RefCell::new(Vec::new()));
+            let tasks = [30, 10, 20].map(|ms| {
+                let order = Rc::clone(&order);
+                spawn_joinable(async move {
+                    sleep_until(started + Duration::from_millis(ms)).await;
+                    assert!(now() - started >= Duration::from_millis(ms));
+                    order.borrow_mut().push(ms);
+                })
+            });
+            for task in tasks {
+                task.await;
+            }
+            assert_eq!(*order.borrow(), [10, 20, 30]);
+        });
+    }
+
+    #[test]
+    fn another_thread_wakes_a_sleeping_reactor() {
+        let (sender, receiver) = async_channel::bounded(1);
+        let thread =
+            std::thread::spawn(move || real(async move { receiver.recv().await.expect("the sender lives") }));
+        let worker = Worker::start("test", Polling::Off).expect("a thread");
+        worker.spawn(move || async move { sender.send(42).await.expect("the receiver lives") });
+        assert_eq!(thread.join().expect("no panic"), 42);
+        worker.stop().expect("stops");
+    }
+
+    #[test]
+    fn an_operation_dropped_in_flight_keeps_its_memory_until_the_kernel_is_done() {
+        real(async {
+            let (ours, theirs) = UnixStream::pair().expect("sockets");
+            let fd = op::Fd::from(ours);
+            let address = Rc::new(Cell::new(0));
+            let seen = Rc::clone(&address);
+            let copy = fd.clone();
+            let reading = spawn_joinable(async move {
+                let buffer = Buffer::new(4096);
+                seen.set(buffer.as_ptr() as usize);
+                op::receive(&copy, buffer, 0).await.0
+            });
+            while address.get() == 0 {
+                yield_now().await;
+            }
+            yield_now().await;
+            drop(reading);
+            yield_now().await;
+            // The buffer is back in the pool only after the cancellation went through: until then a
+            // new one is elsewhere.
+            drop(theirs);
+            let (result, _) = op::receive(&fd, Buffer::new(4096), 0).await;
+            assert_eq!(result.expect("end of file"), 0);
+        });
+    }
+
+    #[test]
+    fn polling_finds_completions_too() {
+        let polling = Polling::UpTo(Duration::from_micros(200));
+        run(polling, async {
+            let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+            let fd = op::Fd::from(ours);
+            let echo = std::thread::spawn(move || {
+                let mut bytes = [0; 1000];
+                theirs.read_exact(&mut bytes).expect("a thousand bytes");
+                bytes
+            });
+            for round in 0..1000_u32 {
+                let (sent, _) = op::send(&fd, Buffer::copy_of(&[round as u8]).into()).await;
+                assert_eq!(sent.expect("sent"), 1);
+            }
+            let bytes = echo.join().expect("no panic");
+            assert!(bytes.iter().enumerate().all(|(index, &byte)| byte == index as u8));
+        })
+        .expect("io_uring works");
+    }
+}

@@ -1,0 +1,273 @@
+//! Memory between disks, in virtual time.
+
+use std::{cell::RefCell, rc::Rc};
+
+use super::*;
+use crate::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
+use event_listener::Event;
+use policy::time::Duration;
+
+const MIB: u64 = 1 << 20;
+const LARGEST: u64 = LEAST_REQUESTS / 2;
+
+fn pause() -> Duration {
+    Duration::from_millis(sim::random(|random| random.u64(..100)))
+}
+
+/// Clients of several disks take memory, keep it and give it back, in any order, and sometimes
+/// give up: there is never more in use than there is, everybody gets what it waits for, and a
+/// disk has its part at once, whatever the others do.
+#[test]
+fn memory_is_shared_between_disks() {
+    for seed in 0..200 {
+        sim::run(seed, async {
+            let total = MIB * sim::random(|random| random.u64(65..3000));
+            let budget = Budget::new(total);
+            let count = sim::random(|random| random.usize(1..6));
+            let accounts: Rc<Vec<_>> = Rc::new((0..count).map(|_| Account::new(&budget)).collect());
+            let waited = Rc::new(RefCell::new(0));
+            let client = |number: usize| {
+                let (budget, accounts, waited) =
+                    (Arc::clone(&budget), Rc::clone(&accounts), Rc::clone(&waited));
+                async move {
+                    let account = &accounts[number % accounts.len()];
+                    let flow = MemoryFlow::default();
+                    for _ in 0..20 {
+                        let bytes = sim::random(|random| random.u64(1..=LARGEST));
+                        let at_once = account.used() + bytes <= budget.part.load(SeqCst);
+                        let began = now();
+                        let patience = if sim::random(fastrand::Rng::bool) {
+                            Duration::from_secs(3600)
+                        } else {
+                            pause()
+                        };
+                        if timeout(patience, account.take(&flow, bytes)).await.is_err() {
+                            continue;
+                        }
+                        *waited.borrow_mut() += u64::from(now() > began);
+                        assert!(!at_once || now() == began, "its own part, and it waited");
+                        let usage = budget.usage();
+                        assert!(usage.requests <= usage.most_requests, "{usage:?}");
+                        sleep_until(now() + pause()).await;
+                        account.give_back(bytes);
+                    }
+                }
+            };
+            let clients: Vec<_> = (0..20).map(|number| spawn_joinable(client(number))).collect();
+            for client in clients {
+                client.await;
+            }
+            let usage = budget.usage();
+            assert_eq!((usage.requests, usage.waiting), (0, 0));
+            assert!(total > 1000 * MIB || *waited.borrow() > 0, "nobody had to wait");
+        });
+    }
+}
+
+#[test]
+fn one_disk_leaves_the_others_as_much_as_it_has_beyond_its_part() {
+    let budget = Budget::new(1024 * MIB);
+    let (greedy, other) = (Account::new(&budget), Account::new(&budget));
+    assert_eq!(budget.usage().most_requests, 256 * MIB);
+    while greedy.try_take(MIB) {}
+    assert_eq!(greedy.used(), (64 + 64) * MIB, "its part, and half of the common half");
+    while other.try_take(MIB) {}
+    assert_eq!(other.used(), (64 + 32) * MIB);
+}
+
+#[test]
+fn what_is_set_aside_fits_or_is_refused() {
+    let budget = Budget::new(256 * MIB);
+    let account = Account::new(&budget);
+    let refused = account.reserve("the caches of a", 193 * MIB).expect_err("64 MiB are for requests");
+    assert_eq!(
+        refused.to_string(),
+        "the caches of a would need 193 MiB, and 192 MiB are left of the 256 MiB of memory that weir \
+         may use (allow more with --memory, or make caches and read-ahead smaller)"
+    );
+    account.reserve("the caches of a", 192 * MIB).expect("as much as there is");
+    assert!(!budget.take_page(1));
+    account.reserve("the caches of a", 100 * MIB).expect("less");
+    assert!(budget.take_page(92 * MIB) && !budget.take_page(1));
+    account.reserve("the caches of a", 101 * MIB).expect_err("a disk in memory has it");
+    budget.give_back_pages(MIB);
+    account.reserve("the caches of a", 101 * MIB).expect("it has come back");
+    drop(account);
+    assert_eq!(budget.usage().reserved, 0);
+}
+
+#[test]
+fn clients_can_connect_while_a_disk_in_memory_uses_up_the_budget() {
+    let budget = Budget::new(256 * MIB);
+    assert!(budget.take_page(192 * MIB) && !budget.take_page(1));
+    let first = ConnectionMemory::new(&budget, 3 * MIB).expect("a 64th of the budget is kept");
+    assert!(ConnectionMemory::new(&budget, 2 * MIB).is_none());
+    assert_eq!(budget.usage().connections, 3 * MIB);
+    drop(first);
+    drop(ConnectionMemory::new(&budget, 4 * MIB).expect("all of it"));
+    // What connections have beside a disk's pages is not left for pages.
+    budget.give_back_pages(MIB);
+    let _connection = ConnectionMemory::new(&budget, MIB).expect("as much as is left");
+    assert!(!budget.take_page(1));
+}
+
+/// A client that holds memory without progress since an instant, and how often it was visited and
+/// disconnected.
+#[derive(Debug)]
+struct Stalled {
+    account: Arc<Account>,
+    since: Instant,
+    listing: Listing,
+    visits: AtomicU64,
+    ends: AtomicU64,
+    ended: Event,
+}
+
+impl Stalled {
+    fn new(account: &Arc<Account>) -> Arc<Self> {
+        let stalled = Arc::new(Self {
+            account: Arc::clone(account),
+            since: now(),
+            listing: Listing::default(),
+            visits: AtomicU64::new(0),
+            ends: AtomicU64::new(0),
+            ended: Event::new(),
+        });
+        account.watch(&stalled);
+        stalled
+    }
+
+    /// Takes the largest request and holds it until the client is disconnected.
+    async fn hold(account: Arc<Account>) {
+        account.take(&MemoryFlow::default(), LARGEST).await;
+        let stalled = Self::new(&account);
+        stalled.ended.listen().await;
+        account.give_back(LARGEST);
+    }
+}
+
+impl Holder for Stalled {
+    fn due(&self) -> Option<Instant> {
+        self.visits.fetch_add(1, SeqCst);
+        Some(self.since)
+    }
+
+    fn push_out(&self) {
+        self.ends.fetch_add(1, SeqCst);
+        self.ended.notify(usize::MAX);
+    }
+
+    fn listing(&self) -> &Listing {
+        &self.listing
+    }
+}
+
+impl Drop for Stalled {
+    fn drop(&mut self) {
+        self.account.forget(&self.listing);
+    }
+}
+
+/// Clients that hold the largest request of `account` without progress, and connect again whenever
+/// they are disconnected.
+fn hostile(account: &Arc<Account>, count: usize) -> Vec<JoinHandle<()>> {
+    let client = |_| {
+        let account = Arc::clone(account);
+        spawn_joinable(async move {
+            loop {
+                Stalled::hold(Arc::clone(&account)).await;
+            }
+        })
+    };
+    (0..count).map(client).collect()
+}
+
+async fn end(clients: Vec<JoinHandle<()>>) {
+    for client in clients {
+        client.cancel().await;
+    }
+}
+
+#[test]
+fn a_client_without_progress_is_disconnected_after_the_grace() {
+    sim::run(1, async {
+        let budget = Budget::new(0);
+        let (stalled, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
+        let holding = spawn_joinable(Stalled::hold(Arc::clone(&stalled)));
+        sleep_until(now() + Duration::from_millis(1)).await;
+        let began = now();
+        other.take(&MemoryFlow::default(), LARGEST).await;
+        let waited = now() - began;
+        assert!(waited <= GRACE && waited >= GRACE - LOOK, "{waited:?}");
+        holding.await;
+    });
+}
+
+/// However many clients of one disk keep what they can get, and come again once they were
+/// pushed out: a request of another disk waits for one of them. Whether that disk has other
+/// requests in flight makes no difference.
+#[test]
+fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
+    let largest = (3..=8).map(|disks| (disks, LARGEST));
+    for (disks, bytes) in largest.chain([(3, 20 * MIB), (100, LARGEST), (100, MIB)]) {
+        sim::run(disks as u64, async move {
+            let budget = Budget::new(128 * MIB);
+            let accounts: Vec<_> = (0..disks).map(|_| Account::new(&budget)).collect();
+            let stuck = hostile(&accounts[0], 60);
+            let ordinary = |number: usize| {
+                let account = Arc::clone(&accounts[number]);
+                async move {
+                    let flow = MemoryFlow::default();
+                    if number.is_multiple_of(2) {
+                        account.take(&flow, 4096).await;
+                    }
+                    for _ in 0..3 {
+                        sleep_until(now() + pause()).await;
+                        let began = now();
+                        account.take(&flow, bytes).await;
+                        let waited = now() - began;
+                        assert!(waited <= GRACE + 3 * LOOK, "{disks} disks: {waited:?}");
+                        sleep_until(now() + Duration::from_millis(1)).await;
+                        account.give_back(bytes);
+                    }
+                }
+            };
+            let ordinary: Vec<_> = (1..disks).map(|number| spawn_joinable(ordinary(number))).collect();
+            for client in ordinary {
+                client.await;
+            }
+            end(stuck).await;
+        });
+    }
+}
+
+/// Ending a client takes time and logs a line, so no client is disconnected twice.
+#[test]
+fn a_client_is_disconnected_once_however_many_requests_wait() {
+    sim::run(1, async {
+        let budget = Budget::new(0);
+        let (slow, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
+        slow.take(&MemoryFlow::default(), LARGEST).await;
+        let client = Stalled::new(&slow);
+        let wait = |_| {
+            let other = Arc::clone(&other);
+            spawn_joinable(async move {
+                other.take(&MemoryFlow::default(), LARGEST).await;
+                other.give_back(LARGEST);
+            })
+        };
+        let waiting: Vec<_> = (0..30).map(wait).collect();
+        sleep_until(now() + 5 * LOOK).await;
+        assert_eq!(client.ends.load(SeqCst), 1);
+        // A transfer that goes on does not list it again.
+        slow.watch(&client);
+        sleep_until(now() + 5 * LOOK).await;
+        assert_eq!(client.ends.load(SeqCst), 1);
+        slow.give_back(LARGEST);
+        for waiter in waiting {
+            waiter.await;
+        }
+    });
+}
+
+mod fairness;

@@ -1,0 +1,538 @@
+//! What the data path asks of the kernel, a function for each operation. Each takes the memory it
+//! works on and returns it.
+//!
+//! A file descriptor is held as [`Fd`], shared and reference-counted. An operation in flight keeps
+//! it open, so its number cannot be reused for another file before the kernel has looked at it.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    sync::{Arc, Condvar, Mutex, PoisonError},
+};
+
+use io_uring::{opcode, squeue, types};
+use nix::sys::resource::{Resource, getrlimit};
+use policy::time::Duration;
+use smallvec::SmallVec;
+
+use super::{
+    Permit, pool, priority,
+    uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
+    worker,
+};
+use crate::buffer::{Buffer, Segment, Segments};
+
+/// An open file, socket or device, shared between threads and operations in flight.
+#[derive(Clone, Debug)]
+pub struct Fd {
+    open: Arc<Open>,
+    /// Returned when the operations that hold this clone have ended.
+    permit: Option<Arc<Permit>>,
+}
+
+#[derive(Debug)]
+struct Open {
+    /// `None` only while it is dropped.
+    fd: Option<OwnedFd>,
+    closing: Option<Arc<dyn Closing>>,
+}
+
+/// Callbacks that precede the closing of a file. Both may wait for the file system (a close sends
+/// locks and written data to an NFS or FUSE server), so they run on a thread that may block. A
+/// [`Closing`] is dropped after the file is closed.
+pub trait Closing: std::fmt::Debug + Send + Sync {
+    /// The last use of the file: no operation on it is in flight.
+    fn before(&self, fd: BorrowedFd<'_>);
+}
+
+/// Files that are being closed on other threads.
+static CLOSINGS: Mutex<usize> = Mutex::new(0);
+static CLOSED: Condvar = Condvar::new();
+
+/// Waits until all files that were dropped on non-blocking threads are closed, for `timeout` at
+/// most. Returns true if they are. Blocks.
+pub fn wait_for_closings(timeout: Duration) -> bool {
+    let closings = CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = CLOSED.wait_timeout_while(closings, timeout, |closings| *closings > 0);
+    *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+}
+
+/// Runs `close`, which may wait for a file system, on a thread that may block.
+fn close_where_blocking_is_allowed(close: impl FnOnce() + Send + 'static) {
+    if worker::may_block() {
+        return close();
+    }
+    *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+    pool::start(move || {
+        close();
+        *CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        CLOSED.notify_all();
+    });
+}
+
+/// A descriptor that another process has passed. It may be of any file, whose closing may wait for
+/// a file system.
+#[derive(Debug)]
+pub struct ForeignFd(Option<OwnedFd>);
+
+impl ForeignFd {
+    /// The descriptor, for a caller that closes it without blocking a thread that serves disks.
+    pub fn into_owned(mut self) -> OwnedFd {
+        self.0.take().expect("taken once")
+    }
+}
+
+impl From<OwnedFd> for ForeignFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(Some(fd))
+    }
+}
+
+impl AsFd for ForeignFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_ref().expect("open until it is dropped").as_fd()
+    }
+}
+
+impl Drop for ForeignFd {
+    fn drop(&mut self) {
+        if let Some(fd) = self.0.take() {
+            close_where_blocking_is_allowed(move || drop(fd));
+        }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let (Some(fd), Some(closing)) = (self.fd.take(), self.closing.take()) else { return };
+        close_where_blocking_is_allowed(move || {
+            closing.before(fd.as_fd());
+            drop(fd);
+            drop(closing);
+        });
+    }
+}
+
+impl Fd {
+    /// A file whose last use, wherever it is, is followed by `closing`.
+    pub fn of_file(fd: impl Into<OwnedFd>, closing: Arc<dyn Closing>) -> Self {
+        Self { open: Arc::new(Open { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
+    }
+
+    /// The same file, holding a permit for as long as the clone or an operation on it exists.
+    pub fn holding(&self, permit: Permit) -> Self {
+        Self { open: Arc::clone(&self.open), permit: Some(Arc::new(permit)) }
+    }
+
+    /// Flags of operations on the file. An operation with a permit is executed by a thread of the
+    /// kernel from the start, because file systems in user space accept non-blocking reads and then
+    /// wait for their readahead.
+    pub(super) fn flags(&self) -> squeue::Flags {
+        if self.permit.is_some() { squeue::Flags::ASYNC } else { squeue::Flags::empty() }
+    }
+
+    fn owned(&self) -> &OwnedFd {
+        self.open.fd.as_ref().expect("open until it is dropped")
+    }
+
+    fn target(&self) -> types::Fd {
+        types::Fd(self.raw())
+    }
+
+    pub(super) fn raw(&self) -> RawFd {
+        self.owned().as_raw_fd()
+    }
+
+    /// Whether it is the same one, not another of the same file.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.open, &other.open)
+    }
+
+    /// Whether so many hold it: owners, and operations in flight.
+    pub fn has_owners(&self, count: usize) -> bool {
+        Arc::strong_count(&self.open) == count
+    }
+}
+
+impl<T: Into<OwnedFd>> From<T> for Fd {
+    fn from(fd: T) -> Self {
+        Self { open: Arc::new(Open { fd: Some(fd.into()), closing: None }), permit: None }
+    }
+}
+
+impl AsFd for Fd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.owned().as_fd()
+    }
+}
+
+/// Most segments in one system call: the kernel's UIO_MAXIOV.
+pub const MOST_SEGMENTS: usize = 1024;
+
+/// The kernel counts in 32 bits; more is a short transfer, which callers continue anyway.
+pub(super) fn length(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or(1 << 30)
+}
+
+/// Segments that the kernel fills. What is a guest's is recorded as dirty when the operation has
+/// ended, also where nobody waits for it any more.
+struct Filled(Segments);
+
+impl Filled {
+    fn ended(mut self) -> Segments {
+        self.0.mark_dirty();
+        std::mem::take(&mut self.0)
+    }
+}
+
+impl Drop for Filled {
+    fn drop(&mut self) {
+        self.0.mark_dirty();
+    }
+}
+
+/// Reads at `offset` into `segments`, behind their first `filled` bytes, of which there are fewer
+/// than all; returns how many bytes, 0 at the end of the file. The kernel takes [`MOST_SEGMENTS`]
+/// at most: more is a short transfer, and likewise too many bytes.
+pub async fn read_at(
+    fd: &Fd,
+    mut segments: Segments,
+    filled: usize,
+    offset: u64,
+) -> (io::Result<usize>, Segments) {
+    if let [only] = segments.as_mut_slice() {
+        let bytes = only.len() - filled;
+        let entry = opcode::Read::new(fd.target(), only.target().wrapping_add(filled), length(bytes))
+            .offset(offset)
+            .ioprio(priority::current())
+            .build()
+            .flags(fd.flags());
+        // SAFETY: a segment's memory stays where it is when the segment moves, and the descriptor
+        // is held with it.
+        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon(MOST_READS_HELD_BACK);
+        let (result, (_, filled)) = op.await;
+        return (result.map(|count| count as usize), filled.ended());
+    }
+    let vectors = Vectors::to_fill(&mut segments, filled);
+    let entry = opcode::Readv::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
+        .offset(offset)
+        .ioprio(priority::current())
+        .build()
+        .flags(fd.flags());
+    // SAFETY: the vectors are boxed, and the segments they point to are held.
+    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon(MOST_READS_HELD_BACK);
+    let (result, (_, filled, _)) = op.await;
+    (result.map(|count| count as usize), filled.ended())
+}
+
+/// Whether a write reports success only once it is on stable storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// It may stay in a cache until the next [`sync`].
+    Cached,
+    /// `RWF_DSYNC`: data and what is needed to read it back are on stable storage.
+    Synchronous,
+}
+
+impl Durability {
+    /// Of a write.
+    pub(super) fn flags(self) -> i32 {
+        match self {
+            Self::Cached => 0,
+            Self::Synchronous => libc::RWF_DSYNC,
+        }
+    }
+}
+
+/// Writes the segments at `offset`; returns how many bytes.
+pub async fn write_at(
+    fd: &Fd,
+    segments: Segments,
+    offset: u64,
+    durability: Durability,
+) -> (io::Result<usize>, Segments) {
+    let flags = durability.flags();
+    if let [only] = segments.as_slice() {
+        let entry = opcode::Write::new(fd.target(), only.source(), length(only.len()))
+            .offset(offset)
+            .rw_flags(flags)
+            .build()
+            .flags(fd.flags());
+        // SAFETY: as in `read_at`.
+        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon(MOST_WRITES_HELD_BACK);
+        let (result, (_, segments)) = op.await;
+        return (result.map(|count| count as usize), segments);
+    }
+    let vectors = Vectors::of(&segments);
+    let entry = opcode::Writev::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
+        .offset(offset)
+        .rw_flags(flags)
+        .build()
+        .flags(fd.flags());
+    // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
+    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
+    let (result, (_, segments, _)) = op.await;
+    (result.map(|count| count as usize), segments)
+}
+
+/// Brings everything written before to stable storage (`fdatasync`).
+pub async fn sync(fd: &Fd) -> io::Result<()> {
+    let entry = opcode::Fsync::new(fd.target()).flags(types::FsyncFlags::DATASYNC).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// `fallocate(2)` with `mode` from `FALLOC_FL_…`: zeroes, deallocates or reserves a range.
+///
+/// # Errors
+/// As `fallocate(2)`; `EOPNOTSUPP` where the file system cannot.
+pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
+    let entry = opcode::Fallocate::new(fd.target(), length).offset(offset).mode(mode).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// Asks the page cache to read a range ahead (`POSIX_FADV_WILLNEED`).
+pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
+    // The kernel takes 32 bits here; a hint may be shortened.
+    let length = libc::off_t::from(i32::try_from(length).unwrap_or(i32::MAX));
+    let entry = opcode::Fadvise::new(fd.target(), length, libc::POSIX_FADV_WILLNEED).offset(offset).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer
+/// has closed.
+///
+/// # Panics
+/// If the buffer is full already.
+pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+    let room = &mut buffer[filled..];
+    assert!(!room.is_empty(), "receiving into no room would look like the peer's end");
+    let entry = opcode::Recv::new(fd.target(), room.as_mut_ptr(), length(room.len())).build();
+    // SAFETY: as in `read_at`.
+    let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
+    let (result, (_, buffer)) = op.await;
+    (result.map(|count| count as usize), buffer)
+}
+
+/// Sends the segments in one message; returns how many bytes.
+///
+/// # Errors
+/// As `sendmsg(2)`; a closed peer is `EPIPE`, never a signal.
+pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
+    sent(start_send(fd, segments)).await
+}
+
+/// The same, submitted now with all else that waits: where the receiver has work to do on it, and
+/// the rest of the turn would keep it from that.
+///
+/// # Errors
+/// As [`send`].
+pub async fn send_now(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
+    sent(start_send(fd, segments).soon(1)).await
+}
+
+type Sending = Op<(Fd, Segments, Box<Message>)>;
+
+fn start_send(fd: &Fd, segments: Segments) -> Sending {
+    let mut message = Box::new(Message::new(Vectors::of(&segments)));
+    let entry = opcode::SendMsg::new(fd.target(), message.header())
+        .flags((libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32)
+        .build();
+    // SAFETY: header and vectors are boxed, and the buffers they point to are held in `segments`.
+    unsafe { Op::start(&entry, (fd.clone(), segments, message)) }
+}
+
+async fn sent(op: Sending) -> (io::Result<usize>, Segments) {
+    let (result, (_, segments, _)) = op.await;
+    (result.map(|count| count as usize), segments)
+}
+
+/// Bytes sent on a stream socket that are still on their way: for a Unix socket, what the peer has
+/// not read yet.
+///
+/// # Errors
+/// As `ioctl(2)` with `SIOCOUTQ`; `ENOTTY` or `EOPNOTSUPP` for what is no such socket.
+pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: SIOCOUTQ (TIOCOUTQ's other name) writes one int, to `count`.
+    let result = unsafe { libc::ioctl(fd.raw(), libc::TIOCOUTQ, &raw mut count) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Bytes that a stream socket can receive at once.
+///
+/// # Errors
+/// As `ioctl(2)` with `FIONREAD`.
+pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: FIONREAD writes one int, to `count`.
+    let result = unsafe { libc::ioctl(fd.raw(), libc::FIONREAD, &raw mut count) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Descriptors that clients leave to the rest of the process: control sockets, images.
+const DESCRIPTORS_KEPT: u64 = 64;
+/// The most that are left by those who have many already: see [`descriptors_left_to_others`].
+pub const DESCRIPTORS_LEFT: u64 = 2 * DESCRIPTORS_KEPT;
+
+/// Whether a client may still have a descriptor: the lowest free one is not among the last that the
+/// process may have. Of a small limit (`ulimit -n`) an eighth is kept.
+pub fn descriptors_left() -> bool {
+    are_left_beside(1)
+}
+
+/// The same for one who has many already: others may still have as many as the process keeps.
+pub fn descriptors_left_to_others() -> bool {
+    are_left_beside(2)
+}
+
+fn are_left_beside(parts: u64) -> bool {
+    let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
+    let kept = parts * DESCRIPTORS_KEPT.min(limit / 8);
+    lowest_free().is_none_or(|number| number.saturating_add(kept) < limit)
+}
+
+/// How many descriptors the process may still have, as far as is known: those above the lowest free
+/// one.
+pub fn free_descriptors() -> u64 {
+    let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return u64::MAX };
+    lowest_free().map_or(u64::MAX, |number| limit.saturating_sub(number))
+}
+
+/// Keeps all descriptors that this process was started with, but for the first three, from programs
+/// that it starts: sockets and secrets, which a service manager leaves open for whoever is started.
+///
+/// # Errors
+/// The kernel cannot do it: Linux has close_range(2) since 5.9, and this of it since 5.11.
+pub fn keep_from_children() -> io::Result<()> {
+    const CLOSE_RANGE_CLOEXEC: libc::c_uint = 1 << 2;
+    // SAFETY: sets a flag of descriptors, and closes none.
+    let done = unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, CLOSE_RANGE_CLOEXEC) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The lowest free descriptor; the largest number where there is none, nothing where nobody knows.
+fn lowest_free() -> Option<u64> {
+    // SAFETY: makes a descriptor, or fails.
+    let free = unsafe { libc::fcntl(0, libc::F_DUPFD_CLOEXEC, 0) };
+    match u64::try_from(free) {
+        Ok(number) => {
+            // SAFETY: made above, and known to nobody else.
+            drop(unsafe { OwnedFd::from_raw_fd(free) });
+            Some(number)
+        }
+        Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::EMFILE) => Some(u64::MAX),
+        Err(_) => None,
+    }
+}
+
+/// Accepts a connection on a listening socket.
+pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
+    let entry = opcode::Accept::new(fd.target(), std::ptr::null_mut(), std::ptr::null_mut())
+        .flags(libc::SOCK_CLOEXEC)
+        .build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    // A client that was accepted for nobody is told so at once, instead of waiting for the process
+    // to end.
+    let op = op.or_else(|_, result| drop(accepted(result)));
+    let descriptor = op.await.0?;
+    accepted(i32::try_from(descriptor).unwrap_or(-1)).ok_or(io::Error::from_raw_os_error(libc::EBADF))
+}
+
+/// The descriptor in an accept's result; `None` if it failed.
+fn accepted(result: i32) -> Option<OwnedFd> {
+    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    (result >= 0).then(|| unsafe { OwnedFd::from_raw_fd(result) })
+}
+
+/// Ends what this thread waits for on `fd`, as far as it has not happened yet, with `ECANCELED`:
+/// whoever waits gets either what came or that, so nothing is lost.
+pub fn interrupt(fd: &Fd) {
+    let entry = opcode::AsyncCancel2::new(types::CancelBuilder::fd(fd.target()).all()).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    // What came of it, whoever waits sees.
+    super::spawn(async { drop(op.await) });
+}
+
+/// Waits until `fd` can be read from (or has failed).
+pub async fn readable(fd: &Fd) -> io::Result<()> {
+    polled(fd, libc::POLLIN.into(), 0).await
+}
+
+/// Waits until `fd` can be read from (or has failed), where several wait for the same and one is
+/// enough: of them, the kernel wakes one for each thing to read.
+pub async fn readable_by_one(fd: &Fd) -> io::Result<()> {
+    polled(fd, libc::POLLIN.into(), libc::EPOLLEXCLUSIVE as u32).await
+}
+
+/// Waits until the peer of a socket sends nothing any more, whatever of it is still to be read.
+pub async fn hung_up(fd: &Fd) -> io::Result<()> {
+    polled(fd, libc::POLLRDHUP.into(), 0).await
+}
+
+async fn polled(fd: &Fd, events: i32, how: u32) -> io::Result<()> {
+    let entry = opcode::PollAdd::new(fd.target(), events as u32 | how).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// Pointers to segments, at an address that stays: few are kept inline in the box, many in its own
+/// memory.
+struct Vectors(Box<SmallVec<[libc::iovec; 8]>>);
+
+impl Vectors {
+    /// Of the bytes of all segments.
+    fn of(segments: &Segments) -> Self {
+        let vector = |segment: &Segment| libc::iovec {
+            iov_base: segment.source().cast_mut().cast(),
+            iov_len: segment.len(),
+        };
+        Self(Box::new(segments.iter().map(vector).collect()))
+    }
+
+    /// Of the room in the first segments that have any behind so many bytes.
+    fn to_fill(segments: &mut Segments, mut filled: usize) -> Self {
+        let vectors = segments.as_mut_slice().iter_mut().filter_map(|segment| {
+            let skip = filled.min(segment.len());
+            filled -= skip;
+            let room = segment.len() - skip;
+            let base = segment.target().wrapping_add(skip);
+            (room > 0).then_some(libc::iovec { iov_base: base.cast(), iov_len: room })
+        });
+        Self(Box::new(vectors.take(MOST_SEGMENTS).collect()))
+    }
+}
+
+struct Message {
+    header: libc::msghdr,
+    vectors: Vectors,
+}
+
+impl Message {
+    fn new(vectors: Vectors) -> Self {
+        // SAFETY: msghdr is a C structure of integers and pointers, for which all zeroes means
+        // "nothing there".
+        let header = unsafe { std::mem::zeroed() };
+        Self { header, vectors }
+    }
+
+    fn header(&mut self) -> *const libc::msghdr {
+        self.header.msg_iov = self.vectors.0.as_mut_ptr();
+        self.header.msg_iovlen = self.vectors.0.len();
+        &raw const self.header
+    }
+}

@@ -1,0 +1,207 @@
+//! A bound on how many operations run at once, for waiters on any thread.
+//!
+//! Waiters receive permits in the order of their arrival. A returned permit passes to the first
+//! waiter directly, so an operation that arrives later cannot take it.
+
+use std::{
+    collections::BTreeMap,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker},
+};
+
+/// A number of permits. An operation holds one while it runs; further operations wait.
+#[derive(Debug)]
+pub struct Permits(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    free: usize,
+    next_ticket: u64,
+    /// Waiters by ticket, in the order of arrival. Empty if a permit is free.
+    waiting: BTreeMap<u64, Waker>,
+}
+
+/// One of [`Permits`], returned when dropped.
+#[derive(Debug)]
+pub struct Permit(Arc<Permits>);
+
+impl Permits {
+    /// `count` permits, all free.
+    pub fn new(count: usize) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(State { free: count, next_ticket: 0, waiting: BTreeMap::new() })))
+    }
+
+    /// Waits for a permit. Its turn begins when the future is polled first.
+    pub fn take(self: &Arc<Self>) -> impl Future<Output = Permit> + use<> {
+        Take { permits: Arc::clone(self), ticket: None }
+    }
+
+    /// Number of free permits.
+    pub fn free(&self) -> usize {
+        self.lock().free
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change of it is complete before a panic could occur.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Passes a permit to the first waiter.
+    fn put_back(&self) {
+        let first = {
+            let mut state = self.lock();
+            let first = state.waiting.pop_first();
+            if first.is_none() {
+                state.free += 1;
+            }
+            first
+        };
+        if let Some((_, waker)) = first {
+            waker.wake();
+        }
+    }
+}
+
+struct Take {
+    permits: Arc<Permits>,
+    /// Set while it waits. It owns a permit if the ticket is no longer in the queue.
+    ticket: Option<u64>,
+}
+
+impl Future for Take {
+    type Output = Permit;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
+        let permits = Arc::clone(&self.permits);
+        let mut state = permits.lock();
+        match self.ticket {
+            None if state.free > 0 => state.free -= 1,
+            None => {
+                let ticket = state.next_ticket;
+                state.next_ticket += 1;
+                state.waiting.insert(ticket, context.waker().clone());
+                self.ticket = Some(ticket);
+                return Poll::Pending;
+            }
+            Some(ticket) => {
+                if let Some(waker) = state.waiting.get_mut(&ticket) {
+                    waker.clone_from(context.waker());
+                    return Poll::Pending;
+                }
+                self.ticket = None;
+            }
+        }
+        drop(state);
+        Poll::Ready(Permit(permits))
+    }
+}
+
+impl Drop for Take {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket
+            && self.permits.lock().waiting.remove(&ticket).is_none()
+        {
+            self.permits.put_back();
+        }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.put_back();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        cell::{Cell, RefCell},
+        pin::pin,
+        rc::Rc,
+    };
+
+    use super::*;
+    use crate::{sim, spawn_joinable, yield_now};
+
+    #[test]
+    fn no_more_run_than_there_are_permits_and_all_run() {
+        for seed in 0..50 {
+            sim::run(seed, async {
+                let permits = Permits::new(3);
+                let (running, most) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
+                let tasks: Vec<_> = (0..20)
+                    .map(|_| {
+                        let (permits, running, most) =
+                            (Arc::clone(&permits), Rc::clone(&running), Rc::clone(&most));
+                        spawn_joinable(async move {
+                            let _permit = permits.take().await;
+                            running.set(running.get() + 1);
+                            most.set(most.get().max(running.get()));
+                            yield_now().await;
+                            running.set(running.get() - 1);
+                        })
+                    })
+                    .collect();
+                for task in tasks {
+                    task.await;
+                }
+                assert!(most.get() <= 3 && most.get() > 0);
+                assert_eq!(permits.free(), 3);
+            });
+        }
+    }
+
+    #[test]
+    fn a_later_arrival_does_not_overtake_a_waiter() {
+        for seed in 0..50 {
+            sim::run(seed, async move {
+                let permits = Permits::new(1);
+                let order = Rc::new(RefCell::new(Vec::new()));
+                let held = permits.take().await;
+                let mut tasks = Vec::new();
+                for number in 0..5 {
+                    let (of_task, taken) = (Arc::clone(&permits), Rc::clone(&order));
+                    tasks.push(spawn_joinable(async move {
+                        let _permit = of_task.take().await;
+                        taken.borrow_mut().push(number);
+                        yield_now().await;
+                    }));
+                    while permits.lock().waiting.len() <= number {
+                        yield_now().await;
+                    }
+                }
+                drop(held);
+                let last = permits.take().await;
+                order.borrow_mut().push(5);
+                drop(last);
+                for task in tasks {
+                    task.await;
+                }
+                assert_eq!(*order.borrow(), [0, 1, 2, 3, 4, 5], "seed {seed}");
+            });
+        }
+    }
+
+    #[test]
+    fn a_waiter_that_leaves_passes_its_permit_on() {
+        sim::run(1, async {
+            let permits = Permits::new(1);
+            let held = permits.take().await;
+            let mut context = Context::from_waker(Waker::noop());
+            {
+                let mut first = pin!(permits.take());
+                assert!(first.as_mut().poll(&mut context).is_pending());
+                drop(held);
+                assert_eq!(permits.free(), 0, "it belongs to the waiter");
+            }
+            assert_eq!(permits.free(), 1);
+            let _held = permits.take().await;
+            {
+                let mut second = pin!(permits.take());
+                assert!(second.as_mut().poll(&mut context).is_pending());
+            }
+            assert!(permits.lock().waiting.is_empty());
+        });
+    }
+}

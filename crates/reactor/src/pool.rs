@@ -1,0 +1,205 @@
+//! Threads for system calls that block.
+//!
+//! A thread that has nothing to do is used again for [`IDLE`], except while a process starts that
+//! is going to give up rights: a thread keeps the rights that it has, so no thread may outlive the
+//! start. Until [`threads_may_stay`], each call has a thread that ends with the call.
+//!
+//! There is no limit on the number of threads: a call to a file system that has stopped answering
+//! never returns, and with a limit the calls to one file system would use up the threads of all.
+//! Callers bound their calls instead: an open file allows a few at once, a control connection
+//! executes its commands in turn.
+
+use std::{
+    collections::VecDeque,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+/// Time that an idle thread is kept.
+const IDLE: Duration = Duration::from_secs(5);
+
+/// Threads that may still run; `None`: threads stay.
+static PASSING: Mutex<Option<Vec<JoinHandle<()>>>> = Mutex::new(None);
+
+static STAYING: Staying = Staying { work: Mutex::new(Work::new()), arrived: Condvar::new() };
+
+type Call = Box<dyn FnOnce() + Send>;
+
+struct Staying {
+    work: Mutex<Work>,
+    arrived: Condvar,
+}
+
+struct Work {
+    calls: VecDeque<Call>,
+    /// Threads that wait for a call.
+    idle: usize,
+    threads: usize,
+}
+
+impl Work {
+    const fn new() -> Self {
+        Self { calls: VecDeque::new(), idle: 0, threads: 0 }
+    }
+}
+
+impl Staying {
+    fn lock(&self) -> MutexGuard<'_, Work> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where there is no thread and none can be created, the call is executed in place: it delays
+    /// this thread, instead of ending the process.
+    fn start(&'static self, call: Call) {
+        let mut work = self.lock();
+        work.calls.push_back(call);
+        if work.calls.len() > work.idle {
+            let thread = thread::Builder::new().name("blocking".to_owned());
+            match thread.spawn(|| self.work()) {
+                Ok(_) => work.threads += 1,
+                // The next thread that finishes its call takes this one.
+                Err(error) if work.threads > 0 => {
+                    tracing::warn!(%error, "no further thread for system calls that block");
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "no thread for a system call that blocks: it is executed in place");
+                    let call = work.calls.pop_back();
+                    drop(work);
+                    return call.into_iter().for_each(execute);
+                }
+            }
+        }
+        drop(work);
+        self.arrived.notify_one();
+    }
+
+    fn work(&self) {
+        let mut work = self.lock();
+        loop {
+            while let Some(call) = work.calls.pop_front() {
+                drop(work);
+                execute(call);
+                work = self.lock();
+            }
+            work.idle += 1;
+            let waited = self.arrived.wait_timeout_while(work, IDLE, |work| work.calls.is_empty());
+            work = waited.unwrap_or_else(PoisonError::into_inner).0;
+            work.idle -= 1;
+            if work.calls.is_empty() {
+                work.threads -= 1;
+                return;
+            }
+        }
+    }
+}
+
+/// The caller that awaits the result of `call` reports its panic.
+fn execute(call: Call) {
+    let _ = catch_unwind(AssertUnwindSafe(call));
+}
+
+/// Ends each thread after the call that it was started for, from now on.
+pub fn threads_must_end() {
+    PASSING.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
+}
+
+/// Waits until the threads that run have ended; from now on threads stay.
+pub fn threads_may_stay() {
+    let passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner).take();
+    for thread in passing.into_iter().flatten() {
+        // The caller that awaits the result reports a panic.
+        let _ = thread.join();
+    }
+}
+
+/// True between [`threads_must_end`] and [`threads_may_stay`].
+pub(super) fn threads_end_with_calls() -> bool {
+    PASSING.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+}
+
+/// Starts `call` on a thread of the pool, and does not wait for it.
+///
+/// # Panics
+/// If no thread can be created before [`threads_may_stay`].
+pub(super) fn start(call: impl FnOnce() + Send + 'static) {
+    let mut passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner);
+    match &mut *passing {
+        None => {
+            drop(passing);
+            STAYING.start(Box::new(call));
+        }
+        Some(threads) => {
+            threads.retain(|thread| !thread.is_finished());
+            threads.push(thread::spawn(call));
+        }
+    }
+}
+
+/// # Panics
+/// If `f` does, or if no thread can be created before [`threads_may_stay`].
+pub(super) async fn run<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = async_channel::bounded(1);
+    // Sending fails if the caller no longer waits.
+    start(move || drop(sender.try_send(f())));
+    receiver.recv().await.expect("the call does not panic")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, sync::mpsc};
+
+    use super::*;
+    use crate::Polling;
+
+    /// This process's threads that stay.
+    fn staying() -> usize {
+        let threads = fs::read_dir("/proc/self/task").expect("it is there").flatten();
+        let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        threads.map(name).filter(|name| name.starts_with("blocking")).count()
+    }
+
+    /// One test counts the threads that stay, another starts some.
+    static THREADS_THAT_STAY: Mutex<()> = Mutex::new(());
+
+    /// The only test that lets threads stay; other tests of this process may use them at any time.
+    #[test]
+    fn no_thread_is_left_until_threads_may_stay() {
+        let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
+        crate::run(Polling::Off, async {
+            threads_must_end();
+            let before = staying();
+            let id = crate::blocking(|| thread::current().id()).await;
+            assert_ne!(id, thread::current().id());
+            // Threads that stay have names.
+            let name = crate::computing(|| thread::current().name().map(str::to_owned)).await;
+            assert_eq!(name, None);
+            assert!(staying() <= before);
+            threads_may_stay();
+            assert_eq!(crate::blocking(|| 7).await, 7);
+        })
+        .expect("io_uring works on a test machine");
+    }
+
+    #[test]
+    fn calls_that_never_return_delay_no_other_call() {
+        const STUCK: usize = 600;
+        let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
+        let (release, released) = mpsc::channel::<()>();
+        let released = std::sync::Arc::new(Mutex::new(released));
+        for _ in 0..STUCK {
+            let released = std::sync::Arc::clone(&released);
+            STAYING.start(Box::new(move || {
+                let released = released.lock().unwrap_or_else(PoisonError::into_inner);
+                let _ = released.recv();
+            }));
+        }
+        let (sender, receiver) = mpsc::channel();
+        STAYING.start(Box::new(move || {
+            let _ = sender.send(7);
+        }));
+        assert_eq!(receiver.recv(), Ok(7));
+        drop(release);
+    }
+}

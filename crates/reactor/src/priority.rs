@@ -1,0 +1,62 @@
+//! Whose I/O it is: a guest's, or background work that the device may put behind it.
+//!
+//! The kernel takes a priority with each request (values in `ioprio_set(2)`). Schedulers that know
+//! priorities, such as bfq, give a larger part of the device to the higher ones; the others ignore
+//! them. Background work is best-effort like everything else, at the lowest level. It is not of the
+//! idle class, because somebody may come to wait for it, and idle requests may starve.
+//!
+//! Code can also ask whether it runs in the background ([`is_in_background`]), so that an error it
+//! finds there is not reported as a client's.
+
+use std::{cell::Cell, future::Future, pin::pin};
+
+/// `IOPRIO_PRIO_VALUE(IOPRIO_CLASS_BE, 7)`.
+const BEST_EFFORT_LOWEST: u16 = 2 << 13 | 7;
+/// The process's own.
+const UNCHANGED: u16 = 0;
+
+thread_local! {
+    static CURRENT: Cell<u16> = const { Cell::new(UNCHANGED) };
+}
+
+/// Runs `future` so that what it reads goes behind what others read. Not the tasks that it spawns.
+pub async fn in_background<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    std::future::poll_fn(|context| {
+        let before = CURRENT.replace(BEST_EFFORT_LOWEST);
+        let result = future.as_mut().poll(context);
+        CURRENT.set(before);
+        result
+    })
+    .await
+}
+
+/// Whether the task that runs now does so by [`in_background`].
+pub fn is_in_background() -> bool {
+    CURRENT.get() == BEST_EFFORT_LOWEST
+}
+
+/// The priority of what the task that runs now asks the kernel for.
+pub(super) fn current() -> u16 {
+    CURRENT.get()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{sim, yield_now};
+
+    #[test]
+    fn only_what_runs_in_the_background_has_the_lower_priority() {
+        sim::run(1, async {
+            assert_eq!(current(), UNCHANGED);
+            in_background(async {
+                assert!(is_in_background());
+                yield_now().await;
+                assert_eq!(current(), BEST_EFFORT_LOWEST);
+            })
+            .await;
+            assert_eq!(current(), UNCHANGED);
+        });
+    }
+}

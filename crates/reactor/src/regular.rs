@@ -1,0 +1,95 @@
+//! Small files that a user names: configs, tokens, keys, passwords.
+//!
+//! Opening a named pipe waits for a writer, and a device may never end or answer. A daemon that
+//! opens a named pipe would wait for ever, and so would each later reload. [`open`] never waits and
+//! returns regular files alone.
+//!
+//! A pipe is accepted only where this process was given it by its number (`/dev/fd/5`,
+//! `/dev/stdin`), as a shell's `<(command)` does.
+
+use std::{
+    fs::File,
+    io::{self, ErrorKind},
+    os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _},
+    path::Path,
+};
+
+/// Opens a file for reading.
+///
+/// # Errors
+/// The system's; [`ErrorKind::InvalidInput`], which names the kind of file, for any other than a
+/// regular one.
+pub fn open(path: &Path) -> io::Result<File> {
+    let given = ["/dev/fd/", "/proc/self/fd/", "/dev/stdin"];
+    if given.iter().any(|own| path.starts_with(own)) {
+        return File::open(path);
+    }
+    open_found(path)
+}
+
+/// Like [`open`], for a path that is already resolved, in any directory.
+pub fn open_found(path: &Path) -> io::Result<File> {
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    check(&file)?;
+    Ok(file)
+}
+
+/// Fails unless an open file is a regular one.
+///
+/// # Errors
+/// As [`open`].
+pub fn check(file: &File) -> io::Result<()> {
+    let kind = file.metadata()?.file_type();
+    if kind.is_file() {
+        return Ok(());
+    }
+    let what = match kind {
+        kind if kind.is_dir() => "is a directory, not a file",
+        kind if kind.is_fifo() => "is a named pipe, not a file (pass a pipe as /dev/fd/N)",
+        kind if kind.is_char_device() || kind.is_block_device() => "is a device, not a file",
+        _ => "is not a regular file",
+    };
+    Err(io::Error::new(ErrorKind::InvalidInput, what))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::fd::AsRawFd as _;
+
+    use super::*;
+
+    #[test]
+    fn only_regular_files_are_opened_and_nothing_is_waited_for() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        std::fs::write(path("file"), "text").expect("written");
+        nix::unistd::mkfifo(&path("pipe"), nix::sys::stat::Mode::S_IRWXU).expect("made");
+        let mut text = String::new();
+        open(&path("file")).expect("a file").read_to_string(&mut text).expect("read");
+        assert_eq!(text, "text");
+        // Without a writer, a plain open of the pipe would wait for ever.
+        for (what, why) in [
+            (path("pipe"), "is a named pipe"),
+            (directory.path().to_owned(), "is a directory"),
+            ("/dev/zero".into(), "is a device"),
+        ] {
+            let error = open(&what).expect_err("no file").to_string();
+            assert!(error.starts_with(why), "{error}");
+        }
+        let error = open(&path("missing")).expect_err("none");
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_pipe_that_the_process_was_given_is_read() {
+        let (mut reader, mut writer) = io::pipe().expect("a pipe");
+        writer.write_all(b"config").expect("written");
+        drop(writer);
+        let path = format!("/dev/fd/{}", reader.as_raw_fd());
+        let mut text = String::new();
+        open(Path::new(&path)).expect("given").read_to_string(&mut text).expect("read");
+        assert_eq!(text, "config");
+        assert_eq!(reader.read(&mut [0]).expect("at its end"), 0);
+    }
+}

@@ -1,0 +1,654 @@
+//! The kernel's half of the real reactor: one io_uring, the operations in flight on it, and how to
+//! wait for them.
+//!
+//! An operation owns the memory that the kernel works on. If its future is dropped early, the
+//! memory moves into the table of operations in flight and stays there until the kernel is done. So
+//! the buffer of a cancelled request is never reused too early.
+//!
+//! Submissions are batched: a turn of the reactor runs every ready task first and enters the kernel
+//! once. Completions are processed only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
+
+use std::{
+    cell::{Cell, RefCell, RefMut},
+    future::Future,
+    io,
+    os::fd::AsRawFd,
+    pin::Pin,
+    rc::Rc,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+
+use io_uring::{IoUring, opcode, squeue, types};
+use policy::time::{Duration, Instant, NANOS_PER_SECOND};
+use slab::Slab;
+
+use super::{
+    Driver, Figures, Reactor,
+    buffers::Table,
+    real_now, restricted, rouse,
+    vigil::Vigil,
+    wide::{Ring, takes_fuse_commands},
+    with_current,
+};
+
+/// Submission queue entries; a fuller batch is submitted in parts.
+const SUBMISSIONS: u32 = 256;
+/// Completion queue entries; what overflows waits in the kernel (`IORING_FEAT_NODROP`).
+const COMPLETIONS: u32 = 4096;
+/// How long [`super::linger`] lets completions gather, in microseconds: a few requests' worth of a
+/// fast client's time.
+const LINGER_US: u32 = 8;
+/// The limit of [`Polling::Auto`]: what lies between two completions of a busy disk. With 50 µs a
+/// thread falls asleep too often to be left alone by the kernel.
+const AUTO_LIMIT: Duration = Duration::from_micros(200);
+/// A device is not kept waiting for the rest of a turn once so many reads or writes are queued: of
+/// a turn's twelve the first would wait for all others, and the device would have less to do at
+/// once (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end.
+/// Each call costs, on a virtual machine a way out of it; so writes, which a device takes into its
+/// cache, are held back for longer.
+pub(super) const MOST_READS_HELD_BACK: usize = 4;
+pub(super) const MOST_WRITES_HELD_BACK: usize = 8;
+/// Tasks run between two looks at the ring, so that a busy task, or a party with many, cannot keep
+/// the completions of others waiting for long.
+pub(super) const TASKS_PER_TURN: usize = 64;
+/// The operation that waits for other threads' wake-ups is not in the table.
+const EVENT: u64 = u64::MAX;
+/// Neither are cancellations: their outcome shows in the operation they cancel.
+const CANCELLATION: u64 = u64::MAX - 1;
+
+/// How long to look for completions before sleeping.
+///
+/// Waking a sleeping thread costs tens of microseconds on a virtual machine (the idle core has to
+/// be woken by the hypervisor), which is as long as a fast device needs for a request. So the
+/// reactor polls, but only while completions have been arriving faster than the limit apart: an
+/// idle daemon sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polling {
+    /// Sleeps as soon as there is nothing to do.
+    Off,
+    /// Polls while that has been seen to pay ([`policy::polling`]).
+    Auto,
+    /// Polls for so long at a stretch; zero is [`Polling::Off`].
+    UpTo(Duration),
+}
+
+impl std::fmt::Display for Polling {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Auto => f.write_str("auto"),
+            Self::UpTo(limit) => write!(f, "{limit:?}"),
+        }
+    }
+}
+
+/// Whether, and how long, to wait for a completion.
+#[derive(Clone, Copy)]
+enum Wait {
+    No,
+    Forever,
+    For(Duration),
+    /// At least [`LINGER_US`], whatever completes; then as `For`.
+    Lingering(Duration),
+}
+
+/// Threads of the kernel for operations on files (`IORING_REGISTER_IOWQ_MAX_WORKERS`); the kernel
+/// reduces it to `RLIMIT_NPROC`. Its default is four for each processor, and operations on one file
+/// system that has stopped answering would occupy all of them: then no file is synced or read any
+/// more. Files of `storage` bound their own operations.
+const FILE_THREADS: u32 = 1 << 20;
+/// Time that the end of a ring waits for operations that the kernel does not cancel.
+const TO_CANCEL: Duration = Duration::from_secs(2);
+
+thread_local! {
+    static HAS_STUCK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// True if a ring of this thread ended while the kernel was still executing operations.
+pub(super) fn has_stuck_operations() -> bool {
+    HAS_STUCK.get()
+}
+
+/// A wait that something else ends.
+const FOREVER: Duration = Duration::from_secs(3600);
+
+enum Slot {
+    /// In flight, awaited by a task (or not polled yet).
+    Awaited(Option<Waker>),
+    /// Complete, result not fetched yet.
+    Complete(i32),
+    /// In flight, its future gone; holds what the kernel still uses. Never read, only dropped.
+    Abandoned(Orphan),
+    /// The same, and only the end of the ring ends it: see [`Op::until_the_ring_ends`].
+    Kept(Orphan),
+}
+
+/// Takes care of what an operation leaves when nobody waits for it any more; called with its
+/// result. Until then it holds the memory that the kernel works on.
+type Orphan = Box<dyn FnOnce(i32)>;
+
+pub(super) struct Uring {
+    ring: RefCell<Ring>,
+    slots: RefCell<Slab<Slot>>,
+    /// Tasks to wake after a look at the completion queue; kept to reuse its memory.
+    woken: RefCell<Vec<Waker>>,
+    event_armed: Cell<bool>,
+    /// Where the eventfd's counter is read to. Boxed: the kernel writes there.
+    event_counter: Box<Cell<u64>>,
+    polling: Polling,
+    vigil: Option<RefCell<Vigil>>,
+    /// Moving average of the time between running dry and the next completion.
+    typical_gap_ns: Cell<u64>,
+    /// Somebody said that nothing is urgent, since the last wait.
+    linger: Cell<bool>,
+    /// A task has said that it was long: the turn's tasks end with it.
+    long: Cell<bool>,
+    /// What [`Uring::recently`] answers during this turn, once it was asked.
+    recent: Cell<Option<Instant>>,
+    /// The kernel can wait for a time and for completions at once (6.12 on).
+    can_linger: bool,
+    /// Reads and writes of devices that were queued since something was submitted.
+    held_back: Cell<usize>,
+    buffers: RefCell<Table>,
+    pub(super) figures: Arc<Figures>,
+}
+
+impl Uring {
+    pub(super) fn new(polling: Polling) -> io::Result<Self> {
+        let ring = if takes_fuse_commands() { build().map(Ring::Wide) } else { build().map(Ring::Plain) };
+        let ring = ring.map_err(|error| match error.raw_os_error() {
+            Some(libc::EINVAL) => io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this kernel's io_uring has no deferred task work; Linux 6.1 or later is needed",
+            ),
+            _ => error,
+        })?;
+        let can_linger = ring.params().is_feature_min_timeout();
+        let vigil = (polling == Polling::Auto).then(|| RefCell::new(Vigil::new()));
+        Ok(Self {
+            ring: RefCell::new(ring),
+            vigil,
+            slots: RefCell::default(),
+            woken: RefCell::default(),
+            event_armed: Cell::new(false),
+            event_counter: Box::default(),
+            polling,
+            typical_gap_ns: Cell::new(u64::MAX),
+            linger: Cell::new(false),
+            long: Cell::new(false),
+            recent: Cell::new(None),
+            can_linger,
+            held_back: Cell::new(0),
+            buffers: RefCell::default(),
+            figures: Arc::default(),
+        })
+    }
+
+    /// Runs what is ready, fires timers, submits, reaps; waits where there is nothing else to do.
+    pub(super) fn turn(reactor: &Reactor) {
+        let Driver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
+        uring.recent.set(None);
+        uring.figures.turns.add(1);
+        reactor.executor.receive();
+        for _ in 0..TASKS_PER_TURN {
+            let Some(runnable) = reactor.executor.pop() else { break };
+            runnable.run();
+            if uring.long.take() {
+                break;
+            }
+        }
+        let next_timer = fire_timers(reactor);
+        uring.arm_event(reactor);
+        if reactor.executor.is_idle() {
+            uring.wait(reactor, next_timer);
+        } else {
+            uring.enter(Wait::No);
+        }
+        uring.reap();
+    }
+
+    /// The clock, read at most once a turn.
+    pub(super) fn recently(&self) -> Instant {
+        self.recent.get().unwrap_or_else(|| {
+            let now = real_now();
+            self.recent.set(Some(now));
+            now
+        })
+    }
+
+    pub(super) fn linger(&self) {
+        self.linger.set(self.can_linger);
+    }
+
+    pub(super) fn was_long(&self) {
+        self.long.set(true);
+    }
+
+    /// Submits what is queued and lets the kernel finish what is complete; waits as told.
+    fn enter(&self, wait: Wait) {
+        self.held_back.set(0);
+        let mut ring = self.ring.borrow_mut();
+        let (queued, deferred) = ring.queued();
+        let result = match wait {
+            Wait::No if queued == 0 && !deferred => return,
+            Wait::No => {
+                const GETEVENTS: u32 = 1; // IORING_ENTER_GETEVENTS: run deferred task work even if nothing is awaited
+                let queued = u32::try_from(queued).expect("the queue has 256 entries");
+                // SAFETY: no argument structure is passed, so nothing has to outlive the call.
+                unsafe { ring.submitter().enter::<()>(queued, 0, GETEVENTS, None) }
+            }
+            Wait::Forever => ring.submit_and_wait(1),
+            Wait::For(time) => {
+                let timespec = types::Timespec::from(time);
+                ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&timespec))
+            }
+            Wait::Lingering(time) => {
+                let timespec = types::Timespec::from(time);
+                let arguments = types::SubmitArgs::new().timespec(&timespec).min_wait_usec(LINGER_US);
+                // More than can come in the time: so the time decides, and afterwards one
+                // completion is enough.
+                ring.submitter().submit_with_args(SUBMISSIONS as usize, &arguments)
+            }
+        };
+        match result.map_err(|error| error.raw_os_error()) {
+            // EBUSY, EAGAIN: the kernel is short of room; reaping makes some, and the next turn
+            // submits the rest.
+            Ok(taken) => self.figures.submitted.add(taken as u64),
+            Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
+            Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
+        }
+    }
+
+    /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that
+    /// has been paying.
+    fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
+        let lingers = self.linger.take();
+        let began = if self.polling == Polling::Off { Instant::ZERO } else { real_now() };
+        let limit = self.limit(began);
+        let polls = !limit.is_zero();
+        if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(limit) {
+            self.enter(Wait::No);
+            if self.poll(reactor, (began + limit).min(next_timer.unwrap_or(Instant::MAX))) {
+                self.enter(Wait::No);
+                self.note_gap(began, limit);
+                rouse::woken();
+                return;
+            }
+        }
+        if !reactor.executor.fall_asleep() {
+            self.enter(Wait::No);
+            return;
+        }
+        self.figures.sleeps.add(1);
+        let time = next_timer.map(|instant| instant - real_now());
+        self.enter(match (lingers, time) {
+            (true, time) => Wait::Lingering(time.unwrap_or(FOREVER)),
+            (false, Some(time)) => Wait::For(time),
+            (false, None) => Wait::Forever,
+        });
+        reactor.executor.wake_up();
+        rouse::woken();
+        if polls {
+            self.note_gap(began, limit);
+        }
+    }
+
+    /// How long to poll now.
+    fn limit(&self, now: Instant) -> Duration {
+        match (self.polling, &self.vigil) {
+            (Polling::UpTo(limit), _) => limit,
+            (_, Some(vigil)) if vigil.borrow_mut().is_awake(now) => AUTO_LIMIT,
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// Looks for something to do until `deadline`; whether there is.
+    fn poll(&self, reactor: &Reactor, deadline: Instant) -> bool {
+        loop {
+            if self.has_completions() || !reactor.executor.is_idle() {
+                return true;
+            }
+            if real_now() >= deadline {
+                return false;
+            }
+            for _ in 0..8 {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn has_completions(&self) -> bool {
+        self.ring.borrow_mut().has_completions()
+    }
+
+    /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy
+    /// present is believed slowly, so polling begins only in a steady stream.
+    fn note_gap(&self, began: Instant, limit: Duration) {
+        let gap = real_now().nanos_since(began);
+        let limit = duration_ns(limit);
+        let gap = gap.min(limit.saturating_mul(16));
+        let typical = self.typical_gap_ns.get().min(limit.saturating_mul(16));
+        self.typical_gap_ns.set(typical - typical / 8 + gap / 8);
+    }
+
+    /// Takes completions off the ring and wakes their tasks.
+    fn reap(&self) {
+        let mut woken = self.woken.take();
+        let mut orphans = Vec::new();
+        {
+            let mut ring = self.ring.borrow_mut();
+            let mut slots = self.slots.borrow_mut();
+            let completions = ring.completion();
+            if let Some(vigil) = &self.vigil {
+                vigil.borrow_mut().count(completions.len());
+            }
+            self.figures.completed.add(completions.len() as u64);
+            for completion in completions {
+                match completion.user_data() {
+                    EVENT => {
+                        self.event_armed.set(false);
+                        continue;
+                    }
+                    CANCELLATION => continue,
+                    _ => {}
+                }
+                let key = usize::try_from(completion.user_data()).expect("keys are indices of the table");
+                match &mut slots[key] {
+                    Slot::Awaited(waker) => {
+                        woken.extend(waker.take());
+                        slots[key] = Slot::Complete(completion.result());
+                    }
+                    Slot::Abandoned(_) | Slot::Kept(_) => {
+                        if let Slot::Abandoned(orphan) | Slot::Kept(orphan) = slots.remove(key) {
+                            orphans.push((orphan, completion.result()));
+                        }
+                    }
+                    Slot::Complete(_) => unreachable!("one completion for one operation"),
+                }
+            }
+        }
+        // Outside the borrows: waking and dropping run foreign code.
+        for (orphan, result) in orphans {
+            orphan(result);
+        }
+        for waker in woken.drain(..) {
+            waker.wake();
+        }
+        *self.woken.borrow_mut() = woken;
+    }
+
+    /// Keeps one read of the eventfd in flight, for wake-ups from other threads.
+    fn arm_event(&self, reactor: &Reactor) {
+        if self.event_armed.replace(true) {
+            return;
+        }
+        let fd = types::Fd(reactor.executor.remote().event.as_raw_fd());
+        let entry = opcode::Read::new(fd, self.event_counter.as_ptr().cast(), 8).build().user_data(EVENT);
+        // SAFETY: `event_counter` is boxed and lives as long as the ring; `cancel_all` ends the
+        // read before both go.
+        unsafe { self.push(&entry) };
+    }
+
+    /// # Safety
+    /// What `entry` points to must stay valid until its completion has been reaped.
+    unsafe fn push(&self, entry: &squeue::Entry) {
+        // SAFETY: passed on to the caller.
+        self.make_room_for(|ring| unsafe { ring.push(entry) });
+    }
+
+    /// Until it was queued.
+    fn make_room_for(&self, mut push: impl FnMut(&mut Ring) -> bool) {
+        loop {
+            if push(&mut self.ring.borrow_mut()) {
+                return;
+            }
+            // Full: make room. Where the kernel is short of room itself it wants completions to be
+            // taken first.
+            self.enter(Wait::No);
+            self.reap();
+        }
+    }
+
+    /// Counts one more for the device, and submits all that is queued if they are so many. Where
+    /// the kernel is short of room, the turn's end tries again.
+    fn submit_many(&self, most: usize) {
+        let held_back = self.held_back.get() + 1;
+        self.held_back.set(held_back);
+        if held_back >= most {
+            self.held_back.set(0);
+            let mut ring = self.ring.borrow_mut();
+            let (queued, _) = ring.queued();
+            let queued = u32::try_from(queued).expect("the queue has 256 entries");
+            // SAFETY: no argument structure is passed, so nothing has to outlive the call.
+            let taken = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
+            self.figures.submitted.add(taken.unwrap_or(0) as u64);
+        }
+    }
+
+    /// Its table of buffers, which there is from now on.
+    ///
+    /// # Errors
+    /// As `io_uring_register(2)`.
+    pub(super) fn buffers(&self) -> io::Result<RefMut<'_, Table>> {
+        let mut table = self.buffers.borrow_mut();
+        table.make(|count| self.ring.borrow().submitter().register_buffers_sparse(count))?;
+        Ok(table)
+    }
+
+    pub(super) fn drop_wakers(&self) {
+        let mut wakers = Vec::new();
+        for (_, slot) in self.slots.borrow_mut().iter_mut() {
+            if let Slot::Awaited(waker) = slot {
+                wakers.extend(waker.take());
+            }
+        }
+    }
+
+    /// Cancels what is in flight and waits until the kernel has let go of all of it, but for what
+    /// only the end of the ring ends. (`IORING_REGISTER_SYNC_CANCEL` is as old as Linux 6.0.)
+    ///
+    /// An operation on a file system that does not answer may never end: after [`TO_CANCEL`] its
+    /// memory is left to the kernel.
+    pub(super) fn cancel_all(&self) {
+        let deadline = real_now() + TO_CANCEL;
+        let in_flight = || {
+            let is_over = |slot: &Slot| matches!(slot, Slot::Complete(_) | Slot::Kept(_));
+            let waiting = self.slots.borrow().iter().any(|(_, slot)| !is_over(slot));
+            waiting || self.event_armed.get()
+        };
+        while in_flight() {
+            if real_now() >= deadline && !self.event_armed.get() {
+                HAS_STUCK.set(true);
+                return;
+            }
+            self.enter(Wait::No);
+            // Errors say that there was nothing left to cancel, or that it is too late to: then it
+            // completes by itself.
+            let _ = self.ring.borrow().submitter().register_sync_cancel(
+                Some(types::Timespec::new().nsec(1_000_000)),
+                types::CancelBuilder::any(),
+            );
+            self.enter(Wait::For(Duration::from_millis(1)));
+            self.reap();
+        }
+    }
+}
+
+fn build<S: squeue::EntryMarker>() -> io::Result<IoUring<S>> {
+    let mut builder = IoUring::builder();
+    builder.setup_cqsize(COMPLETIONS).setup_clamp();
+    builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let registered = [restricted::registering::BUFFERS, restricted::registering::SYNC_CANCEL];
+    restricted::build(&mut builder, SUBMISSIONS, Some(FILE_THREADS), &restricted::OPERATIONS, &registered)
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // The ring ends a moment after its descriptor is closed, and nobody is told when.
+        for (_, slot) in std::mem::take(self.slots.get_mut()) {
+            // Abandoned operations are left only by a cancellation that took too long.
+            if let Slot::Kept(orphan) | Slot::Abandoned(orphan) = slot {
+                std::mem::forget(orphan);
+            }
+        }
+    }
+}
+
+/// Fires the timers that are due; returns the deadline of the next.
+fn fire_timers(reactor: &Reactor) -> Option<Instant> {
+    if reactor.timers.borrow().is_empty() {
+        return None;
+    }
+    let now = real_now();
+    loop {
+        let due = reactor.timers.borrow_mut().pop_due(now);
+        let Some(waker) = due else { break };
+        waker.wake();
+    }
+    reactor.timers.borrow().earliest()
+}
+
+fn duration_ns(duration: Duration) -> u64 {
+    duration.as_secs().saturating_mul(NANOS_PER_SECOND).saturating_add(u64::from(duration.subsec_nanos()))
+}
+
+/// An operation in flight. Yields the kernel's result and gives the resource back.
+pub(super) struct Op<R: 'static> {
+    reactor: Rc<Reactor>,
+    key: usize,
+    /// `None` once handed back.
+    resource: Option<R>,
+    /// What to do with the resource and the result if nobody waits for them.
+    orphan: fn(R, i32),
+    is_kept: bool,
+}
+
+impl<R: 'static> Op<R> {
+    /// Queues `entry`; it is submitted at the end of this turn.
+    ///
+    /// # Safety
+    /// All memory and file descriptors that `entry` refers to must be owned by `resource`, at
+    /// addresses that do not change when `resource` is moved.
+    ///
+    /// # Panics
+    /// In simulation: there is no kernel there.
+    pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
+        let entry = entry.clone();
+        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
+        // before.
+        Self::submit(resource, |uring, key| unsafe { uring.push(&entry.user_data(key)) })
+    }
+
+    /// The same with a long entry.
+    ///
+    /// # Safety
+    /// As for [`Op::start`].
+    ///
+    /// # Panics
+    /// Also where [`takes_fuse_commands`] is false.
+    pub(super) unsafe fn start_long(entry: squeue::Entry128, resource: R) -> Self {
+        Self::submit(resource, |uring, key| {
+            let entry = entry.user_data(key);
+            // SAFETY: as in `start`.
+            uring.make_room_for(|ring| unsafe { ring.push_long(&entry) });
+        })
+    }
+
+    fn submit(resource: R, push: impl FnOnce(&Uring, u64)) -> Self {
+        let reactor = with_current(Rc::clone);
+        let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
+        let key = uring.slots.borrow_mut().insert(Slot::Awaited(None));
+        push(uring, key as u64);
+        Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource), is_kept: false }
+    }
+
+    /// Says that the kernel cannot cancel it: dropped early, it goes on, and if the reactor ends
+    /// before it does, its resource is left to the kernel for good.
+    pub(super) fn until_the_ring_ends(mut self) -> Self {
+        self.is_kept = true;
+        self
+    }
+
+    /// For reads and writes of a device, and what another server is asked: submits it now if it is
+    /// the last of so many.
+    pub(super) fn soon(self, most_held_back: usize) -> Self {
+        self.uring().submit_many(most_held_back);
+        self
+    }
+
+    /// Sets what is done if the future is dropped first, and the operation completes nonetheless.
+    pub(super) fn or_else(mut self, orphan: fn(R, i32)) -> Self {
+        self.orphan = orphan;
+        self
+    }
+
+    fn uring(&self) -> &Uring {
+        let Driver::Uring(uring) = &self.reactor.driver else { unreachable!("checked in `start`") };
+        uring
+    }
+}
+
+impl<R: Unpin + 'static> Future for Op<R> {
+    type Output = (io::Result<u32>, R);
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let result = {
+            let mut slots = self.uring().slots.borrow_mut();
+            match &mut slots[self.key] {
+                Slot::Complete(result) => {
+                    let result = *result;
+                    slots.remove(self.key);
+                    result
+                }
+                Slot::Awaited(waker) => {
+                    match waker {
+                        Some(waker) => waker.clone_from(context.waker()),
+                        None => *waker = Some(context.waker().clone()),
+                    }
+                    return Poll::Pending;
+                }
+                Slot::Abandoned(_) | Slot::Kept(_) => unreachable!("abandoned only in drop"),
+            }
+        };
+        let resource = self.resource.take().expect("polled after completion");
+        let result = u32::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+        Poll::Ready((result, resource))
+    }
+}
+
+impl<R: 'static> Drop for Op<R> {
+    fn drop(&mut self) {
+        let Some(resource) = self.resource.take() else { return };
+        let uring = self.uring();
+        let mut slots = uring.slots.borrow_mut();
+        match &mut slots[self.key] {
+            Slot::Complete(result) => {
+                let result = *result;
+                slots.remove(self.key);
+                drop(slots);
+                (self.orphan)(resource, result);
+            }
+            slot => {
+                let orphan = self.orphan;
+                let orphan: Orphan = Box::new(move |result| orphan(resource, result));
+                let after = if self.is_kept { Slot::Kept(orphan) } else { Slot::Abandoned(orphan) };
+                let before = std::mem::replace(slot, after);
+                drop(slots);
+                drop(before);
+                if !self.is_kept {
+                    self.cancel();
+                }
+            }
+        }
+    }
+}
+
+impl<R: 'static> Op<R> {
+    /// Asks the kernel to end the operation early; whether it can or not, its completion frees the
+    /// slot.
+    fn cancel(&self) {
+        let entry = opcode::AsyncCancel::new(self.key as u64).build().user_data(CANCELLATION);
+        // SAFETY: the entry refers to no memory.
+        unsafe { self.uring().push(&entry) };
+    }
+}

@@ -1,0 +1,238 @@
+//! A thread with a reactor that runs the jobs it is sent. A daemon has one or a few, and gives each
+//! connection to one of them.
+
+use std::{cell::Cell, future::Future, io, sync::Arc, thread};
+
+use super::{
+    Driver, Figures, Polling, RingTotals,
+    executor::{Arrival, Party, Remote},
+    run, spawn,
+    uring::has_stuck_operations,
+    with_current,
+};
+
+thread_local! {
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+    static NEVER_BLOCKS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Declares that this thread serves several disks, so no system call on it may wait for a device, a
+/// file system or a server. Holds for each [`Worker`] from its start.
+pub fn never_blocks_here() {
+    NEVER_BLOCKS.set(true);
+}
+
+/// True if a system call on this thread may wait for a device, a file system or a server: false
+/// after [`never_blocks_here`].
+pub fn may_block() -> bool {
+    !NEVER_BLOCKS.get()
+}
+
+/// Whether this thread is a [`Worker`]'s: one that requests run on for as long as there are any.
+pub fn is_worker() -> bool {
+    IS_WORKER.get()
+}
+
+struct Ended {
+    result: io::Result<()>,
+    /// The kernel had not finished all operations, so the thread may never end.
+    is_stuck: bool,
+}
+
+/// Precedes a system call that may wait for a file system. Panics in debug builds on a thread that
+/// never blocks.
+#[track_caller]
+pub fn check_may_block() {
+    debug_assert!(may_block(), "a system call that may wait, on a thread that serves disks");
+}
+
+/// A thread that runs a reactor until it is stopped.
+pub struct Worker {
+    remote: Arc<Remote>,
+    figures: Arc<Figures>,
+    thread: thread::JoinHandle<()>,
+    /// The reactor's result, sent at its end.
+    ended: std::sync::mpsc::Receiver<Ended>,
+    stop: async_channel::Sender<()>,
+}
+
+impl Worker {
+    /// Starts a thread called `name`.
+    ///
+    /// # Errors
+    /// As [`run`], or where no thread can be had.
+    pub fn start(name: &str, polling: Polling) -> io::Result<Self> {
+        let (stop, stopped) = async_channel::bounded::<()>(1);
+        let (announce, announced) = std::sync::mpsc::channel();
+        let (sender, ended) = std::sync::mpsc::channel();
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+            IS_WORKER.set(true);
+            never_blocks_here();
+            let result = run(polling, async move {
+                let parts = with_current(|reactor| {
+                    let Driver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
+                    (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
+                });
+                // The receiver waits for this very message, so it is still there.
+                let _ = announce.send(parts);
+                // An error means that the Worker was dropped; either way it is time to stop.
+                let _ = stopped.recv().await;
+            });
+            // Nothing receives it if the Worker was dropped.
+            let _ = sender.send(Ended { result, is_stuck: has_stuck_operations() });
+        })?;
+        match announced.recv() {
+            Ok((remote, figures)) => Ok(Self { remote, figures, thread, ended, stop }),
+            // The thread ended before it could announce itself, so it has the reason.
+            Err(_) => match ended.recv() {
+                Ok(Ended { result: Err(error), .. }) => Err(error),
+                Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended as it started")),
+            },
+        }
+    }
+
+    /// Makes a future on the worker's thread and runs it there as a task, the first of a party of
+    /// its own.
+    pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
+        self.spawn_as(Party::new(), make);
+    }
+
+    /// The same as a task of this party.
+    pub fn spawn_as<F: Future<Output = ()> + 'static>(
+        &self,
+        party: Party,
+        make: impl FnOnce() -> F + Send + 'static,
+    ) {
+        self.remote.send(Arrival::Job(party, Box::new(move || spawn(make()))));
+    }
+
+    /// The name it was started with.
+    pub fn name(&self) -> &str {
+        self.thread.thread().name().unwrap_or_default()
+    }
+
+    /// What its reactor has done so far.
+    pub fn figures(&self) -> RingTotals {
+        self.figures.totals()
+    }
+
+    /// Ends the thread and waits for it, unless operations that the kernel cannot cancel are left:
+    /// then the thread ends with the last of them. [`run`] says what becomes of tasks. Workers
+    /// that share groups of disks stop together: a group's timer may live on any of them.
+    ///
+    /// # Errors
+    /// What [`run`] returned.
+    ///
+    /// # Panics
+    /// With the worker's own panic, if it had one.
+    pub fn stop(self) -> io::Result<()> {
+        self.stop.close();
+        match self.ended.recv() {
+            Ok(Ended { result, is_stuck: true }) => result,
+            Ok(Ended { result, is_stuck: false }) => {
+                let _ = self.thread.join();
+                result
+            }
+            Err(_) => match self.thread.join() {
+                Err(panic) => std::panic::resume_unwind(panic),
+                Ok(()) => Err(io::Error::other("the worker thread ended without a result")),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write as _,
+        os::unix::net::UnixStream,
+        sync::{
+            Arc,
+            atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        },
+    };
+
+    use super::*;
+    use crate::{buffer::Buffer, op, uring::TASKS_PER_TURN, was_long, yield_now};
+
+    /// A worker of which one party has a thousand tasks that never wait; and how often they ran.
+    struct Busy {
+        worker: Worker,
+        turns: Arc<AtomicUsize>,
+        over: Arc<AtomicBool>,
+    }
+
+    impl Busy {
+        fn start() -> Self {
+            Self::doing(|| {})
+        }
+
+        /// Each time one of them runs it does this.
+        fn doing(what: fn()) -> Self {
+            let worker = Worker::start("busy", Polling::Off).expect("a thread");
+            let (turns, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
+            let party = Party::new();
+            for _ in 0..1000 {
+                let (turns, over) = (Arc::clone(&turns), Arc::clone(&over));
+                worker.spawn_as(party, move || async move {
+                    while !over.load(Relaxed) {
+                        turns.fetch_add(1, Relaxed);
+                        what();
+                        yield_now().await;
+                    }
+                });
+            }
+            Self { worker, turns, over }
+        }
+
+        /// How often they run until another party has done `work`.
+        fn turns_during<F: Future<Output = ()>>(self, work: impl FnOnce() -> F + Send + 'static) -> usize {
+            let (done, outcome) = async_channel::bounded(1);
+            let turns = Arc::clone(&self.turns);
+            self.worker.spawn(move || async move {
+                let before = turns.load(Relaxed);
+                work().await;
+                done.send(turns.load(Relaxed) - before).await.expect("it is waited for");
+            });
+            let turns = outcome.recv_blocking().expect("it ends");
+            self.over.store(true, Relaxed);
+            self.worker.stop().expect("stops");
+            turns
+        }
+    }
+
+    #[test]
+    fn a_party_has_every_other_turn_however_many_tasks_another_has() {
+        let turns = Busy::start().turns_during(|| async {
+            for _ in 0..100 {
+                yield_now().await;
+            }
+        });
+        assert!((99..=101).contains(&turns), "{turns} turns of the other party within 100");
+    }
+
+    /// How many turns of another party pass while so many operations complete, one after the other.
+    fn turns_within_operations(busy: Busy, count: usize) -> usize {
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        theirs.write_all(&vec![7; count]).expect("there is room");
+        busy.turns_during(move || async move {
+            let socket = op::Fd::from(ours);
+            for _ in 0..count {
+                let (received, _) = op::receive(&socket, Buffer::new(1), 0).await;
+                assert_eq!(received.expect("it was sent"), 1);
+            }
+        })
+    }
+
+    #[test]
+    fn a_completion_waits_for_few_tasks_of_another_party() {
+        let turns = turns_within_operations(Busy::start(), 100);
+        assert!(turns <= 2 * 100 * TASKS_PER_TURN, "{turns} turns within 100 operations");
+    }
+
+    #[test]
+    fn a_completion_waits_for_one_long_task_of_another_party() {
+        let turns = turns_within_operations(Busy::doing(was_long), 100);
+        assert!(turns <= 4 * 100, "{turns} turns within 100 operations");
+    }
+}

@@ -1,0 +1,464 @@
+//! Any client alignment over a device that wants blocks: O_DIRECT files, block devices, simulated
+//! disks.
+//!
+//! ```text
+//!   a request        ▕░░░░░████████████████░░░▏         ▕░░░▏ bytes of others in the same block
+//!   the device   │ block │ block │ block │ block │
+//!                  ▲ read, patched, written ▲
+//! ```
+//!
+//! - A request that suits the device passes straight through; a write then takes a shared range
+//!   lock, which is two atomic additions ([`RangeLocks`]).
+//! - An unaligned read goes through a larger aligned buffer.
+//! - An unaligned write reads the blocks at its edges, patches them and writes whole blocks, with
+//!   its blocks locked exclusively. It runs as a task of its own: if its client goes away half way,
+//!   it still keeps the lock until the kernel is done. A lock given up earlier would let others
+//!   write what the late write then overwrites with old bytes.
+//! - Zeroing is passed on for whole blocks; edges are written. Discarding leaves partial blocks
+//!   alone: it is a hint.
+//! - A file whose size is no multiple of the block ends in a **tail** that the device cannot write
+//!   without making the file longer. The tail begins at the last multiple of block *and* page below
+//!   the end, and goes through the page cache ([`Device::read_buffered`]), to the byte. No page
+//!   then has bytes of both ways: a page written back late cannot undo a direct write beside it.
+//! - A resize takes everything exclusively. So whatever changes bytes looks, once it has its lock,
+//!   whether its range is still inside: a write that was on its way when a file was cut would make
+//!   it longer again.
+//!
+//! Never lets a device see a request that does not suit it.
+
+use std::{ops::Range, sync::Arc};
+
+use super::{
+    BlockSize, Durability, Extent, RangeLocks, ZeroOptions,
+    flushes::Flushes,
+    resize::{self, ResizeError},
+    within,
+};
+use reactor::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    ublk::Registered,
+};
+
+/// A read-modify-write up to this long reads all its blocks at once rather than those at its edges
+/// one by one.
+const READ_AT_ONCE: usize = 64 << 10;
+
+/// What a device wants of requests. Both are powers of two; 1 means anything goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Alignment {
+    /// Of offsets and lengths, in bytes.
+    pub offset: u64,
+    /// Of the memory of each segment, in bytes; at most [`ALIGNMENT`](reactor::buffer::ALIGNMENT).
+    pub memory: usize,
+}
+
+impl Alignment {
+    /// Takes everything as it is.
+    pub const NONE: Self = Self { offset: 1, memory: 1 };
+
+    /// Whether a transfer of these segments at `offset` suits the device as it is.
+    fn suits(self, offset: u64, segments: &Segments) -> bool {
+        let mut bits = offset & (self.offset - 1);
+        for segment in segments.iter() {
+            bits |= segment.len() as u64 & (self.offset - 1);
+            bits |= (segment.source().addr() & (self.memory - 1)) as u64;
+        }
+        bits == 0
+    }
+
+    fn down(self, offset: u64) -> u64 {
+        offset & !(self.offset - 1)
+    }
+
+    /// Offsets are sizes of real devices, far from overflow.
+    fn up(self, offset: u64) -> u64 {
+        self.down(offset + self.offset - 1)
+    }
+}
+
+/// What lies under [`Align`]. The contract is that of [`Storage`](super::Storage), except that
+/// reads, writes, zeroes and discards come aligned to [`Device::alignment`], which never changes.
+#[expect(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
+pub trait Device: Send + Sync + 'static {
+    /// What it wants.
+    fn alignment(&self) -> Alignment;
+    /// The multiple of bytes in which the page cache beside the device works; bounds the tail.
+    fn page_bytes(&self) -> u64;
+    /// See [`Storage::size_bytes`](super::Storage::size_bytes).
+    fn size_bytes(&self) -> u64;
+    /// See [`Storage::refresh_size`](super::Storage::refresh_size).
+    async fn refresh_size(&self) -> Result<u64>;
+    /// See [`Storage::size_multiple`](super::Storage::size_multiple).
+    fn size_multiple(&self) -> u64 {
+        self.alignment().offset.max(resize::SECTOR)
+    }
+    /// See [`Storage::resize`](super::Storage::resize). Nothing that changes bytes is on its way. A
+    /// multiple of [`Device::size_multiple`], or the size it has.
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError>;
+    /// See [`Storage::description`](super::Storage::description).
+    fn description(&self) -> String;
+    /// See [`Storage::read_only`](super::Storage::read_only).
+    fn read_only(&self) -> bool;
+    /// See [`Storage::block_size`](super::Storage::block_size).
+    fn block_size(&self) -> BlockSize;
+    /// See [`Storage::can_zero_fast`](super::Storage::can_zero_fast).
+    fn can_zero_fast(&self) -> bool;
+    /// Aligned.
+    async fn read(&self, offset: u64, target: Segments) -> Result<Segments>;
+    /// Aligned.
+    async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
+    /// Aligned to nothing, past the device's own way; used for the tail alone.
+    async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments>;
+    /// As [`Device::read_buffered`].
+    async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
+    /// See [`Storage::flush`](super::Storage::flush); covers both ways of writing.
+    async fn flush(&self) -> Result<()>;
+    /// Aligned.
+    async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()>;
+    /// Aligned.
+    async fn discard(&self, offset: u64, length: u64) -> Result<()>;
+    /// Any alignment. See [`Storage::block_status`](super::Storage::block_status).
+    async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>>;
+}
+
+/// A device that moves data between itself and where a request's is, where nobody of ours looks at
+/// it. What it cannot do so it says before it has done anything: `None`.
+#[expect(async_fn_in_trait, reason = "as for Device")]
+pub trait Registering: Device {
+    /// Aligned.
+    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>>;
+    /// Aligned.
+    async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>>;
+}
+
+/// A device that takes any request.
+#[derive(Debug)]
+pub struct Align<D> {
+    shared: Arc<Shared<D>>,
+    alignment: Alignment,
+}
+
+/// What a read-modify-write keeps hold of when its client has gone.
+#[derive(Debug)]
+struct Shared<D> {
+    device: D,
+    locks: RangeLocks,
+    flushes: Flushes,
+}
+
+impl<D: Device> Align<D> {
+    /// Puts any alignment over `device`.
+    pub fn new(device: D) -> Self {
+        let alignment = device.alignment();
+        assert!(alignment.offset.is_power_of_two() && alignment.memory.is_power_of_two());
+        Self {
+            shared: Arc::new(Shared { device, locks: RangeLocks::default(), flushes: Flushes::default() }),
+            alignment,
+        }
+    }
+
+    /// The device, for what has nothing to do with alignment.
+    pub fn device(&self) -> &D {
+        &self.shared.device
+    }
+
+    /// See [`Storage::size_bytes`](super::Storage::size_bytes).
+    pub fn size_bytes(&self) -> u64 {
+        self.device().size_bytes()
+    }
+
+    /// See [`Storage::refresh_size`](super::Storage::refresh_size).
+    pub async fn refresh_size(&self) -> Result<u64> {
+        // A size that was read before a resize must not replace the new one: a file that seems
+        // shorter would be cut when it is made longer. The last byte belongs to no file.
+        let _no_resize = self.shared.locks.shared(u64::MAX - 1..u64::MAX).await;
+        self.device().refresh_size().await
+    }
+
+    /// See [`Storage::resize`](super::Storage::resize).
+    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        if size_bytes != self.size_bytes() {
+            resize::check(size_bytes, self.device().size_multiple())?;
+        }
+        // To its end: the device may change the size late, and writes are kept out until then.
+        let shared = Arc::clone(&self.shared);
+        let task = async move {
+            let _everything = shared.locks.exclusive(0..u64::MAX).await;
+            let _change = shared.flushes.change();
+            shared.device.resize(size_bytes).await
+        };
+        reactor::spawn_to_end(task).await.unwrap_or_else(|| Err(Error::SHUTDOWN.into()))
+    }
+
+    /// See [`Storage::description`](super::Storage::description).
+    pub fn description(&self) -> String {
+        self.device().description()
+    }
+
+    /// See [`Storage::read_only`](super::Storage::read_only).
+    pub fn read_only(&self) -> bool {
+        self.device().read_only()
+    }
+
+    /// See [`Storage::block_size`](super::Storage::block_size).
+    pub fn block_size(&self) -> BlockSize {
+        self.device().block_size()
+    }
+
+    /// See [`Storage::can_zero_fast`](super::Storage::can_zero_fast).
+    pub fn can_zero_fast(&self) -> bool {
+        self.device().can_zero_fast()
+    }
+
+    /// See [`Storage::flush`](super::Storage::flush).
+    pub async fn flush(&self) -> Result<()> {
+        self.shared.flushes.run(|| self.device().flush()).await
+    }
+
+    /// See [`Storage::was_changed`](super::Storage::was_changed).
+    pub(super) fn was_changed(&self) {
+        drop(self.shared.flushes.change());
+    }
+
+    /// See [`Storage::block_status`](super::Storage::block_status).
+    pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        if length == 0 || !within(offset, length, self.size_bytes()) {
+            return Err(Error::INVALID);
+        }
+        self.device().block_status(offset, length).await
+    }
+
+    /// See [`Storage::read_into`](super::Storage::read_into).
+    pub async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len() as u64;
+        if !within(offset, length, self.size_bytes()) {
+            return Err(Error::INVALID);
+        }
+        if self.alignment.suits(offset, &target) && offset + length <= self.tail_start() {
+            return self.device().read(offset, target).await;
+        }
+        Box::pin(self.read_unaligned(offset, target)).await
+    }
+
+    async fn read_unaligned(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+        let end = offset + target.len() as u64;
+        let direct_end = end.min(self.tail_start()).max(offset);
+        let mut tail = target.split_off((direct_end - offset) as usize);
+        if !target.is_empty() {
+            let first = self.alignment.down(offset);
+            let bounce = Buffer::new((self.alignment.up(direct_end) - first) as usize);
+            let bounce = self.device().read(first, bounce.into()).await?.joined();
+            let skip = (offset - first) as usize;
+            target.copy_from(&bounce[skip..skip + target.len()]);
+        }
+        if !tail.is_empty() {
+            tail = self.device().read_buffered(direct_end, tail).await?;
+        }
+        target.append(tail);
+        Ok(target)
+    }
+
+    /// See [`Storage::write`](super::Storage::write).
+    pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let length = data.len() as u64;
+        if self.read_only() {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if !within(offset, length, self.size_bytes()) {
+            return Err(Error::INVALID);
+        }
+        if !self.alignment.suits(offset, &data) || offset + length > self.tail_start() {
+            return Box::pin(self.write_unaligned(offset, data, durability)).await;
+        }
+        let _guard = self.lock_shared(offset..offset + length).await?;
+        let _change = self.shared.flushes.change();
+        self.device().write(offset, data, durability).await
+    }
+
+    /// Keeps read-modify-writes and resizes away; an error if the range is not inside any more.
+    async fn lock_shared(&self, range: Range<u64>) -> Result<super::range_lock::Guard<'_>> {
+        let guard = self.shared.locks.shared(range.clone()).await;
+        if range.end > self.size_bytes() { Err(Error::INVALID) } else { Ok(guard) }
+    }
+
+    async fn write_unaligned(&self, offset: u64, mut data: Segments, durability: Durability) -> Result<()> {
+        let end = offset + data.len() as u64;
+        let direct_end = end.min(self.tail_start()).max(offset);
+        let tail = data.split_off((direct_end - offset) as usize);
+        if !data.is_empty() {
+            if self.alignment.down(offset) == offset && self.alignment.down(direct_end) == direct_end {
+                // Whole blocks in memory that does not suit: no byte of others is touched.
+                let mut bounce = Buffer::new(data.len());
+                data.copy_to(&mut bounce);
+                let _guard = self.lock_shared(offset..direct_end).await?;
+                let _change = self.shared.flushes.change();
+                self.device().write(offset, bounce.into(), durability).await?;
+            } else {
+                self.modify(offset, data, durability).await?;
+            }
+        }
+        if tail.is_empty() {
+            return Ok(());
+        }
+        let _guard = self.lock_shared(direct_end..end).await?;
+        let _change = self.shared.flushes.change();
+        self.device().write_buffered(direct_end, tail, durability).await
+    }
+
+    /// Runs a read-modify-write to its end, whether this future is awaited to its own end or not.
+    async fn modify(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let (shared, alignment) = (Arc::clone(&self.shared), self.alignment);
+        let task = async move { shared.read_modify_write(alignment, offset, data, durability).await };
+        // No answer: the reactor drops its tasks, and will drop this one too.
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    /// See [`Storage::write_zeroes`](super::Storage::write_zeroes).
+    pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        if self.read_only() {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if !within(offset, length, self.size_bytes()) {
+            return Err(Error::INVALID);
+        }
+        if length == 0 {
+            return Ok(());
+        }
+        let end = offset + length;
+        let Range { start: first, end: last } = self.whole_blocks(offset, end);
+        if first >= last {
+            return self.write_zero_bytes(offset..end, options.durability).await;
+        }
+        {
+            let _guard = self.lock_shared(first..last).await?;
+            let _change = self.shared.flushes.change();
+            self.device().write_zeroes(first, last - first, options).await?;
+        }
+        // The edges after the middle, which may refuse: then nothing has changed yet.
+        self.write_zero_bytes(offset..first, options.durability).await?;
+        self.write_zero_bytes(last..end, options.durability).await
+    }
+
+    /// The part of a range that the device takes as it is; empty (or the wrong way round) if there
+    /// is none.
+    fn whole_blocks(&self, offset: u64, end: u64) -> Range<u64> {
+        self.alignment.up(offset)..self.alignment.down(end).min(self.tail_start())
+    }
+
+    /// For the pieces of zeroing that are not whole blocks: shorter than two blocks and a tail.
+    async fn write_zero_bytes(&self, range: Range<u64>, durability: Durability) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        let zeroes = Buffer::zeroed((range.end - range.start) as usize);
+        Box::pin(self.write_unaligned(range.start, zeroes.into(), durability)).await
+    }
+
+    /// See [`Storage::discard`](super::Storage::discard).
+    pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        if self.read_only() {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if !within(offset, length, self.size_bytes()) {
+            return Err(Error::INVALID);
+        }
+        let Range { start: first, end: last } = self.whole_blocks(offset, offset + length);
+        if first >= last {
+            return Ok(());
+        }
+        let _guard = self.lock_shared(first..last).await?;
+        let _change = self.shared.flushes.change();
+        self.device().discard(first, last - first).await
+    }
+
+    /// Where the tail begins; the size if there is none.
+    fn tail_start(&self) -> u64 {
+        let size = self.size_bytes();
+        if self.alignment.down(size) == size {
+            return size;
+        }
+        size & !(self.alignment.offset.max(self.device().page_bytes()) - 1)
+    }
+}
+
+impl<D: Registering> Align<D> {
+    /// See [`Storage::read_registered`](super::Storage::read_registered).
+    pub(super) async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        match self.takes_as_it_is(offset, buffer.bytes()) {
+            true => self.device().read_registered(offset, buffer).await,
+            false => None,
+        }
+    }
+
+    /// See [`Storage::write_registered`](super::Storage::write_registered).
+    pub(super) async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        if self.read_only() || !self.takes_as_it_is(offset, buffer.bytes()) {
+            return None;
+        }
+        let _guard = match self.lock_shared(offset..offset + buffer.bytes() as u64).await {
+            Ok(guard) => guard,
+            Err(error) => return Some(Err(error)),
+        };
+        let _change = self.shared.flushes.change();
+        self.device().write_registered(offset, buffer, durability).await
+    }
+
+    /// Whether so many bytes are inside, and whole blocks. Where their memory does not suit, the
+    /// device says so.
+    fn takes_as_it_is(&self, offset: u64, length: usize) -> bool {
+        let bits = (offset | length as u64) & (self.alignment.offset - 1);
+        bits == 0 && within(offset, length as u64, self.tail_start())
+    }
+}
+
+impl<D: Device> Shared<D> {
+    /// Writes `data`, and around it what is there already.
+    async fn read_modify_write(
+        &self,
+        alignment: Alignment,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        let end = offset + data.len() as u64;
+        let (first, last) = (alignment.down(offset), alignment.up(end));
+        let _guard = self.locks.exclusive(first..last).await;
+        if last > self.device.size_bytes() {
+            return Err(Error::INVALID);
+        }
+        let mut blocks = Buffer::new((last - first) as usize);
+        let block = alignment.offset;
+        if blocks.len() <= READ_AT_ONCE.max(2 * block as usize) {
+            blocks = self.device.read(first, blocks.into()).await?.joined();
+        } else {
+            if offset > first {
+                let head = self.device.read(first, Buffer::new(block as usize).into()).await?.joined();
+                blocks[..head.len()].copy_from_slice(&head);
+            }
+            if end < last {
+                let foot = Buffer::new(block as usize);
+                let foot = self.device.read(last - block, foot.into()).await?.joined();
+                let at = blocks.len() - foot.len();
+                blocks[at..].copy_from_slice(&foot);
+            }
+        }
+        data.copy_to(&mut blocks[(offset - first) as usize..]);
+        let _change = self.flushes.change();
+        self.device.write(first, blocks.into(), durability).await
+    }
+}
+
+#[cfg(test)]
+#[path = "align_tests.rs"]
+mod tests;

@@ -1,0 +1,241 @@
+//! A slower storage: a latency for each kind of request, and a bound on how many requests the
+//! device works on at once.
+//!
+//! `read=5ms,write=1ms,parallel=4` is a disk that takes 5 ms for a read, 1 ms for a write, and
+//! works on four requests at a time. Others wait in order, as in a device's queue. Delays pass on
+//! the reactor's clock, so simulations may use them.
+
+use std::{
+    collections::VecDeque,
+    str::FromStr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use policy::time::Duration;
+
+use super::{InvalidOption, options::pairs, spec::parse_duration};
+use reactor::{now, sleep_until};
+
+/// Most requests that `parallel` can allow at once; more is no bound at all.
+const MOST_PARALLEL: usize = 65_536;
+
+/// Latencies by kind of request, zero for none, and the parallelism.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DelayOptions {
+    /// Added to each read.
+    pub read: Duration,
+    /// Added to each write.
+    pub write: Duration,
+    /// Added to zeroing and discarding; as for writes unless given.
+    pub zero: Duration,
+    /// Added to each flush.
+    pub flush: Duration,
+    /// Most requests at the device at once, if bounded.
+    pub parallel: Option<usize>,
+}
+
+impl FromStr for DelayOptions {
+    type Err = InvalidOption;
+    /// `read=5ms,write=1ms,zero=1ms,flush=10ms,parallel=4`, each optional.
+    fn from_str(text: &str) -> Result<Self, InvalidOption> {
+        let mut options = Self::default();
+        let mut zero = None;
+        for pair in pairs("delay", text)? {
+            match pair.key {
+                "read" => options.read = pair.with(parse_duration)?,
+                "write" => options.write = pair.with(parse_duration)?,
+                "zero" => zero = Some(pair.with(parse_duration)?),
+                "flush" => options.flush = pair.with(parse_duration)?,
+                "parallel" => {
+                    let parallel: usize = pair.number(1)?;
+                    if parallel > MOST_PARALLEL {
+                        return Err(pair.error(format!("is above {MOST_PARALLEL}")));
+                    }
+                    options.parallel = Some(parallel);
+                }
+                _ => return Err(pair.unknown("read, write, zero, flush, parallel")),
+            }
+        }
+        options.zero = zero.unwrap_or(options.write);
+        Ok(options)
+    }
+}
+
+/// A device that is slow.
+#[derive(Debug)]
+pub(super) struct Delay {
+    pub(super) options: DelayOptions,
+    permits: Option<Arc<Permits>>,
+}
+
+/// Who may be at the device; others wait their turn, as at a device's own queue.
+#[derive(Debug)]
+struct Permits(Mutex<Turns>);
+
+#[derive(Debug)]
+struct Turns {
+    free: usize,
+    waiting: VecDeque<async_channel::Sender<Permit>>,
+}
+
+impl Permits {
+    fn new(count: usize) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Turns { free: count, waiting: VecDeque::new() })))
+    }
+
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn acquire(self: &Arc<Self>) -> Permit {
+        let turn = {
+            let mut turns = self.turns();
+            if turns.free > 0 {
+                turns.free -= 1;
+                return Permit(Arc::clone(self));
+            }
+            let (give, turn) = async_channel::bounded(1);
+            turns.waiting.push_back(give);
+            turn
+        };
+        turn.recv().await.expect("who gives has it until it was given")
+    }
+}
+
+pub(super) struct Permit(Arc<Permits>);
+
+impl std::fmt::Debug for Permit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Permit")
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut turns = self.0.turns();
+        let Some(next) = turns.waiting.pop_front() else {
+            turns.free += 1;
+            return;
+        };
+        drop(turns);
+        // Whoever has gone meanwhile drops it, and so hands it on.
+        drop(next.try_send(Permit(Arc::clone(&self.0))));
+    }
+}
+
+impl Delay {
+    pub(super) fn new(options: DelayOptions) -> Self {
+        Self { permits: options.parallel.map(Permits::new), options }
+    }
+
+    /// Waits for a place at the device and for the latency; the place is held until the result is
+    /// dropped.
+    pub(super) async fn enter(&self, latency: Duration) -> Option<Permit> {
+        let permit = match &self.permits {
+            Some(permits) => Some(permits.acquire().await),
+            None => None,
+        };
+        if !latency.is_zero() {
+            sleep_until(now() + latency).await;
+        }
+        permit
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::{Storage, null::Null};
+    use reactor::{buffer::Buffer, sim, spawn_joinable};
+
+    fn delayed(options: &str) -> Rc<Storage> {
+        Rc::new(Storage::Null(Null::new(1 << 20)).delayed(options.parse().expect("valid")))
+    }
+
+    #[test]
+    fn ten_reads_four_at_a_time_take_three_latencies() {
+        sim::run(1, async {
+            let delay = delayed("read=5ms,parallel=4");
+            let reads: Vec<_> = (0..10)
+                .map(|_| {
+                    let delay = Rc::clone(&delay);
+                    spawn_joinable(async move { delay.read(0, Buffer::new(512)).await.map(drop) })
+                })
+                .collect();
+            for read in reads {
+                assert_eq!(read.await, Ok(()));
+            }
+            assert_eq!(now().as_nanos(), 15_000_000);
+        });
+    }
+
+    #[test]
+    fn who_asks_again_at_once_waits_behind_those_who_wait() {
+        sim::run(1, async {
+            let delay = delayed("read=5ms,parallel=2");
+            let readers: Vec<_> = (0..6)
+                .map(|_| {
+                    let delay = Rc::clone(&delay);
+                    spawn_joinable(async move {
+                        for _ in 0..10 {
+                            delay.read(0, Buffer::new(512)).await.unwrap();
+                        }
+                        now().as_nanos()
+                    })
+                })
+                .collect();
+            for reader in readers {
+                assert!(reader.await >= 140_000_000, "60 reads take 150 ms, and all have as many");
+            }
+        });
+    }
+
+    #[test]
+    fn who_leaves_the_queue_keeps_nobody_out() {
+        sim::run(1, async {
+            let delay = delayed("read=5ms,parallel=1");
+            let read = || {
+                let delay = Rc::clone(&delay);
+                spawn_joinable(async move { delay.read(0, Buffer::new(512)).await.map(drop) })
+            };
+            let first = read();
+            sleep_until(now() + Duration::from_millis(1)).await;
+            let leaves = read();
+            sleep_until(now() + Duration::from_millis(1)).await;
+            drop(leaves);
+            let last = read();
+            assert_eq!((first.await, last.await), (Ok(()), Ok(())));
+            assert_eq!(now().as_nanos(), 10_000_000);
+        });
+    }
+
+    #[test]
+    fn each_kind_has_its_own_latency() {
+        sim::run(1, async {
+            let delay = delayed("write=1ms,flush=10ms");
+            delay.flush().await.expect("null");
+            assert_eq!(now().as_nanos(), 10_000_000);
+            delay.discard(0, 1).await.expect("null");
+            assert_eq!(now().as_nanos(), 11_000_000, "as a write");
+            delay.read(0, Buffer::new(1)).await.expect("null");
+            assert_eq!(now().as_nanos(), 11_000_000);
+        });
+    }
+
+    #[test]
+    fn errors_name_key_value_and_rule() {
+        for (text, message) in [
+            ("read=5", "delay: read=5: has no unit (write 5s for seconds, or 5ms)"),
+            ("parallel=0", "delay: parallel=0: is not a whole number of at least 1"),
+            ("parallel=99999999999", "delay: parallel=99999999999: is above 65536"),
+            ("speed=1", "delay: speed=1: no such key (there are read, write, zero, flush, parallel)"),
+            ("read=1ms,read=2ms", "delay: read=2ms: is given twice"),
+            ("", "delay: =: is not of the form key=value"),
+        ] {
+            let error = text.parse::<DelayOptions>().expect_err(text);
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}

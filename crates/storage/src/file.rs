@@ -1,0 +1,757 @@
+//! Regular files and block devices, through io_uring, in QEMU's five cache modes.
+//!
+//! | mode | O_DIRECT | a write, zeroing or discard completes when | flush |
+//! | --- | --- | --- | --- |
+//! | writeback | no | it is in the page cache | fdatasync |
+//! | writethrough | no | it is on stable storage | fdatasync |
+//! | none | yes | the device has it, perhaps in its cache | fdatasync |
+//! | directsync | yes | it is on stable storage | fdatasync |
+//! | unsafe | no | it is in the page cache, also with FUA | nothing |
+//!
+//! In the direct modes a second, buffered descriptor serves the tail of a file whose size is no
+//! multiple of the block; see [`align`](super::align).
+//!
+//! Reading past the end of a file that was truncated underneath fails with EIO: its bytes are lost,
+//! and zeroes would hide that. Never makes a file longer, unless it is resized.
+
+mod cache_mode;
+mod calls;
+mod direct;
+mod lane;
+mod open;
+mod passed;
+mod resize;
+mod space;
+mod status;
+mod sync;
+#[cfg(test)]
+mod sync_tests;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod turn_tests;
+mod zero;
+
+use std::{
+    os::fd::{AsFd as _, BorrowedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+};
+
+pub(super) use self::open::{FileOptions, KINDS, not_an_image, open};
+pub use self::{
+    cache_mode::CacheMode,
+    passed::{Passed, PassedFile},
+};
+use lane::Lane;
+use space::SpaceCount;
+use sync::Syncs;
+
+use super::{
+    BlockSize, Durability, Extent, Stamp, ZeroOptions,
+    align::{Alignment, Device, Registering},
+    lock,
+    open_error::OpenError,
+    resize::{ResizeError, SECTOR},
+};
+use reactor::{
+    buffer::{Buffer, Segment, Segments},
+    check_may_block,
+    error::{Error, Result},
+    guest::Place,
+    op::{self, Closing, Fd, MOST_SEGMENTS},
+    recently,
+    seldom::Seldom,
+    ublk::Registered,
+    yield_now,
+};
+
+/// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in
+/// between.
+const MOST_ATTEMPTS: u32 = 1000;
+/// Owners of the main descriptor of a file at rest: the [`File`] and [`Beside`].
+const MAIN_OWNERS: usize = 2;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Regular,
+    BlockDevice,
+}
+
+/// Which file something is, whatever it is called: two names of one file have the same, also two
+/// nodes of one block device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileIdentity(u64, u64);
+
+impl std::fmt::Display for FileIdentity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            Self(device, 0) => write!(f, "device {device}"),
+            Self(device, inode) => write!(f, "file {inode} of device {device}"),
+        }
+    }
+}
+
+impl FileIdentity {
+    pub(crate) fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
+        // No file system has the number that stands for a device here: inode numbers begin at 1.
+        if is_device { Self(special, 0) } else { Self(device, inode) }
+    }
+
+    /// Of the file that a path leads to now; nothing where there is none.
+    pub fn at(path: &std::path::Path) -> Option<Self> {
+        check_may_block();
+        use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+        let metadata = std::fs::metadata(path).ok()?;
+        let is_device = metadata.file_type().is_block_device();
+        Some(Self::of(metadata.dev(), metadata.ino(), metadata.rdev(), is_device))
+    }
+}
+
+/// An open file or block device. Locks on it last as long as it does.
+#[derive(Debug)]
+pub struct File {
+    /// With O_DIRECT in the direct modes.
+    fd: Fd,
+    /// The same file without.
+    buffered: Fd,
+    lane: Arc<Lane>,
+    syncs: Arc<Syncs>,
+    kind: Kind,
+    identity: FileIdentity,
+    /// Device number, in the form of stat(2): of the device itself, or of the file's file system.
+    device_number: u64,
+    ending: Arc<Ending>,
+    cache: CacheMode,
+    read_only: bool,
+    /// Locks keep others from writing to it whenever it is used.
+    is_protected: bool,
+    /// Its locks are taken and released while it is open.
+    handover: bool,
+    alignment: Alignment,
+    /// To what zeroing and discarding must be aligned; 1 for regular files.
+    zero_alignment: u64,
+    page_bytes: u64,
+    size_bytes: AtomicU64,
+    space: Arc<SpaceCount>,
+    name: String,
+    /// It came from another process, with the locks.
+    passed: Option<Passed>,
+    zeroing: zero::Refused,
+    dsync_refused: AtomicBool,
+    past_ends: Seldom,
+}
+
+/// The end of a file: the locks are released after the last operation, which may still write, and
+/// before the file is closed.
+#[derive(Debug)]
+struct Ending {
+    /// The locks belong to this process.
+    releases: AtomicBool,
+    /// Closed with the last descriptor.
+    _closed: async_channel::Sender<()>,
+    closed: async_channel::Receiver<()>,
+}
+
+impl Ending {
+    fn new() -> Arc<Self> {
+        let (sender, closed) = async_channel::bounded(1);
+        Arc::new(Self { releases: AtomicBool::new(false), _closed: sender, closed })
+    }
+}
+
+impl Closing for Ending {
+    fn before(&self, fd: BorrowedFd<'_>) {
+        if self.releases.load(Relaxed) {
+            lock::release(fd);
+        }
+    }
+}
+
+/// The end of the buffered descriptor. The main one has the locks and is closed afterwards, because
+/// an operation on either may still change the file.
+#[derive(Debug)]
+struct Beside {
+    _main: Fd,
+}
+
+impl Closing for Beside {
+    fn before(&self, _: BorrowedFd<'_>) {}
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        self.ending.releases.store(!self.is_anothers(), Relaxed);
+    }
+}
+
+impl File {
+    /// The path that it was opened by.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn cache(&self) -> CacheMode {
+        self.cache
+    }
+
+    pub(crate) fn is_protected(&self) -> bool {
+        self.is_protected
+    }
+
+    pub(crate) fn is_handed_over(&self) -> bool {
+        self.handover
+    }
+
+    pub(crate) fn is_passed(&self) -> bool {
+        self.passed.is_some()
+    }
+
+    pub(crate) fn is_anothers(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    }
+
+    /// Others of the same open files: those that are here tell by their owners who is busy.
+    pub(crate) fn descriptors(&self) -> std::io::Result<PassedFile> {
+        let another = |fd: &Fd| fd.as_fd().try_clone_to_owned();
+        Ok(PassedFile { main: another(&self.fd)?, buffered: another(&self.buffered)? })
+    }
+
+    /// See [`Storage::take_locks`](crate::Storage::take_locks).
+    pub(crate) fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
+        match lock::try_acquire(&self.fd, &self.name, lock::Use::of(self.read_only, false)) {
+            Ok(true) => {}
+            Ok(false) => {
+                let why = "this file system has no locks, so nothing would keep two from writing";
+                return Err(OpenError::new(&self.name, why, "serve it without handover"));
+            }
+            Err(conflict) if last => return Err(conflict.into_error(&self.fd, &self.name)),
+            Err(_) => return Ok(false),
+        }
+        // What another host has written is not in the page cache of this one.
+        calls::forget_pages(&self.buffered);
+        Ok(true)
+    }
+
+    /// Unless they are another process's.
+    pub(crate) fn release_locks(&self) {
+        if !self.is_anothers() {
+            lock::release(&self.fd);
+        }
+    }
+
+    /// Whether the kernel may be at work on it.
+    pub(crate) fn is_busy(&self) -> bool {
+        !(self.fd.has_owners(MAIN_OWNERS) && self.buffered.has_owners(1))
+    }
+
+    pub(crate) fn can_grow(&self) -> bool {
+        self.kind != Kind::BlockDevice
+    }
+
+    pub(crate) fn writes_through(&self) -> bool {
+        self.durability(Durability::Cached) == Durability::Synchronous
+    }
+
+    /// What the cache mode makes of a request's durability.
+    fn durability(&self, asked: Durability) -> Durability {
+        match self.cache {
+            CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
+            CacheMode::Unsafe => Durability::Cached,
+            CacheMode::Writeback | CacheMode::None => asked,
+        }
+    }
+
+    /// See [`Storage::has_lost_writes`](crate::Storage::has_lost_writes).
+    pub(crate) fn has_lost_writes(&self) -> bool {
+        self.syncs.has_lost_writes()
+    }
+
+    /// Brings everything to stable storage, whatever the cache mode.
+    async fn sync(&self) -> Result<()> {
+        self.syncs.run(&self.buffered, &self.lane).await
+    }
+
+    /// The number of the device that it is, or that its file system is on, in the form of stat(2).
+    pub fn device_number(&self) -> u64 {
+        self.device_number
+    }
+
+    /// Which file it is, whatever it is called.
+    pub(crate) fn identity(&self) -> FileIdentity {
+        self.identity
+    }
+
+    /// See [`Storage::stamp`](crate::Storage::stamp). A block device has none.
+    pub(crate) async fn stamp(&self) -> Option<Stamp> {
+        match self.kind {
+            Kind::Regular => self.lane.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
+            Kind::BlockDevice => None,
+        }
+    }
+
+    /// See [`Storage::allocated_bytes`](crate::Storage::allocated_bytes).
+    pub(crate) async fn allocated_bytes(&self) -> Result<u64> {
+        let bytes = self.lane.call(&self.buffered, |fd| calls::allocated_bytes(fd)).await?;
+        self.space.set(bytes);
+        Ok(bytes)
+    }
+
+    /// Last known value.
+    pub(crate) fn last_allocated_bytes(&self) -> u64 {
+        self.space.bytes()
+    }
+
+    /// See [`Storage::ask`](crate::Storage::ask).
+    pub(crate) async fn ask(&self) -> Result<()> {
+        self.lane.ask(&self.buffered, |fd| calls::ask(fd)).await
+    }
+
+    /// See [`Storage::give_up`](crate::Storage::give_up).
+    pub(crate) fn give_up(&self) {
+        self.lane.give_up();
+    }
+
+    /// See [`Storage::closed`](crate::Storage::closed).
+    pub(crate) fn closed(&self) -> async_channel::Receiver<()> {
+        self.ending.closed.clone()
+    }
+
+    /// With O_DIRECT there is no cache to fill.
+    pub(super) fn can_read_ahead(&self) -> bool {
+        !self.cache.is_direct()
+    }
+
+    /// See [`Storage::will_need`](crate::Storage::will_need).
+    pub(super) async fn will_need(&self, offset: u64, length: u64) {
+        if !self.can_read_ahead() {
+            return;
+        }
+        let read_ahead = async |fd: Fd| Ok(op::read_ahead(&fd, offset, length).await?);
+        if let Err(error) = self.lane.operate(&self.fd, read_ahead).await {
+            tracing::debug!(file = self.name, %error, "reading ahead was refused");
+        }
+    }
+
+    async fn read_all(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
+        if target.is_empty() {
+            return Ok(target);
+        }
+        if self.lane.bounds_transfers() {
+            return Box::pin(self.read_in_turn(fd, offset, target)).await;
+        }
+        self.read_whole(fd, offset, target).await
+    }
+
+    /// Reads by way of a buffer of this process, which the kernel may fill late: after the file was
+    /// given up, a guest uses its memory for other data. Only a request that has a slot of the lane
+    /// has a buffer, so their number is bounded.
+    async fn read_in_turn(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
+        if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
+            let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
+            return self.lane.operate(fd, read).await;
+        }
+        let length = target.len();
+        let read = async |fd: Fd| {
+            let bounce = Segments::from(Buffer::new(length));
+            self.read_whole(&fd, offset, bounce).await
+        };
+        target.copy_from(&self.lane.operate(fd, read).await?.joined());
+        Ok(target)
+    }
+
+    async fn read_whole(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len();
+        let (result, target) = op::read_at(fd, target, 0, offset).await;
+        match result {
+            Ok(count) if count == length => Ok(target),
+            other => Box::pin(self.read_rest(fd, offset, target, other)).await,
+        }
+    }
+
+    /// The rare end of a read: short, interrupted, in many segments, at the end of the file.
+    async fn read_rest(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        mut target: Segments,
+        mut last: std::io::Result<usize>,
+    ) -> Result<Segments> {
+        let length = target.len();
+        let mut done = 0;
+        let mut attempts = 0;
+        loop {
+            match last {
+                Ok(count) if count > 0 => done += count,
+                Ok(_) => return Err(self.past_the_end(offset + done as u64)),
+                Err(error) => try_again(error.into(), &mut attempts).await?,
+            }
+            if done == length {
+                return Ok(target);
+            }
+            // O_DIRECT stops inside a block only at the end of the file, and could not go on from
+            // there.
+            if !(done as u64).is_multiple_of(self.alignment.offset) {
+                return Err(self.past_the_end(offset + done as u64));
+            }
+            (last, target) = op::read_at(fd, target, done, offset + done as u64).await;
+        }
+    }
+
+    fn past_the_end(&self, end: u64) -> Error {
+        if end >= self.size_bytes() {
+            // Resized while the request was on its way, which is as if it had come afterwards.
+            return Error::INVALID;
+        }
+        if let Some(left_out) = self.past_ends.line(recently()) {
+            let what = "read past the end: the file was truncated while in use";
+            tracing::warn!(file = self.name, end, left_out, "{what}");
+        }
+        Error::IO
+    }
+
+    /// Writes by one of the two descriptors.
+    async fn write_all(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let wanted = self.durability(asked);
+        let by_write = if self.has_synchronous_writes(fd) { wanted } else { Durability::Cached };
+        let reached = if self.lane.bounds_transfers() {
+            Box::pin(self.write_in_turn(fd, offset, data, by_write)).await?
+        } else {
+            self.write_whole(fd, offset, data, by_write).await?
+        };
+        self.make_durable(wanted, reached).await
+    }
+
+    /// Writes by way of a buffer of this process, which the kernel may read late: after the file
+    /// was given up, a guest uses its memory for other data, which must not reach the file.
+    /// Buffers are bounded as in [`File::read_in_turn`].
+    async fn write_in_turn(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<Durability> {
+        let write = async |fd: Fd| {
+            let places = || {
+                data.iter().filter_map(|segment| match segment {
+                    Segment::Guest(place) => Some(place),
+                    Segment::Own(_) => None,
+                })
+            };
+            if places().next().is_none() {
+                return self.write_whole(&fd, offset, data, durability).await;
+            }
+            let mut bounce = Buffer::new(data.len());
+            data.copy_to(&mut bounce);
+            if places().any(Place::is_lost) {
+                // The copy has zeroes where the memory is missing.
+                return Err(Error::FAULT);
+            }
+            self.write_whole(&fd, offset, bounce.into(), durability).await
+        };
+        self.lane.operate(fd, write).await
+    }
+
+    /// Syncs if a write has not reached the durability that it needs.
+    async fn make_durable(&self, wanted: Durability, reached: Durability) -> Result<()> {
+        match (wanted, reached) {
+            (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync()).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// True if one call can write durably and leaves the errors of other writes to the next sync:
+    /// see [`sync`].
+    fn has_synchronous_writes(&self, fd: &Fd) -> bool {
+        self.cache.is_direct() && fd.is(&self.fd) && !self.dsync_refused.load(Relaxed)
+    }
+
+    /// Returns the durability that was reached.
+    async fn write_whole(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<Durability> {
+        if data.as_slice().len() > MOST_SEGMENTS {
+            Box::pin(self.write_rest(fd, offset, data, durability, None)).await?;
+            return Ok(durability);
+        }
+        let length = data.len();
+        let (result, data) = op::write_at(fd, data, offset, durability).await;
+        match result {
+            Ok(count) if count == length => {}
+            Err(error) if durability == Durability::Synchronous && is_unsupported(&error) => {
+                // No RWF_DSYNC on this file system: the long way, from now on.
+                self.dsync_refused.store(true, Relaxed);
+                Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
+                return Ok(Durability::Cached);
+            }
+            other => Box::pin(self.write_rest(fd, offset, data, durability, Some(other))).await?,
+        }
+        Ok(durability)
+    }
+
+    /// The rare end of a write: short, interrupted, in many segments. `last` is the outcome of an
+    /// attempt already made.
+    async fn write_rest(
+        &self,
+        fd: &Fd,
+        mut offset: u64,
+        mut data: Segments,
+        durability: Durability,
+        mut last: Option<std::io::Result<usize>>,
+    ) -> Result<()> {
+        loop {
+            let batch: usize = data.iter().take(MOST_SEGMENTS).map(Segment::len).sum();
+            let later = data.split_off(batch);
+            self.write_batch(fd, offset, data, durability, last.take()).await?;
+            if later.is_empty() {
+                return Ok(());
+            }
+            offset += batch as u64;
+            data = later;
+        }
+    }
+
+    /// Writes until nothing is left.
+    async fn write_batch(
+        &self,
+        fd: &Fd,
+        mut offset: u64,
+        mut data: Segments,
+        durability: Durability,
+        mut last: Option<std::io::Result<usize>>,
+    ) -> Result<()> {
+        let mut attempts = 0;
+        loop {
+            match last {
+                Some(Ok(count)) => {
+                    // A part of a block would leave the rest unaligned: it is written again.
+                    let whole = count - count % self.alignment.offset as usize;
+                    if whole == 0 {
+                        return Err(Error::IO);
+                    }
+                    offset += whole as u64;
+                    data.advance(whole);
+                }
+                Some(Err(error)) => try_again(error.into(), &mut attempts).await?,
+                None => {}
+            }
+            if data.is_empty() {
+                return Ok(());
+            }
+            let (result, back) = op::write_at(fd, data, offset, durability).await;
+            (last, data) = (Some(result), back);
+        }
+    }
+}
+
+/// Files that may be given up move data by way of buffers of this process: the kernel may use a
+/// request's own memory after the request has failed.
+impl Registering for File {
+    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        if self.lane.bounds_transfers() {
+            return None;
+        }
+        self.read_registered_by(&self.fd, offset, buffer).await
+    }
+
+    async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        asked: Durability,
+    ) -> Option<Result<()>> {
+        if self.lane.bounds_transfers() {
+            return None;
+        }
+        let wanted = self.durability(asked);
+        let by_write = if self.has_synchronous_writes(&self.fd) { wanted } else { Durability::Cached };
+        let written = self.write_registered_by(&self.fd, offset, buffer, by_write).await;
+        match written {
+            Some(Ok(())) => Some(self.make_durable(wanted, by_write).await),
+            other => other,
+        }
+    }
+}
+
+impl File {
+    async fn read_registered_by(&self, fd: &Fd, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        let (mut done, mut attempts) = (0, 0);
+        while done < buffer.bytes() {
+            let at = offset + done as u64;
+            match buffer.read_at(fd, done, at).await {
+                Ok(count) if count > 0 && count.is_multiple_of(self.alignment.offset as usize) => {
+                    done += count;
+                }
+                Ok(count) => return Some(Err(self.past_the_end(at + count as u64))),
+                Err(error) if is_unsuited(&error) => return None,
+                Err(error) => {
+                    if let Err(error) = try_again(error.into(), &mut attempts).await {
+                        return Some(Err(error));
+                    }
+                }
+            }
+        }
+        Some(Ok(()))
+    }
+
+    async fn write_registered_by(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        let (mut done, mut attempts) = (0, 0);
+        while done < buffer.bytes() {
+            match buffer.write_at(fd, done, offset + done as u64, durability).await {
+                // A part of a block is written again.
+                Ok(count) if count as u64 >= self.alignment.offset => {
+                    done += count - count % self.alignment.offset as usize;
+                }
+                Ok(_) => return Some(Err(Error::IO)),
+                Err(error) if is_unsuited(&error) => return None,
+                Err(error) => {
+                    if let Err(error) = try_again(error.into(), &mut attempts).await {
+                        return Some(Err(error));
+                    }
+                }
+            }
+        }
+        Some(Ok(()))
+    }
+}
+
+/// Whether the kernel could not do something with a request's data where it is, as against failing
+/// at it: it is in no buffer, its pages do not suit the device, or it lacks what was asked.
+fn is_unsuited(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL)) || is_unsupported(error)
+}
+
+/// Whether the kernel, the file system or the device lacks the operation, as against failing at it.
+fn is_unsupported(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY))
+}
+
+/// Whether a failed request is worth another attempt; if so, after everybody else had a turn.
+async fn try_again(error: Error, attempts: &mut u32) -> Result<()> {
+    *attempts += 1;
+    if !matches!(error.errno(), libc::EINTR | libc::EAGAIN) || *attempts >= MOST_ATTEMPTS {
+        return Err(error);
+    }
+    yield_now().await;
+    Ok(())
+}
+
+/// Makes a request again as long as it is interrupted.
+async fn retried<F: Future<Output = std::io::Result<()>>>(attempt: impl Fn() -> F) -> Result<()> {
+    let mut attempts = 0;
+    loop {
+        match attempt().await {
+            Ok(()) => return Ok(()),
+            Err(error) => try_again(error.into(), &mut attempts).await?,
+        }
+    }
+}
+
+impl Device for File {
+    fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Relaxed)
+    }
+
+    async fn refresh_size(&self) -> Result<u64> {
+        let size = self.lane.call(&self.buffered, |fd| calls::size(fd)).await?;
+        self.size_bytes.store(size, Relaxed);
+        Ok(size)
+    }
+
+    /// The end of a regular file may lie anywhere: its tail goes through the page cache.
+    fn size_multiple(&self) -> u64 {
+        match self.kind {
+            Kind::Regular => 1,
+            Kind::BlockDevice => self.zero_alignment.max(SECTOR),
+        }
+    }
+
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        self.set_size(size_bytes).await
+    }
+
+    fn description(&self) -> String {
+        let kind = match self.kind {
+            Kind::Regular => "file",
+            Kind::BlockDevice => "block device",
+        };
+        let access = if self.read_only { ", read-only" } else { "" };
+        format!("{kind} {}, cache {}{access}", self.name, self.cache)
+    }
+
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn block_size(&self) -> BlockSize {
+        let minimum = self.alignment.offset as u32;
+        BlockSize { minimum, preferred: minimum.max(4096) }
+    }
+
+    fn can_zero_fast(&self) -> bool {
+        self.zeroing.fast(self.kind)
+    }
+
+    async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        self.read_all(&self.fd, offset, target).await
+    }
+
+    async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        self.write_all(&self.fd, offset, data, durability).await
+    }
+
+    async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments> {
+        self.read_all(&self.buffered, offset, target).await
+    }
+
+    async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        self.syncs.used_page_cache();
+        self.write_all(&self.buffered, offset, data, durability).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        if self.cache == CacheMode::Unsafe || self.read_only {
+            return Ok(());
+        }
+        self.sync().await
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        self.zero(offset, length, options).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.discard_range(offset, length).await
+    }
+
+    async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        if self.kind == Kind::BlockDevice {
+            return Ok(vec![Extent { length, hole: false, zero: false }]);
+        }
+        self.lane.call(&self.buffered, move |fd| status::extents(fd, offset, length)).await
+    }
+}

@@ -1,0 +1,69 @@
+//! The system calls on an open file that may wait for its file system, each on a thread that may
+//! block. No other module of the data path makes them.
+//!
+//! `fstat`, `lseek` and `fcntl` wait for the server of a file system over FUSE, NFS, CIFS or 9P;
+//! that they are instant on a local file system does not matter here. [`Lane::call`] finds a
+//! thread.
+//!
+//! [`Lane::call`]: super::lane::Lane::call
+
+use std::os::fd::AsFd;
+
+use nix::unistd::{Whence, ftruncate, lseek};
+use rustix::fs::{Advice, AtFlags, StatxFlags, fadvise, statx};
+
+use reactor::{
+    check_may_block,
+    error::{Error, Result},
+};
+
+use crate::Stamp;
+
+fn failed(errno: nix::errno::Errno) -> Error {
+    Error::from_errno(errno as i32)
+}
+
+/// The size of a file or a block device, in bytes.
+pub(super) fn size(fd: impl AsFd) -> Result<u64> {
+    check_may_block();
+    // Seeking works for files and devices alike; nothing uses the position.
+    lseek(fd, 0, Whence::SeekEnd).map(i64::unsigned_abs).map_err(failed)
+}
+
+pub(super) fn seek(fd: impl AsFd, offset: i64, whence: Whence) -> nix::Result<u64> {
+    check_may_block();
+    lseek(fd, offset, whence).map(i64::unsigned_abs)
+}
+
+pub(super) fn truncate(fd: impl AsFd, size_bytes: i64) -> Result<()> {
+    check_may_block();
+    ftruncate(fd, size_bytes).map_err(failed)
+}
+
+/// Bytes that are allocated to the file.
+pub(super) fn allocated_bytes(fd: impl AsFd) -> Result<u64> {
+    check_may_block();
+    let status = nix::sys::stat::fstat(fd).map_err(failed)?;
+    Ok(status.st_blocks.unsigned_abs() * 512)
+}
+
+pub(super) fn stamp(fd: impl AsFd) -> Result<Stamp> {
+    check_may_block();
+    let status = nix::sys::stat::fstat(fd).map_err(failed)?;
+    Ok(Stamp { modified_s: status.st_mtime, modified_ns: status.st_mtime_nsec, size_bytes: status.st_size })
+}
+
+/// Reads attributes that only the server of a remote file system has.
+pub(super) fn ask(fd: impl AsFd) -> Result<()> {
+    check_may_block();
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
+    // An error also shows that the server answers.
+    let _ = statx(fd, "", flags, StatxFlags::SIZE | StatxFlags::MTIME);
+    Ok(())
+}
+
+/// Drops clean pages, which another host may have overwritten.
+pub(super) fn forget_pages(fd: impl AsFd) {
+    check_may_block();
+    let _ = fadvise(fd, 0, None, Advice::DontNeed);
+}

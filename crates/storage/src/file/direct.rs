@@ -1,0 +1,52 @@
+//! What O_DIRECT needs: the alignment of offsets, lengths and memory for this file.
+//!
+//! Found in this order: `statx` (STATX_DIOALIGN, Linux 6.1, not every file system), the device's
+//! logical block size (BLKSSZGET), and trial reads, from 512 bytes upwards.
+
+use std::os::fd::AsFd;
+
+use nix::sys::uio::pread;
+use rustix::fs::{AtFlags, StatxFlags, ioctl_blksszget, statx};
+
+use super::Kind;
+use reactor::buffer::{ALIGNMENT, Buffer};
+
+use crate::align::Alignment;
+
+/// Logical block sizes that Linux's file systems and devices have with O_DIRECT (4096 is
+/// [`ALIGNMENT`]).
+const SMALLEST: usize = 512;
+
+/// The alignment for a descriptor opened with O_DIRECT; none if the file cannot be used that way.
+pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
+    let fd = fd.as_fd();
+    if let Ok(stat) = statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+        && stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0
+    {
+        // Zero says: not on this file, for instance because it is encrypted or its data is in a
+        // journal.
+        return checked(u64::from(stat.stx_dio_offset_align), stat.stx_dio_mem_align as usize);
+    }
+    if kind == Kind::BlockDevice
+        && let Ok(block) = ioctl_blksszget(fd)
+    {
+        return checked(u64::from(block), block as usize);
+    }
+    let mut size = SMALLEST;
+    while size <= ALIGNMENT {
+        let mut buffer = Buffer::new(size);
+        // Offset by one unit, so that the offset's alignment is tried as well. The end of the file
+        // is a success.
+        if pread(fd, &mut buffer, size as i64).is_ok() {
+            return checked(size as u64, size);
+        }
+        size *= 2;
+    }
+    None
+}
+
+/// Buffers are aligned to [`ALIGNMENT`]: more cannot be had. Offsets may want any power of two.
+fn checked(offset: u64, memory: usize) -> Option<Alignment> {
+    let usable = offset.is_power_of_two() && memory.is_power_of_two() && memory <= ALIGNMENT;
+    usable.then_some(Alignment { offset, memory })
+}

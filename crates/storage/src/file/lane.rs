@@ -1,0 +1,229 @@
+//! Isolation of one file from all others when its file system stops answering.
+//!
+//! A file system in user space, or one of a server, may stop answering. The kernel then occupies a
+//! thread for each operation and each call in flight, for as long as that lasts. So a file has few
+//! in flight at once, and requests beyond that wait here, where they occupy no thread:
+//!
+//! ```text
+//!   reads, writes, syncs, allocations ─► OPERATIONS at once ─► io_uring, a kernel thread for each
+//!   sizes, extents, lengths, locks    ─► CALLS at once      ─► a thread of the pool for each
+//! ```
+//!
+//! Reads and writes on block devices and on the usual local file systems take no thread and are
+//! not bounded. On all other file systems (FUSE, NFS, CIFS, 9P, …) the kernel executes them on a
+//! thread from the start (`IOSQE_ASYNC`): an attempt that must not wait (`RWF_NOWAIT`) waits on
+//! FUSE for reading ahead.
+//!
+//! After [`Lane::give_up`], all operations that wait for the file fail with [`Error::TIMED_OUT`]:
+//! the file is closed although its file system does not answer. The kernel keeps the memory of
+//! operations in flight.
+
+use std::{
+    fs,
+    future::{Future, poll_fn},
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
+    task::Poll,
+};
+
+use event_listener::Event;
+use rustix::fs::fstatfs;
+
+use reactor::{
+    Permits,
+    error::{Error, Result},
+    op::Fd,
+};
+
+/// Operations of io_uring on one file that occupy a thread of the kernel each. By default the
+/// kernel has four threads for each processor, shared by all files of a ring.
+const OPERATIONS: usize = 64;
+/// File systems on devices of this host, or in its memory, by their numbers in linux/magic.h: ext2
+/// to ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs, ramfs, and overlayfs, whose files are mostly
+/// on one of these.
+const LOCAL: [u32; 9] = [
+    0xef53,
+    0x5846_5342,
+    0x9123_683e,
+    0xf2f5_2010,
+    0xca45_1a4e,
+    0x2fc1_2fc1,
+    0x0102_1994,
+    0x8584_58f6,
+    0x794c_7630,
+];
+/// System calls on one file.
+const CALLS: usize = 4;
+/// Calls on one file that find out whether its file system answers. They have a turn apart, because
+/// other calls may take long on a file system that does answer: cutting a large file, for example.
+const QUESTIONS: usize = 1;
+
+#[derive(Debug)]
+pub(super) struct Lane {
+    /// Reads and writes occupy threads of the kernel, too.
+    occupies_threads: bool,
+    operations: Arc<Permits>,
+    calls: Arc<Permits>,
+    questions: Arc<Permits>,
+    is_given_up: AtomicBool,
+    given_up: Event,
+}
+
+impl Lane {
+    /// Creates the lane of an open file.
+    pub(super) fn of(file: &fs::File, is_device: bool) -> Self {
+        let is_local = |magic: u32| LOCAL.contains(&magic);
+        // The type is a C long, of which file systems use 32 bits.
+        let local = is_device || fstatfs(file).is_ok_and(|system| is_local(system.f_type as u32));
+        Self {
+            occupies_threads: !local,
+            operations: Permits::new(OPERATIONS),
+            calls: Permits::new(CALLS),
+            questions: Permits::new(QUESTIONS),
+            is_given_up: AtomicBool::new(false),
+            given_up: Event::new(),
+        }
+    }
+
+    /// Creates a lane as of a file on a remote file system.
+    #[cfg(test)]
+    pub(super) fn remote(file: &fs::File) -> Self {
+        Self { occupies_threads: true, ..Self::of(file, false) }
+    }
+
+    /// Takes all slots for operations.
+    #[cfg(test)]
+    pub(super) async fn take_all_slots(&self) -> Vec<reactor::Permit> {
+        let mut slots = Vec::new();
+        while slots.len() < OPERATIONS {
+            slots.push(self.operations.take().await);
+        }
+        slots
+    }
+
+    /// True if reads and writes go through [`Lane::operate`] as well.
+    pub(super) fn bounds_transfers(&self) -> bool {
+        self.occupies_threads
+    }
+
+    /// Runs an operation on the file once a slot is free. `operate` passes on the descriptor that
+    /// it is given, which occupies the slot until the kernel has finished with it.
+    ///
+    /// # Errors
+    /// Those of `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    pub(super) async fn operate<T>(&self, fd: &Fd, operate: impl AsyncFnOnce(Fd) -> Result<T>) -> Result<T> {
+        self.unless_given_up(async {
+            let fd = fd.holding(self.operations.take().await);
+            operate(fd).await
+        })
+        .await
+    }
+
+    /// Runs a system call that may wait on another thread, once a slot is free.
+    ///
+    /// # Errors
+    /// Those of `call`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
+    pub(super) async fn call<T: Send + 'static>(
+        &self,
+        fd: &Fd,
+        call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.call_in_turn(&self.calls, fd, call).await
+    }
+
+    /// Makes a system call as [`Lane::call`] does, without waiting for those.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) async fn ask<T: Send + 'static>(
+        &self,
+        fd: &Fd,
+        call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.call_in_turn(&self.questions, fd, call).await
+    }
+
+    async fn call_in_turn<T: Send + 'static>(
+        &self,
+        turns: &Arc<Permits>,
+        fd: &Fd,
+        call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let fd = fd.clone();
+        self.unless_given_up(async {
+            let permit = turns.take().await;
+            reactor::blocking(move || {
+                let _permit = permit;
+                call(&fd)
+            })
+            .await
+        })
+        .await
+    }
+
+    /// Fails the operations and calls that wait for the file, and all later ones.
+    pub(super) fn give_up(&self) {
+        self.is_given_up.store(true, SeqCst);
+        self.given_up.notify(usize::MAX);
+    }
+
+    pub(super) fn is_given_up(&self) -> bool {
+        self.is_given_up.load(SeqCst)
+    }
+
+    async fn unless_given_up<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        // Listens before it looks, or giving up in between would be missed.
+        let mut given_up = pin!(self.given_up.listen());
+        if self.is_given_up() {
+            return Err(Error::TIMED_OUT);
+        }
+        let mut work = pin!(work);
+        poll_fn(|context| match work.as_mut().poll(context) {
+            Poll::Ready(result) => Poll::Ready(result),
+            Poll::Pending => given_up.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use reactor::{Polling, run, spawn_joinable, yield_now};
+
+    #[test]
+    fn a_file_system_answers_although_all_calls_take_long() {
+        run(Polling::Off, async {
+            let file = tempfile::tempfile().expect("there is room");
+            let lane = std::rc::Rc::new(Lane::of(&file, false));
+            let fd = Fd::from(file);
+            let (mut ends, mut tasks) = (Vec::new(), Vec::new());
+            for _ in 0..CALLS {
+                let (end, ended) = mpsc::channel::<()>();
+                let (lane, fd) = (std::rc::Rc::clone(&lane), fd.clone());
+                ends.push(end);
+                tasks.push(spawn_joinable(async move {
+                    lane.call(&fd, move |_| {
+                        let _ = ended.recv();
+                        Ok(())
+                    })
+                    .await
+                }));
+            }
+            while lane.calls.free() > 0 {
+                yield_now().await;
+            }
+            assert_eq!(lane.ask(&fd, |_| Ok(7)).await, Ok(7));
+            drop(ends);
+            for task in tasks {
+                assert_eq!(task.await, Ok(()));
+            }
+        })
+        .expect("io_uring works on a test machine");
+    }
+}

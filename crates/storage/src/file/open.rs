@@ -1,0 +1,263 @@
+//! Opening a file or block device: what it is, whether the cache mode works on it, its locks, its
+//! size.
+//!
+//! Every error in an image's path is found here, before a client connects, and reported in full.
+
+use std::{
+    fs,
+    io::{ErrorKind, Seek, SeekFrom},
+    os::{
+        fd::{AsFd as _, AsRawFd as _},
+        unix::fs::{FileTypeExt, MetadataExt as _, OpenOptionsExt},
+    },
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64},
+    },
+};
+
+use nix::unistd::{SysconfVar, sysconf};
+
+use super::{
+    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, SpaceCount, Syncs, direct, lane::Lane, zero,
+};
+use reactor::{
+    check_may_block,
+    error::what_gives_descriptors,
+    op::{Fd, ForeignFd},
+    seldom::Seldom,
+};
+
+use crate::{
+    OpenError,
+    align::Alignment,
+    lock, own_mounts,
+    root::{Pinned, Root},
+};
+
+/// How to open a file.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct FileOptions {
+    pub(crate) cache: CacheMode,
+    pub(crate) read_only: bool,
+    /// Read although somebody else writes.
+    pub(crate) force_share: bool,
+    /// Without locks, which are taken before it is used.
+    pub(crate) handover: bool,
+    /// A regular file of no bytes is a disk too.
+    pub(crate) may_be_empty: bool,
+    /// Among these it is open already, if it is to be written to.
+    pub(crate) passed: Option<Passed>,
+    /// Where it must lie.
+    pub(crate) root: Option<Root>,
+    /// The file itself, which may lie where it could not be opened.
+    pub(crate) descriptor: Option<Arc<ForeignFd>>,
+}
+
+/// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
+pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File), OpenError> {
+    check_may_block();
+    let name = path.display().to_string();
+    if let Some(descriptor) = &options.descriptor {
+        return of_descriptor(descriptor, name, options);
+    }
+    // Held until everything is open, so that all of it is the same file.
+    let pinned = options.root.as_ref().map(|root| root.pin(path, &name)).transpose()?;
+    let pinned_path = pinned.as_ref().map(Pinned::path);
+    let path = pinned_path.as_deref().unwrap_or(path);
+    let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
+    // Before any request to the file system, which this process itself may serve.
+    own_mounts::check_path(path, &name)?;
+    // Before opening: that of a FIFO would wait for its other end.
+    kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
+    let mut how = fs::OpenOptions::new();
+    how.read(true).write(!options.read_only);
+    let passed = options.passed.as_ref().filter(|_| !options.read_only);
+    let found = passed.map(|passed| passed.take(path, &name, options.cache.is_direct())).transpose()?;
+    let (found, buffered) = match found.flatten() {
+        Some((main, buffered)) => (Some(main), buffered),
+        None => (None, how.open(path).map_err(|error| failed(&error))?),
+    };
+    let passed = passed.filter(|_| found.is_some()).cloned();
+    let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
+    let (main, alignment) = if options.cache.is_direct() {
+        open_direct(path, found, &name, &how, kind, options)?
+    } else {
+        let main = found.map_or_else(|| buffered.try_clone(), Ok).map_err(|error| failed(&error))?;
+        (main, Alignment::NONE)
+    };
+    lock_and_look(name, kind, (main, alignment), buffered, passed, options)
+}
+
+/// Of a descriptor that somebody else has opened, as far as is wanted of it.
+fn of_descriptor(
+    descriptor: &ForeignFd,
+    name: String,
+    options: &FileOptions,
+) -> Result<(File, fs::File), OpenError> {
+    own_mounts::check(descriptor, &name)?;
+    let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
+    let buffered = fs::File::from(descriptor.as_fd().try_clone_to_owned().map_err(|error| failed(&error))?);
+    let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
+    if !options.cache.is_direct() {
+        let main = buffered.try_clone().map_err(|error| failed(&error))?;
+        return lock_and_look(name, kind, (main, Alignment::NONE), buffered, None, options);
+    }
+    // Its flags are shared with whoever has passed it, so they stay as they are.
+    let again = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
+    let mut how = fs::OpenOptions::new();
+    how.read(true).write(!options.read_only);
+    let direct = open_direct(Path::new(&again), None, &name, &how, kind, options);
+    let direct = direct.map_err(|error| {
+        let why = format!("cannot be opened again for cache={}: {}", options.cache, error.why);
+        OpenError::new(&name, why, "let weir open the file itself, or use writeback, writethrough or unsafe")
+    })?;
+    lock_and_look(name, kind, direct, buffered, None, options)
+}
+
+/// The last steps of opening it: its locks and its size.
+fn lock_and_look(
+    name: String,
+    kind: Kind,
+    (main, alignment): (fs::File, Alignment),
+    mut buffered: fs::File,
+    passed: Option<Passed>,
+    options: &FileOptions,
+) -> Result<(File, fs::File), OpenError> {
+    // Checked again: the path may have led elsewhere before it was opened.
+    own_mounts::check(&main, &name)?;
+    let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
+    let wanted = lock::Use::of(options.read_only, options.force_share);
+    // What is locked already is locked again by the same file, which changes nothing.
+    let locked = || FileIdentity::of_open(&main).map(|file| file.to_string().into());
+    let is_protected = options.handover
+        || lock::acquire(&main, &name, wanted).map_err(|error| OpenError { locked: locked(), ..error })?;
+    let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
+    if size_bytes == 0 && !(options.may_be_empty && kind == Kind::Regular) {
+        return Err(empty(name, kind));
+    }
+    let zero_alignment = match kind {
+        Kind::Regular => 1,
+        Kind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
+    };
+    let status = buffered.metadata().map_err(|error| failed(&error))?;
+    let (lane, ending) = (Arc::new(Lane::of(&buffered, kind == Kind::BlockDevice)), Ending::new());
+    let syncs = Syncs::new(name.clone(), !options.cache.is_direct());
+    let again = buffered.try_clone().map_err(|error| failed(&error))?;
+    let fd = Fd::of_file(main, Arc::clone(&ending) as _);
+    let file = File {
+        buffered: Fd::of_file(again, Arc::new(Beside { _main: fd.clone() })),
+        fd,
+        lane,
+        syncs,
+        kind,
+        identity: FileIdentity::of(status.dev(), status.ino(), status.rdev(), kind == Kind::BlockDevice),
+        device_number: if kind == Kind::BlockDevice { status.rdev() } else { status.dev() },
+        ending,
+        cache: options.cache,
+        read_only: options.read_only,
+        is_protected,
+        handover: options.handover,
+        alignment,
+        zero_alignment,
+        page_bytes: page_bytes(),
+        size_bytes: AtomicU64::new(size_bytes),
+        space: SpaceCount::new(status.blocks() * 512),
+        name,
+        passed,
+        zeroing: zero::Refused::default(),
+        dsync_refused: AtomicBool::new(false),
+        past_ends: Seldom::default(),
+    };
+    Ok((file, buffered))
+}
+
+fn open_direct(
+    path: &Path,
+    passed: Option<fs::File>,
+    name: &str,
+    how: &fs::OpenOptions,
+    kind: Kind,
+    options: &FileOptions,
+) -> Result<(fs::File, Alignment), OpenError> {
+    let no_direct = || {
+        OpenError::new(
+            name,
+            format!("this file system does not support O_DIRECT, which cache={} needs", options.cache),
+            "use writeback, writethrough or unsafe",
+        )
+    };
+    let open = || how.clone().custom_flags(libc::O_DIRECT).open(path);
+    let file = match passed.map_or_else(open, Ok) {
+        Ok(file) => file,
+        // The file was opened without O_DIRECT a moment ago, so that is what is invalid.
+        Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(no_direct()),
+        Err(error) => return Err(describe(name, &error, options.read_only)),
+    };
+    let alignment = direct::alignment(&file, kind).ok_or_else(no_direct)?;
+    Ok((file, alignment))
+}
+
+fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<Kind, OpenError> {
+    let kind = metadata.file_type();
+    match not_an_image(kind) {
+        Some(what) => Err(OpenError::new(name, what, KINDS)),
+        None if kind.is_block_device() => Ok(Kind::BlockDevice),
+        None => Ok(Kind::Regular),
+    }
+}
+
+/// Kinds of file that can be an image, as advice.
+pub(crate) const KINDS: &str = "an image is a regular file or a block device";
+
+/// Reason why a file of this kind cannot be an image; `None` if it can.
+pub(crate) fn not_an_image(kind: fs::FileType) -> Option<&'static str> {
+    if kind.is_file() || kind.is_block_device() {
+        None
+    } else if kind.is_dir() {
+        Some("is a directory")
+    } else if kind.is_char_device() {
+        Some("is a character device")
+    } else {
+        Some("is a pipe or a socket")
+    }
+}
+
+fn empty(name: String, kind: Kind) -> OpenError {
+    match kind {
+        Kind::Regular => OpenError::new(
+            &name,
+            "is empty, so there is no disk",
+            format!("give it a size: truncate -s 10G {name}"),
+        ),
+        Kind::BlockDevice => OpenError::new(&name, "has size zero", "is there a medium in the device?"),
+    }
+}
+
+pub(super) fn describe(name: &str, error: &std::io::Error, read_only: bool) -> OpenError {
+    let (why, remedy) = match error.kind() {
+        ErrorKind::NotFound => ("no such file", "create it first, or check the path"),
+        ErrorKind::PermissionDenied if read_only => {
+            ("no permission to read", "check the owner and mode of the file and its directories")
+        }
+        ErrorKind::PermissionDenied => {
+            ("no permission to read and write", "check its owner and mode, or serve it --read-only")
+        }
+        ErrorKind::ReadOnlyFilesystem => ("is on a read-only file system", "serve it --read-only"),
+        _ => {
+            let remedy = what_gives_descriptors(error).unwrap_or("the system refused to open it");
+            return OpenError::new(name, error.to_string(), remedy);
+        }
+    };
+    OpenError::new(name, why, remedy)
+}
+
+fn page_bytes() -> u64 {
+    // 64 KiB is the largest page of Linux: safe where the system does not say.
+    sysconf(SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .and_then(|bytes| u64::try_from(bytes).ok())
+        .unwrap_or(65_536)
+}

@@ -1,0 +1,51 @@
+//! Another size for a file that is being served.
+//!
+//! It is called with all writes kept out ([`Align`](crate::align::Align) does that),
+//! because a write in flight would make a file longer again that has just been cut.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::{File, Kind, calls};
+use crate::{align::Device as _, resize::ResizeError};
+
+impl File {
+    /// See [`Storage::resize`](crate::Storage::resize).
+    pub(super) async fn set_size(&self, size_bytes: u64) -> Result<(), ResizeError> {
+        if self.kind == Kind::BlockDevice {
+            let actual = self.refresh_size().await?;
+            return if actual == size_bytes {
+                Ok(())
+            } else {
+                Err(ResizeError::Device { size_bytes: actual })
+            };
+        }
+        if self.read_only {
+            return Err(ResizeError::ReadOnly);
+        }
+        let largest = i64::MAX as u64;
+        let size = i64::try_from(size_bytes).map_err(|_| ResizeError::TooLarge { largest })?;
+        let old = self.size_bytes();
+        if !old.is_multiple_of(self.alignment.offset) {
+            // The last bytes went through the page cache, and will not any more.
+            self.sync().await?;
+        }
+        if size_bytes < old {
+            // First, so that nobody reads there any more.
+            self.size_bytes.store(size_bytes, Relaxed);
+        }
+        if !size_bytes.is_multiple_of(self.page_bytes) || !old.is_multiple_of(self.page_bytes) {
+            // The file system zeroes the rest of the last page, before or after, in the page cache.
+            self.syncs.used_page_cache();
+        }
+        match self.lane.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {
+            Ok(()) => {
+                self.size_bytes.store(size_bytes, Relaxed);
+                Ok(())
+            }
+            Err(error) => {
+                self.size_bytes.store(old, Relaxed);
+                Err(error.into())
+            }
+        }
+    }
+}

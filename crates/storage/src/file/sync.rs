@@ -1,0 +1,112 @@
+//! Syncs of one file, whose failures are never forgotten.
+//!
+//! The kernel keeps writeback errors for each open file and reports each of them to one caller
+//! (`errseq_t`). After that it regards the pages as clean although the device does not have them,
+//! so a later sync would succeed and acknowledge data that is lost. Therefore:
+//!
+//! - All syncs go through the buffered descriptor. No other operation on it collects errors: a
+//!   synchronous write (`RWF_DSYNC`), which collects them, is made on a descriptor with O_DIRECT
+//!   alone; through the page cache it is a write and a sync.
+//! - One sync runs at a time. Of two at once, the error of a page that both cover would fail only
+//!   one of them.
+//! - A sync runs to its end, also if its caller is gone, so that its result is always seen.
+//! - After a failed sync, all later ones fail, if anything was written through the page cache.
+//!   Direct writes do not depend on a sync: the device has the data that it accepted.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicI32, Ordering::SeqCst},
+};
+
+use super::{lane::Lane, retried};
+use reactor::{
+    error::{Error, Result},
+    op::{self, Fd},
+    recently,
+    seldom::Seldom,
+};
+
+use crate::flushes::Flushes;
+
+/// State of the syncs of one open file.
+#[derive(Debug)]
+pub(super) struct Syncs {
+    /// Path of the file, for the log.
+    name: String,
+    turns: Flushes,
+    /// Data of the file may be in the page cache alone.
+    uses_page_cache: AtomicBool,
+    /// Error number of a failed sync; zero if none failed.
+    lost: AtomicI32,
+    failures: Seldom,
+}
+
+impl Syncs {
+    pub(super) fn new(name: String, uses_page_cache: bool) -> Arc<Self> {
+        Arc::new(Self {
+            name,
+            turns: Flushes::default(),
+            uses_page_cache: uses_page_cache.into(),
+            lost: AtomicI32::new(0),
+            failures: Seldom::default(),
+        })
+    }
+
+    /// Records that data was written through the page cache.
+    pub(super) fn used_page_cache(&self) {
+        if !self.uses_page_cache.load(SeqCst) {
+            self.uses_page_cache.store(true, SeqCst);
+        }
+    }
+
+    /// True if data was lost, so that all later syncs fail.
+    pub(super) fn has_lost_writes(&self) -> bool {
+        self.lost.load(SeqCst) != 0
+    }
+
+    /// Returns once all writes that ended before the call are on stable storage. `fd` is the
+    /// buffered descriptor.
+    ///
+    /// # Errors
+    /// The kernel's, and from then on the same one, if data may be lost.
+    pub(super) async fn run(self: &Arc<Self>, fd: &Fd, lane: &Arc<Lane>) -> Result<()> {
+        self.check_lost()?;
+        // A sync that has begun already does not cover all of these writes.
+        drop(self.turns.change());
+        let (syncs, fd, lane) = (Arc::clone(self), fd.clone(), Arc::clone(lane));
+        let task = async move {
+            syncs.turns.run(|| syncs.sync(&fd, &lane)).await?;
+            syncs.check_lost()
+        };
+        // No answer: the reactor drops its tasks, and will drop this one too.
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn sync(&self, fd: &Fd, lane: &Lane) -> Result<()> {
+        let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
+        let result = lane.operate(fd, sync).await;
+        if let Err(error) = result
+            && !lane.is_given_up()
+        {
+            self.failed(error);
+        }
+        result
+    }
+
+    pub(super) fn failed(&self, error: Error) {
+        if let Some(left_out) = self.failures.line(recently()) {
+            let what = "sync failed: writes since the last one may be lost";
+            tracing::error!(file = self.name, %error, left_out, "{what}");
+        }
+        if self.uses_page_cache.load(SeqCst) {
+            self.lost.store(error.errno(), SeqCst);
+        }
+    }
+
+    fn check_lost(&self) -> Result<()> {
+        match self.lost.load(SeqCst) {
+            0 => Ok(()),
+            errno => Err(Error::from_errno(errno)),
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Syncs that the kernel fails. They are made on a pipe, which has no fsync(2): the kernel answers
+//! EINVAL, and the file itself has no error to report afterwards, as after a lost write.
+
+use std::{
+    future::{Future, poll_fn},
+    task::Poll,
+};
+
+use super::{CacheMode, File, FileOptions, open};
+use reactor::{
+    Polling,
+    buffer::Buffer,
+    error::{Error, Result},
+    op::Fd,
+    run,
+};
+
+use crate::{Durability, align::Device};
+
+const SIZE: u64 = 64 << 10;
+/// Not a multiple of a block.
+const ODD_SIZE: u64 = SIZE + 1234;
+
+/// Runs `test` on a file of `size_bytes` bytes, unless its file system lacks the cache mode.
+fn with_file<F: Future<Output = ()> + 'static>(
+    size_bytes: u64,
+    cache: CacheMode,
+    test: impl FnOnce(File) -> F,
+) {
+    let file = tempfile::NamedTempFile::new().expect("a temporary file");
+    file.as_file().set_len(size_bytes).expect("room for a test");
+    match open(file.path(), &FileOptions { cache, ..FileOptions::default() }) {
+        Ok((storage, _)) => run(Polling::Off, test(storage)).expect("io_uring works on a test machine"),
+        Err(error) => assert!(error.why.contains("does not support O_DIRECT"), "{error}"),
+    }
+}
+
+/// A descriptor that the kernel cannot sync.
+fn unsyncable() -> Fd {
+    let (reading, _) = nix::unistd::pipe().expect("a pipe");
+    Fd::from(std::fs::File::from(reading))
+}
+
+async fn sync_that_fails(storage: &File) -> Result<()> {
+    storage.syncs.run(&unsyncable(), &storage.lane).await
+}
+
+#[test]
+fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
+    with_file(SIZE, CacheMode::Writeback, |storage| async move {
+        assert_eq!(storage.flush().await, Ok(()));
+        assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
+        assert_eq!(storage.flush().await, Err(Error::INVALID), "although the kernel has no error");
+    });
+}
+
+#[test]
+fn the_failure_of_a_sync_whose_caller_is_gone_fails_the_next_one() {
+    with_file(SIZE, CacheMode::Writeback, |storage| async move {
+        let mut sync = Box::pin(sync_that_fails(&storage));
+        let is_pending = poll_fn(|context| Poll::Ready(sync.as_mut().poll(context).is_pending())).await;
+        assert!(is_pending);
+        drop(sync);
+        assert_eq!(storage.flush().await, Err(Error::INVALID));
+    });
+}
+
+#[test]
+fn in_a_direct_mode_a_failed_sync_is_kept_for_the_tail_alone() {
+    with_file(ODD_SIZE, CacheMode::None, |storage| async move {
+        let block = || Buffer::zeroed(4096).into();
+        assert_eq!(storage.write(0, block(), Durability::Cached).await, Ok(()));
+        assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
+        assert_eq!(storage.flush().await, Ok(()), "the device has the block");
+        let tail = Buffer::copy_of(&[7; 100]).into();
+        assert_eq!(storage.write_buffered(ODD_SIZE - 100, tail, Durability::Cached).await, Ok(()));
+        assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
+        assert_eq!(storage.flush().await, Err(Error::INVALID), "the tail may be lost");
+    });
+}
+
+#[test]
+fn in_a_direct_mode_a_failed_sync_is_kept_after_a_cut_inside_a_page() {
+    // Pages of all architectures are multiples of 4 KiB and divide 64 KiB.
+    for (before, after, flushed) in [
+        (2 * SIZE, SIZE, Ok(())),
+        (2 * SIZE, SIZE + 512, Err(Error::INVALID)),
+        (SIZE + 512, 2 * SIZE, Err(Error::INVALID)),
+    ] {
+        with_file(before, CacheMode::None, |storage| async move {
+            assert!(storage.set_size(after).await.is_ok());
+            assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
+            assert_eq!(storage.flush().await, flushed, "{before} to {after} bytes");
+        });
+    }
+}

@@ -1,0 +1,161 @@
+//! Zeroing and discarding: by a system call where the file system has one, by writing zeroes where
+//! not.
+//!
+//! Which call does what:
+//!
+//! | | regular file | block device |
+//! | --- | --- | --- |
+//! | PUNCH_HOLE | deallocates | write-zeroes with unmap, refused if the device cannot |
+//! | ZERO_RANGE | zeroes, stays allocated | write-zeroes; the kernel writes them itself if the device cannot, so not fast |
+//! | PUNCH_HOLE, then allocate | the same, for tmpfs and others without ZERO_RANGE | – |
+//!
+//! What was refused once is not tried again. Never changes the size of a file
+//! (FALLOC_FL_KEEP_SIZE).
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use super::{File, Kind, is_unsupported, retried};
+use reactor::{
+    buffer::Buffer,
+    error::{Error, Result},
+    op::{self, Fd},
+};
+
+use crate::{Durability, ZeroOptions, align::Device};
+
+/// Zeroes are written in pieces of this many bytes.
+const PIECE: u64 = 1 << 20;
+
+/// What the file system turned out not to have.
+#[derive(Debug, Default)]
+pub(super) struct Refused {
+    punch: AtomicBool,
+    zero_range: AtomicBool,
+    allocate: AtomicBool,
+}
+
+impl Refused {
+    /// Whether anything is left that beats writing.
+    pub(super) fn fast(&self, kind: Kind) -> bool {
+        let punch = !self.punch.load(Relaxed);
+        match kind {
+            Kind::Regular => punch || !self.zero_range.load(Relaxed),
+            Kind::BlockDevice => punch,
+        }
+    }
+}
+
+impl File {
+    /// See [`Storage::write_zeroes`](crate::Storage::write_zeroes).
+    pub(super) async fn zero(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        let end = offset + length;
+        // Devices take whole logical blocks only, also through the page cache.
+        let first = offset.next_multiple_of(self.zero_alignment).min(end);
+        let last = (end - end % self.zero_alignment).max(first);
+        if first < last && !self.zero_by_call(first, last - first, options).await? {
+            if options.only_if_fast {
+                return Err(Error::UNSUPPORTED);
+            }
+            self.write_zero_pieces(first, last).await?;
+        }
+        self.write_zero_pieces(offset, first).await?;
+        self.write_zero_pieces(last, end).await?;
+        if self.durability(options.durability) == Durability::Synchronous {
+            self.sync().await
+        } else {
+            Ok(())
+        }
+    }
+
+    /// False if no call can do it.
+    async fn zero_by_call(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<bool> {
+        let refused = &self.zeroing;
+        let zero_range_is_fast = self.kind == Kind::Regular;
+        if options.may_unmap && self.call(&refused.punch, libc::FALLOC_FL_PUNCH_HOLE, offset, length).await? {
+            return Ok(true);
+        }
+        if (zero_range_is_fast || !options.only_if_fast)
+            && self.call(&refused.zero_range, libc::FALLOC_FL_ZERO_RANGE, offset, length).await?
+        {
+            return Ok(true);
+        }
+        if options.may_unmap || self.kind == Kind::BlockDevice || refused.allocate.load(Relaxed) {
+            return Ok(false);
+        }
+        Ok(self.call(&refused.punch, libc::FALLOC_FL_PUNCH_HOLE, offset, length).await?
+            && self.call(&refused.allocate, 0, offset, length).await?)
+    }
+
+    /// One call of `fallocate`; false if it is not to be had here, which `refused` then remembers.
+    async fn call(&self, refused: &AtomicBool, mode: i32, offset: u64, length: u64) -> Result<bool> {
+        if refused.load(Relaxed) {
+            return Ok(false);
+        }
+        let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
+        if self.kind == Kind::Regular && !(offset | length).is_multiple_of(self.page_bytes) {
+            // The file system zeroes parts of pages in the page cache.
+            self.syncs.used_page_cache();
+        }
+        let allocate = async |fd: Fd| retried(|| op::allocate(&fd, mode, offset, length)).await;
+        match self.lane.operate(&self.fd, allocate).await {
+            Ok(()) => Ok(true),
+            Err(error) if is_unsupported(&std::io::Error::from_raw_os_error(error.errno())) => {
+                refused.store(true, Relaxed);
+                Ok(false)
+            }
+            // Some file systems say so where they want other alignment: not this time, perhaps the
+            // next.
+            Err(Error::INVALID) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// See [`Storage::can_reserve`](crate::Storage::can_reserve).
+    pub(crate) fn can_reserve(&self) -> bool {
+        self.kind == Kind::Regular && !self.zeroing.allocate.load(Relaxed)
+    }
+
+    /// See [`Storage::reserve`](crate::Storage::reserve).
+    pub(crate) async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if !self.can_reserve() {
+            return Err(Error::UNSUPPORTED);
+        }
+        match self.call(&self.zeroing.allocate, 0, offset, length).await? {
+            false => Err(Error::UNSUPPORTED),
+            true if self.durability(Durability::Cached) == Durability::Synchronous => self.sync().await,
+            true => Ok(()),
+        }
+    }
+
+    async fn write_zero_pieces(&self, mut offset: u64, end: u64) -> Result<()> {
+        while offset < end {
+            let piece = PIECE.min(end - offset);
+            let zeroes = Buffer::zeroed(piece as usize);
+            // Synced once, by the caller.
+            self.write(offset, zeroes.into(), Durability::Cached).await?;
+            offset += piece;
+        }
+        Ok(())
+    }
+
+    /// See [`Storage::discard`](crate::Storage::discard).
+    pub(super) async fn discard_range(&self, offset: u64, length: u64) -> Result<()> {
+        let first = offset.next_multiple_of(self.zero_alignment);
+        let last = (offset + length) / self.zero_alignment * self.zero_alignment;
+        if first >= last {
+            return Ok(());
+        }
+        // A hint: where it cannot be followed nothing has failed.
+        let punched = self.call(&self.zeroing.punch, libc::FALLOC_FL_PUNCH_HOLE, first, last - first).await?;
+        if punched && self.durability(Durability::Cached) == Durability::Synchronous {
+            return self.sync().await;
+        }
+        Ok(())
+    }
+}

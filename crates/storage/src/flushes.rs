@@ -1,0 +1,222 @@
+//! Flushes of one device: one at a time, and none where nothing was changed since the last.
+//!
+//! ```text
+//!   changes end    1   2         3   4             5
+//!   flushes          ├── A: 1, 2 ──┤├── B: 3, 4 ──┤  ├── C: 5 ──┤
+//!   asked for        A     B, B  B         C
+//! ```
+//!
+//! Whoever asks for a flush shares the next one to begin; where nothing was changed since the last
+//! one began, it is answered at once. So a client may send as many flushes as it likes: the device
+//! sees no more than one for each change. QEMU's block layer counts in the same way.
+//!
+//! This is beside the device, below every format: what an image writes of its own (tables, copies,
+//! snapshots) is counted as a guest's writes are.
+//!
+//! The first flush always reaches the device: who wrote to it before, and whether that was flushed,
+//! is not known. A flush that fails covers nothing, so the next one reaches the device as well,
+//! which knows whether the failure lasts.
+
+use std::{
+    future::Future,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use event_listener::Event;
+
+use reactor::error::Result;
+
+/// The flushes of one device.
+#[derive(Debug, Default)]
+pub(super) struct Flushes {
+    /// Changes that have ended; the first is 1.
+    changes: AtomicU64,
+    state: Mutex<State>,
+    ended: Event,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    running: bool,
+    /// How many have ended.
+    count: u64,
+    /// The changes that the last one covered, if it succeeded; how it ended.
+    last: Option<(u64, Result<()>)>,
+    /// The changes that are on stable storage.
+    durable: Option<u64>,
+}
+
+impl Flushes {
+    /// A change of the device, which lasts until this is dropped: when it has ended, failed or was
+    /// given up, and before whoever asked for it is told.
+    pub(super) fn change(&self) -> Change<'_> {
+        Change(&self.changes)
+    }
+
+    /// Returns once all changes that ended before the call are on stable storage. `flush` is called
+    /// at most once, and may be another's.
+    ///
+    /// # Errors
+    /// Those of `flush`.
+    pub(super) async fn run<F: Future<Output = Result<()>>>(&self, flush: impl FnOnce() -> F) -> Result<()> {
+        let wanted = self.changes.load(Ordering::Acquire);
+        let first = self.lock().count;
+        let covered = loop {
+            let ended = self.ended.listen();
+            {
+                let mut state = self.lock();
+                if state.durable.is_some_and(|durable| durable >= wanted) {
+                    return Ok(());
+                }
+                if let Some((covered, result)) = state.last
+                    && state.count > first
+                    && covered >= wanted
+                {
+                    return result;
+                }
+                if !state.running {
+                    state.running = true;
+                    break self.changes.load(Ordering::Acquire);
+                }
+            }
+            ended.await;
+        };
+        let mut running = Running { flushes: self, outcome: None };
+        let result = flush().await;
+        running.outcome = Some((covered, result));
+        result
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change of it is complete before anything could panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// See [`Flushes::change`].
+#[must_use = "the change lasts until it is dropped"]
+pub(super) struct Change<'a>(&'a AtomicU64);
+
+impl Drop for Change<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// A flush under way. Whoever carries it out may give up: then another does.
+struct Running<'a> {
+    flushes: &'a Flushes,
+    outcome: Option<(u64, Result<()>)>,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        {
+            let mut state = self.flushes.lock();
+            state.running = false;
+            if let Some((covered, result)) = self.outcome {
+                state.count += 1;
+                state.last = self.outcome;
+                if result.is_ok() {
+                    state.durable = Some(covered);
+                }
+            }
+        }
+        self.flushes.ended.notify(usize::MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, rc::Rc};
+
+    use policy::time::Duration;
+
+    use super::*;
+    use reactor::{error::Error, now, sim, sleep_until, spawn_joinable, timeout};
+
+    /// A device that takes a second for a flush.
+    #[derive(Clone, Default)]
+    struct Disk {
+        flushes: Rc<Flushes>,
+        reached: Rc<Cell<u64>>,
+        error: Rc<Cell<Option<Error>>>,
+    }
+
+    impl Disk {
+        async fn flush(self) -> Result<()> {
+            let device = || async {
+                self.reached.set(self.reached.get() + 1);
+                sleep_until(now() + Duration::from_secs(1)).await;
+                self.error.get().map_or(Ok(()), Err)
+            };
+            self.flushes.run(device).await
+        }
+
+        async fn flush_many(&self, count: usize) -> Vec<Result<()>> {
+            let tasks: Vec<_> = (0..count).map(|_| spawn_joinable(self.clone().flush())).collect();
+            let mut results = Vec::new();
+            for task in tasks {
+                results.push(task.await);
+            }
+            results
+        }
+    }
+
+    #[test]
+    fn a_flood_reaches_the_device_once_for_each_change() {
+        sim::run(1, async {
+            let disk = Disk::default();
+            assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
+            assert_eq!(disk.reached.get(), 1, "who wrote before is not known");
+            assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
+            assert_eq!(disk.reached.get(), 1);
+            drop(disk.flushes.change());
+            assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
+            assert_eq!(disk.reached.get(), 2);
+        });
+    }
+
+    #[test]
+    fn what_was_changed_during_a_flush_is_left_to_the_next() {
+        sim::run(1, async {
+            let disk = Disk::default();
+            let first = spawn_joinable(disk.clone().flush());
+            sleep_until(now() + Duration::from_millis(500)).await;
+            drop(disk.flushes.change());
+            let began = now();
+            assert!(disk.flush_many(10).await.iter().all(Result::is_ok));
+            assert_eq!((now() - began).as_nanos(), 1_500_000_000, "the rest of the first, and the second");
+            assert_eq!((first.await, disk.reached.get()), (Ok(()), 2));
+        });
+    }
+
+    #[test]
+    fn a_failure_is_everybodys_who_waited_and_the_next_tries_again() {
+        sim::run(1, async {
+            let disk = Disk::default();
+            disk.error.set(Some(Error::IO));
+            assert!(disk.flush_many(10).await.iter().all(|result| *result == Err(Error::IO)));
+            assert_eq!(disk.reached.get(), 1);
+            assert_eq!(disk.clone().flush().await, Err(Error::IO));
+            disk.error.set(None);
+            assert_eq!((disk.clone().flush().await, disk.reached.get()), (Ok(()), 3));
+        });
+    }
+
+    #[test]
+    fn another_goes_on_where_one_gives_up() {
+        sim::run(1, async {
+            let disk = Disk::default();
+            let patience = Duration::from_millis(300);
+            let first = spawn_joinable(timeout(patience, disk.clone().flush()));
+            sleep_until(now() + Duration::from_millis(100)).await;
+            let second = spawn_joinable(disk.clone().flush());
+            assert!(first.await.is_err());
+            assert_eq!((second.await, disk.reached.get()), (Ok(()), 2));
+        });
+    }
+}

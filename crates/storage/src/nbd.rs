@@ -1,0 +1,279 @@
+//! An export of an NBD server as a storage: `nbd://HOST/EXPORT` and the like ([`Uri`](nbd::uri::Uri)).
+//!
+//! | cache mode | a write completes when | flush |
+//! | --- | --- | --- |
+//! | writeback, none | the server has it | the server's |
+//! | writethrough, directsync | it is durable: FUA, or a flush behind it | the server's |
+//! | unsafe | the server has it, also with FUA | nothing |
+//!
+//! Nothing is between a disk and its server here, so `none` is the same as `writeback`. What the
+//! server does is its own affair. There are no locks: nobody keeps others from the same export,
+//! and that nobody else writes to it is taken for granted unless it was opened with `force_share`.
+//!
+//! What the server says of its blocks is kept to ([`Align`](super::align::Align)); its size ends
+//! at a whole block. A request longer than the server takes is asked in parts, and what it does not
+//! know is made of what it does: see [`ask`], where that is looked at each time.
+//!
+//! ```text
+//!   mod      what a storage does, in the server's words; unflushed what a break must not lose
+//!   link     conversations, breaks, connecting again     lane  a connection and the threads that use it
+//! ```
+//!
+//! How long a request takes has no bound, as with a disk; `status` tells how long the oldest has
+//! been waiting. The protocol itself is [`nbd`]'s.
+
+mod ask;
+mod lane;
+mod link;
+mod open;
+mod unflushed;
+
+use std::sync::Arc;
+
+pub use self::link::Remote;
+pub(super) use self::open::open;
+pub use self::open::{Known, NbdOptions, Simulation, simulated};
+use policy::time::Duration;
+
+use self::{ask::Ask, link::Link, unflushed::Change};
+use super::{
+    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, Passed, ZeroOptions,
+    align::{Alignment, Device},
+    push_extent,
+    resize::ResizeError,
+};
+use nbd::{
+    client::About,
+    proto::{cmd_flag, state},
+};
+use reactor::{
+    buffer::{Segment, Segments},
+    error::{Error, Result},
+    spawn_to_end,
+};
+
+/// Most that is zeroed, trimmed or looked at in one request, in bytes: a multiple of any block.
+const MOST_AT_ONCE: u64 = 1 << 30;
+/// The same where the zeroes have to be sent.
+const MOST_SENT: u64 = 16 << 20;
+/// Least number of bytes that one reply about allocation covers, as data beyond the server's
+/// extents: a cluster of most images. It bounds the round trips that short extents can cause.
+const LEAST_DESCRIBED: u64 = 64 << 10;
+
+/// An export that is a disk here.
+#[derive(Debug)]
+pub struct Nbd {
+    link: Arc<Link>,
+    name: String,
+    cache: CacheMode,
+    read_only: bool,
+    /// Somebody else may write to it meanwhile, as was said.
+    is_shared: bool,
+    /// Another process may have it open too, and goes on with it for all that is known here.
+    passed: Option<Passed>,
+    /// Its blocks are kept to for good.
+    blocks: About,
+}
+
+impl Nbd {
+    /// How it stands with the server.
+    pub(super) fn remote(&self) -> Remote {
+        self.link.remote()
+    }
+
+    /// How long the oldest request has been waiting for its answer; none if none is.
+    pub(super) fn oldest_request(&self) -> Option<Duration> {
+        self.link.oldest_request()
+    }
+
+    /// Whether what was flushed here is what another client reads.
+    pub(super) fn has_common_flushes(&self) -> bool {
+        self.cache != CacheMode::Unsafe && self.link.about().has_common_flushes()
+    }
+
+    pub(super) fn is_passed(&self) -> bool {
+        self.passed.is_some()
+    }
+
+    pub(super) fn is_anothers(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    }
+
+    pub(super) fn is_shared(&self) -> bool {
+        self.is_shared
+    }
+
+    pub(super) fn writes_through(&self) -> bool {
+        !self.cache.has_write_cache()
+    }
+
+    pub(super) fn has_lost_writes(&self) -> bool {
+        self.link.has_lost_writes()
+    }
+
+    /// What the cache mode makes of a request's durability.
+    fn durability(&self, asked: Durability) -> Durability {
+        match self.cache {
+            CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
+            CacheMode::Unsafe => Durability::Cached,
+            CacheMode::Writeback | CacheMode::None => asked,
+        }
+    }
+
+    /// Whether a request asks the server to be durable by itself, and whether a flush has to
+    /// follow.
+    fn how(&self, asked: Durability) -> (bool, bool) {
+        let durable = self.durability(asked) == Durability::Synchronous;
+        let can = self.link.about().can_force();
+        (durable && can, durable && !can)
+    }
+
+    /// In parts of at most `most` bytes, from `offset` on.
+    fn parts(offset: u64, length: u64, most: u64) -> impl Iterator<Item = (u64, u32)> {
+        let end = offset + length;
+        std::iter::successors(Some(offset), move |at| Some(at + most))
+            .take_while(move |at| *at < end)
+            .map(move |at| (at, u32::try_from((end - at).min(most)).unwrap_or(u32::MAX)))
+    }
+}
+
+impl Device for Nbd {
+    fn alignment(&self) -> Alignment {
+        Alignment { offset: u64::from(self.blocks.minimum_block), memory: 1 }
+    }
+
+    fn page_bytes(&self) -> u64 {
+        1
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.link.size_bytes()
+    }
+
+    /// The protocol has no word for it: see [`Device::resize`].
+    async fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size_bytes())
+    }
+
+    /// No export can be resized over NBD. But the server may have resized it: then it is opened
+    /// anew, and has the new size here too.
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        let link = Arc::clone(&self.link);
+        spawn_to_end(async move { link.reopen().await }).await.unwrap_or(Err(Error::SHUTDOWN))?;
+        let now = self.size_bytes();
+        if now == size_bytes { Ok(()) } else { Err(ResizeError::Remote { size_bytes: now }) }
+    }
+
+    fn description(&self) -> String {
+        let mode = if self.read_only { ", read-only" } else { "" };
+        format!("{}, cache={}{mode}", self.name, self.cache)
+    }
+
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn block_size(&self) -> BlockSize {
+        BlockSize { minimum: self.blocks.minimum_block, preferred: self.blocks.preferred_block }
+    }
+
+    fn can_zero_fast(&self) -> bool {
+        self.link.about().can_refuse_slow_zeroing()
+    }
+
+    async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+        if target.is_empty() {
+            return Ok(target);
+        }
+        let ask = Ask::Read { offset, length: target.len() };
+        let data = self.link.ask(ask).await?.data()?;
+        if matches!(target.as_slice(), [Segment::Own(_)]) {
+            return Ok(data.into());
+        }
+        target.copy_from(&data);
+        Ok(target)
+    }
+
+    async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let (force, flush) = self.how(durability);
+        if !data.is_empty() {
+            self.link.write(offset, data, force).await?;
+        }
+        if flush { self.link.flush().await } else { Ok(()) }
+    }
+
+    /// The size ends at a whole block, so there is no tail.
+    async fn read_buffered(&self, _offset: u64, _target: Segments) -> Result<Segments> {
+        Err(Error::INVALID)
+    }
+
+    async fn write_buffered(&self, _offset: u64, _data: Segments, _durability: Durability) -> Result<()> {
+        Err(Error::INVALID)
+    }
+
+    async fn flush(&self) -> Result<()> {
+        // Also where the server has gone: nothing of ours is there.
+        if self.read_only { Ok(()) } else { self.link.flush().await }
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        let about = self.link.about();
+        let (force, flush) = self.how(options.durability);
+        let mut flags = if options.may_unmap { 0 } else { cmd_flag::NO_HOLE };
+        if options.only_if_fast {
+            flags |= cmd_flag::FAST_ZERO;
+        }
+        // What has to be sent is shorter, so that a break does not throw it far back.
+        let most = if about.can_zero() { MOST_AT_ONCE } else { MOST_SENT };
+        for (offset, length) in Self::parts(offset, length, most) {
+            self.link.change(Change::Zeroes { offset, length, flags }, force).await?;
+            // Half of it is done: from here on it must be made all.
+            flags &= !cmd_flag::FAST_ZERO;
+        }
+        if flush { self.link.flush().await } else { Ok(()) }
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        if !self.link.about().can_trim() {
+            return Ok(());
+        }
+        for (offset, length) in Self::parts(offset, length, MOST_AT_ONCE) {
+            self.link.ask(Ask::Trim { offset, length }).await?;
+        }
+        Ok(())
+    }
+
+    async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        if !self.link.about().tells_allocation() {
+            return Ok(vec![Extent { length, hole: false, zero: false }]);
+        }
+        let block = u64::from(self.blocks.minimum_block);
+        let end = offset + length.min(MOST_AT_ONCE - block);
+        let first = offset & !(block - 1);
+        let asked = u32::try_from(end.next_multiple_of(block).min(self.size_bytes()) - first);
+        let ask = Ask::Extents { offset: first, length: asked.unwrap_or(u32::MAX) };
+        let (mut at, mut extents) = (first, Vec::new());
+        for extent in self.link.ask(ask).await?.extents()? {
+            let next = at + u64::from(extent.length);
+            let (from, to) = (at.max(offset), next.min(end));
+            at = next;
+            if from < to {
+                let is = |flag: u32| extent.flags & flag != 0;
+                let (hole, zero) = (is(state::HOLE), is(state::ZERO));
+                push_extent(&mut extents, Extent { length: to - from, hole, zero });
+            }
+            // One less, for the data below.
+            if at >= end || extents.len() == MOST_EXTENTS - 1 {
+                break;
+            }
+        }
+        if extents.is_empty() {
+            return Err(Error::IO);
+        }
+        let least = end.min(offset + LEAST_DESCRIBED);
+        if at < least {
+            push_extent(&mut extents, Extent { length: least - at, hole: false, zero: false });
+        }
+        Ok(extents)
+    }
+}

@@ -1,0 +1,225 @@
+//! From a URI to a disk that is ready: looks the server up, connects, and judges what it says.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use policy::time::{Duration, Instant};
+
+use super::{
+    Nbd,
+    link::{Dialler, FIRST_PAUSE, LONGEST_PAUSE, Link, PATIENCE, Terms},
+};
+use nbd::{
+    client::{Address, NotConnected, TlsClient, Wanted, addresses, within},
+    stream::Stream,
+    uri::Uri,
+};
+use reactor::{blocking, now, sleep_until, timeout};
+
+use crate::{
+    CacheMode, OpenError, Passed,
+    align::{Align, Device as _},
+    probe::{HEADER_BYTES, Probed, probe_ends},
+};
+
+/// What was found out of a server when it was tried before: the rights to look again may be gone.
+/// Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Known(Arc<Mutex<Option<Found>>>);
+
+type Found = (Option<TlsClient>, Vec<Address>);
+
+impl Known {
+    fn get(&self) -> Option<Found> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, found: Found) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
+    }
+}
+
+/// How to open an export.
+#[derive(Clone, Debug, Default)]
+pub struct NbdOptions {
+    /// See the table in [`nbd`](super).
+    pub cache: CacheMode,
+    /// Nobody wants to know what its bytes look like.
+    pub is_format_known: bool,
+    /// Refuse writes.
+    pub read_only: bool,
+    /// Somebody else may write to it meanwhile.
+    pub is_shared: bool,
+    /// One without bytes is a disk too.
+    pub may_be_empty: bool,
+    /// What another process has, which may be at this export too, if it is to be written to.
+    pub passed: Option<Passed>,
+    /// How long requests wait for a server that has gone; zero: not at all.
+    pub reconnect_delay: Duration,
+    /// How long it is tried to reach the server; zero: once.
+    pub open_timeout: Duration,
+    /// Of one that was tried before.
+    pub known: Known,
+}
+
+/// Opens an export, and says what its bytes look like if no format was given.
+///
+/// # Errors
+/// Everything that is wrong with it, said for people.
+pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<Nbd>, Probed), OpenError> {
+    let name = uri.to_string();
+    let wrong = |why: String, remedy: &str| OpenError::new(&name, why, remedy);
+    let until = now() + options.open_timeout;
+    let known = options.known.get();
+    let find = async {
+        let place = uri.clone();
+        let tls = timeout(PATIENCE, blocking(move || place.credentials()))
+            .await
+            .map_err(|_| wrong("its keys take too long to read".to_owned(), "is their file system there?"))?
+            .map_err(|error| wrong(error.to_string(), "mend the file, or name another in the URI"))?;
+        let look_up = || {
+            let place = uri.clone();
+            within(PATIENCE, blocking(move || addresses(&place.server)))
+        };
+        let until = if known.is_some() { now() } else { until };
+        let addresses = persist(until, look_up).await.map_err(|error| failed(&name, &error))?;
+        Ok((tls, addresses))
+    };
+    let (tls, addresses) = find.await.or_else(|error| known.ok_or(error))?;
+    options.known.set((tls.clone(), addresses.clone()));
+    let terms = Terms {
+        name: name.clone(),
+        dialler: Dialler::Socket(addresses),
+        wanted: Wanted { export: uri.export.clone(), tls, allocation: true },
+        keys: Some(uri.clone()).filter(|uri| uri.tls.is_some()),
+        reconnect_delay: options.reconnect_delay,
+        read_only: options.read_only,
+        flushes: options.cache != CacheMode::Unsafe,
+    };
+    open_with(terms, options, until).await
+}
+
+/// Tries until it succeeds, fails for another reason than that nobody is there, or time is over;
+/// once in any case.
+async fn persist<T, F>(until: Instant, attempt: impl Fn() -> F) -> Result<T, NotConnected>
+where
+    F: Future<Output = Result<T, NotConnected>>,
+{
+    let mut pause = FIRST_PAUSE;
+    loop {
+        match attempt().await {
+            Err(NotConnected::Io(_) | NotConnected::Dropped(_) | NotConnected::TooLate(_))
+                if now() < until => {}
+            outcome => return outcome,
+        }
+        sleep_until(until.min(now() + pause)).await;
+        pause = (2 * pause).min(LONGEST_PAUSE);
+    }
+}
+
+async fn open_with(
+    terms: Terms,
+    options: &NbdOptions,
+    until: Instant,
+) -> Result<(Align<Nbd>, Probed), OpenError> {
+    let name = terms.name.clone();
+    let established = persist(until, || terms.establish()).await;
+    let established = established.map_err(|error| {
+        let failed = failed(&name, &error);
+        // Who hangs up in the middle of TLS is there, and refuses.
+        let may_pass = matches!(error, NotConnected::Io(_) | NotConnected::TooLate(_));
+        if may_pass { failed.that_may_pass() } else { failed }
+    })?;
+    let blocks = established.about().clone();
+    if blocks.is_read_only() && !options.read_only {
+        let remedy = "make the export writable at its server, or open it for reading only";
+        return Err(OpenError::new(&name, "the server has it read-only", remedy));
+    }
+    let size_bytes = blocks.size_bytes & !(u64::from(blocks.minimum_block) - 1);
+    if size_bytes == 0 && !options.may_be_empty {
+        return Err(OpenError::new(&name, "has size zero", "give it a size at its server"));
+    }
+    if size_bytes != blocks.size_bytes {
+        tracing::warn!(
+            nbd = name,
+            size_bytes = blocks.size_bytes,
+            minimum_block = blocks.minimum_block,
+            "the size is no multiple of the server's block, so its last bytes are not served"
+        );
+    }
+    let nbd = Nbd {
+        link: Link::new(terms, established),
+        name: name.clone(),
+        cache: options.cache,
+        read_only: options.read_only,
+        is_shared: options.is_shared,
+        passed: options.passed.clone().filter(|_| !options.read_only),
+        blocks,
+    };
+    // Who says the format need not be able to guess it.
+    let probed = match options.is_format_known {
+        true => Probed::Raw,
+        false => {
+            let unread = |error| {
+                let why = format!("its first bytes cannot be read: {error}");
+                OpenError::new(&name, why, "is its server in order?")
+            };
+            let nbd = Align::new(nbd);
+            let probed = probe(&nbd).await.map_err(unread)?;
+            // Whoever uses it goes on with the conversation where it does.
+            nbd.device().link.leave().await;
+            return Ok((nbd, probed));
+        }
+    };
+    Ok((Align::new(nbd), probed))
+}
+
+async fn probe(nbd: &Align<Nbd>) -> reactor::error::Result<Probed> {
+    let size = nbd.device().size_bytes();
+    let length = size.min(HEADER_BYTES as u64);
+    let at = |offset| nbd.read(offset, reactor::buffer::Buffer::new(length as usize).into());
+    let (first, last) = (at(0).await?.joined(), at(size - length).await?.joined());
+    Ok(probe_ends(&first, &last))
+}
+
+fn failed(name: &str, error: &NotConnected) -> OpenError {
+    let remedy = match error {
+        NotConnected::Io(_) | NotConnected::NoAddress => "start the server, or check the URI",
+        NotConnected::TooLate(_) => "is the server busy, or does it take only one client?",
+        NotConnected::Refused { .. } => "check the export's name; `nbdinfo --list URI` tells what there is",
+        NotConnected::Breach(_) => "is it an NBD server that listens there?",
+        NotConnected::Dropped(_) => {
+            "does it want a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
+             authority that it knows"
+        }
+        NotConnected::Tls(_) => "check scheme, certificates and keys of the URI",
+    };
+    OpenError::new(name, error.in_full(), remedy)
+}
+
+/// How streams to a server of the simulation are made.
+pub type Simulation = Box<dyn Fn() -> io::Result<Stream> + Send + Sync>;
+
+/// A disk at a server in the simulation, its format given.
+///
+/// # Errors
+/// As for a real one.
+pub async fn simulated(
+    make: Simulation,
+    export: &str,
+    options: &NbdOptions,
+) -> Result<crate::Storage, OpenError> {
+    let terms = Terms {
+        name: format!("simulated:{export}"),
+        dialler: Dialler::Simulated(make),
+        wanted: Wanted { export: export.to_owned(), tls: None, allocation: true },
+        keys: None,
+        reconnect_delay: options.reconnect_delay,
+        read_only: options.read_only,
+        flushes: options.cache != CacheMode::Unsafe,
+    };
+    let until = now() + options.open_timeout;
+    open_with(terms, options, until).await.map(|(nbd, _)| crate::Storage::Nbd(nbd))
+}

@@ -1,0 +1,239 @@
+//! From what a user asked for to a storage that is ready: opens, locks, probes, and puts the
+//! wrappers on.
+//!
+//! Blocks, so it belongs at the start of the program, or in
+//! [`reactor::blocking`].
+
+use std::{path::Path, sync::Arc};
+
+use policy::time::Duration;
+
+use super::{
+    CacheMode, Format, Memory, Null, OpenError, Part, Passed, Root, Spec, Storage,
+    align::Align,
+    delay::DelayOptions,
+    fault::FaultRule,
+    file::{self, FileOptions},
+    nbd::{Known, NbdOptions},
+    probe::{Probed, probe_beginning, probe_file},
+    rate::{Budgets, RateOptions},
+    rbd,
+};
+use nbd::uri::Uri;
+use reactor::{Polling, op::ForeignFd};
+
+/// How to open an image.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// For files; memory has no cache.
+    pub cache: CacheMode,
+    /// `None` guesses, where that is safe.
+    pub format: Option<Format>,
+    /// Refuse writes; take no lock that would keep other readers away.
+    pub read_only: bool,
+    /// Read although somebody else writes; only with `read_only`.
+    pub force_share: bool,
+    /// Open it without its locks, since another may have them: it is not to be used before
+    /// `block::disk::Disk::hold`. Only of files that are written to.
+    pub handover: bool,
+    /// A regular file of no bytes is a disk too, of size zero.
+    pub may_be_empty: bool,
+    /// Where files must lie; everywhere without it.
+    pub root: Option<Root>,
+    /// The file itself, already open: its name is not looked at, nor where it lies.
+    pub descriptor: Option<Arc<ForeignFd>>,
+    /// Files that another process has open, and images of clusters, for those that are written to.
+    /// It may be at any export of a server's, of which it passes nothing.
+    pub passed: Option<Passed>,
+    /// The part of it that is the disk; only of raw images.
+    pub part: Option<Part>,
+    /// How long requests wait for an NBD server that has gone, and are asked again once it is back;
+    /// zero: they fail at once.
+    pub reconnect_delay: Duration,
+    /// How long it is tried to reach an NBD server at first; zero: once.
+    pub open_timeout: Duration,
+    /// Of an NBD server that was tried before.
+    pub known: Known,
+    /// Latency added.
+    pub delay: Option<DelayOptions>,
+    /// Bandwidth bounded.
+    pub rate: Option<RateOptions>,
+    /// Where `rate` finds the budget that it shares with others opened with the same.
+    pub budgets: Budgets,
+    /// Rules by which requests fail, in order.
+    pub faults: Vec<FaultRule>,
+}
+
+/// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about
+/// them, and `format` is not looked at.
+///
+/// # Errors
+/// Everything that is wrong with it, said for people.
+pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
+    wrapped(spec, open_bottom(spec, &options)?.0, options)
+}
+
+/// What an image looks like, wherever it is; `spec` as for [`open_storage`].
+///
+/// # Errors
+/// Where it cannot be opened or read.
+pub fn probe_anywhere(spec: &str) -> Result<Probed, OpenError> {
+    let options =
+        OpenOptions { read_only: true, force_share: true, may_be_empty: true, ..OpenOptions::default() };
+    Ok(open_bottom(spec, &options)?.1)
+}
+
+/// An export, for who does not run a reactor here or cannot wait for it: on a thread that has one
+/// for this.
+fn open_apart(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    let (place, options) = (uri.clone(), of_export(uri, options)?);
+    let opening = std::thread::spawn(move || {
+        reactor::run(Polling::Off, async move { super::nbd::open(&place, &options).await })
+    });
+    let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring to be had?");
+    let opened = opening.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
+    let (nbd, probed) = opened.map_err(|error| failed(format!("no ring can be made: {error}")))??;
+    Ok((Storage::Nbd(nbd), probed))
+}
+
+fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> {
+    if options.handover {
+        let why = "cannot be handed over: NBD has no locks";
+        return Err(OpenError::new(&uri.to_string(), why, "leave handover out"));
+    }
+    Ok(NbdOptions {
+        cache: options.cache,
+        is_format_known: options.format.is_some(),
+        read_only: options.read_only,
+        is_shared: options.force_share,
+        may_be_empty: options.may_be_empty,
+        passed: options.passed.clone(),
+        reconnect_delay: options.reconnect_delay,
+        open_timeout: options.open_timeout,
+        known: options.known.clone(),
+    })
+}
+
+/// As [`open_bottom`], without blocking, on this thread's reactor.
+pub async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    if let Spec::Nbd(uri) = place(spec)? {
+        if options.force_share && !options.read_only {
+            return Err(shared_by_writers(spec));
+        }
+        let (nbd, probed) = super::nbd::open(&uri, &of_export(&uri, options)?).await?;
+        return Ok((Storage::Nbd(nbd), probed));
+    }
+    let (spec, options) = (spec.to_owned(), options.clone());
+    reactor::blocking(move || open_bottom(&spec, &options)).await
+}
+
+fn place(spec: &str) -> Result<Spec, OpenError> {
+    spec.parse().map_err(|error: super::InvalidValue| {
+        let remedy = "an image is a path, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or nbd://HOST/EXPORT";
+        OpenError::new(spec, error.to_string(), remedy)
+    })
+}
+
+fn shared_by_writers(spec: &str) -> OpenError {
+    OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only")
+}
+
+/// What `spec` names, without wrappers, and what it looks like. Blocks.
+pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    if options.force_share && !options.read_only {
+        return Err(shared_by_writers(spec));
+    }
+    let place = place(spec)?;
+    let is_patient = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
+    if is_patient && !matches!(place, Spec::Nbd(_)) {
+        let why = "reconnect-delay and open-timeout are for NBD servers, and this is none";
+        return Err(OpenError::new(spec, why, "leave it out"));
+    }
+    if options.handover && (options.read_only || !matches!(place, Spec::File(_))) {
+        return Err(OpenError::new(
+            spec,
+            "only a file that is written to can be handed over",
+            "leave handover out",
+        ));
+    }
+    match place {
+        Spec::File(path) => open_file(&path, options),
+        Spec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
+        Spec::Nbd(uri) => open_apart(&uri, options),
+        Spec::Null(size) => Ok((Storage::Null(Null::new(not_empty(spec, size)?)), Probed::Raw)),
+        Spec::Rbd(address) => {
+            let OpenOptions { cache, read_only, force_share, .. } = *options;
+            let how = rbd::How { cache, read_only, force_share, passed: options.passed.clone() };
+            let (image, probed) = rbd::open(&address, how, options.format.is_none())?;
+            Ok((Storage::Rbd(Align::new(image)), probed))
+        }
+    }
+}
+
+fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    let how = FileOptions {
+        cache: options.cache,
+        read_only: options.read_only,
+        force_share: options.force_share,
+        handover: options.handover,
+        may_be_empty: options.may_be_empty,
+        passed: options.passed.clone(),
+        root: options.root.clone(),
+        descriptor: options.descriptor.clone(),
+    };
+    let (file, plain) = file::open(path, &how)?;
+    let looks = match options.format {
+        None => probe_file(&plain),
+        Some(_) => probe_beginning(&plain),
+    };
+    let probed = match (options.format, looks) {
+        (_, Ok(probed)) => probed,
+        // If a format was given, the probed format is used only for a warning.
+        (Some(_), Err(_)) => Probed::Raw,
+        (None, Err(error)) => {
+            let why = format!("its first bytes cannot be read: {error}");
+            return Err(OpenError::new(&path.display().to_string(), why, "is the device in order?"));
+        }
+    };
+    Ok((Storage::File(Align::new(file)), probed))
+}
+
+fn memory(spec: &str, size: u64) -> Result<Memory, OpenError> {
+    Memory::new(not_empty(spec, size)?)
+        .ok_or_else(|| OpenError::new(spec, "is too large for memory", "256T is the largest"))
+}
+
+fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
+    if size == 0 { Err(OpenError::new(spec, "has size zero", "give it a size, e.g. 1G")) } else { Ok(size) }
+}
+
+/// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
+pub fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
+    if let Some(part) = options.part {
+        let whole = storage.size_bytes();
+        storage = storage.part(part);
+        if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
+            let why = format!(
+                "has {whole} bytes, and the part given by offset and size, for which the file is taken as raw, is not all inside"
+            );
+            return Err(OpenError::new(spec, why, "choose another offset or size"));
+        }
+    }
+    if let Some(delay) = options.delay {
+        storage = storage.delayed(delay);
+    }
+    if let Some(rate) = options.rate {
+        let budget = options.budgets.get(&rate).map_err(|error| {
+            OpenError::new(
+                spec,
+                format!("another image has shared={} with other rates", error.0),
+                "give both the same",
+            )
+        })?;
+        storage = storage.with_rate(budget);
+    }
+    if !options.faults.is_empty() {
+        storage = storage.with_faults(options.faults);
+    }
+    Ok(storage)
+}

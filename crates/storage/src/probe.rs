@@ -1,0 +1,325 @@
+//! What an image's first bytes look like, and whether it may be served as raw.
+//!
+//! A guest owns every byte of a raw image, so it can write a header of another format there.
+//! Whoever then *guesses* the format opens what the guest describes: a qcow2 with `/etc/shadow` as
+//! its backing file. Three rules prevent that:
+//!
+//! - an image that looks like anything but raw or qcow2 needs `--format` ([`check_format`]);
+//! - one that looks like qcow2 may name no other file, unless its format was given
+//!   (`image::open`);
+//! - a raw image whose format was guessed cannot be given such a header: `image::Raw`
+//!   refuses the write.
+//!
+//! The signatures are those of the formats' own specifications. The list has the formats that QEMU
+//! guesses, because QEMU may be the next to open the image.
+//!
+//! A second list has compressed files and archives ([`Probed::Packed`]). They are served as raw,
+//! since a guest may write one to its disk, and a [`warning`] names the program that unpacks them.
+
+use std::{
+    fs, io,
+    os::unix::fs::{FileExt, OpenOptionsExt as _},
+    path::Path,
+    str::FromStr,
+};
+
+use libc::O_NONBLOCK;
+
+use super::{
+    InvalidValue, OpenError,
+    file::{KINDS, not_an_image},
+};
+
+/// Bytes from the beginning that decide; every signature looked for ends before.
+pub const HEADER_BYTES: usize = 512;
+
+/// Formats that weir serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The bytes are the disk.
+    Raw,
+    /// QEMU's copy-on-write format.
+    Qcow2,
+}
+
+impl Format {
+    /// As users write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+impl FromStr for Format {
+    type Err = InvalidValue;
+    fn from_str(text: &str) -> Result<Self, InvalidValue> {
+        match text {
+            "raw" => Ok(Self::Raw),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(InvalidValue::new(text, "is not a format that weir serves (raw, qcow2)")),
+        }
+    }
+}
+
+/// What an image looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Probed {
+    /// Nothing known: as far as one can tell the bytes are the disk.
+    Raw,
+    /// The format of this name.
+    Looks(&'static str),
+    /// A compressed file or an archive, or a disk on which a guest stores one.
+    Packed(&'static str),
+}
+
+/// Where a signature is, what it is, whose it is.
+const SIGNATURES: &[(usize, &[u8], &str)] = &[
+    (0, b"QFI\xfb", "qcow2"),
+    (0, b"QED\0", "qed"),
+    (0, b"KDMV", "vmdk"),
+    (0, b"COWD", "vmdk"),
+    (0, b"vhdxfile", "vhdx"),
+    (0, b"conectix", "vpc"),
+    (0x40, b"\x7f\x10\xda\xbe", "vdi"),
+    (0, b"LUKS\xba\xbe", "luks"),
+    (0, b"WithoutFreeSpace", "parallels"),
+    (0, b"WithouFreSpacExt", "parallels"),
+    (0, b"Bochs Virtual HD Image", "bochs"),
+    (0, b"#!/bin/sh\n#V2.0 Format", "cloop"),
+];
+
+/// Compressed files and archives: gzip (RFC 1952, method 8), xz and zstd (their frame magic), bzip2
+/// (magic of the first block), ZIP (local file header), tar (POSIX ustar; an OVA is one).
+const PACKED: &[(usize, &[u8], &str)] = &[
+    (0, b"\x1f\x8b\x08", "gzip"),
+    (0, b"\xfd7zXZ\0", "xz"),
+    (0, b"\x28\xb5\x2f\xfd", "zstd"),
+    (4, b"\x31\x41\x59\x26\x53\x59", "bzip2"),
+    (0, b"PK\x03\x04", "zip"),
+    (257, b"ustar", "tar"),
+];
+
+/// Formats and archives by their name here, and what turns them into a disk that weir serves.
+const CONVERTED_BY: &[(&str, &str)] = &[
+    ("gzip", "gunzip"),
+    ("xz", "unxz"),
+    ("zstd", "unzstd"),
+    ("bzip2", "bunzip2"),
+    ("zip", "unzip"),
+    ("tar", "tar -xf, and qemu-img convert -O qcow2 for the disks of an OVA"),
+    ("vmdk", "qemu-img convert -f vmdk -O qcow2"),
+    ("vdi", "qemu-img convert -f vdi -O qcow2"),
+    ("vpc", "qemu-img convert -f vpc -O qcow2"),
+    ("vhdx", "qemu-img convert -f vhdx -O qcow2"),
+];
+
+/// Apple's disk images have theirs in the last 512 bytes.
+const DMG_TRAILER: &[u8] = b"koly";
+/// A VHD of fixed size is a raw disk with a footer of 512 bytes behind it.
+const VHD_FOOTER: &[u8] = b"conectix";
+
+/// What a disk with this beginning looks like; fewer than [`HEADER_BYTES`] are as good as followed
+/// by zeroes.
+pub fn probe_header(header: &[u8]) -> Probed {
+    let header = &header[..header.len().min(HEADER_BYTES)];
+    let found = SIGNATURES
+        .iter()
+        .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)));
+    match found {
+        Some((_, _, name)) => Probed::Looks(name),
+        None if is_vmdk_descriptor(header) => Probed::Looks("vmdk"),
+        None => Probed::Raw,
+    }
+}
+
+fn probe_packed(header: &[u8]) -> Probed {
+    let found = PACKED
+        .iter()
+        .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)))
+        .filter(|(_, _, name)| *name != "bzip2" || header.starts_with(b"BZh"));
+    found.map_or(Probed::Raw, |(_, _, name)| Probed::Packed(name))
+}
+
+/// A VMDK may begin with text that names its parts, other files: comments and empty lines, then
+/// `version=`.
+fn is_vmdk_descriptor(header: &[u8]) -> bool {
+    let mut lines = header.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
+    lines
+        .find(|line| !line.is_empty() && !line.starts_with(b"#"))
+        .is_some_and(|line| line.starts_with(b"version="))
+}
+
+/// What the image at `path` looks like.
+///
+/// # Errors
+/// Where it cannot be read.
+pub fn probe(path: &Path) -> io::Result<Probed> {
+    // Opening a named pipe, which is never an image, would wait for a writer.
+    probe_file(&fs::File::options().read(true).custom_flags(O_NONBLOCK).open(path)?)
+}
+
+/// As [`probe`], of an open file.
+pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
+    let metadata = file.metadata()?;
+    if let Some(why) = not_an_image(metadata.file_type()) {
+        // A pipe, for one, has no offsets to read at.
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{why} ({KINDS})")));
+    }
+    let mut header = [0; HEADER_BYTES];
+    let length = read_up_to(file, &mut header, 0)?;
+    let header = &header[..length];
+    let size = metadata.len();
+    let mut trailer = [0; HEADER_BYTES];
+    let mut trailer_length = 0;
+    if probe_header(header) == Probed::Raw && size >= HEADER_BYTES as u64 {
+        trailer_length = read_up_to(file, &mut trailer, size - HEADER_BYTES as u64)?;
+    }
+    Ok(probe_ends(header, &trailer[..trailer_length]))
+}
+
+/// As [`probe`], of an open image whose format is known. Only the first sector is read, which costs
+/// one request: a format whose signature is in the last sector is not recognized.
+pub(super) fn probe_beginning(file: &fs::File) -> io::Result<Probed> {
+    let mut header = [0; HEADER_BYTES];
+    let length = read_up_to(file, &mut header, 0)?;
+    Ok(probe_ends(&header[..length], &[]))
+}
+
+/// As [`probe`], of the first bytes and of the last: [`HEADER_BYTES`] each, or all there are.
+pub(super) fn probe_ends(first: &[u8], last: &[u8]) -> Probed {
+    let ends_with = |trailer: &[u8]| last.len() >= HEADER_BYTES && last.starts_with(trailer);
+    match probe_header(first) {
+        Probed::Raw if ends_with(DMG_TRAILER) => Probed::Looks("dmg"),
+        Probed::Raw if ends_with(VHD_FOOTER) => Probed::Packed("vpc"),
+        Probed::Raw => probe_packed(first),
+        probed => probed,
+    }
+}
+
+fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < buffer.len() {
+        match file.read_at(&mut buffer[done..], offset + done as u64) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done)
+}
+
+/// The format to serve an image in: the one that was said, else what it looks like where that is
+/// safe to believe. A guess of qcow2 is safe only for an image that names no other file.
+///
+/// # Errors
+/// No format was said, and the image looks neither raw nor like qcow2.
+pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Result<Format, OpenError> {
+    match (explicit, probed) {
+        (Some(format), _) => Ok(format),
+        (None, Probed::Raw | Probed::Packed(_)) => Ok(Format::Raw),
+        (None, Probed::Looks("qcow2")) => Ok(Format::Qcow2),
+        (None, Probed::Looks(other)) => {
+            let converter = converter(other).unwrap_or("qemu-img convert -O qcow2");
+            Err(OpenError::new(
+                name,
+                format!("looks like {other}, so its format must be given"),
+                format!(
+                    "--format raw serves its bytes as they are; to serve the disk inside, convert it: {converter}"
+                ),
+            ))
+        }
+    }
+}
+
+fn converter(name: &str) -> Option<&'static str> {
+    CONVERTED_BY.iter().find(|(of, _)| *of == name).map(|(_, by)| *by)
+}
+
+/// A warning about an image that is used although its bytes are those of a compressed file, an
+/// archive or a foreign format that contains a disk. `None` for all other images, also for LUKS and
+/// qcow2 inside a raw disk, where a guest or a client has reason to store them.
+pub fn warning(probed: Probed) -> Option<String> {
+    let (Probed::Looks(name) | Probed::Packed(name)) = probed else { return None };
+    let converter = converter(name)?;
+    Some(format!("looks like {name}: its bytes are no disk that a guest can boot (convert it: {converter})"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn each_signature_is_recognised_at_its_place_only() {
+        for &(at, signature, name) in SIGNATURES {
+            let mut header = [0; HEADER_BYTES];
+            header[at..at + signature.len()].copy_from_slice(signature);
+            assert_eq!(probe_header(&header), Probed::Looks(name));
+            header[at] ^= 1;
+            assert_eq!(probe_header(&header), Probed::Raw);
+        }
+    }
+
+    #[test]
+    fn compressed_files_are_named_and_stay_writable() {
+        for &(at, signature, name) in PACKED {
+            let mut header = [0; HEADER_BYTES];
+            header[..3].copy_from_slice(b"BZh");
+            header[at..at + signature.len()].copy_from_slice(signature);
+            assert_eq!(probe_ends(&header, &[]), Probed::Packed(name));
+            assert_eq!(probe_header(&header), Probed::Raw, "a guest may write {name} to its disk");
+            assert_eq!(check_format(None, Probed::Packed(name), "a"), Ok(Format::Raw));
+            assert!(warning(Probed::Packed(name)).expect(name).contains("(convert it: "));
+        }
+        let mut footer = [0; HEADER_BYTES];
+        footer[..8].copy_from_slice(VHD_FOOTER);
+        assert_eq!(probe_ends(&[0; HEADER_BYTES], &footer), Probed::Packed("vpc"));
+        for quiet in [Probed::Raw, Probed::Looks("qcow2"), Probed::Looks("luks")] {
+            assert_eq!(warning(quiet), None);
+        }
+    }
+
+    #[test]
+    fn vmdk_descriptors_are_text() {
+        assert_eq!(probe_header(b"# Disk DescriptorFile\r\n\r\nversion=1\n"), Probed::Looks("vmdk"));
+        assert_eq!(probe_header(b"version=3\n"), Probed::Looks("vmdk"));
+        assert_eq!(probe_header(b"# a script\nexit 0\nversion=1\n"), Probed::Raw);
+    }
+
+    #[test]
+    fn disks_are_raw() {
+        let mut boot_sector = [0; HEADER_BYTES];
+        boot_sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        assert_eq!(probe_header(&boot_sector), Probed::Raw);
+        assert_eq!(probe_header(&[]), Probed::Raw);
+        assert_eq!(probe_header(b"QFI"), Probed::Raw);
+    }
+
+    #[test]
+    fn files_are_probed_at_both_ends() {
+        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+        file.write_all(&[0; 2048]).expect("written");
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Raw);
+        file.as_file().write_all_at(b"koly", 2048 - 512).expect("written");
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("dmg"));
+        // Of a known format, the beginning alone counts.
+        assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Raw);
+        file.as_file().write_all_at(b"QFI\xfb", 0).expect("written");
+        assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Looks("qcow2"));
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("qcow2"));
+    }
+
+    #[test]
+    fn a_guess_is_believed_only_where_that_is_safe() {
+        assert_eq!(check_format(None, Probed::Raw, "a"), Ok(Format::Raw));
+        assert_eq!(check_format(Some(Format::Raw), Probed::Looks("qcow2"), "a"), Ok(Format::Raw));
+        assert_eq!(check_format(None, Probed::Looks("qcow2"), "a"), Ok(Format::Qcow2));
+        let error = check_format(None, Probed::Looks("vmdk"), "vm.img").expect_err("must be said");
+        assert!(error.to_string().starts_with("vm.img: looks like vmdk, so its format must be given ("));
+        assert!("qcow3".parse::<Format>().is_err());
+    }
+}

@@ -1,0 +1,295 @@
+//! A storage with the bandwidth of a slower device.
+//!
+//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies
+//! below. When each request is done is decided by [`policy::device`].
+//!
+//! The device is a **budget**. With `shared=NAME` all storages that say that name, in one
+//! [`Budgets`], share it: they are partitions of one imitated device, which is what a watermark
+//! then looks at.
+//!
+//! It is not a throttle for guests: it has no bursts and no groups, and cannot be changed while it
+//! runs. Those are the `layer`'s.
+
+use std::{
+    collections::HashMap,
+    str::FromStr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
+
+use policy::{
+    device::{Lines, Rates},
+    request::Direction,
+    time::{Duration, Instant},
+};
+
+use super::{
+    InvalidOption,
+    options::{Pair, pairs},
+    spec::parse_size,
+};
+use reactor::now;
+
+/// Longest name of a budget, in bytes: it is shown in a status and a log line.
+const MAX_NAME_BYTES: usize = 64;
+
+/// Rates a second; `None` is unlimited.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RateOptions {
+    /// Bytes a second, reads and writes together.
+    pub bytes: Option<u64>,
+    /// Requests a second, of any kind but flushes.
+    pub iops: Option<u64>,
+    /// Bytes read a second.
+    pub read: Option<u64>,
+    /// Bytes written a second.
+    pub write: Option<u64>,
+    /// The name of the budget, for whoever else says it; `None` has it alone.
+    pub shared: Option<Arc<str>>,
+}
+
+impl FromStr for RateOptions {
+    type Err = InvalidOption;
+    /// `bytes=22M,iops=500,read=30M,write=10M,shared=NAME`, each optional.
+    fn from_str(text: &str) -> Result<Self, InvalidOption> {
+        fn rate(pair: &Pair<'_>) -> Result<Option<u64>, InvalidOption> {
+            match pair.with(parse_size)? {
+                0 => Err(pair.error("is no rate at all (leave it out for no limit)")),
+                rate => Ok(Some(rate)),
+            }
+        }
+        fn name(pair: &Pair<'_>) -> Result<Arc<str>, InvalidOption> {
+            let printable = !pair.value.chars().any(char::is_control);
+            if pair.value.len() > MAX_NAME_BYTES || !printable {
+                return Err(pair.error("is no name (64 bytes at most, and no control characters)"));
+            }
+            Ok(pair.value.into())
+        }
+        let mut options = Self::default();
+        for pair in pairs("rate", text)? {
+            match pair.key {
+                "bytes" => options.bytes = rate(&pair)?,
+                "iops" => options.iops = rate(&pair)?,
+                "read" => options.read = rate(&pair)?,
+                "write" => options.write = rate(&pair)?,
+                "shared" => options.shared = Some(name(&pair)?),
+                _ => return Err(pair.unknown("bytes, iops, read, write, shared")),
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// An imitated device, which several storages may share.
+#[derive(Debug)]
+pub struct Budget {
+    options: RateOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    lines: Lines,
+    completed: Completed,
+}
+
+/// What an imitated device has completed since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Completed {
+    /// By direction.
+    pub requests: [u64; 2],
+    /// Those that were moved, by direction.
+    pub bytes: [u64; 2],
+    /// The time for which requests were in flight, of all added up.
+    pub in_flight: Duration,
+}
+
+impl Budget {
+    /// A device of these rates. A rate of zero is no limit.
+    pub fn new(options: RateOptions) -> Self {
+        let RateOptions { bytes, iops, read, write, .. } = options;
+        let lines = Lines::new(Rates { bytes, iops, read, write });
+        Self { state: Mutex::new(State { lines, completed: Completed::default() }), options }
+    }
+
+    /// What it was made of.
+    pub fn options(&self) -> &RateOptions {
+        &self.options
+    }
+
+    /// How long the device has worked by `now`, since it was made. At full use it grows as the
+    /// clock does.
+    pub fn worked(&self, now: Instant) -> Duration {
+        self.state().lines.worked(now)
+    }
+
+    /// What it has completed so far.
+    pub fn completed(&self) -> Completed {
+        self.state().completed
+    }
+
+    /// When a request that moves `bytes` will be done.
+    pub(super) fn charge(&self, direction: Direction, bytes: u64) -> Instant {
+        self.state().lines.charge(direction, bytes, now())
+    }
+
+    /// Counts a request that has come to its end.
+    pub(super) fn count(&self, direction: Direction, bytes: u64, took: Duration) {
+        let Completed { requests, bytes: all, in_flight } = &mut self.state().completed;
+        requests[direction.index()] += 1;
+        all[direction.index()] += bytes;
+        *in_flight = in_flight.saturating_add(took);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The budgets that have a name, as long as somebody has them. A copy is the same budgets.
+#[derive(Clone, Debug, Default)]
+pub struct Budgets(Arc<Mutex<HashMap<Arc<str>, Weak<Budget>>>>);
+
+/// Two storages give one device different rates.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("rate: shared={0}: has other rates where it is named first (give it the same everywhere)")]
+pub struct RatesDiffer(pub Arc<str>);
+
+impl Budgets {
+    /// The budget that `options` name, or a new one where they name none or the first does.
+    ///
+    /// # Errors
+    /// If the budget of that name has other rates.
+    pub fn get(&self, options: &RateOptions) -> Result<Arc<Budget>, RatesDiffer> {
+        let Some(name) = &options.shared else { return Ok(Arc::new(Budget::new(options.clone()))) };
+        let mut budgets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(budget) = budgets.get(name).and_then(Weak::upgrade) {
+            return if budget.options == *options { Ok(budget) } else { Err(RatesDiffer(Arc::clone(name))) };
+        }
+        budgets.retain(|_, budget| budget.strong_count() > 0);
+        let budget = Arc::new(Budget::new(options.clone()));
+        budgets.insert(Arc::clone(name), Arc::downgrade(&budget));
+        Ok(budget)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, rc::Rc};
+
+    use policy::{device::CATCH_UP_NS, time::NANOS_PER_SECOND};
+
+    use super::*;
+    use crate::{Durability, Storage, null::Null};
+    use reactor::{buffer::Buffer, sim, sleep_until, spawn_joinable};
+
+    fn imitated(options: &RateOptions) -> Storage {
+        Storage::Null(Null::new(1 << 30)).with_rate(Arc::new(Budget::new(options.clone())))
+    }
+
+    /// Reads done in `seconds` by `clients` that take `think` between two reads.
+    fn reads(options: &str, clients: u32, size: usize, think: Duration, seconds: u64) -> u64 {
+        let options: RateOptions = options.parse().expect("valid");
+        sim::run(1, async move {
+            let rate = Rc::new(imitated(&options));
+            let done = Rc::new(Cell::new(0));
+            let end = now() + Duration::from_secs(seconds);
+            let tasks: Vec<_> = (0..clients)
+                .map(|_| {
+                    let (rate, done) = (Rc::clone(&rate), Rc::clone(&done));
+                    spawn_joinable(async move {
+                        while now() < end {
+                            rate.read(0, Buffer::new(size)).await.expect("null");
+                            done.set(done.get() + u64::from(now() <= end));
+                            sleep_until(now() + think).await;
+                        }
+                    })
+                })
+                .collect();
+            for task in tasks {
+                task.await;
+            }
+            done.get()
+        })
+    }
+
+    fn assert_near(measured: u64, expected: f64) {
+        let error = (measured as f64 / expected - 1.0).abs();
+        assert!(error < 0.01, "{measured} is not within 1 % of {expected}");
+    }
+
+    #[test]
+    fn bandwidth_is_what_was_asked_for() {
+        let expected = 10.0 * f64::from(22 << 20);
+        for (clients, size) in [(1, 4096), (32, 4096), (1, 1 << 20), (8, 1 << 20)] {
+            let count = reads("bytes=22M", clients, size, Duration::ZERO, 10);
+            // The last request of a megabyte may end past the ten seconds.
+            assert_near(count, expected / size as f64);
+        }
+    }
+
+    #[test]
+    fn a_client_that_is_slow_to_ask_still_gets_the_rate() {
+        assert_near(
+            reads("bytes=22M", 1, 65536, Duration::from_micros(200), 10),
+            f64::from(22 << 20) / 6553.6,
+        );
+        assert_near(reads("iops=500", 1, 512, Duration::from_millis(1), 10), 5000.0);
+    }
+
+    #[test]
+    fn the_slowest_line_decides_and_writes_have_their_own() {
+        sim::run(1, async {
+            let options: RateOptions = "bytes=1M,write=512K,iops=1000".parse().expect("valid");
+            let rate = imitated(&options);
+            sleep_until(Instant::from_nanos(NANOS_PER_SECOND)).await;
+            let began = now();
+            let data = Buffer::zeroed(1 << 20);
+            rate.write(0, data.into(), Durability::Cached).await.expect("null");
+            assert_eq!(now() - began, Duration::from_secs(2) - Duration::from_nanos(CATCH_UP_NS));
+        });
+    }
+
+    #[test]
+    fn errors_name_key_value_and_rule() {
+        for (text, message) in [
+            ("bytes=0", "rate: bytes=0: is no rate at all (leave it out for no limit)"),
+            ("burst=1", "rate: burst=1: no such key (there are bytes, iops, read, write, shared)"),
+        ] {
+            assert_eq!(text.parse::<RateOptions>().expect_err(text).to_string(), message);
+        }
+        assert!("bytes=fast".parse::<RateOptions>().is_err());
+    }
+
+    #[test]
+    fn who_shares_a_name_shares_the_lines_and_must_agree_on_the_rates() {
+        let budgets = Budgets::default();
+        let get = |text: &str| budgets.get(&text.parse().expect("valid"));
+        let one = get("bytes=1M,shared=slow").expect("the first");
+        assert!(Arc::ptr_eq(&one, &get("shared=slow,bytes=1M").expect("the same")));
+        assert!(!Arc::ptr_eq(&one, &get("bytes=1M,shared=other").expect("another name")));
+        assert!(!Arc::ptr_eq(&get("bytes=1M").expect("alone"), &get("bytes=1M").expect("alone")));
+        let message =
+            "rate: shared=slow: has other rates where it is named first (give it the same everywhere)";
+        assert_eq!(get("bytes=2M,shared=slow").expect_err("differs").to_string(), message);
+        drop(one);
+        assert!(get("bytes=2M,shared=slow").is_ok(), "a name that nobody has any more is free");
+    }
+
+    #[test]
+    fn a_budget_knows_how_long_it_has_worked() {
+        sim::run(1, async {
+            let budget = Arc::new(Budget::new("bytes=1M,shared=x".parse().expect("valid")));
+            let rate = Storage::Null(Null::new(1 << 30)).with_rate(Arc::clone(&budget));
+            let at = |ms| Instant::ZERO + Duration::from_millis(ms);
+            sleep_until(at(1000)).await;
+            assert_eq!(budget.worked(now()), Duration::ZERO);
+            let read = spawn_joinable(async move { rate.read(0, Buffer::new(1 << 19)).await });
+            sleep_until(at(1240)).await;
+            // It began before it was asked: the line was caught up.
+            assert_eq!(budget.worked(now()), Duration::from_millis(250));
+            read.await.expect("null");
+            sleep_until(at(9000)).await;
+            assert_eq!(budget.worked(now()), Duration::from_millis(500), "idle time is no work");
+        });
+    }
+}

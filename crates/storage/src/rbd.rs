@@ -1,0 +1,596 @@
+//! Images of a Ceph cluster, through librbd.
+//!
+//! ```text
+//!   Rbd             what of a request is whose: places, durability, pieces, extents, a lost lock
+//!    │            (in turn: who waits while another process has the image)
+//!    │ Backend
+//!    ├─ librbd      the library, loaded when the first image is opened; its callbacks wake tasks
+//!    └─ fake        its twin in memory, in tests
+//! ```
+//!
+//! | mode | librbd's cache | a write completes when | flush |
+//! | --- | --- | --- | --- |
+//! | writeback | on | it is in the cache | writes the cache back |
+//! | writethrough | on, holds nothing dirty | the cluster has it | as above |
+//! | none | off | the cluster has it | waits for what is under way |
+//! | directsync | off | the cluster has it | as above |
+//! | unsafe | on, dirty from the first write on | it is in the cache, also with FUA | nothing |
+//!
+//! That is QEMU's mapping (`rbd_cache` of Ceph's documentation). An image that is written to is
+//! locked, so that no other client of librbd's writes to it: see [`librbd`]. Whoever takes that
+//! lock away by force has this client shut out by the cluster. From then on nothing is written, and
+//! every request fails.
+//!
+//! A daemon that takes over from another opens the image beside it, without the lock
+//! ([`Passed`]). The other [lays it down](Rbd::lay_down): all is in the cluster, the lock is free;
+//! then one of the two [takes it up](Rbd::take_up). In between nothing is written: who asks waits.
+//!
+//! Never gives a request a time limit: a write that was given up could still land, on top of a
+//! later one. A cluster that stands still is seen by the age of the oldest request.
+
+mod address;
+mod backend;
+mod bell;
+#[cfg(test)]
+mod fake;
+mod in_flight;
+#[allow(unsafe_code)]
+mod librbd;
+#[cfg(test)]
+mod tests;
+mod turn;
+
+use std::{
+    future::Future,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
+    },
+};
+
+use policy::time::Duration;
+
+pub use self::librbd::Librbd;
+pub use self::librbd::{abandon_ends, is_loaded, load, remedy, wait_for_ends};
+pub use self::{address::Address, bell::Bell};
+use self::{
+    backend::{Backend, Taken},
+    in_flight::InFlight,
+    turn::Turn,
+};
+use super::{
+    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, OpenError, Passed, RangeLocks, ZeroOptions,
+    align::{Alignment, Device},
+    probe::{HEADER_BYTES, Probed, probe_ends},
+    push_extent,
+    resize::ResizeError,
+};
+use reactor::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    seldom::Seldom,
+};
+
+/// The most that is zeroed or discarded by one request of the library's: it asks all objects of it
+/// at once, which are 64 of the usual 4 MiB.
+const MOST_AT_ONCE: u64 = 256 << 20;
+/// Thick zeroes that do not begin and end at these, librbd (16) cuts into three and calls them
+/// under way before they are let pass: where another client shrinks the image in that moment, its
+/// flush waits for them, and they wait for it, for ever. What is beyond is written.
+const SECTOR: u64 = 512;
+/// How often it is looked whether an image that is only read is still there: so long reads may give
+/// what is no more of it.
+const LOOK: Duration = Duration::from_secs(1);
+/// How long a lock may take where another process goes on unless it comes.
+const TO_TAKE: Duration = Duration::from_secs(5);
+/// What OSDs allocate at least (`bluestore_min_alloc_size`).
+const BLOCK: BlockSize = BlockSize { minimum: 4096, preferred: 4096 };
+
+/// An open image, of a cluster or of its twin.
+#[derive(Debug)]
+pub struct Rbd<B = Librbd> {
+    backend: B,
+    name: String,
+    /// What it really is: the same for all its names.
+    what: String,
+    /// Another process has it, and goes on with it for all that is known here.
+    passed: Option<Passed>,
+    turn: Turn,
+    cache: CacheMode,
+    read_only: bool,
+    /// Snapshots never change.
+    is_snapshot: bool,
+    size_bytes: AtomicU64,
+    in_flight: Arc<InFlight>,
+    /// What takes a thread of the library's for long, one at a time.
+    slow: RangeLocks,
+    /// Another client has the image, by force.
+    is_lost: AtomicBool,
+    failures: Seldom,
+    /// Writes that are only in the library's cache, since it was opened; and how many of them a
+    /// flush has covered.
+    cached: AtomicU64,
+    flushed: AtomicU64,
+}
+
+/// How an image is opened.
+#[derive(Clone, Debug)]
+pub(super) struct How {
+    pub(super) cache: CacheMode,
+    pub(super) read_only: bool,
+    pub(super) force_share: bool,
+    /// What another process has, which may have this image too, if it is to be written to.
+    pub(super) passed: Option<Passed>,
+}
+
+/// Opens an image, and says what its first bytes look like if that is asked for. Blocks: a cluster
+/// that does not answer for as long as `client_mount_timeout` says.
+pub(super) fn open(
+    address: &Address,
+    how: How,
+    probes: bool,
+) -> std::result::Result<(Rbd, Probed), OpenError> {
+    let how = How { read_only: how.read_only || address.snapshot.is_some(), ..how };
+    let (backend, size_bytes) = Librbd::open(address, &how)?;
+    let probed = if probes {
+        let header =
+            backend.first_bytes(HEADER_BYTES.min(usize::try_from(size_bytes).unwrap_or(HEADER_BYTES)));
+        probe_ends(
+            &header.map_err(|error| {
+                let why = format!("its first bytes cannot be read: {error}");
+                OpenError::new(&address.name(), why, "check the cluster with `ceph -s`")
+            })?,
+            &[],
+        )
+    } else {
+        Probed::Raw
+    };
+    let what = backend.what().to_owned();
+    let how = How { passed: how.passed.filter(|_| backend.is_passed()), ..how };
+    Ok((Rbd::new(backend, address, what, how, size_bytes), probed))
+}
+
+impl Rbd {
+    /// What librbd keeps of it in memory, at most, in bytes.
+    pub(super) fn most_cache_bytes(&self) -> u64 {
+        self.backend.cache_bytes()
+    }
+}
+
+impl<B: Backend> Rbd<B> {
+    fn new(backend: B, address: &Address, what: String, how: How, size_bytes: u64) -> Self {
+        Self {
+            backend,
+            name: address.name(),
+            what,
+            turn: Turn::new(how.passed.is_none()),
+            passed: how.passed,
+            cache: how.cache,
+            read_only: how.read_only,
+            is_snapshot: address.snapshot.is_some(),
+            size_bytes: AtomicU64::new(size_bytes),
+            in_flight: InFlight::new(),
+            slow: RangeLocks::default(),
+            is_lost: AtomicBool::new(false),
+            failures: Seldom::default(),
+            cached: AtomicU64::new(0),
+            flushed: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether every write is durable when it has completed.
+    pub(super) fn writes_through(&self) -> bool {
+        !self.cache.has_write_cache()
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it really is, whatever it was called.
+    pub(super) fn what(&self) -> &str {
+        &self.what
+    }
+
+    pub(super) fn cache(&self) -> CacheMode {
+        self.cache
+    }
+
+    pub(super) fn is_passed(&self) -> bool {
+        self.passed.is_some()
+    }
+
+    pub(super) fn is_anothers(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    }
+
+    /// Another client has it, by force.
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.load(Relaxed)
+    }
+
+    /// How long the oldest request has been with the cluster.
+    pub(super) fn oldest_request(&self) -> Option<Duration> {
+        self.in_flight.oldest(reactor::now())
+    }
+
+    /// See [`Storage::would_lose`](super::Storage::would_lose).
+    pub(super) fn would_lose(&self) -> bool {
+        self.cached.load(Acquire) != self.flushed.load(Acquire)
+    }
+
+    /// Rings once the image may have another size.
+    pub(super) fn bell(&self) -> &Arc<Bell> {
+        self.backend.bell()
+    }
+
+    /// How often [`Rbd::look_again`] is due, whether the bell rings or not.
+    pub(super) fn look_every(&self) -> Option<Duration> {
+        self.read_only.then_some(LOOK)
+    }
+
+    /// Looks whether it was resized from outside; returns its size in bytes.
+    pub(super) async fn look_again(&self) -> Result<u64> {
+        let _one = self.slow.exclusive(0..1).await;
+        if !self.turn.is_ours() {
+            // Whoever takes it up looks; and perhaps it was closed.
+            return Ok(self.size_bytes());
+        }
+        if self.read_only {
+            return self.look_for_it().await;
+        }
+        let size_bytes = self.done(self.backend.size_bytes().await)?;
+        self.size_bytes.store(size_bytes, Relaxed);
+        Ok(size_bytes)
+    }
+
+    /// The library tells who only reads of nothing, and goes on reading what was removed: zeroes,
+    /// or for a snapshot what the image has now.
+    async fn look_for_it(&self) -> Result<u64> {
+        match self.backend.stored_size().await {
+            Ok(Some(stored)) if !self.is_lost() => {
+                // What was cut off is no more; what was added the library does not read.
+                self.size_bytes.fetch_min(stored, Relaxed);
+                Ok(self.size_bytes())
+            }
+            Err(error) if error.errno() == libc::ENOENT => {
+                if !self.is_lost.swap(true, Relaxed) {
+                    let what = if self.is_snapshot { "the snapshot" } else { "the image" };
+                    tracing::error!(image = self.name, "{what} was removed: every request fails from now on");
+                }
+                Ok(self.size_bytes())
+            }
+            Ok(_) => Ok(self.size_bytes()),
+            // It was closed, or the cluster has shut this client out, as requests will tell.
+            Err(Error::SHUTDOWN) => Ok(self.size_bytes()),
+            Err(error) => self.done(Err(error)),
+        }
+    }
+
+    /// Brings what the library's cache has to the cluster, whatever the cache mode.
+    pub(super) async fn write_back(&self) -> Result<()> {
+        let cached = self.cached.load(Acquire);
+        self.change(|place| self.backend.flush(place)).await?;
+        self.flushed.fetch_max(cached, Release);
+        Ok(())
+    }
+
+    /// Lets another process take it up. No request is under way, and whoever asks waits until it is
+    /// taken up here.
+    ///
+    /// # Errors
+    /// The cluster's; it can be taken up again.
+    pub(super) async fn lay_down(&self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        self.write_back().await?;
+        let _one = self.slow.exclusive(0..1).await;
+        self.turn.give();
+        self.backend.give_up().await
+    }
+
+    /// Goes on with it, here or in another process than the one that laid it down; with what
+    /// others have made of its size. `heirs`: see [`Storage::take_up`](super::Storage::take_up).
+    ///
+    /// Where another client has the lock and keeps it, it may have written: then the image is lost
+    /// to the process that had it before.
+    ///
+    /// # Errors
+    /// Why it cannot be had; it can be tried again.
+    pub(super) async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+        if self.read_only {
+            return Ok(());
+        }
+        let _one = self.slow.exclusive(0..1).await;
+        if self.turn.is_ours() {
+            return Ok(());
+        }
+        let taking = self.backend.take_up(heirs);
+        let taken = match self.is_anothers() {
+            // The other goes on.
+            true => reactor::timeout(TO_TAKE, taking).await.unwrap_or(Err(Error::TIMED_OUT)),
+            // Given up, it could come at any time.
+            false => taking.await,
+        };
+        let why = match taken {
+            Ok(Taken::Ours(size_bytes)) => {
+                self.size_bytes.store(size_bytes, Relaxed);
+                self.turn.take();
+                return Ok(());
+            }
+            Ok(Taken::Anothers(owner)) => {
+                let owner = owner.unwrap_or_else(|| "its address is not known".to_owned());
+                format!("another client has taken its lock: {owner}")
+            }
+            Err(error) if error.errno() == libc::ESHUTDOWN => {
+                "the cluster has shut this client out".to_owned()
+            }
+            Err(error) => {
+                let why = format!("its lock cannot be had: {error}");
+                return Err(OpenError::new(&self.name, why, "`ceph -s` tells how the cluster is"));
+            }
+        };
+        if !self.is_anothers() {
+            self.lose(&why);
+        }
+        Err(OpenError::new(&self.name, why, "`rbd lock ls` and `rbd status` tell who has it"))
+    }
+
+    /// See [`Storage::shut_out`](super::Storage::shut_out).
+    pub(super) async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        let _one = self.slow.exclusive(0..1).await;
+        self.backend.shut_out(clients).await
+    }
+
+    /// Nothing is written any more, and every request fails.
+    fn lose(&self, why: &str) {
+        if !self.is_lost.swap(true, Relaxed) {
+            tracing::error!(
+                image = self.name,
+                "{why}: nothing is written any more (once nobody else writes to it, remove the disk and add it again)"
+            );
+        }
+        // Who waits need not wait any more.
+        self.turn.take();
+    }
+
+    /// See [`Storage::close`](super::Storage::close).
+    pub(super) async fn close(&self) -> Result<()> {
+        self.backend.close().await
+    }
+
+    /// What the library says, as clients are told; what it means is logged here.
+    fn done<T>(&self, result: Result<T>) -> Result<T> {
+        let error = match result {
+            Ok(value) => return Ok(value),
+            Err(error) => error,
+        };
+        // ESHUTDOWN is Ceph's EBLOCKLISTED; EROFS comes where the lock is another's.
+        let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
+        if is_lost {
+            self.lose(
+                "another client has taken the lock of the image by force, or of another image on the same connection, and the cluster has shut this one out",
+            );
+        } else if let Some(left_out) = self.failures.line(reactor::recently()) {
+            tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");
+        }
+        Err(match error.errno() {
+            libc::ENOSPC | libc::EDQUOT => Error::NO_SPACE,
+            libc::EINVAL | libc::ENOMEM | libc::EOPNOTSUPP => error,
+            _ => Error::IO,
+        })
+    }
+
+    /// Makes a request, with a place of its own.
+    async fn ask<T, F: Future<Output = Result<T>>>(
+        &self,
+        request: impl FnOnce(in_flight::Place) -> F,
+    ) -> Result<T> {
+        // The cluster would say the same, after a round trip or a long wait.
+        if self.is_lost() {
+            return Err(Error::IO);
+        }
+        let place = self.in_flight.enter().await;
+        self.done(request(place).await)
+    }
+
+    /// The same of one that may write. While another process may have the image, it waits.
+    async fn change<T, F: Future<Output = Result<T>>>(
+        &self,
+        request: impl FnOnce(in_flight::Place) -> F,
+    ) -> Result<T> {
+        self.ask(async |place| {
+            self.turn.come().await;
+            if self.is_lost() { Err(Error::IO) } else { request(place).await }
+        })
+        .await
+    }
+
+    /// A range in pieces of [`MOST_AT_ONCE`], one after the other.
+    async fn in_pieces<F: Future<Output = Result<()>>>(
+        &self,
+        offset: u64,
+        length: u64,
+        request: impl Fn(in_flight::Place, u64, u64) -> F,
+    ) -> Result<()> {
+        let end = offset + length;
+        let mut at = offset;
+        while at < end {
+            // Ends where one of these begins, so that no object is asked twice.
+            let next = (at / MOST_AT_ONCE + 1) * MOST_AT_ONCE;
+            let piece = next.min(end) - at;
+            self.change(|place| request(place, at, piece)).await?;
+            at += piece;
+        }
+        Ok(())
+    }
+
+    async fn made_durable(&self, asked: Durability) -> Result<()> {
+        let is_asked = asked == Durability::Synchronous && self.cache != CacheMode::Unsafe;
+        if is_asked || self.writes_through() {
+            return self.change(|place| self.backend.flush(place)).await;
+        }
+        if self.cache == CacheMode::Writeback {
+            self.cached.fetch_add(1, Release);
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend> Device for Rbd<B> {
+    fn alignment(&self) -> Alignment {
+        Alignment::NONE
+    }
+
+    fn page_bytes(&self) -> u64 {
+        1
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Relaxed)
+    }
+
+    /// As last seen: to look would wait for the cluster. [`Rbd::look_again`] looks.
+    async fn refresh_size(&self) -> Result<u64> {
+        Ok(self.size_bytes())
+    }
+
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        if self.read_only {
+            return Err(ResizeError::ReadOnly);
+        }
+        self.turn.come().await;
+        let _one = self.slow.exclusive(0..1).await;
+        let old = self.size_bytes();
+        if size_bytes < old {
+            // First, so that nobody reads there any more.
+            self.size_bytes.store(size_bytes, Relaxed);
+        }
+        let result = self.done(self.backend.resize(size_bytes).await);
+        self.size_bytes.store(if result.is_ok() { size_bytes } else { old }, Relaxed);
+        Ok(result?)
+    }
+
+    fn description(&self) -> String {
+        let how = if self.read_only { ", read-only" } else { "" };
+        format!("{}, cache {}{how}", self.name, self.cache)
+    }
+
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn block_size(&self) -> BlockSize {
+        BLOCK
+    }
+
+    fn can_zero_fast(&self) -> bool {
+        true
+    }
+
+    async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len();
+        if length == 0 {
+            return Ok(target);
+        }
+        self.ask(async |place| {
+            let (result, target) = self.backend.read(place, offset, target).await;
+            // Fewer: the image was cut while the request was on its way.
+            if result? == length { Ok(target) } else { Err(Error::INVALID) }
+        })
+        .await
+    }
+
+    async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        if !data.is_empty() {
+            self.change(|place| self.backend.write(place, offset, data)).await?;
+        }
+        self.made_durable(durability).await
+    }
+
+    async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments> {
+        self.read(offset, target).await
+    }
+
+    async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        self.write(offset, data, durability).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        if self.cache == CacheMode::Unsafe || self.read_only {
+            return Ok(());
+        }
+        self.write_back().await
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        let is_thick = !options.may_unmap;
+        if is_thick && options.only_if_fast {
+            // It writes them.
+            return Err(Error::UNSUPPORTED);
+        }
+        let end = offset.checked_add(length).filter(|&end| end <= self.size_bytes()).ok_or(Error::INVALID)?;
+        // Where all lies within one sector there is nothing between.
+        let start = if is_thick { offset.next_multiple_of(SECTOR).min(end) } else { offset };
+        let stop = if is_thick { (end / SECTOR * SECTOR).max(start) } else { end };
+        for part in [offset..start, stop..end] {
+            if !part.is_empty() {
+                let zeroes = Buffer::zeroed((part.end - part.start) as usize);
+                self.change(|place| self.backend.write(place, part.start, zeroes.into())).await?;
+            }
+        }
+        self.in_pieces(start, stop - start, |place, at, piece| {
+            self.backend.write_zeroes(place, at, piece, is_thick)
+        })
+        .await?;
+        self.made_durable(options.durability).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.in_pieces(offset, length, |place, at, piece| self.backend.discard(place, at, piece)).await
+    }
+
+    async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        if self.is_lost() {
+            return Err(Error::IO);
+        }
+        let whole = offset..offset + length;
+        let _one = self.slow.exclusive(0..1).await;
+        // Between two pieces lies a hole, and one may come first.
+        let most = MOST_EXTENTS / 2;
+        let allocated = self.done(self.backend.allocated(whole.clone(), most).await)?;
+        Ok(match allocated {
+            Some(pieces) => extents(&whole, &pieces, pieces.len() >= most),
+            None => vec![Extent { length, hole: false, zero: false }],
+        })
+    }
+}
+
+/// The extents of a range in which these pieces are allocated; up to the last of them alone if
+/// there `is_more`.
+fn extents(whole: &Range<u64>, pieces: &[Range<u64>], is_more: bool) -> Vec<Extent> {
+    let mut extents = Vec::new();
+    let mut at = whole.start;
+    for piece in pieces {
+        let (start, end) = (piece.start.clamp(at, whole.end), piece.end.clamp(at, whole.end));
+        if start > at {
+            push_extent(&mut extents, Extent { length: start - at, hole: true, zero: true });
+        }
+        if end > start {
+            push_extent(&mut extents, Extent { length: end - start, hole: false, zero: false });
+        }
+        at = end;
+    }
+    if at < whole.end && !is_more {
+        push_extent(&mut extents, Extent { length: whole.end - at, hole: true, zero: true });
+    }
+    extents
+}

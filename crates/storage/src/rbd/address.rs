@@ -1,0 +1,251 @@
+//! How an image of a Ceph cluster is named: `rbd:POOL/IMAGE@SNAPSHOT`, with QEMU's options behind
+//! it.
+//!
+//! ```text
+//!   rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT][:conf=FILE][:id=USER][:keyring=FILE][:mon_host=ADDRESSES]
+//! ```
+//!
+//! A backslash takes its meaning from the character behind it, as in QEMU (`man
+//! qemu-block-drivers`). Other options of Ceph's, which QEMU passes on unread, are refused by name:
+//! what is said in the config file holds for all who open the image, and a key on a command line is
+//! seen by everybody.
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
+
+use crate::InvalidValue;
+
+const RULE: &str = "is not an RBD image (rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE@SNAPSHOT; behind it perhaps :conf=FILE, :id=USER, :keyring=FILE, :mon_host=ADDRESSES; a backslash before a `:`, `@` or `/` that belongs to a name)";
+const OPTION_RULE: &str = "has an option that weir does not take (conf, id, keyring and mon_host are taken; write others into the section [client] of Ceph's config file)";
+const TWICE_RULE: &str = "gives an option twice (leave one out)";
+/// The longest name of anything: more than Ceph takes.
+const LONGEST: usize = 4096;
+
+/// An image of a cluster, perhaps as it was at a snapshot, and how the cluster is reached.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Address {
+    /// The pool's name.
+    pub pool: String,
+    /// A part of the pool with names of its own.
+    pub namespace: Option<String>,
+    /// The image's name.
+    pub image: String,
+    /// A snapshot's name; without it, the image as it is now.
+    pub snapshot: Option<String>,
+    /// Ceph's config file; without it, the one that Ceph finds itself (`CEPH_CONF`,
+    /// `/etc/ceph/ceph.conf`).
+    pub config: Option<PathBuf>,
+    /// Who asks, without `client.`; without it, what Ceph takes: `admin`.
+    pub user: Option<String>,
+    /// Where the user's key is, if not where the config file says.
+    pub keyring: Option<PathBuf>,
+    /// Monitors, as `mon_host` has them, if not those of the config file.
+    pub monitors: Option<String>,
+}
+
+impl Address {
+    /// What follows `rbd:`.
+    ///
+    /// # Errors
+    /// Not of that form, or an option that is not taken.
+    pub(crate) fn read(text: &str) -> Result<Self, InvalidValue> {
+        let invalid = |rule| InvalidValue::new(text, rule);
+        let mut parts = split(text, ':').into_iter();
+        let path = parts.next().unwrap_or_default();
+        let (path, snapshot) = match split(&path, '@').as_slice() {
+            [path] => (path.clone(), None),
+            [path, snapshot] => (path.clone(), Some(plain(snapshot))),
+            _ => return Err(invalid(RULE)),
+        };
+        let names: Vec<_> = split(&path, '/').iter().map(|name| plain(name)).collect();
+        let mut address = match names.as_slice() {
+            [pool, image] => Self { pool: pool.clone(), image: image.clone(), ..Self::default() },
+            [pool, namespace, image] => Self {
+                pool: pool.clone(),
+                namespace: Some(namespace.clone()),
+                image: image.clone(),
+                ..Self::default()
+            },
+            _ => return Err(invalid(RULE)),
+        };
+        address.snapshot = snapshot;
+        for option in parts {
+            let (key, value) = option.split_once('=').ok_or_else(|| invalid(RULE))?;
+            let value = plain(value);
+            let is_new = match key {
+                "conf" => address.config.replace(value.into()).is_none(),
+                "keyring" => address.keyring.replace(value.into()).is_none(),
+                "id" => address.user.replace(value).is_none(),
+                "mon_host" => address.monitors.replace(value).is_none(),
+                _ => return Err(invalid(OPTION_RULE)),
+            };
+            if !is_new {
+                return Err(invalid(TWICE_RULE));
+            }
+        }
+        address.check().map_err(|()| invalid(RULE))?;
+        Ok(address)
+    }
+
+    fn check(&self) -> Result<(), ()> {
+        let paths = [&self.config, &self.keyring].into_iter().flatten().filter_map(|path| path.to_str());
+        let names = [Some(&self.pool), Some(&self.image), self.namespace.as_ref(), self.snapshot.as_ref()];
+        let others = [self.user.as_ref(), self.monitors.as_ref()];
+        let all = names.into_iter().chain(others).flatten().map(String::as_str).chain(paths);
+        let is_well = |text: &str| !text.is_empty() && text.len() <= LONGEST && !text.contains('\0');
+        if all.into_iter().all(is_well) { Ok(()) } else { Err(()) }
+    }
+
+    /// The same, with files seen from `directory`.
+    #[must_use]
+    pub fn relative_to(self, directory: &Path) -> Self {
+        let seen = |path: Option<PathBuf>| path.map(|path| directory.join(path));
+        Self { config: seen(self.config), keyring: seen(self.keyring), ..self }
+    }
+
+    /// Without how the cluster is reached: for people.
+    pub fn name(&self) -> String {
+        Self { config: None, user: None, keyring: None, monitors: None, ..self.clone() }.to_string()
+    }
+}
+
+/// Pieces between `end`s that no backslash precedes; backslashes stay where they are.
+fn split(text: &str, end: char) -> Vec<String> {
+    let (mut pieces, mut piece, mut is_plain) = (Vec::new(), String::new(), false);
+    for character in text.chars() {
+        if character == end && !is_plain {
+            pieces.push(std::mem::take(&mut piece));
+            continue;
+        }
+        is_plain = character == '\\' && !is_plain;
+        piece.push(character);
+    }
+    pieces.push(piece);
+    pieces
+}
+
+/// Without the backslashes.
+fn plain(text: &str) -> String {
+    let (mut plain, mut is_plain) = (String::new(), false);
+    for character in text.chars() {
+        is_plain = character == '\\' && !is_plain;
+        if !is_plain {
+            plain.push(character);
+        }
+    }
+    plain
+}
+
+/// A backslash before what would end a name.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::new();
+    for character in text.chars() {
+        if matches!(character, ':' | '@' | '/' | '\\') {
+            escaped.push('\\');
+        }
+        escaped.push(character);
+    }
+    escaped
+}
+
+/// A path or an address keeps its slashes.
+fn value(text: &str) -> String {
+    escaped(text).replace("\\/", "/").replace("\\@", "@")
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rbd:{}", escaped(&self.pool))?;
+        if let Some(namespace) = &self.namespace {
+            write!(f, "/{}", escaped(namespace))?;
+        }
+        write!(f, "/{}", escaped(&self.image))?;
+        if let Some(snapshot) = &self.snapshot {
+            write!(f, "@{}", escaped(snapshot))?;
+        }
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.to_string_lossy().into_owned());
+        let options = [
+            ("conf", path(&self.config)),
+            ("id", self.user.clone()),
+            ("keyring", path(&self.keyring)),
+            ("mon_host", self.monitors.clone()),
+        ];
+        for (key, text) in options {
+            if let Some(text) = text {
+                write!(f, ":{key}={}", value(&text))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Address {
+        Address::read(text).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    #[test]
+    fn names_are_read_as_qemu_reads_them() {
+        let plain = read("vms/vm1");
+        assert_eq!((plain.pool.as_str(), plain.image.as_str()), ("vms", "vm1"));
+        let all = read("vms/tenant/vm1@monday:conf=/etc/ceph/b.conf:id=weir:mon_host=10.0.0.1\\:6789,h2");
+        assert_eq!(all.namespace.as_deref(), Some("tenant"));
+        assert_eq!(all.snapshot.as_deref(), Some("monday"));
+        assert_eq!(all.config.as_deref(), Some(Path::new("/etc/ceph/b.conf")));
+        assert_eq!(all.user.as_deref(), Some("weir"));
+        assert_eq!(all.monitors.as_deref(), Some("10.0.0.1:6789,h2"));
+        let odd = read("a\\/b/c\\@d\\:e@f\\\\g");
+        assert_eq!((odd.pool.as_str(), odd.image.as_str()), ("a/b", "c@d:e"));
+        assert_eq!(odd.snapshot.as_deref(), Some("f\\g"));
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        for text in [
+            "vms/vm1",
+            "vms/tenant/vm1@monday:conf=/etc/ceph/b.conf:id=weir:keyring=/k:mon_host=10.0.0.1\\:6789,h2",
+            "a\\/b/c\\@d\\:e@f\\\\g:conf=/a@b\\:c",
+        ] {
+            let address = read(text);
+            let shown = address.to_string();
+            assert_eq!(read(shown.strip_prefix("rbd:").expect("it begins so")), address, "{shown}");
+        }
+        assert_eq!(read("vms/vm1@s:id=x").name(), "rbd:vms/vm1@s");
+    }
+
+    #[test]
+    fn what_is_none_is_refused() {
+        for text in [
+            "",
+            "vms",
+            "/vm1",
+            "vms/",
+            "a/b/c/d",
+            "vms//vm1",
+            "vms/vm1@",
+            "vms/vm1@a@b",
+            "vms/vm1:",
+            "vms/vm1:conf",
+            "vms/vm1:conf=",
+            "vms/v\0m",
+        ] {
+            assert_eq!(Address::read(text).map_err(|error| error.rule), Err(RULE.into()), "{text:?}");
+        }
+        let rule = |text| Address::read(text).map_err(|error| error.rule);
+        assert_eq!(rule("vms/vm1:rbd_cache=false"), Err(OPTION_RULE.into()));
+        assert_eq!(rule("vms/vm1:key=AQB"), Err(OPTION_RULE.into()));
+        assert_eq!(rule("vms/vm1:id=a:id=b"), Err(TWICE_RULE.into()));
+    }
+
+    #[test]
+    fn files_are_seen_from_the_directory_that_names_them() {
+        let seen = read("vms/vm1:conf=ceph.conf:keyring=/k").relative_to(Path::new("/etc/weir"));
+        assert_eq!(seen.config.as_deref(), Some(Path::new("/etc/weir/ceph.conf")));
+        assert_eq!(seen.keyring.as_deref(), Some(Path::new("/k")));
+    }
+}

@@ -1,0 +1,489 @@
+//! The library's twin in memory: an image in a cluster that is slow, fails, stands still, is
+//! resized by others and shuts clients out, on the simulated reactor.
+//!
+//! It does what librbd was seen to do (`tests/cluster`): a write that has ended is there for good,
+//! since the cluster has it; with a cache it is there once a flush has ended, and what others have
+//! written is seen once the cache was dropped. Requests that overlap take effect in any order. One
+//! that nobody waits for any more still takes effect. Only who has the lock writes, if there is
+//! one. What is asked of a lock's owner that refuses fails; a dead one's is not to be had.
+
+use std::{
+    collections::BTreeSet,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use event_listener::Event;
+use policy::time::Duration;
+
+use super::{
+    backend::{Backend, Taken},
+    bell::Bell,
+    in_flight::Place,
+};
+use reactor::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+};
+
+use crate::RangeLocks;
+
+/// Of the fake image.
+pub(super) const OBJECT: u64 = 4096;
+
+/// Who has the image open.
+type Client = u64;
+const FIRST: Client = 0;
+
+#[derive(Debug)]
+struct Cluster {
+    /// What is there when all hosts have crashed.
+    safe: Vec<u8>,
+    objects: BTreeSet<u64>,
+    owner: Option<Client>,
+    open: BTreeSet<Client>,
+    clients: Client,
+    shut_out: BTreeSet<Client>,
+    /// Zero: it answers when it likes.
+    stands_still: bool,
+    /// Somebody has removed it, and nobody is told.
+    is_removed: bool,
+    /// Behind so many requests, so many fail with this.
+    failing: (u32, u32, i32),
+    most_under_way: usize,
+    under_way: usize,
+    /// The longest piece that was zeroed or discarded at once.
+    longest: u64,
+}
+
+/// What a client's cache has, if it has anything: the image as it sees it, and what of that only it
+/// has.
+type Cache = Option<(Vec<u8>, Vec<Range<usize>>)>;
+
+/// A twin; clones are of one client.
+#[derive(Clone, Debug)]
+pub(super) struct Fake {
+    cluster: Arc<Mutex<Cluster>>,
+    cache: Arc<Mutex<Cache>>,
+    goes_on: Arc<Event>,
+    bell: Arc<Bell>,
+    /// One at a time takes the lock or gives it up.
+    turn: Arc<RangeLocks>,
+    pub(super) client: Client,
+    has_map: bool,
+    has_cache: bool,
+    has_lock: bool,
+}
+
+impl Fake {
+    pub(super) fn new(size_bytes: usize) -> Self {
+        let cluster = Cluster {
+            safe: vec![0; size_bytes],
+            objects: BTreeSet::new(),
+            owner: Some(FIRST),
+            open: BTreeSet::from([FIRST]),
+            clients: 1,
+            shut_out: BTreeSet::new(),
+            stands_still: false,
+            is_removed: false,
+            failing: (0, 0, 0),
+            most_under_way: 0,
+            under_way: 0,
+            longest: 0,
+        };
+        let (goes_on, bell, cache, turn) = Default::default();
+        let cluster = Arc::new(Mutex::new(cluster));
+        let (client, has_map, has_cache, has_lock) = (FIRST, true, false, true);
+        Self { cluster, cache, goes_on, bell, turn, client, has_map, has_cache, has_lock }
+    }
+
+    /// Another client that has the image open.
+    pub(super) fn another(&self) -> Self {
+        let client = {
+            let mut cluster = self.cluster();
+            cluster.clients += 1;
+            let client = cluster.clients - 1;
+            cluster.open.insert(client);
+            client
+        };
+        let (bell, cache, turn) = Default::default();
+        Self { cache, bell, turn, client, ..self.clone() }
+    }
+
+    pub(super) fn without_lock(self) -> Self {
+        self.cluster().owner = None;
+        Self { has_lock: false, ..self }
+    }
+
+    pub(super) fn without_map(self) -> Self {
+        Self { has_map: false, ..self }
+    }
+
+    pub(super) fn with_cache(self) -> Self {
+        Self { has_cache: true, ..self }
+    }
+
+    fn cluster(&self) -> MutexGuard<'_, Cluster> {
+        self.cluster.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn stand_still(&self) {
+        self.cluster().stands_still = true;
+    }
+
+    pub(super) fn go_on(&self) {
+        self.cluster().stands_still = false;
+        self.goes_on.notify(usize::MAX);
+    }
+
+    pub(super) fn is_to_be_shut_out(&self) {
+        self.cluster().shut_out.insert(self.client);
+    }
+
+    pub(super) fn is_shut_out(&self) -> bool {
+        self.cluster().shut_out.contains(&self.client)
+    }
+
+    pub(super) fn has_the_lock(&self) -> bool {
+        self.cluster().owner == Some(self.client)
+    }
+
+    /// Takes the lock if nobody has it, whatever becomes of others.
+    pub(super) fn grab(&self) -> bool {
+        let mut cluster = self.cluster();
+        if cluster.owner.is_none() {
+            cluster.owner = Some(self.client);
+        }
+        cluster.owner == Some(self.client)
+    }
+
+    /// Of the image as this client sees it.
+    fn look<T>(&self, look: impl FnOnce(&mut Cluster, &mut Cache) -> T) -> T {
+        let mut cluster = self.cluster();
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.has_cache && cache.is_none() {
+            *cache = Some((cluster.safe.clone(), Vec::new()));
+        }
+        look(&mut cluster, &mut cache)
+    }
+
+    pub(super) fn fail(&self, times: u32, errno: i32) {
+        self.fail_behind(0, times, errno);
+    }
+
+    pub(super) fn fail_behind(&self, first: u32, times: u32, errno: i32) {
+        self.cluster().failing = (first, times, errno);
+    }
+
+    /// As another client does.
+    pub(super) fn remove_from_outside(&self) {
+        self.cluster().is_removed = true;
+    }
+
+    pub(super) fn resize_from_outside(&self, size_bytes: usize) {
+        self.cluster().resize(size_bytes);
+        self.bell.ring();
+    }
+
+    pub(super) fn most_under_way(&self) -> usize {
+        self.cluster().most_under_way
+    }
+
+    pub(super) fn longest(&self) -> u64 {
+        self.cluster().longest
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        !self.cluster().open.contains(&self.client)
+    }
+
+    /// What is there after this host has crashed.
+    pub(super) fn after_a_crash(&self) -> Vec<u8> {
+        self.cluster().safe.clone()
+    }
+
+    /// Carries out a request as a task of its own, which ends whether somebody waits or not.
+    async fn run<T: 'static>(
+        &self,
+        place: Place,
+        request: impl FnOnce(&mut Cluster, &mut Cache) -> Result<T> + 'static,
+    ) -> Result<T> {
+        {
+            let mut cluster = self.cluster();
+            assert!(cluster.open.contains(&self.client), "a request after the end");
+            cluster.under_way += 1;
+            cluster.most_under_way = cluster.most_under_way.max(cluster.under_way);
+        }
+        let twin = self.clone();
+        let task = async move {
+            twin.answer().await;
+            twin.cluster().under_way -= 1;
+            let result = match twin.outcome() {
+                Ok(()) => twin.look(request),
+                Err(error) => Err(error),
+            };
+            drop(place);
+            result
+        };
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    /// Waits until the cluster answers.
+    async fn answer(&self) {
+        let delay = Duration::from_micros(fastrand::u64(1..500));
+        reactor::sleep_until(reactor::now() + delay).await;
+        loop {
+            let listener = self.goes_on.listen();
+            if !self.cluster().stands_still {
+                return;
+            }
+            listener.await;
+        }
+    }
+
+    /// Whether it fails whatever it is.
+    fn outcome(&self) -> Result<()> {
+        let mut cluster = self.cluster();
+        match cluster.failing {
+            _ if cluster.shut_out.contains(&self.client) => Err(Error::SHUTDOWN),
+            (_, 0, _) => Ok(()),
+            (first @ 1.., ..) => {
+                cluster.failing.0 = first - 1;
+                Ok(())
+            }
+            (0, left, errno) => {
+                cluster.failing.1 = left - 1;
+                Err(Error::from_errno(errno))
+            }
+        }
+    }
+
+    /// The same of one that writes.
+    async fn change<T: 'static>(
+        &self,
+        place: Place,
+        request: impl FnOnce(&mut Cluster, &mut Cache) -> Result<T> + 'static,
+    ) -> Result<T> {
+        let (client, has_lock) = (self.client, self.has_lock);
+        let permitted = move |cluster: &mut Cluster, cache: &mut Cache| {
+            if has_lock && cluster.owner != Some(client) {
+                return Err(Error::from_errno(libc::EROFS));
+            }
+            request(cluster, cache)
+        };
+        self.run(place, permitted).await
+    }
+}
+
+fn name(client: Client) -> String {
+    format!("127.0.0.1:0/{client}")
+}
+
+impl Cluster {
+    fn resize(&mut self, size_bytes: usize) {
+        self.safe.resize(size_bytes, 0);
+        self.objects.retain(|object| object * OBJECT < size_bytes as u64);
+    }
+
+    fn range(&self, offset: u64, length: usize) -> Result<Range<usize>> {
+        let start = offset as usize;
+        if start + length > self.safe.len() { Err(Error::INVALID) } else { Ok(start..start + length) }
+    }
+
+    fn change(&mut self, offset: u64, data: &[u8], cache: &mut Cache) -> Result<()> {
+        let range = self.range(offset, data.len())?;
+        match cache {
+            Some((bytes, dirty)) => {
+                bytes.resize(self.safe.len(), 0);
+                bytes[range.clone()].copy_from_slice(data);
+                dirty.push(range.clone());
+            }
+            None => self.safe[range.clone()].copy_from_slice(data),
+        }
+        self.objects.extend(range.start as u64 / OBJECT..(range.end as u64).div_ceil(OBJECT));
+        Ok(())
+    }
+
+    /// At once, as with librbd: its cache only hears of it.
+    fn zero(&mut self, offset: u64, length: u64, cache: &mut Cache) -> Result<()> {
+        let range = self.range(offset, length as usize)?;
+        self.flush(cache);
+        if let Some((bytes, _)) = cache {
+            bytes[range.clone()].fill(0);
+        }
+        self.safe[range.clone()].fill(0);
+        let whole = (range.start as u64).div_ceil(OBJECT)..range.end as u64 / OBJECT;
+        self.objects.retain(|object| !whole.contains(object));
+        self.longest = self.longest.max(length);
+        Ok(())
+    }
+
+    fn flush(&mut self, cache: &mut Cache) {
+        let Some((bytes, dirty)) = cache else { return };
+        bytes.resize(self.safe.len(), 0);
+        for range in dirty.drain(..) {
+            let range = range.start.min(self.safe.len())..range.end.min(self.safe.len());
+            self.safe[range.clone()].copy_from_slice(&bytes[range]);
+        }
+    }
+}
+
+impl Backend for Fake {
+    async fn read(&self, place: Place, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
+        let length = target.len();
+        let read = self.run(place, move |cluster, cache| {
+            // What lies past the end is not read, as librbd has it.
+            let start = (offset as usize).min(cluster.safe.len());
+            let end = (start + length).min(cluster.safe.len());
+            Ok(match cache {
+                Some((bytes, _)) => {
+                    bytes.resize(cluster.safe.len(), 0);
+                    bytes[start..end].to_vec()
+                }
+                None => cluster.safe[start..end].to_vec(),
+            })
+        });
+        let bytes = match read.await {
+            Ok(bytes) => bytes,
+            Err(error) => return (Err(error), target),
+        };
+        if bytes.len() == length {
+            target.copy_from(&bytes);
+        }
+        (Ok(bytes.len()), target)
+    }
+
+    async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()> {
+        let bytes = data.to_vec();
+        self.change(place, move |cluster, cache| cluster.change(offset, &bytes, cache)).await
+    }
+
+    async fn flush(&self, place: Place) -> Result<()> {
+        self.change(place, |cluster, cache| {
+            cluster.flush(cache);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()> {
+        assert!(
+            !is_thick || (offset | length).is_multiple_of(512),
+            "librbd would cut it, and may wait for ever"
+        );
+        self.change(place, move |cluster, cache| {
+            cluster.zero(offset, length, cache)?;
+            if is_thick { cluster.change(offset, &vec![0; length as usize], &mut None) } else { Ok(()) }
+        })
+        .await
+    }
+
+    async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()> {
+        self.change(place, move |cluster, cache| cluster.zero(offset, length, cache)).await
+    }
+
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        reactor::yield_now().await;
+        self.outcome()?;
+        self.cluster().resize(size_bytes as usize);
+        self.bell.ring();
+        Ok(())
+    }
+
+    async fn size_bytes(&self) -> Result<u64> {
+        reactor::yield_now().await;
+        Ok(self.cluster().safe.len() as u64)
+    }
+
+    async fn stored_size(&self) -> Result<Option<u64>> {
+        reactor::yield_now().await;
+        if self.cluster().is_removed {
+            return Err(Error::from_errno(libc::ENOENT));
+        }
+        Ok(Some(self.cluster().safe.len() as u64))
+    }
+
+    async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
+        reactor::yield_now().await;
+        if !self.has_map {
+            return Ok(None);
+        }
+        let cluster = self.cluster();
+        let whole = |object: &u64| object * OBJECT..(object + 1) * OBJECT;
+        let inside = cluster.objects.iter().map(whole).filter(|o| o.end > range.start && o.start < range.end);
+        let mut pieces: Vec<Range<u64>> = Vec::new();
+        for object in inside {
+            let is_full = pieces.len() == most;
+            match pieces.last_mut() {
+                Some(last) if last.end == object.start => last.end = object.end,
+                _ if is_full => break,
+                _ => pieces.push(object),
+            }
+        }
+        Ok(Some(pieces))
+    }
+
+    async fn give_up(&self) -> Result<()> {
+        let twin = self.clone();
+        let task = async move {
+            let _one = twin.turn.exclusive(0..1).await;
+            twin.answer().await;
+            twin.outcome()?;
+            assert!(!twin.has_lock || twin.has_the_lock(), "a lock that it does not have");
+            twin.look(|cluster, cache| {
+                assert!(cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()), "what nobody else sees");
+                cluster.owner = None;
+            });
+            Ok(())
+        };
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+        let (twin, heirs) = (self.clone(), heirs.to_vec());
+        let task = async move {
+            let _one = twin.turn.exclusive(0..1).await;
+            twin.shut_out(&heirs).await?;
+            twin.answer().await;
+            twin.outcome()?;
+            let mut cluster = twin.cluster();
+            let owner = cluster.owner.filter(|owner| !cluster.shut_out.contains(owner));
+            if let Some(owner) = owner.filter(|owner| twin.has_lock && *owner != twin.client) {
+                return Ok(Taken::Anothers(Some(name(owner))));
+            }
+            cluster.owner = Some(twin.client).filter(|_| twin.has_lock);
+            *twin.cache.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            Ok(Taken::Ours(cluster.safe.len() as u64))
+        };
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        self.answer().await;
+        self.outcome()?;
+        let mut cluster = self.cluster();
+        let there: Vec<_> = clients.iter().copied().filter(|client| cluster.open.contains(client)).collect();
+        cluster.shut_out.extend(there);
+        Ok(())
+    }
+
+    fn bell(&self) -> &Arc<Bell> {
+        &self.bell
+    }
+
+    async fn close(&self) -> Result<()> {
+        let mut cluster = self.cluster();
+        cluster.open.remove(&self.client);
+        if cluster.owner == Some(self.client) {
+            cluster.owner = None;
+        }
+        Ok(())
+    }
+}
+
+/// A buffer full of one byte.
+pub(super) fn full_of(byte: u8, length: usize) -> Segments {
+    let mut buffer = Buffer::new(length);
+    buffer.fill(byte);
+    buffer.into()
+}

@@ -1,0 +1,209 @@
+//! [`Backend`] by librbd: the one room that calls a C library.
+//!
+//! - `library`: the functions, found by name;
+//! - `cluster`: connections, shared by images;
+//! - `image`: an open image, who else uses it, its lock;
+//! - `operation`: a request under way, which owns its memory until the callback has come.
+//!
+//! Calls that wait for the cluster have a thread of their own each, and each image makes one of
+//! them at a time: a cluster that stands still never takes the threads that others block on.
+//!
+//! Never lends the library a guest's memory: it would see bytes change between a checksum and the
+//! sending. Those are copied, which is counted with the other copies.
+
+mod cluster;
+mod image;
+mod library;
+mod operation;
+
+use std::{
+    fmt,
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use self::{
+    image::Image,
+    operation::{Operation, What},
+};
+pub use self::{
+    image::{abandon_ends, wait_for_ends},
+    library::{is_loaded, load, remedy},
+};
+use super::{
+    Address, How,
+    backend::{Backend, Taken},
+    bell::Bell,
+    in_flight::Place,
+};
+use reactor::{
+    buffer::{Buffer, Segment, Segments},
+    error::{Error, Result},
+};
+
+use crate::OpenError;
+
+/// The most segments in one call, as for the kernel (UIO_MAXIOV).
+const MOST_SEGMENTS: usize = 1024;
+
+/// An image that is open until [`Backend::close`].
+pub struct Librbd {
+    /// `None` once it was closed.
+    image: Mutex<Option<Arc<Image>>>,
+    bell: Arc<Bell>,
+    cache_bytes: u64,
+    what: String,
+    is_passed: bool,
+    closed: async_channel::Receiver<Result<()>>,
+}
+
+impl fmt::Debug for Librbd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Librbd")
+    }
+}
+
+impl Librbd {
+    /// Opens an image; returns its size in bytes too. Blocks.
+    pub(super) fn open(address: &Address, how: &How) -> std::result::Result<(Self, u64), OpenError> {
+        let (sender, closed) = async_channel::bounded(1);
+        let image = Image::open(address, how, sender)?;
+        let (bell, size_bytes, cache_bytes) =
+            (Arc::clone(&image.bell), image.size_bytes, image.cache_bytes());
+        let (what, is_passed) = (image.what.clone(), image.is_passed);
+        let image = Mutex::new(Some(Arc::new(image)));
+        Ok((Self { image, bell, cache_bytes, what, is_passed, closed }, size_bytes))
+    }
+
+    /// What the image really is, whatever it was called.
+    pub(super) fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// Whether another process has it, and passes it on.
+    pub(super) fn is_passed(&self) -> bool {
+        self.is_passed
+    }
+
+    /// The first bytes, as many as are there of so many. Blocks.
+    pub(super) fn first_bytes(&self, count: usize) -> Result<Vec<u8>> {
+        self.image()?.first_bytes(count)
+    }
+
+    /// What the library may keep of it in memory, in bytes.
+    pub(super) fn cache_bytes(&self) -> u64 {
+        self.cache_bytes
+    }
+
+    fn image(&self) -> Result<Arc<Image>> {
+        let image = self.image.lock().unwrap_or_else(PoisonError::into_inner);
+        image.as_ref().map(Arc::clone).ok_or(Error::SHUTDOWN)
+    }
+
+    async fn run(&self, what: What, place: Place, segments: Segments) -> (Result<u64>, Segments) {
+        let image = match self.image() {
+            Ok(image) => image,
+            Err(error) => return (Err(error), segments),
+        };
+        Operation::start(&image, what, place, segments).await
+    }
+
+    /// On a thread of its own, which nobody waits for if this is dropped.
+    async fn apart<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&Image) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let image = self.image()?;
+        let (sender, answer) = async_channel::bounded(1);
+        let thread = std::thread::Builder::new().name("rbd call".to_owned());
+        let started = thread.spawn(move || {
+            // Nobody may wait any more.
+            let _ = sender.try_send(call(&image));
+        });
+        started.map_err(Error::from)?;
+        answer.recv().await.unwrap_or(Err(Error::IO))
+    }
+}
+
+/// Whether the library can have these segments as they are.
+fn are_plain(segments: &Segments) -> bool {
+    segments.as_slice().len() <= MOST_SEGMENTS
+        && segments.iter().all(|segment| matches!(segment, Segment::Own(_)))
+}
+
+impl Backend for Librbd {
+    async fn read(&self, place: Place, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
+        let count = |result: Result<u64>| result.map(|count| usize::try_from(count).unwrap_or(usize::MAX));
+        if are_plain(&target) {
+            let (result, target) = self.run(What::Read { offset }, place, target).await;
+            return (count(result), target);
+        }
+        let bounce = Buffer::new(target.len());
+        let (result, bounce) = self.run(What::Read { offset }, place, bounce.into()).await;
+        if result.is_ok() {
+            target.copy_from(&bounce.joined());
+        }
+        (count(result), target)
+    }
+
+    async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()> {
+        let data = if are_plain(&data) { data } else { data.joined().into() };
+        self.run(What::Write { offset }, place, data).await.0.map(drop)
+    }
+
+    async fn flush(&self, place: Place) -> Result<()> {
+        self.run(What::Flush, place, Segments::default()).await.0.map(drop)
+    }
+
+    async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()> {
+        let what = What::WriteZeroes { offset, length, is_thick };
+        self.run(what, place, Segments::default()).await.0.map(drop)
+    }
+
+    async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()> {
+        self.run(What::Discard { offset, length }, place, Segments::default()).await.0.map(drop)
+    }
+
+    async fn resize(&self, size_bytes: u64) -> Result<()> {
+        self.apart(move |image| image.resize(size_bytes)).await
+    }
+
+    async fn size_bytes(&self) -> Result<u64> {
+        self.apart(Image::current_size).await
+    }
+
+    async fn stored_size(&self) -> Result<Option<u64>> {
+        self.apart(Image::stored_size).await
+    }
+
+    async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
+        self.apart(move |image| image.allocated(&range, most)).await
+    }
+
+    async fn give_up(&self) -> Result<()> {
+        self.apart(Image::give_up).await
+    }
+
+    async fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+        let heirs = heirs.to_vec();
+        self.apart(move |image| image.take_up(&heirs)).await
+    }
+
+    async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        let clients = clients.to_vec();
+        self.apart(move |image| image.shut_out(&clients)).await
+    }
+
+    fn bell(&self) -> &Arc<Bell> {
+        &self.bell
+    }
+
+    async fn close(&self) -> Result<()> {
+        let image = self.image.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if image.is_none() {
+            return Ok(());
+        }
+        drop(image);
+        self.closed.recv().await.unwrap_or(Ok(()))
+    }
+}

@@ -1,0 +1,754 @@
+//! An open image of a pool: its handle, who else uses it, its lock, and its end.
+//!
+//! Who writes has the image locked (`exclusive-lock`, managed by librbd, not handed over when
+//! others ask), as files are locked. An image without that feature has no such lock: then who else
+//! has it open is looked at once, and the log says so. Who reads shares with nobody who writes,
+//! unless that was allowed; snapshots never change, and are open to all.
+//!
+//! Between two daemons of which one goes on with the other's image, the lock passes: the other
+//! opens it beside the one that has it, gives its lock up once the time has come, and a client that
+//! has died with it is shut out by the cluster at once, so that nothing of it lands later.
+//!
+//! Otherwise a client that died is still seen for as long as the cluster watches it
+//! (`osd_client_watch_timeout`, 30 s).
+//!
+//! All of this blocks.
+
+use std::{
+    collections::BTreeSet,
+    ffi::{CStr, CString, c_char, c_int, c_void},
+    ops::Range,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use super::{
+    super::{Address, How, backend::Taken, bell::Bell},
+    cluster::{Cluster, Pool, connection, outcome, text, until_zero},
+    library::{Handle, Library, Watcher},
+};
+use reactor::error::{Error, Result};
+
+use crate::OpenError;
+
+/// `RBD_FEATURE_…` of `rbd/features.h`.
+const EXCLUSIVE_LOCK: u64 = 1 << 2;
+/// `CEPH_NOSNAP`.
+const NO_SNAPSHOT: u64 = u64::MAX - 1;
+const FAST_DIFF: u64 = 1 << 4;
+/// The image is being moved from elsewhere: librbd (16) divides by zero where that is no image, as
+/// it looks for data.
+const MIGRATING: u64 = 1 << 9;
+/// `RBD_FLAG_OBJECT_MAP_INVALID | RBD_FLAG_FAST_DIFF_INVALID`.
+const MAP_INVALID: u64 = 3;
+/// `RBD_LOCK_MODE_EXCLUSIVE`.
+const EXCLUSIVE: c_int = 0;
+/// How the library calls locks that it takes and gives up by itself.
+const OWN_LOCKS: &str = "auto ";
+/// Room for the names of all who have a lock.
+const MOST_LOCKERS_BYTES: usize = 4096;
+/// The most watchers that are looked at: more are others in any case.
+const MOST_WATCHERS: usize = 64;
+
+/// The library's callback, on a thread of its own.
+unsafe extern "C" fn updated(argument: *mut c_void) {
+    // SAFETY: `Image` holds the bell until the library has let go of it: see its `drop`.
+    unsafe { &*argument.cast::<Bell>() }.ring();
+}
+
+/// An open image. Closed when the last request that has it has ended.
+#[derive(Debug)]
+pub(super) struct Image {
+    handle: Handle,
+    library: &'static Library,
+    watch: Option<u64>,
+    pub(super) bell: Arc<Bell>,
+    pub(super) size_bytes: u64,
+    /// What it really is, whatever it was called.
+    pub(super) what: String,
+    name: String,
+    /// Where its header is, and the number of its snapshot; none of the first format.
+    header: Option<(CString, u64)>,
+    /// Another process has it, and passes it on.
+    pub(super) is_passed: bool,
+    /// It has a lock.
+    is_locked: bool,
+    /// Its lock was taken away with the feature, and that was told.
+    is_unlocked: AtomicBool,
+    /// One at a time takes it or gives it up.
+    turn: Mutex<()>,
+    /// Told once it is closed.
+    closed: Option<async_channel::Sender<Result<()>>>,
+    /// After the image.
+    pool: Option<Pool>,
+}
+
+// SAFETY: librbd's functions may be called from any thread, several at a time.
+unsafe impl Send for Image {}
+// SAFETY: as above.
+unsafe impl Sync for Image {}
+
+impl Image {
+    /// Opens it, and tells the channel when it was closed again.
+    pub(super) fn open(
+        address: &Address,
+        how: &How,
+        closed: async_channel::Sender<Result<()>>,
+    ) -> std::result::Result<Self, OpenError> {
+        let cluster = connection(address, how.cache)?;
+        match Self::open_by(&cluster, address, how, closed.clone()) {
+            // With what became of an image that was opened before.
+            Err(_) if cluster.is_shut_out() => {
+                Self::open_by(&connection(address, how.cache)?, address, how, closed)
+            }
+            opened => opened,
+        }
+    }
+
+    fn open_by(
+        cluster: &Arc<Cluster>,
+        address: &Address,
+        how: &How,
+        closed: async_channel::Sender<Result<()>>,
+    ) -> std::result::Result<Self, OpenError> {
+        if let Some(passed) = how.passed.as_ref().filter(|_| !how.read_only) {
+            passed.opens_as(cluster.id());
+        }
+        let pool = Pool::open(Arc::clone(cluster), address)?;
+        let library = pool.library;
+        let (image, snapshot) = (text(&address.image), address.snapshot.as_deref().map(text));
+        let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |snapshot| snapshot.as_ptr());
+        let open = if how.read_only { library.rbd_open_read_only } else { library.rbd_open };
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the pool is open, both names end with a zero byte or are none, and it writes one
+        // handle.
+        let opened = unsafe { open(pool.handle, image.as_ptr(), &raw mut handle, snapshot) };
+        outcome(opened).map_err(|error| {
+            cluster.note(error);
+            refused(address, error)
+        })?;
+        let bell = Arc::new(Bell::default());
+        let mut image = Self {
+            handle,
+            library,
+            watch: None,
+            bell,
+            size_bytes: 0,
+            what: String::new(),
+            name: address.name(),
+            header: None,
+            is_passed: false,
+            is_locked: false,
+            is_unlocked: AtomicBool::new(false),
+            turn: Mutex::new(()),
+            closed: None,
+            pool: Some(pool),
+        };
+        if let Err(error) = image.settle(address, how) {
+            // At once: seen by nobody any more when the next one tries.
+            image.into_end().run();
+            return Err(error);
+        }
+        // From here on somebody waits for its end.
+        image.closed = Some(closed);
+        Ok(image)
+    }
+
+    /// Looks whether a request's error says that its connection is shut out.
+    pub(super) fn note(&self, error: Error) {
+        if let Some(pool) = &self.pool {
+            pool.cluster.note(error);
+        }
+    }
+
+    /// What is left to be done of it.
+    fn into_end(mut self) -> End {
+        self.take_end()
+    }
+
+    fn take_end(&mut self) -> End {
+        End {
+            handle: self.handle,
+            library: self.library,
+            watch: self.watch,
+            bell: Arc::clone(&self.bell),
+            pool: self.pool.take(),
+            closed: self.closed.take(),
+        }
+    }
+
+    fn settle(&mut self, address: &Address, how: &How) -> std::result::Result<(), OpenError> {
+        let name = address.name();
+        let failed = |error: Error| {
+            OpenError::new(&name, format!("cannot be read: {error}"), "`ceph -s` tells how the cluster is")
+        };
+        self.what = self.identify(address).map_err(failed)?;
+        if address.snapshot.is_none() {
+            self.watch().map_err(failed)?;
+            self.is_locked = !how.read_only && self.has_lock(&name).map_err(failed)?;
+            let passed = how.passed.as_ref().filter(|_| !how.read_only);
+            self.is_passed = passed.is_some_and(|passed| passed.take_image(&self.what));
+            if !self.is_passed {
+                if !how.force_share {
+                    self.check_alone(&name, how.read_only)?;
+                }
+                if !how.read_only {
+                    self.check_lockers(&name)?;
+                }
+                if self.is_locked {
+                    self.lock(&name)?;
+                }
+            }
+        }
+        // After the lock: nobody resizes it between the two.
+        self.size_bytes = self.current_size().map_err(failed)?;
+        if self.size_bytes == 0 {
+            return Err(OpenError::new(&name, "has size zero", "`rbd resize` gives it another"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// What librbd's cache of it may take, in bytes.
+    pub(super) fn cache_bytes(&self) -> u64 {
+        self.pool.as_ref().map_or(0, |pool| pool.cluster.cache_bytes)
+    }
+
+    fn watch(&mut self) -> Result<()> {
+        let (mut watch, bell) = (0, Arc::as_ptr(&self.bell).cast_mut().cast::<c_void>());
+        // SAFETY: the image is open, it writes one number, and the bell outlives the watch.
+        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, updated, bell) })?;
+        self.watch = Some(watch);
+        Ok(())
+    }
+
+    /// What it is, by numbers of the cluster's, which no other image has or ever had.
+    fn identify(&mut self, address: &Address) -> Result<String> {
+        let Some(pool) = &self.pool else { return Err(Error::SHUTDOWN) };
+        let (fsid, namespace) = (pool.cluster.fsid()?, address.namespace.as_deref().unwrap_or(""));
+        // SAFETY: the pool is open.
+        let number = unsafe { (self.library.rados_ioctx_get_id)(pool.handle) };
+        let mut id = vec![0_u8; 256];
+        // SAFETY: the image is open, and it writes no more than there is room for.
+        let found =
+            unsafe { (self.library.rbd_get_id)(self.handle, id.as_mut_ptr().cast::<c_char>(), id.len()) };
+        // Those of the first format have a name alone.
+        let (id, header) = match outcome(found) {
+            Ok(_) => {
+                let id = until_zero(id);
+                let header = text(&format!("rbd_header.{id}"));
+                (format!("id {id}"), Some(header))
+            }
+            Err(error) if error == Error::INVALID => (format!("name {}", address.image), None),
+            Err(error) => return Err(error),
+        };
+        let mut of = NO_SNAPSHOT;
+        let snapshot = match &address.snapshot {
+            None => String::new(),
+            Some(snapshot) => {
+                let (snapshot, mut number) = (text(snapshot), 0);
+                // SAFETY: the image is open, the name ends with a zero byte, and it writes one
+                // number.
+                outcome(unsafe {
+                    (self.library.rbd_snap_get_id)(self.handle, snapshot.as_ptr(), &raw mut number)
+                })?;
+                of = number;
+                format!(" at snapshot {number}")
+            }
+        };
+        self.header = header.map(|header| (header, of));
+        Ok(format!("image of {id} in pool {number}/{namespace} of cluster {fsid}{snapshot}"))
+    }
+
+    /// Fails where another has it open to write to it.
+    fn check_alone(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
+        let others = self.others(read_only).map_err(|error| {
+            OpenError::new(
+                name,
+                format!("who else uses it cannot be found out: {error}"),
+                "`rbd status` tells",
+            )
+        })?;
+        let Some(other) = others.first() else { return Ok(()) };
+        let remedy = if read_only {
+            "stop it, serve a snapshot, or read nonetheless with --force-share"
+        } else {
+            "stop it; one that has died is still seen for 30 s"
+        };
+        let why = format!("is open elsewhere, to be written to: {other}");
+        Err(OpenError::new(name, why, remedy).that_may_pass())
+    }
+
+    /// Others that watch the image, as who writes to it does.
+    fn others(&self, read_only: bool) -> Result<Vec<String>> {
+        let own = self.own_id();
+        // Who opens it to write to it watches it once.
+        let mut ours = usize::from(!read_only);
+        let is_other = |(id, _): &(u64, String)| {
+            let is_ours = *id == own && ours > 0;
+            ours -= usize::from(is_ours);
+            !is_ours
+        };
+        let others = self.watchers()?.into_iter().filter(is_other);
+        Ok(others.map(|(id, address)| format!("client.{id} at {address}")).collect())
+    }
+
+    fn own_id(&self) -> u64 {
+        self.pool.as_ref().map_or(0, |pool| pool.cluster.id())
+    }
+
+    /// Who watches the image: numbers and addresses of clients.
+    fn watchers(&self) -> Result<Vec<(u64, String)>> {
+        let empty = Watcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
+        let (mut watchers, mut count) = (vec![empty; MOST_WATCHERS], MOST_WATCHERS);
+        // SAFETY: the image is open, and it writes no more than `count` watchers.
+        let listed =
+            unsafe { (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), &raw mut count) };
+        outcome(listed)?;
+        let found = watchers.iter().take(count).map(|watcher| {
+            // SAFETY: the library has put a text there, which stays until the cleanup below.
+            let address = unsafe { CStr::from_ptr(watcher.address) }.to_string_lossy();
+            (watcher.id.unsigned_abs(), address.into_owned())
+        });
+        let found = found.collect();
+        // SAFETY: these are what the library has put there.
+        unsafe { (self.library.rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), count) }
+        Ok(found)
+    }
+
+    fn features(&self) -> Result<u64> {
+        let mut features = 0;
+        // SAFETY: the image is open, and it writes one number.
+        outcome(unsafe { (self.library.rbd_get_features)(self.handle, &raw mut features) })?;
+        Ok(features)
+    }
+
+    fn has_lock(&self, name: &str) -> Result<bool> {
+        let has_lock = self.features()? & EXCLUSIVE_LOCK != 0;
+        if !has_lock {
+            let what = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
+            tracing::warn!(image = name, "the image has no exclusive lock: {what}");
+        }
+        Ok(has_lock)
+    }
+
+    /// Fails where somebody has locked it by hand: nobody answers for such a lock, and taking the
+    /// library's own would wait for it without end.
+    fn check_lockers(&self, name: &str) -> std::result::Result<(), OpenError> {
+        let by_hand = self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
+        let Some((client, id)) = by_hand else { return Ok(()) };
+        Err(OpenError::new(
+            name,
+            format!("{client} has locked it by hand, as {id:?}"),
+            format!("`rbd lock rm IMAGE {id:?} {client}` once nobody needs that lock"),
+        ))
+    }
+
+    /// Who has a lock, with what they call it.
+    fn lockers(&self) -> Result<Vec<(String, String)>> {
+        let mut exclusive = 0;
+        let [mut tag, mut clients, mut ids, mut addresses] = [(); 4].map(|()| vec![0_u8; MOST_LOCKERS_BYTES]);
+        let mut lengths = [MOST_LOCKERS_BYTES; 4];
+        let [tag_bytes, clients_bytes, ids_bytes, addresses_bytes] = &mut lengths;
+        // SAFETY: the image is open, and it writes no more of each than there is room for.
+        let listed = unsafe {
+            (self.library.rbd_list_lockers)(
+                self.handle,
+                &raw mut exclusive,
+                tag.as_mut_ptr().cast::<c_char>(),
+                tag_bytes,
+                clients.as_mut_ptr().cast::<c_char>(),
+                clients_bytes,
+                ids.as_mut_ptr().cast::<c_char>(),
+                ids_bytes,
+                addresses.as_mut_ptr().cast::<c_char>(),
+                addresses_bytes,
+            )
+        };
+        let count = outcome(listed as i64)? as usize;
+        // Each text ends with a zero byte.
+        let texts = |bytes: &[u8]| -> Vec<String> {
+            bytes
+                .split(|&byte| byte == 0)
+                .take(count)
+                .map(|text| String::from_utf8_lossy(text).into_owned())
+                .collect()
+        };
+        Ok(texts(&clients).into_iter().zip(texts(&ids)).collect())
+    }
+
+    fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
+        let failed = |error: Error| {
+            let of_others = "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s, where this user has mon 'profile rbd'";
+            let (why, remedy) = match self.owner() {
+                Some(owner) => {
+                    let why = format!("another client has it locked: {owner}");
+                    return OpenError::new(name, why, of_others).that_may_pass();
+                }
+                // So of a mirror's copy.
+                None if error == Error::INVALID => (
+                    format!("cannot be locked: {error}"),
+                    "is it a mirror's copy? `rbd mirror image promote` makes it the one to write to; --read-only reads it",
+                ),
+                None => (format!("cannot be locked: {error}"), of_others),
+            };
+            OpenError::new(name, why, remedy)
+        };
+        self.acquire().map_err(failed)
+    }
+
+    /// Waits for who lets go of the lock when asked, and fails with EROFS where that refuses.
+    fn acquire(&self) -> Result<()> {
+        // SAFETY: the image is open.
+        outcome(unsafe { (self.library.rbd_lock_acquire)(self.handle, EXCLUSIVE) }).map(drop)
+    }
+
+    /// See [`Backend::give_up`](super::super::backend::Backend::give_up).
+    pub(super) fn give_up(&self) -> Result<()> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.is_locked {
+            return Ok(());
+        }
+        // SAFETY: the image is open.
+        outcome(unsafe { (self.library.rbd_lock_release)(self.handle) }).map(drop)
+    }
+
+    /// See [`Backend::take_up`](super::super::backend::Backend::take_up).
+    pub(super) fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+        // Behind a giving up that nobody waits for any more: until that has ended the library says
+        // that the lock is held.
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shut_out(heirs)?;
+        if self.is_locked {
+            match self.acquire() {
+                Ok(()) => {}
+                Err(error) if error.errno() == libc::EROFS => return Ok(Taken::Anothers(self.owner())),
+                Err(error) => return Err(error),
+            }
+        }
+        // SAFETY: the image is open.
+        outcome(unsafe { (self.library.rbd_invalidate_cache)(self.handle) })?;
+        self.current_size().map(Taken::Ours)
+    }
+
+    /// See [`Backend::shut_out`](super::super::backend::Backend::shut_out).
+    pub(super) fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        if clients.is_empty() {
+            return Ok(());
+        }
+        let own = self.own_id();
+        let watchers = self.watchers()?.into_iter();
+        let there: BTreeSet<_> = watchers.filter(|(id, _)| *id != own && clients.contains(id)).collect();
+        for (client, address) in there {
+            // To break its lock shuts it out too, and else librbd does so once more for a lock
+            // whose owner has gone: each takes the monitors up to a second.
+            if !self.break_lock(&address)
+                && let Some(pool) = &self.pool
+            {
+                pool.cluster.shut_out(&address)?;
+            }
+            tracing::info!(
+                client,
+                address,
+                "the cluster takes nothing more from a newcomer that has ended with an image open"
+            );
+        }
+        Ok(())
+    }
+
+    /// Frees the lock of this owner, which is shut out; whether it was its.
+    fn break_lock(&self, owner: &str) -> bool {
+        if !self.is_locked || self.owner().as_deref() != Some(owner) {
+            return false;
+        }
+        let owner = text(owner);
+        // SAFETY: the image is open, and the text ends with a zero byte.
+        outcome(unsafe { (self.library.rbd_lock_break)(self.handle, EXCLUSIVE, owner.as_ptr()) }).is_ok()
+    }
+
+    /// Who has the lock, if anybody.
+    fn owner(&self) -> Option<String> {
+        let (mut mode, mut count) = (0, 1);
+        let mut owners: [*mut c_char; 1] = [std::ptr::null_mut()];
+        // SAFETY: the image is open, and it writes no more than `count` texts.
+        let listed = unsafe {
+            (self.library.rbd_lock_get_owners)(
+                self.handle,
+                &raw mut mode,
+                owners.as_mut_ptr(),
+                &raw mut count,
+            )
+        };
+        outcome(listed).ok()?;
+        let [owner] = owners;
+        if count == 0 || owner.is_null() {
+            return None;
+        }
+        // SAFETY: the library has put a text there.
+        let text = unsafe { CStr::from_ptr(owner) }.to_string_lossy().into_owned();
+        // SAFETY: this is what the library has put there.
+        unsafe { (self.library.rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count) };
+        Some(text)
+    }
+
+    pub(super) fn current_size(&self) -> Result<u64> {
+        let mut size = 0;
+        // SAFETY: the image is open, and it writes one number.
+        outcome(unsafe { (self.library.rbd_get_size)(self.handle, &raw mut size) })?;
+        self.look_for_lock()?;
+        Ok(size)
+    }
+
+    /// The size in bytes that stands in its header, which is asked; none of the first format.
+    ///
+    /// # Errors
+    /// The cluster's; `ENOENT` where there is no such image, or snapshot, any more.
+    pub(super) fn stored_size(&self) -> Result<Option<u64>> {
+        let (Some((header, snapshot)), Some(pool)) = (&self.header, &self.pool) else { return Ok(None) };
+        // Its order, a byte, and its size.
+        let (asked, mut answer) = (snapshot.to_le_bytes(), [0_u8; 9]);
+        // SAFETY: the pool is open, names end with a zero byte, and it reads and writes no more
+        // than there is.
+        let done = unsafe {
+            (self.library.rados_exec)(
+                pool.handle,
+                header.as_ptr(),
+                c"rbd".as_ptr(),
+                c"get_size".as_ptr(),
+                asked.as_ptr().cast::<c_char>(),
+                asked.len(),
+                answer.as_mut_ptr().cast::<c_char>(),
+                answer.len(),
+            )
+        };
+        outcome(done)?;
+        let [_, size @ ..] = answer;
+        Ok(Some(u64::from_le_bytes(size)))
+    }
+
+    /// A lock is a feature of the image, which others can take away and give back.
+    fn look_for_lock(&self) -> Result<()> {
+        if !self.is_locked {
+            return Ok(());
+        }
+        let is_unlocked = self.features()? & EXCLUSIVE_LOCK == 0;
+        let was_unlocked = self.is_unlocked.swap(is_unlocked, Relaxed);
+        if is_unlocked && !was_unlocked {
+            tracing::warn!(
+                image = self.name,
+                "the image has no exclusive lock any more: nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)"
+            );
+        }
+        Ok(())
+    }
+
+    pub(super) fn resize(&self, size_bytes: u64) -> Result<()> {
+        // SAFETY: the image is open. The library calls `progressed`, also where nobody wants to
+        // know: it knows no null there.
+        let result = unsafe {
+            (self.library.rbd_resize2)(self.handle, size_bytes, true, progressed, std::ptr::null_mut())
+        };
+        outcome(result).map(drop)
+    }
+
+    /// The first bytes, as many as are there of so many.
+    pub(super) fn first_bytes(&self, count: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; count];
+        // SAFETY: the image is open, and there is room for so many.
+        let read = unsafe { (self.library.rbd_read)(self.handle, 0, count, bytes.as_mut_ptr().cast()) };
+        bytes.truncate(usize::try_from(outcome(read as i64)?).unwrap_or(0));
+        Ok(bytes)
+    }
+
+    /// See [`Backend::allocated`](super::super::backend::Backend::allocated). By the map that says
+    /// which objects there are; without it each object would have to be asked.
+    pub(super) fn allocated(&self, range: &Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
+        let mut flags = 0;
+        // SAFETY: the image is open, and it writes one number.
+        outcome(unsafe { (self.library.rbd_get_flags)(self.handle, &raw mut flags) })?;
+        if self.features()? & (FAST_DIFF | MIGRATING) != FAST_DIFF || flags & MAP_INVALID != 0 {
+            return Ok(None);
+        }
+        let mut search = Search { pieces: Vec::new(), most };
+        let (offset, length) = (range.start, range.end - range.start);
+        // SAFETY: the image is open. `found` is called with `search` before this returns, and not
+        // afterwards, by one thread at a time.
+        let result = unsafe {
+            let argument = (&raw mut search).cast();
+            (self.library.rbd_diff_iterate2)(
+                self.handle,
+                std::ptr::null(),
+                offset,
+                length,
+                1,
+                1,
+                found,
+                argument,
+            )
+        };
+        match outcome(result) {
+            Err(error) if error.errno() != ENOUGH => Err(error),
+            _ => Ok(Some(search.pieces)),
+        }
+    }
+}
+
+/// How far a resize has come: it goes on.
+unsafe extern "C" fn progressed(_done: u64, _of: u64, _argument: *mut c_void) -> c_int {
+    0
+}
+
+struct Search {
+    pieces: Vec<Range<u64>>,
+    most: usize,
+}
+
+/// What ends a search early: no error of the library's.
+const ENOUGH: c_int = 9000;
+
+/// A piece that differs from nothing: one that is allocated.
+unsafe extern "C" fn found(offset: u64, length: usize, exists: c_int, argument: *mut c_void) -> c_int {
+    // SAFETY: `allocated` passed it, and waits.
+    let search = unsafe { &mut *argument.cast::<Search>() };
+    if exists == 0 {
+        return 0;
+    }
+    let end = offset.saturating_add(length as u64);
+    let is_full = search.pieces.len() == search.most;
+    match search.pieces.last_mut() {
+        Some(last) if last.end == offset => last.end = end,
+        _ if is_full => return -ENOUGH,
+        _ => search.pieces.push(offset..end),
+    }
+    0
+}
+
+/// Why an image could not be opened.
+fn refused(address: &Address, error: Error) -> OpenError {
+    let name = address.name();
+    match (error.errno(), &address.snapshot) {
+        (libc::ENOENT, None) => OpenError::new(
+            &name,
+            match &address.namespace {
+                None => format!("the pool {:?} has no image {:?}", address.pool, address.image),
+                Some(namespace) => format!(
+                    "the namespace {namespace:?} of the pool {:?} is not there, or has no image {:?}",
+                    address.pool, address.image
+                ),
+            },
+            "`rbd ls` lists them, `rbd trash ls` those that were thrown away, `rbd create` makes one",
+        ),
+        (libc::ENOENT, Some(snapshot)) => OpenError::new(
+            &name,
+            format!("there is no such image, or it has no snapshot {snapshot:?}"),
+            "`rbd snap ls` lists them",
+        ),
+        (libc::EPERM | libc::EACCES, _) => OpenError::new(
+            &name,
+            format!("the cluster does not let this user have it: {error}"),
+            "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile rbd pool=POOL'` \
+             (with all that it has already: `ceph auth get client.USER`)",
+        ),
+        _ => {
+            OpenError::new(&name, format!("cannot be opened: {error}"), "`rbd info` and `ceph -s` tell more")
+        }
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        if self.pool.is_none() {
+            // It has ended.
+            return;
+        }
+        // What is closed waits for the cluster, so it is none of a worker's business.
+        let end = self.take_end();
+        let ending = Ending::new();
+        let thread = std::thread::Builder::new().name("rbd close".to_owned());
+        let started = thread.spawn(move || {
+            end.run();
+            drop(ending);
+        });
+        // Without a thread it stays open until the process ends.
+        if started.is_err() {
+            tracing::warn!("an RBD image could not be closed: no thread can be had");
+        }
+    }
+}
+
+/// How many images are being closed.
+static ENDING: Mutex<usize> = Mutex::new(0);
+static ENDED: Condvar = Condvar::new();
+/// Whoever ends now waits for none of them.
+static ARE_ABANDONED: AtomicBool = AtomicBool::new(false);
+
+struct Ending;
+
+impl Ending {
+    fn new() -> Self {
+        *ENDING.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Self
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        *ENDING.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        ENDED.notify_all();
+    }
+}
+
+/// Waits until every image that nobody has any more is closed, for so long at most; whether all
+/// are. A process that ends before leaves locks behind, which the cluster keeps for 30 s.
+pub fn wait_for_ends(patience: Duration) -> bool {
+    let patience = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { patience };
+    let ending = ENDING.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = ENDED.wait_timeout_while(ending, patience, |ending| *ending > 0);
+    *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+}
+
+/// From here on nobody waits for images that are being closed: the process is to end at once.
+pub fn abandon_ends() {
+    ARE_ABANDONED.store(true, Relaxed);
+}
+
+/// What is left to be done of an image.
+struct End {
+    handle: Handle,
+    library: &'static Library,
+    watch: Option<u64>,
+    bell: Arc<Bell>,
+    pool: Option<Pool>,
+    closed: Option<async_channel::Sender<Result<()>>>,
+}
+
+// SAFETY: as for `Image`.
+unsafe impl Send for End {}
+
+impl End {
+    fn run(self) {
+        if let Some(watch) = self.watch {
+            // SAFETY: the image is open. Returns once no callback runs any more.
+            unsafe { (self.library.rbd_update_unwatch)(self.handle, watch) };
+        }
+        drop(self.bell);
+        // SAFETY: nobody has the image any more. It writes back what its cache has, and lets go of
+        // the lock.
+        let result = outcome(unsafe { (self.library.rbd_close)(self.handle) }).map(drop);
+        drop(self.pool);
+        if let Some(closed) = self.closed {
+            // Perhaps nobody waits.
+            let _ = closed.try_send(result);
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! [`Rbd`] over its twin: bytes against a model, places, durability, a lost lock, sizes; and how it
+//! passes between processes in [`takeover`].
+
+mod takeover;
+
+use std::{cell::RefCell, rc::Rc};
+
+use proptest::prelude::*;
+
+use super::{
+    fake::{Fake, OBJECT, full_of},
+    *,
+};
+use reactor::{
+    buffer::Buffer,
+    guest::{Memory, Region},
+    now, sim, sleep_until, spawn_joinable, yield_now,
+};
+
+use crate::align::Align;
+
+const SIZE: usize = 64 * OBJECT as usize;
+
+fn rbd(fake: &Fake, cache: CacheMode, read_only: bool) -> Align<Rbd<Fake>> {
+    opened(fake, How { cache, read_only, force_share: false, passed: None })
+}
+
+fn opened(fake: &Fake, how: How) -> Align<Rbd<Fake>> {
+    let address = Address::read("vms/vm1").expect("an address");
+    Align::new(Rbd::new(fake.clone(), &address, address.name(), how, SIZE as u64))
+}
+
+fn zeroes(may_unmap: bool) -> ZeroOptions {
+    ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached }
+}
+
+async fn read(image: &Align<Rbd<Fake>>, offset: u64, length: usize) -> Result<Vec<u8>> {
+    Ok(image.read(offset, Buffer::new(length).into()).await?.to_vec())
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(u64, usize, u8),
+    Zero(u64, u64, bool),
+    Discard(u64, u64),
+    Flush,
+    Resize(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let range = || (0..SIZE as u64, 1..3 * OBJECT);
+    prop_oneof![
+        4 => (range(), 1_u8..).prop_map(|((at, length), byte)| Step::Write(at, length as usize, byte)),
+        2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| Step::Zero(at, length, unmap)),
+        2 => range().prop_map(|(at, length)| Step::Discard(at, length)),
+        1 => Just(Step::Flush),
+        1 => (1..128_u64).prop_map(|sectors| Step::Resize(sectors * 4096)),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn bytes_are_as_in_a_vector(steps in prop::collection::vec(step(), 1..60), seed: u64) {
+        sim::run(seed, async move {
+            let fake = Fake::new(SIZE);
+            let image = rbd(&fake, CacheMode::None, false);
+            let mut model = vec![0_u8; SIZE];
+            for step in steps {
+                let inside = |at: u64, length: u64| at + length <= model.len() as u64;
+                match step {
+                    Step::Write(at, length, byte) => {
+                        let expected = inside(at, length as u64);
+                        let result = image.write(at, full_of(byte, length), Durability::Cached).await;
+                        assert_eq!(result.is_ok(), expected);
+                        if expected {
+                            model[at as usize..at as usize + length].fill(byte);
+                        }
+                    }
+                    Step::Zero(at, length, unmap) => {
+                        let expected = inside(at, length);
+                        assert_eq!(image.write_zeroes(at, length, zeroes(unmap)).await.is_ok(), expected);
+                        if expected {
+                            model[at as usize..(at + length) as usize].fill(0);
+                        }
+                    }
+                    Step::Discard(at, length) => {
+                        let expected = inside(at, length);
+                        assert_eq!(image.discard(at, length).await.is_ok(), expected);
+                        if expected {
+                            model[at as usize..(at + length) as usize].fill(0);
+                        }
+                    }
+                    Step::Flush => assert_eq!(image.flush().await, Ok(())),
+                    Step::Resize(size) => {
+                        assert_eq!(image.resize(size).await, Ok(()));
+                        model.resize(size as usize, 0);
+                    }
+                }
+                let whole = read(&image, 0, model.len()).await.expect("it is there");
+                assert!(whole == model, "another content");
+                // Holes are zero, and the extents cover all that was asked for, in order.
+                let extents = image.block_status(0, model.len() as u64).await.expect("it is known");
+                let mut at = 0;
+                for Extent { length, hole, zero } in extents {
+                    let bytes = &model[at..at + length as usize];
+                    assert_eq!(hole, zero);
+                    assert!(!zero || bytes.iter().all(|&byte| byte == 0), "a hole that is none at {at}");
+                    at += length as usize;
+                }
+                assert_eq!(at, model.len());
+            }
+        });
+    }
+}
+
+#[test]
+fn what_was_flushed_survives_and_fua_is_a_flush() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE).with_cache();
+        let image = rbd(&fake, CacheMode::Writeback, false);
+        image.write(0, full_of(1, 512), Durability::Cached).await.expect("written");
+        assert_eq!(fake.after_a_crash()[0], 0, "it is in the cache");
+        image.flush().await.expect("flushed");
+        assert_eq!(fake.after_a_crash()[511], 1);
+        image.write(512, full_of(2, 512), Durability::Synchronous).await.expect("written");
+        assert_eq!(fake.after_a_crash()[512], 2);
+        let through = rbd(&fake, CacheMode::Writethrough, false);
+        through.write(1024, full_of(3, 512), Durability::Cached).await.expect("written");
+        assert_eq!(fake.after_a_crash()[1024], 3);
+        let careless = rbd(&fake, CacheMode::Unsafe, false);
+        careless.write(2048, full_of(4, 512), Durability::Synchronous).await.expect("written");
+        careless.flush().await.expect("nothing is done");
+        assert_eq!(fake.after_a_crash()[2048], 0);
+    });
+}
+
+#[test]
+fn a_cluster_that_stands_still_keeps_no_more_than_has_places_and_its_age_is_told() {
+    for seed in 0..20 {
+        sim::run(seed, async {
+            let fake = Fake::new(SIZE);
+            let image = Rc::new(rbd(&fake, CacheMode::None, false));
+            assert_eq!(image.device().oldest_request(), None);
+            fake.stand_still();
+            let started = now();
+            let tasks: Vec<_> = (0..3 * in_flight::MOST)
+                .map(|_| {
+                    let image = Rc::clone(&image);
+                    spawn_joinable(async move { read(&image, 0, 512).await.map(drop) })
+                })
+                .collect();
+            sleep_until(started + Duration::from_secs(7)).await;
+            let oldest = image.device().oldest_request().expect("there are some");
+            assert!(oldest > Duration::from_millis(6_900) && oldest <= Duration::from_secs(7), "{oldest:?}");
+            assert_eq!(fake.most_under_way(), in_flight::MOST);
+            // Whose client has gone keeps its place until the cluster has let go of it.
+            let mut tasks = tasks;
+            drop(tasks.drain(..in_flight::MOST));
+            sleep_until(now() + Duration::from_secs(1)).await;
+            assert_eq!(fake.most_under_way(), in_flight::MOST);
+            fake.go_on();
+            for task in tasks {
+                assert_eq!(task.await, Ok(()));
+            }
+            while image.device().oldest_request().is_some() {
+                sleep_until(now() + Duration::from_millis(1)).await;
+            }
+        });
+    }
+}
+
+#[test]
+fn a_writer_that_was_shut_out_writes_nothing_more_and_says_so() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = rbd(&fake, CacheMode::None, false);
+        image.write(0, full_of(1, 512), Durability::Cached).await.expect("written");
+        fake.is_to_be_shut_out();
+        assert_eq!(image.write(0, full_of(2, 512), Durability::Cached).await, Err(Error::IO));
+        assert_eq!(image.flush().await, Err(Error::IO));
+        let before = fake.most_under_way();
+        assert_eq!(read(&image, 0, 512).await, Err(Error::IO));
+        assert_eq!(image.block_status(0, 512).await, Err(Error::IO));
+        assert_eq!(fake.most_under_way(), before, "the cluster is not asked any more");
+        assert_eq!(fake.after_a_crash()[0], 1);
+    });
+}
+
+#[test]
+fn failures_are_errors_that_clients_know() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = rbd(&fake, CacheMode::None, false);
+        for (errno, told) in [
+            (libc::ENOSPC, Error::NO_SPACE),
+            (libc::EDQUOT, Error::NO_SPACE),
+            (libc::ENOENT, Error::IO),
+            (libc::ETIMEDOUT, Error::IO),
+        ] {
+            fake.fail(1, errno);
+            assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Err(told));
+        }
+        assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Ok(()), "it goes on");
+        fake.fail(1, libc::EIO);
+        assert_eq!(image.flush().await, Err(Error::IO));
+        assert_eq!(image.flush().await, Ok(()), "the next one asks again");
+    });
+}
+
+#[test]
+fn what_is_read_only_is_not_written_to() {
+    sim::run(1, async {
+        let image = rbd(&Fake::new(SIZE), CacheMode::None, true);
+        let denied = Err(Error::NOT_PERMITTED);
+        assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, denied);
+        assert_eq!(image.write_zeroes(0, 512, zeroes(true)).await, denied);
+        assert_eq!(image.discard(0, 512).await, denied);
+        assert_eq!(image.resize(4096).await, Err(ResizeError::ReadOnly));
+        assert_eq!(read(&image, 0, 512).await.map(|bytes| bytes.len()), Ok(512));
+    });
+}
+
+#[test]
+fn what_is_only_read_and_was_removed_is_not_read_on() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = rbd(&fake, CacheMode::None, true);
+        assert_eq!(image.device().look_every(), Some(LOOK));
+        assert_eq!(image.device().look_again().await, Ok(SIZE as u64));
+        assert!(read(&image, 0, 512).await.is_ok());
+        fake.remove_from_outside();
+        assert_eq!(image.device().look_again().await, Ok(SIZE as u64));
+        assert_eq!(read(&image, 0, 512).await, Err(Error::IO));
+        assert_eq!(rbd(&fake, CacheMode::None, false).device().look_every(), None);
+    });
+}
+
+#[test]
+fn others_may_resize_it_meanwhile() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = Rc::new(rbd(&fake, CacheMode::None, false));
+        let seen = Rc::new(RefCell::new(Vec::new()));
+        let watch = {
+            let (image, seen) = (Rc::clone(&image), Rc::clone(&seen));
+            spawn_joinable(async move {
+                for _ in 0..2 {
+                    image.device().bell().rung().await;
+                    let size = image.device().look_again().await;
+                    seen.borrow_mut().push(size);
+                }
+            })
+        };
+        yield_now().await;
+        fake.resize_from_outside(2 * SIZE);
+        while seen.borrow().is_empty() {
+            yield_now().await;
+        }
+        assert_eq!(image.size_bytes(), 2 * SIZE as u64);
+        image.write(SIZE as u64, full_of(1, 512), Durability::Cached).await.expect("inside");
+        // Cut, and read before that was heard of.
+        fake.resize_from_outside(4096);
+        assert!(read(&image, SIZE as u64, 512).await.is_err());
+        watch.await;
+        assert_eq!(*seen.borrow(), [Ok(2 * SIZE as u64), Ok(4096)]);
+        assert_eq!(read(&image, SIZE as u64, 512).await, Err(Error::INVALID));
+    });
+}
+
+#[test]
+fn much_is_zeroed_in_pieces_and_thick_zeroes_are_not_fast() {
+    sim::run(1, async {
+        let fake = Fake::new(0);
+        fake.resize_from_outside(600 << 20);
+        let image = rbd(&fake, CacheMode::None, false);
+        image.resize(600 << 20).await.expect("resized");
+        image.write_zeroes(4096, (600 << 20) - 4096, zeroes(true)).await.expect("zeroed");
+        assert!(fake.longest() <= 256 << 20, "{}", fake.longest());
+        let fast = ZeroOptions { only_if_fast: true, ..zeroes(false) };
+        assert_eq!(image.write_zeroes(0, 4096, fast).await, Err(Error::UNSUPPORTED));
+        assert_eq!(image.block_status(0, 4096).await.map(|all| all[0].hole), Ok(true));
+        image.write_zeroes(0, 4096, zeroes(false)).await.expect("zeroed");
+        assert_eq!(image.block_status(0, 4096).await.map(|all| all[0].hole), Ok(false), "allocated");
+    });
+}
+
+#[test]
+fn without_a_map_all_is_data() {
+    sim::run(1, async {
+        let image = rbd(&Fake::new(SIZE).without_map(), CacheMode::None, false);
+        let whole = Extent { length: SIZE as u64, hole: false, zero: false };
+        assert_eq!(image.block_status(0, SIZE as u64).await, Ok(vec![whole]));
+    });
+}
+
+#[test]
+fn an_answer_has_no_more_extents_than_fit() {
+    let pieces: Vec<_> = (0..MOST_EXTENTS as u64 / 2).map(|n| n * 20 + 10..n * 20 + 20).collect();
+    let all = extents(&(0..1_000_000), &pieces, true);
+    assert_eq!(all.len(), MOST_EXTENTS);
+    assert_eq!(all.iter().map(|extent| extent.length).sum::<u64>(), pieces.last().expect("one").end);
+    let rest = extents(&(0..1_000_000), &pieces[..3], false);
+    assert_eq!(rest.iter().map(|extent| extent.length).sum::<u64>(), 1_000_000);
+    // Objects reach over both ends.
+    let inside = extents(&(100..200), &[50..120, 180..300], false);
+    let lengths: Vec<_> = inside.iter().map(|extent| (extent.length, extent.hole)).collect();
+    assert_eq!(lengths, [(20, false), (60, true), (20, false)]);
+}
+
+#[test]
+fn a_guest_s_memory_is_read_into_and_written_from() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = rbd(&fake, CacheMode::None, false);
+        let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
+        let place = memory.place(0, 4096).expect("inside");
+        place.fill(0, 4096, 9);
+        image.write(0, place.clone().into(), Durability::Cached).await.expect("written");
+        place.fill(0, 4096, 0);
+        image.read(0, place.clone().into()).await.expect("read");
+        let mut bytes = [0; 4096];
+        place.read(0, &mut bytes);
+        assert_eq!(bytes, [9; 4096]);
+    });
+}
+
+#[test]
+fn its_end_is_passed_on() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = rbd(&fake, CacheMode::None, false);
+        image.device().close().await.expect("closed");
+        assert!(fake.is_closed());
+    });
+}

@@ -1,0 +1,285 @@
+//! A directory that must contain all images.
+//!
+//! Images name other files: the one that they were copied from, the one with their data. Whoever
+//! serves images made by others may not want those names to lead everywhere. With a root, the
+//! kernel resolves each name beneath that directory (openat2 with `RESOLVE_BENEATH`): `..`,
+//! absolute names and symbolic links work as long as they stay inside, and nobody can exchange a
+//! link between the check and the opening. Where that call is not to be had, each part of the name
+//! is opened by itself, and `..` is a directory that was passed: systemd's `RestrictSUIDSGID=`
+//! takes the call away, because no filter can see its arguments.
+//!
+//! Never judges names as text. Only the part of an absolute name that is the root's own is cut off.
+
+use std::{
+    ffi::OsString,
+    fs,
+    io::{self, ErrorKind},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::ffi::OsStringExt as _,
+    },
+    path::{Component, Path, PathBuf},
+    sync::Arc,
+};
+
+use rustix::{
+    fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat, openat2, readlinkat},
+    io::Errno,
+};
+
+use super::OpenError;
+
+/// How often a name is resolved again while somebody renames directories above it.
+const MOST_ATTEMPTS: u32 = 100;
+/// How many symbolic links a name may lead through: the kernel's bound, path_resolution(7).
+const MOST_LINKS: u32 = 40;
+
+/// The directory.
+#[derive(Clone, Debug)]
+pub struct Root {
+    /// As it was named, absolute.
+    path: PathBuf,
+    /// Without symbolic links.
+    canonical: PathBuf,
+    directory: Arc<OwnedFd>,
+}
+
+/// A file inside, held so that it stays the same one.
+#[derive(Debug)]
+pub(super) struct Pinned(OwnedFd);
+
+impl Pinned {
+    /// A path that leads to this very file, whatever happens to its name.
+    pub(super) fn path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+    }
+}
+
+impl Root {
+    /// Opens the directory.
+    ///
+    /// # Errors
+    /// The system's, also [`ErrorKind::NotADirectory`].
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = open(path, flags, Mode::empty())?;
+        Ok(Self {
+            path: std::path::absolute(path)?,
+            canonical: path.canonicalize()?,
+            directory: Arc::new(directory),
+        })
+    }
+
+    /// Opens the file of this name for reading.
+    ///
+    /// # Errors
+    /// The system's; also if it lies outside, or is no regular file.
+    pub fn read(&self, path: &Path) -> Result<fs::File, OpenError> {
+        let name = path.display().to_string();
+        let pinned = self.pin(path, &name)?;
+        reactor::regular::open_found(&pinned.path())
+            .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
+    }
+
+    /// Finds the file of this name without opening it for anything.
+    pub(super) fn pin(&self, path: &Path, name: &str) -> Result<Pinned, OpenError> {
+        let absolute = std::path::absolute(path)
+            .map_err(|error| OpenError::new(name, error.to_string(), "give another name"))?;
+        let inside =
+            [&self.path, &self.canonical].into_iter().find_map(|root| absolute.strip_prefix(root).ok());
+        let inside = inside.ok_or_else(|| self.outside(name))?;
+        let inside = if inside.as_os_str().is_empty() { Path::new(".") } else { inside };
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+        let mut attempts = 0;
+        loop {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            match openat2(&self.directory, inside, flags, Mode::empty(), resolve) {
+                Ok(fd) => return Ok(Pinned(fd)),
+                Err(Errno::AGAIN) if attempts < MOST_ATTEMPTS => attempts += 1,
+                Err(Errno::INTR) => {}
+                Err(Errno::NOSYS) => return self.pin_by_parts(inside, name),
+                Err(Errno::XDEV) => return Err(self.outside(name)),
+                Err(errno) => return Err(self.failed(name, errno)),
+            }
+        }
+    }
+
+    /// The same without openat2.
+    fn pin_by_parts(&self, inside: &Path, name: &str) -> Result<Pinned, OpenError> {
+        by_parts(&self.directory, inside).map(Pinned).map_err(|errno| match errno {
+            Errno::XDEV => self.outside(name),
+            errno => self.failed(name, errno),
+        })
+    }
+
+    fn outside(&self, name: &str) -> OpenError {
+        OpenError::new(
+            name,
+            format!("lies outside of the image root, {}", self.path.display()),
+            "move it there, with a name or link that does not lead out, or choose another --image-root",
+        )
+    }
+
+    fn failed(&self, name: &str, errno: Errno) -> OpenError {
+        let error = io::Error::from(errno);
+        let remedy = match error.kind() {
+            ErrorKind::NotFound => {
+                return OpenError::new(name, "no such file", "create it first, or check the path");
+            }
+            _ => "check the path and its directories",
+        };
+        OpenError::new(name, error.to_string(), remedy)
+    }
+}
+
+/// Opens a name below the directory as `RESOLVE_BENEATH` does; XDEV where it leads out.
+fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
+    // What is left to do, the next part last.
+    let mut left = parts(inside)?;
+    // The directories that were passed: nobody can move them while they are looked at.
+    let mut passed: Vec<OwnedFd> = Vec::new();
+    let mut links = 0;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    while let Some(part) = left.pop() {
+        if part == ".." {
+            passed.pop().ok_or(Errno::XDEV)?;
+            continue;
+        }
+        let here = passed.last().unwrap_or(directory);
+        let found = openat(here, &part, flags, Mode::empty())?;
+        let kind = FileType::from_raw_mode(fstat(&found)?.st_mode);
+        if kind == FileType::Symlink {
+            links += 1;
+            if links > MOST_LINKS {
+                return Err(Errno::LOOP);
+            }
+            let target = readlinkat(&found, "", Vec::new())?;
+            left.extend(parts(Path::new(&OsString::from_vec(target.into_bytes())))?);
+            continue;
+        }
+        // Nothing lies below a file, and it has no `..`.
+        if kind != FileType::Directory && !left.is_empty() {
+            return Err(Errno::NOTDIR);
+        }
+        passed.push(found);
+    }
+    match passed.pop() {
+        Some(found) => Ok(found),
+        None => openat(directory, ".", flags, Mode::empty()),
+    }
+}
+
+/// The last first.
+fn parts(name: &Path) -> Result<Vec<OsString>, Errno> {
+    let part = |component| match component {
+        Component::Normal(name) => Some(Ok(name.to_owned())),
+        Component::ParentDir => Some(Ok("..".into())),
+        Component::CurDir => None,
+        Component::RootDir | Component::Prefix(_) => Some(Err(Errno::XDEV)),
+    };
+    name.components().rev().filter_map(part).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::symlink};
+
+    use super::*;
+
+    #[test]
+    fn names_and_links_may_not_lead_out() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let top = dir.path();
+        fs::create_dir_all(top.join("root/sub")).expect("made");
+        for name in ["root/inside", "root/sub/deep", "outside"] {
+            fs::write(top.join(name), name).expect("written");
+        }
+        symlink("../inside", top.join("root/sub/good")).expect("linked");
+        symlink("../../outside", top.join("root/sub/bad")).expect("linked");
+        symlink(top.join("outside"), top.join("root/absolute")).expect("linked");
+        symlink("..", top.join("root/up")).expect("linked");
+        symlink("root", top.join("other-name")).expect("linked");
+        let root = Root::open(&top.join("other-name")).expect("a directory");
+        for good in
+            ["root/inside", "other-name/inside", "root/sub/../inside", "root/sub/good", "other-name/sub/deep"]
+        {
+            let pinned = root.pin(&top.join(good), good).expect(good);
+            let content = fs::read_to_string(pinned.path()).expect(good);
+            assert!(["root/inside", "root/sub/deep"].contains(&content.as_str()), "{good}: {content}");
+        }
+        for bad in
+            ["outside", "root/../outside", "root/sub/bad", "root/absolute", "root/up/outside", "/etc/passwd"]
+        {
+            let error = root.pin(&top.join(bad), bad).expect_err(bad);
+            assert!(error.why.starts_with("lies outside of the image root"), "{bad}: {error}");
+        }
+        let error = root.pin(&top.join("root/none"), "none").expect_err("missing");
+        assert_eq!(error.why, "no such file");
+    }
+
+    #[test]
+    fn without_openat2_names_lead_to_the_same_files() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let top = dir.path();
+        fs::create_dir_all(top.join("root/sub/below")).expect("made");
+        for name in ["root/inside", "root/sub/deep", "outside"] {
+            fs::write(top.join(name), name).expect("written");
+        }
+        let links = [
+            ("../inside", "sub/good"),
+            ("./below/../../sub//deep", "sub/way"),
+            ("../../outside", "sub/bad"),
+            ("/etc/passwd", "absolute"),
+            ("..", "up"),
+            ("sub/below", "down"),
+            ("loop", "loop"),
+        ];
+        for (target, link) in links {
+            symlink(target, top.join("root").join(link)).expect("linked");
+        }
+        let root = Root::open(&top.join("root")).expect("a directory");
+        let names = [
+            ".",
+            "inside",
+            "sub/good",
+            "sub/way",
+            "sub",
+            "sub/",
+            "down",
+            "down/../deep",
+            "down/../../inside",
+            "sub/below/../../inside",
+            "inside/..",
+            "inside/x",
+            "sub/bad",
+            "absolute",
+            "up",
+            "up/inside",
+            "up/outside",
+            "loop",
+            "none",
+            "none/..",
+            "sub/none",
+            "../root/inside",
+            "down/../../../outside",
+        ];
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let place = |fd: OwnedFd| fs::read_link(Pinned(fd).path()).expect("a descriptor");
+        for name in names {
+            let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+            let expected = openat2(&root.directory, name, flags, Mode::empty(), resolve).map(place);
+            let found = by_parts(&root.directory, Path::new(name)).map(place);
+            assert_eq!(found, expected, "{name}");
+        }
+        let error = root.pin_by_parts(Path::new("sub/bad"), "bad").expect_err("outside");
+        assert!(error.why.starts_with("lies outside of the image root"), "{error}");
+        let error = root.pin_by_parts(Path::new("none"), "none").expect_err("missing");
+        assert_eq!(error.why, "no such file");
+    }
+
+    #[test]
+    fn a_root_is_a_directory() {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        assert_eq!(Root::open(file.path()).expect_err("a file").kind(), ErrorKind::NotADirectory);
+    }
+}

@@ -1,0 +1,230 @@
+//! A storage around another one: a part of it, or its requests come late, pass at a bounded rate,
+//! or fail on purpose.
+//!
+//! For images inside of files, for imitating devices and for tests. Never changes what is read or
+//! written.
+
+use std::{pin::Pin, sync::Arc};
+
+use policy::request::Direction;
+
+use super::{
+    BlockSize, Durability, Extent, Part, ResizeError, Storage, ZeroOptions,
+    delay::{Delay, DelayOptions},
+    fault::{FaultRule, Faults, Kind},
+    rate::Budget,
+};
+use reactor::{
+    buffer::Segments,
+    error::{Error, Result},
+    now, sleep_until,
+};
+
+/// A storage and what is put around it.
+#[derive(Debug)]
+pub struct Wrapped {
+    inner: Storage,
+    how: How,
+}
+
+#[derive(Debug)]
+enum How {
+    Delay(Delay),
+    Rate(Arc<Budget>),
+    Fault(Faults),
+    Part(Part),
+}
+
+impl Storage {
+    fn wrapped(self, how: How) -> Self {
+        Self::Wrapped(Box::new(Wrapped { inner: self, how }))
+    }
+
+    /// A part of it.
+    pub fn part(self, part: Part) -> Self {
+        self.wrapped(How::Part(part))
+    }
+
+    /// With latency added.
+    pub fn delayed(self, options: DelayOptions) -> Self {
+        self.wrapped(How::Delay(Delay::new(options)))
+    }
+
+    /// With its bandwidth bounded by a budget, which others may have too.
+    pub fn with_rate(self, budget: Arc<Budget>) -> Self {
+        self.wrapped(How::Rate(budget))
+    }
+
+    /// With rules by which requests fail, in this order.
+    pub fn with_faults(self, rules: Vec<FaultRule>) -> Self {
+        self.wrapped(How::Fault(Faults::new(rules)))
+    }
+}
+
+/// A request to what is wrapped. Boxed, since wrappers nest.
+type Below<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
+
+impl Wrapped {
+    /// What is wrapped.
+    pub fn inner(&self) -> &Storage {
+        &self.inner
+    }
+
+    /// What bounds its bandwidth, if this does.
+    pub fn budget(&self) -> Option<&Arc<Budget>> {
+        match &self.how {
+            How::Rate(budget) => Some(budget),
+            How::Delay(_) | How::Fault(_) | How::Part(_) => None,
+        }
+    }
+
+    /// The part of what is wrapped, where it is one.
+    pub(crate) fn cut(&self) -> Option<Part> {
+        match self.how {
+            How::Part(part) => Some(part),
+            How::Delay(_) | How::Rate(_) | How::Fault(_) => None,
+        }
+    }
+
+    fn part(&self) -> Part {
+        self.cut().unwrap_or_default()
+    }
+
+    /// The place below of one here. Requests lie inside the size, so there is one.
+    fn below(&self, offset: u64) -> u64 {
+        self.part().offset.saturating_add(offset)
+    }
+
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.part().size_in(self.inner.size_bytes())
+    }
+
+    pub(super) async fn refresh_size(&self) -> Result<u64> {
+        Ok(self.part().size_in(Box::pin(self.inner.refresh_size()).await?))
+    }
+
+    pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        match self.part().size {
+            Some(size_bytes) => Err(ResizeError::Part { size_bytes }),
+            None => self.inner.resize(self.below(size_bytes)).await,
+        }
+    }
+
+    pub(super) async fn allocated_bytes(&self) -> Result<u64> {
+        Ok(self.inner.allocated_bytes().await?.min(self.part().size.unwrap_or(u64::MAX)))
+    }
+
+    pub(super) async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        let end = offset.saturating_add(length);
+        match self.part().size {
+            Some(size_bytes) if end > size_bytes => Err(Error::UNSUPPORTED),
+            _ => self.inner.reserve(self.below(offset), length).await,
+        }
+    }
+
+    pub(super) async fn will_need(&self, offset: u64, length: u64) {
+        self.inner.will_need(self.below(offset), length).await;
+    }
+
+    pub(super) fn description(&self) -> String {
+        let how = match &self.how {
+            How::Delay(_) => "delayed",
+            How::Rate(_) => "rate limited",
+            How::Fault(_) => "with faults",
+            How::Part(_) => "a part",
+        };
+        format!("{}, {how}", self.inner.description())
+    }
+
+    pub(super) fn read_only(&self) -> bool {
+        self.inner.read_only()
+    }
+
+    pub(super) fn block_size(&self) -> BlockSize {
+        let BlockSize { minimum, preferred } = self.inner.block_size();
+        // Of a part, blocks begin where they do below only as far as its first byte does.
+        let aligned = 1_u32.checked_shl(self.part().offset.trailing_zeros()).unwrap_or(u32::MAX);
+        BlockSize { minimum, preferred: preferred.min(aligned) }
+    }
+
+    pub(super) fn can_zero_fast(&self) -> bool {
+        self.inner.can_zero_fast()
+    }
+
+    /// Makes a request of this kind, and of so many bytes there, of what is wrapped.
+    async fn pass<T>(&self, kind: Kind, offset: u64, length: u64, below: Below<'_, T>) -> Result<T> {
+        match &self.how {
+            How::Part(_) => below.await,
+            How::Delay(delay) => {
+                let latency = match kind {
+                    Kind::Read => delay.options.read,
+                    Kind::Write => delay.options.write,
+                    Kind::Zero | Kind::Discard => delay.options.zero,
+                    Kind::Flush => delay.options.flush,
+                    Kind::Status => return below.await,
+                };
+                let _place = delay.enter(latency).await;
+                below.await
+            }
+            How::Rate(budget) => {
+                let (direction, bytes) = match kind {
+                    Kind::Read => (Direction::Read, length),
+                    Kind::Write => (Direction::Write, length),
+                    // A device is told what to zero, it is not sent the zeroes.
+                    Kind::Zero | Kind::Discard => (Direction::Write, 0),
+                    Kind::Flush | Kind::Status => return below.await,
+                };
+                // The request runs first and its time counts as part of the device's, so a slower
+                // storage adds nothing.
+                let began = now();
+                let done = budget.charge(direction, bytes);
+                let result = below.await;
+                sleep_until(done).await;
+                budget.count(direction, bytes, now() - began);
+                result
+            }
+            How::Fault(faults) => {
+                // A flush has no place.
+                let range = (kind != Kind::Flush).then(|| offset..offset.saturating_add(length));
+                faults.check(kind, range.as_ref())?;
+                below.await
+            }
+        }
+    }
+
+    pub(super) async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len() as u64;
+        let below = Box::pin(self.inner.read_into(self.below(offset), target));
+        self.pass(Kind::Read, offset, length, below).await
+    }
+
+    pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let length = data.len() as u64;
+        self.pass(
+            Kind::Write,
+            offset,
+            length,
+            Box::pin(self.inner.write(self.below(offset), data, durability)),
+        )
+        .await
+    }
+
+    pub(super) async fn flush(&self) -> Result<()> {
+        self.pass(Kind::Flush, 0, 0, Box::pin(self.inner.flush())).await
+    }
+
+    pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        let below = Box::pin(self.inner.write_zeroes(self.below(offset), length, options));
+        self.pass(Kind::Zero, offset, length, below).await
+    }
+
+    pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.pass(Kind::Discard, offset, length, Box::pin(self.inner.discard(self.below(offset), length)))
+            .await
+    }
+
+    pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        self.pass(Kind::Status, offset, length, Box::pin(self.inner.block_status(self.below(offset), length)))
+            .await
+    }
+}
