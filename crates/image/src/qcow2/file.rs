@@ -50,19 +50,34 @@ pub(super) struct ImageFile {
 #[derive(Debug)]
 struct Kept {
     header: Header,
-    /// As in the file.
-    bytes: Vec<u8>,
+    /// The first cluster as in the file, without the zeroes at its end: mostly a few hundred bytes
+    /// of 64 KiB.
+    start: Box<[u8]>,
+}
+
+impl Kept {
+    fn new(header: Header, first_cluster: &[u8]) -> Self {
+        let end = first_cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+        Self { header, start: first_cluster[..end].into() }
+    }
+
+    /// The whole first cluster.
+    fn first_cluster(&self) -> Vec<u8> {
+        let mut bytes = self.start.to_vec();
+        bytes.resize(self.header.cluster_bytes() as usize, 0);
+        bytes
+    }
 }
 
 impl ImageFile {
     /// `bytes` are those of the first cluster.
-    pub(super) fn new(storage: Storage, header: Header, bytes: Vec<u8>) -> Self {
+    pub(super) fn new(storage: Storage, header: Header, bytes: &[u8]) -> Self {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         Self {
             kept_bytes: AtomicU64::new(storage.size_bytes()),
             zero_from: AtomicU64::new(u64::MAX),
             storage,
-            header: Mutex::new(Kept { header, bytes }),
+            header: Mutex::new(Kept::new(header, bytes)),
             header_turn: RangeLocks::default(),
             size_turn: RangeLocks::default(),
             corrupt: AtomicBool::new(is_corrupt),
@@ -71,13 +86,13 @@ impl ImageFile {
     }
 
     /// Another has had the file, and nothing is as it was. Nobody uses it yet.
-    pub(super) fn changed_hands(&self, header: Header, bytes: Vec<u8>) {
+    pub(super) fn changed_hands(&self, header: Header, bytes: &[u8]) {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         self.kept_bytes.store(self.storage.size_bytes(), Relaxed);
         self.zero_from.store(u64::MAX, Relaxed);
         self.corrupt.store(is_corrupt, Relaxed);
         self.marked.store(is_corrupt, Relaxed);
-        *self.kept() = Kept { header, bytes };
+        *self.kept() = Kept::new(header, bytes);
     }
 
     pub(super) fn storage(&self) -> &Storage {
@@ -241,7 +256,7 @@ impl ImageFile {
         let _turn = self.header_turn.exclusive(0..1).await;
         let (old, old_bytes) = {
             let kept = self.kept();
-            (kept.header.clone(), kept.bytes.clone())
+            (kept.header.clone(), kept.first_cluster())
         };
         let mut header = old.clone();
         change(&mut header);
@@ -255,7 +270,7 @@ impl ImageFile {
             }
             return Err(error);
         }
-        *self.kept() = Kept { header, bytes };
+        *self.kept() = Kept::new(header, &bytes);
         Ok(())
     }
 
@@ -276,5 +291,20 @@ impl ImageFile {
             self.write(0, sector).await?;
         }
         self.flush().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::image::qcow2::header::tests::header;
+
+    #[test]
+    fn zeroes_at_the_end_of_the_first_cluster_take_no_memory() {
+        let header = header();
+        let bytes = header.encode().expect("valid");
+        let kept = Kept::new(header, &bytes);
+        assert!(kept.start.len() < 1024 && bytes.len() >= 65536, "{} of {}", kept.start.len(), bytes.len());
+        assert_eq!(kept.first_cluster(), bytes);
     }
 }

@@ -50,7 +50,7 @@ impl Qcow2 {
         }
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
         let first = bytes::read(storage, 0, header.cluster_bytes() as usize).await?;
-        self.file.changed_hands(header.clone(), first);
+        self.file.changed_hands(header.clone(), &first);
         let Tables { l1, refcounts, places } = Tables::read(&self.file, &header, self.shape).await?;
         self.overlap.replace(&places);
         self.overlap.check_apart(&places)?;

@@ -236,7 +236,8 @@ impl Qcow2 {
             version: header.version,
         };
         let writes_through = storage.writes_through();
-        let file = ImageFile::new(storage, header.clone(), first);
+        let file = ImageFile::new(storage, header.clone(), &first);
+        drop(first);
         let Tables { l1, refcounts: table, places } = match is_handover {
             true => Tables::none(shape),
             false => Tables::read(&file, &header, shape).await?,
