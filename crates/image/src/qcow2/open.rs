@@ -26,7 +26,7 @@ use super::{
     l1::L1,
     luks::Cipher,
     overlap::Metadata,
-    refcounts::Refcounts,
+    refcounts::{RefcountTable, Refcounts},
     snapshot,
     writeback::Pending,
 };
@@ -336,15 +336,14 @@ impl Qcow2 {
 /// The tables that are in memory as a whole.
 pub(super) struct Tables {
     pub(super) l1: L1,
-    /// The offsets of refcount blocks.
-    pub(super) refcounts: Vec<u64>,
+    pub(super) refcounts: RefcountTable,
     /// Where there is metadata: offsets and lengths.
     pub(super) places: Vec<(u64, u64)>,
 }
 
 impl Tables {
     fn none(shape: Shape) -> Self {
-        Self { l1: L1::empty(shape), refcounts: Vec::new(), places: Vec::new() }
+        Self { l1: L1::empty(shape), refcounts: RefcountTable::default(), places: Vec::new() }
     }
 
     pub(super) async fn read(file: &ImageFile, header: &Header, shape: Shape) -> Result<Self, OpenFailure> {
@@ -355,11 +354,11 @@ impl Tables {
         let places = [
             (0, cluster_bytes),
             (header.l1_offset, u64::from(header.l1_entries) * 8),
-            (header.refcount_table_offset, refcounts.len() as u64 * 8),
+            (header.refcount_table_offset, refcounts.entries() as u64 * 8),
             (header.snapshots_offset, u64::from(header.snapshots)),
             header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
         ];
-        let tables = l1.tables().chain(refcounts.iter().copied().filter(|offset| *offset != 0));
+        let tables = l1.tables().chain(refcounts.blocks().map(|(_, offset)| offset));
         let places = places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
         Ok(Self { l1, refcounts, places })
     }
@@ -401,10 +400,10 @@ pub(super) fn check_openable(
     snapshot::too_many(header).map_or(Ok(()), |too_many| Err(too_many.into()))
 }
 
-async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<Vec<u64>, OpenFailure> {
+async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<RefcountTable, OpenFailure> {
     let length = u64::from(header.refcount_table_clusters) << header.cluster_bits;
     let bytes = file.read(header.refcount_table_offset, length).await?;
-    let mut table = Vec::with_capacity(bytes.len() / 8);
+    let mut table = RefcountTable::empty(bytes.len() / 8);
     for (index, offset) in words(&bytes).enumerate() {
         let end = offset.checked_add(header.cluster_bytes());
         if !offset.is_multiple_of(header.cluster_bytes())
@@ -415,7 +414,7 @@ async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<Vec<u6
             ))
             .into());
         }
-        table.push(offset);
+        table.set(index, offset);
     }
     Ok(table)
 }

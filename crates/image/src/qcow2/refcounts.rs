@@ -16,6 +16,8 @@
 //! Never allocates a cluster with metadata, even if the numbers say that it is free: such an image
 //! is marked as corrupt.
 
+mod table;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,
@@ -25,6 +27,7 @@ use std::{
     },
 };
 
+pub(super) use self::table::RefcountTable;
 use super::{
     file::ImageFile,
     header,
@@ -62,8 +65,7 @@ pub(super) struct Refcounts {
 #[derive(Debug)]
 struct State {
     table_offset: u64,
-    /// Offsets of the blocks; 0 where there is none.
-    table: Vec<u64>,
+    table: RefcountTable,
     /// Entries of the table that are not in the file yet.
     dirty_entries: BTreeSet<usize>,
     blocks: BTreeMap<usize, Block>,
@@ -123,7 +125,7 @@ pub(super) struct Dirty {
 }
 
 impl State {
-    fn new(header: &header::Header, table: Vec<u64>) -> Self {
+    fn new(header: &header::Header, table: RefcountTable) -> Self {
         Self {
             table_offset: header.refcount_table_offset,
             table,
@@ -140,7 +142,7 @@ impl State {
 
 impl Refcounts {
     /// `table` as it is in the file, checked.
-    pub(super) fn new(header: &header::Header, table: Vec<u64>, cache_bytes: u64) -> Self {
+    pub(super) fn new(header: &header::Header, table: RefcountTable, cache_bytes: u64) -> Self {
         Self {
             cluster_bits: header.cluster_bits,
             order: header.refcount_order,
@@ -153,7 +155,7 @@ impl Refcounts {
     }
 
     /// Another has had the file: nothing that is in memory holds any more.
-    pub(super) fn replace(&self, header: &header::Header, table: Vec<u64>) {
+    pub(super) fn replace(&self, header: &header::Header, table: RefcountTable) {
         *self.lock() = State::new(header, table);
     }
 
@@ -295,7 +297,7 @@ impl Refcounts {
     }
 
     fn has_block(&self, block: usize) -> bool {
-        self.lock().table.get(block).is_some_and(|offset| *offset != 0)
+        self.lock().table.get(block) != 0
     }
 
     fn first_missing_block(&self, run: &Range<u64>) -> Option<usize> {
@@ -306,7 +308,7 @@ impl Refcounts {
     /// Makes a refcount block in the free cluster `at`; or makes the table longer, if that has to
     /// come first, and leaves the cluster.
     async fn add_block(&self, file: &ImageFile, metadata: &Metadata, block: usize, at: u64) -> Result<bool> {
-        if block >= self.lock().table.len() {
+        if block >= self.lock().table.entries() {
             self.grow_table(file, metadata, block).await?;
             return Ok(false);
         }
@@ -319,7 +321,7 @@ impl Refcounts {
             state.clock += 1;
             let bytes = vec![0; 1 << self.cluster_bits];
             state.blocks.insert(block, Block { bytes, dirty: true, used: state.clock });
-            state.table[block] = offset;
+            state.table.set(block, offset);
             state.dirty_entries.insert(block);
             state.untouched = state.untouched.max(at + 1);
         }
@@ -345,12 +347,13 @@ impl Refcounts {
         let cluster_bytes = 1_u64 << self.cluster_bits;
         let entries = self.block_entries();
         let per_cluster = cluster_bytes / 8;
-        let first = old_table.len() as u64 * entries;
+        let old_entries = old_table.entries() as u64;
+        let first = old_entries * entries;
         // Half as much again, and room for the table itself and the blocks that count it.
         let mut table_clusters = ((block as u64 + 1) * 3 / 2 + 1).div_ceil(per_cluster);
         let blocks = loop {
             let blocks = (1..).find(|blocks| blocks * entries >= table_clusters + blocks).unwrap_or(1);
-            if old_table.len() as u64 + blocks <= table_clusters * per_cluster {
+            if old_entries + blocks <= table_clusters * per_cluster {
                 break blocks;
             }
             table_clusters += 1;
@@ -365,15 +368,16 @@ impl Refcounts {
         metadata.check(file, first << self.cluster_bits, (end - first) << self.cluster_bits)?;
         file.make_room(end << self.cluster_bits).await?;
         let mut table = old_table.clone();
-        table.resize((table_clusters * per_cluster) as usize, 0);
+        table.grow((table_clusters * per_cluster) as usize);
         let mut made = Vec::new();
         for number in 0..blocks {
             let mut bytes = vec![0; cluster_bytes as usize];
             for index in 0..entries.min((end - first).saturating_sub(number * entries)) {
                 put(&mut bytes, self.order, index as usize, 1);
             }
-            table[old_table.len() + number as usize] = (first + table_clusters + number) << self.cluster_bits;
-            made.push((old_table.len() + number as usize, bytes));
+            let block = (old_entries + number) as usize;
+            table.set(block, (first + table_clusters + number) << self.cluster_bits);
+            made.push((block, bytes));
         }
         let offset = first << self.cluster_bits;
         // Blocks that were added since the last time belong to the table too, so they have to be
@@ -384,10 +388,9 @@ impl Refcounts {
                 file.write(*offset, bytes).await?;
             }
             for (block, bytes) in &made {
-                file.write(table[*block], bytes).await?;
+                file.write(table.get(*block), bytes).await?;
             }
-            let bytes: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-            file.write(offset, &bytes).await?;
+            file.write(offset, &table.bytes()).await?;
             file.flush().await?;
             file.update_header(|header| {
                 header.refcount_table_offset = offset;
@@ -413,9 +416,9 @@ impl Refcounts {
             state.untouched = state.untouched.max(end);
         }
         // Nothing refers to the old table any more.
-        metadata.remove(old_offset, old_table.len() as u64 * 8);
+        metadata.remove(old_offset, old_entries * 8);
         let old = old_offset >> self.cluster_bits;
-        self.lower(file, old..old + (old_table.len() as u64 * 8).div_ceil(cluster_bytes)).await?;
+        self.lower(file, old..old + (old_entries * 8).div_ceil(cluster_bytes)).await?;
         Ok(())
     }
 
@@ -467,9 +470,9 @@ impl Refcounts {
     /// of the metadata is changed or waits to be written.
     pub(super) async fn drop_empty_blocks(&self, file: &ImageFile, metadata: &Metadata) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
-        let table = self.lock().table.clone();
+        let blocks: Vec<_> = self.lock().table.blocks().collect();
         let mut dropped = Vec::new();
-        for (block, offset) in table.into_iter().enumerate().filter(|(_, offset)| *offset != 0) {
+        for (block, offset) in blocks {
             self.load(file, block).await?;
             let (own_block, own_index) = self.block_of(offset >> self.cluster_bits);
             let place = {
@@ -480,7 +483,7 @@ impl Refcounts {
                 if (0..self.block_entries() as usize).any(|index| counts(index) && !itself(index)) {
                     continue;
                 }
-                state.table[block] = 0;
+                state.table.set(block, 0);
                 state.blocks.remove(&block);
                 state.full.remove(&block);
                 state.dirty_entries.remove(&block);
@@ -598,7 +601,7 @@ impl Refcounts {
                 self.hits.fetch_add(1, Relaxed);
                 return Ok(());
             }
-            state.table[block]
+            state.table.get(block)
         };
         self.misses.fetch_add(1, Relaxed);
         self.make_room(file).await?;
@@ -626,7 +629,7 @@ impl Refcounts {
                     state.blocks.remove(&number);
                     continue;
                 }
-                (number, state.table[number], dirty)
+                (number, state.table.get(number), dirty)
             };
             if let Some(bytes) = dirty {
                 file.write(offset, &bytes).await?;
@@ -644,12 +647,12 @@ impl Refcounts {
         let mut dirty = Dirty::default();
         for (number, block) in state.blocks.iter_mut().filter(|(_, block)| block.dirty) {
             block.dirty = false;
-            dirty.blocks.push((state.table[*number], block.bytes.clone()));
+            dirty.blocks.push((state.table.get(*number), block.bytes.clone()));
             dirty.indices.push(*number);
         }
         for entry in std::mem::take(&mut state.dirty_entries) {
             let place = state.table_offset + entry as u64 * 8;
-            dirty.entries.push((place, state.table[entry].to_be_bytes()));
+            dirty.entries.push((place, state.table.get(entry).to_be_bytes()));
             dirty.entry_indices.push(entry);
         }
         dirty
@@ -675,7 +678,7 @@ impl Refcounts {
         for (offset, entry) in &written.entries {
             let moved = {
                 let state = self.lock();
-                !(state.table_offset..state.table_offset + state.table.len() as u64 * 8).contains(offset)
+                !(state.table_offset..state.table_offset + state.table.entries() as u64 * 8).contains(offset)
             };
             // The table has been moved since, and was written as a whole.
             if moved {
@@ -708,7 +711,7 @@ impl Refcounts {
         let _turn = self.turn.exclusive(0..1).await;
         let mut cluster = file.size_bytes().div_ceil(1 << self.cluster_bits);
         // Block by block: a sparse file may be as long as it likes.
-        let (most, entries) = (self.lock().table.len() as u64, self.block_entries());
+        let (most, entries) = (self.lock().table.entries() as u64, self.block_entries());
         cluster = cluster.min(most.saturating_mul(entries));
         while cluster > 0 {
             let (block, last) = self.block_of(cluster - 1);
