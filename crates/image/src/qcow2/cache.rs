@@ -26,7 +26,7 @@ use std::sync::{
 
 use arc_swap::ArcSwapOption;
 
-use super::gate::{SLOTS, slot_of_thread};
+use super::gate::{slot_of_thread, slots};
 
 /// Ways of a set.
 const WAYS: usize = 8;
@@ -145,7 +145,7 @@ impl L2Cache {
             sets,
             slice_bytes,
             clock: AtomicU32::new(0),
-            hits: (0..SLOTS).map(|_| Hits::default()).collect(),
+            hits: (0..slots()).map(|_| Hits::default()).collect(),
             misses: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
             slices: AtomicU64::new(0),

@@ -15,17 +15,23 @@
 //! sequentially consistent. So either the one sees the new state and leaves, or the other sees the
 //! count.
 
-use std::sync::atomic::{
-    AtomicUsize,
-    Ordering::{Relaxed, SeqCst},
+use std::{
+    sync::{
+        LazyLock,
+        atomic::{
+            AtomicUsize,
+            Ordering::{Relaxed, SeqCst},
+        },
+    },
+    thread::available_parallelism,
 };
 
 use event_listener::Event;
 
 use storage::RangeLocks;
 
-/// More threads than this share slots.
-pub(super) const SLOTS: usize = 64;
+/// Largest number of slots: 8 KiB of memory for each count that has them.
+const MOST_SLOTS: usize = 64;
 /// In the state: which of the two generations is counted.
 const GENERATION: usize = 1;
 /// In the state: nobody is let in.
@@ -65,10 +71,20 @@ pub(super) struct Closed<'a> {
     _turn: storage::RangeGuard<'a>,
 }
 
-/// The number of this thread's slot, in anything that has one for each thread.
+/// Number of slots in anything that has one for each thread: at least one more than there are
+/// processors, as the main thread has one as well. Threads beyond this number share slots.
+pub(super) fn slots() -> usize {
+    static SLOTS: LazyLock<usize> = LazyLock::new(|| {
+        let processors = available_parallelism().map_or(MOST_SLOTS, usize::from);
+        (processors + 1).min(MOST_SLOTS)
+    });
+    *SLOTS
+}
+
+/// The number of this thread's slot, below [`slots`].
 pub(super) fn slot_of_thread() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static SLOT: usize = NEXT.fetch_add(1, Relaxed) % SLOTS);
+    thread_local!(static SLOT: usize = NEXT.fetch_add(1, Relaxed) % slots());
     SLOT.with(|slot| *slot)
 }
 
@@ -76,7 +92,7 @@ impl Gate {
     pub(super) fn new() -> Self {
         Self {
             state: AtomicUsize::new(0),
-            slots: (0..SLOTS).map(|_| Slot::default()).collect(),
+            slots: (0..slots()).map(|_| Slot::default()).collect(),
             waiting: AtomicUsize::new(0),
             changed: Event::new(),
             turn: RangeLocks::default(),
