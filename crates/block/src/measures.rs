@@ -11,7 +11,7 @@
 //! asks, nor forgets anything.
 
 use std::sync::{
-    LazyLock,
+    LazyLock, OnceLock,
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
@@ -78,10 +78,10 @@ struct Bound {
 }
 
 /// How often something took how long.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Histogram {
-    /// One more than there are bounds.
-    counts: Box<[AtomicU64]>,
+    /// One more than there are bounds. Allocated by the first request: idle disks are measured too.
+    counts: OnceLock<Box<[AtomicU64]>>,
     sum_ns: AtomicU64,
 }
 
@@ -93,17 +93,14 @@ pub struct Spread {
     pub sum_ns: u64,
 }
 
-impl Default for Histogram {
-    fn default() -> Self {
-        let counts = (0..=BOUNDS.len()).map(|_| AtomicU64::new(0)).collect();
-        Self { counts, sum_ns: AtomicU64::new(0) }
-    }
-}
-
 impl Histogram {
+    fn counts(&self) -> &[AtomicU64] {
+        self.counts.get_or_init(|| (0..=BOUNDS.len()).map(|_| AtomicU64::new(0)).collect())
+    }
+
     fn add(&self, took_ns: u64, times: u64) {
         let place = BOUNDS.partition_point(|bound| bound.at_most_ns < took_ns);
-        self.counts[place].fetch_add(times, Relaxed);
+        self.counts()[place].fetch_add(times, Relaxed);
         if took_ns > 0 {
             self.sum_ns.fetch_add(took_ns.saturating_mul(times), Relaxed);
         }
@@ -111,18 +108,19 @@ impl Histogram {
 
     /// Counts on. What lies behind the last bucket is in it.
     fn count_on(&self, spread: &Spread) {
-        for (place, more) in spread.counts.iter().enumerate() {
-            self.counts[place.min(BOUNDS.len())].fetch_add(*more, Relaxed);
+        for (place, more) in spread.counts.iter().enumerate().filter(|(_, more)| **more > 0) {
+            self.counts()[place.min(BOUNDS.len())].fetch_add(*more, Relaxed);
         }
         self.sum_ns.fetch_add(spread.sum_ns, Relaxed);
     }
 
     /// What was counted so far.
     pub fn spread(&self) -> Spread {
-        Spread {
-            counts: self.counts.iter().map(|count| count.load(Relaxed)).collect(),
-            sum_ns: self.sum_ns.load(Relaxed),
-        }
+        let counts = match self.counts.get() {
+            Some(counts) => counts.iter().map(|count| count.load(Relaxed)).collect(),
+            None => vec![0; BOUNDS.len() + 1],
+        };
+        Spread { counts, sum_ns: self.sum_ns.load(Relaxed) }
     }
 }
 
