@@ -31,6 +31,7 @@ pub(crate) struct Report {
     pub(crate) disks: Vec<Disk>,
     /// Disks of the config file that nobody can have yet.
     pub(crate) unopened: Vec<Unopened>,
+    /// In the order of their names.
     pub(crate) groups: Vec<Group>,
     pub(crate) devices: Vec<Device>,
     pub(crate) exports: Vec<Export>,
@@ -455,7 +456,10 @@ impl<'a> Node<'a> {
 
 impl Report {
     pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
-        Self::deserialize(value)
+        let mut report = Self::deserialize(value)?;
+        // As the daemon lists them: `group` finds them by this order.
+        report.groups.sort_by(|one, other| one.name.cmp(&other.name));
+        Ok(report)
     }
 
     pub(crate) fn find(&self, name: &str) -> Option<Node<'_>> {
@@ -464,7 +468,8 @@ impl Report {
     }
 
     pub(crate) fn group(&self, name: &str) -> Option<&Group> {
-        self.groups.iter().find(|group| group.name == name)
+        let found = self.groups.binary_search_by(|group| group.name.as_str().cmp(name)).ok()?;
+        self.groups.get(found)
     }
 
     /// From its own upwards; at most as many as there are groups, whatever the answer says.
