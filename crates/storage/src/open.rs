@@ -115,16 +115,20 @@ fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> 
 }
 
 /// As [`open_bottom`], without blocking, on this thread's reactor.
-pub async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
-    if let Spec::Nbd(uri) = place(spec)? {
-        if options.force_share && !options.read_only {
-            return Err(shared_by_writers(spec));
+pub(crate) async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    match place(spec)? {
+        Spec::Nbd(_) if options.force_share && !options.read_only => Err(shared_by_writers(spec)),
+        Spec::Nbd(uri) => {
+            let (nbd, probed) = super::nbd::open(&uri, &of_export(&uri, options)?).await?;
+            Ok((Storage::Nbd(nbd), probed))
         }
-        let (nbd, probed) = super::nbd::open(&uri, &of_export(&uri, options)?).await?;
-        return Ok((Storage::Nbd(nbd), probed));
+        // Without a system call that could block, so without another thread.
+        Spec::Memory(_) | Spec::Null(_) => open_bottom(spec, options),
+        Spec::File(_) | Spec::Rbd(_) => {
+            let (spec, options) = (spec.to_owned(), options.clone());
+            reactor::blocking(move || open_bottom(&spec, &options)).await
+        }
     }
-    let (spec, options) = (spec.to_owned(), options.clone());
-    reactor::blocking(move || open_bottom(&spec, &options)).await
 }
 
 fn place(spec: &str) -> Result<Spec, OpenError> {

@@ -44,25 +44,31 @@ impl Assembly {
 
     /// What it takes to open the image of a disk, with its passphrases.
     pub(crate) async fn opening(&mut self, planned: &settings::Disk) -> anyhow::Result<Opening> {
-        let sources = planned.qcow2.secrets.clone();
-        // On another thread: a pipe says nothing until its other end is closed.
-        let mut secrets = std::mem::take(&mut self.secrets);
+        let own = match &*planned.qcow2.secrets {
+            [] => Vec::new(),
+            sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
+        };
+        let mut options = options(planned, &self.budgets, self.root.clone(), own);
+        options.storage.passed = self.passed.clone();
+        let (name, said) = (planned.name.clone(), planned.qcow2.said.clone());
+        Ok(Opening { name, spec: planned.image.spec()?, options, said })
+    }
+
+    async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
+        let (sources, mut secrets) = (sources.to_vec(), std::mem::take(&mut self.secrets));
         let own;
+        // On another thread: a pipe says nothing until its other end is closed.
         (self.secrets, own) = reactor::blocking(move || {
             for source in &sources {
                 if let SecretSource::File(path) = source {
                     warn_of_readers("passphrase", path);
                 }
             }
-            let own = sources.iter().map(|source| secrets.get(source)).collect::<anyhow::Result<_>>();
+            let own = sources.iter().map(|source| secrets.get(source)).collect();
             (secrets, own)
         })
         .await;
-        let own = own.with_context(|| format!("disk {}", planned.name))?;
-        let mut options = options(planned, &self.budgets, self.root.clone(), own);
-        options.storage.passed = self.passed.clone();
-        let (name, said) = (planned.name.clone(), planned.qcow2.said.clone());
-        Ok(Opening { name, spec: planned.image.spec()?, options, said })
+        own
     }
 }
 
