@@ -40,8 +40,7 @@ pub(crate) use objects::NamedObject;
 use policy::time::{Duration, Instant};
 use reactor::op::{self, Fd};
 pub(crate) use refused::Refused;
-use settings::Image;
-use storage::Root;
+use settings::{Endpoint, Image};
 use watches::{look_at_changes, tell_failures, tell_sizes};
 
 use super::{
@@ -117,6 +116,8 @@ pub(crate) struct Inventory {
     /// Of these, what clients of the control socket have added: no config has them.
     pub(crate) added_groups: RefCell<BTreeSet<String>>,
     servers: RefCell<Vec<Rc<Serving>>>,
+    /// The first server of each endpoint.
+    servers_at: RefCell<HashMap<Endpoint, Rc<Serving>>>,
     /// What own doors are made with: see [`Inventory::let_doors`].
     door_terms: OnceCell<DoorTerms>,
     /// The daemon ends once the last client has gone.
@@ -213,6 +214,7 @@ impl Inventory {
             groups: ByName::default(),
             added_groups: RefCell::default(),
             servers: RefCell::default(),
+            servers_at: RefCell::default(),
             door_terms: OnceCell::new(),
             ends_when_idle: Cell::new(false),
             keeps_out: Cell::new(false),

@@ -239,5 +239,5 @@ fn serving(inventory: &Inventory, endpoint: &Endpoint) -> anyhow::Result<Rc<Serv
 
 /// The server of an endpoint.
 pub(crate) fn server(inventory: &Inventory, endpoint: &Endpoint) -> Option<Rc<Serving>> {
-    inventory.servers().into_iter().find(|serving| serving.endpoint == *endpoint)
+    inventory.server_at(endpoint)
 }

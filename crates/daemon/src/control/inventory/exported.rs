@@ -13,8 +13,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use export::nbd::{self, NotRemoved, Removal};
-use reactor::Worker;
-use settings::{SocketAccess, Tls};
+use settings::{Endpoint, SocketAccess, Tls};
 
 use super::{End, Inventory, Refused};
 use crate::{
@@ -73,6 +72,11 @@ impl Inventory {
         self.servers.borrow().clone()
     }
 
+    /// The server of an endpoint.
+    pub(crate) fn server_at(&self, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+        self.servers_at.borrow().get(endpoint).cloned()
+    }
+
     /// Those for exports that do not say where: none that is there for exports of some disks.
     pub(crate) fn standard_servers(&self) -> Vec<Rc<Serving>> {
         let mut servers = self.servers();
@@ -105,6 +109,8 @@ impl Inventory {
 
     pub(crate) fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
         self.servers.borrow_mut().push(Rc::clone(serving));
+        let mut servers_at = self.servers_at.borrow_mut();
+        servers_at.entry(serving.endpoint.clone()).or_insert_with(|| Rc::clone(serving));
         if self.ends_when_idle.get() {
             // It may wait for ever, and must keep nothing by it.
             let (server, inventory) = (Arc::clone(&serving.server), Rc::downgrade(self));
@@ -121,7 +127,11 @@ impl Inventory {
 
     /// Takes a server off the list. Whoever has it ends it.
     pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
-        self.servers.borrow_mut().retain(|known| !Rc::ptr_eq(known, serving));
+        let (mut servers, mut servers_at) = (self.servers.borrow_mut(), self.servers_at.borrow_mut());
+        servers.retain(|known| !Rc::ptr_eq(known, serving));
+        servers_at.remove(&serving.endpoint);
+        let next = servers.iter().find(|known| known.endpoint == serving.endpoint);
+        servers_at.extend(next.map(|next| (next.endpoint.clone(), Rc::clone(next))));
     }
 
     /// Takes a server away with all its exports; returns when its last client has gone.
