@@ -57,6 +57,9 @@ TITLES = {
     "growth": "2nd/1st half",
     "add_us": "CPU/addition",
     "status_us": "CPU/status",
+    "disk_bytes": "for a disk",
+    "status_s": "CPU/status",
+    "tenfold": "10 × disks",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -108,6 +111,9 @@ SHOW = {
     "growth": "{:.2f}".format,
     "add_us": "{:,.0f} µs".format,
     "status_us": "{:,.0f} µs".format,
+    "disk_bytes": lambda value: f"{value / 1024:.1f} KiB",
+    "status_s": "{:.2f} s".format,
+    "tenfold": "× {:.1f}".format,
 }
 
 
