@@ -45,6 +45,7 @@ const _: () = assert!(size_of::<Slot>() == 32);
 
 #[derive(Debug)]
 pub(super) struct Expectations {
+    /// [`SLOTS`]; empty until something is expected, because they take 64 KiB.
     slots: Box<[Slot]>,
     clock: u32,
     recent: [u64; RECENT],
@@ -53,16 +54,13 @@ pub(super) struct Expectations {
 
 impl Expectations {
     pub(super) fn new() -> Self {
-        let what = Expected { step: Step::Forward, run: 0, stream: StreamId::NONE };
-        // Nothing begins at u64::MAX.
-        let slot = Slot { offset: u64::MAX, made: 0, what };
-        Self { slots: vec![slot; SLOTS].into(), clock: 0, recent: [u64::MAX; RECENT], next_recent: 0 }
+        Self { slots: Box::default(), clock: 0, recent: [u64::MAX; RECENT], next_recent: 0 }
     }
 
     /// Each expectation is met once.
     pub(super) fn meet(&mut self, offset: u64) -> Option<Expected> {
         self.clock = self.clock.wrapping_add(1);
-        let slot = &mut self.slots[place(offset)];
+        let slot = self.slots.get_mut(place(offset))?;
         if slot.offset != offset || self.clock.wrapping_sub(slot.made) > LIFETIME {
             return None;
         }
@@ -73,6 +71,9 @@ impl Expectations {
     /// A scan that is known better is not forgotten for it, nor one without gaps for one with a
     /// stride: readers that take turns look strided.
     pub(super) fn expect(&mut self, offset: u64, what: Expected) {
+        if self.slots.is_empty() {
+            self.slots = empty_slots();
+        }
         let slot = &mut self.slots[place(offset)];
         let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;
         if slot.offset != u64::MAX && is_young {
@@ -113,6 +114,13 @@ impl Expectations {
     pub(super) fn expect_forward(&mut self, offset: u64) {
         self.expect(offset, Expected { step: Step::Forward, run: 1, stream: StreamId::NONE });
     }
+}
+
+#[cold]
+fn empty_slots() -> Box<[Slot]> {
+    let what = Expected { step: Step::Forward, run: 0, stream: StreamId::NONE };
+    // Nothing begins at u64::MAX.
+    vec![Slot { offset: u64::MAX, made: 0, what }; SLOTS].into()
 }
 
 /// Fibonacci hashing: requests are aligned, so the low bits alone would say little.
@@ -156,6 +164,15 @@ mod tests {
         expect([0, 16, 32, 48, 64], Step::Stride(65536), 3);
         expect([64, 48, 32, 16, 0], Step::Stride(-65536), 3);
         assert_eq!(follow([5, 700, 3, 80, 41].map(|block| block * 4096)), None);
+    }
+
+    #[test]
+    fn a_disk_without_requests_has_no_table() {
+        let mut table = Expectations::new();
+        assert_eq!(table.meet(0), None);
+        assert!(table.slots.is_empty());
+        table.expect_any(0, 4096);
+        assert_eq!(table.meet(4096).map(|met| met.step), Some(Step::Forward));
     }
 
     #[test]
