@@ -32,7 +32,7 @@ MACHINES ?=
 BESIDE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts bench-runtimes bench-ublk fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -125,19 +125,6 @@ bench-hosts: ## one limit over three hosts and three members of etcd, which are 
 	@scripts/etcd
 	$(RELEASE)
 	bench/hosts.py "$(TARGET)/release/weir"
-
-bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0001 (about 4 minutes)
-	@scripts/deps build clients
-	$(RELEASE)
-	cd bench/runtimes && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/runtimes
-	bench/runtimes/run.py --compio "$(TARGET)/runtimes/release/nbd-compio" --weir "$(TARGET)/release/weir" --json bench/results/runtimes.json
-
-bench-ublk: ## how a block device by ublk had best move data, in instructions of a guest, on 6.12 and the newest kernel: docs/decisions/0052 and 0061 (about 5 minutes)
-	@scripts/deps build guest
-	$(RELEASE)
-	cd bench/ublk && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/ublk
-	bench/ublk/run.py "$(TARGET)/ublk/release/ublk-ways" --weir "$(TARGET)/release/weir"
-	bench/ublk/run.py "$(TARGET)/ublk/release/ublk-ways" --weir "$(TARGET)/release/weir" --kernel linux-image-amd64/unstable
 
 fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
