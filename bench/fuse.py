@@ -8,7 +8,6 @@ Never leaves a mount behind.
 """
 
 import subprocess
-from pathlib import Path
 
 import loads
 import servers
@@ -19,7 +18,6 @@ from rows import DIRECT, WEIR, Row, on_direct, settle
 from vhost_user import QSD, QSDS, both_ways, file_of, null_of
 
 PREFETCH = "prefetch"
-SWITCH = Path("/sys/module/fuse/parameters/enable_uring")
 
 
 class File(servers.Machine):
@@ -44,9 +42,8 @@ class File(servers.Machine):
 
 
 def weir(setup, image, *options):
-    """weir with one disk as a file, its requests over io_uring where the kernel has that on."""
-    ring = ",io-uring" if SWITCH.exists() and SWITCH.read_text().startswith("Y") else ""
-    return File(lambda file: servers.weir(setup.program, image, "--fuse", f"{file}{ring}", *options))
+    """weir with one disk as a file."""
+    return File(lambda file: servers.weir(setup.program, image, "--fuse", file, *options))
 
 
 def storage_daemon(node):

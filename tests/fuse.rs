@@ -1,7 +1,5 @@
 //! A disk as a file of this host: what programs see of it, who may, and what is left when it ends.
 //!
-//! Where the kernel has FUSE over io_uring switched on, all of it comes that way (`fuse_ring.rs`).
-//!
 //! They need `/dev/fuse` and the right to mount. Where a machine has neither, they say so and end.
 
 use std::{
@@ -22,12 +20,9 @@ use nix::{
 };
 use serde_json::json;
 
-use crate::{
-    fuse_ring,
-    harness::{
-        Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root,
-        pattern, qemu_img, text, wait_for_programs,
-    },
+use crate::harness::{
+    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root, pattern,
+    qemu_img, text, wait_for_programs,
 };
 
 /// Ends the test where nothing can be mounted, which only a container can be the reason for.
@@ -58,11 +53,10 @@ pub(crate) fn spot(scratch: &Scratch, name: &str) -> PathBuf {
 }
 
 fn serve(scratch: &Scratch, image: &Path, file: &Path, options: &str) -> Serve {
-    let ring = if fuse_ring::is_switched_on() { ",io-uring" } else { "" };
-    Serve::new(scratch).arg(image).arg("--fuse").arg(format!("{}{options}{ring}", text(file)))
+    Serve::new(scratch).arg(image).arg("--fuse").arg(format!("{}{options}", text(file)))
 }
 
-pub(crate) fn is_mounted(file: &Path) -> bool {
+fn is_mounted(file: &Path) -> bool {
     let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
     mounts.lines().any(|line| line.split(' ').nth(1) == Some(text(file)))
 }
@@ -463,8 +457,11 @@ fn several_open_it_and_there_are_several() {
     qmp.event("BLOCK_EXPORT_DELETED");
     assert!(!is_mounted(&files[0]) && is_mounted(&files[1]));
     // As QEMU is told.
-    let again = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
-        "writable": true, "growable": true, "allow-other": "off" });
+    let mut again = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
+        "writable": true, "growable": true, "allow-other": "off", "io-uring": true });
+    let (_, refused) = qmp.refused("block-export-add", again.clone());
+    assert_says(&refused, &["'io-uring'", "was removed"]);
+    again.as_object_mut().expect("an object").remove("io-uring");
     qmp.command("block-export-add", again);
     assert_eq!(fs::metadata(&files[0]).expect("it is there").len(), 16 * MIB);
     weir.stop();

@@ -41,7 +41,6 @@ mod from_qemu;
 mod fsx;
 mod fuse;
 mod fuse_own;
-mod fuse_ring;
 mod fuse_size;
 mod hostile;
 mod http;

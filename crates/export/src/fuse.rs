@@ -9,7 +9,6 @@
 //! [`server`](Server) answers INIT ([`negotiate`]) and starts the queues; `queue.rs` takes messages
 //! (`letter.rs` is the memory for one, [`message`] its bytes as values) and `execute.rs` carries
 //! them out. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in memory.
-//! Where the kernel and whoever serves want it, requests come over io_uring (`ring.rs`).
 //!
 //! The file behaves as [the guide](../../../../docs/devices.md) says, operation by operation.
 //!
@@ -25,7 +24,6 @@ pub mod message;
 mod mount;
 pub mod negotiate;
 mod queue;
-mod ring;
 mod server;
 #[cfg(test)]
 mod simulation;

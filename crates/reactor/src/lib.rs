@@ -47,7 +47,6 @@ mod timer;
 pub mod ublk;
 mod uring;
 mod vigil;
-mod wide;
 mod worker;
 
 use std::{cell::RefCell, future::Future, pin::Pin, rc::Rc, sync::OnceLock, time::Instant as Clock};
@@ -57,7 +56,7 @@ use policy::time::Instant;
 use executor::Executor;
 pub use executor::{JoinHandle, Party};
 pub use figures::{Figures, RingTotals};
-pub use fuse::{FuseRing, clone_fuse_device};
+pub use fuse::clone_fuse_device;
 pub use launcher::Launcher;
 pub use notifier::{Notifier, set_aside as set_notifiers_aside, set_aside_for as notifiers_set_aside_for};
 pub use op::wait_for_closings;
@@ -68,8 +67,7 @@ pub use rouse::next_to_wake;
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;
-pub use wide::takes_fuse_commands;
-pub use worker::check_may_block;
+pub(crate) use worker::check_may_block;
 pub use worker::{Worker, is_worker, may_block, never_blocks_here};
 
 /// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.

@@ -24,12 +24,7 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
 use super::{
-    Driver, Figures, Reactor,
-    buffers::Table,
-    real_now, restricted, rouse,
-    vigil::Vigil,
-    wide::{Ring, takes_fuse_commands},
-    with_current,
+    Driver, Figures, Reactor, buffers::Table, real_now, restricted, rouse, vigil::Vigil, with_current,
 };
 
 /// Submission queue entries; a fuller batch is submitted in parts.
@@ -129,7 +124,7 @@ enum Slot {
 type Orphan = Box<dyn FnOnce(i32)>;
 
 pub(super) struct Uring {
-    ring: RefCell<Ring>,
+    ring: RefCell<IoUring>,
     slots: RefCell<Slab<Slot>>,
     /// Tasks to wake after a look at the completion queue; kept to reuse its memory.
     woken: RefCell<Vec<Waker>>,
@@ -156,8 +151,7 @@ pub(super) struct Uring {
 
 impl Uring {
     pub(super) fn new(polling: Polling) -> io::Result<Self> {
-        let ring = if takes_fuse_commands() { build().map(Ring::Wide) } else { build().map(Ring::Plain) };
-        let ring = ring.map_err(|error| match error.raw_os_error() {
+        let ring = build().map_err(|error| match error.raw_os_error() {
             Some(libc::EINVAL) => io::Error::new(
                 io::ErrorKind::Unsupported,
                 "this kernel's io_uring has no deferred task work; Linux 6.1 or later is needed",
@@ -229,7 +223,10 @@ impl Uring {
     fn enter(&self, wait: Wait) {
         self.held_back.set(0);
         let mut ring = self.ring.borrow_mut();
-        let (queued, deferred) = ring.queued();
+        let (queued, deferred) = {
+            let submission = ring.submission();
+            (submission.len(), submission.taskrun() || submission.cq_overflow())
+        };
         let result = match wait {
             Wait::No if queued == 0 && !deferred => return,
             Wait::No => {
@@ -319,7 +316,8 @@ impl Uring {
     }
 
     fn has_completions(&self) -> bool {
-        self.ring.borrow_mut().has_completions()
+        let mut ring = self.ring.borrow_mut();
+        !ring.completion().is_empty() || ring.submission().taskrun()
     }
 
     /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy
@@ -393,14 +391,9 @@ impl Uring {
     /// # Safety
     /// What `entry` points to must stay valid until its completion has been reaped.
     unsafe fn push(&self, entry: &squeue::Entry) {
-        // SAFETY: passed on to the caller.
-        self.make_room_for(|ring| unsafe { ring.push(entry) });
-    }
-
-    /// Until it was queued.
-    fn make_room_for(&self, mut push: impl FnMut(&mut Ring) -> bool) {
         loop {
-            if push(&mut self.ring.borrow_mut()) {
+            // SAFETY: passed on to the caller.
+            if unsafe { self.ring.borrow_mut().submission().push(entry) }.is_ok() {
                 return;
             }
             // Full: make room. Where the kernel is short of room itself it wants completions to be
@@ -418,8 +411,7 @@ impl Uring {
         if held_back >= most {
             self.held_back.set(0);
             let mut ring = self.ring.borrow_mut();
-            let (queued, _) = ring.queued();
-            let queued = u32::try_from(queued).expect("the queue has 256 entries");
+            let queued = u32::try_from(ring.submission().len()).expect("the queue has 256 entries");
             // SAFETY: no argument structure is passed, so nothing has to outlive the call.
             let taken = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
             self.figures.submitted.add(taken.unwrap_or(0) as u64);
@@ -475,7 +467,7 @@ impl Uring {
     }
 }
 
-fn build<S: squeue::EntryMarker>() -> io::Result<IoUring<S>> {
+fn build() -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(COMPLETIONS).setup_clamp();
     builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
@@ -534,32 +526,13 @@ impl<R: 'static> Op<R> {
     /// # Panics
     /// In simulation: there is no kernel there.
     pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
-        let entry = entry.clone();
-        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
-        // before.
-        Self::submit(resource, |uring, key| unsafe { uring.push(&entry.user_data(key)) })
-    }
-
-    /// The same with a long entry.
-    ///
-    /// # Safety
-    /// As for [`Op::start`].
-    ///
-    /// # Panics
-    /// Also where [`takes_fuse_commands`] is false.
-    pub(super) unsafe fn start_long(entry: squeue::Entry128, resource: R) -> Self {
-        Self::submit(resource, |uring, key| {
-            let entry = entry.user_data(key);
-            // SAFETY: as in `start`.
-            uring.make_room_for(|ring| unsafe { ring.push_long(&entry) });
-        })
-    }
-
-    fn submit(resource: R, push: impl FnOnce(&Uring, u64)) -> Self {
         let reactor = with_current(Rc::clone);
         let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
         let key = uring.slots.borrow_mut().insert(Slot::Awaited(None));
-        push(uring, key as u64);
+        let entry = entry.clone().user_data(key as u64);
+        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
+        // before.
+        unsafe { uring.push(&entry) };
         Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource), is_kept: false }
     }
 

@@ -241,6 +241,9 @@ fn with_keys<K: Keyed>(section: &Section<'_>, mut keyed: K) -> K {
     for key in K::VALUES {
         section.parse_switch(key, |text| keyed.set(key, text));
     }
+    for (key, rule) in K::REMOVED {
+        section.parse_switch(key, |_| Err::<(), _>((*rule).to_owned()));
+    }
     for (key, flag) in keyed.flags() {
         if let Some(said) = section.flag(key) {
             *flag = said.value;

@@ -115,6 +115,9 @@ impl fmt::Display for Door {
 pub trait Keyed {
     /// The keys that take a value.
     const VALUES: &'static [&'static str];
+    /// Keys of earlier versions, and the rule that a use of them breaks. Command line, config file
+    /// and QMP refuse them with it.
+    const REMOVED: &'static [(&'static str, &'static str)] = &[];
 
     /// Takes the value of one of [`Self::VALUES`].
     ///
@@ -146,6 +149,8 @@ pub(crate) fn read_keys<'a, K: Keyed>(
             keyed.set(key, value).map_err(wrong)?;
         } else if let Some((_, flag)) = keyed.flags().into_iter().find(|(name, _)| *name == key) {
             *flag = switch(value).map_err(wrong)?;
+        } else if let Some((_, rule)) = K::REMOVED.iter().find(|(name, _)| *name == key) {
+            return Err(format!("{part}: {rule}"));
         } else if key.is_empty() {
             return Err("has a comma with nothing behind it (leave it away)".to_owned());
         } else {

@@ -184,7 +184,7 @@ struct NetworkArgs {
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with = "config")]
     ublk: Vec<Ublk>,
     /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
-    /// for each IMAGE, or several for one. Behind commas: growable, allow-other=on|off, io-uring,
+    /// for each IMAGE, or several for one. Behind commas: growable, allow-other=on|off,
     /// read-only
     #[arg(long, value_name = "FILE[,…]", value_parser = settings::read::<Fuse>, conflicts_with = "config")]
     fuse: Vec<Fuse>,

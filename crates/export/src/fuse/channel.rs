@@ -1,27 +1,21 @@
-//! Where messages come from and replies go to: `/dev/fuse`, with a ring beside it where there is
-//! one, or in tests a kernel in memory.
+//! Where messages come from and replies go to: `/dev/fuse`, or in tests a kernel in memory.
 //!
 //! One `read(2)` brings one message, one `write(2)` takes one reply. Neither ever waits: a message
 //! is read only where there is one, and a reply goes to memory of whoever asked. So they are plain
 //! system calls, and only the waiting goes by the reactor.
 
-use std::{
-    io::{IoSlice, IoSliceMut},
-    rc::Rc,
-};
+use std::io::{IoSlice, IoSliceMut};
 
 use reactor::op::{self, Fd};
 use rustix::io::Errno;
 
-use super::ring::Ring;
 #[cfg(test)]
 use super::simulation::kernel::Kernel;
 
+#[derive(Debug)]
 pub(super) enum Channel {
     /// With `O_NONBLOCK`.
     Device(Fd),
-    /// The same, where most comes by a ring.
-    Ring(Fd, Rc<Ring>),
     #[cfg(test)]
     Simulated(Kernel),
 }
@@ -43,7 +37,6 @@ impl Channel {
         loop {
             let received = match self {
                 Self::Device(device) => rustix::io::readv(device, places),
-                Self::Ring(device, ring) => receive(device, ring, places),
                 #[cfg(test)]
                 Self::Simulated(kernel) => kernel.receive(places),
             };
@@ -64,8 +57,7 @@ impl Channel {
     /// `ENOENT` if nobody waits for it any more.
     pub(super) fn reply(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
         match self {
-            Self::Ring(_, ring) if ring.reply(parts) => Ok(()),
-            Self::Device(device) | Self::Ring(device, _) => rustix::io::writev(device, parts).map(drop),
+            Self::Device(device) => rustix::io::writev(device, parts).map(drop),
             #[cfg(test)]
             Self::Simulated(kernel) => kernel.reply(parts),
         }
@@ -76,27 +68,8 @@ impl Channel {
         match self {
             // What went wrong shows in the read that follows.
             Self::Device(device) => drop(op::readable_by_one(device).await),
-            Self::Ring(_, ring) => ring.readable().await,
             #[cfg(test)]
             Self::Simulated(kernel) => kernel.readable().await,
         }
     }
-
-    /// Nobody takes anything any more, and all that was taken has been answered.
-    pub(super) async fn end(&self) {
-        if let Self::Ring(_, ring) = self {
-            ring.end().await;
-        }
-    }
-}
-
-/// What the device has goes before: it is little, and may be that somebody waits no longer.
-fn receive(device: &Fd, ring: &Rc<Ring>, places: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
-    if ring.is_readable() {
-        match rustix::io::readv(device, places) {
-            Err(Errno::AGAIN) => ring.was_read(),
-            received => return received,
-        }
-    }
-    ring.receive(places).ok_or(Errno::AGAIN)
 }

@@ -35,8 +35,6 @@ pub struct Export {
     pub read_only: bool,
     /// Writing past the end and `truncate` give the disk another size.
     pub growable: bool,
-    /// Requests come over io_uring where the kernel has that switched on.
-    pub over_io_uring: bool,
     /// Whose file it is, to begin with.
     pub owner: Owner,
 }

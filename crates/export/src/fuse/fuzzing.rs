@@ -6,8 +6,7 @@ use super::{
     negotiate::{Answer, negotiate},
 };
 
-/// One message: the first byte says whether its length is made to be right, and whether io_uring is
-/// wanted.
+/// One message: the first byte says whether its length is made to be right.
 ///
 /// What is parsed says what the bytes say; a message that says it is longer or shorter than it is
 /// is none; and INIT is answered with nothing that the kernel has not offered.
@@ -29,7 +28,7 @@ pub fn fuse_message(data: &[u8]) {
                 Operation::Write { length: bytes, .. } => {
                     assert_eq!(bytes as usize, length - WRITE_HEAD_BYTES, "its data is all there");
                 }
-                Operation::Init(init) => match negotiate(&init, traits & 2 != 0) {
+                Operation::Init(init) => match negotiate(&init) {
                     Answer::Agreed(reply) => assert_eq!(reply.flags & !init.flags, 0),
                     Answer::AskAgain(_) => assert!(init.major > 7),
                     Answer::TooOld => assert!(init.major < 7 || init.minor < 28),

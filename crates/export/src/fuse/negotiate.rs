@@ -25,8 +25,6 @@ mod flag {
     pub(super) const ASYNC_DIO: u64 = 1 << 15;
     pub(super) const MAX_PAGES: u64 = 1 << 22;
     pub(super) const INIT_EXT: u64 = 1 << 30;
-    /// Requests come over io_uring; Linux 6.14.
-    pub(super) const OVER_IO_URING: u64 = 1 << 41;
     /// Shared mappings of a file that is open for direct I/O; Linux 6.6.
     pub(super) const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
 }
@@ -54,15 +52,8 @@ pub enum Answer {
     TooOld,
 }
 
-impl Answer {
-    /// Whether requests are to come over io_uring.
-    pub fn agrees_on_ring(&self) -> bool {
-        matches!(self, Self::Agreed(reply) if reply.flags & flag::OVER_IO_URING != 0)
-    }
-}
-
-/// Answers INIT. After [`Answer::agrees_on_ring`] the kernel waits for its entries.
-pub fn negotiate(init: &Init, over_io_uring: bool) -> Answer {
+/// Answers INIT.
+pub fn negotiate(init: &Init) -> Answer {
     if init.major > MAJOR {
         return Answer::AskAgain(InitReply { minor: NEWEST_MINOR, ..InitReply::default() });
     }
@@ -72,7 +63,7 @@ pub fn negotiate(init: &Init, over_io_uring: bool) -> Answer {
     Answer::Agreed(InitReply {
         minor: init.minor.min(NEWEST_MINOR),
         max_readahead: init.max_readahead,
-        flags: init.flags & if over_io_uring { WANTED | flag::OVER_IO_URING } else { WANTED },
+        flags: init.flags & WANTED,
         max_background: MOST_IN_BACKGROUND,
         max_write: MOST_BYTES,
         max_pages: (MOST_BYTES / PAGE_BYTES) as u16,
@@ -89,28 +80,18 @@ mod tests {
 
     #[test]
     fn only_what_both_sides_know_is_agreed() {
-        let Answer::Agreed(reply) = negotiate(&init(7, 45, u64::MAX), false) else {
-            panic!("it is new enough")
-        };
+        let Answer::Agreed(reply) = negotiate(&init(7, 45, u64::MAX)) else { panic!("it is new enough") };
         assert_eq!((reply.minor, reply.flags), (NEWEST_MINOR, WANTED));
-        let Answer::Agreed(reply) = negotiate(&init(7, 37, flag::MAX_PAGES | 1 << 60), true) else {
+        let Answer::Agreed(reply) = negotiate(&init(7, 37, flag::MAX_PAGES | 1 << 60)) else {
             panic!("it is new enough")
         };
         assert_eq!((reply.minor, reply.flags, reply.max_pages), (37, flag::MAX_PAGES, 256));
     }
 
     #[test]
-    fn requests_come_over_io_uring_where_both_sides_want_it() {
-        for (offered, wanted) in [(true, true), (true, false), (false, true)] {
-            let flags = if offered { u64::MAX } else { !flag::OVER_IO_URING };
-            assert_eq!(negotiate(&init(7, 45, flags), wanted).agrees_on_ring(), offered && wanted);
-        }
-    }
-
-    #[test]
     fn other_versions_ask_again_or_are_refused() {
-        assert!(matches!(negotiate(&init(8, 0, 0), true), Answer::AskAgain(_)));
-        assert_eq!(negotiate(&init(6, 40, 0), true), Answer::TooOld);
-        assert_eq!(negotiate(&init(7, 27, 0), true), Answer::TooOld);
+        assert!(matches!(negotiate(&init(8, 0, 0)), Answer::AskAgain(_)));
+        assert_eq!(negotiate(&init(6, 40, 0)), Answer::TooOld);
+        assert_eq!(negotiate(&init(7, 27, 0)), Answer::TooOld);
     }
 }

@@ -97,7 +97,6 @@ impl Queue {
         while self.in_flight.get() > 0 {
             self.news.wait().await;
         }
-        self.channel.end().await;
         ended
     }
 

@@ -21,6 +21,7 @@ use std::{
     },
 };
 
+use block::reactor::{self, Worker, op::Fd};
 use policy::time::Duration;
 use reactor::{Worker, op::Fd, takes_fuse_commands};
 
@@ -32,7 +33,6 @@ use super::{
     mount::{Mount, Told},
     negotiate::{Answer, negotiate},
     queue::{Ended, Queue},
-    ring::Ring,
 };
 use crate::race::{First, first};
 
@@ -53,8 +53,6 @@ pub struct Statistics {
     pub requests: u64,
     /// Requests that are being carried out.
     pub in_flight: u64,
-    /// They come over io_uring.
-    pub over_io_uring: bool,
 }
 
 /// A file at rest: what another process goes on with.
@@ -74,8 +72,6 @@ pub struct Server {
     closing: AtomicBool,
     /// The kernel and a process have agreed on how they speak.
     greeted: AtomicBool,
-    /// Requests come over io_uring.
-    has_ring: AtomicBool,
     /// While it is served.
     mount: Mutex<Weak<Mount>>,
 }
@@ -88,7 +84,6 @@ impl Server {
             queues: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             greeted: AtomicBool::new(false),
-            has_ring: AtomicBool::new(false),
             mount: Mutex::default(),
         })
     }
@@ -178,14 +173,7 @@ impl Server {
             openers: self.connections(),
             requests: self.device.requests.load(Relaxed),
             in_flight: self.device.in_flight.load(Relaxed),
-            over_io_uring: self.has_ring(),
         }
-    }
-
-    /// Whether requests come over io_uring, which another process cannot go on with: the kernel
-    /// keeps them for the memory that they came to.
-    pub fn has_ring(&self) -> bool {
-        self.has_ring.load(Relaxed)
     }
 
     /// The disk may have another length. Nothing is to be done: the kernel keeps no attributes.
@@ -216,11 +204,11 @@ impl Server {
     async fn attend(self: &Arc<Self>, mount: &Arc<Mount>, workers: &[Worker]) -> io::Result<()> {
         let channel = Channel::Device(mount.device().clone());
         if !self.greeted.load(SeqCst) {
-            let wants_ring = self.device.export.over_io_uring && takes_fuse_commands();
-            match first(greet(&channel, wants_ring), self.wait_while(|server| !server.is_closing())).await {
+            match first(greet(&channel), self.wait_while(|server| !server.is_closing())).await {
                 First::One(greeted) => {
-                    let Some(has_ring) = greeted? else { return Ok(()) };
-                    self.has_ring.store(has_ring, Relaxed);
+                    if !greeted? {
+                        return Ok(());
+                    }
                 }
                 First::Other(()) => return Ok(()),
             }
@@ -272,43 +260,30 @@ async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Se
         // Under a loop device, what the kernel writes to get memory comes here.
         tracing::debug!(export = %server.device.export.id, %error, "where memory is short, this thread may wait for its own file");
     }
-    let channel = if server.has_ring() {
-        match Ring::begin(&device).await {
-            Ok(ring) => Channel::Ring(device, ring),
-            Err(error) => {
-                tracing::warn!(export = %server.device.export.id, %error, "requests do not come over io_uring");
-                server.has_ring.store(false, Relaxed);
-                Channel::Device(device)
-            }
-        }
-    } else {
-        Channel::Device(device)
-    };
-    let queue = Queue::new(Arc::clone(&server.device), channel);
+    let queue = Queue::new(Arc::clone(&server.device), Channel::Device(device));
     let ended = queue.serve().await;
     server.queues.fetch_sub(1, Relaxed);
     server.device.clients.notify(usize::MAX);
     let _ = reports.try_send(ended);
 }
 
-/// Answers INIT; whether requests come over io_uring then. `None` if the file system has gone
-/// before.
-pub(super) async fn greet(channel: &Channel, wants_ring: bool) -> io::Result<Option<bool>> {
+/// Answers INIT. `false` if the file system has gone before.
+pub(super) async fn greet(channel: &Channel) -> io::Result<bool> {
     let mut letter = Letter::new();
     loop {
         channel.readable().await;
         let length = match channel.receive(&mut letter.places()) {
             Ok(length) => length,
             Err(NoMessage::Yet) => continue,
-            Err(NoMessage::Ever) => return Ok(None),
+            Err(NoMessage::Ever) => return Ok(false),
             Err(NoMessage::Failed(errno)) => return Err(errno.into()),
         };
         let answer = |reply: Reply| channel.reply(&[IoSlice::new(reply.as_bytes())]);
         match letter.read(length) {
-            Ok(Request { unique, operation: Operation::Init(init) }) => match negotiate(&init, wants_ring) {
-                agreed @ Answer::Agreed(reply) => {
+            Ok(Request { unique, operation: Operation::Init(init) }) => match negotiate(&init) {
+                Answer::Agreed(reply) => {
                     answer(Reply::init(unique, &reply))?;
-                    return Ok(Some(agreed.agrees_on_ring()));
+                    return Ok(true);
                 }
                 Answer::AskAgain(reply) => answer(Reply::init(unique, &reply))?,
                 Answer::TooOld => {

@@ -202,14 +202,7 @@ fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulate
 fn device(disk: &Arc<Disk>) -> Arc<Device> {
     let owner = Owner { permissions: 0o600, uid: 0, gid: 0 };
     let disk = Arc::clone(disk);
-    Arc::new(Device::new(Export {
-        id: "file".into(),
-        disk,
-        read_only: false,
-        growable: false,
-        over_io_uring: false,
-        owner,
-    }))
+    Arc::new(Device::new(Export { id: "file".into(), disk, read_only: false, growable: false, owner }))
 }
 
 impl World {

@@ -15,8 +15,6 @@ pub struct Fuse {
     /// Who else than the user who serves it may open it, as the file's mode says; `None`: where
     /// the host lets weir say so.
     pub allow_other: Option<bool>,
-    /// Requests come over io_uring, where the kernel has that switched on.
-    pub io_uring: bool,
     /// Refuses writes though the disk takes them.
     pub read_only: bool,
 }
@@ -24,12 +22,14 @@ pub struct Fuse {
 impl Fuse {
     /// Over this file, with nothing else said.
     pub fn at(file: PathBuf) -> Self {
-        Self { file, growable: false, allow_other: None, io_uring: false, read_only: false }
+        Self { file, growable: false, allow_other: None, read_only: false }
     }
 }
 
 impl Keyed for Fuse {
     const VALUES: &'static [&'static str] = &["allow-other"];
+    const REMOVED: &'static [(&'static str, &'static str)] =
+        &[("io-uring", "was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)")];
 
     fn set(&mut self, _: &str, value: &str) -> Result<(), String> {
         self.allow_other = match value {
@@ -40,11 +40,7 @@ impl Keyed for Fuse {
     }
 
     fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        vec![
-            ("growable", &mut self.growable),
-            ("io-uring", &mut self.io_uring),
-            ("read-only", &mut self.read_only),
-        ]
+        vec![("growable", &mut self.growable), ("read-only", &mut self.read_only)]
     }
 
     fn said(&self) -> Vec<(&'static str, String)> {
@@ -87,7 +83,7 @@ mod tests {
 
     #[test]
     fn what_is_said_is_read_and_said_again() {
-        for text in ["disk.raw", "/run/vm1.raw,allow-other=off,growable=on,io-uring=on,read-only=on"] {
+        for text in ["disk.raw", "/run/vm1.raw,allow-other=off,growable=on,read-only=on"] {
             assert_eq!(text.parse::<Fuse>().unwrap().to_string(), text);
         }
         let fuse: Fuse = "a,allow-other=auto,growable".parse().unwrap();
@@ -102,7 +98,11 @@ mod tests {
             ("", "names no file (write one that is there)"),
             (",growable", "names no file (write one that is there)"),
             ("a,allow-other=root", "allow-other=root: is neither on, off nor auto"),
-            ("a,grow", "grow: no such key (there are allow-other, growable, io-uring and read-only)"),
+            (
+                "a,io-uring=on",
+                "io-uring=on: was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)",
+            ),
+            ("a,grow", "grow: no such key (there are allow-other, growable and read-only)"),
         ] {
             assert_eq!(text.parse::<Fuse>().unwrap_err(), wrong);
         }

@@ -30,7 +30,6 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
         disk: Arc::clone(disk),
         read_only,
         growable: settings.growable,
-        over_io_uring: settings.io_uring,
         owner: mount.owner(),
     };
     let server = match standing {
@@ -43,11 +42,8 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
 }
 
 fn statistics(statistics: Statistics) -> Value {
-    let Statistics { queues, openers, requests, in_flight, over_io_uring } = statistics;
-    json!({
-        "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight,
-        "io-uring": over_io_uring,
-    })
+    let Statistics { queues, openers, requests, in_flight } = statistics;
+    json!({ "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight })
 }
 
 fn count_on(server: &Server, before: &Figures) {

@@ -46,12 +46,6 @@ pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<Off
             "export {id}: this kernel's ublk devices end with their process (restart weir)"
         );
     }
-    if let Host::Fuse(server) = host {
-        ensure!(
-            !server.has_ring(),
-            "export {id}: requests of its file come over io_uring, and end with their process (restart weir, or serve it without io-uring)"
-        );
-    }
     let said = export.said.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
     Ok(OfferedDevice {
         id: id.clone(),

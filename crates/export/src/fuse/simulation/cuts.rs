@@ -77,7 +77,6 @@ async fn run() {
         disk: Arc::clone(&disk),
         read_only: false,
         growable: true,
-        over_io_uring: false,
         owner: Owner { permissions: 0o600, uid: 0, gid: 0 },
     }));
     let connection = Rc::<Connection>::default();

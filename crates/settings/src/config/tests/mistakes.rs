@@ -84,6 +84,10 @@ fn values_are_refused_with_their_rule() {
         "bps-read = \"10 MB\"",
         "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
     );
+    check(
+        &disk_with("export = { type = \"fuse\", file = \"f\", io-uring = true }"),
+        "weir.toml:3: disk.vm1.export.io-uring = true: was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)",
+    );
     check_disk("export = []", "is empty (leave the key out, or give a value)");
     check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");
     check_daemon(

@@ -52,6 +52,11 @@ fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K, others: &[&str])
         };
         keyed.set(key, &text).map_err(|rule| Error::rule(&arguments.name_of(key), rule))?;
     }
+    for (key, rule) in K::REMOVED {
+        if arguments.optional::<Value>(key)?.is_some() {
+            return Err(Error::rule(&arguments.name_of(key), rule));
+        }
+    }
     let is_own = |key: &str| key != "read-only" && !others.contains(&key);
     for (key, flag) in keyed.flags().into_iter().filter(|(key, _)| is_own(key)) {
         if let Some(on) = arguments.optional(key)? {
