@@ -11,7 +11,6 @@ import contextlib
 import http.client
 import selectors
 import socket
-import tempfile
 import threading
 import time
 
@@ -177,9 +176,9 @@ class Rude:
 
 class Watched(groups.Daemon):
     """weir's memory disk, with a recording in a directory that ends with it, metrics, a page, or
-    all of them; with a `webhook`, a page that may be changed, too."""
+    all of them; with `hung`, a page that accepts changes, and a command for events that never ends."""
 
-    def __init__(self, setup, recorded, measured, shown, webhook=None):
+    def __init__(self, setup, recorded, measured, shown, hung=False):
         def command(directory, monitor):
             options = ["--qmp", f"unix:{monitor}"]
             if recorded:
@@ -191,10 +190,10 @@ class Watched(groups.Daemon):
             if shown:
                 self.page = directory / "page.sock"
                 options += ["--http", f"unix:{self.page}"]
-            if webhook:
+            if hung:
                 (directory / "token").touch(0o600)
                 (directory / "token").write_text("0123456789abcdef" * 4)
-                options += ["--http-token-file", directory / "token", "--on-event", f"unix:{webhook}"]
+                options += ["--http-token-file", directory / "token", "--on-event", "/bin/sleep 1000"]
             return servers.weir(setup.program, f"memory:{setup.size_bytes}", *options)
 
         super().__init__(command)
@@ -249,12 +248,7 @@ def watching(recorded, measured, shown, name):
 
 def among_rude(setup, stack):
     """weir's memory disk alone, and while everybody who may watch it behaves badly."""
-    directory = stack.enter_context(tempfile.TemporaryDirectory())
-    webhook = stack.enter_context(socket.socket(socket.AF_UNIX))
-    webhook.bind(f"{directory}/webhook.sock")
-    # The kernel takes the connections, and nobody their requests.
-    webhook.listen()
-    daemon = stack.enter_context(Watched(setup, False, True, True, f"{directory}/webhook.sock"))
+    daemon = stack.enter_context(Watched(setup, False, True, True, hung=True))
     loads.fill(daemon.uri, setup.disk)
 
     def sample():
@@ -329,7 +323,7 @@ ROWS = (
     Row(
         "rude-watchers",
         f"4 KiB randread, depth 32, one connection, memory: {UNREAD} streams that nobody reads, "
-        f"{SLOW_SCRAPERS} slow scrapers, wrong tokens, a webhook that hangs; and none of them",
+        f"{SLOW_SCRAPERS} slow scrapers, wrong tokens, a command for events that hangs; and none of them",
         among_rude,
         (Faster(RUDE, KEPT, (NONE,)),),
         columns=("iops", "cpu_us"),

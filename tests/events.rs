@@ -1,13 +1,10 @@
-//! Events: in the log, over QMP, and handed on to webhooks and commands, also to those that mean no
-//! good: then a line in the log is all that comes of it.
+//! Events: in the log, over QMP, and handed on to commands, also to hostile ones, which cause a
+//! line in the log and nothing else.
 
 use std::{
     fs,
-    io::{BufRead as _, BufReader, Read as _, Write as _},
-    os::unix::{
-        fs::PermissionsExt as _,
-        net::{UnixListener, UnixStream},
-    },
+    io::{BufRead as _, BufReader},
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
@@ -215,103 +212,6 @@ fn a_backing_file_that_somebody_writes_to_is_told_once() {
     assert_eq!(told.count(), 1, "{all}");
 }
 
-/// One request with its body.
-fn read_request(stream: &UnixStream) -> (String, Value) {
-    let mut lines = BufReader::new(stream);
-    let (mut head, mut length) = (String::new(), 0);
-    loop {
-        let mut line = String::new();
-        lines.read_line(&mut line).unwrap();
-        if let Some(said) = line.strip_prefix("Content-Length: ") {
-            length = said.trim().parse().unwrap();
-        }
-        if line == "\r\n" {
-            break;
-        }
-        head += &line;
-    }
-    let mut body = vec![0; length];
-    lines.read_exact(&mut body).unwrap();
-    (head, serde_json::from_slice(&body).unwrap())
-}
-
-/// A daemon that hands events on to a webhook at this socket.
-fn hooked(scratch: &Scratch) -> (UnixListener, Weir) {
-    let path = scratch.socket("hook");
-    let listener = UnixListener::bind(&path).unwrap();
-    let weir = start(scratch, &["--on-event", &format!("unix:{}", text(&path))]);
-    (listener, weir)
-}
-
-#[test]
-fn a_webhook_has_each_event_and_one_that_answers_500_has_a_line_in_the_log() {
-    let scratch = Scratch::new();
-    let (listener, weir) = hooked(&scratch);
-    limit(&scratch, 100);
-    let (mut stream, _) = listener.accept().unwrap();
-    let (head, event) = read_request(&stream);
-    assert!(head.starts_with("POST / HTTP/1.1\r\nHost: localhost\r\n"), "{head}");
-    assert_says(&head, &["Content-Type: application/json\r\n"]);
-    assert_eq!((&event["kind"], &event["disk"]), (&json!("config_changed"), &json!("a")));
-    // Nothing more is sent before it has answered.
-    limit(&scratch, 200);
-    stream.write_all(b"HTTP/1.1 500 Oh no\r\nContent-Length: 0\r\n\r\n").unwrap();
-    let line = weir.wait_for_log("an event has not arrived");
-    assert_says(&line, &["it answers with 500", "target=unix:"]);
-    let (mut stream, _) = listener.accept().unwrap();
-    let (_, event) = read_request(&stream);
-    assert_eq!(event["data"]["changes"][0]["after"], 200);
-    stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").unwrap();
-    assert_says(&weir.wait_for_log("events arrive again"), &["lost=1"]);
-    works(&weir);
-}
-
-#[test]
-fn a_webhook_that_hangs_keeps_nothing_waiting_and_what_came_meanwhile_is_left_out() {
-    let scratch = Scratch::new();
-    let (listener, weir) = hooked(&scratch);
-    limit(&scratch, 100);
-    let (stream, _) = listener.accept().unwrap();
-    // It is held, and neither read nor answered, nor is anybody else accepted.
-    let mut client = qmp(&scratch);
-    for iops in 101..=200 {
-        client.command("x-weir-set", json!({"name": "a", "iops-total": iops}));
-    }
-    works(&weir);
-    let line = weir.wait_for_log("an event has not arrived");
-    assert_says(&line, &["it has not answered within 10 s"]);
-    drop(stream);
-    // 64 of the hundred may wait.
-    let (mut arrived, mut skipped) = (0, 0);
-    loop {
-        let (mut stream, _) = listener.accept().unwrap();
-        let (_, event) = read_request(&stream);
-        // On a slow machine it may have given this one up.
-        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n");
-        (arrived, skipped) = (arrived + 1, skipped + event["skipped"].as_u64().unwrap_or(0));
-        if event["kind"] == "config_changed" && event["data"]["changes"][0]["after"] == 200 {
-            break;
-        }
-    }
-    assert!(arrived <= 64 + 2 && skipped >= 30, "{arrived} arrived, {skipped} were left out");
-    weir.wait_for_log("events arrive again");
-}
-
-#[test]
-fn a_webhook_that_is_not_there_is_told_once() {
-    let scratch = Scratch::new();
-    let (listener, weir) = hooked(&scratch);
-    drop(listener);
-    fs::remove_file(scratch.socket("hook")).unwrap();
-    for iops in 0..5 {
-        limit(&scratch, 100 + iops);
-    }
-    weir.wait_for_log("it cannot be reached: No such file");
-    works(&weir);
-    let said = weir.stop();
-    assert_eq!(said.matches("an event has not arrived").count(), 1, "{said}");
-}
-
 /// A script that may be run.
 fn script(scratch: &Scratch, content: &str) -> PathBuf {
     let path = scratch.file("hook.sh", format!("#!/bin/sh\n{content}\n"));
@@ -327,6 +227,18 @@ fn with_command(scratch: &Scratch, content: &str) -> Weir {
 /// The first line that a command has left.
 fn left(path: &Path) -> String {
     until(|| fs::read_to_string(path).ok().filter(|text| text.ends_with('\n')))
+}
+
+/// The events of the complete lines that a command has written.
+fn events_in(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+    lines.map(|line| serde_json::from_str(line).expect("an event")).collect()
+}
+
+/// The limit that an event reports; 0 if it reports none.
+fn limit_after(event: &Value) -> u64 {
+    event["data"]["changes"][0]["after"].as_u64().unwrap_or(0)
 }
 
 #[test]
@@ -368,6 +280,60 @@ fn a_command_has_none_of_what_was_passed_to_the_daemon() {
     limit(&scratch, 100);
     let open = left(&scratch.path("out"));
     assert!(open.contains("/dev/null") && !open.contains("/passed"), "{open}");
+}
+
+#[test]
+fn a_command_that_fails_has_a_line_in_the_log_and_a_line_once_it_succeeds() {
+    let scratch = Scratch::new();
+    let weir = with_command(&scratch, "cat >> $1; test -e $1.ok || exit 3");
+    limit(&scratch, 100);
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["it has ended with exit status: 3", "hook.sh"]);
+    assert!(!line.contains("/out"), "an argument may be a secret: {line}");
+    scratch.file("out.ok", "");
+    limit(&scratch, 200);
+    assert_says(&weir.wait_for_log("events arrive again"), &["lost=1"]);
+    let limits: Vec<_> = events_in(&scratch.path("out")).iter().map(limit_after).collect();
+    assert_eq!(limits, [100, 200]);
+    works(&weir);
+}
+
+#[test]
+fn a_command_that_hangs_blocks_nothing_and_older_events_are_skipped() {
+    let scratch = Scratch::new();
+    let weir = with_command(&scratch, "cat >> $1; while ! test -e $1.ok; do sleep 0.05; done");
+    limit(&scratch, 100);
+    left(&scratch.path("out"));
+    let mut client = qmp(&scratch);
+    for iops in 101..=200 {
+        client.command("x-weir-set", json!({"name": "a", "iops-total": iops}));
+    }
+    works(&weir);
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["it has not ended within 10 s"]);
+    scratch.file("out.ok", "");
+    // 64 of the hundred can wait.
+    let arrived = until(|| {
+        let events = events_in(&scratch.path("out"));
+        events.iter().any(|event| limit_after(event) == 200).then_some(events)
+    });
+    let skipped: u64 = arrived.iter().filter_map(|event| event["skipped"].as_u64()).sum();
+    assert!(arrived.len() <= 64 + 2 && skipped >= 30, "{} arrived, {skipped} were skipped", arrived.len());
+    weir.wait_for_log("events arrive again");
+}
+
+#[test]
+fn a_command_that_was_removed_is_logged_once() {
+    let scratch = Scratch::new();
+    let weir = with_command(&scratch, "true");
+    fs::remove_file(scratch.path("hook.sh")).unwrap();
+    for iops in 0..5 {
+        limit(&scratch, 100 + iops);
+    }
+    weir.wait_for_log("it cannot be started: No such file");
+    works(&weir);
+    let said = weir.stop();
+    assert_eq!(said.matches("an event has not arrived").count(), 1, "{said}");
 }
 
 #[test]
@@ -414,8 +380,8 @@ fn what_cannot_be_handed_to_is_refused_at_the_start() {
     let scratch = Scratch::new();
     let serve = |target: &str| Serve::new(&scratch).args(["memory:1M", "--on-event", target]);
     assert_says(&serve("/nowhere/hook").fails(), &["on-event: /nowhere/hook: ", "no such program"]);
-    assert_says(&serve("hook.sh").rejects_usage(), &["--on-event", "a program by its whole path"]);
-    assert_says(&serve("http://u:p@host/").rejects_usage(), &["--on-event", "a name or a password"]);
+    assert_says(&serve("hook.sh").rejects_usage(), &["--on-event", "absolute path"]);
+    assert_says(&serve("http://host/").rejects_usage(), &["--on-event", "is a URL", "/usr/bin/curl"]);
 }
 
 /// A server of TLS that answers every POST, and leaves the event in a file.
@@ -464,31 +430,28 @@ impl Drop for TlsServer {
 }
 
 #[test]
-fn a_webhook_over_tls_has_to_be_who_it_says() {
+fn curl_as_in_the_guide_posts_an_event_over_tls() {
     let scratch = Scratch::new();
     let server = TlsServer::start(&scratch);
-    let target = format!("https://127.0.0.1:{}/events", server.port);
-    let serve = |certificate: Option<&Path>| {
+    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/events.md");
+    let guide = fs::read_to_string(guide).unwrap();
+    let command = guide.lines().find_map(|line| line.strip_prefix("on-event = \"/usr/bin/curl "));
+    let (options, _) = command.and_then(|line| line.split_once(" https://")).expect("the guide has it");
+    let serve = |more: &str| {
+        let target = format!("/usr/bin/curl {options} {more} https://127.0.0.1:{}/events", server.port);
         let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a"]);
-        let serve = serve.args(["--qmp", &socket(&scratch), "--on-event", &target]);
-        match certificate {
-            Some(path) => serve.env("SSL_CERT_FILE", path),
-            None => serve,
-        }
+        serve.args(["--qmp", &socket(&scratch), "--on-event", &target]).start()
     };
-    let weir = serve(None).start();
+    let weir = serve("");
     limit(&scratch, 100);
-    let line = weir.wait_for_log("an event has not arrived");
-    assert_says(&line, &["its certificate is not to be trusted", "target=https://127.0.0.1:"]);
-    assert!(!line.contains("/events"), "a path may be a secret: {line}");
+    // 60: the certificate cannot be verified.
+    assert_says(&weir.wait_for_log("an event has not arrived"), &["it has ended with exit status: 60"]);
     weir.stop();
-    let weir = serve(Some(&scratch.path("cert.pem"))).start();
+    let weir = serve(&format!("--cacert {}", text(&scratch.path("cert.pem"))));
     limit(&scratch, 200);
     let event: Value = serde_json::from_str(&left(&scratch.path("body"))).unwrap();
-    assert_eq!(event["data"]["changes"][0]["after"], 200);
-    let runner = children(weir.pid()).next().expect("it has one beside it");
-    let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
-    assert!(status.contains("Seccomp:\t2\n") && status.contains("NoNewPrivs:\t1\n"), "{status}");
+    assert_eq!(limit_after(&event), 200);
+    weir.stop();
 }
 
 /// How often its threads have woken up.

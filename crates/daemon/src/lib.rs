@@ -11,7 +11,7 @@
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   events/     what has happened: the last of it, and who asked for it
 //!   http/       what Prometheus and the page ask for, on a thread of its own
-//!   on_event/   the process that hands events on to a webhook or a command
+//!   on_event/   the process that starts a command for each event
 //!   sandbox/    rights that are given up once all is open
 //!   notify      what the service manager is told
 //!   pid_file    the process's number, for scripts

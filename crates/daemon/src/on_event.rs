@@ -3,13 +3,13 @@
 //! ```text
 //!   serve::run ─► Runner::start ── forks, before anything is opened ──► run: confined
 //!      │                                                                  │
-//!   deliver: the last events ── one, as a line of JSON ── socket ────────►├─► webhook   a POST
-//!            waits for its answer ◄─────────── "" or why not ─────────────┘└► command   standard input
+//!   deliver: the last events ── one, as a line of JSON ── socket ────────►├─► command: standard input
+//!            waits for its answer ◄─────────── "" or the error ───────────┘
 //! ```
 //!
-//! The daemon may neither start programs nor call anybody once it is in the sandbox; this process
-//! may do one of the two, and has nothing else: no image, no key, no socket of a client. It is
-//! started before there are any. What it may still do is in `sandbox::runner`.
+//! The daemon cannot start programs once it is in the sandbox. This process can, and has no image,
+//! no key and no socket of a client: it is started before the daemon has any. `sandbox::runner`
+//! confines it.
 //!
 //! A target that hangs is given up after [`PATIENCE`]; a command is ended then, with all that it
 //! has started. Meanwhile events wait in the daemon's ring, the last of them, and nothing else
@@ -19,7 +19,6 @@
 
 mod command;
 mod deliver;
-mod web;
 
 use std::{
     env,
@@ -67,10 +66,7 @@ pub(crate) struct Runner {
 /// # Errors
 /// With what to do about it.
 pub(crate) fn check(target: &OnEvent) -> anyhow::Result<()> {
-    match target {
-        OnEvent::Command(words) => command::check(&words[0]),
-        OnEvent::Webhook(_) => Ok(()),
-    }
+    command::check(&target.words[0])
 }
 
 impl Runner {
@@ -95,8 +91,6 @@ impl Runner {
             .env_remove("LISTEN_FDS")
             .env_remove("LISTEN_PID")
             .env_remove("LISTEN_FDNAMES")
-            // Of the C library, for each server of names: see resolv.conf(5).
-            .env("RES_OPTIONS", "timeout:2 attempts:1")
             // What ends the daemon at a terminal is not for it: it ends with the daemon.
             .process_group(0)
             .spawn()
@@ -114,13 +108,9 @@ impl Runner {
     }
 }
 
-/// For people: a path may be what a webhook knows its callers by.
-fn shown(target: &OnEvent) -> String {
-    let shown = target.to_string();
-    match target {
-        OnEvent::Command(words) => words[0].clone(),
-        OnEvent::Webhook(webhook) => shown.strip_suffix(&*webhook.path).unwrap_or(&shown).to_owned(),
-    }
+/// The program without its arguments, which may contain secrets.
+fn shown(target: &OnEvent) -> &str {
+    &target.words[0]
 }
 
 /// A line, which has no other in it.
@@ -148,8 +138,8 @@ pub fn run() -> Result<(), Failure> {
     let mut lines = BufReader::new(&socket);
     let orders = hear(&mut lines).ok().flatten().and_then(|line| serde_json::from_str::<Orders>(&line).ok());
     let orders = orders.context("this is a part of `weir serve --on-event`, and nothing by itself")?;
-    let mut way = match Way::prepare(&orders) {
-        Ok(way) => way,
+    let mut command = match prepare(&orders) {
+        Ok(command) => command,
         Err(error) => {
             let _ = say(&socket, &format!("{error:#}"));
             return Ok(());
@@ -158,8 +148,8 @@ pub fn run() -> Result<(), Failure> {
     // Whatever fails from here on is that the daemon is gone.
     let _ = say(&socket, "");
     while let Ok(Some(event)) = hear(&mut lines) {
-        let told = way.hand_on(event.as_bytes(), Instant::now() + PATIENCE);
-        let answer = told.err().unwrap_or_default();
+        let result = command.run(event.as_bytes(), Instant::now() + PATIENCE);
+        let answer = result.err().unwrap_or_default();
         if say(&socket, &answer).is_err() {
             break;
         }
@@ -168,30 +158,13 @@ pub fn run() -> Result<(), Failure> {
     Ok(())
 }
 
-enum Way {
-    Web(web::Client),
-    Command(command::Command),
-}
-
-impl Way {
-    /// Looks at all that is needed, and gives up what is not.
-    fn prepare(orders: &Orders) -> anyhow::Result<Self> {
-        let target: OnEvent = orders.target.parse().map_err(anyhow::Error::msg)?;
-        let user = orders.user.as_deref().map(str::parse::<Owner>).transpose().map_err(anyhow::Error::msg)?;
-        let way = match &target {
-            OnEvent::Webhook(webhook) => Self::Web(web::Client::new(webhook)?),
-            OnEvent::Command(words) => Self::Command(command::Command::new(words)?),
-        };
-        sandbox::runner::confine(&target, user.as_ref(), orders.sandboxed)?;
-        Ok(way)
-    }
-
-    fn hand_on(&mut self, event: &[u8], deadline: Instant) -> Result<(), String> {
-        match self {
-            Self::Web(client) => client.post(event, deadline),
-            Self::Command(command) => command.run(event, deadline),
-        }
-    }
+/// Looks at all that is needed, and gives up what is not.
+fn prepare(orders: &Orders) -> anyhow::Result<command::Command> {
+    let target: OnEvent = orders.target.parse().map_err(anyhow::Error::msg)?;
+    let user = orders.user.as_deref().map(str::parse::<Owner>).transpose().map_err(anyhow::Error::msg)?;
+    let command = command::Command::new(&target.words)?;
+    sandbox::runner::confine(user.as_ref(), orders.sandboxed)?;
+    Ok(command)
 }
 
 /// An event as it is handed on: what was left out before it is a part of it.

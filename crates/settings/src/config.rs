@@ -29,9 +29,9 @@ use toml::de::DeTable;
 
 use crate::{
     AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Endpoint, Etcd, ExportDraft, Fuse, GroupDraft,
-    Image, Keyed, LimitsDraft, Mistakes, Nbd, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft,
-    Qcow2Draft, Record, Said, SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk,
-    WebServer, Webhook, Wrong, cluster, doors, log,
+    Image, Keyed, LimitsDraft, Mistakes, Nbd, NbdDevice, OnErrorDraft, Place, PrefetchDraft, Qcow2Draft,
+    Record, Said, SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, Wrong, cluster,
+    doors, log,
 };
 
 enum Exported {
@@ -275,7 +275,7 @@ impl Reader<'_> {
                 control: section.flag("control"),
                 qmp: section.list("qmp", |text| self.socket(text)),
                 metrics: section.parse("metrics", |text| self.address(text)),
-                on_event: section.parse("on-event", |text| self.on_event(text)),
+                on_event: section.value("on-event"),
                 http: section.parse("http", |text| self.address(text)),
                 http_token_file: self.path(section, "http-token-file"),
                 http_name: section.list("http-name", crate::http_name),
@@ -522,16 +522,6 @@ impl Reader<'_> {
         match text.parse()? {
             Address::Unix(path) => self.socket_at(&path).map(Address::Unix),
             address @ Address::Tcp { .. } => Ok(address),
-        }
-    }
-
-    fn on_event(&self, text: &str) -> Result<OnEvent, String> {
-        match text.parse()? {
-            OnEvent::Webhook(Webhook { server: WebServer::Unix(path), path: of_url }) => {
-                let server = WebServer::Unix(self.socket_at(&path)?);
-                Ok(OnEvent::Webhook(Webhook { server, path: of_url }))
-            }
-            target => Ok(target),
         }
     }
 

@@ -75,7 +75,7 @@ pub use image::{Image, reached};
 pub use image_options::ImageDescription;
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
-pub use on_event::{OnEvent, WebServer, Webhook};
+pub use on_event::OnEvent;
 pub use place::{Mistakes, Place, Said, Wrong};
 use policy::access::Access;
 pub use prefetch::PrefetchDraft;

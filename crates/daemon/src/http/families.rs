@@ -117,7 +117,7 @@ impl Families {
         to.counters("weir_events_left_out", help, counts(1))?;
         let results = ["delivered", "failed", "skipped"];
         let rows = deliveries.iter().flat_map(|counts| results.into_iter().zip(*counts));
-        let help = "Events that a webhook or a command was to be told of.";
+        let help = "Events for which the command of `--on-event` was to be started.";
         to.counters("weir_event_deliveries", help, rows.map(|(result, count)| ([("result", result)], count)))
     }
 

@@ -26,11 +26,6 @@ pub(super) fn restrict_command() -> Result<(), String> {
     apply(of_host())
 }
 
-/// For a process that calls one server, over any socket that names are looked up by.
-pub(super) fn restrict_caller() -> Result<(), String> {
-    apply(of_caller())
-}
-
 fn apply(program: Result<BpfProgram, seccompiler::BackendError>) -> Result<(), String> {
     let why = |error: &dyn std::fmt::Display| format!("system calls are not filtered: {error}");
     let program = program.map_err(|error| why(&error))?;
@@ -100,40 +95,6 @@ fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
     rules.extend(with_arguments(needs)?);
     program(rules, REFUSED, SeccompAction::Allow)
 }
-
-/// What a request over HTTP takes: no file is changed, nobody is let in.
-fn of_caller() -> Result<BpfProgram, seccompiler::BackendError> {
-    let mut rules: Rules = ALWAYS.iter().map(|call| (*call, Vec::new())).collect();
-    #[cfg(target_arch = "x86_64")]
-    rules.extend(OF_X86_64.iter().map(|call| (*call, Vec::new())));
-    rules.extend(with_arguments(Needs::default())?);
-    // The C library asks for names with datagrams, and the kernel for addresses of this host.
-    let families = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK];
-    let sockets = families.map(|family| rule(&[(0, Is::Eq, u64::from(family.cast_unsigned()))]));
-    rules.insert(libc::SYS_socket, sockets.into_iter().collect::<Result<_, _>>()?);
-    rules.extend([libc::SYS_connect, libc::SYS_sendmmsg, libc::SYS_recvmmsg].map(|call| (call, Vec::new())));
-    rules.retain(|call, _| !NOT_OF_CALLERS.contains(call));
-    program(rules, REFUSED, SeccompAction::Allow)
-}
-
-const NOT_OF_CALLERS: [c_long; 16] = [
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
-    libc::SYS_bind,
-    libc::SYS_listen,
-    libc::SYS_accept,
-    libc::SYS_accept4,
-    libc::SYS_clone,
-    libc::SYS_memfd_create,
-    libc::SYS_ftruncate,
-    libc::SYS_fallocate,
-    libc::SYS_fchmod,
-    libc::SYS_unlinkat,
-    libc::SYS_renameat,
-    libc::SYS_renameat2,
-    libc::SYS_linkat,
-    libc::SYS_mkdirat,
-];
 
 fn rule(conditions: &[(u8, Is, u64)]) -> Result<SeccompRule, seccompiler::BackendError> {
     let conditions = conditions.iter().map(|(index, is, value)| {
@@ -472,20 +433,6 @@ mod tests {
                 0x06 => return step.k == 0x7fff_0000,
                 other => panic!("{other:#x} is in no such program"),
             }
-        }
-    }
-
-    #[test]
-    fn who_calls_a_webhook_calls_and_does_nothing_else() {
-        let program = of_caller().expect("a program");
-        let lets = |call, arguments: &[u64]| lets(&program, call, arguments);
-        assert!(lets(libc::SYS_socket, &[number(libc::AF_INET), number(libc::SOCK_DGRAM), 0]));
-        assert!(lets(libc::SYS_connect, &[3]) && lets(libc::SYS_sendto, &[3, 0, 0, 0]));
-        assert!(!lets(libc::SYS_socket, &[number(libc::AF_PACKET), number(libc::SOCK_RAW), 0]));
-        let others =
-            [libc::SYS_execve, libc::SYS_execveat, libc::SYS_clone3, libc::SYS_kill, libc::SYS_ptrace];
-        for call in others.into_iter().chain(NOT_OF_CALLERS) {
-            assert!(!lets(call, &[number(libc::CLONE_THREAD)]), "{call}");
         }
     }
 

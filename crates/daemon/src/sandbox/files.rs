@@ -103,17 +103,6 @@ impl Files {
     }
 }
 
-/// Reading what everybody may, calling nobody; not in force yet. Or why this kernel has no such
-/// rules.
-pub(super) fn public() -> Result<RulesetCreated, String> {
-    let missing = |error: &dyn std::fmt::Display| format!("files are not confined: {error}");
-    let mut rules = Rules::new(ruleset(false).map_err(|error| missing(&error))?);
-    for path in PUBLIC.into_iter().chain(["/dev/null", "/dev/urandom"]) {
-        rules.readable(Path::new(path)).map_err(|error| missing(&error))?;
-    }
-    Ok(rules.ruleset)
-}
-
 /// With a cluster, connections may go anywhere: its OSDs are where it says, and move.
 fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> {
     let ruleset = Ruleset::default()

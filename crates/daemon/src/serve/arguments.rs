@@ -235,10 +235,10 @@ struct NetworkArgs {
     /// every address of this host [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
-    /// Hand each event, such as a limit that is hit or an image that fails, as JSON to a webhook:
-    /// http://HOST:PORT/PATH, https://… or unix:PATH; or to a command, by its whole path and with
-    /// its arguments, on standard input [default: to the log alone]
-    #[arg(long, value_name = "TARGET", value_parser = settings::read::<OnEvent>)]
+    /// Start a command for each event, such as a limit that is hit or an image that fails. COMMAND
+    /// is an absolute path with arguments; it reads the event as JSON on standard input [default:
+    /// none; events are in the log]
+    #[arg(long, value_name = "COMMAND", value_parser = settings::read::<OnEvent>)]
     on_event: Option<OnEvent>,
     /// Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as
     /// JSON, in /api/v1. Over TLS with --tls and --tls-certificates, but at unix:PATH. Nothing can
