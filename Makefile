@@ -161,9 +161,11 @@ soak: ## the properties and the simulation with many more cases and seeds; how o
 	@scripts/deps cluster
 	tests/cluster/run --full "$(TARGET)/release/weir"
 
-doc: ## build the documentation of the crates, private items included
+doc: ## build the documentation of the crates, private items included, and a page for each command: target/doc/share
 	@scripts/deps build
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+	$(TESTS) --test e2e --no-run
+	"$(TARGET)/debug/weir" generate "$(TARGET)/doc/share" --date "$$(date -u +%F)"
 
 lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose over 100 columns
 	@scripts/deps build

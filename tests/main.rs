@@ -88,7 +88,6 @@ mod qmp_qemu;
 mod recipes;
 mod record;
 mod recorded_limits;
-mod reference;
 mod reload;
 mod report;
 mod sandbox;

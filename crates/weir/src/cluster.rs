@@ -26,6 +26,7 @@ Examples:
 #[derive(Debug, Subcommand)]
 pub(crate) enum ClusterCommand {
     /// Show hosts, demand, what each may use, who leads, and what that one has heard of others
+    #[command(after_help = "Examples:\n  weir cluster status --json | jq '.groups[].promised'")]
     Status {
         /// Print results as JSON
         #[arg(long)]
@@ -35,6 +36,7 @@ pub(crate) enum ClusterCommand {
         qmp: Option<Target>,
     },
     /// Take away what a host has left behind that will not come back
+    #[command(after_help = "Examples:\n  weir cluster forget host7")]
     Forget {
         /// The host
         host: String,

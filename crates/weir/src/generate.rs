@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   DIR/man/man1/weir-serve.1 …                   a page for each command
+//!   DIR/doc/weir/docs/reference/cli/serve.md …    the same in Markdown
 //!   DIR/bash-completion/completions/weir
 //!   DIR/zsh/site-functions/_weir
 //!   DIR/fish/vendor_completions.d/weir.fish
@@ -11,6 +12,7 @@
 //! scripts are small, and ask the program itself (`complete`).
 
 mod man;
+mod reference;
 
 use std::{
     fs,
@@ -38,6 +40,9 @@ pub(crate) struct GenerateArgs {
 /// Of the command line of this definition.
 pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Failure> {
     let directory = &arguments.directory;
+    for (file, text) in reference::pages(command.clone()) {
+        write(&directory.join("doc/weir/docs/reference/cli").join(file), text.as_bytes())?;
+    }
     for page in man::pages(command, &arguments.date)? {
         write(&directory.join("man/man1").join(page.file), &page.text)?;
     }

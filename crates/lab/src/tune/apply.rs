@@ -1,6 +1,6 @@
 //! The options that apply a configuration: for weir, for QEMU, for libvirt.
 //!
-//! Sources: docs/reference/cli; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and
+//! Sources: docs/reference/cli.md; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and
 //! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). Missing
 //! options are pointed out.
 

@@ -1,5 +1,5 @@
-//! Rules that hold for the options of all commands. They are checked on the command tree itself, so
-//! that a new command or option cannot be forgotten.
+//! Rules that hold for the options and the help of all commands. They are checked on the command
+//! tree itself, so that a new command or option cannot be forgotten.
 
 use std::collections::BTreeSet;
 
@@ -208,4 +208,89 @@ fn every_option_of_every_command_stands_anywhere() {
     });
     assert!(tried > 300, "only {tried} options have been tried");
     assert!(refused.is_empty(), "refused:\n{}", refused.join("\n"));
+}
+
+/// Columns of a terminal for which help is written.
+const COLUMNS: usize = 100;
+
+/// Commands of one line of an example in a help text: `weir` and its words, without the shell's
+/// redirections and comments. A line that begins with another program yields none.
+fn example(line: &str) -> Option<Vec<String>> {
+    let line = line.strip_prefix("  ").filter(|line| line.starts_with("weir "))?;
+    let (mut words, mut quote, mut word) = (Vec::new(), None, None::<String>);
+    for letter in line.chars() {
+        match (quote, letter) {
+            (Some(open), _) if open == letter => quote = None,
+            (None, '\'' | '"') => {
+                quote = Some(letter);
+                word.get_or_insert_default();
+            }
+            (None, ' ') => words.extend(word.take()),
+            (None, '|' | '>' | '<' | '&' | ';' | '#') => break,
+            _ => word.get_or_insert_default().push(letter),
+        }
+    }
+    words.extend(word);
+    Some(words)
+}
+
+/// The help of each command has an example, which the command accepts, and no line beyond the
+/// terminal's width.
+#[test]
+fn help_has_examples_that_parse_and_fits_the_terminal() {
+    let mut command = Cli::whole().term_width(COLUMNS);
+    command.build();
+    let plain = without_parsers(Cli::whole());
+    let (mut complaints, mut names, mut all) = (Vec::new(), Vec::new(), String::new());
+    each_command(&command, &["weir"], &mut |command, words| {
+        if command.is_hide_set() {
+            return;
+        }
+        let name = words.join(" ");
+        let help = command.clone().render_long_help().to_string();
+        // clap does not wrap the usage.
+        let lines = help.lines().filter(|line| !line.starts_with("Usage: "));
+        let wide = lines.filter(|line| line.chars().count() > COLUMNS);
+        complaints.extend(wide.map(|line| format!("{name} --help: more than {COLUMNS} columns: {line}")));
+        // Not of `help`, where long lines are wrapped.
+        let below = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        let (_, examples) = below.split_once("Examples:\n").unwrap_or_default();
+        for words in examples.replace("\\\n", " ").lines().filter_map(example) {
+            all += &(words.join(" ") + "\n");
+            if let Err(error) = plain.clone().try_get_matches_from(&words) {
+                complaints.push(format!("{name} --help: {}: {error}", words.join(" ")));
+            }
+        }
+        names.push(name);
+    });
+    let missing = names.iter().filter(|name| !all.lines().any(|line| line.starts_with(*name)));
+    complaints.extend(missing.map(|name| format!("{name}: no help has an example of it")));
+    assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+}
+
+/// docs/reference/cli.md lists each command, in the order of the help, with what it does.
+#[test]
+fn the_index_of_commands_is_complete() {
+    fn add(command: &Command, lines: &mut Vec<String>) {
+        for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
+            if below.get_name() != "help" {
+                let name = below.get_bin_name().expect("it is built");
+                lines.push(format!("`{name}` | {}", below.get_about().expect("it has one")));
+                add(below, lines);
+            }
+        }
+    }
+    let mut wanted = Vec::new();
+    add(&built(), &mut wanted);
+    let index = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/cli.md");
+    let index = std::fs::read_to_string(index).expect("the index is there");
+    let rows = index.lines().filter(|line| line.starts_with("| `weir ") || line.starts_with("| [`weir "));
+    let found: Vec<_> = rows
+        .map(|row| {
+            let (name, about) = row.trim_matches(['|', ' ']).split_once(" | ").expect("two columns");
+            let name = name.trim_start_matches('[').split("](").next().expect("a name");
+            format!("{name} | {about}")
+        })
+        .collect();
+    assert_eq!(found, wanted, "correct docs/reference/cli.md");
 }
