@@ -1,4 +1,11 @@
 //! Clients of NBD and virtual machines, as their servers tell of them.
+//!
+//! A machine is a client of its disk from its first ring on, when firmware or a driver starts,
+//! until its connection ends. Programs that only test the socket or read the configuration are not
+//! clients, and neither is a front end that connects days before its driver starts. A machine that
+//! arrives by a takeover is not reported again. What one guest or process can repeat at will (a
+//! rejected connection, a broken ring) is reported once per second and disk, with a count of the
+//! rest.
 
 use export::{
     nbd::{Visit, Visited},

@@ -12,6 +12,11 @@
 //! ```
 //!
 //! Called for each request: allocates nothing, copies nothing.
+//!
+//! With extended headers the payload of a WRITE always follows, whatever its flags are. The
+//! specification requires `NBD_CMD_FLAG_PAYLOAD_LEN` there and permits a server to refuse the
+//! request without it, but QEMU's client (8.2 to 11.1) does not set the flag. A server that
+//! believes the flag reads data of the guest as requests.
 
 use super::context::{MetaContext, MetaContexts};
 use super::errno::Errno;

@@ -13,6 +13,11 @@
 //! What follows belongs to features that are not offered, and reads as zeroes. A front end may read
 //! any piece of it, of any length, and more than there is. Cloud Hypervisor begins at 0x100, where
 //! devices on a memory-mapped bus have their configuration, and means the beginning.
+//!
+//! Bytes behind the last whole block are not offered. An export is refused at the start, and a
+//! resize is refused, if the size is not a multiple of the block size. A front end that reconnects
+//! is refused if blocks are larger than its guest knows, as each small write would fail; the
+//! in-flight area records what the guest knows. Smaller blocks are harmless.
 
 use super::features::Offer;
 use crate::virtio::block::SECTOR_BYTES;

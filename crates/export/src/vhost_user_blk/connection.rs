@@ -3,6 +3,12 @@
 //!
 //! One message is taken at a time, and never a byte of the next: so descriptors belong to the
 //! message that they came with. Messages are few, and a front end waits for most replies.
+//!
+//! A descriptor is judged when it arrives, and kept only if it cannot hold anything else: an event
+//! is an eventfd, memory is a regular file in memory, and the channel for changes is one of an
+//! unnamed pair of sockets ([`super::channel`]). A front end that passes the other end of its own
+//! connection would otherwise never hang up, and its export would stay locked after its process has
+//! ended. The last 128 descriptors of the process are not given to front ends.
 
 use std::{
     collections::VecDeque,

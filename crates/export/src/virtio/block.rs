@@ -11,6 +11,12 @@
 //! A request that is not valid is one with its answer: see [`Kind::Done`] and
 //! [`Kind::PartOfBlock`]. So whoever carries requests out only meets ranges that lie inside the
 //! disk, are allowed, and are whole blocks.
+//!
+//! virtio counts in sectors of 512 bytes and only recommends that a driver respects `blk_size` (§
+//! 5.2.6). Here a request that begins or ends inside a block gets an error, also from a driver that
+//! did not negotiate `VIRTIO_BLK_F_BLK_SIZE`; otherwise a fault of the guest stays hidden until its
+//! disk moves to a real device with such blocks. QEMU checks the beginning only. Blocks have 512 to
+//! 4096 bytes, as the kernel of a guest accepts no more than a page.
 
 #[cfg(test)]
 #[path = "block_tests.rs"]

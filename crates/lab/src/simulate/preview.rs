@@ -12,6 +12,13 @@
 //! Whoever is through begins anew until all are. The first time fills the buckets, so that a burst
 //! is not felt that nobody has any more. What it does not know: that a device gets slower, or
 //! reaches its end, as more is asked of it; a watermark; data that was read ahead.
+//!
+//! Requests of a disk under a limit were recorded at the rate of that limit, because clients wait
+//! for answers. Sending them at the recorded times would show no effect of a higher limit and an
+//! endless queue under a lower one. So recorded requests are divided into chains: a request follows
+//! the latest earlier answer that has no follower, after the same delay as recorded. Clients that
+//! do not wait for answers are treated as if they did, which understates the effect of a limit that
+//! is too low.
 
 use std::{
     cmp::Reverse,

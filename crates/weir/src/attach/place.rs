@@ -13,6 +13,11 @@
 //! ```
 //!
 //! It lies in /run, and goes with the machine's next boot, as the devices do.
+//!
+//! A caller that waits for the lock looks at the state of the processes that have it open. A keeper
+//! that is stopped (SIGSTOP, a debugger) is named, with `kill -CONT`, before anything is undone,
+//! and `weir detach --force` kills it; other waits end after 90 s. A deadline alone would treat a
+//! keeper that writes a file system back like one that is stopped.
 
 use std::{
     env, fs,

@@ -1,5 +1,12 @@
 //! Who serves an attached disk: `weir serve` in a process of its own, which ends with its device,
 //! or a daemon that runs here, over its control socket.
+//!
+//! A daemon that makes no devices (`makes-devices`, as in its sandbox by default) is passed over,
+//! and so is one that does not answer within 10 s; a process of its own then serves the disk.
+//! `--qmp` and a `--group` that the daemon has are refused in that case: a second group of the same
+//! name would have limits of its own, and the sum of both would exceed what the operator has set.
+//! Passing an opened device to the daemon was not built, as the daemon could not remove or resize
+//! it.
 
 use std::{
     fs,

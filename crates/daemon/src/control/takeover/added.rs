@@ -2,6 +2,14 @@
 //! servers and exports that no config has.
 //!
 //! How each was made, and how it is set now. [`again`](super::again) is what a newcomer makes of it.
+//!
+//! The old process transfers the arguments of the commands that made each object, so there is no
+//! second description of a disk. The new process runs these commands inside its sandbox: a guest
+//! may control the old process, which must not be able to do more than any client of the control
+//! socket. It compares the result like every other disk. Objects of the old config that the new
+//! config lacks are not transferred but reported: the operator has forgotten or removed them.
+//! Passphrases, descriptor sets and TLS objects are not transferred, or a daemon would give secrets
+//! away.
 
 use std::{path::Path, sync::Arc};
 

@@ -149,7 +149,10 @@ impl<T> Tree<T> {
     /// for half of the wait; else that which let go last.
     ///
     /// Who waits at a group waits for the limits above it only after that, and where these are
-    /// always asked for more, for a moment each time: nobody is helped by more of that.
+    /// always asked for more, for a moment each time: nobody is helped by more of that. The limit
+    /// that was blocked for the longest time is no answer either: a full group above is blocked
+    /// always, for other members. 16 bytes per waiting request record how long disk and group had
+    /// been blocked.
     fn hold(&self, direction: Direction, waiter: &Waiter<T>) -> Option<Held> {
         let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
         let freed = steps.filter_map(|(level, step)| {
