@@ -38,9 +38,9 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: ## serve a disk under a limit with a burst and watch it hold (about 30 s after the build)
-	@scripts/deps build clients
-	$(RELEASE)
-	@bench/demo.py "$(TARGET)/release/weir"
+	@scripts/deps build demo
+	$(CARGO) build --profile demo --locked -p weir --bin weir
+	@bench/demo.py "$(TARGET)/demo/weir"
 
 build: ## build the program, optimised: target/release/weir, and weir.debug with its line tables
 	@scripts/deps build
@@ -62,7 +62,8 @@ deb: ## make a Debian package: target/deb/weir_VERSION_ARCH.deb; CARGO="cargo au
 # they share, and build twenty dependencies and the data path twice.
 TESTS := $(CARGO) test --locked --workspace
 
-test: test-unit test-e2e ## run every test; installs the clients it needs
+test: ## run every test; installs the clients it needs; the last line is `N passed, N failed`
+	@scripts/count-tests $(MAKE) --no-print-directory test-unit test-e2e
 
 test-unit: ## tests in virtual time, and those of one crate: units, properties, simulation
 	@scripts/deps build
