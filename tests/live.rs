@@ -183,7 +183,7 @@ fn top_draws_edits_stops_and_gives_the_terminal_back() {
     let socket = socket(&scratch);
     let arguments = ["top", "--interval", "100ms", "--qmp", &socket];
     let mut top = Terminal::weir(arguments);
-    top.wait_for("0.1.0");
+    top.wait_for(env!("CARGO_PKG_VERSION"));
     top.press("t");
     top.wait_for("iops-total=500");
     top.press("iops-total-max=20\r");
@@ -198,13 +198,13 @@ fn top_draws_edits_stops_and_gives_the_terminal_back() {
     top.wait_for_stop();
     top.wait_until_given_back();
     top.signal(Signal::SIGCONT);
-    top.wait_for("0.1.0");
+    top.wait_for(env!("CARGO_PKG_VERSION"));
     top.press("q");
     top.wait_until_given_back();
     assert!(top.wait().success());
 
     let top = Terminal::weir(arguments);
-    top.wait_for("0.1.0");
+    top.wait_for(env!("CARGO_PKG_VERSION"));
     top.signal(Signal::SIGTERM);
     top.wait_until_given_back();
     assert!(top.wait().success());
@@ -216,7 +216,7 @@ fn top_waits_for_a_daemon_that_was_restarted() {
     let weir = start(&scratch, &[]);
     let socket = socket(&scratch);
     let top = Terminal::weir(["top", "--interval", "100ms", "--qmp", &socket]);
-    top.wait_for("0.1.0");
+    top.wait_for(env!("CARGO_PKG_VERSION"));
     weir.stop();
     top.wait_for("no answer, trying again");
     let _weir = start(&scratch, &["--group", "g"]);
