@@ -11,13 +11,10 @@ import subprocess
 
 import loads
 import servers
+from exported import PREFETCH, QSD, QSDS, Exported, both_ways
 from loads import Load
-from qcow2 import Image, path_of
 from results import Cheaper, Faster
-from rows import DIRECT, WEIR, Row, on_direct, settle
-from vhost_user import QSD, QSDS, both_ways, file_of, null_of
-
-PREFETCH = "prefetch"
+from rows import WEIR, Row
 
 
 class File(servers.Machine):
@@ -73,71 +70,7 @@ def ways(load, name, take):
     return both_ways(name, take) if load.depth > 1 else {name: lambda: take(False)}
 
 
-def null(load):
-    """Storage that costs nothing."""
-
-    def contenders(setup, stack):
-        starts = {QSD: storage_daemon([f"{null_of(setup)},node-name=d"])}
-        if setup.program:
-            starts = {WEIR: weir(setup, f"null:{setup.size_bytes}")} | starts
-        samples = {}
-        for name, start in starts.items():
-            server = stack.enter_context(start)
-            samples |= ways(load, name, lambda pinned, server=server: put(setup, server, load, pinned))
-        return samples
-
-    return contenders
-
-
-def on_file(load, form):
-    """A raw file or a qcow2 image, past the page cache. Servers live for one sample: an image has one at a
-    time.
-    """
-
-    def contenders(setup, _stack):
-        path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
-
-        def on(start):
-            def take(pinned):
-                settle(path)
-                with start() as server:
-                    return put(setup, server, load, pinned)
-
-            return take
-
-        ours = {
-            WEIR: lambda: weir(setup, path, "--format", form, "--cache", "none",
-                               *(["--l2-cache-size", "full"] if form == "qcow2" else []))
-        }  # fmt: skip
-        theirs = {
-            name: lambda aio=name.split()[1]: storage_daemon(file_of(path, aio, form)) for name in QSDS
-        }
-        starts = (ours if setup.program else {}) | theirs
-        samples = {}
-        for name, start in starts.items():
-            samples |= ways(load, name, on(start))
-        return samples | {DIRECT: on_direct(setup, load)}
-
-    return contenders
-
-
-def prefetch(setup, _stack):
-    """A sequential reader with one request in flight."""
-    load = Load("read", 1)
-
-    def on(start):
-        def sample():
-            settle(setup.disk)
-            with start() as server:
-                return put(setup, server, load, False)
-
-        return sample
-
-    def ours(mode):
-        return lambda: weir(setup, setup.disk, "--format", "raw", "--cache", "none", "--prefetch", mode)
-
-    theirs = {name: on(lambda aio=name.split()[1]: storage_daemon(file_of(setup.disk, aio))) for name in QSDS}
-    return ({PREFETCH: on(ours("auto")), "none": on(ours("off"))} if setup.program else {}) | theirs
+EXPORT = Exported(weir, storage_daemon, put, ways)
 
 
 def _asked(depth, peers):
@@ -152,14 +85,14 @@ def _asked(depth, peers):
 def _null(kind, depth):
     title = f"4 KiB rand{kind}, depth {depth}, FUSE, null storage"
     load = Load(f"rand{kind}", depth)
-    return Row(f"fuse-null-{kind}-{depth}", title, null(load), _asked(depth, (QSD,)))
+    return Row(f"fuse-null-{kind}-{depth}", title, EXPORT.null(load), _asked(depth, (QSD,)))
 
 
 def _file(form, kind, depth):
     name = "file" if form == "raw" else form
     title = f"4 KiB rand{kind}, depth {depth}, FUSE, {form}, cache none"
     load = Load(f"rand{kind}", depth)
-    return Row(f"fuse-{name}-{kind}-{depth}", title, on_file(load, form), _asked(depth, QSDS))
+    return Row(f"fuse-{name}-{kind}-{depth}", title, EXPORT.on_file(load, form), _asked(depth, QSDS))
 
 
 ROWS = (
@@ -168,7 +101,7 @@ ROWS = (
     Row(
         "fuse-prefetch",
         "4 KiB sequential reads, depth 1, FUSE, raw file, cache none",
-        prefetch,
+        EXPORT.prefetch,
         (Faster(PREFETCH, 3, QSDS),),
     ),
 )

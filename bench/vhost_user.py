@@ -22,18 +22,12 @@ from pathlib import Path
 import front_end
 import groups
 import loads
-import rows
 import servers
+from exported import PINNED, PREFETCH, QSD, QSDS, Exported, both_ways, null_of
 from loads import Load, LoadFailed
-from qcow2 import Image, path_of
 from results import About, AtLeast, AtMost, Cheaper, Faster
 from rows import DIRECT, OUT_OF_REACH, WEIR, Row, settle
 
-QSD = "qsd"
-# How it reads files: the better one counts.
-QSDS = ("qsd native", "qsd io_uring")
-PINNED = ", pinned"
-PREFETCH = "prefetch"
 RATE, BYTES_RATE, KIB = 1000, 10_000_000, 1 << 10
 # Skipped of a load under a limit: what passes at once.
 SKIP_SECONDS = 1
@@ -97,43 +91,7 @@ def storage_daemon(node, *objects):
     return servers.Machine(command, monitored=True)
 
 
-def null_of(setup):
-    """QEMU's null storage."""
-    return f"driver=null-co,size={setup.size_bytes},read-zeroes=off"
-
-
-def file_of(path, aio, form="raw"):
-    """QEMU's best way to a file past the page cache."""
-    return [
-        f"driver=file,node-name=f,filename={path},cache.direct=on,aio={aio}",
-        f"driver={form},node-name=d,file=f,cache.direct=on",
-    ]
-
-
-def both_ways(name, take):
-    """A contender with the client where the kernel puts it, and one with the client on the first core."""
-    return {name: lambda: take(False), f"{name}{PINNED}": lambda: take(True)}
-
-
-def running(setup, stack, load, machines):
-    """Contenders whose servers live as long as the row."""
-    contenders = {}
-    for name, machine in machines.items():
-        server = stack.enter_context(machine)
-        contenders |= both_ways(name, lambda pinned, server=server: put(setup, server, load, pinned))
-    return contenders
-
-
-def null(load):
-    """Storage that costs nothing."""
-
-    def contenders(setup, stack):
-        machines = {QSD: storage_daemon([f"{null_of(setup)},node-name=d"])}
-        if setup.program:
-            machines = {WEIR: weir(setup, f"null:{setup.size_bytes}")} | machines
-        return running(setup, stack, load, machines)
-
-    return contenders
+EXPORT = Exported(weir, storage_daemon, put, lambda _load, name, take: both_ways(name, take))
 
 
 def limited(setup, stack):
@@ -144,57 +102,7 @@ def limited(setup, stack):
     machines = {QSD: throttled}
     if setup.program:
         machines = {WEIR: weir(setup, f"null:{setup.size_bytes}", *OUT_OF_REACH)} | machines
-    return running(setup, stack, Load("randread", 32), machines)
-
-
-def on_file(load, form):
-    """A raw file or a qcow2 image, past the page cache. Servers live for one sample: an image has one at a
-    time.
-    """
-
-    def contenders(setup, _stack):
-        path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
-
-        def on(start):
-            def take(pinned):
-                settle(path)
-                with start() as server:
-                    return put(setup, server, load, pinned)
-
-            return take
-
-        ours = {
-            WEIR: lambda: weir(setup, path, "--format", form, "--cache", "none",
-                               *(["--l2-cache-size", "full"] if form == "qcow2" else []))
-        }  # fmt: skip
-        theirs = {
-            name: lambda aio=name.split()[1]: storage_daemon(file_of(path, aio, form)) for name in QSDS
-        }
-        starts = (ours if setup.program else {}) | theirs
-        samples = {}
-        for name, start in starts.items():
-            samples |= both_ways(name, on(start))
-        return samples | {DIRECT: rows.on_direct(setup, load)}
-
-    return contenders
-
-
-def prefetch(setup, _stack):
-    """A sequential reader with one request in flight."""
-
-    def on(start):
-        def sample():
-            settle(setup.disk)
-            with start() as server:
-                return put(setup, server, Load("read", 1))
-
-        return sample
-
-    def ours(mode):
-        return lambda: weir(setup, setup.disk, "--format", "raw", "--cache", "none", "--prefetch", mode)
-
-    theirs = {name: on(lambda aio=name.split()[1]: storage_daemon(file_of(setup.disk, aio))) for name in QSDS}
-    return ({PREFETCH: on(ours("auto")), "none": on(ours("off"))} if setup.program else {}) | theirs
+    return EXPORT.running(setup, stack, Load("randread", 32), machines)
 
 
 def beside_nbd(setup, _stack):
@@ -406,7 +314,7 @@ def _null(depth, factor):
         return asked
 
     title = f"4 KiB randread, depth {depth}, vhost-user-blk, null storage"
-    return Row(f"vhost-user-null-{depth}", title, null(Load("randread", depth)), _either(ask))
+    return Row(f"vhost-user-null-{depth}", title, EXPORT.null(Load("randread", depth)), _either(ask))
 
 
 def _file(form, kind, depth):
@@ -419,7 +327,7 @@ def _file(form, kind, depth):
     name = "file" if form == "raw" else form
     title = f"4 KiB rand{kind}, depth {depth}, vhost-user-blk, {form}, cache none"
     return Row(
-        f"vhost-user-{name}-{kind}-{depth}", title, on_file(Load(f"rand{kind}", depth), form), _either(ask)
+        f"vhost-user-{name}-{kind}-{depth}", title, EXPORT.on_file(Load(f"rand{kind}", depth), form), _either(ask)
     )
 
 
@@ -437,7 +345,7 @@ ROWS = (
     Row(
         "vhost-user-prefetch",
         "4 KiB sequential reads, depth 1, vhost-user-blk, raw file, cache none",
-        prefetch,
+        EXPORT.prefetch,
         (Faster(PREFETCH, 5, QSDS),),
     ),
     Row(
