@@ -1,20 +1,10 @@
 """weir's devices of the kernel's NBD client, in the guest: as ublk.py, for what is different there.
 """
 
-from pathlib import Path
+from device import DISK, DISK_MIB, Device
+from outcome import contains, fact
 
-from outcome import contains, fact, near
-
-SHELL = Path(__file__).with_name("devices.sh").read_text()
-DISK = "/tmp/disk.raw"
 NODE = "/dev/nbd3"
-DISK_MIB = 64
-# How often weir is killed, and with --full.
-KILLS, FULL_KILLS = 3, 20
-# How often another weir takes over, and with --full.
-TAKEOVERS, FULL_TAKEOVERS = 3, 20
-# Operations per second, and how many are asked for at once: a tenth passes at the beginning.
-LIMIT, ASKED = 200, 400
 # What ends a case, however it went.
 CLEAN = f"""
     touch /tmp/stop
@@ -27,13 +17,24 @@ CLEAN = f"""
 """
 
 
-class Nbd:
+class Nbd(Device):
     """The cases."""
 
-    def __init__(self, full):
-        self.guest = None  # set when they run
-        self._kills = FULL_KILLS if full else KILLS
-        self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
+    node = NODE
+    option = f"--nbd-device {NODE}"
+    killed_option = f"--nbd-device {NODE},connections=2,timeout=2"
+    again_option = "--nbd-device auto,timeout=2"
+    goes_on = "taking over"
+    takeover_option = f"--nbd-device {NODE},connections=2"
+    # The kernel's client sees nothing of it.
+    seen = """
+            part kernel
+            dmesg | grep -i nbd3 || echo nothing
+            part sockets
+            ask '{"execute":"x-weir-query-status"}'
+    """
+    prologue = f"free() {{ until_free {NODE}; }}; nodes() {{ :; }}"
+    clean = CLEAN
 
     def cases(self):
         """Name and function."""
@@ -48,14 +49,19 @@ class Nbd:
         yield "nbd: what cannot be", self.refused
         yield "nbd: as qemu-nbd", self.as_qemu
 
-    def _parts(self, body):
-        make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
-        free = f"free() {{ until_free {NODE}; }}"
-        return self.guest.parts(f"{SHELL}\n{free}\n{make}\n{body}", CLEAN)
+    def takeover_checks(self, parts):
+        return [
+            fact("what the kernel says", parts["kernel"].strip() == "nothing", parts["kernel"], "nothing"),
+            contains("its sockets", parts["sockets"], '"sockets":2'),
+            contains("none of them new", parts["sockets"], '"replaced":0'),
+        ]
+
+    def nodes_checks(self, parts):
+        return []
 
     def told(self):
         """What /sys says of a device."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE},connections=3
             part told
             cat /sys/block/nbd3/ro /sys/block/nbd3/queue/logical_block_size /sys/block/nbd3/queue/write_cache
@@ -68,27 +74,11 @@ class Nbd:
         expected = ["0", "512", "write", "back", str(DISK_MIB << 11), f"weir:{DISK}"]
         return [fact("a device", told == expected, told, expected)]
 
-    def limit(self):
-        """A limit by the guest's own clock."""
-        parts = self._parts(f"""
-            serve {DISK} --nbd-device {NODE} --iops-total {LIMIT}
-            pause 1
-            part begin
-            now; echo $now
-            dd if={NODE} of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
-            part end
-            now; echo $now
-            stop
-            free
-        """)
-        seconds = float(parts["end"]) - float(parts["begin"])
-        return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
-
     def resized(self):
         """At once."""
         larger = (DISK_MIB + 20) << 20
         resize = f'{{"execute":"block_resize","arguments":{{"node-name":"disk","size":{larger}}}}}'
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             part asked
             ask '{resize}'
@@ -108,74 +98,9 @@ class Nbd:
             contains("its size", parts["size"], str(larger)),
         ]
 
-    def killed(self):
-        """weir killed while numbers are written, and started again: the device waits, nothing is
-        lost, and nothing comes twice.
-        """
-        parts = self._parts(f"""
-            serve {DISK} --nbd-device {NODE},connections=2,timeout=2
-            numbers {NODE}
-            more_numbers 8
-            for time in $(seq {self._kills}); do
-                killed
-                pause 0.0$((time % 7))
-                serve {DISK} --nbd-device auto,timeout=2
-                grep 'taking over' $log
-                more_numbers $((time % 5 + 1))
-            done
-            part ended
-            end_numbers
-            part rest
-            stop
-            free
-            check_numbers {DISK}
-        """)
-        return [contains("the client", parts["ended"], "ok ")]
-
-    def taken_over(self):
-        """Another weir goes on while numbers are written, under a limit and without, and one that
-        lacks the device leaves all as it was. The kernel's client sees nothing of it.
-        """
-        parts = self._parts(f"""
-            serve {DISK} --nbd-device {NODE},connections=2
-            numbers {NODE}
-            more_numbers 8
-            part refused
-            ! weir serve {DISK} --qmp unix:$qmp --takeover --nbd unix:/tmp/other.sock
-            grep 'nobody has taken over' $log
-            part others
-            more_numbers 4
-            dmesg -c >/dev/null
-            for time in $(seq {self._takeovers}); do
-                [ $((time % 2)) = 0 ] || limit='--iops-total 500'
-                take_over {DISK} --nbd-device {NODE},connections=2 $limit
-                limit=
-                more_numbers $((time % 5 + 1))
-            done
-            part kernel
-            dmesg | grep -i nbd3 || echo nothing
-            part sockets
-            ask '{{"execute":"x-weir-query-status"}}'
-            part ended
-            end_numbers
-            part rest
-            # The last of them can still give it another length, and let it go.
-            stop
-            free
-            check_numbers {DISK}
-        """)
-        return [
-            contains("a newcomer without it", parts["refused"], f"{NODE} runs, and is not in this config"),
-            contains("the old one then", parts["refused"], "all goes on"),
-            fact("what the kernel says", parts["kernel"].strip() == "nothing", parts["kernel"], "nothing"),
-            contains("its sockets", parts["sockets"], '"sockets":2'),
-            contains("none of them new", parts["sockets"], '"replaced":0'),
-            contains("the client", parts["ended"], "ok "),
-        ]
-
     def ended(self):
         """weir told to end while a file system is mounted: it waits for the next weir."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             mkfs.ext4 -q {NODE}
             mount -t ext4 {NODE} /mnt/d
@@ -200,7 +125,7 @@ class Nbd:
     def removed(self):
         """Over QMP, while it is used: not if it is to be safe; or else what is asked then fails."""
         remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             numbers {NODE}
             more_numbers 8
@@ -230,7 +155,7 @@ class Nbd:
 
     def gone(self):
         """Somebody else lets the device go, and weir ends with it, as it was told."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE} --exit-when-idle
             dd if={NODE} of=/dev/null bs=4k count=4 iflag=direct
             nbd-client -d {NODE}
@@ -245,7 +170,7 @@ class Nbd:
 
     def refused(self):
         """A device that another has, and an odd size."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             truncate -s 1M /tmp/other.raw
             truncate -s 1000 /tmp/odd.raw
@@ -266,7 +191,7 @@ class Nbd:
 
     def as_qemu(self):
         """Connected and disconnected by a link of qemu-nbd's name, as its scripts do."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             weir=
             ln -sf "$(command -v weir)" /tmp/qemu-nbd
             ended() {{ until ! [ -e /tmp/qemu.pid ]; do pause 0.02; done; }}

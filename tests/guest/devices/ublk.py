@@ -6,20 +6,11 @@ Each case is one script in the guest, and the checks of what it printed.
 
 import json
 import re
-from pathlib import Path
 
-from outcome import contains, fact, near
+from device import DISK, DISK_MIB, LIMIT, Device
+from outcome import contains, fact
 
-SHELL = Path(__file__).with_name("devices.sh").read_text()
-DISK = "/tmp/disk.raw"
 NODE = "/dev/ublkb0"
-DISK_MIB = 64
-# How often weir is killed, and with --full.
-KILLS, FULL_KILLS = 3, 20
-# How often another weir takes over, and with --full.
-TAKEOVERS, FULL_TAKEOVERS = 3, 20
-# Operations per second, and how many are asked for at once: a tenth passes at the beginning.
-LIMIT, ASKED = 200, 400
 # Seconds for which requests wait for weir to come back, and how much later they may fail, the
 # kernel's own time to notice on 6.1 included.
 PATIENCE, LATER = 3, 6
@@ -39,13 +30,20 @@ def version(release):
     return [int(number) for number in release.split(".")[:2]]
 
 
-class Ublk:
+class Ublk(Device):
     """The cases."""
 
-    def __init__(self, full):
-        self.guest = None  # set when they run
-        self._kills = FULL_KILLS if full else KILLS
-        self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
+    node = NODE
+    option = "--ublk"
+    killed_option = takeover_option = "--ublk=0,queues=2"
+    again_option = "--ublk"
+    goes_on = "took over"
+    seen = """
+            part said
+            grep 'recovered the devices of ublk' $log
+    """
+    prologue = "[ -e /dev/ublk-control ] || load ublk_drv; free() { :; }; nodes() { ls /dev/ublk*; }"
+    clean = CLEAN
 
     def cases(self):
         """Name and function."""
@@ -63,10 +61,12 @@ class Ublk:
         yield "ublk: of another user than root", self.unprivileged
         yield "ublk: what cannot be", self.refused
 
-    def _parts(self, body):
-        load = "[ -e /dev/ublk-control ] || load ublk_drv"
-        make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
-        return self.guest.parts(f"{SHELL}\n{load}\n{make}\n{body}", CLEAN)
+    def takeover_checks(self, parts):
+        return [contains("the new one", parts["said"], "pause_us=")]
+
+    def nodes_checks(self, parts):
+        nodes = parts["nodes"]
+        return [fact("nodes afterwards", nodes.split() == ["/dev/ublk-control"], nodes, "none")]
 
     def _waits_for_users(self):
         """Whether the driver of this kernel does nothing for anybody while a device that was removed has
@@ -77,7 +77,7 @@ class Ublk:
     def told(self):
         """What /sys says of a device."""
         shown = "ro queue/logical_block_size queue/physical_block_size queue/write_cache queue/fua size"
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             read_all() {{ for name in {shown}; do cat /sys/block/ublkb0/$name; done; }}
             serve {DISK} --ublk=0,queues=2
             part writable
@@ -116,25 +116,10 @@ class Ublk:
             ),
         ]
 
-    def limit(self):
-        """A limit by the guest's own clock."""
-        parts = self._parts(f"""
-            serve {DISK} --ublk --iops-total {LIMIT}
-            pause 1
-            part begin
-            now; echo $now
-            dd if={NODE} of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
-            part end
-            now; echo $now
-            stop
-        """)
-        seconds = float(parts["end"]) - float(parts["begin"])
-        return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
-
     def resized(self):
         """At once from Linux 6.16 on; before, it is said that it cannot be."""
         larger = (DISK_MIB + 20) << 20
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             part kernel
             uname -r
             part others
@@ -161,77 +146,12 @@ class Ublk:
             contains("its size when it is made again", parts["anew"], str(larger)),
         ]
 
-    def killed(self):
-        """weir killed while numbers are written, and started again: the device stays, nothing is
-        lost, and nothing comes twice.
-        """
-        parts = self._parts(f"""
-            serve {DISK} --ublk=0,queues=2
-            numbers {NODE}
-            more_numbers 8
-            for time in $(seq {self._kills}); do
-                killed
-                pause 0.0$((time % 7))
-                serve {DISK} --ublk
-                grep 'took over' $log
-                more_numbers $((time % 5 + 1))
-            done
-            part ended
-            end_numbers
-            part rest
-            stop
-            check_numbers {DISK}
-            part nodes
-            ls /dev/ublk*
-        """)
-        return [
-            contains("the client", parts["ended"], "ok "),
-            fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
-        ]
-
-    def taken_over(self):
-        """Another weir goes on while numbers are written, under a limit and without, and one that
-        lacks the device leaves all as it was: nothing is lost, and nothing comes twice.
-        """
-        parts = self._parts(f"""
-            serve {DISK} --ublk=0,queues=2
-            numbers {NODE}
-            more_numbers 8
-            part refused
-            ! weir serve {DISK} --qmp unix:$qmp --takeover --nbd unix:/tmp/other.sock
-            grep 'nobody has taken over' $log
-            part others
-            more_numbers 4
-            for time in $(seq {self._takeovers}); do
-                [ $((time % 2)) = 0 ] || limit='--iops-total 500'
-                take_over {DISK} --ublk=0,queues=2 $limit
-                limit=
-                more_numbers $((time % 5 + 1))
-            done
-            part said
-            grep 'recovered the devices of ublk' $log
-            part ended
-            end_numbers
-            part rest
-            stop
-            check_numbers {DISK}
-            part nodes
-            ls /dev/ublk*
-        """)
-        return [
-            contains("a newcomer without it", parts["refused"], "/dev/ublkb0 runs, and is not in this config"),
-            contains("the old one then", parts["refused"], "all goes on"),
-            contains("the new one", parts["said"], "pause_us="),
-            contains("the client", parts["ended"], "ok "),
-            fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
-        ]
-
     def not_copied(self):
         """Data of a raw image stays where it is from Linux 6.16 on, through kills, file systems and
         discards, and what has to be copied is: what was read ahead, and what might be a header. On
         other kernels, and where it is switched off, memory is lent.
         """
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             part kernel
             uname -r
             part others
@@ -308,7 +228,7 @@ class Ublk:
 
     def ended(self):
         """weir told to end while a file system is mounted: it waits for the next weir."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --ublk
             mkfs.ext4 -q {NODE}
             mount -t ext4 {NODE} /mnt/d
@@ -352,7 +272,7 @@ class Ublk:
             exec 3<&-
         """
         goes = "" if self._waits_for_users() else goes
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --ublk=0,dead-timeout=600
             killed
             part listed
@@ -412,7 +332,7 @@ class Ublk:
             stop
         """
         another = "" if self._waits_for_users() else another
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             read_on() {{
                 while dd if={NODE} of=/dev/null bs=64k iflag=direct 2>/dev/null; do :; done
                 now; echo $now >/tmp/failed
@@ -467,7 +387,7 @@ class Ublk:
         """
         # With a limit, or the machine has much to emulate meanwhile.
         door = f"--ublk=0,dead-timeout={PATIENCE} --iops-total {LIMIT}"
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} {door}
             numbers {NODE}
             more_numbers 8
@@ -517,7 +437,7 @@ class Ublk:
     def removed(self):
         """Over QMP, while it is used: not if it is to be safe; or else what is asked then fails."""
         remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --ublk
             numbers {NODE}
             more_numbers 8
@@ -555,7 +475,7 @@ class Ublk:
         remove what is left of it, and are told where they are not given it.
         """
         serve = f"weir serve {DISK} --ublk=0,unprivileged --qmp unix:/run/user/qmp"
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             part kernel
             uname -r
             part others
@@ -610,7 +530,7 @@ class Ublk:
 
     def refused(self):
         """A number that is taken, an image that is in use, a device that was never started."""
-        parts = self._parts(f"""
+        parts = self.parts(f"""
             serve {DISK} --ublk=0
             part same
             ! weir serve {DISK} --ublk

@@ -1,0 +1,129 @@
+"""Cases that hold for every block device that weir makes, in the guest: a limit, kills and takeovers under
+load. ublk.py and nbd.py have the devices and what is different there.
+"""
+
+from pathlib import Path
+
+from outcome import contains, near
+
+SHELL = Path(__file__).with_name("devices.sh").read_text()
+DISK = "/tmp/disk.raw"
+DISK_MIB = 64
+# How often weir is killed, and with --full.
+KILLS, FULL_KILLS = 3, 20
+# How often another weir takes over, and with --full.
+TAKEOVERS, FULL_TAKEOVERS = 3, 20
+# Operations per second, and how many are asked for at once: a tenth passes at the beginning.
+LIMIT, ASKED = 200, 400
+
+
+class Device:
+    """A device and the cases that it shares with others. A subclass sets the attributes."""
+
+    # Its node, and the option of `weir serve` that makes it.
+    node = option = None
+    # The option of the weir that is killed, of the one that goes on, and what the latter logs.
+    killed_option = again_option = goes_on = None
+    # The option of a takeover, and a script that shows what others saw of it.
+    takeover_option = seen = None
+    # Scripts in the guest: before a case, and at its end, however it went.
+    prologue = clean = None
+
+    def __init__(self, full):
+        self.guest = None  # set when they run
+        self._kills = FULL_KILLS if full else KILLS
+        self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
+
+    def parts(self, body):
+        """What the parts of a script have printed."""
+        make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
+        return self.guest.parts(f"{SHELL}\n{self.prologue}\n{make}\n{body}", self.clean)
+
+    def takeover_checks(self, parts):
+        """Checks of what `seen` printed."""
+        raise NotImplementedError
+
+    def nodes_checks(self, parts):
+        """Checks of the nodes that are left, which part `nodes` lists."""
+        raise NotImplementedError
+
+    def limit(self):
+        """A limit by the guest's own clock."""
+        parts = self.parts(f"""
+            serve {DISK} {self.option} --iops-total {LIMIT}
+            pause 1
+            part begin
+            now; echo $now
+            dd if={self.node} of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
+            part end
+            now; echo $now
+            stop
+            free
+        """)
+        seconds = float(parts["end"]) - float(parts["begin"])
+        return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
+
+    def killed(self):
+        """weir killed while numbers are written, and started again: the device waits, no write is lost, and
+        none is repeated.
+        """
+        parts = self.parts(f"""
+            serve {DISK} {self.killed_option}
+            numbers {self.node}
+            more_numbers 8
+            for time in $(seq {self._kills}); do
+                killed
+                pause 0.0$((time % 7))
+                serve {DISK} {self.again_option}
+                grep '{self.goes_on}' $log
+                more_numbers $((time % 5 + 1))
+            done
+            part ended
+            end_numbers
+            part rest
+            stop
+            free
+            check_numbers {DISK}
+            part nodes
+            nodes
+        """)
+        return [contains("the client", parts["ended"], "ok "), *self.nodes_checks(parts)]
+
+    def taken_over(self):
+        """Another weir goes on while numbers are written, under a limit and without, and one that lacks the
+        device leaves all as it was: no write is lost, and none is repeated.
+        """
+        parts = self.parts(f"""
+            serve {DISK} {self.takeover_option}
+            numbers {self.node}
+            more_numbers 8
+            part refused
+            ! weir serve {DISK} --qmp unix:$qmp --takeover --nbd unix:/tmp/other.sock
+            grep 'nobody has taken over' $log
+            part others
+            more_numbers 4
+            dmesg -c >/dev/null
+            for time in $(seq {self._takeovers}); do
+                [ $((time % 2)) = 0 ] || limit='--iops-total 500'
+                take_over {DISK} {self.takeover_option} $limit
+                limit=
+                more_numbers $((time % 5 + 1))
+            done
+            {self.seen}
+            part ended
+            end_numbers
+            part rest
+            # The last of them can still give it another length, and let it go.
+            stop
+            free
+            check_numbers {DISK}
+            part nodes
+            nodes
+        """)
+        return [
+            contains("a newcomer without it", parts["refused"], f"{self.node} runs, and is not in this config"),
+            contains("the old one then", parts["refused"], "all goes on"),
+            *self.takeover_checks(parts),
+            contains("the client", parts["ended"], "ok "),
+            *self.nodes_checks(parts),
+        ]
