@@ -5,7 +5,6 @@ use std::{
     io::{Read as _, Write as _},
     net::Shutdown,
     os::unix::net::{UnixDatagram, UnixListener, UnixStream},
-    path::Path,
     rc::Rc,
 };
 
@@ -83,10 +82,50 @@ fn spawn(mut front_ends: FrontEnds) -> (Rc<Owner>, reactor::JoinHandle<io::Resul
     (owner, task)
 }
 
-fn listener(directory: &Path) -> (FrontEnds, PathBuf) {
-    let path = directory.join("s");
-    let listener = UnixListener::bind(&path).expect("a socket");
-    (FrontEnds::listen("e", Fd::from(listener)), path)
+/// Longer than a test takes.
+const PATIENT: Duration = Duration::from_secs(3600);
+
+/// A socket at which front ends are served.
+struct Listening {
+    owner: Rc<Owner>,
+    path: PathBuf,
+}
+
+impl Listening {
+    /// Runs `test` while front ends are served; one that sends nothing keeps its place for
+    /// `silence`.
+    fn run(name: &'static str, silence: Duration, test: impl AsyncFnOnce(&Self) + 'static) {
+        real(async move {
+            let directory = directory(name);
+            let path = directory.join("s");
+            let listener = UnixListener::bind(&path).expect("a socket");
+            let mut front_ends = FrontEnds::listen("e", Fd::from(listener));
+            front_ends.silence = silence;
+            let (owner, task) = spawn(front_ends);
+            test(&Self { owner, path }).await;
+            task.cancel().await;
+            std::fs::remove_dir_all(directory).expect("removed");
+        });
+    }
+
+    fn connect(&self) -> UnixStream {
+        UnixStream::connect(&self.path).expect("it listens")
+    }
+
+    /// Gives the server time to turn a front end away, as often as other threads are asked and
+    /// answer.
+    async fn pause(&self) {
+        for _ in 0..20 {
+            reactor::blocking(|| ()).await;
+        }
+    }
+}
+
+/// Fails if the other side has closed.
+fn is_served(socket: &UnixStream) {
+    socket.set_nonblocking(true).expect("a socket");
+    let error = (&*socket).read(&mut [0]).expect_err("it is served");
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
 }
 
 /// Waits until the other side closes.
@@ -104,158 +143,112 @@ fn directory(name: &str) -> PathBuf {
 
 #[test]
 fn a_front_end_that_comes_before_the_last_one_has_gone_is_not_turned_away() {
-    real(async {
-        let directory = directory("early");
-        let (front_ends, path) = listener(&directory);
-        let (owner, task) = spawn(front_ends);
-        let first = UnixStream::connect(&path).expect("it listens");
+    Listening::run("early", PATIENT, async |it| {
+        let owner = &it.owner;
+        let first = it.connect();
         owner.has_seen(1).await;
-        let second = UnixStream::connect(&path).expect("it listens");
-        // Time to turn it away, as often as other threads are asked and answer.
-        for _ in 0..20 {
-            reactor::blocking(|| ()).await;
-        }
+        let second = it.connect();
+        it.pause().await;
         drop(first);
         owner.has_seen(2).await;
-        second.set_nonblocking(true).expect("a socket");
-        let error = (&second).read(&mut [0]).expect_err("it is served");
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
+        is_served(&second);
     });
 }
 
 #[test]
 fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
-    real(async {
-        let directory = directory("second");
-        let (front_ends, path) = listener(&directory);
-        let (owner, task) = spawn(front_ends);
-        let first = UnixStream::connect(&path).expect("it listens");
+    Listening::run("second", PATIENT, async |it| {
+        let owner = &it.owner;
+        let first = it.connect();
         owner.has_seen(1).await;
         owner.hears(&first).await;
         for _ in 0..3 {
-            turned_away(UnixStream::connect(&path).expect("it listens")).await;
+            turned_away(it.connect()).await;
         }
         drop(first);
-        let second = UnixStream::connect(&path).expect("it listens");
+        let second = it.connect();
         owner.has_seen(2).await;
         // Half gone is gone.
         second.shutdown(Shutdown::Write).expect("connected");
-        let _third = UnixStream::connect(&path).expect("it listens");
+        let _third = it.connect();
         owner.has_seen(3).await;
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
     });
 }
 
 #[test]
 fn one_that_says_nothing_has_to_go_when_another_comes() {
-    real(async {
-        let directory = directory("silent");
-        let (mut front_ends, path) = listener(&directory);
-        front_ends.silence = Duration::ZERO;
-        let (owner, task) = spawn(front_ends);
-        let silent = UnixStream::connect(&path).expect("it listens");
+    Listening::run("silent", Duration::ZERO, async |it| {
+        let owner = &it.owner;
+        let silent = it.connect();
         owner.has_seen(1).await;
-        let second = UnixStream::connect(&path).expect("it listens");
+        let second = it.connect();
         turned_away(silent).await;
         owner.has_seen(2).await;
         // Who has said something stays, and others do not.
         owner.hears(&second).await;
-        turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        turned_away(it.connect()).await;
         assert_eq!(owner.came.get(), 2);
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
     });
 }
 
 #[test]
 fn however_many_say_nothing_one_that_speaks_is_served_at_once() {
-    real(async {
-        let directory = directory("crowd");
-        let (mut front_ends, path) = listener(&directory);
-        front_ends.silence = Duration::from_secs(3600);
-        let (owner, task) = spawn(front_ends);
-        let mut crowd: Vec<_> = (0..100).map(|_| UnixStream::connect(&path).expect("it listens")).collect();
+    Listening::run("crowd", PATIENT, async |it| {
+        let owner = &it.owner;
+        let mut crowd: Vec<_> = (0..100).map(|_| it.connect()).collect();
         owner.has_seen(1).await;
-        let speaks = UnixStream::connect(&path).expect("it listens");
+        let speaks = it.connect();
         owner.hears(&speaks).await;
         assert_eq!(owner.came.get(), 2, "none of the others is served before");
         turned_away(crowd.swap_remove(0)).await;
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
     });
 }
 
 #[test]
 fn one_that_has_hung_up_takes_nobodys_place() {
-    real(async {
-        let directory = directory("hasty");
-        let (mut front_ends, path) = listener(&directory);
-        front_ends.silence = Duration::from_secs(3600);
-        let (owner, task) = spawn(front_ends);
-        let silent = UnixStream::connect(&path).expect("it listens");
+    Listening::run("hasty", PATIENT, async |it| {
+        let owner = &it.owner;
+        let silent = it.connect();
         owner.has_seen(1).await;
         for _ in 0..3 {
-            drop(UnixStream::connect(&path).expect("it listens"));
+            drop(it.connect());
         }
         owner.hears(&silent).await;
-        turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        turned_away(it.connect()).await;
         assert_eq!(owner.came.get(), 1);
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
     });
 }
 
 #[test]
 fn one_that_says_nothing_stays_for_a_while() {
-    real(async {
-        let directory = directory("quiet");
-        let (mut front_ends, path) = listener(&directory);
-        front_ends.silence = Duration::from_secs(3600);
-        let (owner, task) = spawn(front_ends);
-        let silent = UnixStream::connect(&path).expect("it listens");
+    Listening::run("quiet", PATIENT, async |it| {
+        let owner = &it.owner;
+        let silent = it.connect();
         owner.has_seen(1).await;
-        let second = UnixStream::connect(&path).expect("it listens");
-        // It would be turned away now if the other were not silent, as often as other threads are
-        // asked and answer.
-        for _ in 0..20 {
-            reactor::blocking(|| ()).await;
-        }
+        let second = it.connect();
+        it.pause().await;
         assert_eq!(owner.came.get(), 1);
         owner.hears(&silent).await;
         turned_away(second).await;
         assert_eq!(owner.came.get(), 1);
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
     });
 }
 
 #[test]
 fn the_next_front_end_waits_until_the_rings_of_the_last_have_ended() {
-    real(async {
-        let directory = directory("rings");
-        let (front_ends, path) = listener(&directory);
-        let (owner, task) = spawn(front_ends);
+    Listening::run("rings", PATIENT, async |it| {
+        let owner = &it.owner;
         owner.slow.set(true);
-        let first = UnixStream::connect(&path).expect("it listens");
+        let first = it.connect();
         owner.has_seen(1).await;
         drop(first);
-        let second = UnixStream::connect(&path).expect("it listens");
+        let second = it.connect();
         owner.hung_up.wait().await;
-        // Time to turn it away, as often as other threads are asked and answer.
-        for _ in 0..20 {
-            reactor::blocking(|| ()).await;
-        }
+        it.pause().await;
         assert_eq!(owner.came.get(), 1);
         owner.ended.raise();
         owner.has_seen(2).await;
-        second.set_nonblocking(true).expect("a socket");
-        let error = (&second).read(&mut [0]).expect_err("it is served");
-        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-        task.cancel().await;
-        std::fs::remove_dir_all(directory).expect("removed");
+        is_served(&second);
     });
 }
 
