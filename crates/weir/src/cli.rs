@@ -1,5 +1,7 @@
 //! The commands by name. What one is told, and what it does, lie where the command does.
 
+mod brief;
+
 use std::{env, ffi::OsString};
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
@@ -32,6 +34,7 @@ impl Cli {
             words.extend(attach);
         }
         as_bench(&mut words);
+        let command = if brief::is_asked_for(&words) { brief::brief(command) } else { command };
         let mut matches = command.try_get_matches_from(words)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }
