@@ -27,7 +27,8 @@ pub use queue::{THREAD, flush};
 use settings::{LogFormat, LogSettings};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::{
-    EnvFilter, Layer,
+    Layer,
+    filter::{LevelFilter, Targets},
     fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
     layer::{Context, SubscriberExt as _},
     registry::LookupSpan,
@@ -37,29 +38,32 @@ use tracing_subscriber::{
 /// Starts the log for the rest of the process's life. Only the first call counts.
 ///
 /// # Errors
-/// The log's file cannot be opened.
+/// The log's file cannot be opened, or the filter is not valid.
 pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
     if let Some(path) = &settings.file {
         drop(file::open(path).with_context(|| cannot_be_written(path))?);
     }
     let is_file = settings.file.is_some();
+    let targets: Targets = settings.filter.parse().context("log")?;
     let format = settings.format;
     let log = tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::new(&settings.filter))
+        .with_max_level(LevelFilter::TRACE)
         .with_writer(move || LogFile(format))
         // To standard error, of which it would panic there.
         .log_internal_errors(false)
         .with_ansi(!is_file && stderr().is_terminal());
     // A second start, as in tests, leaves the first log in place.
     let started = match (format, !is_file && is_journal()) {
-        (LogFormat::Text, false) => log.finish().with(Warnings).try_init(),
+        (LogFormat::Text, false) => log.finish().with(Warnings).with(targets).try_init(),
         (LogFormat::Text, true) => {
-            log.without_time().map_event_format(Prioritised).finish().with(Warnings).try_init()
+            log.without_time().map_event_format(Prioritised).finish().with(Warnings).with(targets).try_init()
         }
-        (LogFormat::Json, false) => log.json().flatten_event(true).finish().with(Warnings).try_init(),
+        (LogFormat::Json, false) => {
+            log.json().flatten_event(true).finish().with(Warnings).with(targets).try_init()
+        }
         (LogFormat::Json, true) => {
             let log = log.json().flatten_event(true).map_event_format(Prioritised);
-            log.finish().with(Warnings).try_init()
+            log.finish().with(Warnings).with(targets).try_init()
         }
     };
     if started.is_ok() {

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
 
 /// What is logged, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogSettings {
-    /// A level or a filter of tracing's `EnvFilter`, known to be valid.
+    /// A level or a list of levels by module, known to be valid for [`Targets`].
     pub filter: String,
     /// The form of a line.
     pub format: LogFormat,
@@ -62,7 +62,7 @@ pub fn filter(text: &str) -> Result<String, String> {
 }
 
 fn checked(text: &str) -> Result<String, String> {
-    // EnvFilter takes the empty string for "errors only", and any word for the name of a module.
+    // `Targets` accepts the empty string, and any word as the name of a module.
     let level = |word: &str| word.parse::<tracing::metadata::LevelFilter>().is_ok();
     if let Some(unknown) = text.split(',').find_map(unknown_module) {
         let names = MODULES.join(", ");
@@ -70,11 +70,10 @@ fn checked(text: &str) -> Result<String, String> {
             "names a module that there is not, {unknown:?}; there are {names}, and what lies in them, as export::nbd"
         ));
     }
-    let plausible =
-        |directive: &str| level(directive) || directive.contains(['=', '[']) || directive.contains("::");
+    let plausible = |directive: &str| level(directive) || directive.contains('=') || directive.contains("::");
     if !text.is_empty()
         && text.split(',').all(|directive| !directive.is_empty() && plausible(directive))
-        && EnvFilter::try_new(text).is_ok()
+        && text.parse::<Targets>().is_ok()
     {
         return Ok(text.to_owned());
     }
