@@ -46,6 +46,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
+use api::ClusterStatus;
 use async_channel::{Receiver, Sender};
 use block::layer::throttle::Group;
 use cgroup::watch::Lending;
@@ -499,16 +500,15 @@ impl Cluster {
     }
 
     /// For `weir status`.
-    pub(crate) fn summary(&self) -> Value {
-        let mut answer =
-            json!({ "name": self.name, "host": self.host, "connected": self.is_connected.get() });
-        if let Some(leader) = &*self.leader.borrow() {
-            answer["leader"] = json!(leader);
+    pub(crate) fn summary(&self) -> ClusterStatus {
+        let connected = self.is_connected.get();
+        ClusterStatus {
+            name: self.name.clone(),
+            host: self.host.clone(),
+            connected,
+            leader: self.leader.borrow().clone(),
+            reason: (!connected).then(|| self.reason.borrow().clone()),
         }
-        if !self.is_connected.get() {
-            answer["reason"] = json!(*self.reason.borrow());
-        }
-        answer
     }
 
     pub(crate) fn is_connected(&self) -> bool {

@@ -11,13 +11,14 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
+use api::DiskStatus;
 use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use daemon::serve::ServeArgs;
 use nbd::uri::Uri;
 use serde_json::{Map, Value, json};
 use storage::{Part, Spec, rbd::Address};
 
-use crate::client::{self, Client, report::Disk};
+use crate::client::{self, Client};
 
 /// Options of `weir serve` about a disk, as they were written.
 #[derive(Clone, Debug, Default)]
@@ -141,7 +142,7 @@ impl FromArgMatches for DiskOptions {
 pub(crate) fn reached_alike(
     image: &str,
     mut options: Vec<(String, Option<String>)>,
-    disks: &[Disk],
+    disks: &[DiskStatus],
 ) -> Vec<(String, Option<String>)> {
     let mut ways = disks.iter().filter_map(|disk| way(&disk.image));
     let (Some(own), Some((config, user))) = (way(image), ways.next()) else { return options };
@@ -367,7 +368,7 @@ mod tests {
     #[test]
     fn images_of_a_cluster_are_reached_as_all_others_are() {
         let with = |image: &str, said: &[(&str, &str)], others: &[&str]| {
-            let disk = |image: &&str| Disk { image: (*image).to_owned(), ..Disk::default() };
+            let disk = |image: &&str| DiskStatus { image: (*image).to_owned(), ..DiskStatus::default() };
             let disks: Vec<_> = others.iter().map(disk).collect();
             let said = said.iter().map(|(key, value)| ((*key).to_owned(), Some((*value).to_owned())));
             let options = reached_alike(image, said.collect(), &disks);

@@ -3,6 +3,7 @@
 
 mod arguments;
 
+use api::{DiskStatus, MemberSettings, PrefetchStatus};
 pub(crate) use arguments::{EXAMPLES, PrefetchArgs};
 use console::figures;
 use serde_json::{Value, json};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use crate::{
     client::{
         change::{Change, Name},
-        report::{Disk, Node, ReadAhead, Report, Settings},
+        report::{Node, Report},
     },
     saving::{Common, Setter},
 };
@@ -26,7 +27,7 @@ impl Setter for PrefetchArgs {
         find(report, &self.name).map(Node::Disk)
     }
 
-    fn change(&self, _: &Settings) -> Change {
+    fn change(&self, _: &MemberSettings) -> Change {
         self.change()
     }
 
@@ -40,7 +41,7 @@ impl Setter for PrefetchArgs {
     }
 }
 
-fn find<'a>(report: &'a Report, name: &str) -> Result<&'a Disk, String> {
+fn find<'a>(report: &'a Report, name: &str) -> Result<&'a DiskStatus, String> {
     match report.find(name) {
         Some(Node::Disk(disk)) => Ok(disk),
         Some(Node::Group(_)) => {
@@ -50,7 +51,7 @@ fn find<'a>(report: &'a Report, name: &str) -> Result<&'a Disk, String> {
     }
 }
 
-fn show(disk: &Disk) -> String {
+fn show(disk: &DiskStatus) -> String {
     let mut text = format!("disk {}\n", disk.name);
     let settings = Name::of_prefetch().map(|name| (name.text(), name.show(&name.of(&disk.settings))));
     let settings: Vec<_> = settings.collect();
@@ -61,8 +62,8 @@ fn show(disk: &Disk) -> String {
     text
 }
 
-fn figures(read_ahead: &ReadAhead) -> Vec<(&'static str, String)> {
-    let ReadAhead { hits, partial_hits, misses, skipped, waited, memory, streams, .. } = *read_ahead;
+fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
+    let PrefetchStatus { hits, partial_hits, misses, skipped, waited, memory, streams, .. } = *read_ahead;
     let [ahead, used, wasted] = [read_ahead.read_ahead_bytes, read_ahead.used_bytes, read_ahead.wasted_bytes]
         .map(|bytes| figures::bytes(bytes as f64));
     let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);

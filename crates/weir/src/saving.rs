@@ -8,6 +8,7 @@ mod edit;
 mod save;
 
 use anyhow::{Context as _, anyhow};
+use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
 use console::{Failure, print, print_json};
 pub(crate) use edit::{added, removed, written};
@@ -17,7 +18,7 @@ use serde_json::{Value, json};
 use crate::client::{
     Client, Error, Target,
     change::{Change, Name},
-    report::{Node, Report, Settings},
+    report::{Node, Report},
 };
 
 /// A command that shows or changes the settings of one disk or group.
@@ -30,7 +31,7 @@ pub(crate) trait Setter {
     fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String>;
 
     /// What is to change, seen from the settings that are in force.
-    fn change(&self, before: &Settings) -> Change;
+    fn change(&self, before: &MemberSettings) -> Change;
 
     fn show(&self, report: &Report, node: Node<'_>) -> String;
 
@@ -48,7 +49,7 @@ pub(crate) struct Common<'a> {
 pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     let Common { name, json, qmp, save } = setter.common();
     // Which settings it has does not depend on what is in force, only those that go with them.
-    setter.change(&Settings::default()).judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    setter.change(&MemberSettings::default()).judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp.clone())?;
     let (answer, report) = client.status()?;
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;
@@ -104,7 +105,7 @@ pub(crate) fn prepare(
     Saving::prepare(&path, edit).map(Some)
 }
 
-fn changed(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> Value {
+fn changed(name: &str, before: &MemberSettings, change: &Change, saved: Option<&str>) -> Value {
     let value = |(setting, value): (Name, &_)| {
         let both =
             json!({ "before": Value::from(setting.of(before)), "after": Value::from(Clone::clone(value)) });
@@ -118,7 +119,7 @@ fn changed(name: &str, before: &Settings, change: &Change, saved: Option<&str>) 
     changed
 }
 
-fn described(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> String {
+fn described(name: &str, before: &MemberSettings, change: &Change, saved: Option<&str>) -> String {
     let mut text: String =
         change.describe(before).into_iter().map(|line| format!("{name}: {line}\n")).collect();
     if let Some(path) = saved {

@@ -10,11 +10,12 @@ use std::{
 };
 
 use anyhow::anyhow;
+use api::DiskStatus;
 use image_tool::Served;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::json;
 
-use crate::client::{Client, Error, Target, report::Disk};
+use crate::client::{Client, Error, Target};
 
 /// Who serves the image: the daemon that `WEIR_QMP` names, or the usual one. `None` where none
 /// runs, does not answer, or has no such disk.
@@ -24,11 +25,11 @@ pub(crate) fn find(image: &Path) -> Option<Served> {
     let mut client = Client::connect(&target).ok()?;
     let (_, report) = client.status().ok()?;
     let from = working_directory(&target);
-    let is_it = |disk: &Disk| {
+    let is_it = |disk: &DiskStatus| {
         let path = from.as_ref().map_or_else(|| PathBuf::from(&disk.image), |from| from.join(&disk.image));
         path.canonicalize().is_ok_and(|path| path == image)
     };
-    let disk = report.disks.into_iter().find(is_it)?;
+    let disk = report.status.disks.into_iter().find(is_it)?;
     let (name, format) = (disk.name.clone(), disk.format);
     let resize = move |size: u64| {
         let asked = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));

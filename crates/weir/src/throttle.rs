@@ -3,6 +3,7 @@
 
 mod arguments;
 
+use api::MemberSettings;
 pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
 use console::{Failure, figures, print, print_json};
 use serde_json::{Map, Value, json};
@@ -11,7 +12,7 @@ use crate::{
     client::{
         Client,
         change::{Change, Name},
-        report::{Node, Report, Settings},
+        report::{Node, Report},
     },
     saving::{self, Common, Setter},
 };
@@ -27,7 +28,7 @@ impl Setter for ThrottleArgs {
         report.find(&self.name).ok_or_else(|| report.no_such(&self.name))
     }
 
-    fn change(&self, before: &Settings) -> Change {
+    fn change(&self, before: &MemberSettings) -> Change {
         self.change(before)
     }
 
@@ -54,7 +55,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     let is_known = |group: &&Value| group["name"] == arguments.name.as_str();
     let before = shown["groups"].as_array().into_iter().flatten().find(is_known);
     let settings = json!({ "limits": before.map_or(json!({}), |group| group["limits"].clone()) });
-    let settings: Settings = serde_json::from_value(settings).map_err(anyhow::Error::from)?;
+    let settings: MemberSettings = serde_json::from_value(settings).map_err(anyhow::Error::from)?;
     let change = arguments.change(&settings);
     let mut asked: Map<String, Value> = change.arguments();
     asked.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
@@ -135,7 +136,7 @@ fn unused(group: &str) -> anyhow::Error {
     )
 }
 
-fn of_all(group: &Value, settings: &Settings) -> String {
+fn of_all(group: &Value, settings: &MemberSettings) -> String {
     let mut rows: Vec<(&str, String)> = Vec::new();
     let is_set = |name: &Name| name.of(settings) != name.default() && *name != Name::Weight;
     for name in Name::of_throttle().filter(is_set) {

@@ -14,9 +14,9 @@
 use std::rc::{Rc, Weak};
 
 use anyhow::{anyhow, ensure};
+use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
-use serde_json::Value;
 use settings::{Disk, Plan};
 
 use super::{
@@ -173,9 +173,9 @@ impl Inventory {
     }
 
     /// For `weir status`.
-    pub(super) fn describe_unopened(&self) -> Vec<Value> {
+    pub(super) fn unavailable_disks(&self) -> Vec<UnavailableDisk> {
         let now = reactor::now();
-        self.unopened.borrow().values().map(|one| one.described(now)).collect()
+        self.unopened.borrow().values().map(|one| one.status(now)).collect()
     }
 }
 

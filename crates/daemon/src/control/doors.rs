@@ -27,11 +27,10 @@ use std::{
 };
 
 use anyhow::ensure;
+use api::ExportCounters;
 use block::disk::Disk;
-use export::vhost_user_blk::Process;
 use policy::time::Duration;
 use reactor::{JoinHandle, Worker};
-use serde_json::Value;
 use settings::{Door, SocketAccess};
 
 use super::running::RunningDisk;
@@ -59,39 +58,16 @@ pub(crate) trait Attended {
     }
     /// Waits until `busy` is false: it is asked now, and whenever clients have come or gone.
     fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
-    /// What `x-weir-query-status` tells of it, an object.
-    fn statistics(&self) -> Value;
-    /// What metrics tell of it.
-    fn figures(&self) -> Figures;
+    /// Its counters.
+    fn counters(&self) -> ExportCounters;
     /// Counts on from what another daemon has counted.
-    fn count_on(&self, before: &Figures);
-}
-
-/// What a door has counted; none of what its kind does not count.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Figures {
-    /// Rings of a machine, or queues of a device, that are served now.
-    pub(crate) queues: Option<u64>,
-    /// Requests that were taken.
-    pub(crate) requests: Option<u64>,
-    /// Of these, how many are being carried out.
-    pub(crate) in_flight: Option<u64>,
-    /// How often a guest announced requests.
-    pub(crate) kicks: Option<u64>,
-    /// How often it was told that requests had ended.
-    pub(crate) calls: Option<u64>,
-    /// How often its data was copied.
-    pub(crate) copies: Option<u64>,
-    /// Bytes that were copied of a device that need not have any copied.
-    pub(crate) copied_bytes: Option<u64>,
-    /// The process that a machine is connected by.
-    pub(crate) front_end: Option<Process>,
+    fn count_on(&self, before: &ExportCounters);
 }
 
 /// Each server has these by the same names; only what it tells is its own, and whether it can
 /// leave a device behind.
 macro_rules! attended {
-    ($server:ty, $statistics:expr, $figures:expr, $count_on:expr $(, $leave:ident)?) => {
+    ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
         impl crate::control::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -120,15 +96,11 @@ macro_rules! attended {
                 Box::pin(<$server>::wait_while(self, move |_| busy()))
             }
 
-            fn statistics(&self) -> serde_json::Value {
-                $statistics(<$server>::statistics(self))
+            fn counters(&self) -> api::ExportCounters {
+                $counters(<$server>::statistics(self))
             }
 
-            fn figures(&self) -> crate::control::doors::Figures {
-                $figures(<$server>::statistics(self))
-            }
-
-            fn count_on(&self, before: &crate::control::doors::Figures) {
+            fn count_on(&self, before: &api::ExportCounters) {
                 $count_on(self, before);
             }
         }

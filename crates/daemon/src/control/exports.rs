@@ -118,7 +118,7 @@ impl RunningExport {
     pub(crate) fn clients(&self) -> String {
         match &self.door {
             Door::Nbd(serving, number) => serving.server.clients_of(*number),
-            Door::Own(entrance) => match entrance.server.figures().front_end {
+            Door::Own(entrance) => match entrance.server.counters().front_end {
                 Some(process) => process.to_string(),
                 // It is in another container.
                 None => "a machine".to_owned(),

@@ -2,8 +2,8 @@
 //!
 //! Only data: who leaves promises out, and makes them later, is `promises`.
 
+use api::UnmetReservation;
 use policy::throttle::Share;
-use serde_json::{Value, json};
 
 /// Of one disk or group.
 #[derive(Clone, Debug)]
@@ -24,12 +24,9 @@ pub(super) enum State {
 
 impl LeftOut {
     /// For `weir status`.
-    pub(crate) fn described(&self) -> Value {
-        let mut told = json!({ "why": self.why });
-        for (key, amount) in reservations(self.wanted) {
-            told[key] = json!(amount);
-        }
-        told
+    pub(crate) fn status(&self) -> UnmetReservation {
+        let [iops, bps] = self.wanted.map(|amount| (amount > 0).then_some(amount));
+        UnmetReservation { iops_reservation: iops, bps_reservation: bps, why: self.why.clone() }
     }
 }
 

@@ -4,9 +4,9 @@
 
 use std::{cell::RefCell, rc::Rc};
 
+use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use serde_json::{Value, json};
 use settings::{Disk, Plan};
 
 pub(crate) struct Unopened {
@@ -53,12 +53,12 @@ impl Unopened {
     }
 
     /// For `weir status`.
-    pub(super) fn described(&self, now: Instant) -> Value {
-        let age = u64::try_from(self.age(now).as_nanos()).unwrap_or(u64::MAX);
-        let mut told = json!({ "name": self.name, "image": self.planned().image.to_string(), "age-ns": age });
-        if let Some(why) = &*self.why.borrow() {
-            told["reason"] = json!(why);
+    pub(super) fn status(&self, now: Instant) -> UnavailableDisk {
+        UnavailableDisk {
+            name: self.name.clone(),
+            image: self.planned().image.to_string(),
+            age_ns: self.age(now).as_nanos().try_into().unwrap_or(u64::MAX),
+            reason: self.why.borrow().clone(),
         }
-        told
     }
 }

@@ -201,17 +201,17 @@ impl Families {
         let help = "Clients of an export.";
         to.gauges("weir_export_connections", help, each(|export| Some(export.connections as u64)))?;
         let help = "Rings of a machine, or queues of a device, that are served now.";
-        to.gauges("weir_export_queues", help, each(|export| export.door.queues))?;
+        to.gauges("weir_export_queues", help, each(|export| export.counters.kernel_queues()))?;
         let help = "Requests that a machine or a device has sent.";
-        to.counters("weir_export_requests", help, each(|export| export.door.requests))?;
+        to.counters("weir_export_requests", help, each(|export| export.counters.requests))?;
         let help = "Of them, those that are not answered yet.";
-        to.gauges("weir_export_in_flight_requests", help, each(|export| export.door.in_flight))?;
+        to.gauges("weir_export_in_flight_requests", help, each(|export| export.counters.in_flight))?;
         let help = "How often a machine said that there are requests.";
-        to.counters("weir_export_kicks", help, each(|export| export.door.kicks))?;
+        to.counters("weir_export_kicks", help, each(|export| export.counters.kicks))?;
         let help = "How often a machine was told that there are answers.";
-        to.counters("weir_export_calls", help, each(|export| export.door.calls))?;
+        to.counters("weir_export_calls", help, each(|export| export.counters.calls))?;
         let help = "Pieces of data that could not go straight between a machine's memory and the disk.";
-        to.counters("weir_export_copies", help, each(|export| export.door.copies))
+        to.counters("weir_export_copies", help, each(|export| export.counters.copies))
     }
 
     fn devices(&self, to: &mut Writer<'_>) -> fmt::Result {

@@ -12,12 +12,12 @@ use std::{
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
+use api::ExportCounters;
 use block::{
     device::Statistics,
     disk::Totals,
     measures::{Spread, Timed, Whose},
 };
-use export::vhost_user_blk::Process;
 use policy::{
     counter::{self, Growth},
     request::Direction,
@@ -31,7 +31,6 @@ use super::{
     sample::{Latencies, Sample, rounded},
     snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
 };
-use crate::control::doors::Figures;
 
 pub(super) type Object = Map<String, Value>;
 
@@ -313,12 +312,11 @@ fn disk(
 }
 
 fn export(figures: &ExportFigures) -> Value {
-    let ExportFigures { id, kind, connections, door, .. } = figures;
-    let Figures { queues, requests, in_flight, kicks, calls, copies, copied_bytes: _, front_end } = door;
-    let process = front_end.as_ref().map(|Process { pid, name }| json!({ "pid": pid, "name": &**name }));
+    let ExportFigures { id, kind, connections, counters, .. } = figures;
+    let ExportCounters { requests, in_flight, kicks, calls, copies, front_end, .. } = counters;
     json!({
-        "id": id, "type": kind, "connections": connections, "front_end": process,
-        "queues": queues, "requests": requests, "in_flight_requests": in_flight,
+        "id": id, "type": kind, "connections": connections, "front_end": front_end,
+        "queues": counters.kernel_queues(), "requests": requests, "in_flight_requests": in_flight,
         "kicks": kicks, "calls": calls, "copies": copies,
     })
 }

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use api::ExportCounters;
 use block::{
     device::Statistics,
     disk::{Errors, Totals},
@@ -36,7 +37,6 @@ use storage::nbd::Remote;
 use crate::{
     control::{
         devices::Listed,
-        doors::Figures,
         inventory::{Door, Inventory, RunningDisk},
         recording::Running,
         serving::Serving,
@@ -151,8 +151,7 @@ pub(super) struct ExportFigures {
     pub(super) kind: &'static str,
     pub(super) disk: Arc<str>,
     pub(super) connections: usize,
-    /// Of one with a door of its own.
-    pub(super) door: Figures,
+    pub(super) counters: ExportCounters,
 }
 
 #[derive(Debug)]
@@ -280,9 +279,9 @@ fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures>
         kind: export.door.kind(),
         disk: Arc::clone(export.disk.disk.name()),
         connections: connections(&export.door),
-        door: match &export.door {
-            Door::Own(entrance) => entrance.server.figures(),
-            Door::Nbd(..) => Figures::default(),
+        counters: match &export.door {
+            Door::Own(entrance) => entrance.server.counters(),
+            Door::Nbd(..) => ExportCounters::default(),
         },
     };
     inventory.exports().iter().map(|one| export(one)).collect()

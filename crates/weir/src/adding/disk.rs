@@ -3,6 +3,7 @@
 use std::path::{Path, absolute};
 
 use anyhow::{anyhow, bail};
+use api::ServerStatus;
 use clap::{Args, Subcommand};
 use console::{Failure, print, progress::IfLong};
 use policy::access::Network;
@@ -15,7 +16,7 @@ use super::{
     finish, finish_with,
 };
 use crate::{
-    client::{Client, report::Server},
+    client::Client,
     described::{self, DiskOptions},
     saving::{self, SaveArgs},
 };
@@ -202,7 +203,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
 
 /// A server that is to have it, and how.
 struct Place<'a> {
-    server: &'a Server,
+    server: &'a ServerStatus,
     read_only: bool,
     /// A config file that says nothing means this.
     is_implied: bool,
@@ -231,11 +232,11 @@ fn places<'a>(
     name: &str,
     said: &[Nbd],
     here: &Path,
-    servers: &'a [Server],
+    servers: &'a [ServerStatus],
 ) -> anyhow::Result<Vec<Place<'a>>> {
     let addresses: Vec<_> = servers.iter().map(|server| server.address.as_str()).collect();
     if said.is_empty() {
-        let standard = servers.iter().filter_map(|server| Some((server, server.standard?.read_only)));
+        let standard = servers.iter().filter_map(|server| Some((server, server.default_export?.read_only)));
         let places: Vec<_> = standard
             .map(|(server, read_only)| Place { server, read_only, is_implied: !server.added })
             .collect();
@@ -254,7 +255,7 @@ fn places<'a>(
             Endpoint::Address(Address::Unix(path)) => format!("unix:{}", here.join(path).display()),
             other => other.to_string(),
         };
-        let is_there = |server: &&Server| {
+        let is_there = |server: &&ServerStatus| {
             let mut known = [Some(server.address.as_str()), server.listen.as_deref()].into_iter().flatten();
             known.any(|known| daemon::listen::is_same_place(known, &at))
         };

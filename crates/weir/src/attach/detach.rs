@@ -7,12 +7,13 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
+use api::ExportStatus;
 use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
 
 use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};
-use crate::client::{Client, Target, report::Export};
+use crate::client::{Client, Target};
 
 /// What to do about users.
 const IN_USE: &str = "end that, or detach it with --force: what is not written yet is lost";
@@ -161,14 +162,14 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
     let (whole, real) = (absolute(what)?, what.canonicalize());
     let is_meant = |device: &str| Path::new(device) == whole;
     let is_real = |point: &String| real.as_ref().is_ok_and(|real| Path::new(point) == real);
-    let export = report.exports.into_iter().find(|export| {
+    let export = report.status.exports.into_iter().find(|export| {
         let named = export.id.as_str() == what.as_os_str() && export.device.is_some();
-        named || export.device.as_deref().is_some_and(is_meant) || export.mounts.iter().any(is_real)
+        named || export.device.as_deref().is_some_and(is_meant) || export.mounts.iter().flatten().any(is_real)
     });
     let Some(export) = export else { return Ok(false) };
     match export.device.as_deref() {
         Some(device) if force => host::unmount_everywhere(Path::new(device)),
-        _ if export.mounts.iter().any(is_real) => unmount(&whole)?,
+        _ if export.mounts.iter().flatten().any(is_real) => unmount(&whole)?,
         _ => {}
     }
     let watch = Client::connect(&target)?;
@@ -185,7 +186,7 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
 
 /// Waits until a device that is on its way out has gone. The kernel keeps one by force until its
 /// last user closes it.
-fn await_end(watch: Client, export: &Export, force: bool) -> anyhow::Result<()> {
+fn await_end(watch: Client, export: &ExportStatus, force: bool) -> anyhow::Result<()> {
     let users = export
         .device
         .as_deref()

@@ -269,7 +269,7 @@ fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Value> {
 pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
     let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
     let (_, report) = Client::connect(&target)?.status()?;
-    let found = report.exports.into_iter().find(|found| found.id == export);
+    let found = report.status.exports.into_iter().find(|found| found.id == export);
     let device = found.and_then(|found| found.device).map(PathBuf::from);
     device.with_context(|| format!("{export}: the server has no device of this name"))
 }

@@ -3,14 +3,13 @@
 //! Each setting has one name, on the command line, in the config file and to the daemon. A value is
 //! judged by itself; rules between settings are the daemon's.
 
+use api::MemberSettings;
 use policy::{
     prefetch::{self, Mode},
     throttle::{Limits, Part, Setting},
 };
 use serde_json::{Map, Value};
 use settings::{Place, Said, SettingsDraft, Wrong, suggest};
-
-use super::report::Settings;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
@@ -81,7 +80,7 @@ impl Name {
         }
     }
 
-    pub(crate) fn of(self, settings: &Settings) -> Setpoint {
+    pub(crate) fn of(self, settings: &MemberSettings) -> Setpoint {
         let number = match self {
             Self::Limit(setting) => settings.limits.get(setting.name()).copied(),
             Self::Weight => settings.weight,
@@ -198,7 +197,7 @@ impl Change {
     }
 
     /// A line for each setting: what it was, and what it is, or that it is as before.
-    pub(crate) fn describe(&self, before: &Settings) -> Vec<String> {
+    pub(crate) fn describe(&self, before: &MemberSettings) -> Vec<String> {
         let line = |(name, value): (Name, &Setpoint)| {
             let (was, is) = (name.show(&name.of(before)), name.show(value));
             let name = name.text();
@@ -208,7 +207,7 @@ impl Change {
     }
 
     /// What changes `before` into the `name=value`s of `text`; those left out get their defaults.
-    pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
+    pub(crate) fn to_listing(before: &MemberSettings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {
             let Some((name, value)) = word.split_once('=') else {
@@ -233,7 +232,7 @@ impl Change {
 }
 
 /// The settings that are not at their defaults, as [`Change::to_listing`] reads them.
-pub(crate) fn listing(settings: &Settings) -> String {
+pub(crate) fn listing(settings: &MemberSettings) -> String {
     let set = Name::all().filter(|name| name.of(settings) != name.default());
     let words: Vec<String> =
         set.map(|name| format!("{}={}", name.text(), name.show(&name.of(settings)))).collect();
@@ -246,7 +245,7 @@ mod tests {
 
     use super::*;
 
-    fn settings() -> Settings {
+    fn settings() -> MemberSettings {
         let limits = json!({ "iops-total": 1000, "bps-read": 10 << 20 });
         serde_json::from_value(json!({ "group": "gold", "weight": 100, "limits": limits })).unwrap()
     }

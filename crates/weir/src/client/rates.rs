@@ -5,6 +5,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
+use api::{DiskStatus, DiskTransfers, GroupStatus};
 use policy::{
     counter::{self, Growth},
     throttle::limited_with_groups,
@@ -12,7 +13,7 @@ use policy::{
 
 use super::{
     latency::{Latency, RequestTimes},
-    report::{Disk, Group, Node, Report, Work},
+    report::{Node, Report},
 };
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -126,13 +127,13 @@ impl Rates {
 struct Comparison<'a> {
     earlier: &'a Report,
     /// The disks of the earlier report by name: there may be thousands.
-    before: HashMap<&'a str, &'a Disk>,
+    before: HashMap<&'a str, &'a DiskStatus>,
     later: &'a Report,
     interval_ns: u64,
 }
 
 impl Comparison<'_> {
-    fn disk(&self, disk: &Disk) -> Option<Rate> {
+    fn disk(&self, disk: &DiskStatus) -> Option<Rate> {
         let before = *self.before.get(disk.name.as_str())?;
         let (read_iops, read_bps) = self.work(before.reads, disk.reads)?;
         let (write_iops, write_bps) = self.work(before.writes, disk.writes)?;
@@ -142,20 +143,20 @@ impl Comparison<'_> {
     }
 
     /// How long those requests took that were answered meanwhile.
-    fn answered(&self, disk: &Disk) -> RequestTimes {
+    fn answered(&self, disk: &DiskStatus) -> RequestTimes {
         let [before, now] = [self.earlier, self.later].map(|report| report.latencies.get(&disk.name));
         before.zip(now).and_then(|(before, now)| now.since(before)).unwrap_or_default()
     }
 
-    fn group(&self, group: &Group, waited_ns: u64) -> Option<Rate> {
+    fn group(&self, group: &GroupStatus, waited_ns: u64) -> Option<Rate> {
         let before = self.earlier.group(&group.name)?;
         let limited = self.limited(Node::Group(before), Node::Group(group), waited_ns)?;
         Some(Rate { limited, ..Rate::default() })
     }
 
-    fn work(&self, before: Work, now: Work) -> Option<(f64, f64)> {
+    fn work(&self, before: DiskTransfers, now: DiskTransfers) -> Option<(f64, f64)> {
         let elapsed = Duration::from_nanos(self.interval_ns);
-        let counters = |work: Work| [work.requests, work.bytes];
+        let counters = |work: DiskTransfers| [work.requests, work.bytes];
         let growth = Growth::between(&counters(before), &counters(now), elapsed)?;
         Some((growth.per_second(0), growth.per_second(1)))
     }
@@ -182,7 +183,7 @@ fn binding_of(report: &Report, node: Node<'_>) -> Option<String> {
         return own.clone();
     }
     let above = report.groups_above(node.settings()).into_iter();
-    let named = |group: &Group| Some(format!("{}: {}", group.name, group.throttle.binding.as_ref()?));
+    let named = |group: &GroupStatus| Some(format!("{}: {}", group.name, group.throttle.binding.as_ref()?));
     above.filter_map(named).next()
 }
 
@@ -231,10 +232,10 @@ mod tests {
         let mut idle = report(500_000_000, 150, 250_000_000, 0);
         assert_eq!(held(&idle), (0.0, None));
         // No request waits at the end of the interval that the share belongs to.
-        idle.disks[0].throttle.reads.waited_ns = 5_000_000;
+        idle.status.disks[0].throttle.reads.waited_ns = 5_000_000;
         assert_eq!(held(&idle), (0.01, outer.clone()), "its waits, no more");
         // The limit was reported at the beginning of the interval alone.
-        idle.groups[1].throttle.binding = None;
+        idle.status.groups[1].throttle.binding = None;
         assert_eq!(held(&idle), (0.01, outer));
         let unknown = Rates::default().held_by(&later, "a", later.find("a").unwrap());
         assert_eq!(unknown.as_deref(), Some("outer: iops-total"));
@@ -244,9 +245,9 @@ mod tests {
     fn a_group_whose_disks_wait_for_a_group_above_is_limited_as_that_is() {
         let (earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 0));
         assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "nobody waits in it");
-        later.disks[1].throttle.reads.waited_ns = 300_000_000;
+        later.status.disks[1].throttle.reads.waited_ns = 300_000_000;
         assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "another does");
-        later.disks[0].throttle.reads.waited_ns = 300_000_000;
+        later.status.disks[0].throttle.reads.waited_ns = 300_000_000;
         assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.5);
     }
 

@@ -1,5 +1,10 @@
 //! The tables of `weir status`, each only where it has rows.
 
+use api::{
+    CacheStatus, DeviceCapacity, DeviceStatus, DiskMemory, DiskStatus, ErrorCounts, ExportCounters,
+    ExportStatus, GroupStatus, MemberSettings, PrefetchStatus, RefusedClients, ServerStatus, ThrottleStatus,
+    UnavailableDisk, UnmetReservation, WaitPercentiles,
+};
 use console::{
     figures,
     table::{Side, Table},
@@ -9,10 +14,7 @@ use super::{Form, Shown};
 use crate::client::{
     latency::Latency,
     rates::{Rate, Rates},
-    report::{
-        Capacity, Device, Disk, Errors, Export, Group, LeftOut, Memory, MetadataCache, Node, ReadAhead,
-        Refused, Report, Server, Settings, Throttle, Unopened, Waits,
-    },
+    report::{Node, Report, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
 };
 
 /// Tables that have rows, separated by an empty line. `bold` is for terminals.
@@ -48,7 +50,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, 
 
 const WEIGHT: (&str, Side) = ("WEIGHT", Side::Right);
 
-fn weight(settings: &Settings) -> String {
+fn weight(settings: &MemberSettings) -> String {
     settings.weight.map_or_else(nothing, |weight| weight.to_string())
 }
 
@@ -58,7 +60,7 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
     columns.extend(measured_columns(form));
     let mut table = Table::new(columns);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
-        let Disk { name, settings, .. } = disk;
+        let DiskStatus { name, settings, .. } = disk;
         let group = settings.group.clone().unwrap_or_else(nothing);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(form.wide.then(|| weight(settings)));
@@ -76,7 +78,7 @@ fn unopened(report: &Report, shown: &Shown) -> Table {
         ("FOR", Side::Right),
         ("WHY", Side::Left),
     ]);
-    for Unopened { name, image, age_ns, reason } in &report.unopened {
+    for UnavailableDisk { name, image, age_ns, reason } in &report.unopened {
         if shown.has(name) {
             let why = reason.clone().unwrap_or_else(|| "no answer yet".to_owned());
             table.row(vec![name.clone(), image.clone(), figures::time(*age_ns), why]);
@@ -98,12 +100,16 @@ fn machines(report: &Report, shown: &Shown) -> Table {
         ("CALLS", Side::Right),
         ("COPIES", Side::Right),
     ]);
-    for export in report.exports.iter().filter(|export| export.is_to_machines() && shown.has(&export.disk)) {
-        let Export { id, disk, queues, requests, in_flight, kicks, calls, copies, .. } = export;
-        let mut row = vec![id.clone(), disk.clone(), export.user().unwrap_or_else(nothing)];
-        row.extend(
-            [queues, in_flight, requests, kicks, calls, copies].map(|count| figures::count(*count as f64)),
-        );
+    for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.has(&export.disk)) {
+        let ExportStatus { id, disk, counters, .. } = export;
+        let ExportCounters { queues, requests, in_flight, kicks, calls, copies, .. } = *counters;
+        let mut row = vec![
+            id.clone(),
+            disk.clone(),
+            counters.front_end.as_ref().map_or_else(nothing, ToString::to_string),
+        ];
+        let counts = [queues, in_flight, requests, kicks, calls, copies];
+        row.extend(counts.map(|count| figures::count(count.unwrap_or(0) as f64)));
         table.row(row);
     }
     table
@@ -119,9 +125,9 @@ fn refused(report: &Report) -> Table {
         ("BY NAME", Side::Right),
         ("AN EXPORT", Side::Right),
     ]);
-    for Server { address, connections, refused, .. } in &report.servers {
-        let Refused { networks, connections: too_many, names, exports } = *refused;
-        if *refused != Refused::default() {
+    for ServerStatus { address, connections, refused, .. } in &report.servers {
+        let RefusedClients { networks, connections: too_many, names, exports } = *refused;
+        if *refused != RefusedClients::default() {
             let counts = [*connections, networks, too_many, names, exports];
             let mut row = vec![address.clone()];
             row.extend(counts.map(|count| figures::count(count as f64)));
@@ -141,7 +147,7 @@ fn host_devices(report: &Report, shown: &Shown) -> Table {
     ]);
     for export in report.exports.iter().filter(|export| shown.has(&export.disk)) {
         let Some(device) = &export.device else { continue };
-        let users = export.device_users().unwrap_or_else(nothing);
+        let users = device_users(export).unwrap_or_else(nothing);
         table.row(vec![device.clone(), export.kind.clone(), export.disk.clone(), users]);
     }
     table
@@ -200,10 +206,10 @@ fn errors(report: &Report, shown: &Shown) -> Table {
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let stopped_by = disk.stopped_by();
-        if stopped_by.is_none() && disk.errors == Errors::default() {
+        if stopped_by.is_none() && disk.errors == ErrorCounts::default() {
             continue;
         }
-        let Errors { reads, writes, flushes, discards } = disk.errors;
+        let ErrorCounts { reads, writes, flushes, discards } = disk.errors;
         let mut row = vec![
             disk.name.clone(),
             stopped_by.map_or_else(|| "runs".to_owned(), |status| format!("stopped: {status}")),
@@ -228,19 +234,21 @@ fn caches(report: &Report, shown: &Shown) -> Table {
         ("REFCOUNTS", Side::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
-        let Disk { name, size, format, l2_cache: Some(l2), refcount_cache, .. } = disk else { continue };
-        let MetadataCache { hits, misses, evictions, bytes, limit, covered } = *l2;
+        let DiskStatus { name, size, format, l2_cache: Some(l2), refcount_cache, .. } = disk else {
+            continue;
+        };
+        let CacheStatus { hits, misses, evictions, bytes, limit, covered } = *l2;
         // An empty disk is covered by anything.
-        let covers = if *size == 0 { 1.0 } else { covered as f64 / *size as f64 };
+        let covers = if *size == 0 { 1.0 } else { covered.unwrap_or(0) as f64 / *size as f64 };
         table.row(vec![
             name.clone(),
             format.clone(),
             figures::bytes(bytes as f64),
-            figures::bytes(limit as f64),
+            figures::bytes(limit.unwrap_or(0) as f64),
             figures::share(covers),
             figures::count(hits as f64),
             figures::count(misses as f64),
-            figures::count(evictions as f64),
+            figures::count(evictions.unwrap_or(0) as f64),
             refcount_cache.map_or_else(nothing, |cache| figures::bytes(cache.bytes as f64)),
         ]);
     }
@@ -269,7 +277,7 @@ fn memory(report: &Report, shown: &Shown) -> Table {
         waiting,
     ]);
     for disk in report.disks.iter().filter(|disk| disk.memory.reserved + disk.memory.requests > 0) {
-        let Memory { reserved, requests, .. } = disk.memory;
+        let DiskMemory { reserved, requests, .. } = disk.memory;
         table.row(vec![disk.name.clone(), nothing(), size(reserved), nothing(), size(requests), nothing()]);
     }
     table
@@ -288,20 +296,20 @@ fn read_ahead(report: &Report, shown: &Shown) -> Table {
         ("STREAMS", Side::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
-        let Some(prefetch) = disk.settings.prefetch.as_ref().filter(|prefetch| prefetch.is_on()) else {
+        let Some(prefetch) = disk.settings.prefetch.as_ref().filter(|prefetch| prefetches(prefetch)) else {
             continue;
         };
-        let ReadAhead { hit_rate, accuracy, read_ahead_bytes, wasted_bytes, memory, streams, .. } =
+        let PrefetchStatus { hit_rate, accuracy, read_ahead_bytes, wasted_bytes, memory, streams, .. } =
             disk.read_ahead;
         table.row(vec![
             disk.name.clone(),
-            prefetch.state(&disk.read_ahead),
+            prefetch_state(prefetch, &disk.read_ahead),
             hit_rate.map_or_else(nothing, figures::share),
             accuracy.map_or_else(nothing, figures::share),
             figures::bytes(read_ahead_bytes as f64),
             figures::bytes(wasted_bytes as f64),
             figures::bytes(memory as f64),
-            figures::bytes(prefetch.memory() as f64),
+            figures::bytes(prefetch_memory(prefetch) as f64),
             streams.to_string(),
         ]);
     }
@@ -321,7 +329,7 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
     columns.extend(measured_columns(form));
     let mut table = Table::new(columns);
     for group in all() {
-        let Group { name, settings, .. } = group;
+        let GroupStatus { name, settings, .. } = group;
         let mut row = vec![name.clone()];
         row.extend(has_parents.then(|| settings.group.clone().unwrap_or_else(nothing)));
         row.extend([group.disks.len().to_string(), figures::limits(&settings.limits)]);
@@ -354,9 +362,8 @@ fn left_out(report: &Report, shown: &Shown) -> Table {
     let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
     let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
     for (name, settings) in all.filter(|(name, _)| shown.has(name)) {
-        let Some(LeftOut { iops_reservation, bps_reservation, why }) = &settings.promise_left_out else {
-            continue;
-        };
+        let Some(unmet) = &settings.unmet_reservation else { continue };
+        let UnmetReservation { iops_reservation, bps_reservation, why } = unmet;
         let amounts = [("iops", iops_reservation), ("bps", bps_reservation)].into_iter();
         let amounts: Vec<_> =
             amounts.filter_map(|(unit, amount)| Some(format!("{unit} {}", (*amount)?))).collect();
@@ -366,10 +373,10 @@ fn left_out(report: &Report, shown: &Shown) -> Table {
 }
 
 /// `90% lifted`, `90% scaled ×3.5`; nothing where limits always hold.
-fn watermark(group: &Group) -> String {
+fn watermark(group: &GroupStatus) -> String {
     let Some(percent) = group.settings.watermark.filter(|&percent| percent > 0) else { return nothing() };
-    let state = group.enforcement.as_deref().unwrap_or_default();
-    let scale = group.scale.filter(|_| state == "scaled").map(|scale| format!(" ×{scale:.1}"));
+    let state = group.settings.enforcement.as_deref().unwrap_or_default();
+    let scale = group.settings.scale.filter(|_| state == "scaled").map(|scale| format!(" ×{scale:.1}"));
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 
@@ -399,7 +406,7 @@ fn measured(
 ) -> impl Iterator<Item = String> {
     let (rate, held_by) = (rates.of(name), rates.held_by(report, name, node));
     let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
-    let Throttle { waiting, wait_ns, .. } = node.throttle();
+    let ThrottleStatus { waiting, wait_ns, .. } = node.throttle();
     let latency = |of: fn(&Latency) -> u64| {
         let latency = rate.and_then(|rate| rate.latency);
         latency.as_ref().map_or_else(nothing, |latency| figures::time(of(latency)))
@@ -412,7 +419,7 @@ fn measured(
         latency(|latency| latency.p50_ns),
         latency(|latency| latency.p99_ns),
         wait_p99.map_or_else(nothing, figures::time),
-        wait_ns.map_or_else(nothing, |waits: Waits| figures::time(waits.p99)),
+        wait_ns.map_or_else(nothing, |waits: WaitPercentiles| figures::time(waits.p99)),
         waiting.total().to_string(),
         of(|rate| figures::share(rate.limited)),
         held_by.unwrap_or_else(nothing),
@@ -433,12 +440,12 @@ fn devices(report: &Report, shown: &Shown) -> Table {
         if !device.disks.iter().any(|disk| shown.has(disk)) {
             continue;
         }
-        let Device { name, disks, capacity, capacity_source, used } = device;
-        let Capacity { read_iops, write_iops, read_bps, write_bps } = *capacity;
+        let DeviceStatus { name, disks, capacity, capacity_source, utilization } = device;
+        let DeviceCapacity { read_iops, write_iops, read_bps, write_bps } = capacity.unwrap_or_default();
         table.row(vec![
             name.clone(),
             disks.join(" "),
-            used.map_or_else(nothing, figures::share),
+            utilization.map_or_else(nothing, figures::share),
             ability(read_iops, read_bps),
             ability(write_iops, write_bps),
             capacity_source.clone().unwrap_or_else(nothing),
@@ -448,9 +455,9 @@ fn devices(report: &Report, shown: &Shown) -> Table {
 }
 
 /// `85.2K iops, 1.4G/s`, without what is unknown.
-fn ability(iops: u64, bps: u64) -> String {
-    let iops = (iops > 0).then(|| format!("{} iops", figures::count(iops as f64)));
-    let bps = (bps > 0).then(|| format!("{}/s", figures::bytes(bps as f64)));
+fn ability(iops: Option<u64>, bps: Option<u64>) -> String {
+    let iops = iops.map(|iops| format!("{} iops", figures::count(iops as f64)));
+    let bps = bps.map(|bps| format!("{}/s", figures::bytes(bps as f64)));
     let known: Vec<String> = iops.into_iter().chain(bps).collect();
     if known.is_empty() { nothing() } else { known.join(", ") }
 }

@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+use api::MemberSettings;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, Part, Setting};
 use settings::arguments::limits;
@@ -14,7 +15,6 @@ use crate::{
     client::{
         Target,
         change::{Change, Name, Setpoint},
-        report::Settings,
     },
     saving::SaveArgs,
 };
@@ -131,7 +131,7 @@ pub(crate) struct NamedLimits {
 }
 
 impl ThrottleArgs {
-    pub(crate) fn change(&self, before: &Settings) -> Change {
+    pub(crate) fn change(&self, before: &MemberSettings) -> Change {
         let mut change = Change::default();
         for &(setting, value) in &self.limits.given {
             change.set(Name::Limit(setting), Setpoint::Number(value));

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use api::MemberSettings;
 use console::keys::{self, Chosen, InList, Leave};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
@@ -15,7 +16,7 @@ use super::{
 use crate::client::{
     change::{Change, listing},
     rates::Rates,
-    report::{Report, Settings},
+    report::Report,
 };
 
 #[derive(Debug, PartialEq, Eq)]
@@ -39,7 +40,7 @@ pub(super) struct Edit {
     pub(super) error: Option<String>,
     pub(super) is_waiting: bool,
     /// Only what the user changes is changed, whatever others do meanwhile.
-    before: Settings,
+    before: MemberSettings,
     /// What is told once the daemon agreed.
     told: String,
 }

@@ -147,7 +147,7 @@ fn only_what_the_user_changed_is_changed_whatever_others_do_meanwhile() {
     let mut state = watched(1, &["vm1"]);
     write(&mut state, "jt");
     let mut other = report(2, &["vm1"]);
-    other.disks[0].settings.limits.insert("iops-total".to_owned(), 7);
+    other.status.disks[0].settings.limits.insert("iops-total".to_owned(), 7);
     state.learn(other, Duration::from_secs(2));
     write(&mut state, "weight=200");
     let Some(Action::Change { change, .. }) = press(&mut state, KeyCode::Enter) else { panic!("no change") };

@@ -2,12 +2,13 @@
 
 use std::path::{self, Path};
 
+use api::{DiskStatus, MemberSettings, PrefetchSettings};
 use settings::{Plan, config, prefetch::short_name};
 
 use super::judge::{Finding, Verdict};
 use crate::client::{
     change::Name,
-    report::{self, Node, Prefetch, Report},
+    report::{Node, Report},
 };
 
 /// Of disks and groups what can be changed while they run, and of disks what they were opened as.
@@ -15,7 +16,7 @@ pub(super) struct Intended(Vec<Of>);
 
 struct Of {
     name: String,
-    settings: report::Settings,
+    settings: MemberSettings,
     as_what: As,
 }
 
@@ -115,21 +116,23 @@ fn in_words(
     settings: &settings::Settings,
     group: Option<String>,
     prefetch: Option<&policy::prefetch::Settings>,
-) -> report::Settings {
+) -> MemberSettings {
     let hold = settings.of_group();
     let limit = |setting: policy::throttle::Setting| (setting.name().to_owned(), hold.limits.get(setting));
     let number = |prefetch: &policy::prefetch::Settings, setting| {
         (short_name(setting).to_owned(), prefetch.get(setting))
     };
-    report::Settings {
+    MemberSettings {
         group,
         weight: Some(hold.share.weight().into()),
         iops_reservation: Some(hold.share.iops_reservation()),
         bps_reservation: Some(hold.share.bps_reservation()),
-        promise_left_out: None,
+        unmet_reservation: None,
+        enforcement: None,
+        scale: None,
         watermark: Some(hold.watermark.percent().into()),
         limits: policy::throttle::Setting::ALL.map(limit).into(),
-        prefetch: prefetch.map(|prefetch| Prefetch {
+        prefetch: prefetch.map(|prefetch| PrefetchSettings {
             mode: prefetch.mode.to_string(),
             numbers: policy::prefetch::Setting::ALL.map(|setting| number(prefetch, setting)).into(),
         }),
@@ -138,7 +141,7 @@ fn in_words(
 
 /// What cannot be changed while a disk runs, and what is done about errors; as far as a daemon
 /// tells it.
-fn otherwise_opened(runs: &report::Disk, said: &settings::Disk) -> Vec<Difference> {
+fn otherwise_opened(runs: &DiskStatus, said: &settings::Disk) -> Vec<Difference> {
     let image = said.image.path().and_then(|path| path::absolute(path).ok());
     let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
     let runs_image = runs.path.as_ref().unwrap_or(&runs.image);

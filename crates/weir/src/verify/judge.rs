@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use api::{DiskStatus, MemberSettings, ThrottleStatus, ThrottledTransfers, WaitPercentiles};
 use console::figures;
 use policy::{
     counter,
@@ -14,7 +15,7 @@ use policy::{
     throttle::{LimitKind, Part, Setting},
 };
 
-use crate::client::report::{Disk, Node, Report, Settings, Throttle, Waits, Work};
+use crate::client::report::{Node, Report};
 
 /// What of a promise may be missing: as the alerts of `packaging/prometheus` have it.
 const RESERVED: f64 = 0.95;
@@ -83,7 +84,7 @@ pub(super) struct Judge {
 
 /// Of a disk or a group.
 struct Seen {
-    settings: Settings,
+    settings: MemberSettings,
     /// Why none of its promises can be judged.
     unclear: Option<&'static str>,
     /// By [`LimitKind::index`].
@@ -130,7 +131,8 @@ impl Judge {
         for node in nodes(&look.report) {
             let seen = self.nodes.entry(key(node)).or_insert_with(|| Seen::new(node.settings()));
             seen.unclear = seen.unclear.or_else(|| {
-                let is_enforced = enforcement(node).is_none_or(|word| word == "enforced");
+                let is_enforced =
+                    node.settings().enforcement.as_deref().is_none_or(|word| word == "enforced");
                 let changed = seen.settings != *node.settings();
                 changed.then_some(CHANGED).or_else(|| (!is_enforced).then_some(LIFTED))
             });
@@ -164,7 +166,8 @@ impl Judge {
                 seen.waiting[0] += passed.requests;
                 seen.waiting[1] += passed.bytes;
             }
-            if let (Node::Disk(_), Some(Waits { p99, .. })) = (node, node.throttle().recent_wait_ns) {
+            if let (Node::Disk(_), Some(WaitPercentiles { p99, .. })) = (node, node.throttle().recent_wait_ns)
+            {
                 seen.longest_wait_ns = seen.longest_wait_ns.max(p99);
             }
         }
@@ -185,7 +188,7 @@ impl Judge {
             return;
         }
         let by_size = group.settings().limits.get("iops-size").is_some_and(|size| *size > 0);
-        let of_this = |settings: &Settings| settings.group.as_deref() == Some(name(group));
+        let of_this = |settings: &MemberSettings| settings.group.as_deref() == Some(name(group));
         let has_groups = now.groups.iter().any(|group| of_this(&group.settings));
         let by_size = (by_size && !kind.counts_bytes()).then_some(BY_SIZE);
         let mut unclear = by_size.or(has_groups.then_some(WITH_GROUPS));
@@ -204,7 +207,7 @@ impl Judge {
             }
             members.push((disk, step.of(kind)));
         }
-        let weight = |disk: &Disk| disk.settings.weight.unwrap_or(100) as f64;
+        let weight = |disk: &DiskStatus| disk.settings.weight.unwrap_or(100) as f64;
         let all: f64 = members.iter().map(|(_, units)| units).sum();
         let weights: f64 = members.iter().map(|(disk, _)| weight(disk)).sum();
         if members.len() < 2 {
@@ -230,7 +233,7 @@ impl Judge {
 }
 
 impl Seen {
-    fn new(settings: &Settings) -> Self {
+    fn new(settings: &MemberSettings) -> Self {
         Self {
             settings: settings.clone(),
             unclear: None,
@@ -377,9 +380,11 @@ struct Step {
 }
 
 impl Step {
-    fn between(before: &Throttle, now: &Throttle) -> Option<Self> {
-        let less = |of: fn(&Work) -> u64| {
-            let of_direction = |before: &Work, now: &Work| Some(counter::growth(of(before), of(now))? as f64);
+    fn between(before: &ThrottleStatus, now: &ThrottleStatus) -> Option<Self> {
+        let less = |of: fn(&ThrottledTransfers) -> u64| {
+            let of_direction = |before: &ThrottledTransfers, now: &ThrottledTransfers| {
+                Some(counter::growth(of(before), of(now))? as f64)
+            };
             Some([of_direction(&before.reads, &now.reads)?, of_direction(&before.writes, &now.writes)?])
         };
         let [read_requests, write_requests] = less(|work| work.requests)?;
@@ -408,8 +413,8 @@ fn applies(kind: LimitKind, direction: Direction) -> bool {
 }
 
 /// Units of a limit that ever passed.
-fn total(throttle: &Throttle, kind: LimitKind) -> f64 {
-    Step::between(&Throttle::default(), throttle).map_or(0.0, |step| step.of(kind))
+fn total(throttle: &ThrottleStatus, kind: LimitKind) -> f64 {
+    Step::between(&ThrottleStatus::default(), throttle).map_or(0.0, |step| step.of(kind))
 }
 
 fn nodes(report: &Report) -> impl Iterator<Item = Node<'_>> {
@@ -430,13 +435,6 @@ fn key(node: Node<'_>) -> (&'static str, String) {
 /// No disk and no group have the same name.
 fn find<'a>(report: &'a Report, node: Node<'_>) -> Option<Node<'a>> {
     report.find(name(node))
-}
-
-fn enforcement(node: Node<'_>) -> Option<&str> {
-    match node {
-        Node::Disk(disk) => disk.enforcement.as_deref(),
-        Node::Group(group) => group.enforcement.as_deref(),
-    }
 }
 
 fn waits(node: Node<'_>) -> bool {

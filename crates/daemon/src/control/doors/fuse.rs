@@ -2,13 +2,13 @@
 
 use std::{rc::Rc, sync::Arc};
 
+use api::ExportCounters;
 use export::fuse::{Export, Mount, Options, Rested, Server, Statistics};
-use serde_json::{Value, json};
 use settings::Fuse;
 
-use super::{Entrance, Figures, Host, Taken, Terms, attended};
+use super::{Entrance, Host, Taken, Terms, attended};
 
-attended!(Server, statistics, figures, count_on);
+attended!(Server, counters, count_on);
 
 /// Mounts over the file; who opens it waits until it is served.
 pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -41,21 +41,17 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
     Ok(Entrance::new("fuse", address, server, serving, terms).of_device(host))
 }
 
-fn statistics(statistics: Statistics) -> Value {
-    let Statistics { queues, openers, requests, in_flight } = statistics;
-    json!({ "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight })
-}
-
-fn count_on(server: &Server, before: &Figures) {
-    server.count_on(before.requests.unwrap_or(0));
-}
-
-fn figures(statistics: Statistics) -> Figures {
-    let Statistics { queues, requests, in_flight, .. } = statistics;
-    Figures {
+fn counters(statistics: Statistics) -> ExportCounters {
+    let Statistics { queues, openers, requests, in_flight, over_io_uring: _ } = statistics;
+    ExportCounters {
         queues: Some(queues as u64),
+        openers: Some(openers as u64),
         requests: Some(requests),
         in_flight: Some(in_flight),
-        ..Figures::default()
+        ..ExportCounters::default()
     }
+}
+
+fn count_on(server: &Server, before: &ExportCounters) {
+    server.count_on(before.requests.unwrap_or(0));
 }

@@ -3,14 +3,14 @@
 use std::{rc::Rc, sync::Arc};
 
 use anyhow::Context as _;
+use api::ExportCounters;
 use export::nbd::kernel::{Export, Server, Statistics};
-use serde_json::{Value, json};
 use settings::NbdDevice;
 
-use super::{Entrance, Figures, Host, Taken, Terms, attended, identity};
+use super::{Entrance, Host, Taken, Terms, attended, identity};
 
 // It counts nothing that lasts.
-attended!(Server, statistics, figures, |_, _| {}, leave);
+attended!(Server, counters, |_, _| {}, leave);
 
 pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
@@ -38,12 +38,7 @@ pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Res
     Ok(Entrance::new("x-nbd-device", server.path(), server, serving, terms).of_device(host))
 }
 
-fn statistics(statistics: Statistics) -> Value {
+fn counters(statistics: Statistics) -> ExportCounters {
     let Statistics { sockets, replaced } = statistics;
-    json!({ "sockets": sockets, "replaced": replaced })
-}
-
-/// The kernel has a queue for each pair of sockets.
-fn figures(statistics: Statistics) -> Figures {
-    Figures { queues: Some(statistics.sockets as u64), ..Figures::default() }
+    ExportCounters { sockets: Some(sockets as u64), replaced: Some(replaced), ..ExportCounters::default() }
 }

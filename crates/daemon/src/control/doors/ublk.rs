@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
+use api::ExportCounters;
 use block::disk::Disk;
 use export::ublk::{Export, Offer, Server, Statistics};
-use serde_json::{Value, json};
 use settings::Ublk;
 use storage::CacheMode;
 
-use super::{Entrance, Figures, Host, Taken, Terms, attended};
+use super::{Entrance, Host, Taken, Terms, attended};
 
-attended!(Server, statistics, figures, count_on, leave);
+attended!(Server, counters, count_on, leave);
 
 /// Makes the device, or takes over the one that an earlier weir has left with this image.
 pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -32,7 +32,7 @@ pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<E
     Ok(Entrance::new("x-ublk", address, server, over, terms).of_device(host))
 }
 
-fn statistics(statistics: Statistics) -> Value {
+fn counters(statistics: Statistics) -> ExportCounters {
     let Statistics {
         queues,
         requests,
@@ -43,31 +43,21 @@ fn statistics(statistics: Statistics) -> Value {
         is_zero_copy,
         copied_bytes,
     } = statistics;
-    json!({
-        "queues": queues,
-        "requests": requests,
-        "in-flight": in_flight,
-        "taken-over": is_taken_over,
-        "survives": survives,
-        "lent-bytes": lent_bytes,
-        "zero-copy": is_zero_copy,
-        "copied-bytes": copied_bytes,
-    })
-}
-
-fn count_on(server: &Server, before: &Figures) {
-    server.count_on(before.requests.unwrap_or(0), before.copied_bytes.unwrap_or(0));
-}
-
-fn figures(statistics: Statistics) -> Figures {
-    let Statistics { queues, requests, in_flight, copied_bytes, .. } = statistics;
-    Figures {
+    ExportCounters {
         queues: Some(queues as u64),
         requests: Some(requests),
         in_flight: Some(in_flight),
+        taken_over: Some(is_taken_over),
+        survives: Some(survives),
+        lent_bytes: Some(lent_bytes),
+        zero_copy: Some(is_zero_copy),
         copied_bytes: Some(copied_bytes),
-        ..Figures::default()
+        ..ExportCounters::default()
     }
+}
+
+fn count_on(server: &Server, before: &ExportCounters) {
+    server.count_on(before.requests.unwrap_or(0), before.copied_bytes.unwrap_or(0));
 }
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Offer {

@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
+use api::{ExportCounters, FrontEndProcess};
 use block::disk::Disk;
 use export::vhost_user_blk::{Export, FrontEnds, Offer, Process, Server, Statistics, Threads};
 use reactor::op::Fd;
-use serde_json::{Value, json};
 use settings::VhostUserBlk;
 use storage::CacheMode;
 
-use super::{Entrance, Figures, Machine, Terms, attended};
+use super::{Entrance, Machine, Terms, attended};
 use crate::listen;
 
-attended!(Server, statistics, figures, count_on);
+attended!(Server, counters, count_on);
 
 /// Binds its socket, and lets nobody in yet.
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -43,38 +43,23 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
     Ok(entrance.of_machine(machine).keeping(file))
 }
 
-fn statistics(statistics: Statistics) -> Value {
+fn counters(statistics: Statistics) -> ExportCounters {
     let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } = statistics;
-    let mut answer = json!({
-        "queues": queues,
-        "requests": requests,
-        "in-flight": in_flight,
-        "kicks": kicks,
-        "calls": calls,
-        "copies": copies,
-    });
-    if let Some(Process { pid, name }) = front_end {
-        answer["front-end"] = json!({ "pid": pid, "name": &*name });
-    }
-    answer
-}
-
-fn figures(statistics: Statistics) -> Figures {
-    let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } = statistics;
-    Figures {
+    let process = |Process { pid, name }| FrontEndProcess { pid, name: name.to_string() };
+    ExportCounters {
         queues: Some(queues as u64),
         requests: Some(requests),
         in_flight: Some(in_flight),
         kicks: Some(kicks),
         calls: Some(calls),
         copies: Some(copies),
-        copied_bytes: None,
-        front_end,
+        front_end: front_end.map(process),
+        ..ExportCounters::default()
     }
 }
 
-fn count_on(server: &Server, before: &Figures) {
-    let Figures { requests, kicks, calls, copies, .. } = before;
+fn count_on(server: &Server, before: &ExportCounters) {
+    let ExportCounters { requests, kicks, calls, copies, .. } = before;
     let [requests, kicks, calls, copies] = [requests, kicks, calls, copies].map(|count| count.unwrap_or(0));
     server.count_on(requests, kicks, calls, copies);
 }

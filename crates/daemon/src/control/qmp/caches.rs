@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
+use api::CacheStatus;
 use image::{
     Image,
     qcow2::{CacheSettings, L2Size, Qcow2},
 };
-use serde_json::{Value, json};
 
 use super::{arguments::Arguments, error::Error, json::shown};
 
@@ -79,24 +79,32 @@ pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Er
     }
 }
 
-pub(super) fn statistics(qcow2: &Qcow2) -> (Value, Value) {
+/// The L2 cache and the refcount cache.
+pub(super) fn status(qcow2: &Qcow2) -> (CacheStatus, CacheStatus) {
     let l2 = qcow2.cache_statistics();
     let refcounts = qcow2.refcount_statistics();
     (
-        json!({
-            "hits": l2.hits,
-            "misses": l2.misses,
-            "evictions": l2.evictions,
-            "bytes": l2.bytes,
-            "limit": l2.limit_bytes,
-            "covered": l2.covered_bytes,
-        }),
-        json!({ "hits": refcounts.hits, "misses": refcounts.misses, "bytes": refcounts.bytes }),
+        CacheStatus {
+            hits: l2.hits,
+            misses: l2.misses,
+            evictions: Some(l2.evictions),
+            bytes: l2.bytes,
+            limit: Some(l2.limit_bytes),
+            covered: Some(l2.covered_bytes),
+        },
+        CacheStatus {
+            hits: refcounts.hits,
+            misses: refcounts.misses,
+            bytes: refcounts.bytes,
+            ..CacheStatus::default()
+        },
     )
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
 
     fn read(value: Value) -> Result<CacheChanges, String> {

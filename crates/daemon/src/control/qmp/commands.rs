@@ -44,6 +44,7 @@ mod reload;
 mod remote;
 mod removal;
 mod server;
+mod status;
 mod takeover;
 mod throttle;
 mod weir;
@@ -81,7 +82,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<object::QomList>(),
     Entry::of::<object::QomGet>(),
     Entry::of::<object::QomSet>(),
-    Entry::of::<weir::QueryStatus>(),
+    Entry::of::<status::QueryStatus>(),
     Entry::of::<latency::QueryLatencies>(),
     Entry::of::<weir::Set>(),
     Entry::of::<cluster::QueryCluster>(),

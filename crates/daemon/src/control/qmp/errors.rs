@@ -3,7 +3,6 @@
 
 use block::disk::{ErrorPolicies, Failures, OnError};
 use reactor::error::Error as DiskError;
-use serde_json::{Value, json};
 use settings::on_error;
 
 use super::{arguments::Arguments, error::Error};
@@ -45,20 +44,5 @@ pub(super) fn io_status(failures: &Failures) -> Option<&'static str> {
         Some(DiskError::NO_SPACE) => Some("nospace"),
         Some(_) => Some("failed"),
         None => failures.policies().may_stop().then_some("ok"),
-    }
-}
-
-/// Adds what `x-weir-query-status` says.
-pub(super) fn describe(failures: &Failures, answer: &mut Value) {
-    let errors = failures.errors();
-    answer["errors"] = json!({
-        "reads": errors.reads, "writes": errors.writes,
-        "flushes": errors.flushes, "discards": errors.discards,
-    });
-    let policies = failures.policies();
-    answer[on_error::READ] = json!(policies.read.name());
-    answer[on_error::WRITE] = json!(policies.write.name());
-    if let Some(status) = io_status(failures) {
-        answer["io-status"] = json!(status);
     }
 }

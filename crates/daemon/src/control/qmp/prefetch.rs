@@ -1,8 +1,8 @@
 //! Reading ahead as arguments and answers. Where a command is QEMU's, the names have `x-weir-`
 //! before them. What a change leaves out stays as it is.
 
+use api::{PrefetchSettings, PrefetchStatus};
 use policy::prefetch::{Mode, Setting, Settings, Stats};
-use serde_json::{Value, json};
 use settings::prefetch::{MODE, short_name};
 
 use super::{arguments::Arguments, error::Error};
@@ -39,38 +39,52 @@ impl PrefetchChanges {
     }
 }
 
-pub(super) fn settings(settings: &Settings) -> Value {
-    let number = |setting| (short_name(setting).to_owned(), json!(settings.get(setting)));
-    let mode = ("mode".to_owned(), json!(settings.mode.name()));
-    Setting::ALL.into_iter().map(number).chain([mode]).collect()
+pub(super) fn settings(settings: &Settings) -> PrefetchSettings {
+    let number = |setting| (short_name(setting).to_owned(), settings.get(setting));
+    PrefetchSettings {
+        mode: settings.mode.name().to_owned(),
+        numbers: Setting::ALL.into_iter().map(number).collect(),
+    }
 }
 
-/// The shares are absent while nothing has happened.
-pub(super) fn statistics(stats: &Stats) -> Value {
-    let mut answer = json!({
-        "hits": stats.hits,
-        "partial-hits": stats.partial_hits,
-        "misses": stats.misses,
-        "skipped": stats.skipped,
-        "waited": stats.waited,
-        "hit-bytes": stats.hit_bytes,
-        "read-ahead-bytes": stats.read_ahead_bytes,
-        "used-bytes": stats.used_bytes,
-        "wasted-bytes": stats.wasted_bytes,
-        "memory": stats.memory_bytes,
-        "streams": stats.streams,
-        "closed": stats.closed,
-    });
-    for (name, share) in [("hit-rate", stats.hit_rate()), ("accuracy", stats.accuracy())] {
-        if let Some(share) = share {
-            answer[name] = json!(share);
-        }
+pub(super) fn status(stats: &Stats) -> PrefetchStatus {
+    let Stats {
+        hits,
+        partial_hits,
+        misses,
+        skipped,
+        waited,
+        hit_bytes,
+        read_ahead_bytes,
+        used_bytes,
+        wasted_bytes,
+        memory_bytes,
+        streams,
+        closed,
+        ..
+    } = *stats;
+    PrefetchStatus {
+        hits,
+        partial_hits,
+        misses,
+        skipped,
+        waited,
+        hit_bytes,
+        read_ahead_bytes,
+        used_bytes,
+        wasted_bytes,
+        memory: memory_bytes,
+        streams: streams as u64,
+        closed,
+        hit_rate: stats.hit_rate(),
+        accuracy: stats.accuracy(),
     }
-    answer
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
 
     fn read(prefix: &str, value: Value) -> Result<PrefetchChanges, String> {
@@ -113,17 +127,17 @@ mod tests {
 
     #[test]
     fn answers_have_every_setting_and_no_share_of_nothing() {
-        let shown = settings(&Settings::default());
+        let shown = serde_json::to_value(settings(&Settings::default())).unwrap();
         let expect = json!({
             "mode": "auto", "memory": 4 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
             "window-max": 2 << 20, "streams": 256
         });
         assert_eq!(shown, expect);
-        let idle = statistics(&Stats::default());
-        assert_eq!((idle.get("hit-rate"), idle.get("accuracy")), (None, None));
+        let idle = status(&Stats::default());
+        assert_eq!((idle.hit_rate, idle.accuracy), (None, None));
         let stats =
             Stats { hits: 2, partial_hits: 1, misses: 1, used_bytes: 3, wasted_bytes: 1, ..Stats::default() };
-        let shown = statistics(&stats);
-        assert_eq!((&shown["hit-rate"], &shown["accuracy"]), (&json!(0.75), &json!(0.75)));
+        let shown = status(&stats);
+        assert_eq!((shown.hit_rate, shown.accuracy), (Some(0.75), Some(0.75)));
     }
 }

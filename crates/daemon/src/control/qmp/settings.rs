@@ -10,6 +10,7 @@
 //! weir's own settings have `x-weir-` before them where a command is QEMU's. What breaks a rule is
 //! refused with the names the client used.
 
+use api::LimitValues;
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
     throttle::{Invalid, LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
@@ -164,12 +165,12 @@ pub(super) fn all(limits: &Limits) -> Value {
 }
 
 /// Those that are set, by their own names.
-pub(super) fn set(limits: &Limits) -> Value {
+pub(super) fn set(limits: &Limits) -> LimitValues {
     let is_set = |setting: &&Setting| match setting {
         Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
         setting => limits.get(**setting) > 0,
     };
-    let entry = |setting: &Setting| (setting.name().to_owned(), json!(limits.get(*setting)));
+    let entry = |setting: &Setting| (setting.name().to_owned(), limits.get(*setting));
     Setting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
@@ -247,8 +248,8 @@ mod tests {
         let changes =
             json!({"iops-total": 100, "iops-total-max": 500, "iops-total-max-length": 10, "iops-size": 4096});
         let limits = read(Naming::Plain, changes.clone()).unwrap().apply_to(Limits::default()).unwrap();
-        assert_eq!(set(&limits), changes);
-        assert_eq!(set(&Limits::default()), json!({}));
+        assert_eq!(json!(set(&limits)), changes);
+        assert!(set(&Limits::default()).is_empty());
         assert_eq!(all(&limits).as_object().unwrap().len(), 19);
         assert_eq!(all(&Limits::default())["bps-read-max-length"], 1);
         assert_eq!(

@@ -5,6 +5,7 @@
 
 use std::{collections::BTreeMap, rc::Rc};
 
+use api::ExportCounters;
 use block::{
     disk::{Disk, Errors, Totals},
     layer::throttle::Group,
@@ -19,10 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{
-    control::{
-        doors::Figures,
-        inventory::{Inventory, RunningExport},
-    },
+    control::inventory::{Inventory, RunningExport},
     events::{Deliveries, Event, Kind},
 };
 
@@ -216,8 +214,8 @@ impl OfDaemon {
             (super::name(&serving.endpoint), [networks, connections, names, exports])
         });
         let doors = inventory.exports().into_iter().filter_map(|export| {
-            let Figures { requests, kicks, calls, copies, copied_bytes, .. } =
-                export.entrance()?.server.figures();
+            let ExportCounters { requests, kicks, calls, copies, copied_bytes, .. } =
+                export.entrance()?.server.counters();
             let [kicks, calls, copies, copied] =
                 [kicks, calls, copies, copied_bytes].map(|count| count.unwrap_or(0));
             Some((export.id.clone(), [requests?, kicks, calls, copies, copied]))
@@ -256,7 +254,8 @@ impl OfDaemon {
     pub(super) fn count_on_at(&mut self, called: &str, export: &RunningExport) {
         if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.entrance()) {
             let [requests, kicks, calls, copies, copied_bytes] = told.map(Some);
-            let before = Figures { requests, kicks, calls, copies, copied_bytes, ..Figures::default() };
+            let before =
+                ExportCounters { requests, kicks, calls, copies, copied_bytes, ..ExportCounters::default() };
             entrance.server.count_on(&before);
         }
     }

@@ -4,6 +4,7 @@
 //! The limits drawn are its own; where it has none of that unit, those of the nearest group above
 //! that has.
 
+use api::MemberSettings;
 use console::screen::{DIM, HELD, is_plain};
 use console::{
     figures,
@@ -20,7 +21,7 @@ use ratatui::{
 };
 
 use crate::{
-    client::report::{Report, Settings},
+    client::report::Report,
     top::{
         history::{Point, WINDOW},
         list::Row,
@@ -128,7 +129,11 @@ fn write(point: &Point, unit: Unit) -> f64 {
 }
 
 /// The rates and burst rates that hold, and the group they are of if they are not its own.
-fn limits_of<'a>(report: &'a Report, settings: &'a Settings, unit: Unit) -> (Vec<u64>, Option<&'a str>) {
+fn limits_of<'a>(
+    report: &'a Report,
+    settings: &'a MemberSettings,
+    unit: Unit,
+) -> (Vec<u64>, Option<&'a str>) {
     let own = set_limits(&settings.limits, unit);
     if !own.is_empty() {
         return (own, None);

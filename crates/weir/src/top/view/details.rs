@@ -1,6 +1,7 @@
 //! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held
 //! back over time, and of a disk what was read ahead of its readers.
 
+use api::{DiskStatus, ExportCounters, ExportStatus, GroupStatus, MemberSettings, PrefetchStatus};
 use console::{
     figures,
     screen::{DIM, HELD},
@@ -15,7 +16,7 @@ use ratatui::{
 use crate::{
     client::{
         change::Name,
-        report::{Disk, Export, Group, Node, ReadAhead, Report},
+        report::{Node, Report, device_users, is_vhost_user, prefetch_memory, prefetch_state, prefetches},
     },
     top::{list::Row, state::State},
 };
@@ -47,12 +48,12 @@ fn about(report: &Report, node: Node<'_>) -> String {
     }
 }
 
-fn about_disk(report: &Report, disk: &Disk) -> String {
-    let Disk { name, image, size, read_only, cache, connections, .. } = disk;
+fn about_disk(report: &Report, disk: &DiskStatus) -> String {
+    let DiskStatus { name, image, size, read_only, cache, connections, .. } = disk;
     let cache = cache.as_ref().map(|cache| format!(" · cache {cache}")).unwrap_or_default();
     let read_only = if *read_only { " · read-only" } else { "" };
     let clients = super::count(*connections as usize, "client");
-    let machines = report.exports.iter().filter(|export| export.disk == *name && export.is_to_machines());
+    let machines = report.exports.iter().filter(|export| export.disk == *name && is_vhost_user(export));
     let machines: String = machines.filter_map(machine).collect();
     let devices: String =
         report.exports.iter().filter(|export| export.disk == *name).filter_map(device).collect();
@@ -60,21 +61,23 @@ fn about_disk(report: &Report, disk: &Disk) -> String {
 }
 
 /// What a virtual machine does, while one is connected.
-fn machine(export: &Export) -> Option<String> {
-    let queues = super::count(usize::try_from(export.queues).unwrap_or(usize::MAX), "queue");
-    Some(format!(" · {}: {queues}, {} in flight", export.user()?, export.in_flight))
+fn machine(export: &ExportStatus) -> Option<String> {
+    let ExportCounters { queues, in_flight, front_end, .. } = &export.counters;
+    let queues = super::count(usize::try_from(queues.unwrap_or(0)).unwrap_or(usize::MAX), "queue");
+    Some(format!(" · {}: {queues}, {} in flight", front_end.as_ref()?, in_flight.unwrap_or(0)))
 }
 
 /// A device of this host, and what uses it.
-fn device(export: &Export) -> Option<String> {
-    let users = export.device_users().map(|users| format!(": {users}")).unwrap_or_default();
+fn device(export: &ExportStatus) -> Option<String> {
+    let users = device_users(export).map(|users| format!(": {users}")).unwrap_or_default();
     Some(format!(" · {}{users}", export.device.as_ref()?))
 }
 
-fn about_group(group: &Group) -> String {
-    let Group { disks, enforcement, scale, .. } = group;
+fn about_group(group: &GroupStatus) -> String {
+    let GroupStatus { disks, settings, .. } = group;
+    let MemberSettings { watermark, enforcement, scale, .. } = settings;
     let mut text = super::count(disks.len(), "disk");
-    if group.settings.watermark.is_some_and(|percent| percent > 0) {
+    if watermark.is_some_and(|percent| percent > 0) {
         text += &format!(" · limits {}", enforcement.as_deref().unwrap_or("enforced"));
         if let Some(scale) = scale {
             text += &format!(" ×{scale:.1}");
@@ -122,9 +125,9 @@ fn waits(row: &Row<'_>) -> Line<'static> {
 fn ahead(node: Node<'_>) -> Line<'static> {
     let Node::Disk(disk) = node else { return Line::default() };
     let Some(prefetch) = &disk.settings.prefetch else { return Line::default() };
-    let mut text = prefetch.state(&disk.read_ahead);
-    if prefetch.is_on() {
-        let ReadAhead { hit_rate, accuracy, memory, streams, wasted_bytes, .. } = disk.read_ahead;
+    let mut text = prefetch_state(prefetch, &disk.read_ahead);
+    if prefetches(prefetch) {
+        let PrefetchStatus { hit_rate, accuracy, memory, streams, wasted_bytes, .. } = disk.read_ahead;
         let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
         text += &format!(
             " · hits {} · accuracy {} · wasted {} · {} of {} · {}",
@@ -132,7 +135,7 @@ fn ahead(node: Node<'_>) -> Line<'static> {
             share(accuracy),
             figures::bytes(wasted_bytes as f64),
             figures::bytes(memory as f64),
-            settings::exact_size(prefetch.memory()),
+            settings::exact_size(prefetch_memory(prefetch)),
             super::count(usize::try_from(streams).unwrap_or(usize::MAX), "stream"),
         );
     }
@@ -155,29 +158,37 @@ fn held(state: &State, row: &Row<'_>, width: usize) -> Line<'static> {
 
 #[cfg(test)]
 mod tests {
+    use api::{FrontEndProcess, Status};
+
     use super::*;
-    use crate::client::report::FrontEnd;
 
     #[test]
     fn a_machine_is_named_while_it_is_connected() {
-        let front_end = FrontEnd { pid: 4711, name: "qemu-system-x86".to_owned() };
-        let machine = Export {
+        let front_end = FrontEndProcess { pid: 4711, name: "qemu-system-x86".to_owned() };
+        let counters = ExportCounters {
+            queues: Some(4),
+            in_flight: Some(32),
+            front_end: Some(front_end),
+            ..ExportCounters::default()
+        };
+        let machine = ExportStatus {
             kind: "vhost-user-blk".to_owned(),
             disk: "vm1".to_owned(),
-            queues: 4,
-            in_flight: 32,
-            front_end: Some(front_end),
-            ..Export::default()
+            counters,
+            ..ExportStatus::default()
         };
-        let disk = Disk {
+        let disk = DiskStatus {
             name: "vm1".to_owned(),
             size: 1 << 20,
             image: "a.raw".to_owned(),
             connections: 1,
-            ..Disk::default()
+            ..DiskStatus::default()
         };
-        let absent = Export { front_end: None, ..machine.clone() };
-        let about = |export| about_disk(&Report { exports: vec![export], ..Report::default() }, &disk);
+        let absent = ExportStatus { counters: ExportCounters::default(), ..machine.clone() };
+        let about = |export| {
+            let status = Status { exports: vec![export], ..Status::default() };
+            about_disk(&Report { status, ..Report::default() }, &disk)
+        };
         assert_eq!(about(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");
         assert_eq!(about(absent), "1M · 1 client · a.raw");
     }

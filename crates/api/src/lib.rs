@@ -1,0 +1,19 @@
+//! Types of the daemon's control protocol, one for each object that the daemon sends and its
+//! clients read.
+//!
+//! ```text
+//!   daemon ──► Status ──► JSON on the control socket ──► Status ──► weir status, top, verify, …
+//! ```
+//!
+//! Keys are in kebab-case and end with their unit (`wait-ns`, `unflushed-bytes`). A client accepts
+//! answers of older and newer daemons: a key that it does not know is ignored, and one that is
+//! absent takes the default of its type.
+//!
+//! Depends on no other crate of the workspace. Never opens a socket, and never formats text for a
+//! user.
+
+#![forbid(unsafe_code)]
+
+mod status;
+
+pub use status::*;

@@ -1,0 +1,706 @@
+//! Status of a daemon: the answer of `x-weir-query-status`, which `weir status --json` prints.
+//!
+//! Counters begin with the disk, or with the process that an upgrade continues. Two answers and the
+//! difference of their `uptime-ns` give rates.
+
+use std::{collections::BTreeMap, fmt};
+
+use serde::{Deserialize, Serialize};
+
+/// Limits by the names of their options, in operations, bytes and seconds; those that are set.
+pub type LimitValues = BTreeMap<String, u64>;
+
+/// Everything that one daemon serves.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Status {
+    /// Version of the daemon.
+    pub version: String,
+    /// Time since the daemon started, or since the first process of a chain of upgrades did.
+    pub uptime_ns: u64,
+    /// Path of the config file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config: Option<String>,
+    /// Whether the daemon can create block devices on this host. Absent in answers of daemons that
+    /// do not report it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub makes_devices: Option<bool>,
+    /// The hosts that share limits with this one. Absent where `[cluster]` is not configured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<ClusterStatus>,
+    /// Absent from a daemon without a memory budget.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<MemoryStatus>,
+    /// Disks whose images are open.
+    pub disks: Vec<DiskStatus>,
+    /// Disks of the config whose storage has not answered yet.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unopened: Vec<UnavailableDisk>,
+    /// All groups, also those without disks.
+    pub groups: Vec<GroupStatus>,
+    /// Physical devices below the disks.
+    pub devices: Vec<DeviceStatus>,
+    /// Exports of all disks.
+    pub exports: Vec<ExportStatus>,
+    /// NBD servers of the daemon.
+    pub servers: Vec<ServerStatus>,
+}
+
+impl Status {
+    /// Keys of the lists whose length grows with the number of disks. A client that needs none of
+    /// them sends `lists: false`, and the answer leaves them out.
+    pub const LISTS: [&'static str; 4] = ["disks", "groups", "devices", "exports"];
+}
+
+/// A disk whose storage has not answered yet; the daemon retries.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct UnavailableDisk {
+    /// Name of the disk.
+    pub name: String,
+    /// Its image, as configured.
+    pub image: String,
+    /// Time since the first attempt.
+    pub age_ns: u64,
+    /// Why the last attempt failed. Absent while the first one is in progress.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// Connection of this host to etcd.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct ClusterStatus {
+    /// Name of the cluster.
+    pub name: String,
+    /// Name of this host in it.
+    pub host: String,
+    /// Whether etcd answers.
+    pub connected: bool,
+    /// The host that grants quota leases. Absent while there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
+    /// Why `connected` is false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// A listener for NBD clients.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct ServerStatus {
+    /// Address that clients connect to.
+    pub address: String,
+    /// The same as the config file writes it. Absent where the config cannot express it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listen: Option<String>,
+    /// Present if disks without an export of their own are exported here.
+    #[serde(rename = "default", skip_serializing_if = "Option::is_none")]
+    pub default_export: Option<DefaultExport>,
+    /// The listener was added by a command and is in no config.
+    pub added: bool,
+    /// Number of connections.
+    pub connections: u64,
+    /// Clients that were rejected.
+    pub refused: RefusedClients,
+}
+
+/// Options of the exports of disks that have none of their own.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct DefaultExport {
+    /// Clients may not write.
+    pub read_only: bool,
+}
+
+/// Number of rejected clients, by reason.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct RefusedClients {
+    /// Their address is not allowed.
+    pub networks: u64,
+    /// There were too many connections.
+    pub connections: u64,
+    /// Their TLS identity is not allowed.
+    pub names: u64,
+    /// The export does not exist, or is not for them.
+    pub exports: u64,
+}
+
+/// One way for clients to reach a disk. Which of the optional members are present depends on its
+/// type.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ExportStatus {
+    /// `nbd`, `vhost-user-blk`, `ublk`, `fuse` or `nbd-device`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// Name for clients.
+    pub name: String,
+    /// Identifier in QMP.
+    pub id: String,
+    /// Name of the disk.
+    pub disk: String,
+    /// Endpoint that clients connect to.
+    pub address: String,
+    /// Number of connections.
+    pub connections: u64,
+    /// Clients may not write.
+    pub read_only: bool,
+    /// Device node or file on this host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Where the device is mounted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mounts: Option<Vec<String>>,
+    /// Devices that are stacked on it, for example `dm-0`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub holders: Option<Vec<String>>,
+    /// Counters of its type.
+    #[serde(flatten)]
+    pub counters: ExportCounters,
+}
+
+/// What an export counts. Absent is what its type does not count.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ExportCounters {
+    /// Virtqueues of a guest, or queues of a device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u64>,
+    /// Requests received.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub requests: Option<u64>,
+    /// Requests that have not completed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub in_flight: Option<u64>,
+    /// Notifications from the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kicks: Option<u64>,
+    /// Notifications to the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calls: Option<u64>,
+    /// Requests whose data was copied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub copies: Option<u64>,
+    /// The process at the other end of a vhost-user socket.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub front_end: Option<FrontEndProcess>,
+    /// Processes that have the file of a FUSE export open.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub openers: Option<u64>,
+    /// Socket pairs of a kernel NBD device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sockets: Option<u64>,
+    /// Connections of a kernel NBD device that were replaced.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replaced: Option<u64>,
+    /// A ublk device that this process took over from another.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub taken_over: Option<bool>,
+    /// A ublk device that stays when its server ends.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub survives: Option<bool>,
+    /// Memory that a ublk device lends to its server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lent_bytes: Option<u64>,
+    /// Data of a ublk device is not copied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zero_copy: Option<bool>,
+    /// Bytes that were copied although `zero-copy` is on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub copied_bytes: Option<u64>,
+}
+
+impl ExportCounters {
+    /// Virtqueues or queues of a device; of a kernel NBD device one for each pair of sockets.
+    pub fn kernel_queues(&self) -> Option<u64> {
+        self.queues.or(self.sockets)
+    }
+}
+
+/// The process at the other end of a vhost-user socket.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct FrontEndProcess {
+    /// Its identifier.
+    pub pid: u32,
+    /// Its name, as the kernel reports it.
+    pub name: String,
+}
+
+impl fmt::Display for FrontEndProcess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pid, name } = self;
+        if name.is_empty() { write!(f, "process {pid}") } else { write!(f, "{name} ({pid})") }
+    }
+}
+
+/// One disk.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct DiskStatus {
+    /// Name of the disk.
+    pub name: String,
+    /// Its image, as configured.
+    pub image: String,
+    /// Absolute path of an image in a file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    /// Size in bytes.
+    pub size: u64,
+    /// The image is open read-only.
+    pub read_only: bool,
+    /// Cache mode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache: Option<String>,
+    /// Image format.
+    pub format: String,
+    /// L2 cache of a qcow2 image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub l2_cache: Option<CacheStatus>,
+    /// Refcount cache of a qcow2 image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refcount_cache: Option<CacheStatus>,
+    /// Connections of all its exports.
+    pub connections: u64,
+    /// Reads that completed.
+    pub reads: DiskTransfers,
+    /// Writes that completed.
+    pub writes: DiskTransfers,
+    /// Requests that were joined with an adjacent one.
+    pub merged_requests: u64,
+    /// Limits, group, weight and reservations.
+    #[serde(flatten)]
+    pub settings: MemberSettings,
+    /// Counters of the throttle layer.
+    pub throttle: ThrottleStatus,
+    /// Counters of prefetching.
+    pub read_ahead: PrefetchStatus,
+    /// Requests that the storage failed.
+    pub errors: ErrorCounts,
+    /// Policy for failed reads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_read_error: Option<String>,
+    /// Policy for failed writes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_write_error: Option<String>,
+    /// `ok`, `nospace` or `failed`. Absent where no error can stop the disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub io_status: Option<String>,
+    /// Age in nanoseconds of the oldest request in flight at a remote storage; 0 for none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oldest_request: Option<u64>,
+    /// Memory that the disk occupies.
+    pub memory: DiskMemory,
+    /// Connection to the NBD server that has the image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub server: Option<RemoteStatus>,
+}
+
+impl DiskStatus {
+    /// Why the disk is stopped: `nospace` or `failed`. `None` while it serves requests.
+    pub fn stopped_by(&self) -> Option<&str> {
+        self.io_status.as_deref().filter(|&status| status != "ok")
+    }
+}
+
+/// Connection of a disk to an NBD server.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct RemoteStatus {
+    /// Whether the server is connected.
+    pub connected: bool,
+    /// How often the connection was established again.
+    pub reconnections: u64,
+    /// Bytes written since the last flush, which are repeated after a reconnection.
+    pub unflushed_bytes: u64,
+}
+
+/// Memory of the daemon for data, in bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct MemoryStatus {
+    /// The budget. Absent where nothing bounds it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total: Option<u64>,
+    /// Metadata caches, prefetch caches and buffers of all disks.
+    pub reserved: u64,
+    /// Content of `memory:` disks.
+    pub disks_in_memory: u64,
+    /// Buffers of connections.
+    pub connections: u64,
+    /// Requests in flight and unread replies.
+    pub requests: u64,
+    /// The largest value of `requests` since the start.
+    pub most_requests: u64,
+    /// Number of requests that wait for memory.
+    pub waiting: u64,
+}
+
+/// Memory that a disk occupies, in bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct DiskMemory {
+    /// Metadata caches, prefetch cache and buffers.
+    pub reserved: u64,
+    /// Requests in flight and unread replies.
+    pub requests: u64,
+}
+
+/// Requests that the storage failed since the disk was opened.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct ErrorCounts {
+    /// Failed reads.
+    pub reads: u64,
+    /// Failed writes.
+    pub writes: u64,
+    /// Failed flushes.
+    pub flushes: u64,
+    /// Failed discards and write-zeroes.
+    pub discards: u64,
+}
+
+/// Counters of prefetching since the disk was opened.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct PrefetchStatus {
+    /// Reads that were answered from memory.
+    pub hits: u64,
+    /// Reads of which a part was in memory.
+    pub partial_hits: u64,
+    /// Reads that went to the image.
+    pub misses: u64,
+    /// Reads that are larger than the largest request to look up.
+    pub skipped: u64,
+    /// Hits that waited for data in flight.
+    pub waited: u64,
+    /// Bytes that hits returned.
+    pub hit_bytes: u64,
+    /// Bytes that were read ahead.
+    pub read_ahead_bytes: u64,
+    /// Of these, bytes that a client read.
+    pub used_bytes: u64,
+    /// Of these, bytes that were dropped unread.
+    pub wasted_bytes: u64,
+    /// Bytes in memory.
+    pub memory: u64,
+    /// Sequential streams that are tracked.
+    pub streams: u64,
+    /// Nothing is read ahead at present because little of it was used.
+    pub closed: bool,
+    /// Share of reads that were answered from memory, wholly or in part, 0 to 1. Absent before the
+    /// first read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hit_rate: Option<f64>,
+    /// Share of what was read ahead that was used, 0 to 1. Absent before the first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accuracy: Option<f64>,
+}
+
+/// Counters of a metadata cache since the image was opened or the cache was resized.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct CacheStatus {
+    /// Lookups that found their entry.
+    pub hits: u64,
+    /// Lookups that read it from the image.
+    pub misses: u64,
+    /// Entries that were dropped for others. Absent from caches that do not count them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evictions: Option<u64>,
+    /// Bytes in memory.
+    pub bytes: u64,
+    /// Largest number of bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u64>,
+    /// Bytes of the disk that the limit covers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub covered: Option<u64>,
+}
+
+/// One group.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct GroupStatus {
+    /// Name of the group.
+    pub name: String,
+    /// Disks that are its direct members.
+    pub disks: Vec<String>,
+    /// Limits, parent group, weight and reservations.
+    #[serde(flatten)]
+    pub settings: MemberSettings,
+    /// Counters of the throttle layer.
+    pub throttle: ThrottleStatus,
+    /// The limits of all hosts together, of which `settings` has this host's quota.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<ClusterLimits>,
+}
+
+/// Limits that several hosts share.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct ClusterLimits {
+    /// Limits of all hosts together.
+    pub limits: LimitValues,
+    /// This host holds a quota lease: its part differs from its fallback share.
+    pub leased: bool,
+}
+
+/// Settings that a disk and a group have in common.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct MemberSettings {
+    /// The group that it is a member of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// Weight among the members of its group.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u64>,
+    /// Operations per second that are reserved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops_reservation: Option<u64>,
+    /// Bytes per second that are reserved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bps_reservation: Option<u64>,
+    /// Reservations that do not fit into the cluster and are not in force.
+    #[serde(rename = "promise-left-out", skip_serializing_if = "Option::is_none")]
+    pub unmet_reservation: Option<UnmetReservation>,
+    /// Utilization of the device in percent below which limits are not enforced.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub watermark: Option<u64>,
+    /// `enforced`, `lifted` or `scaled`. Absent without a watermark.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub enforcement: Option<String>,
+    /// Factor of the limits while `scaled`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scale: Option<f64>,
+    /// Limits in force.
+    pub limits: LimitValues,
+    /// Settings of prefetching; of a disk alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefetch: Option<PrefetchSettings>,
+}
+
+/// Reservations that do not fit into the cluster and are not in force.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct UnmetReservation {
+    /// Operations per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops_reservation: Option<u64>,
+    /// Bytes per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bps_reservation: Option<u64>,
+    /// Why they do not fit.
+    pub why: String,
+}
+
+/// Settings of prefetching.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct PrefetchSettings {
+    /// `off`, `on` or `auto`.
+    pub mode: String,
+    /// The others, by the names of their options without `prefetch-`.
+    #[serde(flatten)]
+    pub numbers: BTreeMap<String, u64>,
+}
+
+/// Requests of one direction that completed.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct DiskTransfers {
+    /// Number of requests.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Requests of one direction that the throttle layer admitted.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ThrottledTransfers {
+    /// Number of requests.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Number of requests that waited.
+    pub throttled: u64,
+    /// Sum of the time that they waited.
+    pub waited_ns: u64,
+}
+
+/// Counters of the throttle layer of a disk or a group.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ThrottleStatus {
+    /// Admitted reads.
+    pub reads: ThrottledTransfers,
+    /// Admitted writes, write-zeroes and discards.
+    pub writes: ThrottledTransfers,
+    /// Requests that wait now.
+    pub waiting: WaitingRequests,
+    /// Waits since the start. Absent while no request has waited.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wait_ns: Option<WaitPercentiles>,
+    /// Waits of the last ten to twenty seconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recent_wait_ns: Option<WaitPercentiles>,
+    /// Time during which requests waited for these limits.
+    pub limited_ns: u64,
+    /// The limit that requests waited for last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub binding: Option<String>,
+    /// Operations or bytes that each limit admits at once, by the limit's name.
+    pub tokens: LimitValues,
+    /// Bucket of each limit, by the limit's name.
+    pub buckets: BTreeMap<String, BucketLevel>,
+    /// Time during which a reservation was met and missed. Absent without a reservation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reservation: Option<ReservationStatus>,
+}
+
+impl ThrottleStatus {
+    /// Sum of the time that requests of both directions waited.
+    pub fn waited_ns(&self) -> u64 {
+        self.reads.waited_ns.saturating_add(self.writes.waited_ns)
+    }
+}
+
+/// Time during which requests waited and their reservation was met or missed.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ReservationStatus {
+    /// The disk or group received its reserved rate.
+    pub met_ns: u64,
+    /// It did not.
+    pub missed_ns: u64,
+}
+
+/// Level and capacity of a limit's bucket, in operations or bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct BucketLevel {
+    /// Units that have not leaked yet.
+    pub level: u64,
+    /// Level above which requests wait.
+    pub capacity: u64,
+}
+
+impl BucketLevel {
+    /// Level as a share of the capacity, at most 1.
+    pub fn ratio(self) -> f64 {
+        (self.level as f64 / self.capacity.max(1) as f64).min(1.0)
+    }
+}
+
+/// Requests that wait for a limit.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct WaitingRequests {
+    /// Waiting reads.
+    pub reads: u64,
+    /// Waiting writes, write-zeroes and discards.
+    pub writes: u64,
+}
+
+impl WaitingRequests {
+    /// Both directions.
+    pub fn total(self) -> u64 {
+        self.reads.saturating_add(self.writes)
+    }
+}
+
+/// Percentiles of the time that requests waited for a limit, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct WaitPercentiles {
+    /// Median.
+    pub p50: u64,
+    /// 99th percentile.
+    pub p99: u64,
+    /// Longest wait.
+    pub max: u64,
+}
+
+/// A physical device below one or more disks.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct DeviceStatus {
+    /// Name of the block device.
+    pub name: String,
+    /// Disks whose images are on it.
+    pub disks: Vec<String>,
+    /// Measured or configured capacity. Absent while it is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capacity: Option<DeviceCapacity>,
+    /// Source of the capacity: `probe`, `rate` or `busy-time`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capacity_source: Option<String>,
+    /// Share of the capacity in use, 0 to 1.
+    #[serde(rename = "use", skip_serializing_if = "Option::is_none")]
+    pub utilization: Option<f64>,
+}
+
+/// Operations and bytes per second that a device can do. Absent is unknown.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct DeviceCapacity {
+    /// Reads per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_iops: Option<u64>,
+    /// Writes per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub write_iops: Option<u64>,
+    /// Bytes read per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_bps: Option<u64>,
+    /// Bytes written per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub write_bps: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_of_another_version_is_read() {
+        let answer = json!({
+            "version": "9.9", "a-new-key": { "x": 1 },
+            "disks": [{ "name": "vm1", "weight": 100, "a-new-key": true }],
+        });
+        let status: Status = serde_json::from_value(answer).unwrap();
+        assert_eq!((status.disks[0].name.as_str(), status.disks[0].settings.weight), ("vm1", Some(100)));
+        assert_eq!((status.servers.len(), status.cluster), (0, None));
+    }
+
+    #[test]
+    fn absent_members_are_not_written() {
+        let group =
+            serde_json::to_value(GroupStatus { name: "gold".into(), ..GroupStatus::default() }).unwrap();
+        let keys: Vec<_> = group.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["disks", "limits", "name", "throttle"]);
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let counters = ExportCounters { queues: Some(2), kicks: Some(7), ..ExportCounters::default() };
+        let export = ExportStatus { kind: "vhost-user-blk".into(), counters, ..ExportStatus::default() };
+        let prefetch = PrefetchSettings { mode: "on".into(), numbers: [("memory".into(), 1 << 20)].into() };
+        let settings = MemberSettings { prefetch: Some(prefetch), ..MemberSettings::default() };
+        let status = Status {
+            exports: vec![export],
+            disks: vec![DiskStatus { settings, ..DiskStatus::default() }],
+            ..Status::default()
+        };
+        let answer = serde_json::to_value(&status).unwrap();
+        assert_eq!(answer["exports"][0]["kicks"], 7);
+        assert_eq!(answer["disks"][0]["prefetch"]["memory"], 1 << 20);
+        assert_eq!(serde_json::from_value::<Status>(answer).unwrap(), status);
+    }
+}

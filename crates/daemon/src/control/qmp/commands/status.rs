@@ -1,0 +1,307 @@
+//! `x-weir-query-status`: everything that the daemon serves, in one answer.
+//!
+//! `weir status`, `weir top` and other commands read it; the types are those of `api`, and
+//! `docs/reference/qmp.md` describes the answer.
+
+use std::{collections::HashMap, path, rc::Rc, sync::Arc};
+
+use api::{
+    BucketLevel, ClusterLimits, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory, DiskStatus,
+    DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, MemberSettings, MemoryStatus, RefusedClients,
+    RemoteStatus, ReservationStatus, ServerStatus, Status, ThrottleStatus, ThrottledTransfers,
+    WaitPercentiles, WaitingRequests,
+};
+use block::{
+    disk::{Disk, Failures},
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+};
+use export::nbd::Refused;
+use image::Image;
+use policy::{
+    throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
+    watermark::{Capacity, Watermark},
+};
+use reactor::memory::{Budget, Usage};
+use serde_json::Value;
+
+use crate::{
+    control::{
+        devices::Listed,
+        inventory::{Door, Inventory, RunningDisk, RunningExport},
+        qmp::{arguments::Arguments, caches, command::Command, error::Error, errors, prefetch, settings},
+        serving::Serving,
+    },
+    users::Users,
+};
+
+#[derive(Debug)]
+pub(super) struct QueryStatus {
+    /// Include [`Status::LISTS`], whose length has no bound.
+    lists: bool,
+}
+
+impl Command for QueryStatus {
+    const NAME: &'static str = "x-weir-query-status";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { lists: arguments.optional("lists")?.unwrap_or(true) })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let mut status = Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_ns: nanoseconds(inventory.uptime()),
+            makes_devices: Some(inventory.makes_devices()),
+            memory: Some(memory()),
+            servers: inventory.servers().iter().map(|one| server(one)).collect(),
+            cluster: inventory.cluster().map(|cluster| cluster.summary()),
+            config: inventory.config.as_ref().map(|path| path.display().to_string()),
+            ..Status::default()
+        };
+        if self.lists {
+            add_lists(&inventory, &mut status);
+        }
+        let mut answer = serde_json::to_value(status).expect("all keys are strings");
+        if let (false, Some(members)) = (self.lists, answer.as_object_mut()) {
+            members.retain(|key, _| !Status::LISTS.contains(&key.as_str()));
+        }
+        Ok(answer)
+    }
+}
+
+fn add_lists(inventory: &Rc<Inventory>, status: &mut Status) {
+    let (exports, members) = (inventory.exports(), inventory.members());
+    status.disks = inventory.disks().iter().map(|one| disk(inventory, one)).collect();
+    status.groups = inventory.groups().iter().map(|one| group(inventory, one, &members)).collect();
+    status.devices = inventory.devices().into_iter().map(device).collect();
+    status.exports = exports.iter().map(|one| export(one)).collect();
+    status.unopened = inventory.unavailable_disks();
+}
+
+fn memory() -> MemoryStatus {
+    let Usage { total, reserved, pages, connections, requests, most_requests, waiting } =
+        Budget::process().usage();
+    MemoryStatus {
+        total: (total != u64::MAX).then_some(total),
+        reserved,
+        disks_in_memory: pages,
+        connections,
+        requests,
+        most_requests,
+        waiting: waiting as u64,
+    }
+}
+
+fn nanoseconds(duration: policy::time::Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn disk(inventory: &Inventory, running: &Rc<RunningDisk>) -> DiskStatus {
+    let disk = &running.disk;
+    let (image, storage) = (disk.image(), disk.image().storage());
+    let totals = disk.totals();
+    let (l2_cache, refcount_cache) = match image {
+        Image::Qcow2(qcow2) => Some(caches::status(qcow2)).unzip(),
+        Image::Raw(_) => (None, None),
+    };
+    let failures = disk.failures();
+    let exports = inventory.exports_of(disk.name());
+    DiskStatus {
+        name: disk.name().to_string(),
+        image: running.image.to_string(),
+        path: running
+            .image
+            .path()
+            .and_then(|path| path::absolute(path).ok())
+            .map(|path| path.display().to_string()),
+        size: disk.size_bytes(),
+        read_only: image.is_read_only(),
+        cache: Some(running.cache.name().to_owned()),
+        format: image.format().name().to_owned(),
+        l2_cache,
+        refcount_cache,
+        connections: exports.iter().map(|export| export.connections() as u64).sum(),
+        reads: DiskTransfers { requests: totals.reads, bytes: totals.read_bytes },
+        writes: DiskTransfers { requests: totals.writes, bytes: totals.written_bytes },
+        merged_requests: totals.merged_requests,
+        settings: disk_settings(inventory, disk),
+        throttle: throttle(&disk.throttle().stats()),
+        read_ahead: prefetch::status(&disk.prefetch().stats()),
+        errors: errors(failures),
+        on_read_error: Some(failures.policies().read.name().to_owned()),
+        on_write_error: Some(failures.policies().write.name().to_owned()),
+        io_status: errors::io_status(failures).map(str::to_owned),
+        oldest_request: storage.is_far().then(|| storage.oldest_request().map_or(0, nanoseconds)),
+        memory: DiskMemory { reserved: disk.memory().reserved(), requests: disk.memory().used() },
+        server: storage.remote().map(|remote| RemoteStatus {
+            connected: remote.is_connected,
+            reconnections: remote.reconnections,
+            unflushed_bytes: remote.unflushed_bytes,
+        }),
+    }
+}
+
+fn errors(failures: &Failures) -> ErrorCounts {
+    let errors = failures.errors();
+    ErrorCounts {
+        reads: errors.reads,
+        writes: errors.writes,
+        flushes: errors.flushes,
+        discards: errors.discards,
+    }
+}
+
+fn disk_settings(inventory: &Inventory, disk: &Disk) -> MemberSettings {
+    let member = disk.throttle();
+    let DiskSettings { limits, share, watermark } = member.settings();
+    MemberSettings {
+        group: member.group().map(|group| group.name().to_owned()),
+        prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
+        ..member_settings(inventory, disk.name(), &limits, share, (watermark, member.enforcement()))
+    }
+}
+
+fn group(
+    inventory: &Inventory,
+    group: &Arc<Group>,
+    members: &HashMap<*const Group, Vec<String>>,
+) -> GroupStatus {
+    let GroupSettings { limits, share, watermark } = group.settings();
+    let shared = group
+        .lent()
+        .map(|lent| ClusterLimits { limits: settings::set(&lent.whole), leased: limits != lent.safe });
+    GroupStatus {
+        name: group.name().to_owned(),
+        disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
+        settings: MemberSettings {
+            group: group.parent().map(|parent| parent.name().to_owned()),
+            ..member_settings(inventory, group.name(), &limits, share, (watermark, group.enforcement()))
+        },
+        throttle: throttle(&group.stats()),
+        cluster: shared,
+    }
+}
+
+/// What a disk and a group have in common. Reservations and the watermark are absent where there
+/// are none.
+fn member_settings(
+    inventory: &Inventory,
+    name: &str,
+    limits: &Limits,
+    share: Share,
+    (watermark, enforcement): (Watermark, Enforcement),
+) -> MemberSettings {
+    let reserved = |amount: u64| (amount > 0).then_some(amount);
+    let (word, scale) = match enforcement {
+        Enforcement::Enforced => ("enforced", None),
+        Enforcement::Lifted => ("lifted", None),
+        Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
+    };
+    let percent = Some(watermark.percent()).filter(|&percent| percent > 0);
+    MemberSettings {
+        weight: Some(share.weight().into()),
+        iops_reservation: reserved(share.iops_reservation()),
+        bps_reservation: reserved(share.bps_reservation()),
+        unmet_reservation: inventory.left_out.borrow().get(name).map(|one| one.status()),
+        watermark: percent.map(u64::from),
+        enforcement: percent.map(|_| word.to_owned()),
+        scale: scale.filter(|_| percent.is_some()),
+        limits: settings::set(limits),
+        ..MemberSettings::default()
+    }
+}
+
+fn device(listed: Listed) -> DeviceStatus {
+    let Listed { device, disks } = listed;
+    let known = |figure: u64| (figure > 0).then_some(figure);
+    let capacity = |Capacity { read_iops, write_iops, read_bps, write_bps }: Capacity| DeviceCapacity {
+        read_iops: known(read_iops),
+        write_iops: known(write_iops),
+        read_bps: known(read_bps),
+        write_bps: known(write_bps),
+    };
+    DeviceStatus {
+        name: device.name().to_owned(),
+        disks,
+        capacity: device.capacity().map(capacity),
+        capacity_source: Some(device.capacity_source().to_string()),
+        utilization: device.use_now(reactor::now()).ok().map(|thousandths| f64::from(thousandths) / 1000.0),
+    }
+}
+
+fn export(export: &RunningExport) -> ExportStatus {
+    let status = ExportStatus {
+        kind: export.door.kind().to_owned(),
+        name: export.name.clone(),
+        id: export.id.clone(),
+        disk: export.disk.disk.name().to_string(),
+        address: export.door.address(),
+        connections: export.connections() as u64,
+        read_only: export.read_only || export.disk.disk.image().is_read_only(),
+        ..ExportStatus::default()
+    };
+    let Door::Own(entrance) = &export.door else { return status };
+    let status = ExportStatus { counters: entrance.server.counters(), ..status };
+    let Some(device) = entrance.device() else { return status };
+    let Users { mounts, holders, .. } = Users::of(device);
+    ExportStatus {
+        device: Some(device.display().to_string()),
+        mounts: Some(mounts.iter().map(|mount| mount.display().to_string()).collect()),
+        holders: Some(holders),
+        ..status
+    }
+}
+
+fn server(serving: &Serving) -> ServerStatus {
+    let Refused { networks, connections, names, exports } = serving.server.refused();
+    ServerStatus {
+        address: serving.address(),
+        listen: serving.written(),
+        default_export: serving.standard.get().map(|read_only| DefaultExport { read_only }),
+        added: serving.added.get().is_some(),
+        connections: serving.server.connections() as u64,
+        refused: RefusedClients { networks, connections, names, exports },
+    }
+}
+
+fn throttle(stats: &Stats) -> ThrottleStatus {
+    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, levels, waiting, kept } =
+        stats;
+    let [reads_waiting, writes_waiting] = *waiting;
+    let [wait_ns, recent_wait_ns] = [waits, recent_waits].map(|waits| {
+        let percentiles = WaitPercentiles { p50: waits.p50_ns, p99: waits.p99_ns, max: waits.max_ns };
+        (waits.max_ns > 0).then_some(percentiles)
+    });
+    ThrottleStatus {
+        reads: transfers(reads),
+        writes: transfers(writes),
+        waiting: WaitingRequests { reads: reads_waiting as u64, writes: writes_waiting as u64 },
+        wait_ns,
+        recent_wait_ns,
+        limited_ns: *limited_ns,
+        binding: binding.map(|kind| limit_name(kind).to_owned()),
+        tokens: by_limit(tokens).collect(),
+        buckets: by_limit(levels)
+            .map(|(name, level)| (name, BucketLevel { level: level.units, capacity: level.capacity }))
+            .collect(),
+        reservation: kept.map(|kept| ReservationStatus { met_ns: kept.met_ns, missed_ns: kept.missed_ns }),
+    }
+}
+
+fn transfers(counters: &Counters) -> ThrottledTransfers {
+    ThrottledTransfers {
+        requests: counters.requests,
+        bytes: counters.bytes,
+        throttled: counters.throttled,
+        waited_ns: counters.waited_ns,
+    }
+}
+
+/// The limits that are set, by name.
+fn by_limit<V: Copy>(values: &[Option<V>; 6]) -> impl Iterator<Item = (String, V)> {
+    LimitKind::ALL.into_iter().filter_map(|kind| Some((limit_name(kind).to_owned(), values[kind.index()]?)))
+}
+
+const fn limit_name(kind: LimitKind) -> &'static str {
+    Setting::Limit(kind, Part::Rate).name()
+}
