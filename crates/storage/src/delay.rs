@@ -7,14 +7,19 @@
 
 use std::{
     collections::VecDeque,
+    fmt,
     str::FromStr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use policy::time::Duration;
 
-use super::{InvalidOption, options::pairs, spec::parse_duration};
-use reactor::{now, sleep_until};
+use super::{
+    InvalidOption,
+    options::pairs,
+    spec::{parse_duration, show_duration},
+};
+use crate::reactor::{now, sleep_until};
 
 /// Most requests that `parallel` can allow at once; more is no bound at all.
 const MOST_PARALLEL: usize = 65_536;
@@ -61,6 +66,16 @@ impl FromStr for DelayOptions {
     }
 }
 
+/// In the form that [`FromStr`] reads.
+impl fmt::Display for DelayOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { read, write, zero, flush, parallel } = *self;
+        let [read, write, zero, flush] = [read, write, zero, flush].map(show_duration);
+        write!(f, "read={read},write={write},zero={zero},flush={flush}")?;
+        parallel.map_or(Ok(()), |parallel| write!(f, ",parallel={parallel}"))
+    }
+}
+
 /// A device that is slow.
 #[derive(Debug)]
 pub(super) struct Delay {
@@ -104,8 +119,8 @@ impl Permits {
 
 pub(super) struct Permit(Arc<Permits>);
 
-impl std::fmt::Debug for Permit {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Permit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Permit")
     }
 }

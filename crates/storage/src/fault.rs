@@ -6,6 +6,7 @@
 //! fail in the same way.
 
 use std::{
+    fmt,
     ops::Range,
     str::FromStr,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
@@ -35,6 +36,21 @@ pub enum Kind {
     Flush,
     /// Questions about block status.
     Status,
+}
+
+impl Kind {
+    const ALL: [Self; 6] = [Self::Read, Self::Write, Self::Zero, Self::Discard, Self::Flush, Self::Status];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Zero => "zero",
+            Self::Discard => "discard",
+            Self::Flush => "flush",
+            Self::Status => "status",
+        }
+    }
 }
 
 /// One rule.
@@ -81,17 +97,31 @@ impl FromStr for FaultRule {
     }
 }
 
+/// In the form that [`FromStr`] reads.
+impl fmt::Display for FaultRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, range, error, count, probability, seed } = self;
+        write!(f, "kind={}", kind.map_or("any", Kind::name))?;
+        match range {
+            Some(Range { start, end: u64::MAX }) => write!(f, ",offset={start}-")?,
+            Some(Range { start, end }) => write!(f, ",offset={start}-{end}")?,
+            None => {}
+        }
+        write!(f, ",error={}", error.errno())?;
+        if let Some(count) = count {
+            write!(f, ",count={count}")?;
+        }
+        write!(f, ",probability={probability},seed={seed}")
+    }
+}
+
 fn parse_kind(pair: &Pair<'_>) -> std::result::Result<Option<Kind>, InvalidOption> {
-    Ok(match pair.value {
-        "any" => None,
-        "read" => Some(Kind::Read),
-        "write" => Some(Kind::Write),
-        "zero" => Some(Kind::Zero),
-        "discard" => Some(Kind::Discard),
-        "flush" => Some(Kind::Flush),
-        "status" => Some(Kind::Status),
-        _ => return Err(pair.error("is not any, read, write, zero, discard, flush or status")),
-    })
+    let kind = Kind::ALL.into_iter().find(|kind| kind.name() == pair.value);
+    match pair.value {
+        "any" => Ok(None),
+        _ if kind.is_some() => Ok(kind),
+        _ => Err(pair.error("is not any, read, write, zero, discard, flush or status")),
+    }
 }
 
 fn parse_range(pair: &Pair<'_>) -> std::result::Result<Range<u64>, InvalidOption> {

@@ -64,7 +64,7 @@ pub use range_lock::Guard as RangeGuard;
 pub use range_lock::RangeLocks;
 pub use resize::ResizeError;
 pub use root::Root;
-pub use spec::{Spec, parse_duration, parse_size};
+pub use spec::{Spec, parse_duration, parse_size, show_duration};
 pub use wrapped::Wrapped;
 
 use std::{io, sync::Arc};

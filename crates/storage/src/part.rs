@@ -1,6 +1,6 @@
 //! A part of a storage as a disk of its own: `offset=1M,size=10M`, as QEMU's raw format has it.
 
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
 use super::{InvalidOption, options::pairs, spec::parse_size};
 
@@ -36,6 +36,14 @@ impl FromStr for Part {
             }
         }
         Ok(part)
+    }
+}
+
+/// In the form that [`FromStr`] reads.
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "offset={}", self.offset)?;
+        self.size.map_or(Ok(()), |size| write!(f, ",size={size}"))
     }
 }
 

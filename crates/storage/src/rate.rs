@@ -12,6 +12,7 @@
 
 use std::{
     collections::HashMap,
+    fmt,
     str::FromStr,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -76,6 +77,17 @@ impl FromStr for RateOptions {
             }
         }
         Ok(options)
+    }
+}
+
+/// In the form that [`FromStr`] reads.
+impl fmt::Display for RateOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bytes, iops, read, write, shared } = self;
+        let rates = [("bytes", bytes), ("iops", iops), ("read", read), ("write", write)];
+        let rates = rates.into_iter().filter_map(|(key, rate)| Some(format!("{key}={}", (*rate)?)));
+        let shared = shared.iter().map(|name| format!("shared={name}"));
+        f.write_str(&rates.chain(shared).collect::<Vec<_>>().join(","))
     }
 }
 

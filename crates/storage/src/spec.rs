@@ -112,6 +112,17 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidValue> {
     nanos.map(Duration::from_nanos).ok_or_else(|| InvalidValue::new(text, DURATION_RULE))
 }
 
+/// The duration in the form that [`parse_duration`] reads, exact, in the largest unit that divides
+/// it.
+#[must_use]
+pub fn show_duration(time: Duration) -> String {
+    const UNITS: [(u128, &str); 3] = [(1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us")];
+    let nanos = time.as_nanos();
+    let unit = UNITS.into_iter().find(|(unit_ns, _)| nanos.is_multiple_of(*unit_ns));
+    let (unit_ns, unit) = unit.unwrap_or((1, "ns"));
+    format!("{}{unit}", nanos / unit_ns)
+}
+
 /// Where an image is, as the command line names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Spec {
