@@ -6,14 +6,10 @@
 //! mounted. Each is judged when the volume is created, so that a slip is an error there and not
 //! at the first start of a container.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::Path};
 
-use policy::{
-    prefetch::{self, Mode},
-    throttle,
-};
-use settings::{L2CacheSize, LimitsDraft, Place, PrefetchDraft, Said, SettingsDraft, suggest};
-use storage::{CacheMode, Format};
+use block::storage::Format;
+use settings::{DiskConfig, Key, KeySet as _, Place, Placed, suggest};
 
 use crate::filesystem::FileSystem;
 
@@ -28,23 +24,14 @@ const DEVICE: &str = "device";
 /// Those of a volume itself.
 const OWN: [&str; 5] = [SIZE, FORMAT, FILE_SYSTEM, MOUNT_OPTIONS, DEVICE];
 const GROUP: &str = "group";
-const CACHE: &str = "cache";
 const L2_CACHE_SIZE: &str = "l2-cache-size";
-const WEIGHT: &str = "weight";
-const IOPS_RESERVATION: &str = "iops-reservation";
-const BPS_RESERVATION: &str = "bps-reservation";
-const WATERMARK: &str = "watermark";
-/// Those that are handed on, beside limits and the numbers of reading ahead.
-const HANDED_ON: [&str; 8] = [
-    GROUP,
-    CACHE,
-    L2_CACHE_SIZE,
-    WEIGHT,
-    IOPS_RESERVATION,
-    BPS_RESERVATION,
-    WATERMARK,
-    settings::prefetch::MODE,
-];
+
+/// True if `weir attach` receives the key.
+fn is_handed_on(key: &Key<DiskConfig>) -> bool {
+    ["Limits", "Shares", "Reading ahead"].contains(&key.heading)
+        || [GROUP, "cache", L2_CACHE_SIZE].contains(&key.name)
+}
+
 /// How an image becomes a device: options of `weir attach` that need no value.
 const DEVICES: [&str; 3] = ["ublk", "nbd", "fuse"];
 
@@ -60,12 +47,12 @@ pub(crate) struct Options {
 impl Options {
     /// Fails with the key, the value and the rule.
     pub(crate) fn read(given: Given) -> Result<Self, String> {
-        let mut draft = Drafts::default();
+        let disk = Placed::new(DiskConfig::default(), Place::new("the options"));
+        let mut draft = Draft { size: None, format: None, file_system: None, disk };
         for (key, value) in &given {
             draft.take(key, value)?;
         }
-        draft.settings.check().map_err(|wrong| wrong.to_string())?;
-        draft.prefetch.check().map_err(|wrong| wrong.to_string())?;
+        draft.disk.checked().map_err(|wrong| wrong.to_string())?;
         let size_bytes = draft.size.ok_or("size: is missing (say how large the volume is: -o size=10G)")?;
         let format = draft.format.unwrap_or(Format::Qcow2);
         if let (Some(value), Format::Raw) = (given.get(L2_CACHE_SIZE), format) {
@@ -100,68 +87,42 @@ impl Options {
 }
 
 /// What has been said so far.
-#[derive(Default)]
-struct Drafts {
+struct Draft {
     size: Option<u64>,
     format: Option<Format>,
     file_system: Option<FileSystem>,
-    settings: SettingsDraft,
-    prefetch: PrefetchDraft,
+    disk: Placed<DiskConfig>,
 }
 
-impl Drafts {
-    fn take(&mut self, key: &str, value: &str) -> Result<(), String> {
-        let place = Place::new(format!("{key}={value}"));
+impl Draft {
+    fn take(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let place = Place::new(format!("{name}={value}"));
         let wrong = |rule: String| place.wrong(rule).to_string();
-        let said = |number| Some(Said::new(number, place.clone()));
-        if let Some(setting) = throttle::Setting::from_name(key) {
-            let read = if setting.is_size() { settings::size } else { settings::count };
-            let number = read(value).map_err(wrong)?;
-            let limits: &mut LimitsDraft = &mut self.settings.limits;
-            limits.push(Said::new((setting, number), place.clone()));
-            return Ok(());
-        }
-        if let Some(setting) = prefetch::Setting::ALL.into_iter().find(|setting| setting.name() == key) {
-            let read = if settings::prefetch::is_size(setting) { settings::size } else { settings::count };
-            let number = read(value).map_err(wrong)?;
-            self.prefetch.numbers.push(Said::new((setting, number), place.clone()));
-            return Ok(());
-        }
-        match key {
+        match name {
             SIZE => self.size = Some(settings::size(value).map_err(wrong)?),
             FORMAT => self.format = Some(settings::read(value).map_err(wrong)?),
             FILE_SYSTEM => self.file_system = Some(FileSystem::named(value).map_err(wrong)?),
             MOUNT_OPTIONS => check_mount_options(value).map_err(wrong)?,
             DEVICE if DEVICES.contains(&value) => {}
             DEVICE => return Err(wrong("is none of ublk, nbd and fuse".to_owned())),
-            GROUP => check_group(value).map_err(wrong)?,
-            CACHE => {
-                let _: CacheMode = settings::read(value).map_err(wrong)?;
+            _ => {
+                let Some(key) = DiskConfig::key(name).filter(|key| is_handed_on(key)) else {
+                    return Err(wrong(unknown(name)));
+                };
+                if name == GROUP {
+                    check_group(value).map_err(wrong)?;
+                }
+                let set = self.disk.set(key, value, Path::new(""), place);
+                set.map_err(|wrong| wrong.to_string())?;
             }
-            L2_CACHE_SIZE => {
-                let _: L2CacheSize = settings::read(value).map_err(wrong)?;
-            }
-            WEIGHT => self.settings.weight = said(settings::count(value).map_err(wrong)?),
-            IOPS_RESERVATION => {
-                self.settings.iops_reservation = said(settings::count(value).map_err(wrong)?);
-            }
-            BPS_RESERVATION => self.settings.bps_reservation = said(settings::size(value).map_err(wrong)?),
-            WATERMARK => self.settings.watermark = said(settings::count(value).map_err(wrong)?),
-            settings::prefetch::MODE => {
-                let mode: Mode = settings::read(value).map_err(wrong)?;
-                self.prefetch.mode = Some(Said::new(mode, place.clone()));
-            }
-            _ => return Err(wrong(unknown(key))),
         }
         Ok(())
     }
 }
 
-fn unknown(key: &str) -> String {
-    let limits = throttle::Setting::ALL.map(throttle::Setting::name);
-    let ahead = prefetch::Setting::ALL.map(prefetch::Setting::name);
-    let known = OWN.into_iter().chain(HANDED_ON).chain(limits).chain(ahead);
-    match suggest::nearest(key, known) {
+fn unknown(name: &str) -> String {
+    let handed_on = DiskConfig::keys().iter().filter(|key| is_handed_on(key)).map(|key| key.name);
+    match suggest::nearest(name, OWN.into_iter().chain(handed_on)) {
         Some(other) => format!("is no option of a volume (did you mean {other}?)"),
         None => "is no option of a volume (`weir docker-plugin --help` lists them)".to_owned(),
     }
@@ -282,7 +243,7 @@ mod tests {
 
     #[test]
     fn every_option_is_known_by_its_own_name() {
-        for key in OWN.into_iter().chain(HANDED_ON) {
+        for key in OWN.into_iter().chain([GROUP, L2_CACHE_SIZE, "weight", "iops-total"]) {
             let said = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
             assert!(!said.contains("no option of a volume"), "{said}");
         }

@@ -113,7 +113,7 @@ fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure
         return Ok(Newcomer::ask(&control, user)?);
     }
     for disk in &draft.disks {
-        let address = disk.image.value.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
+        let address = disk.image.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
         if let Some(address) = address {
             let place = Place::option("takeover", address);
             let rule = format!("is taken for an image (write --takeover={address})");

@@ -41,9 +41,6 @@ use nix::sys::{
     time::TimeValLike as _,
 };
 use policy::{prefetch::Stats, time::Duration};
-use reactor::{error::Error, guest::driver::Slots, now, sleep_until, spawn};
-use settings::Qcow2Settings;
-use storage::{OpenOptions, rbd};
 
 use self::progress::Progress;
 pub(crate) use self::target::BenchTarget;
@@ -301,7 +298,8 @@ fn processor_time() -> Duration {
 }
 
 async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Result<Disk> {
-    let Qcow2Settings { mut caches, said, .. } = arguments.qcow2()?;
+    let disk = arguments.disk()?;
+    let mut caches = disk.qcow2.caches;
     let (mut part, mut backing) = (None, BackingChoice::AsInImage);
     if let Some(description) = &arguments.description {
         part = description.part;
@@ -328,12 +326,12 @@ async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Re
         ..ImageOptions::default()
     };
     let image = open(&image.spec()?, options).await?;
-    if let (Image::Raw(_), Some(option)) = (&image, said) {
+    if let (Image::Raw(_), Some(option)) = (&image, disk.qcow2_key()) {
         bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
     }
-    let disk = Disk::new("bench", image, DiskSettings::default(), None)?;
-    disk.prefetch().set(arguments.prefetch()?)?;
-    Ok(disk)
+    let measured = Disk::new("bench", image, DiskSettings::default(), None)?;
+    measured.prefetch().set(disk.prefetch)?;
+    Ok(measured)
 }
 
 #[cfg(test)]

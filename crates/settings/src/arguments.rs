@@ -1,13 +1,8 @@
-//! Options that several commands have: limits, shares, caches, and what is read ahead. Made from
-//! the policy's own tables where there are any. Each becomes a part of the draft that the config
-//! file makes too.
+//! Options that several commands have, made from the tables of keys and of the policy.
 
+mod keys;
 pub mod limits;
 pub mod prefetch;
-mod qcow2;
-mod shares;
 
+pub use keys::{KeyArgs, KeyOptions, shared_group};
 pub use limits::LimitArgs;
-pub use prefetch::LongArgs;
-pub use qcow2::{CacheArgs, Qcow2Args};
-pub use shares::ShareArgs;

@@ -12,16 +12,18 @@ use std::{
     time::Duration,
 };
 
-use block::disk::{DetectZeroes, Discards};
-use reactor::Polling;
-use storage::{Format, rate::RateOptions};
-
-use policy::access::Access;
+use block::{
+    disk::{DetectZeroes, Discards},
+    reactor::Polling,
+    storage::{Format, rate::RateOptions},
+};
+use policy::throttle;
 
 use super::{
-    Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
-    Mistakes, Nbd, Place, Plan, Qcow2Settings, Said, Server, Service, ServiceDraft, Settings, SocketAccess,
-    Standard, Tls, Wrong, groups::Groups, http, promises,
+    Address, DiskConfig, DoorExport, Draft, Endpoint, Export, LogSettings, Mistakes, Nbd, NbdExport, Place,
+    Placed, Plan, Said, Server, Service, ServiceDraft, SocketAccess, Standard, Tls, Wrong, clients,
+    groups::{self, Groups},
+    http, promises,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -110,10 +112,12 @@ impl Plan {
         check_names(&draft, &mistakes);
         check_images(&draft.disks, &mistakes);
         check_rates(&draft.disks, &mistakes);
-        let (by_name, groups) = Groups::plan(&draft.groups, &mistakes);
-        let mut disks: Vec<_> = draft.disks.iter().map(|disk| plan_disk(disk, &by_name, &mistakes)).collect();
+        let mut draft = draft;
+        draft.groups = groups::plan(draft.groups, &mistakes);
+        let known = Groups::new(&draft.groups);
+        draft.disks.iter_mut().for_each(|disk| judge_disk(disk, &known, &mistakes));
         if mistakes.count() == 0 {
-            mistakes.keep(promises::check(&draft, &groups, &disks));
+            mistakes.keep(promises::check(&draft.groups, &draft.disks));
         }
         let tls = mistakes.keep(draft.service.tls.clone().check());
         let (mut servers, mut doors) = (Vec::new(), Vec::new());
@@ -121,12 +125,13 @@ impl Plan {
             mistakes.keep(check_cluster(&draft));
             (servers, doors) = places(&draft, inherited, &mistakes).unwrap_or_default();
             if let Some(tls) = &tls {
-                for (disk, said) in disks.iter_mut().zip(&draft.disks) {
-                    disk.access = mistakes.keep(said.access.check(tls, false)).unwrap_or_default();
+                for disk in &draft.disks {
+                    mistakes.keep(check_access(disk, tls));
                 }
             }
         }
-        let service = service(draft.service, tls, &mistakes);
+        let Draft { disks, groups, service: said } = draft;
+        let service = service(said, tls, &mistakes);
         mistakes.unless(Self { disks, groups, servers, doors, service })
     }
 }
@@ -148,7 +153,7 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
     if mistakes.count() > before {
         return None;
     }
-    if is_said || !draft.disks.iter().all(DiskDraft::says_where) {
+    if is_said || !draft.disks.iter().all(|disk| says_where(disk)) {
         for server in &mut servers {
             let place = place_of(&server.endpoint);
             let own = standard.iter().find(|(endpoint, _)| place_of(endpoint) == place);
@@ -164,6 +169,16 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
     Some((servers, doors))
 }
 
+/// True if the disk has exports of its own.
+fn says_where(disk: &DiskConfig) -> bool {
+    !disk.exports.is_empty()
+}
+
+fn check_access(disk: &Placed<DiskConfig>, tls: &Tls) -> Result<(), Wrong> {
+    let place = |key: &str, index| disk.item(key, index, "").unwrap_or(disk.own_place());
+    clients::check_access(&disk.access, tls, false, place)
+}
+
 /// The first of `items` that was said before.
 fn repeated<'a, T: Eq + Hash>(items: impl IntoIterator<Item = &'a Said<T>>) -> Option<&'a Said<T>> {
     let mut seen = HashSet::new();
@@ -171,22 +186,22 @@ fn repeated<'a, T: Eq + Hash>(items: impl IntoIterator<Item = &'a Said<T>>) -> O
 }
 
 fn check_names(draft: &Draft, mistakes: &Mistakes) {
-    let disks = draft.disks.iter().map(|disk| &disk.name);
-    let groups = draft.groups.iter().map(|group| &group.name);
-    for name in disks.clone().chain(groups) {
-        mistakes.keep(named(&name.value).map_err(|rule| name.wrong(rule)));
+    let disks = draft.disks.iter().map(|disk| (&disk.name, disk.place("name")));
+    let groups = draft.groups.iter().map(|group| (&group.name, group.place("name")));
+    for (name, place) in disks.clone().chain(groups.clone()) {
+        mistakes.keep(named(name).map_err(|rule| place.wrong(rule)));
     }
-    if let Some(again) = repeated(disks) {
-        let name = &again.value;
+    let mut seen = HashSet::new();
+    if let Some((name, place)) = disks.clone().find(|(name, _)| !seen.insert(*name)) {
         mistakes
-            .tell(again.wrong(format!(
+            .tell(place.wrong(format!(
                 "another disk is called {name:?} (give each a name of its own, with --name)"
             )));
     }
-    let disks: HashSet<_> = draft.disks.iter().map(|disk| &disk.name.value).collect();
-    for GroupDraft { name, .. } in draft.groups.iter().filter(|group| disks.contains(&group.name.value)) {
-        let rule = format!("a disk is called {:?} too, and commands take both (rename one)", name.value);
-        mistakes.tell(name.wrong(rule));
+    let disks: HashSet<_> = disks.map(|(name, _)| name).collect();
+    for (name, place) in groups.filter(|(name, _)| disks.contains(name)) {
+        let rule = format!("a disk is called {name:?} too, and commands take both (rename one)");
+        mistakes.tell(place.wrong(rule));
     }
 }
 
@@ -195,8 +210,8 @@ fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
     let cluster = draft.service.cluster.as_ref();
     let control_groups = cluster.map_or(&[][..], |said| said.value.control_groups.as_slice());
     let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
-    if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name.value)) {
-        return Err(group.name.wrong(
+    if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name)) {
+        return Err(group.place("name").wrong(
             "is for disks, and [cluster] names it in control-groups (a host's part of a group goes to one of both)",
         ));
     }
@@ -207,18 +222,18 @@ fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
             "control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
         ));
     }
-    for group in &draft.groups {
-        let Some(place) = &group.cluster else { continue };
-        let name = &group.name.value;
+    for group in draft.groups.iter().filter(|group| group.cluster) {
+        let name = &group.name;
         if draft.service.cluster.is_none() {
-            return Err(place.wrong("there is no cluster (add [cluster] with name and etcd)"));
+            return Err(group.wrong("cluster", "there is no cluster (add [cluster] with name and etcd)"));
         }
-        if let Some(limit) = group.settings.limits.first() {
+        let is_limit = |key: &str| throttle::Setting::from_name(key).is_some();
+        if let Some((_, limit)) = group.all_given().find(|(key, _)| is_limit(key)) {
             return Err(limit.wrong(format!(
                 "is the cluster's to say, the same for all hosts (leave it out here; `weir throttle {name} --cluster` sets it for all)"
             )));
         }
-        if let Some(watermark) = &group.settings.watermark {
+        if let Some(watermark) = group.given("watermark") {
             return Err(watermark.wrong(
                 "lifts limits where a device of this host is idle, and these are of all hosts (leave one of them out)",
             ));
@@ -229,8 +244,8 @@ fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
 
 /// What the NBD protocol can carry, a log line can show, and a path can hold: `.` and `..` are no
 /// parts of a URL (RFC 3986, section 5.2.4).
-fn check_name(name: &Said<String>) -> Result<(), Wrong> {
-    if name.value.is_empty() { Ok(()) } else { named(&name.value).map_err(|rule| name.wrong(rule)) }
+fn check_name(name: &str) -> Result<(), String> {
+    if name.is_empty() { Ok(()) } else { named(name) }
 }
 
 /// Whether a disk or a group may be called so.
@@ -252,17 +267,17 @@ pub fn named(name: &str) -> Result<(), String> {
 }
 
 /// Two disks over one file would not see each other's writes in time, unless nobody writes.
-fn check_images(disks: &[DiskDraft], mistakes: &Mistakes) {
+fn check_images(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     for disk in disks {
         mistakes.keep(check_image(disk));
     }
     check_clusters(disks, mistakes);
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
-        let Some(path) = disk.image.value.path() else { continue };
+        let Some(path) = disk.image.path() else { continue };
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
-                mistakes.tell(disk.image.wrong(ANOTHER_HAS_IT));
+                mistakes.tell(disk.wrong("image", ANOTHER_HAS_IT));
             }
             Entry::Occupied(_) => {}
             Entry::Vacant(free) => {
@@ -275,22 +290,25 @@ fn check_images(disks: &[DiskDraft], mistakes: &Mistakes) {
 const ANOTHER_HAS_IT: &str = "another disk has this image (export one disk twice, or make both read-only)";
 
 /// What is said of an image that it cannot have.
-fn check_image(disk: &DiskDraft) -> Result<(), Wrong> {
-    if let Some(place) = disk.force_share.as_ref().filter(|_| !disk.is_read_only()) {
-        return Err(place.wrong("needs read-only; sharing an image that others write is for reading alone"));
+fn check_image(disk: &Placed<DiskConfig>) -> Result<(), Wrong> {
+    if disk.force_share && !disk.is_read_only() {
+        return Err(disk.wrong(
+            "force-share",
+            "needs read-only; sharing an image that others write is for reading alone",
+        ));
     }
-    let mut times = [&disk.reconnect_delay, &disk.open_timeout].into_iter().flatten();
-    if let Some(said) = times.next().filter(|_| disk.image.value.remote().is_none()) {
-        return Err(said.wrong("is for images at NBD servers, and this one is at none (leave it out)"));
+    let mut times = ["reconnect-delay", "open-timeout"].into_iter().filter_map(|key| disk.given(key));
+    if let Some(place) = times.next().filter(|_| disk.image.remote().is_none()) {
+        return Err(place.wrong("is for images at NBD servers, and this one is at none (leave it out)"));
     }
-    if let Some(place) = &disk.handover {
+    if disk.handover {
         if disk.is_read_only() {
-            return Err(
-                place.wrong("is for disks that are written to (what is only read, several may have open)")
-            );
+            let rule = "is for disks that are written to (what is only read, several may have open)";
+            return Err(disk.wrong("handover", rule));
         }
-        if disk.image.value.path().is_none() {
-            return Err(place.wrong("is for images in files, and this disk is in none (leave it out)"));
+        if disk.image.path().is_none() {
+            let rule = "is for images in files, and this disk is in none (leave it out)";
+            return Err(disk.wrong("handover", rule));
         }
     }
     Ok(())
@@ -298,89 +316,67 @@ fn check_image(disk: &DiskDraft) -> Result<(), Wrong> {
 
 /// Nor is an image of a cluster opened twice to be written to. (It would be refused as it is
 /// opened; here the place is known.)
-fn check_clusters(disks: &[DiskDraft], mistakes: &Mistakes) {
+fn check_clusters(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     let mut seen: HashMap<String, bool> = HashMap::new();
-    for disk in disks.iter().filter(|disk| disk.image.value.is_rbd()) {
-        let is_written = !disk.is_read_only() && !disk.image.value.is_snapshot();
-        let other = seen.insert(disk.image.value.to_string(), is_written);
+    for disk in disks.iter().filter(|disk| disk.image.is_rbd()) {
+        let is_written = !disk.is_read_only() && !disk.image.is_snapshot();
+        let other = seen.insert(disk.image.to_string(), is_written);
         if other.is_some_and(|other| other || is_written) {
-            mistakes.tell(disk.image.wrong(ANOTHER_HAS_IT));
+            mistakes.tell(disk.wrong("image", ANOTHER_HAS_IT));
         }
     }
 }
 
 /// Disks on one imitated device say the same of it.
-fn check_rates(disks: &[DiskDraft], mistakes: &Mistakes) {
+fn check_rates(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     let mut first: HashMap<&str, &RateOptions> = HashMap::new();
-    for said in disks.iter().filter_map(|disk| disk.rate.as_ref()) {
-        let Some(name) = &said.value.shared else { continue };
-        if *first.entry(name).or_insert(&said.value) != &said.value {
-            mistakes.tell(said.wrong(format!(
+    for disk in disks {
+        let Some(rate) = &disk.rate else { continue };
+        let Some(name) = &rate.shared else { continue };
+        if *first.entry(name).or_insert(rate) != rate {
+            let rule = format!(
                 "another disk shares {name:?} with other rates (give both the same, or another name)"
-            )));
+            );
+            mistakes.tell(disk.wrong("rate", rule));
         }
     }
 }
 
-fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>, mistakes: &Mistakes) -> Disk {
-    let value = |said: &Said<String>| said.value.clone();
-    if let Some(description) = &disk.description
-        && check_name(description).is_err()
-    {
-        mistakes.tell(description.wrong("a description is one line of 4096 bytes at most"));
+/// Judges a disk by itself and with its group, and makes what follows from other keys explicit.
+fn judge_disk(disk: &mut Placed<DiskConfig>, groups: &Groups<'_>, mistakes: &Mistakes) {
+    if check_name(&disk.description).is_err() {
+        mistakes.tell(disk.wrong("description", "a description is one line of 4096 bytes at most"));
     }
-    let (settings, group) = settings(disk, groups, mistakes);
-    let qcow2 = mistakes.keep(disk.qcow2.check());
-    let format = qcow2.as_ref().and_then(|qcow2| mistakes.keep(format(disk, qcow2))).flatten();
-    let discard = disk.discard.as_ref().map(|said| said.value).unwrap_or_default();
-    let detect_zeroes = disk.detect_zeroes.as_ref();
-    if let Some(said) = detect_zeroes.filter(|said| said.value == DetectZeroes::Unmap)
-        && let (Some(ignored), Discards::Ignore) = (&disk.discard, discard)
-    {
-        mistakes
-            .tell(said.wrong(format!("gives space back, and {} keeps it (say on instead)", ignored.place)));
+    disk.judge(mistakes);
+    if let Some(group) = &disk.group {
+        groups.look_for(group, mistakes, |rule| disk.wrong("group", rule));
+        if disk.settings.watermark > 0 {
+            let rule = format!(
+                "the disk is in group {group:?}, which has the watermark for its members (set it at [group.{group}])"
+            );
+            mistakes.tell(disk.wrong("watermark", rule));
+        }
     }
-    Disk {
-        name: disk.name.value.clone(),
-        description: disk.description.as_ref().map(value).unwrap_or_default(),
-        // Once it is known where it is served.
-        access: Access::default(),
-        image: disk.image.value.clone(),
-        format,
-        part: disk.part.as_ref().map(|said| said.value),
-        snapshot: disk.snapshot.as_ref().map(value),
-        cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
-        qcow2: qcow2.unwrap_or_default(),
-        prefetch: mistakes.keep(disk.prefetch.check()).unwrap_or_default(),
-        on_error: mistakes.keep(disk.on_error.check()).unwrap_or_default(),
-        discard,
-        detect_zeroes: detect_zeroes.map(|said| said.value).unwrap_or_default(),
-        read_only: disk.is_read_only(),
-        force_share: disk.force_share.is_some(),
-        handover: disk.handover.is_some(),
-        reconnect_delay: disk.reconnect_delay.as_ref().map(|said| said.value).unwrap_or_default(),
-        open_timeout: disk.open_timeout.as_ref().map(|said| said.value).unwrap_or_default(),
-        delay: disk.delay.as_ref().map(|said| said.value),
-        rate: disk.rate.as_ref().map(|said| said.value.clone()),
-        faults: disk.faults.iter().map(|said| said.value.clone()).collect(),
-        settings,
-        group,
+    if disk.detect_zeroes == DetectZeroes::Unmap && disk.discard == Discards::Ignore {
+        let rule = format!("gives space back, and {} keeps it (say on instead)", disk.place("discard"));
+        mistakes.tell(disk.wrong("detect-zeroes", rule));
     }
+    disk.format = mistakes.keep(format(disk)).flatten();
+    disk.read_only = disk.is_read_only();
 }
 
 /// The format, where it is known before the image is looked at.
-fn format(disk: &DiskDraft, qcow2: &Qcow2Settings) -> Result<Option<Format>, Wrong> {
-    let format = disk.format.as_ref().map(|said| said.value);
-    let of_qcow2 = qcow2.said.as_ref().or(disk.snapshot.as_ref().map(|said| &said.place));
-    match (format, &disk.part, of_qcow2) {
+fn format(disk: &Placed<DiskConfig>) -> Result<Option<Format>, Wrong> {
+    let of_qcow2 = disk.qcow2_key().or(disk.given("snapshot"));
+    match (disk.format, disk.given("options"), of_qcow2) {
         (Some(Format::Raw), _, Some(place)) => {
             Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"))
         }
-        (Some(Format::Qcow2), Some(said), _) => {
-            Err(said.wrong("is for raw images, and this one is qcow2 (leave it out)"))
+        (Some(Format::Qcow2), Some(options), _) => {
+            Err(options.wrong("is for raw images, and this one is qcow2 (leave it out)"))
         }
-        (_, Some(said), Some(place)) => {
-            Err(place.wrong(format!("is for qcow2 images, and {} for raw ones", said.place)))
+        (_, Some(options), Some(place)) => {
+            Err(place.wrong(format!("is for qcow2 images, and {options} for raw ones")))
         }
         // The options are the raw format's, as they are for QEMU; what a part begins with says
         // nothing.
@@ -389,35 +385,23 @@ fn format(disk: &DiskDraft, qcow2: &Qcow2Settings) -> Result<Option<Format>, Wro
     }
 }
 
-fn settings(disk: &DiskDraft, groups: &Groups<'_>, mistakes: &Mistakes) -> (Settings, Option<usize>) {
-    let group = disk.group.as_ref().and_then(|name| groups.index_of(name, mistakes));
-    let watermark = disk.settings.watermark.as_ref().filter(|said| said.value > 0);
-    if let (Some(name), Some(watermark)) = (&disk.group, watermark) {
-        mistakes.tell(watermark.wrong(format!(
-            "the disk is in group {0:?}, which has the watermark for its members (set it at [group.{0}])",
-            name.value
-        )));
-    }
-    (disk.settings.judge(mistakes), group)
-}
-
 /// How many sockets are taken, of those that the service manager passed, by whoever names one.
 fn passed_by_name(draft: &Draft) -> usize {
     let name = |endpoint: &'_ Endpoint| match endpoint {
         Endpoint::Passed(name) => Some(name.clone()),
         Endpoint::Address(_) | Endpoint::Inherited => None,
     };
-    let listens = draft.disks.iter().flat_map(|disk| &disk.exports).map(|export| &export.listen.value);
+    let listens = draft.disks.iter().flat_map(|disk| disk.nbd_exports()).map(|(_, export)| &export.listen);
     let nbd = draft.service.nbd.iter().map(|said| &said.value.at).chain(listens).filter_map(name);
-    let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
-    let doors = doors.filter_map(|door| door.value.passed().map(str::to_owned));
+    let doors = draft.disks.iter().flat_map(|disk| disk.doors());
+    let doors = doors.filter_map(|(_, door)| door.passed().map(str::to_owned));
     nbd.chain(doors).collect::<HashSet<_>>().len()
 }
 
 /// Where disks are served that do not say, and whether for reading alone.
 fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, bool)>, Wrong> {
     // Those that come from other hosts of a cluster do not.
-    let all_say = draft.service.cluster.is_none() && draft.disks.iter().all(DiskDraft::says_where);
+    let all_say = draft.service.cluster.is_none() && draft.disks.iter().all(|disk| says_where(disk));
     if let Some(first) = draft.service.nbd.first() {
         if inherited > 0 {
             return Err(
@@ -451,7 +435,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, 
 
 /// Those that disks are exported at, and `always`, whatever is exported there.
 fn servers(
-    disks: &[DiskDraft],
+    disks: &[Placed<DiskConfig>],
     standard: &[(Endpoint, bool)],
     always: &[(Endpoint, bool)],
     mistakes: &Mistakes,
@@ -461,41 +445,57 @@ fn servers(
     let mut servers: Vec<Server> = always.clone().cloned().map(empty).collect();
     let mut at: HashMap<Endpoint, usize> = always.map(place_of).zip(0..).collect();
     let mut taken: HashSet<(usize, String)> = HashSet::new();
-    for (disk, draft) in disks.iter().enumerate() {
-        for (endpoint, name, read_only) in exports_of(draft, standard) {
-            mistakes.keep(check_name(&name));
-            let index = *at.entry(place_of(&endpoint)).or_insert_with(|| {
-                servers.push(empty(endpoint));
+    for (index, disk) in disks.iter().enumerate() {
+        for ExportAt { endpoint, name, read_only, place } in exports_of(disk, standard) {
+            mistakes.keep(check_name(name).map_err(|rule| place.wrong(rule)));
+            let server = *at.entry(place_of(endpoint)).or_insert_with(|| {
+                servers.push(empty(endpoint.clone()));
                 servers.len() - 1
             });
-            if !taken.insert((index, name.value.clone())) {
-                let rule = format!(
-                    "another export has the name {:?} at this address (give it another name)",
-                    name.value
-                );
-                mistakes.tell(name.wrong(rule));
+            if !taken.insert((server, name.to_owned())) {
+                let rule =
+                    format!("another export has the name {name:?} at this address (give it another name)");
+                mistakes.tell(place.wrong(rule));
             }
-            servers[index].exports.push(Export { name: name.value, disk, read_only });
+            servers[server].exports.push(Export { name: name.to_owned(), disk: index, read_only });
         }
     }
     servers
 }
 
-fn exports_of(disk: &DiskDraft, standard: &[(Endpoint, bool)]) -> Vec<(Endpoint, Said<String>, bool)> {
-    if !disk.says_where() {
-        let name = disk.export_name.as_ref().unwrap_or(&disk.name);
-        let at = |(endpoint, read_only): &(Endpoint, bool)| (endpoint.clone(), name.clone(), *read_only);
-        return standard.iter().map(at).collect();
-    }
-    let export = |export: &ExportDraft| {
-        let default = || Said::new(disk.name.value.clone(), export.listen.place.clone());
-        let name = export.name.clone().unwrap_or_else(default);
-        (export.listen.value.clone(), name, export.read_only)
-    };
-    disk.exports.iter().map(export).collect()
+/// An export at an NBD server, with the place of its name.
+struct ExportAt<'a> {
+    endpoint: &'a Endpoint,
+    name: &'a str,
+    read_only: bool,
+    place: &'a Place,
 }
 
-fn doors(disks: &[DiskDraft], servers: &[Server], mistakes: &Mistakes) -> Vec<DoorExport> {
+fn exports_of<'a>(disk: &'a Placed<DiskConfig>, standard: &'a [(Endpoint, bool)]) -> Vec<ExportAt<'a>> {
+    if !says_where(disk) {
+        let name = disk.export_name.as_ref().unwrap_or(&disk.name);
+        let place = disk.place("name");
+        let at = |(endpoint, read_only): &'a (Endpoint, bool)| ExportAt {
+            endpoint,
+            name,
+            read_only: *read_only,
+            place,
+        };
+        return standard.iter().map(at).collect();
+    }
+    let export = |(index, export): (usize, &'a NbdExport)| ExportAt {
+        endpoint: &export.listen,
+        name: export.name.as_ref().unwrap_or(&disk.name),
+        read_only: export.read_only,
+        place: disk
+            .item("export", index, ".name")
+            .or_else(|| disk.item("export", index, ""))
+            .unwrap_or(disk.own_place()),
+    };
+    disk.nbd_exports().map(export).collect()
+}
+
+fn doors(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: &Mistakes) -> Vec<DoorExport> {
     let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).collect();
     let of_server = |server: &'_ Server| match &server.endpoint {
         Endpoint::Passed(name) => Some(name.clone()),
@@ -503,13 +503,14 @@ fn doors(disks: &[DiskDraft], servers: &[Server], mistakes: &Mistakes) -> Vec<Do
     };
     let mut passed: HashSet<String> = servers.iter().filter_map(of_server).collect();
     let mut doors = Vec::new();
-    for (disk, draft) in disks.iter().enumerate() {
-        for said in &draft.doors {
-            let passed = said.value.passed().is_some_and(|name| !passed.insert(name.to_owned()));
-            if passed || said.value.path().is_some_and(|path| !taken.insert(spelled_out(&path))) {
-                mistakes.tell(said.wrong("a disk is exported there already (give each export its own)"));
+    for (disk, config) in disks.iter().enumerate() {
+        for (index, door) in config.doors() {
+            let passed = door.passed().is_some_and(|name| !passed.insert(name.to_owned()));
+            if passed || door.path().is_some_and(|path| !taken.insert(spelled_out(&path))) {
+                let place = config.item("export", index, "").unwrap_or(config.own_place());
+                mistakes.tell(place.wrong("a disk is exported there already (give each export its own)"));
             }
-            doors.push(DoorExport { door: said.value.clone(), disk });
+            doors.push(DoorExport { door: door.clone(), disk });
         }
     }
     doors
@@ -518,11 +519,11 @@ fn doors(disks: &[DiskDraft], servers: &[Server], mistakes: &Mistakes) -> Vec<Do
 /// Settings that only clients of NBD would notice, where there will be none.
 fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
     let connections = draft.service.max_connections.as_ref().map(|said| &said.place);
-    let descriptions = draft.disks.iter().filter_map(|disk| disk.description.as_ref());
+    let descriptions = draft.disks.iter().filter_map(|disk| disk.given("description"));
     // The page has the certificates too.
     let has_page = matches!(&draft.service.http, Some(said) if matches!(said.value, Address::Tcp { .. }));
     let tls = draft.service.tls.wanted().filter(|_| !has_page);
-    let mut unused = connections.into_iter().chain(tls).chain(descriptions.map(|said| &said.place));
+    let mut unused = connections.into_iter().chain(tls).chain(descriptions);
     match unused.next() {
         Some(place) => Err(place.wrong(
             "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)",
@@ -547,12 +548,13 @@ fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
     for (index, disk) in draft.disks.iter().enumerate() {
         let has = |server: &&Server| server.exports.iter().any(|export| export.disk == index);
         let mut at = servers.iter().filter(has).peekable();
-        if let Some(name) = disk.access.tls_authz.first().filter(|_| at.peek().is_none()) {
+        if let Some(name) = disk.given("tls-authz").filter(|_| at.peek().is_none()) {
             mistakes
                 .tell(name.wrong("is not used, because the disk is not exported over NBD (leave it out)"));
         }
-        if let Some(said) = disk.access.network().filter(|_| !at.any(|server| is_tcp(&server))) {
-            mistakes.tell(said.wrong(rule));
+        let network = disk.given("allow").or(disk.given("deny"));
+        if let Some(network) = network.filter(|_| !at.any(|server| is_tcp(&server))) {
+            mistakes.tell(network.wrong(rule));
         }
     }
 }
@@ -630,7 +632,7 @@ fn service(draft: ServiceDraft, tls: Option<Tls>, mistakes: &Mistakes) -> Servic
     let http = tls
         .as_ref()
         .and_then(|tls| mistakes.keep(http::check(draft.http, draft.http_token_file, draft.http_name, tls)));
-    let access = tls.as_ref().and_then(|tls| mistakes.keep(draft.access.check(tls, true)));
+    let access = tls.as_ref().and_then(|tls| mistakes.keep(draft.access.check(tls)));
     let user = mistakes.keep(user(draft.user.as_ref())).flatten();
     Service {
         workers: mistakes.keep(workers(draft.workers.as_ref())).unwrap_or_default(),

@@ -7,8 +7,9 @@
 //!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
 //! ```
 //!
-//! Read by hand, because every message names file, line, key and value, and the nineteen limits
-//! come from one table.
+//! Read by hand, because every message names file, line, key and value. The keys of disks and
+//! groups
+//! come from their tables ([`crate::key`]).
 //!
 //! Paths are seen from the file's own directory. An unknown key is an error.
 
@@ -22,22 +23,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use policy::{prefetch, throttle::Setting};
-use reactor::regular;
+use block::regular;
 use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
-    AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Endpoint, Etcd, ExportDraft, Fuse, GroupDraft,
-    Image, Keyed, LimitsDraft, Mistakes, Nbd, NbdDevice, OnErrorDraft, Place, PrefetchDraft, Qcow2Draft,
-    Record, Said, SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, Wrong, cluster,
-    doors, log,
+    AccessDraft, Address, Cluster, DiskConfig, Door, Draft, Endpoint, Etcd, ExportConfig, Fuse, GroupConfig,
+    Keyed, Mistakes, Nbd, NbdDevice, NbdExport, OnEvent, Place, Placed, Record, Said, ServiceDraft, Socket,
+    Ublk, VhostUserBlk, WebServer, Webhook, Wrong, cluster, doors, key::ValueKind, log, placed::KeySet,
 };
-
-enum Exported {
-    Nbd(ExportDraft),
-    AtDoor(Said<Door>),
-}
 
 /// Largest config file that is read: some hundred thousand disks.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -120,12 +114,12 @@ fn parse_telling(name: &str, text: &str, directory: &Path, mistakes: &Mistakes) 
     let named = |key| table(key).map(|section| section.named_sections()).unwrap_or_default();
     let (groups, disks) = (named("group"), named("disk"));
     root.finish();
-    let groups = groups.into_iter().map(|(name, section)| group(name, &section));
+    let groups = groups.into_iter().map(|(name, section)| group(name, &section, mistakes));
     let disks = disks.into_iter().take_while(|_| !mistakes.is_full());
     Draft {
         service: ServiceDraft { cluster, ..service.unwrap_or_default() },
         groups: groups.collect(),
-        disks: disks.filter_map(|(name, section)| reader.disk(name, &section)).collect(),
+        disks: disks.filter_map(|(name, section)| reader.disk(name, &section, mistakes)).collect(),
     }
 }
 
@@ -151,26 +145,43 @@ fn path_of(text: &str, key: Range<usize>) -> String {
 }
 
 /// Others name it, whatever is wrong with what it says.
-fn group(name: Said<String>, section: &Section<'_>) -> GroupDraft {
-    let read = || {
-        let settings = settings(section);
-        let group = section.text("group");
-        let cluster = section.flag("cluster").filter(|said| said.value).map(|said| said.place);
-        Some(GroupDraft { name: name.clone(), settings, group, cluster })
-    };
-    let nothing =
-        || GroupDraft { name: name.clone(), settings: SettingsDraft::default(), group: None, cluster: None };
-    let judge = |part: &GroupDraft, mistakes: &Mistakes| _ = part.settings.judge_values(mistakes);
-    section.whole_or(read, judge).unwrap_or_else(nothing)
+fn group(name: Said<String>, section: &Section<'_>, mistakes: &Mistakes) -> Placed<GroupConfig> {
+    let nothing = Placed::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
+    let mut group = nothing.clone();
+    let whole = section.whole(|| {
+        read_keys(section, &mut group, Path::new(""));
+        Some(())
+    });
+    match whole {
+        Some(()) => group,
+        None => {
+            group.tell_out_of_range(mistakes);
+            nothing
+        }
+    }
 }
 
-fn settings(section: &Section<'_>) -> SettingsDraft {
-    SettingsDraft {
-        limits: limits(section),
-        weight: section.parse("weight", crate::count),
-        iops_reservation: section.parse("iops-reservation", crate::count),
-        bps_reservation: section.parse("bps-reservation", crate::size),
-        watermark: section.parse("watermark", crate::count),
+/// Reads all keys that are no tables.
+fn read_keys<T: KeySet>(section: &Section<'_>, config: &mut Placed<T>, directory: &Path) {
+    for key in T::keys() {
+        let plain = |text: &str| Ok(text.to_owned());
+        let said = match key.value {
+            ValueKind::Table => continue,
+            ValueKind::Flag => {
+                section.flag(key.name).map(|said| Said::new(said.value.to_string(), said.place))
+            }
+            _ if key.is_list() => {
+                for said in section.list(key.name, plain) {
+                    section.keep(config.set(key, &said.value, directory, said.place));
+                }
+                continue;
+            }
+            _ if key.is_switch() => section.parse_switch(key.name, plain),
+            _ => section.parse(key.name, plain),
+        };
+        if let Some(said) = said {
+            section.keep(config.set(key, &said.value, directory, said.place));
+        }
     }
 }
 
@@ -180,29 +191,6 @@ fn access(section: &Section<'_>) -> AccessDraft {
         deny: section.list("deny", crate::read),
         tls_authz: section.list("tls-authz", crate::tls_name),
     }
-}
-
-fn limits(section: &Section<'_>) -> LimitsDraft {
-    numbers(section, Setting::ALL.map(|setting| (setting, setting.name(), setting.is_size())))
-}
-
-/// Every one of these settings (with its name, and whether it is a size) that the section sets.
-fn numbers<S>(
-    section: &Section<'_>,
-    settings: impl IntoIterator<Item = (S, &'static str, bool)>,
-) -> Vec<Said<(S, u64)>> {
-    let number = |(setting, name, is_size)| {
-        let parser = if is_size { crate::size } else { crate::count };
-        let said = section.parse(name, parser)?;
-        Some(Said::new((setting, said.value), said.place))
-    };
-    settings.into_iter().filter_map(number).collect()
-}
-
-fn prefetch(section: &Section<'_>) -> PrefetchDraft {
-    let mode = section.switch(crate::prefetch::MODE);
-    let sized = |setting: prefetch::Setting| (setting, setting.name(), crate::prefetch::is_size(setting));
-    PrefetchDraft { mode, numbers: numbers(section, prefetch::Setting::ALL.map(sized)) }
 }
 
 /// What an export's `type` may be.
@@ -353,98 +341,29 @@ impl Reader<'_> {
         Some(Said::new(cluster, section.place().clone()))
     }
 
-    fn disk(&self, name: Said<String>, section: &Section<'_>) -> Option<DiskDraft> {
-        let judge = |part: &DiskDraft, mistakes: &Mistakes| _ = part.settings.judge_values(mistakes);
-        section.whole_or(|| self.disk_of(name, section), judge)
-    }
-
-    fn disk_of(&self, name: Said<String>, section: &Section<'_>) -> Option<DiskDraft> {
-        let image = section.value::<Image>("image");
-        let description = section.text("description");
-        let access = access(section);
-        let format = section.value("format");
-        let part = section.value("options");
-        let snapshot = section.text("snapshot");
-        let cache = section.value("cache");
-        let qcow2 = self.qcow2(section);
-        let prefetch = prefetch(section);
-        let on_error = OnErrorDraft {
-            read: section.value(crate::on_error::READ),
-            write: section.value(crate::on_error::WRITE),
-        };
-        let discard = section.parse_switch("discard", crate::discards);
-        let detect_zeroes = section.parse_switch("detect-zeroes", crate::detect_zeroes);
-        let read_only = section.flag("read-only").is_some_and(|said| said.value);
-        let force_share = section.flag("force-share").filter(|said| said.value).map(|said| said.place);
-        let handover = section.flag("handover").filter(|said| said.value).map(|said| said.place);
-        let reconnect_delay = section.parse("reconnect-delay", crate::long_duration);
-        let open_timeout = section.parse("open-timeout", crate::long_duration);
-        let rbd_config = self.path(section, "rbd-config");
-        let rbd_user = section.text("rbd-user");
-        let settings = settings(section);
-        let group = section.text("group");
-        let delay = section.value("delay");
-        let rate = section.value("rate");
-        let faults = section.list("fault", crate::read);
-        let (mut exports, mut doors) = (Vec::new(), Vec::new());
-        for entry in section.items("export") {
-            match self.export(entry) {
-                Some(Exported::Nbd(export)) => exports.push(export),
-                Some(Exported::AtDoor(door)) => doors.push(door),
-                None => {}
+    fn disk(
+        &self,
+        name: Said<String>,
+        section: &Section<'_>,
+        mistakes: &Mistakes,
+    ) -> Option<Placed<DiskConfig>> {
+        let mut disk = Placed::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.place);
+        let whole = section.whole(|| {
+            read_keys(section, &mut disk, self.directory);
+            for entry in section.items("export") {
+                self.export(entry, &mut disk);
             }
+            let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
+            section.need("image", disk.given("image").map(drop), rule)?;
+            section.keep(disk.reach())
+        });
+        if whole.is_none() {
+            disk.tell_out_of_range(mistakes);
         }
-        let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
-        let Said { value, place } = section.need("image", image, rule)?;
-        let image = value.relative_to(self.directory);
-        let image = section.keep(crate::reached(image, rbd_config.as_ref(), rbd_user.as_ref()))?;
-        let image = Said::new(image, place);
-        Some(DiskDraft {
-            name,
-            description,
-            access,
-            image,
-            format,
-            part,
-            snapshot,
-            cache,
-            qcow2,
-            prefetch,
-            on_error,
-            discard,
-            detect_zeroes,
-            read_only,
-            force_share,
-            handover,
-            reconnect_delay,
-            open_timeout,
-            settings,
-            group,
-            delay,
-            rate,
-            faults,
-            export_name: None,
-            exports,
-            doors,
-        })
+        whole.map(|()| disk)
     }
 
-    fn qcow2(&self, section: &Section<'_>) -> Qcow2Draft {
-        Qcow2Draft {
-            l2_cache_size: section.value("l2-cache-size"),
-            l2_cache_entry_size: section.parse("l2-cache-entry-size", crate::size),
-            refcount_cache_size: section.parse("refcount-cache-size", crate::size),
-            cache_size: section.parse("cache-size", crate::size),
-            cache_clean_interval: section.value("cache-clean-interval"),
-            bitmaps: section.list("bitmap", |name| Ok(name.to_owned())),
-            secrets: section.list("secret-file", |text| match text {
-                "" => Err("is empty (write one, or leave the key out)".to_owned()),
-                path => Ok(SecretSource::File(self.directory.join(path))),
-            }),
-        }
-    }
-
-    fn export(&self, entry: Entry<'_>) -> Option<Exported> {
+    fn export(&self, entry: Entry<'_>, disk: &mut Placed<DiskConfig>) -> Option<()> {
         let section = entry.section()?;
         let kind = section.parse("type", |text| match TYPES.contains(&text) {
             true => Ok(text.to_owned()),
@@ -452,20 +371,33 @@ impl Reader<'_> {
         });
         // Without one nobody knows which keys there may be.
         let kind = section.need("type", kind, format!("no type (add type = {})", types("or")))?;
-        section.whole(|| match &*kind.value {
-            "vhost-user-blk" => self.machine(&section).map(Exported::AtDoor),
-            "ublk" => Some(Exported::AtDoor(ublk(&section))),
-            "fuse" => self.fuse(&section).map(Exported::AtDoor),
-            "nbd-device" => nbd_device(&section).map(Exported::AtDoor),
-            _ => {
-                let listen = section.parse("listen", |text| self.endpoint(text));
-                let name = section.text("name");
-                let read_only = section.flag("read-only").is_some_and(|said| said.value);
-                let rule = "no address (add listen = \"unix:PATH\" or \"HOST:PORT\")";
-                let listen = section.need("listen", listen, rule)?;
-                Some(Exported::Nbd(ExportDraft { listen, name, read_only }))
-            }
-        })
+        let mut name_place = None;
+        let said = section.whole(|| {
+            let door = match &*kind.value {
+                "vhost-user-blk" => self.machine(&section)?,
+                "ublk" => ublk(&section),
+                "fuse" => self.fuse(&section)?,
+                "nbd-device" => nbd_device(&section)?,
+                _ => {
+                    let listen = section.parse("listen", |text| self.endpoint(text));
+                    let name = section.text("name");
+                    let read_only = section.flag("read-only").is_some_and(|said| said.value);
+                    let rule = "no address (add listen = \"unix:PATH\" or \"HOST:PORT\")";
+                    let Said { value: listen, place } = section.need("listen", listen, rule)?;
+                    name_place = name.as_ref().map(|said| said.place.clone());
+                    let name = name.map(|said| said.value);
+                    return Some(Said::new(ExportConfig::Nbd(NbdExport { listen, name, read_only }), place));
+                }
+            };
+            Some(Said::new(ExportConfig::Own(door.value), door.place))
+        })?;
+        let index = disk.exports.len();
+        disk.exports.push(said.value);
+        disk.put(format!("export[{index}]"), said.place);
+        if let Some(place) = name_place {
+            disk.put(format!("export[{index}].name"), place);
+        }
+        Some(())
     }
 
     fn machine(&self, section: &Section<'_>) -> Option<Said<Door>> {

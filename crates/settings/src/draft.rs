@@ -2,91 +2,19 @@
 
 use std::path::PathBuf;
 
-use block::disk::{DetectZeroes, Discards};
-use policy::time::Duration;
-use reactor::Polling;
-use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::reactor::Polling;
 
 use super::{
-    AccessDraft, Address, Cluster, Door, Endpoint, Image, LogFormat, Nbd, OnErrorDraft, OnEvent, Owner,
-    Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
+    AccessDraft, Address, Cluster, DiskConfig, GroupConfig, LogFormat, Nbd, OnEvent, Owner, Placed, Record,
+    Said, Sandbox, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
 #[derive(Clone, Debug, Default)]
 pub struct Draft {
-    pub disks: Vec<DiskDraft>,
-    pub groups: Vec<GroupDraft>,
+    pub disks: Vec<Placed<DiskConfig>>,
+    pub groups: Vec<Placed<GroupConfig>>,
     pub service: ServiceDraft,
-}
-
-/// A disk as it was described.
-#[derive(Clone, Debug)]
-pub struct DiskDraft {
-    pub name: Said<String>,
-    pub description: Option<Said<String>>,
-    /// Who may have it over NBD.
-    pub access: AccessDraft,
-    pub image: Said<Image>,
-    pub format: Option<Said<Format>>,
-    pub part: Option<Said<Part>>,
-    pub snapshot: Option<Said<String>>,
-    pub cache: Option<Said<CacheMode>>,
-    pub qcow2: Qcow2Draft,
-    pub prefetch: PrefetchDraft,
-    pub on_error: OnErrorDraft,
-    pub discard: Option<Said<Discards>>,
-    pub detect_zeroes: Option<Said<DetectZeroes>>,
-    pub read_only: bool,
-    /// Where it was asked for, if it was.
-    pub force_share: Option<Place>,
-    /// Where it was asked for, if it was.
-    pub handover: Option<Place>,
-    pub reconnect_delay: Option<Said<Duration>>,
-    pub open_timeout: Option<Said<Duration>>,
-    pub settings: SettingsDraft,
-    pub group: Option<Said<String>>,
-    pub delay: Option<Said<DelayOptions>>,
-    pub rate: Option<Said<RateOptions>>,
-    pub faults: Vec<Said<FaultRule>>,
-    /// What clients ask for where the daemon serves what says nothing; none: the disk's name.
-    pub export_name: Option<Said<String>>,
-    /// None: wherever the daemon serves what says nothing, unless it has doors of its own.
-    pub exports: Vec<ExportDraft>,
-    /// Doors of its own.
-    pub doors: Vec<Said<Door>>,
-}
-
-impl DiskDraft {
-    /// Whether it refuses writes, as a snapshot does without being told.
-    pub fn is_read_only(&self) -> bool {
-        self.read_only || self.snapshot.is_some() || self.image.value.is_snapshot()
-    }
-
-    /// Whether it says itself where it is exported.
-    pub fn says_where(&self) -> bool {
-        !self.exports.is_empty() || !self.doors.is_empty()
-    }
-}
-
-/// An export as it was described.
-#[derive(Clone, Debug)]
-pub struct ExportDraft {
-    pub listen: Said<Endpoint>,
-    /// None: as the disk.
-    pub name: Option<Said<String>>,
-    pub read_only: bool,
-}
-
-/// A group as it was described.
-#[derive(Clone, Debug)]
-pub struct GroupDraft {
-    pub name: Said<String>,
-    pub settings: SettingsDraft,
-    /// The group it lies in.
-    pub group: Option<Said<String>>,
-    /// Where it was said that its limits are the cluster's, if it was.
-    pub cluster: Option<Place>,
 }
 
 /// What was said about the process.

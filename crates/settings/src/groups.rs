@@ -1,70 +1,62 @@
 //! The groups of a plan: which lies in which, and in an order in which they can be made.
 //!
-//! A group may lie in another, as a tenant's in a host's. Names become indices, every group after
-//! the one it lies in, so one pass builds them.
+//! A group may lie in another, as a tenant's in a host's. Every group comes after the one that
+//! contains
+//! it, so one pass builds them.
 
 use std::collections::HashMap;
 
-use super::{Group, GroupDraft, Mistakes, Said, Wrong};
+use super::{GroupConfig, Mistakes, Placed, Wrong};
 
 /// Groups that may lie in each other, one in the next: every request passes all of them.
 pub(crate) const MAX_LEVELS: usize = 8;
 
+/// Names of the groups of a plan.
 pub(super) struct Groups<'a> {
-    drafts: &'a [GroupDraft],
-    /// Index in `drafts`.
+    all: &'a [Placed<GroupConfig>],
+    /// Index in `all`.
     by_name: HashMap<&'a str, usize>,
-    /// The index in the plan of each draft.
-    planned: Vec<usize>,
+}
+
+/// Judges the groups, and returns them in an order in which each comes after the one that contains
+/// it.
+pub(super) fn plan(groups: Vec<Placed<GroupConfig>>, mistakes: &Mistakes) -> Vec<Placed<GroupConfig>> {
+    groups.iter().for_each(|group| group.judge(mistakes));
+    let known = Groups::new(&groups);
+    let parent = |group: &Placed<GroupConfig>| {
+        known.look_for(group.group.as_ref()?, mistakes, |rule| group.wrong("group", rule))
+    };
+    let parents: Vec<_> = groups.iter().map(parent).collect();
+    // A circle is reported once.
+    let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.level(index, &parents)).collect();
+    let levels = mistakes.keep(levels).unwrap_or_else(|| vec![0; groups.len()]);
+    let mut order: Vec<_> = levels.into_iter().zip(groups).collect();
+    order.sort_by_key(|(level, _)| *level);
+    order.into_iter().map(|(_, group)| group).collect()
 }
 
 impl<'a> Groups<'a> {
-    /// Judges the groups; also returns them as the plan has them.
-    pub(super) fn plan(drafts: &'a [GroupDraft], mistakes: &Mistakes) -> (Self, Vec<Group>) {
-        let by_name = drafts.iter().enumerate().map(|(index, group)| (group.name.value.as_str(), index));
-        let mut groups = Self { drafts, by_name: by_name.collect(), planned: Vec::new() };
-        let parent = |group: &GroupDraft| groups.look_for(group.group.as_ref()?, mistakes);
-        let parents: Vec<_> = drafts.iter().map(parent).collect();
-        // Who lies in a circle is told once.
-        let levels: Result<Vec<_>, _> =
-            (0..drafts.len()).map(|index| groups.level(index, &parents)).collect();
-        let levels = mistakes.keep(levels).unwrap_or_else(|| vec![0; drafts.len()]);
-        let mut order: Vec<usize> = (0..drafts.len()).collect();
-        order.sort_by_key(|&index| levels[index]);
-        groups.planned = vec![0; drafts.len()];
-        for (place, &index) in order.iter().enumerate() {
-            groups.planned[index] = place;
-        }
-        let plan = |&index: &usize| {
-            let draft = &drafts[index];
-            Group {
-                name: draft.name.value.clone(),
-                settings: draft.settings.judge(mistakes),
-                parent: parents[index].map(|parent| groups.planned[parent]),
-                cluster: draft.cluster.is_some(),
-            }
-        };
-        let planned = order.iter().map(plan).collect();
-        (groups, planned)
+    pub(super) fn new(all: &'a [Placed<GroupConfig>]) -> Self {
+        let by_name = all.iter().enumerate().map(|(index, group)| (group.name.as_str(), index)).collect();
+        Self { all, by_name }
     }
 
-    /// The index in the plan of the group of this name; tells if there is none.
-    pub(super) fn index_of(&self, name: &Said<String>, mistakes: &Mistakes) -> Option<usize> {
-        self.look_for(name, mistakes).map(|index| self.planned[index])
-    }
-
-    fn look_for(&self, name: &Said<String>, mistakes: &Mistakes) -> Option<usize> {
+    /// The index of the group of this name; tells of `wrong` with the rule if there is none.
+    pub(super) fn look_for(
+        &self,
+        name: &str,
+        mistakes: &Mistakes,
+        wrong: impl Fn(String) -> Wrong,
+    ) -> Option<usize> {
         // To suggest a name takes a look at each.
-        if mistakes.is_full() { None } else { mistakes.keep(self.find(name)) }
+        if mistakes.is_full() { None } else { mistakes.keep(self.find(name).map_err(wrong)) }
     }
 
-    fn find(&self, name: &Said<String>) -> Result<usize, Wrong> {
-        let found = self.by_name.get(name.value.as_str()).copied();
-        found.ok_or_else(|| {
-            name.wrong(match crate::suggest::nearest(&name.value, self.by_name.keys().copied()) {
-                Some(near) => format!("is no group of this file (did you mean {near:?}?)"),
-                None => format!("is no group of this file (add [group.{}])", name.value),
-            })
+    fn find(&self, name: &str) -> Result<usize, String> {
+        let found = self.by_name.get(name).copied();
+        found.ok_or_else(|| match crate::suggest::nearest(name, self.by_name.keys().copied()) {
+            Some(near) => format!("is no group of this file (did you mean {near:?}?)"),
+            None => format!("is no group of this file (add [group.{name}])"),
         })
     }
 
@@ -104,7 +96,7 @@ impl<'a> Groups<'a> {
     fn circle(&self, members: &[usize]) -> Wrong {
         const MOST_NAMED: usize = 4;
         let rest = &members[1..];
-        let mut names: Vec<_> = rest.iter().map(|&member| self.drafts[member].name.value.as_str()).collect();
+        let mut names: Vec<_> = rest.iter().map(|&member| self.all[member].name.as_str()).collect();
         let left_out = names.len().saturating_sub(MOST_NAMED);
         names.truncate(MOST_NAMED);
         let names = names.join(", ");
@@ -119,7 +111,6 @@ impl<'a> Groups<'a> {
     }
 
     fn wrong(&self, index: usize, rule: String) -> Wrong {
-        let draft = &self.drafts[index];
-        draft.group.as_ref().map_or(&draft.name.place, |said| &said.place).wrong(rule)
+        self.all[index].wrong("group", rule)
     }
 }

@@ -1,17 +1,11 @@
 //! Where a disk's bytes are: a path that may be seen from somewhere, storage of a size, or an image
 //! of a cluster.
 
-use std::{
-    fmt,
-    path::{Path, PathBuf},
-    str::FromStr,
-};
+use std::{fmt, path::Path, str::FromStr};
 
 use anyhow::Context as _;
 use nbd::uri::Uri;
 use storage::{InvalidValue, Spec};
-
-use crate::{Said, Wrong};
 
 /// An image as a user names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -140,25 +134,6 @@ impl Image {
             None => Ok(self.to_string()),
         }
     }
-}
-
-/// An image with what was said of how its cluster is reached: see [`Image::reached_by`].
-///
-/// # Errors
-/// With the place of what is wrong.
-pub fn reached(
-    image: Image,
-    config: Option<&Said<PathBuf>>,
-    user: Option<&Said<String>>,
-) -> Result<Image, Wrong> {
-    let mut image = image;
-    if let Some(said) = config {
-        image = image.reached_by(Some(&said.value), None).map_err(|rule| said.wrong(rule))?;
-    }
-    if let Some(said) = user {
-        image = image.reached_by(None, Some(&said.value)).map_err(|rule| said.wrong(rule))?;
-    }
-    Ok(image)
 }
 
 impl FromStr for Image {

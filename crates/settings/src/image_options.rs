@@ -13,7 +13,7 @@
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`; qemu-img(1), `--image-opts`. Never
 //! opens an image. An image's own names never reach this parser: only a user may name an address.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::Path};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::disk::{DetectZeroes, Discards};
@@ -23,7 +23,7 @@ use policy::time::Duration;
 use serde_json::Value;
 use storage::{CacheMode, Format, InvalidValue, Part, rbd::Address};
 
-use crate::{CleanInterval, Image, L2CacheSize, Place, Qcow2Draft, Rule as _, Said, keyval, size, suggest};
+use crate::{DiskConfig, Image, KeySet as _, Place, Placed, Rule as _, keyval, size, suggest};
 
 const COMMON: [&str; 9] = [
     "auto-read-only",
@@ -262,28 +262,14 @@ impl ImageDescription {
         }
         self.key_secret = keys.text(prefix, "encrypt.key-secret")?;
         self.discard_no_unref = keys.switch(prefix, "discard-no-unref")?.unwrap_or(false);
-        let mut draft = Qcow2Draft::default();
-        for key in CACHES {
-            let Some(value) = keys.text(prefix, key)? else { continue };
-            let wrong = |rule: String| anyhow!("{prefix}{key}={value}: {rule}");
-            let place = format!("{prefix}{key}={value}");
-            let said = |value: u64| Some(Said::new(value, Place::new(&place)));
-            match key {
-                "l2-cache-size" => {
-                    let size: L2CacheSize = value.parse().map_err(wrong)?;
-                    draft.l2_cache_size = Some(Said::new(size, Place::new(&place)));
-                }
-                "cache-clean-interval" => {
-                    let interval: CleanInterval = value.parse().map_err(wrong)?;
-                    draft.cache_clean_interval = Some(Said::new(interval, Place::new(&place)));
-                }
-                "l2-cache-entry-size" => draft.l2_cache_entry_size = said(size(&value).map_err(wrong)?),
-                "refcount-cache-size" => draft.refcount_cache_size = said(size(&value).map_err(wrong)?),
-                _ => draft.cache_size = said(size(&value).map_err(wrong)?),
-            }
-            self.cache_options.push((key.to_owned(), value.clone()));
+        let mut disk = Placed::new(DiskConfig::default(), Place::new(prefix));
+        for name in CACHES {
+            let Some(value) = keys.text(prefix, name)? else { continue };
+            let key = DiskConfig::key(name).expect("a key of the table");
+            disk.set(key, &value, Path::new(""), Place::new(format!("{prefix}{name}={value}")))?;
+            self.cache_options.push((name.to_owned(), value));
         }
-        self.caches = draft.check().map_err(|wrong| anyhow!("{wrong}"))?.caches;
+        self.caches = disk.checked()?.qcow2.caches;
         Ok(())
     }
 

@@ -176,5 +176,5 @@ fn a_name_in_json_is_a_string() {
         assert!(refused.contains(&format!("{key}: is not a string")), "{text}: {refused}");
     }
     let named = ImageDescription::of_name(r#"json:{"driver": "raw", "size": 512, "file.filename": "5"}"#);
-    assert_eq!(named.unwrap().image.path(), Some(std::path::Path::new("5")));
+    assert_eq!(named.unwrap().image.path(), Some(Path::new("5")));
 }

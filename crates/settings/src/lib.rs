@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   command line ── arguments ─┐
-//!                              ├─► Draft (what was said, with its place) ─► check ─► Plan ─► serve
+//!                   tables of keys ─► Draft (values with their places) ─► check ─► Plan ─► serve
 //!   config file ──── config ───┘
 //! ```
 //!
@@ -31,29 +31,29 @@ mod clients;
 mod cluster;
 pub mod config;
 pub mod control;
+pub mod disk;
 mod doors;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod draft;
+mod group;
 mod groups;
 mod http;
 mod image;
 mod image_options;
+pub mod key;
 pub mod keyval;
 pub mod log;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 pub mod on_error;
 mod on_event;
 mod place;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+mod placed;
 pub mod prefetch;
 mod promises;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod qcow2;
 mod record;
 mod remarks;
 mod sandbox;
 pub mod secret;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod shares;
 pub mod state;
 pub mod suggest;
@@ -65,39 +65,44 @@ use std::{fmt, path::PathBuf, str::FromStr};
 
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
-use block::disk::{DetectZeroes, Discards, ErrorPolicies};
+use block::reactor::Polling;
 pub use clients::{AccessDraft, tls_name};
 pub use cluster::{Cluster, Etcd, cluster_name, safe_share};
+pub use disk::{DiskConfig, ExportConfig, NbdExport};
 pub use doors::{Door, Fuse, Keyed, Nbd, NbdDevice, Socket, Ublk, VhostUserBlk};
-pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
+pub use draft::{Draft, ServiceDraft};
+pub use group::GroupConfig;
 pub use http::{Http, http_name};
-pub use image::{Image, reached};
+pub use image::Image;
 pub use image_options::ImageDescription;
+pub use key::{Key, Literal};
 pub use log::{LogFormat, LogSettings};
-pub use on_error::OnErrorDraft;
-pub use on_event::OnEvent;
+pub use on_event::{OnEvent, WebServer, Webhook};
 pub use place::{Mistakes, Place, Said, Wrong};
+pub use placed::{KeySet, Placed};
 use policy::access::Access;
-pub use prefetch::PrefetchDraft;
-pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
-use reactor::Polling;
+pub use qcow2::{Qcow2Settings, SecretSource};
 pub use record::Record;
 pub use sandbox::Sandbox;
-pub use shares::{LimitsDraft, Settings, SettingsDraft};
-use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+pub use shares::Settings;
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{
     Rule, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
     polling, read, seconds, size, sizes_around, workers,
 };
 
+/// A disk with the places of its keys.
+pub type PlacedDisk = Placed<DiskConfig>;
+/// A group with the places of its keys.
+pub type PlacedGroup = Placed<GroupConfig>;
+
 /// Everything `weir serve` is to do.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// At least one, in the order they were given.
-    pub disks: Vec<Disk>,
+    pub disks: Vec<Placed<DiskConfig>>,
     /// Each after the one it lies in, else in the order they were given; one may have no members.
-    pub groups: Vec<Group>,
+    pub groups: Vec<Placed<GroupConfig>>,
     /// No two at the same place.
     pub servers: Vec<Server>,
     /// Exports with a door of their own; no two at the same place, and none where a server is. At
@@ -105,71 +110,6 @@ pub struct Plan {
     pub doors: Vec<DoorExport>,
     /// What holds for the process.
     pub service: Service,
-}
-
-/// One disk.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Disk {
-    /// Unique among disks and groups.
-    pub name: String,
-    /// What clients are told about it; may be empty.
-    pub description: String,
-    /// Who may have it over NBD.
-    pub access: Access,
-    /// Where its bytes are.
-    pub image: Image,
-    /// How they are laid out; `None` is found by probing.
-    pub format: Option<Format>,
-    /// The part of a raw image that is the disk.
-    pub part: Option<Part>,
-    /// The internal snapshot of a qcow2 image that is served in its place.
-    pub snapshot: Option<String>,
-    /// How the host's page cache is used.
-    pub cache: CacheMode,
-    /// What a qcow2 image is opened with.
-    pub qcow2: Qcow2Settings,
-    /// What is read ahead.
-    pub prefetch: policy::prefetch::Settings,
-    /// What is done about requests that the device fails.
-    pub on_error: ErrorPolicies,
-    /// What becomes of discards.
-    pub discard: Discards,
-    /// Whether writes are looked at for zeroes.
-    pub detect_zeroes: DetectZeroes,
-    /// Refuses writes.
-    pub read_only: bool,
-    /// Opens the image though somebody else writes to it.
-    pub force_share: bool,
-    /// Has the image locked only while a machine uses the disk, so that another daemon can take it
-    /// over.
-    pub handover: bool,
-    /// How long requests wait for an NBD server that has gone; zero: not at all.
-    pub reconnect_delay: policy::time::Duration,
-    /// How long it is tried to reach an NBD server at first; zero: once.
-    pub open_timeout: policy::time::Duration,
-    /// Latency added to imitate a slower device.
-    pub delay: Option<DelayOptions>,
-    /// Bandwidth of the device to imitate.
-    pub rate: Option<RateOptions>,
-    /// Errors to imitate, in order.
-    pub faults: Vec<FaultRule>,
-    /// What holds for it by itself.
-    pub settings: Settings,
-    /// Index in [`Plan::groups`] of the group whose settings hold for it too.
-    pub group: Option<usize>,
-}
-
-/// What holds for several disks together.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
-    /// Unique among groups and disks.
-    pub name: String,
-    /// What holds for all below it together.
-    pub settings: Settings,
-    /// Index in [`Plan::groups`], smaller than this group's, of the group that it lies in.
-    pub parent: Option<usize>,
-    /// Its limits are those of the cluster, over all hosts.
-    pub cluster: bool,
 }
 
 /// A place where clients connect, and what they find there.

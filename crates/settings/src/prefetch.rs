@@ -1,51 +1,89 @@
 //! What is read ahead of a disk's readers, as it was said. Names, defaults and ranges are the
 //! policy's. Numbers of a disk that reads nothing ahead are kept until that is switched on.
 
-use policy::prefetch::{Invalid, Mode, Setting, Settings, UnknownMode};
+use policy::prefetch::{Setting, Settings, UnknownMode};
 
-use super::{Place, Rule, Said, Wrong};
+use crate::{
+    Rule,
+    key::{Change, Field, Given, Key, KeyValue, Literal, Transfer, ValueKind, table},
+    place::Mistakes,
+    placed::Placed,
+};
 
 /// The mode's name among the settings; those of the numbers begin with it.
 pub const MODE: &str = "prefetch";
 
-/// The settings as they were said, each with its place.
-#[derive(Clone, Debug, Default)]
-pub struct PrefetchDraft {
-    pub mode: Option<Said<Mode>>,
-    pub numbers: Vec<Said<(Setting, u64)>>,
+/// Rows of what is read ahead of readers, of a config with these settings.
+pub(crate) fn prefetch_keys<T: 'static>(
+    settings: fn(&T) -> &Settings,
+    settings_mut: fn(&mut T) -> &mut Settings,
+) -> impl Iterator<Item = Key<T>> {
+    let mode = Field::new(
+        move |config: &mut T, given| {
+            settings_mut(config).mode = KeyValue::read(given)?;
+            Ok(())
+        },
+        move |config| Some(settings(config).mode.write()),
+    );
+    let mode = table! {
+        "Reading ahead" {
+            "prefetch", ValueKind::Word(&["on", "off", "auto"]), "MODE", mode, "auto", Live, Moves,
+                "Read ahead of sequential readers: on, off, or auto, where it pays";
+        }
+    };
+    let field = move |setting: Setting| {
+        let read = move |config: &mut T, given: Given<'_>| {
+            if !setting.range().contains(&given.number) {
+                return Err(out_of_range(setting));
+            }
+            settings_mut(config).set(setting, given.number);
+            Ok(())
+        };
+        Field::new(read, move |config: &T| Some(Literal::Number(settings(config).get(setting))))
+    };
+    let number = move |setting: Setting| Key {
+        name: setting.name(),
+        heading: "Reading ahead",
+        value: if is_size(setting) { ValueKind::Size } else { ValueKind::Count },
+        placeholder: if is_size(setting) { "SIZE" } else { "N" },
+        default: default(setting),
+        help: help(setting),
+        change: Change::Live,
+        transfer: Transfer::Moves,
+        field: field(setting),
+    };
+    mode.into_iter().chain(Setting::ALL.into_iter().map(number))
 }
 
-impl PrefetchDraft {
-    /// What they add up to, with the defaults for what was not said.
-    ///
-    /// # Errors
-    /// The first number that is out of its range, or the windows where they cross.
-    pub fn check(&self) -> Result<Settings, Wrong> {
-        let mut settings = Settings::default();
-        if let Some(mode) = &self.mode {
-            settings.mode = mode.value;
-        }
-        for Said { value: (setting, value), .. } in &self.numbers {
-            settings.set(*setting, *value);
-        }
-        settings.check().map(|()| settings).map_err(|invalid| self.wrong(invalid))
+fn default(setting: Setting) -> &'static str {
+    match setting {
+        Setting::Memory => "4M",
+        Setting::LargestRequest => "64K",
+        Setting::WindowMin => "128K",
+        Setting::WindowMax => "2M",
+        Setting::Streams => "256",
     }
+}
 
-    fn wrong(&self, invalid: Invalid) -> Wrong {
-        let place = |setting| self.numbers.iter().rfind(|said| said.value.0 == setting);
-        match invalid {
-            Invalid::OutOfRange { setting, .. } => {
-                let place =
-                    place(setting).map_or_else(|| Place::new(setting.name()), |said| said.place.clone());
-                out_of_range(setting, &place)
-            }
-            // Whichever was said is to blame: the defaults do not cross.
-            Invalid::WindowsCross { .. } => {
-                let said = place(Setting::WindowMin).or_else(|| place(Setting::WindowMax));
-                let place = said.map_or_else(|| Place::new(MODE), |said| said.place.clone());
-                place.wrong(invalid.to_string())
-            }
-        }
+/// What a setting is, with its range.
+pub fn help(setting: Setting) -> String {
+    let what = match setting {
+        Setting::Memory => "Memory for what is read ahead",
+        Setting::LargestRequest => "Larger reads are neither answered from memory nor read ahead of",
+        Setting::WindowMin => "What is read ahead of a stream at first",
+        Setting::WindowMax => "Most that is read ahead of a stream, where memory allows",
+        Setting::Streams => "Most streams that are read ahead of at a time",
+    };
+    let (least, most) = range(setting);
+    format!("{what}, from {least} to {most}")
+}
+
+/// Tells if the windows cross, at the place of whichever was given: the defaults do not cross.
+pub(crate) fn judge<T>(placed: &Placed<T>, settings: &Settings, mistakes: &Mistakes) {
+    if let Err(invalid) = settings.check() {
+        let [min, max] = [Setting::WindowMin, Setting::WindowMax].map(Setting::name);
+        let key = if placed.given(min).is_some() { min } else { max };
+        mistakes.tell(placed.wrong(key, invalid.to_string()));
     }
 }
 
@@ -65,10 +103,10 @@ pub fn show(setting: Setting, value: u64) -> String {
     if is_size(setting) { crate::exact_size(value) } else { value.to_string() }
 }
 
-/// The complaint that what is said there is too little or too much.
-pub fn out_of_range(setting: Setting, place: &Place) -> Wrong {
+/// The rule that a value breaks which is too small or too large.
+pub fn out_of_range(setting: Setting) -> String {
     let (least, most) = range(setting);
-    place.wrong(format!("is out of range; it may be from {least} to {most}"))
+    format!("is out of range; it may be from {least} to {most}")
 }
 
 /// The least and the most that it may be, as users write them.
@@ -85,53 +123,50 @@ impl Rule for UnknownMode {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::path::Path;
 
-    fn said(numbers: &[(Setting, u64)]) -> PrefetchDraft {
-        let said = |&(setting, value): &(Setting, u64)| {
-            Said::new((setting, value), Place::option(setting.name(), value))
-        };
-        PrefetchDraft { mode: None, numbers: numbers.iter().map(said).collect() }
+    use super::*;
+    use crate::{DiskConfig, KeySet as _, Place, Wrong};
+
+    fn set(numbers: &[(Setting, &str)]) -> Result<Placed<DiskConfig>, Wrong> {
+        let mut disk = Placed::new(DiskConfig::default(), Place::new("disk"));
+        for (setting, text) in numbers {
+            let place = Place::option(setting.name(), text);
+            disk.set(DiskConfig::key(setting.name()).unwrap(), text, Path::new(""), place)?;
+        }
+        disk.checked()
     }
 
     #[track_caller]
-    fn check(numbers: &[(Setting, u64)], expect: &str) {
-        assert_eq!(said(numbers).check().unwrap_err().to_string(), expect);
+    fn check(numbers: &[(Setting, &str)], expect: &str) {
+        assert_eq!(set(numbers).unwrap_err().to_string(), expect);
     }
 
     #[test]
-    fn what_is_not_said_is_the_default() {
-        assert_eq!(PrefetchDraft::default().check(), Ok(Settings::default()));
-        let off = Some(Said::new(Mode::Off, Place::new("--prefetch")));
-        let draft = PrefetchDraft { mode: off, ..said(&[(Setting::Memory, 64 << 20)]) };
-        assert_eq!(
-            draft.check(),
-            Ok(Settings { memory_bytes: 64 << 20, ..Settings::off() }),
-            "kept for later"
-        );
+    fn defaults_are_those_of_the_policy() {
+        for setting in Setting::ALL {
+            assert_eq!(default(setting), show(setting, Settings::default().get(setting)));
+        }
     }
 
     #[test]
     fn a_number_out_of_its_range_is_named_with_it() {
         check(
-            &[(Setting::Memory, 4096)],
+            &[(Setting::Memory, "4096")],
             "--prefetch-memory 4096: is out of range; it may be from 256K to 1T",
         );
         check(
-            &[(Setting::Memory, 1 << 20), (Setting::Streams, 0)],
+            &[(Setting::Memory, "1M"), (Setting::Streams, "0")],
             "--prefetch-streams 0: is out of range; it may be from 1 to 4096",
         );
-        assert!(
-            said(&[(Setting::Streams, 1 << 40)]).check().is_err(),
-            "more than there is room to write down"
-        );
+        assert!(set(&[(Setting::Streams, "1099511627776")]).is_err(), "above 32 bits");
     }
 
     #[test]
-    fn windows_that_cross_are_both_named_at_the_place_of_what_was_said() {
+    fn windows_that_cross_are_both_named_at_the_place_of_the_given_one() {
         check(
-            &[(Setting::WindowMax, 64 << 10)],
-            "--prefetch-window-max 65536: prefetch-window-min (131072) is above prefetch-window-max (65536); \
+            &[(Setting::WindowMax, "64K")],
+            "--prefetch-window-max 64K: prefetch-window-min (131072) is above prefetch-window-max (65536); \
              the smallest window may not be larger than the largest",
         );
     }

@@ -2,7 +2,7 @@
 //! a daemon can be changed while it runs: an empty group gets members, a disk with a weight a
 //! group.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::{Door, DoorExport, Plan, Settings, shares::DEFAULT_WEIGHT};
 
@@ -20,12 +20,12 @@ impl Plan {
     pub fn remarks(&self) -> Vec<Remark<'_>> {
         let peopled = self.peopled();
         let mut remarks = Vec::new();
-        for (index, group) in self.groups.iter().enumerate() {
+        for group in &self.groups {
             let mut add = |remark| remarks.push(Remark { name: &group.name, remark });
-            if !peopled[index] {
+            if !peopled.contains(group.name.as_str()) {
                 add("no disk is in this group");
             }
-            if group.parent.is_none() {
+            if group.group.is_none() {
                 of_share(&group.settings).into_iter().for_each(&mut add);
             }
             if group.settings.watermark > 0 && group.settings.limits.is_unlimited() {
@@ -60,16 +60,13 @@ impl Plan {
         })
     }
 
-    /// Whether each group has a disk, itself or further down.
-    fn peopled(&self) -> Vec<bool> {
-        let mut peopled = vec![false; self.groups.len()];
-        for index in self.disks.iter().filter_map(|disk| disk.group) {
-            peopled[index] = true;
-        }
-        // From the end: a group comes after the one it lies in.
-        for index in (0..self.groups.len()).rev() {
-            if let (true, Some(parent)) = (peopled[index], self.groups[index].parent) {
-                peopled[parent] = true;
+    /// Names of the groups that have a disk, themselves or further down.
+    fn peopled(&self) -> HashSet<&str> {
+        let mut peopled: HashSet<&str> = self.disks.iter().filter_map(|disk| disk.group.as_deref()).collect();
+        // From the end: a group comes after the one that contains it.
+        for group in self.groups.iter().rev().filter(|group| group.group.is_some()) {
+            if peopled.contains(group.name.as_str()) {
+                peopled.extend(group.group.as_deref());
             }
         }
         peopled

@@ -3,11 +3,15 @@
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{Limits, MAX_VALUE, Setting, Share},
+    throttle::{LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
     watermark::Watermark,
 };
 
-use super::{Mistakes, Place, Said, Wrong};
+use crate::{
+    key::{Change, Field, Given, Key, Literal, Transfer, ValueKind, table},
+    place::Mistakes,
+    placed::Placed,
+};
 
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 pub(crate) const MAX_WATERMARK: u8 = 100;
@@ -60,84 +64,127 @@ impl Settings {
     }
 }
 
-/// Limits as they were set, one by one.
-pub type LimitsDraft = Vec<Said<(Setting, u64)>>;
-
-/// [`Settings`] as they were said, each with its place.
-#[derive(Clone, Debug, Default)]
-pub struct SettingsDraft {
-    pub limits: LimitsDraft,
-    pub weight: Option<Said<u64>>,
-    pub iops_reservation: Option<Said<u64>>,
-    pub bps_reservation: Option<Said<u64>>,
-    pub watermark: Option<Said<u64>>,
+/// Rows of the nineteen limits, of a config with these settings.
+pub(crate) fn limit_keys<T: 'static>(
+    settings: fn(&T) -> &Settings,
+    settings_mut: fn(&mut T) -> &mut Settings,
+) -> impl Iterator<Item = Key<T>> {
+    let field = move |setting: Setting| {
+        let read = move |config: &mut T, given: Given<'_>| {
+            let set = settings_mut(config).limits.set(setting, given.number);
+            set.map_err(|invalid| invalid.rule.to_string())
+        };
+        Field::new(read, move |config| Some(Literal::Number(settings(config).limits.get(setting))))
+    };
+    Setting::ALL.into_iter().map(move |setting| Key {
+        name: setting.name(),
+        heading: "Limits",
+        value: match setting {
+            Setting::Limit(_, Part::BurstLength) => ValueKind::Seconds,
+            _ if setting.is_size() => ValueKind::Size,
+            _ => ValueKind::Count,
+        },
+        placeholder: placeholder(setting),
+        default: "",
+        help: help(setting),
+        change: Change::Live,
+        transfer: Transfer::Moves,
+        field: field(setting),
+    })
 }
 
-impl SettingsDraft {
-    /// What they add up to.
-    ///
-    /// # Errors
-    /// The first rule that is broken.
-    pub fn check(&self) -> Result<Settings, Wrong> {
-        let mistakes = Mistakes::default();
-        let settings = self.judge(&mistakes);
-        mistakes.first_unless(settings)
-    }
-
-    /// The same, where every rule that is broken is told.
-    pub(crate) fn judge(&self, mistakes: &Mistakes) -> Settings {
-        let before = mistakes.count();
-        let settings = self.judge_values(mistakes);
-        // What one limit is to another is known once each is one.
-        if mistakes.count() == before
-            && let Err(invalid) = settings.limits.validate()
-        {
-            let said = self.limits.iter().rfind(|said| said.value.0 == invalid.setting);
-            let place = said.map_or_else(|| Place::new(invalid.setting.name()), |said| said.place.clone());
-            mistakes.tell(place.wrong(invalid.rule.to_string()));
-        }
-        settings
-    }
-
-    /// What the values are that can be by themselves; others are told.
-    pub(crate) fn judge_values(&self, mistakes: &Mistakes) -> Settings {
-        let standard = Settings::default();
-        let mut limits = Limits::default();
-        for Said { value: (setting, value), place } in &self.limits {
-            let set = limits.set(*setting, *value);
-            mistakes.keep(set.map_err(|invalid| place.wrong(invalid.rule.to_string())));
-        }
-        let reservation = |said: &Said<u64>| mistakes.keep(reservation(said));
-        let weight = self.weight.as_ref().and_then(|said| mistakes.keep(weight(said)));
-        let watermark = self.watermark.as_ref().and_then(|said| mistakes.keep(watermark(said)));
-        Settings {
-            limits,
-            weight: weight.unwrap_or(standard.weight),
-            iops_reservation: self.iops_reservation.as_ref().and_then(reservation).unwrap_or_default(),
-            bps_reservation: self.bps_reservation.as_ref().and_then(reservation).unwrap_or_default(),
-            watermark: watermark.unwrap_or_default(),
+/// What a setting does.
+pub(crate) fn help(setting: Setting) -> String {
+    let Setting::Limit(kind, part) = setting else {
+        return "Bytes after which one request counts as more than one operation; 0 is never".to_owned();
+    };
+    let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
+    let which = match kind {
+        LimitKind::BpsTotal | LimitKind::IopsTotal => "of reads and writes together",
+        LimitKind::BpsRead | LimitKind::IopsRead => "of reads",
+        LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
+    };
+    match part {
+        Part::Rate => format!("{unit} per second {which}; 0 is no limit"),
+        Part::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
+        Part::BurstLength => {
+            let rate = Setting::Limit(kind, Part::Rate).name();
+            format!(
+                "Seconds L of that rate M that may be saved up while idle; a full burst over the limit R, --{rate}, \
+                 lasts L × M ÷ (M − R) seconds, because R passes in any case [default: 1]"
+            )
         }
     }
 }
 
-fn weight(said: &Said<u64>) -> Result<u32, Wrong> {
-    let weight = u32::try_from(said.value).ok().filter(|weight| Share::WEIGHTS.contains(weight));
+/// Placeholder of the value in the help.
+pub(crate) fn placeholder(setting: Setting) -> &'static str {
+    match setting {
+        Setting::Limit(_, Part::BurstLength) => "SECONDS",
+        _ if setting.is_size() => "SIZE",
+        _ => "N",
+    }
+}
+
+/// Rows of what a member of a group is entitled to, of a config with these settings.
+pub(crate) fn share_keys<T: 'static>(
+    settings: fn(&T) -> &Settings,
+    settings_mut: fn(&mut T) -> &mut Settings,
+) -> Vec<Key<T>> {
+    let number = |read: fn(&mut Settings, u64) -> Result<(), String>, write: fn(&Settings) -> u64| {
+        Field::new(
+            move |config: &mut T, given| read(settings_mut(config), given.number),
+            move |config| Some(Literal::Number(write(settings(config)))),
+        )
+    };
+    let weight = number(|to, value| weight(value).map(|value| to.weight = value), |of| of.weight.into());
+    let iops = number(
+        |to, value| reservation(value).map(|value| to.iops_reservation = value),
+        |of| of.iops_reservation,
+    );
+    let bps = number(
+        |to, value| reservation(value).map(|value| to.bps_reservation = value),
+        |of| of.bps_reservation,
+    );
+    let watermark =
+        number(|to, value| watermark(value).map(|value| to.watermark = value), |of| of.watermark.into());
+    table! {
+        "Shares" {
+            "weight", ValueKind::Count, "N", weight, "100", Live, Moves,
+                "Each disk's share of what its group has, beside that of the others there, from 1 to 10000";
+            "iops-reservation", ValueKind::Count, "N", iops, "", Live, Moves,
+                "Operations per second that are promised, whatever others ask for; 0 is none";
+            "bps-reservation", ValueKind::Size, "SIZE", bps, "", Live, Moves,
+                "Bytes per second that are promised; where both are, the promise ends with what is used up first";
+            "watermark", ValueKind::Count, "PERCENT", watermark, "0", Live, Moves,
+                "Percent of what the device can do below which limits are lifted; 0 never lifts them";
+        }
+    }
+}
+
+/// Tells if limits break a rule together.
+pub(crate) fn judge<T>(placed: &Placed<T>, settings: &Settings, mistakes: &Mistakes) {
+    if let Err(invalid) = settings.limits.validate() {
+        mistakes.tell(placed.wrong(invalid.setting.name(), invalid.rule.to_string()));
+    }
+}
+
+fn weight(value: u64) -> Result<u32, String> {
+    let weight = u32::try_from(value).ok().filter(|weight| Share::WEIGHTS.contains(weight));
     weight.ok_or_else(|| {
         let (least, most) = (Share::WEIGHTS.start(), Share::WEIGHTS.end());
-        said.wrong(format!("is out of range; a weight is from {least} to {most}"))
+        format!("is out of range; a weight is from {least} to {most}")
     })
 }
 
-fn reservation(said: &Said<u64>) -> Result<u64, Wrong> {
-    if said.value > MAX_VALUE {
-        return Err(said.wrong(format!("is too large; it may be {MAX_VALUE} at most")));
+fn reservation(value: u64) -> Result<u64, String> {
+    match value {
+        0..=MAX_VALUE => Ok(value),
+        _ => Err(format!("is too large; it may be {MAX_VALUE} at most")),
     }
-    Ok(said.value)
 }
 
-fn watermark(said: &Said<u64>) -> Result<u8, Wrong> {
-    let percent = u8::try_from(said.value).ok().filter(|&percent| percent <= MAX_WATERMARK);
-    percent.ok_or_else(|| {
-        said.wrong(format!("is out of range; a watermark is from 0 to {MAX_WATERMARK} percent"))
-    })
+fn watermark(value: u64) -> Result<u8, String> {
+    let percent = u8::try_from(value).ok().filter(|&percent| percent <= MAX_WATERMARK);
+    percent.ok_or_else(|| format!("is out of range; a watermark is from 0 to {MAX_WATERMARK} percent"))
 }

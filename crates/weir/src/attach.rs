@@ -51,7 +51,10 @@ use serde::{Deserialize, Serialize};
 use settings::{Ublk, control::VARIABLE};
 use way::Way;
 
-use crate::client::{Client, Error, Target};
+use crate::{
+    client::{Client, Error, Target},
+    described,
+};
 
 /// How often whoever waits for a keeper's answer looks whether it stands still, in milliseconds.
 const LOOK_MS: u16 = 500;
@@ -287,7 +290,7 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
         ));
     }
     let image = image.clone().relative_to(&from).to_string();
-    let options = disk.with_whole_paths();
+    let options = described::with_whole_paths(&disk);
     let ublk = arguments.ublk.as_ref().map(Ublk::to_string).unwrap_or_default();
     Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }

@@ -11,130 +11,76 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
-use api::DiskStatus;
-use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
-use daemon::serve::ServeArgs;
-use nbd::uri::Uri;
+use block::{
+    nbd::uri::Uri,
+    storage::{Part, Spec, rbd::Address},
+};
+use clap::{Arg, builder::Resettable};
 use serde_json::{Map, Value, json};
-use storage::{Part, Spec, rbd::Address};
+use settings::{
+    DiskConfig, Key, KeySet as _,
+    arguments::{KeyArgs, KeyOptions},
+    key::ValueKind,
+};
 
 use crate::client::{self, Client};
 
-/// Options of `weir serve` about a disk, as they were written.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
+/// Keys of a disk as options of a command that adds it to a running daemon.
+pub(crate) type DiskOptions = KeyArgs<AddedDisk>;
 
-/// Those that are not about a disk, or are said otherwise here.
-const OTHERS: [&str; 15] = [
-    "Network",
-    "TLS",
-    "Process",
-    "Logging",
-    "Devices to imitate",
-    "As qemu-storage-daemon, in this order",
-    "check",
-    "takeover",
-    "config",
-    "images",
-    "name",
-    "secret_fd",
-    "description",
-    "handover",
-    "bitmap",
-];
+/// What is an option there.
+#[derive(Clone, Debug)]
+pub(crate) struct AddedDisk;
 
-/// A daemon that runs probes nothing.
+/// Keys that a control socket has no arguments for, or that are options of the command itself.
+const OTHERS: [&str; 5] = ["image", "description", "handover", "bitmap", "export"];
+
+/// A running daemon probes nothing.
 const FORMAT_HELP: &str = "How the image's bytes are laid out: raw or qcow2 [default: found by probing, \
      where that is safe; a daemon that runs finds qcow2 alone]";
 
-/// A daemon that runs has images of clusters, perhaps.
+/// A running daemon may have images of clusters.
 const RBD_HELP: [(&str, &str); 2] = [
     (
-        "rbd_config",
+        "rbd-config",
         "Ceph's config file, for images rbd:POOL/IMAGE [default: as the daemon has it for all others, \
          else the one that Ceph finds]",
     ),
     (
-        "rbd_user",
+        "rbd-user",
         "Who asks the Ceph cluster, without `client.` [default: as the daemon has it for all others, \
          else admin]",
     ),
 ];
 
-impl DiskOptions {
-    fn arguments() -> Vec<clap::Arg> {
-        let serve = ServeArgs::augment_args(Command::new("serve"));
-        let is_of_disk = |argument: &&clap::Arg| {
-            let id = argument.get_id().as_str();
-            let of = argument.get_help_heading().unwrap_or(id);
-            !OTHERS.contains(&of) && !OTHERS.contains(&id)
+impl KeyOptions for AddedDisk {
+    type Config = DiskConfig;
+
+    fn has(key: &Key<DiskConfig>) -> bool {
+        !["Access", "Devices to imitate"].contains(&key.heading) && !OTHERS.contains(&key.name)
+    }
+
+    fn adapt(option: Arg) -> Arg {
+        let mut help = [("format", FORMAT_HELP)].into_iter().chain(RBD_HELP);
+        let option = match help.find(|(id, _)| option.get_id() == id) {
+            Some((_, help)) => option.help(help),
+            None => option,
         };
         // Here `-o` is mount's.
-        let plain = |argument: &clap::Arg| {
-            let plain = argument.clone().conflicts_with(Resettable::Reset);
-            let help = [("format", FORMAT_HELP)].into_iter().chain(RBD_HELP);
-            let plain = match help.into_iter().find(|(id, _)| plain.get_id() == id) {
-                Some((_, help)) => plain.help(help),
-                None => plain,
-            };
-            if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
-        };
-        serve.get_arguments().filter(is_of_disk).map(plain).collect()
-    }
-
-    /// Those that were named.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(|(name, _)| name.as_str())
-    }
-
-    /// Of an option that was named.
-    pub(crate) fn value(&self, option: &str) -> Option<&str> {
-        self.0.iter().find(|(name, _)| name == option)?.1.as_deref()
-    }
-
-    pub(crate) fn with_whole_paths(&self) -> Vec<(String, Option<String>)> {
-        let whole = |(name, value): &(String, Option<String>)| {
-            let path = value.as_ref().filter(|_| ["secret-file", "rbd-config"].contains(&name.as_str()));
-            let path = path.and_then(|path| absolute(path).ok()?.into_os_string().into_string().ok());
-            (name.clone(), path.or_else(|| value.clone()))
-        };
-        self.0.iter().map(whole).collect()
+        if option.get_short() == Some('o') { option.short(Resettable::Reset) } else { option }
     }
 }
 
-impl Args for DiskOptions {
-    fn augment_args(command: Command) -> Command {
-        command.args(Self::arguments())
-    }
-
-    fn augment_args_for_update(command: Command) -> Command {
-        Self::augment_args(command)
-    }
-}
-
-impl FromArgMatches for DiskOptions {
-    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let mut said = Vec::new();
-        for argument in Self::arguments() {
-            let (id, Some(long)) = (argument.get_id().as_str(), argument.get_long()) else { continue };
-            if matches.value_source(id) != Some(ValueSource::CommandLine) {
-                continue;
-            }
-            if !argument.get_action().takes_values() {
-                said.push((long.to_owned(), None));
-                continue;
-            }
-            // Each was judged by its parser, which takes UTF-8 alone but for paths.
-            let values = matches.get_raw(id).into_iter().flatten();
-            said.extend(values.map(|value| (long.to_owned(), Some(value.to_string_lossy().into_owned()))));
-        }
-        Ok(Self(said))
-    }
-
-    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        *self = Self::from_arg_matches(matches)?;
-        Ok(())
-    }
+/// The options that were given, with whole paths; a flag has no value.
+pub(crate) fn with_whole_paths(options: &DiskOptions) -> Vec<(String, Option<String>)> {
+    let whole = |(name, text): (&str, &str)| {
+        let key = DiskConfig::key(name).expect("an option is a key");
+        let path = (key.value == ValueKind::Path).then_some(text);
+        let path = path.and_then(|path| absolute(path).ok()?.into_os_string().into_string().ok());
+        let text = path.unwrap_or_else(|| text.to_owned());
+        (name.to_owned(), (key.value != ValueKind::Flag).then_some(text))
+    };
+    options.given().map(whole).collect()
 }
 
 /// The options of an image, with how a daemon reaches its own images of a Ceph cluster, where all

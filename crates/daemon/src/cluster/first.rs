@@ -50,7 +50,7 @@ pub(super) struct Asked {
 impl Asked {
     pub(super) fn of(plan: &Plan, cluster: &settings::Cluster) -> io::Result<Self> {
         let here = path::absolute(".")?;
-        let image = |disk: &settings::Disk| disk.image.clone().relative_to(&here).to_string();
+        let image = |disk: &settings::PlacedDisk| disk.image.clone().relative_to(&here).to_string();
         let own = plan.groups.iter().filter(|group| group.cluster);
         Ok(Self {
             groups: own.map(|group| group.name.clone()).collect(),

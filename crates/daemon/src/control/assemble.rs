@@ -38,24 +38,15 @@ impl Assembly {
     }
 
     /// Opens the image of a disk.
-    pub(crate) async fn open(&mut self, planned: &settings::Disk) -> anyhow::Result<Image> {
+    pub(crate) async fn open(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Image> {
         self.opening(planned).await?.open().await
     }
 
     /// What it takes to open the image of a disk, with its passphrases.
-    pub(crate) async fn opening(&mut self, planned: &settings::Disk) -> anyhow::Result<Opening> {
-        let own = match &*planned.qcow2.secrets {
-            [] => Vec::new(),
-            sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
-        };
-        let mut options = options(planned, &self.budgets, self.root.clone(), own);
-        options.storage.passed = self.passed.clone();
-        let (name, said) = (planned.name.clone(), planned.qcow2.said.clone());
-        Ok(Opening { name, spec: planned.image.spec()?, options, said })
-    }
-
-    async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
-        let (sources, mut secrets) = (sources.to_vec(), std::mem::take(&mut self.secrets));
+    pub(crate) async fn opening(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Opening> {
+        let sources = planned.qcow2.secrets.clone();
+        // On another thread: a pipe says nothing until its other end is closed.
+        let mut secrets = std::mem::take(&mut self.secrets);
         let own;
         // On another thread: a pipe says nothing until its other end is closed.
         (self.secrets, own) = reactor::blocking(move || {
@@ -68,19 +59,22 @@ impl Assembly {
             (secrets, own)
         })
         .await;
-        own
+        let own = own.with_context(|| format!("disk {}", planned.name))?;
+        let mut options = options(planned, &self.budgets, self.root.clone(), own);
+        options.storage.passed = self.passed.clone();
+        let (name, said) = (planned.name.clone(), planned.qcow2_key().cloned());
+        Ok(Opening { name, spec: planned.image.spec()?, options, said })
     }
 }
 
 /// Adds all groups to the inventory, and says what is odd in the plan. In the order of the plan.
-pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<Arc<Group>>> {
-    let mut groups = Vec::new();
+pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     for planned in &plan.groups {
-        let parent = planned.parent.map(|parent| &groups[parent]);
+        let parent = planned.group.as_ref().map(|parent| inventory.group(parent)).transpose()?;
         let of_cluster = inventory.cluster().filter(|_| planned.cluster);
-        let is_shared = of_cluster.is_some() || inventory.shared_group(parent).is_some();
+        let is_shared = of_cluster.is_some() || inventory.shared_group(parent.as_ref()).is_some();
         let settings = if is_shared { promising_nothing(planned.settings) } else { planned.settings };
-        let group = Group::new(&planned.name, settings.of_group(), parent)
+        let group = Group::new(&planned.name, settings.of_group(), parent.as_ref())
             .with_context(|| format!("group {}", planned.name))?;
         inventory.add_group(&group)?;
         if let Some(cluster) = of_cluster {
@@ -89,12 +83,11 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
         if is_shared {
             promise(inventory, &planned.name, &planned.settings)?;
         }
-        groups.push(group);
     }
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
-    Ok(groups)
+    Ok(())
 }
 
 fn promising_nothing(settings: Settings) -> Settings {
@@ -102,8 +95,10 @@ fn promising_nothing(settings: Settings) -> Settings {
 }
 
 /// A disk that is promised nothing yet.
-pub(crate) fn bare(planned: &settings::Disk) -> settings::Disk {
-    settings::Disk { settings: promising_nothing(planned.settings), ..planned.clone() }
+pub(crate) fn bare(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
+    let mut bare = planned.clone();
+    bare.settings = promising_nothing(planned.settings);
+    bare
 }
 
 fn promise(inventory: &Inventory, name: &str, settings: &Settings) -> anyhow::Result<()> {
@@ -115,13 +110,12 @@ fn promise(inventory: &Inventory, name: &str, settings: &Settings) -> anyhow::Re
 
 /// What is opened once the daemon is in the sandbox: images of clusters, whose library then has no
 /// thread with more rights than others. Everything else is opened before.
-pub(crate) fn is_late(disk: &settings::Disk) -> bool {
+pub(crate) fn is_late(disk: &settings::PlacedDisk) -> bool {
     disk.image.is_rbd()
 }
 
 /// What the disks have together that are opened late.
 pub(crate) struct Late {
-    groups: Vec<Arc<Group>>,
     assembly: Assembly,
 }
 
@@ -134,7 +128,7 @@ pub(crate) async fn disks(
     passed: Option<Passed>,
     is_awaited: impl Fn(&str) -> bool,
 ) -> anyhow::Result<Late> {
-    let groups = groups(plan, inventory)?;
+    groups(plan, inventory)?;
     if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
         let name = &first.name;
         reactor::blocking(rbd::load)
@@ -146,8 +140,8 @@ pub(crate) async fn disks(
     }
     let root = inventory.image_root().cloned();
     let assembly = Assembly::new(root, Budgets::default()).with_files(passed);
-    let mut late = Late { groups, assembly };
-    let is_remote = |disk: &settings::Disk| disk.image.remote().is_some();
+    let mut late = Late { assembly };
+    let is_remote = |disk: &settings::PlacedDisk| disk.image.remote().is_some();
     late.open(plan, inventory, |disk| !is_late(disk) && !is_remote(disk)).await?;
     late.open_at_once(plan, inventory, (is_remote, is_awaited)).await?;
     Ok(late)
@@ -159,11 +153,10 @@ impl Late {
         &mut self,
         plan: &Plan,
         inventory: &Rc<Inventory>,
-        which: impl Fn(&settings::Disk) -> bool,
+        which: impl Fn(&settings::PlacedDisk) -> bool,
     ) -> anyhow::Result<()> {
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
-            let group = planned.group.map(|index| &self.groups[index]);
-            list(inventory, planned, group, self.assembly.open(planned).await)?;
+            list(inventory, planned, self.assembly.open(planned).await)?;
         }
         Ok(())
     }
@@ -174,7 +167,7 @@ impl Late {
         &mut self,
         plan: &Rc<Plan>,
         inventory: &Rc<Inventory>,
-        (which, is_awaited): (impl Fn(&settings::Disk) -> bool, impl Fn(&str) -> bool),
+        (which, is_awaited): (impl Fn(&settings::PlacedDisk) -> bool, impl Fn(&str) -> bool),
     ) -> anyhow::Result<()> {
         let mut all = Vec::new();
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
@@ -184,8 +177,7 @@ impl Late {
         for (planned, trial) in all {
             match trial.outcome().await {
                 Ok(image) => {
-                    let group = planned.group.map(|index| &self.groups[index]);
-                    list(inventory, planned, group, image)?;
+                    list(inventory, planned, image)?;
                 }
                 Err(silent) => inventory.put_off((&planned.name, Rc::clone(plan)), silent),
             }
@@ -202,10 +194,11 @@ impl Late {
 /// Lists a disk of the plan once its image is open, with what is promised to it.
 fn list(
     inventory: &Rc<Inventory>,
-    planned: &settings::Disk,
-    group: Option<&Arc<Group>>,
+    planned: &settings::PlacedDisk,
     image: anyhow::Result<Image>,
 ) -> anyhow::Result<()> {
+    let group = planned.group.as_ref().map(|group| inventory.group(group)).transpose()?;
+    let group = group.as_ref();
     let image = image.map_err(|error| inventory.naming_holder_of(error))?;
     if inventory.shared_group(group).is_none() {
         return Ok(inventory.add_disk(disk(planned, group, image)?)?);
@@ -231,11 +224,11 @@ pub(crate) fn root(path: &Path) -> anyhow::Result<Root> {
 
 /// A disk of an opened image, in a group or in none.
 pub(crate) fn disk(
-    planned: &settings::Disk,
+    planned: &settings::PlacedDisk,
     group: Option<&Arc<Group>>,
     image: Image,
 ) -> anyhow::Result<RunningDisk> {
-    if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
+    if let (Image::Raw(_), Some(place)) = (&image, planned.qcow2_key()) {
         return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
     }
     let named = || format!("disk {}", planned.name);
@@ -251,7 +244,7 @@ pub(crate) fn disk(
         image: planned.image.clone(),
         cache: planned.cache,
         caches: Cell::new(planned.qcow2.caches),
-        opening: planned.into(),
+        opening: (&**planned).into(),
         below: Vec::new(),
         storage: None,
         told: None,
@@ -259,7 +252,7 @@ pub(crate) fn disk(
 }
 
 fn options(
-    disk: &settings::Disk,
+    disk: &settings::PlacedDisk,
     budgets: &Budgets,
     root: Option<Root>,
     secrets: Vec<Secret>,

@@ -17,7 +17,8 @@ use anyhow::{anyhow, ensure};
 use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
-use settings::{Disk, Plan};
+use serde_json::Value;
+use settings::{PlacedDisk, Plan};
 
 use super::{
     assemble,
@@ -134,7 +135,7 @@ impl Inventory {
     }
 
     /// As the config has them.
-    pub(super) fn unopened_disks(&self) -> Vec<Disk> {
+    pub(super) fn unopened_disks(&self) -> Vec<PlacedDisk> {
         self.unopened.borrow().values().map(|one| one.planned()).collect()
     }
 

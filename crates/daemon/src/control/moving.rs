@@ -36,5 +36,5 @@ const PAUSE: Duration = Duration::from_millis(500);
 async fn is_listed(inventory: &Inventory, disk: &str) -> Option<bool> {
     let file = inventory.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
     let draft = reactor::blocking(move || config::load(&file)).await.ok()?;
-    Some(draft.disks.iter().any(|said| said.name.value == disk))
+    Some(draft.disks.iter().any(|said| said.name == disk))
 }

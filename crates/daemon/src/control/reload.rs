@@ -76,7 +76,7 @@ pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Val
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
-    let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
+    let mut told = Work::new(inventory, &loaded, &plan).foresee(&difference).await?;
     told.extend(renewed.told());
     told.extend(recorded);
     told.extend(moved);
@@ -118,7 +118,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
-    let mut work = Work::new(inventory, &loaded, (&draft, &plan));
+    let mut work = Work::new(inventory, &loaded, &plan);
     let applied = match (work.apply(&difference).await, inventory.cluster()) {
         (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),
         (applied, _) => applied,
@@ -199,16 +199,16 @@ async fn read(
         let plan = Plan::new(draft.clone(), inherited)?;
         anyhow::Ok((draft, plan))
     });
-    let (mut draft, mut plan) = reading.await?;
-    let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
-    let unopened = unopened::leave_out(inventory, loaded, (&mut draft, &mut plan)).await?;
+    let (draft, mut plan) = reading.await?;
+    let moved = leave_out_moved(inventory, &mut plan).await;
+    let unopened = unopened::leave_out(inventory, loaded, &mut plan).await?;
     Ok((draft, plan, moved, unopened))
 }
 
 /// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where
 /// they are. One whose image is a file that nobody has locked is taken back; nothing keeps two
 /// hosts from writing to another image.
-async fn leave_out_moved(inventory: &Inventory, (draft, plan): (&mut Draft, &mut Plan)) -> Vec<Value> {
+async fn leave_out_moved(inventory: &Inventory, plan: &mut Plan) -> Vec<Value> {
     let moved = inventory.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
     for (disk, host) in moved.into_iter().filter(|(disk, _)| inventory.disk(disk).is_err()) {
@@ -226,13 +226,12 @@ async fn leave_out_moved(inventory: &Inventory, (draft, plan): (&mut Draft, &mut
             out.insert(disk, host);
         }
     }
-    draft.disks.retain(|said| !out.contains_key(&said.name.value));
     plan.leave_out(|disk| out.contains_key(disk));
     out.iter().map(|(disk, host)| told::left_out(disk, host)).collect()
 }
 
 /// A pipe may never say its passphrase, and every later reload would wait for this one.
-async fn check_secrets(disk: &settings::Disk) -> anyhow::Result<()> {
+async fn check_secrets(disk: &settings::PlacedDisk) -> anyhow::Result<()> {
     for source in &disk.qcow2.secrets {
         let SecretSource::File(path) = source else { continue };
         // What is not there is told by whoever reads it.
@@ -252,7 +251,6 @@ async fn check_secrets(disk: &settings::Disk) -> anyhow::Result<()> {
 struct Work<'a> {
     inventory: &'a Rc<Inventory>,
     loaded: &'a Loaded,
-    draft: &'a Draft,
     plan: &'a Plan,
     /// What is to be undone, the last first.
     done: Vec<Done>,
@@ -280,9 +278,9 @@ enum Done {
 }
 
 impl<'a> Work<'a> {
-    fn new(inventory: &'a Rc<Inventory>, loaded: &'a Loaded, (draft, plan): (&'a Draft, &'a Plan)) -> Self {
+    fn new(inventory: &'a Rc<Inventory>, loaded: &'a Loaded, plan: &'a Plan) -> Self {
         let (done, set, told, silent) = (Vec::new(), BTreeSet::new(), Vec::new(), Vec::new());
-        Self { inventory, loaded, draft, plan, done, set, told, silent }
+        Self { inventory, loaded, plan, done, set, told, silent }
     }
 }
 
@@ -337,7 +335,7 @@ impl Work<'_> {
 
     /// With where the file asks for an export, and for which.
     fn at(&self, wanted: &Wanted, error: anyhow::Error) -> anyhow::Error {
-        let place = difference::place_of(self.draft, wanted);
+        let place = difference::place_of(self.plan, wanted);
         let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
         let address = match &wanted.way {
             Way::Own(door) => door.address(),
@@ -352,12 +350,12 @@ impl Work<'_> {
 
     /// The same of the first export at a server that is not there.
     fn place_of_first(&self, server: &settings::Server) -> String {
-        let disk = server.exports.first().map(|export| &self.draft.disks[export.disk]);
+        let disk = server.exports.first().map(|export| &self.plan.disks[export.disk]);
         let Some(disk) = disk else { return "daemon".to_owned() };
-        if disk.says_where() {
-            let exports = disk.exports.iter().find(|said| said.listen.value == server.endpoint);
-            let place = exports.map_or(&disk.name.place, |said| &said.listen.place);
-            return format!("{place}: disk {}", disk.name.value);
+        if !disk.exports.is_empty() {
+            let export = disk.nbd_exports().find(|(_, export)| export.listen == server.endpoint);
+            let place = export.and_then(|(index, _)| disk.item("export", index, ""));
+            return format!("{}: disk {}", place.unwrap_or_else(|| disk.place("name")), disk.name);
         }
         let address = match &server.endpoint {
             Endpoint::Address(address) => address.to_string(),
@@ -365,7 +363,7 @@ impl Work<'_> {
         };
         format!(
             "{}: has no export, and [daemon] no nbd, so it is for NBD at {address} (write its export, such as {{ type = \"nbd\", listen = \"unix:PATH\" }})",
-            disk.name.place
+            disk.place("name")
         )
     }
 
@@ -375,7 +373,7 @@ impl Work<'_> {
         let mut trials = Vec::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
-            let place = || self.draft.disks[index].image.place.to_string();
+            let place = || planned.place("image").to_string();
             self.inventory.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             let opening = assembly.opening(planned).await.with_context(place)?;
@@ -384,7 +382,7 @@ impl Work<'_> {
         let mut images = Vec::new();
         for (index, trial) in trials {
             let planned = &self.plan.disks[index];
-            let place = || self.draft.disks[index].image.place.to_string();
+            let place = || planned.place("image").to_string();
             let moved = self.inventory.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
             let opened = match trial.outcome().await {
                 Ok(opened) => opened,
@@ -441,7 +439,9 @@ impl Work<'_> {
     /// Limits, shares, promises, groups and disks, as one: nothing is awaited in between.
     fn seat(&mut self, difference: &Difference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
         let groups = self.make_groups(difference)?;
-        let group_of = |disk: &settings::Disk| disk.group.map(|index| Arc::clone(&groups[index]));
+        let group_of = |disk: &settings::PlacedDisk| {
+            disk.group.as_ref().and_then(|group| self.inventory.group(group).ok())
+        };
         let mut seats = Vec::new();
         for (planned, group) in self.plan.groups.iter().zip(&groups) {
             let now = Seat::now(&Node::Group(Arc::clone(group)));
@@ -463,7 +463,7 @@ impl Work<'_> {
         self.inventory.check_devices()
     }
 
-    fn of_group(&self, planned: &settings::Group, now: &GroupSettings) -> GroupSettings {
+    fn of_group(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
         let mut settings = planned.settings.of_group();
         settings.share = self.kept(&planned.name, settings.share);
         if planned.cluster {
@@ -473,7 +473,7 @@ impl Work<'_> {
         settings
     }
 
-    fn of_disk(&self, planned: &settings::Disk) -> GroupSettings {
+    fn of_disk(&self, planned: &settings::PlacedDisk) -> GroupSettings {
         let mut settings = planned.settings.of_group();
         settings.share = self.kept(&planned.name, settings.share);
         settings
@@ -494,9 +494,9 @@ impl Work<'_> {
             }
             let wanted = planned.settings.of_group();
             let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
-            let parent = planned.parent.map(|parent| &groups[parent]);
-            let group =
-                Group::new(&planned.name, bare, parent).with_context(|| format!("group {}", planned.name))?;
+            let parent = planned.group.as_ref().map(|parent| self.inventory.group(parent)).transpose()?;
+            let group = Group::new(&planned.name, bare, parent.as_ref())
+                .with_context(|| format!("group {}", planned.name))?;
             self.inventory.add_group(&group)?;
             if let Some(cluster) = self.inventory.cluster().filter(|_| planned.cluster) {
                 cluster.take_part(&group)?;

@@ -8,8 +8,7 @@ use block::disk::{DetectZeroes, Discards, Disk};
 use image::qcow2::CacheSettings;
 use policy::time::Duration;
 use serde_json::{Map, Value};
-use settings::{Image, Qcow2Settings};
-use storage::{CacheMode, Part};
+use settings::{Image, KeySet as _, key::Transfer};
 
 /// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);
@@ -78,48 +77,14 @@ pub(crate) fn first_of(said: impl IntoIterator<Item = (&'static str, bool)>) -> 
     said.into_iter().find(|(_, is_so)| *is_so).map(|(name, _)| name)
 }
 
-impl From<&settings::Disk> for Opening {
-    fn from(disk: &settings::Disk) -> Self {
-        // Whoever adds a key decides here whether another host has to know it, and from where.
-        let settings::Disk {
-            // What runs is asked for these.
-            name: _,
-            image: _,
-            format: _,
-            cache: _,
-            qcow2: Qcow2Settings { caches: _, secrets, bitmaps: _, said: _ },
-            prefetch: _,
-            on_error: _,
-            read_only: _,
-            handover: _,
-            discard: _,
-            detect_zeroes: _,
-            settings: _,
-            group: _,
-            // As are its exports for these, and for the bitmaps.
-            description: _,
-            access: _,
-            part,
-            snapshot,
-            force_share,
-            reconnect_delay,
-            open_timeout,
-            delay,
-            rate,
-            faults,
-        } = disk;
+impl From<&settings::DiskConfig> for Opening {
+    fn from(disk: &settings::DiskConfig) -> Self {
+        let mut stays = settings::DiskConfig::keys().iter().filter(|key| key.transfer == Transfer::Stays);
         Self {
-            part: *part,
-            reconnect_delay: *reconnect_delay,
-            open_timeout: *open_timeout,
-            only_here: first_of([
-                ("snapshot", snapshot.is_some()),
-                ("secret-file", !secrets.is_empty()),
-                ("force-share", *force_share),
-                ("delay", delay.is_some()),
-                ("rate", rate.is_some()),
-                ("fault", !faults.is_empty()),
-            ]),
+            part: disk.part,
+            reconnect_delay: disk.reconnect_delay,
+            open_timeout: disk.open_timeout,
+            only_here: stays.find(|key| !key.is_default(disk)).map(|key| key.name),
         }
     }
 }

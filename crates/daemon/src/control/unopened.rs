@@ -6,8 +6,8 @@ use std::{cell::RefCell, rc::Rc};
 
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
-use reactor::JoinHandle;
-use settings::{Disk, Plan};
+use serde_json::{Value, json};
+use settings::{PlacedDisk, Plan};
 
 pub(crate) struct Unopened {
     name: String,
@@ -38,14 +38,13 @@ impl Unopened {
         self.task.take();
     }
 
-    pub(super) fn planned(&self) -> Disk {
+    pub(super) fn planned(&self) -> PlacedDisk {
         let plan = self.plan.borrow();
         plan.disks.iter().find(|disk| disk.name == self.name).expect("the plan has it").clone()
     }
 
     pub(super) fn group(&self) -> Option<String> {
-        let index = self.planned().group?;
-        Some(self.plan.borrow().groups[index].name.clone())
+        self.planned().group.clone()
     }
 
     pub(super) fn age(&self, now: Instant) -> Duration {

@@ -129,9 +129,9 @@ async fn exports(
     plan: &Plan,
     inventory: &Rc<Inventory>,
     newcomer: Option<&Newcomer>,
-    which: impl Fn(&settings::Disk) -> bool,
+    which: impl Fn(&settings::PlacedDisk) -> bool,
 ) -> anyhow::Result<Vec<String>> {
-    let is_there = |disk: &&settings::Disk| which(disk) && !inventory.is_unopened(&disk.name);
+    let is_there = |disk: &&settings::PlacedDisk| which(disk) && !inventory.is_unopened(&disk.name);
     let names: HashSet<_> = plan.disks.iter().filter(is_there).map(|disk| &disk.name).collect();
     let mut uris = Vec::new();
     for wanted in Wanted::all(plan).iter().filter(|wanted| names.contains(&wanted.disk)) {

@@ -8,16 +8,15 @@ use std::{
 };
 
 use super::steps::Steps;
-use block::disk::{DetectZeroes, Discards, OnError};
-use clap::Args;
-use policy::{access::Network, throttle::Setting};
-use reactor::Polling;
+use block::reactor::Polling;
+use clap::{Arg, Args};
+use policy::access::Network;
 use settings::{
-    AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, Nbd,
-    NbdDevice, OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox,
-    ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
-    arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
-    log, on_error,
+    AccessDraft, Address, DiskConfig, Door, Draft, ExportConfig, Fuse, GroupConfig, Image, Key, LogFormat,
+    Nbd, NbdDevice, NbdExport, OnEvent, Owner, Place, Placed, Record, Said, Sandbox, SecretSource,
+    ServiceDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
+    arguments::{KeyArgs, KeyOptions, shared_group},
+    log,
 };
 use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
@@ -53,7 +52,7 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 pub struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are
     /// then its keys
-    #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS.into_iter().chain(Setting::ALL.map(Setting::name)))]
+    #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Tell what would keep it from serving, such as somebody who has an image or listens at an
     /// address, and serve nothing
@@ -67,19 +66,11 @@ pub struct ServeArgs {
     #[command(flatten)]
     image: ImageArgs,
     #[command(flatten)]
-    qcow2: Qcow2Args,
-    #[command(flatten)]
-    prefetch: LongArgs<true>,
-    #[command(flatten)]
-    limits: LimitArgs,
-    #[command(flatten)]
-    shares: ShareArgs,
+    disk: KeyArgs<DiskOptions>,
     #[command(flatten)]
     network: NetworkArgs,
     #[command(flatten)]
     tls: TlsArgs,
-    #[command(flatten)]
-    imitate: ImitateArgs,
     #[command(flatten)]
     process: ProcessArgs,
     #[command(flatten)]
@@ -95,60 +86,6 @@ struct ImageArgs {
     /// server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH; several are several disks
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, conflicts_with = "config")]
     images: Vec<Image>,
-    /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
-    /// safe]
-    #[arg(short, long, value_name = "FORMAT", value_parser = settings::read::<Format>, conflicts_with = "config")]
-    format: Option<Format>,
-    /// The part of a raw image to serve, such as offset=1M,size=10M [default: all of it]
-    #[arg(short, long, value_name = "PART", value_parser = settings::read::<Part>, conflicts_with = "config")]
-    options: Option<Part>,
-    /// Serve this internal snapshot of a qcow2 image, by its id or name, read-only
-    #[arg(long, value_name = "NAME", conflicts_with = "config")]
-    snapshot: Option<String>,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
-    /// writeback]
-    #[arg(long, value_name = "MODE", value_parser = settings::read::<CacheMode>, conflicts_with = "config")]
-    cache: Option<CacheMode>,
-    /// When the device fails a read: report it to the client, or stop the disk until `weir resume`
-    /// [default: report]
-    #[arg(long, value_name = "POLICY", value_parser = settings::read::<OnError>, conflicts_with = "config")]
-    on_read_error: Option<OnError>,
-    /// The same for writes, flushes and discards: report, stop, or enospc to stop where the device
-    /// is full [default: report]
-    #[arg(long, value_name = "POLICY", value_parser = settings::read::<OnError>, conflicts_with = "config")]
-    on_write_error: Option<OnError>,
-    /// What becomes of discards: unmap gives the space back, ignore keeps it allocated, also where
-    /// zeroes are written [default: unmap]
-    #[arg(long, value_name = "MODE", value_parser = settings::discards, conflicts_with = "config")]
-    discard: Option<Discards>,
-    /// Look for writes of zeroes alone: on stores them as zeroes and not as bytes, unmap also gives
-    /// their space back, off writes what comes [default: off]
-    #[arg(long, value_name = "MODE", value_parser = settings::detect_zeroes, conflicts_with = "config")]
-    detect_zeroes: Option<DetectZeroes>,
-    /// Ceph's config file, for images rbd:POOL/IMAGE [default: the one that Ceph finds]
-    #[arg(long, value_name = "FILE", conflicts_with = "config")]
-    rbd_config: Option<PathBuf>,
-    /// Who asks the Ceph cluster, without `client.` [default: admin]
-    #[arg(long, value_name = "NAME", conflicts_with = "config")]
-    rbd_user: Option<String>,
-    /// Refuse writes
-    #[arg(long, conflicts_with = "config")]
-    read_only: bool,
-    /// Read an image that somebody else has locked for writing; needs --read-only
-    #[arg(long, conflicts_with = "config")]
-    force_share: bool,
-    /// Lock the image only while a virtual machine runs on the disk, so that another daemon can
-    /// take it over, in which the machine goes on
-    #[arg(long, conflicts_with = "config")]
-    handover: bool,
-    /// An image at an NBD server that has gone: let requests wait so long, such as 30s, and ask
-    /// again once it is back [default: 0, they fail]
-    #[arg(long, value_name = "TIME", value_parser = settings::long_duration, conflicts_with = "config")]
-    reconnect_delay: Option<policy::time::Duration>,
-    /// An image at an NBD server that cannot be reached yet: try for so long, such as 1m [default:
-    /// once, for ten seconds]
-    #[arg(long, value_name = "TIME", value_parser = settings::long_duration, conflicts_with = "config")]
-    open_timeout: Option<policy::time::Duration>,
     /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
     /// that ask for no name [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
@@ -156,10 +93,9 @@ struct ImageArgs {
     /// What clients are told about the disk; once for each IMAGE
     #[arg(long, value_name = "TEXT", conflicts_with = "config")]
     description: Vec<String>,
-    /// Put the disks into one group, which limits, reservations and watermark are then for: they
-    /// share them
-    #[arg(long, value_name = "GROUP", conflicts_with = "config")]
-    group: Option<String>,
+    /// An open descriptor to read the passphrase of an encrypted image from
+    #[arg(long, value_name = "N", conflicts_with_all = ["config", "secret-file"], help_heading = "qcow2")]
+    secret_fd: Vec<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -277,21 +213,6 @@ struct TlsArgs {
 }
 
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Devices to imitate")]
-struct ImitateArgs {
-    /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
-    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with = "config")]
-    delay: Option<DelayOptions>,
-    /// A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all
-    /// disks together
-    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with = "config")]
-    rate: Option<RateOptions>,
-    /// A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable
-    #[arg(long, value_name = "RULE", value_parser = settings::read::<FaultRule>, conflicts_with = "config")]
-    fault: Vec<FaultRule>,
-}
-
-#[derive(Debug, Args)]
 #[command(next_help_heading = "Process")]
 struct ProcessArgs {
     /// Threads that do I/O, from 1 to 256 [default: one for each CPU, at most 8]
@@ -370,47 +291,43 @@ impl ServeArgs {
 
     /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
-        let Self { image, qcow2, prefetch, limits, shares, mut network, tls, imitate, process, log, .. } =
-            self;
-        let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
-        Ok(Draft {
-            groups: image.groups(&shares.settings(&limits)),
-            disks: {
-                let mut disks = image.disks(&of_disk, &qcow2.draft(), &prefetch.draft(), &imitate)?;
-                network.own_doors(&mut disks)?;
-                disks
-            },
-            service: service(network, tls, process, log),
-        })
+        let Self { image, disk, mut network, tls, process, log, .. } = self;
+        let (mut disks, group) = image.disks(&disk)?;
+        network.own_doors(&mut disks)?;
+        Ok(Draft { disks, groups: group.into_iter().collect(), service: service(network, tls, process, log) })
     }
 }
 
 impl NetworkArgs {
     /// Gives each disk its own doors, if there are some, and the addresses of NBD.
-    fn own_doors(&mut self, disks: &mut [DiskDraft]) -> Result<(), Wrong> {
+    fn own_doors(&mut self, disks: &mut [Placed<DiskConfig>]) -> Result<(), Wrong> {
         give(disks, "vhost-user-blk", &mut self.vhost_user_blk, Door::VhostUserBlk)?;
         give(disks, "ublk", &mut self.ublk, Door::Ublk)?;
         give(disks, "fuse", &mut self.fuse, Door::Fuse)?;
         give(disks, "nbd-device", &mut self.nbd_device, Door::NbdDevice)?;
-        if disks.iter().all(|disk| disk.doors.is_empty()) {
+        if disks.iter().all(|disk| disk.exports.is_empty()) {
             return Ok(());
         }
         let nbd: Vec<_> = self.nbd.drain(..).collect();
         for disk in disks {
-            let export = |nbd: &Nbd| ExportDraft {
-                listen: Said::new(nbd.at.clone(), Place::option("nbd", nbd)),
-                name: disk.export_name.clone(),
-                read_only: nbd.read_only,
-            };
-            disk.exports = nbd.iter().map(export).collect();
+            for nbd in &nbd {
+                let name = disk.export_name.clone();
+                let export = NbdExport { listen: nbd.at.clone(), name, read_only: nbd.read_only };
+                export_at(disk, ExportConfig::Nbd(export), Place::option("nbd", nbd));
+            }
         }
         Ok(())
     }
 }
 
+fn export_at(disk: &mut Placed<DiskConfig>, export: ExportConfig, place: Place) {
+    disk.put(format!("export[{}]", disk.exports.len()), place);
+    disk.exports.push(export);
+}
+
 /// Gives each disk one of the doors that an option names, if it names some; a single disk has all.
 fn give<D: Display>(
-    disks: &mut [DiskDraft],
+    disks: &mut [Placed<DiskConfig>],
     option: &str,
     doors: &mut Vec<D>,
     door: fn(D) -> Door,
@@ -422,29 +339,31 @@ fn give<D: Display>(
     }
     for (number, value) in doors.drain(..).enumerate() {
         let place = Place::option(option, &value);
-        disks[number % images].doors.push(Said::new(door(value), place));
+        export_at(&mut disks[number % images], ExportConfig::Own(door(value)), place);
     }
     Ok(())
 }
 
-impl ImageArgs {
-    fn groups(&self, settings: &SettingsDraft) -> Vec<GroupDraft> {
-        let group = |name: &String| GroupDraft {
-            cluster: None,
-            name: Said::new(name.clone(), Place::option("group", name)),
-            settings: settings.clone(),
-            group: None,
-        };
-        self.group.iter().map(group).collect()
+/// Keys of the disks that no config file names.
+#[derive(Clone, Debug)]
+struct DiskOptions;
+
+impl KeyOptions for DiskOptions {
+    type Config = DiskConfig;
+
+    /// All but the image and those of each disk, which are options of their own.
+    fn has(key: &Key<DiskConfig>) -> bool {
+        key.heading != "Access" && !["image", "description", "export"].contains(&key.name)
     }
 
-    fn disks(
-        &self,
-        settings: &SettingsDraft,
-        qcow2: &Qcow2Draft,
-        prefetch: &PrefetchDraft,
-        imitate: &ImitateArgs,
-    ) -> Result<Vec<DiskDraft>, Wrong> {
+    fn adapt(option: Arg) -> Arg {
+        shared_group(option).conflicts_with("config")
+    }
+}
+
+impl ImageArgs {
+    /// The disks, and the group that they are in.
+    fn disks(&self, keys: &KeyArgs<DiskOptions>) -> Result<Disks, Wrong> {
         for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
             let images = self.images.len();
             if given != 0 && given != images {
@@ -453,82 +372,57 @@ impl ImageArgs {
                 return Err(Place::new(format!("--{option}")).wrong(rule));
             }
         }
-        self.images
-            .iter()
-            .enumerate()
-            .map(|(index, image)| {
-                Ok(self.disk(index, &self.reached(image)?, settings, qcow2, prefetch, imitate))
-            })
-            .collect::<Result<_, Wrong>>()
-    }
-
-    /// An image of a cluster, with how that is reached; others as they are, unless all are others.
-    fn reached(&self, image: &Image) -> Result<Image, Wrong> {
-        let config = Said::option(
-            "rbd-config",
-            self.rbd_config.as_ref().map(|path| path::absolute(path).unwrap_or_else(|_| path.clone())),
-        );
-        let user = Said::option("rbd-user", self.rbd_user.clone());
-        if !image.is_rbd() && self.images.iter().any(Image::is_rbd) {
-            return Ok(image.clone());
+        let mut group = None;
+        let mut disks = Vec::new();
+        for (index, image) in self.images.iter().enumerate() {
+            let disk;
+            (disk, group) = self.disk(index, image, keys)?;
+            disks.push(disk);
         }
-        settings::reached(image.clone(), config.as_ref(), user.as_ref())
+        Ok((disks, group))
     }
 
     fn disk(
         &self,
         index: usize,
         image: &Image,
-        settings: &SettingsDraft,
-        qcow2: &Qcow2Draft,
-        prefetch: &PrefetchDraft,
-        imitate: &ImitateArgs,
-    ) -> DiskDraft {
-        let image = Said::new(image.clone(), Place::new(image.to_string()));
-        let said = |option: &str, text: &String| Said::new(text.clone(), Place::option(option, text));
-        // Of images at servers; of others too if all are others, so that it is refused.
-        let is_meant =
-            image.value.remote().is_some() || self.images.iter().all(|image| image.remote().is_none());
-        let time = |option, time: Option<policy::time::Duration>| {
-            let time = time.filter(|_| is_meant);
-            time.map(|time| Said::new(time, Place::option(option, format_args!("{time:?}"))))
-        };
-        DiskDraft {
-            export_name: self.name.get(index).filter(|name| name.is_empty()).map(|name| said("name", name)),
-            name: match self.name.get(index).filter(|name| !name.is_empty()) {
-                Some(name) => said("name", name),
-                None => Said::new(image.value.default_name(), image.place.clone()),
-            },
-            description: self.description.get(index).map(|text| said("description", text)),
-            access: AccessDraft::default(),
-            format: Said::option("format", self.format),
-            part: Said::option("options", self.options),
-            snapshot: self.snapshot.as_ref().map(|name| said("snapshot", name)),
-            cache: Said::option("cache", self.cache),
-            image,
-            qcow2: qcow2.clone(),
-            prefetch: prefetch.clone(),
-            on_error: OnErrorDraft {
-                read: Said::option(on_error::READ, self.on_read_error),
-                write: Said::option(on_error::WRITE, self.on_write_error),
-            },
-            discard: Said::option("discard", self.discard),
-            detect_zeroes: Said::option("detect-zeroes", self.detect_zeroes),
-            read_only: self.read_only,
-            force_share: self.force_share.then(|| Place::new("--force-share")),
-            handover: self.handover.then(|| Place::new("--handover")),
-            reconnect_delay: time("reconnect-delay", self.reconnect_delay),
-            open_timeout: time("open-timeout", self.open_timeout),
-            settings: settings.clone(),
-            group: self.group.as_ref().map(|name| said("group", name)),
-            delay: Said::option("delay", imitate.delay),
-            rate: Said::option("rate", imitate.rate.clone()),
-            faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
-            exports: Vec::new(),
-            doors: Vec::new(),
+        keys: &KeyArgs<DiskOptions>,
+    ) -> Result<(Placed<DiskConfig>, Option<Placed<GroupConfig>>), Wrong> {
+        let place = Place::new(image.to_string());
+        let config = DiskConfig { name: image.default_name(), image: image.clone(), ..DiskConfig::default() };
+        let mut disk = Placed::new(config, place.clone());
+        disk.put("image", place);
+        // Options of images in a cluster or at a server are for those alone; if there are none, for
+        // all, so that they are refused.
+        let is_meant = |is_it: fn(&Image) -> bool| is_it(image) || !self.images.iter().any(is_it);
+        let group = keys.read_disk(&mut disk, |key| match key {
+            "reconnect-delay" | "open-timeout" => is_meant(|image| image.remote().is_some()),
+            "rbd-config" | "rbd-user" => is_meant(Image::is_rbd),
+            _ => true,
+        })?;
+        disk.rbd_config = disk.rbd_config.take().map(|path| path::absolute(&path).unwrap_or(path));
+        disk.reach()?;
+        match self.name.get(index) {
+            None => {}
+            Some(name) if name.is_empty() => disk.export_name = Some(String::new()),
+            Some(name) => disk.name.clone_from(name),
         }
+        if let Some(name) = self.name.get(index) {
+            disk.put("name", Place::option("name", name));
+        }
+        if let Some(text) = self.description.get(index) {
+            disk.description.clone_from(text);
+            disk.put("description", Place::option("description", text));
+        }
+        if let Some(number) = self.secret_fd.first() {
+            disk.qcow2.secrets = self.secret_fd.iter().copied().map(SecretSource::Descriptor).collect();
+            disk.put("secret-fd", Place::option("secret-fd", number));
+        }
+        Ok((disk, group))
     }
 }
+
+type Disks = (Vec<Placed<DiskConfig>>, Option<Placed<GroupConfig>>);
 
 fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArgs) -> ServiceDraft {
     let socket = |path: PathBuf| {

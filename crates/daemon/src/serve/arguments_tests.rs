@@ -1,5 +1,6 @@
 //! What the command line accepts, and what it says to the rest.
 
+use block::storage::Format;
 use clap::Parser as _;
 use policy::throttle::LimitKind;
 use settings::{Endpoint, Plan, Settings};
@@ -32,7 +33,7 @@ fn check(line: &str, expect: &str) {
 fn an_image_is_enough() {
     let plan = plan("vm1.raw").unwrap();
     assert_eq!(plan.disks[0].image, "vm1.raw".parse().unwrap());
-    assert_eq!((plan.disks[0].settings, plan.disks[0].group), (Settings::default(), None));
+    assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (Settings::default(), &None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.servers[0].exports[0].name, "vm1");
 }
@@ -46,8 +47,11 @@ fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
     assert!(snapshots.disks.iter().all(|disk| disk.read_only && disk.snapshot.as_deref() == Some("1")));
     let nameless = plan("vm1.raw --name=").unwrap();
     assert_eq!((&*nameless.disks[0].name, &*nameless.servers[0].exports[0].name), ("vm1", ""));
-    check("a -o size=1 -f qcow2", "--options: is for raw images, and this one is qcow2 (leave it out)");
-    check("a -o size=1 --snapshot s", "--snapshot s: is for qcow2 images, and --options for raw ones");
+    check(
+        "a -o size=1 -f qcow2",
+        "--options size=1: is for raw images, and this one is qcow2 (leave it out)",
+    );
+    check("a -o size=1 --snapshot s", "--snapshot s: is for qcow2 images, and --options size=1 for raw ones");
     check("a -f raw --snapshot s", "--snapshot s: is for qcow2 images, and this one is raw (leave it out)");
 }
 
@@ -75,7 +79,12 @@ fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
     let shared = plan("a b --group g --iops-total 10").unwrap();
     assert_eq!(shared.groups.len(), 1);
     assert_eq!(shared.groups[0].settings.limits.limit(LimitKind::IopsTotal).rate, 10);
-    assert!(shared.disks.iter().all(|disk| disk.group == Some(0) && disk.settings == Settings::default()));
+    assert!(
+        shared
+            .disks
+            .iter()
+            .all(|disk| disk.group.as_deref() == Some("g") && disk.settings == Settings::default())
+    );
     let apart = plan("a b --iops-total 10").unwrap();
     assert!(apart.groups.is_empty());
     assert!(apart.disks.iter().all(|disk| disk.group.is_none()));
@@ -97,7 +106,7 @@ fn a_group_has_all_but_the_weight() {
     let shared = plan(&format!("a b --group g {options}")).unwrap();
     assert_eq!(shared.groups[0].settings, Settings { weight: 100, ..all });
     let weighted = Settings { weight: 300, ..Settings::default() };
-    assert!(shared.disks.iter().all(|disk| disk.settings == weighted && disk.group == Some(0)));
+    assert!(shared.disks.iter().all(|disk| disk.settings == weighted && disk.group.as_deref() == Some("g")));
     check("a --weight 0", "--weight 0: is out of range; a weight is from 1 to 10000");
     check("a --watermark 101", "--watermark 101: is out of range; a watermark is from 0 to 100 percent");
 }
@@ -253,10 +262,10 @@ fn options_of_qcow2_are_every_disk_s() {
     for disk in &planned.disks {
         assert_eq!(disk.qcow2.caches.l2, Some(image::qcow2::L2Size::Full));
         assert_eq!(disk.qcow2.caches.clean_interval.as_secs(), 5);
-        assert_eq!(disk.qcow2.secrets, [settings::SecretSource::Descriptor(3)]);
+        assert_eq!(disk.qcow2.secrets, [SecretSource::Descriptor(3)]);
     }
     let refused = plan("a --format raw --refcount-cache-size 1M").unwrap_err();
-    assert_eq!(refused, "--refcount-cache-size: is for qcow2 images, and this one is raw (leave it out)");
+    assert_eq!(refused, "--refcount-cache-size 1M: is for qcow2 images, and this one is raw (leave it out)");
     assert!(plan("a --secret-file k --secret-fd 3").unwrap_err().contains("cannot be used with"));
 }
 

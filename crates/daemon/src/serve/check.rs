@@ -26,8 +26,8 @@ use console::{Failure, complain, descriptors, figures, logging, on_reactor, prin
 use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
 use settings::{
-    Address, Door, Draft, Endpoint, LogSettings, Mistakes, Place, Plan, Said, SecretSource, Service,
-    Standard, Wrong, control::ControlSocket,
+    Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Plan, Said, SecretSource,
+    Service, Standard, Wrong, control::ControlSocket,
 };
 use storage::rate::Budgets;
 
@@ -166,8 +166,12 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
     found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
     found.extend(sandbox::check_room(plan).err());
     sockets(draft, plan, others, &mut found);
-    let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
-    found.extend(doors.filter_map(|said| Some(at(Some(&said.place), device(&said.value).err()?))));
+    for disk in &plan.disks {
+        found.extend(
+            disk.doors()
+                .filter_map(|(index, door)| Some(at(disk.item("export", index, ""), device(door).err()?))),
+        );
+    }
     found.extend(plan.service.on_event.as_ref().and_then(|target| {
         let place = service.on_event.as_ref().map(|said| &said.place);
         on_event::check(target).err().map(|error| at(place, error))
@@ -211,12 +215,12 @@ fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
 }
 
 /// What can be read once is the daemon's.
-fn secrets_are_files(planned: &settings::Disk) -> bool {
+fn secrets_are_files(planned: &settings::PlacedDisk) -> bool {
     let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
     planned.qcow2.secrets.iter().all(is_kept)
 }
 
-fn looked_at(planned: &settings::Disk, others: Others) -> settings::Disk {
+fn looked_at(planned: &settings::PlacedDisk, others: Others) -> settings::PlacedDisk {
     let mut looked = looking::alone(planned);
     // Of an image elsewhere nobody tells whether it is the daemon that serves this file.
     looked.force_share |= others == Others::MayHave;
@@ -231,7 +235,7 @@ async fn images(
     inventory: &Rc<Inventory>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
-    let groups = assemble::groups(plan, inventory)?;
+    assemble::groups(plan, inventory)?;
     let root = plan.service.image_root.as_deref().map(assemble::root).transpose();
     let place = draft.service.image_root.as_ref().map(|said| &said.place);
     let root = root.map_err(|error| at(place, error))?;
@@ -246,8 +250,8 @@ async fn images(
             trials.insert(index, Trial::begin(opening, is_awaited(&planned.name)));
         }
     }
-    for (index, (planned, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
-        let place = || said.image.place.to_string();
+    for (index, planned) in plan.disks.iter().enumerate() {
+        let place = || planned.place("image").to_string();
         if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
             let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
             found.extend(writable.context("cannot be written").with_context(place).err());
@@ -269,12 +273,12 @@ async fn images(
                 }
             },
         };
-        let group = planned.group.and_then(|index| groups.get(index));
+        let group = planned.group.as_ref().and_then(|group| inventory.group(group).ok());
         let opened = async {
             let image = image?;
             looking::check_marks(planned, &image)?;
             files.take(planned, &image)?;
-            let running = assemble::disk(&looked, group, image)?;
+            let running = assemble::disk(&looked, group.as_ref(), image)?;
             bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
             for export in plan.doors.iter().filter(|export| export.disk == index) {
                 doors::check_size(&running.disk, &export.door)?;
@@ -336,17 +340,22 @@ fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::E
         _ => None,
     };
     let of_doors = plan.doors.iter().filter_map(|export| of_door(&export.door));
-    let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
-    let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
+    let is_at = |export: &ExportConfig, address: &Address| match export {
+        ExportConfig::Nbd(export) => matches!(&export.listen, Endpoint::Address(known) if known == address),
+        ExportConfig::Own(door) => of_door(door).as_ref() == Some(address),
+    };
+    let of_disk = |address: &Address| {
+        plan.disks.iter().find_map(|disk| {
+            let index = disk.exports.iter().position(|export| is_at(export, address))?;
+            disk.item("export", index, "")
+        })
+    };
     let said = |address: &Address| {
         let is_there = |at: &Endpoint| matches!(at, Endpoint::Address(known) if known == address);
         let nbd = draft.service.nbd.iter().find(|said| is_there(&said.value.at)).map(|said| &said.place);
-        let of_disks = || of_disks.clone().find(|said| is_there(&said.value)).map(|said| &said.place);
-        let door = |said: &&Said<Door>| of_door(&said.value).as_ref() == Some(address);
-        let of_doors = || doors.clone().find(door).map(|said| &said.place);
         let mut told = draft.service.metrics.iter().chain(&draft.service.http);
         let told = || told.find(|said| said.value == *address).map(|said| &said.place);
-        nbd.or_else(of_disks).or_else(of_doors).or_else(told)
+        nbd.or_else(|| of_disk(address)).or_else(told)
     };
     let page = plan.service.http.as_ref().map(|http| http.address.clone());
     let told = plan.service.metrics.clone().into_iter().chain(page);

@@ -8,7 +8,8 @@ use reactor::{
     buffer, guest,
     memory::{Budget, Usage},
 };
-use settings::{Disk, Service, exact_size};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use settings::{PlacedDisk, Service, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -28,7 +29,7 @@ pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
 }
 
 /// Says that disks in memory cannot be filled: what they may have is taken as they are written.
-pub(super) fn warn_of_disks(disks: &[Disk]) {
+pub(super) fn warn_of_disks(disks: &[PlacedDisk]) {
     let sizes = disks.iter().filter_map(|disk| disk.image.memory_bytes());
     if let Some(warning) = warning(sizes, &Budget::process().usage()) {
         tracing::warn!("{warning}");

@@ -326,7 +326,8 @@ async fn settle(
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
-    let comes_later = |disk: &settings::Disk| assemble::is_late(disk) || inventory.is_unopened(&disk.name);
+    let comes_later =
+        |disk: &settings::PlacedDisk| assemble::is_late(disk) || inventory.is_unopened(&disk.name);
     let is_of_later = |export: &&DoorExport| comes_later(&plan.disks[export.disk]);
     let doors_of_later = plan.doors.iter().filter(is_of_later).map(|export| export.door.clone());
     let running = inventory.disks();

@@ -1,12 +1,18 @@
 //! The options of `weir bench`: those of `qemu-img bench`, by the same letters, some of fio's by
 //! its names, and a few of its own.
 
+use std::path::Path;
+
 use anyhow::bail;
-use clap::{ArgGroup, Args, ValueEnum};
-use policy::{prefetch::Settings, time::Duration};
+use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
+use clap::{Arg, ArgGroup, Args, ValueEnum};
+use policy::{
+    prefetch::{Mode, Settings},
+    time::Duration,
+};
 use settings::{
-    ImageDescription, Qcow2Settings, Wrong,
-    arguments::{CacheArgs, LongArgs},
+    DiskConfig, ImageDescription, Key, Place, Placed, Wrong,
+    arguments::{KeyArgs, KeyOptions},
 };
 use storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 
@@ -204,9 +210,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub(crate) results: ResultArgs,
     #[command(flatten)]
-    caches: CacheArgs,
-    #[command(flatten)]
-    prefetch: LongArgs<false>,
+    disk: KeyArgs<DiskOptions>,
 }
 
 impl BenchArgs {
@@ -246,13 +250,38 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// What is said of a qcow2 image's caches, once it is known to make sense.
-    pub(crate) fn qcow2(&self) -> Result<Qcow2Settings, Wrong> {
-        self.caches.draft().check()
+    /// The caches of a qcow2 image, and what is read ahead.
+    ///
+    /// # Errors
+    /// Values that contradict each other, or are out of their range.
+    pub(crate) fn disk(&self) -> Result<Placed<DiskConfig>, Wrong> {
+        let prefetch = Settings { mode: Mode::Off, ..Settings::default() };
+        let mut disk = Placed::new(
+            DiskConfig { prefetch, ..DiskConfig::default() },
+            Place::new(self.target.to_string()),
+        );
+        self.disk.read_into(&mut disk, Path::new(""), |_| true)?;
+        disk.checked()
+    }
+}
+
+/// Keys of the disk that is measured.
+#[derive(Clone, Debug)]
+pub(crate) struct DiskOptions;
+
+impl KeyOptions for DiskOptions {
+    type Config = DiskConfig;
+
+    fn has(key: &Key<DiskConfig>) -> bool {
+        key.heading == "Reading ahead"
+            || key.heading == "qcow2" && key.name.ends_with("cache-size") | key.name.ends_with("entry-size")
     }
 
-    /// What is read ahead.
-    pub(crate) fn prefetch(&self) -> Result<Settings, Wrong> {
-        self.prefetch.draft().check()
+    fn adapt(option: Arg) -> Arg {
+        match option.get_id() == "prefetch" {
+            true => option
+                .help("Read ahead of sequential readers: on, off, or auto, where it pays [default: off]"),
+            false => option,
+        }
     }
 }

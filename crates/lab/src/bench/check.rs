@@ -31,8 +31,7 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     }
     check_requests(arguments)?;
     check_times(arguments)?;
-    arguments.qcow2()?;
-    arguments.prefetch()?;
+    arguments.disk()?;
     if arguments.flush_interval == Some(0) {
         bail!("--flush-interval 0: that is never (leave it away)");
     }
@@ -89,20 +88,19 @@ fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
 
 /// Rejects options that only the server could honour.
 fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
-    let prefetch = arguments.prefetch()?;
-    let settings = arguments.qcow2()?;
+    let disk = arguments.disk()?;
     let said = [
         ("-f", arguments.format.is_some_and(|format| format != storage::Format::Raw)),
         ("-t", arguments.cache != storage::CacheMode::default()),
         ("-U", arguments.force_share),
         ("--delay", arguments.delay.is_some()),
         ("--rate", arguments.rate.is_some()),
-        ("--prefetch", prefetch != Settings { mode: Mode::Off, ..Settings::default() }),
+        ("--prefetch", disk.prefetch != Settings { mode: Mode::Off, ..Settings::default() }),
     ];
     if let Some((option, _)) = said.iter().find(|(_, said)| *said) {
         bail!("{option}: is for images, and what a server does with its own is its choice (leave it away)");
     }
-    if let Some(option) = settings.said {
+    if let Some(option) = disk.qcow2_key() {
         bail!("{option} is for images, and what a server does with its own is its choice (leave it away)");
     }
     Ok(())

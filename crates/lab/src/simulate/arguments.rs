@@ -3,11 +3,12 @@
 
 use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
-use clap::{ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
-use policy::{prefetch, throttle::Setting};
+use block::storage::{delay::DelayOptions, rate::RateOptions};
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
+use policy::prefetch;
 use settings::{
-    Place, Said, Settings, Wrong,
-    arguments::{LimitArgs, LongArgs, ShareArgs},
+    DiskConfig, Key, Place, Placed, Settings, Wrong,
+    arguments::{KeyArgs, KeyOptions, shared_group},
     check::MAX_WORKERS,
 };
 use storage::{delay::DelayOptions, rate::RateOptions};
@@ -55,12 +56,8 @@ pub struct SimulateArgs {
     #[arg(value_name = "TRACE", required_unless_present_any = ["workload", "cluster"])]
     pub(crate) traces: Vec<PathBuf>,
     /// Take disks, groups and limits from this file of `weir serve`; images are not opened
-    #[arg(long, value_name = "FILE", conflicts_with_all = Setting::ALL.map(Setting::name))]
+    #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Put the disks into one group, which limits, reservations and watermark are then for: they
-    /// share them
-    #[arg(long, value_name = "GROUP", conflicts_with = "config")]
-    pub(crate) group: Option<String>,
     /// Hosts that share the limits by etcd, with the daemon's own code: hosts=N,disks=N of each,
     /// busy=PERCENT and idle=PERCENT of them, change=PERCENT and every=TIME, tick=TIME, lease=TIME,
     /// safe-share=PERCENT, …; see docs/cluster.md for all
@@ -71,11 +68,7 @@ pub struct SimulateArgs {
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
     #[command(flatten)]
-    limits: LimitArgs,
-    #[command(flatten)]
-    shares: ShareArgs,
-    #[command(flatten)]
-    prefetch: LongArgs<true>,
+    disk: KeyArgs<DiskOptions>,
     #[command(flatten)]
     pub(crate) sweep: SweepArgs,
     #[command(flatten)]
@@ -207,16 +200,31 @@ pub(crate) struct Terms {
 impl SimulateArgs {
     /// What the options say of disks.
     pub(crate) fn terms(&self) -> Result<Terms, Wrong> {
-        let group = self.group.as_ref().map(|name| {
-            let said = Said::new(name.clone(), Place::option("group", name));
-            if said.value.is_empty() {
-                return Err(said.place.wrong("the name is empty (give it one)"));
-            }
-            Ok((said.value, self.shares.settings(&self.limits).check()?))
-        });
-        let group = group.transpose()?;
-        let disk = if group.is_some() { self.shares.of_member() } else { self.shares.of_loner(&self.limits) };
-        Ok(Terms { group, disk: disk.check()?, prefetch: self.prefetch.draft().check()? })
+        let mut disk = Placed::new(DiskConfig::default(), Place::new("disk"));
+        let group = self.disk.read_disk(&mut disk, |_| true)?;
+        if let Some(group) = group.as_ref().filter(|group| group.name.is_empty()) {
+            return Err(group.own_place().wrong("the name is empty (give it one)"));
+        }
+        let group = group.map(Placed::checked).transpose()?;
+        let disk = disk.checked()?;
+        let group = group.map(|group| (group.name.clone(), group.settings));
+        Ok(Terms { group, disk: disk.settings, prefetch: disk.prefetch })
+    }
+}
+
+/// Keys of disks that no config file names.
+#[derive(Clone, Debug)]
+pub(crate) struct DiskOptions;
+
+impl KeyOptions for DiskOptions {
+    type Config = DiskConfig;
+
+    fn has(key: &Key<DiskConfig>) -> bool {
+        ["Reading ahead", "Limits", "Shares"].contains(&key.heading) || key.name == "group"
+    }
+
+    fn adapt(option: Arg) -> Arg {
+        shared_group(option).conflicts_with("config")
     }
 }
 

@@ -80,9 +80,13 @@ impl Setup {
         let plan = Plan::new(config::load(path)?, 0)?;
         let mut world = World::default();
         let shared = device.map(|device| world.add_device(device));
+        let by_name: HashMap<_, _> =
+            plan.groups.iter().enumerate().map(|(index, group)| (&group.name, index)).collect();
+        let index_of = |group: Option<&String>| group.and_then(|group| by_name.get(group).copied());
         for group in &plan.groups {
             let hold = group.settings.of_disk();
-            world.groups.push(Group { name: group.name.clone(), hold, parent: group.parent });
+            let parent = index_of(group.group.as_ref());
+            world.groups.push(Group { name: group.name.clone(), hold, parent });
         }
         let mut budgets = HashMap::new();
         for disk in &plan.disks {
@@ -105,7 +109,7 @@ impl Setup {
             world.disks.push(Disk {
                 name: disk.name.clone(),
                 hold: disk.settings.of_disk(),
-                group: disk.group,
+                group: index_of(disk.group.as_ref()),
                 prefetch: disk.prefetch,
                 size_bytes: size_of(&disk.image)?,
                 place,

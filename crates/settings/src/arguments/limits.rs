@@ -3,7 +3,7 @@
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, Part, Setting};
 
-use crate::{LimitsDraft, Place, Said};
+use crate::shares;
 
 /// The limits that were given, in the table's order.
 #[derive(Clone, Debug, Default)]
@@ -16,45 +16,6 @@ impl LimitArgs {
     pub fn given(&self) -> &[(Setting, u64)] {
         &self.given
     }
-
-    /// The limits with their options as places.
-    pub fn draft(&self) -> LimitsDraft {
-        let said = |&(setting, value): &(Setting, u64)| {
-            Said::new((setting, value), Place::option(setting.name(), value))
-        };
-        self.given.iter().map(said).collect()
-    }
-}
-
-fn help(setting: Setting) -> String {
-    let Setting::Limit(kind, part) = setting else {
-        return "Bytes after which one request counts as more than one operation; 0 is never".to_owned();
-    };
-    let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
-    let which = match kind {
-        LimitKind::BpsTotal | LimitKind::IopsTotal => "of reads and writes together",
-        LimitKind::BpsRead | LimitKind::IopsRead => "of reads",
-        LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
-    };
-    match part {
-        Part::Rate => format!("{unit} per second {which}; 0 is no limit"),
-        Part::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
-        Part::BurstLength => {
-            let rate = Setting::Limit(kind, Part::Rate).name();
-            format!(
-                "Seconds L of that rate M that may be saved up while idle; a full burst over the limit R, --{rate}, \
-                 lasts L × M ÷ (M − R) seconds, because R passes in any case [default: 1]"
-            )
-        }
-    }
-}
-
-fn value_name(setting: Setting) -> &'static str {
-    match setting {
-        Setting::Limit(_, Part::BurstLength) => "SECONDS",
-        _ if setting.is_size() => "SIZE",
-        _ => "N",
-    }
 }
 
 /// The option of a setting.
@@ -62,15 +23,15 @@ pub fn option(setting: Setting) -> Arg {
     let parser = crate::limit_parser(setting);
     Arg::new(setting.name())
         .long(setting.name())
-        .value_name(value_name(setting))
+        .value_name(shares::placeholder(setting))
         .value_parser(parser)
-        .help(help(setting))
+        .help(shares::help(setting))
         .help_heading("Limits")
         .aliases(short_name(setting))
 }
 
 /// What people try first. Without it, the nearest name would be that of no limit, `--iops-size`.
-fn short_name(setting: Setting) -> Option<&'static str> {
+pub(crate) fn short_name(setting: Setting) -> Option<&'static str> {
     match setting {
         Setting::Limit(LimitKind::IopsTotal, Part::Rate) => Some("iops"),
         Setting::Limit(LimitKind::BpsTotal, Part::Rate) => Some("bps"),

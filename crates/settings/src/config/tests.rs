@@ -98,9 +98,10 @@ fn a_disk_with_everything() {
     assert_eq!(disk.settings.limits.limit(LimitKind::IopsRead).rate, 500, "a member's limits are its own");
     let Settings { limits: _, weight, iops_reservation, bps_reservation, watermark } = disk.settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (200, 50, 1 << 20, 0));
-    let names: Vec<_> = plan.groups.iter().map(|group| (group.name.as_str(), group.parent)).collect();
-    assert_eq!(names, [("host", None), ("gold", Some(0))], "a group comes after the one it lies in");
-    assert_eq!(disk.group, Some(1));
+    let names: Vec<_> =
+        plan.groups.iter().map(|group| (group.name.as_str(), group.group.as_deref())).collect();
+    assert_eq!(names, [("host", None), ("gold", Some("host"))], "a group comes after the one it lies in");
+    assert_eq!(disk.group.as_deref(), Some("gold"));
     let Settings { limits, weight, iops_reservation, bps_reservation, watermark } = plan.groups[1].settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (300, 600, 2 << 20, 90));
     let iops = limits.limit(LimitKind::IopsTotal);
@@ -118,7 +119,7 @@ fn a_disk_with_everything() {
 fn a_disk_with_nothing_but_an_image() {
     let plan = plan("[disk.vm1]\nimage = \"memory:1G\"\n");
     assert_eq!(plan.disks[0].cache, CacheMode::Writeback);
-    assert_eq!((plan.disks[0].settings, plan.disks[0].group), (Settings::default(), None));
+    assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (Settings::default(), &None));
     assert_eq!((plan.service.qmp, plan.service.state), (Vec::<PathBuf>::new(), None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.service.max_connections, 100);

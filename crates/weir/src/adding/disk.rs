@@ -151,7 +151,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     // The daemon may be in another directory, and so is the config file.
     let (is_snapshot, is_in_cluster) = (image.is_snapshot(), image.is_rbd());
     let image = image.relative_to(&here).to_string();
-    let options = disk.with_whole_paths();
+    let options = described::with_whole_paths(&disk);
     // What is wrong with it whatever a daemon has.
     described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;

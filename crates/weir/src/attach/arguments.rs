@@ -110,7 +110,7 @@ impl AttachArgs {
             (self.recover && self.qmp.is_some(), "--qmp"),
         ];
         let named = named.into_iter().filter(|(is_named, _)| *is_named).map(|(_, option)| option.to_owned());
-        let of_disk = self.disk.names().map(|name| format!("--{name}"));
+        let of_disk = self.disk.given().map(|(name, _)| format!("--{name}"));
         match named.chain(of_disk).next() {
             None => Ok(()),
             Some(option) => Err(format!(

@@ -3,13 +3,14 @@
 //! Each setting has one name, on the command line, in the config file and to the daemon. A value is
 //! judged by itself; rules between settings are the daemon's.
 
-use api::MemberSettings;
+use std::path::Path;
+
 use policy::{
     prefetch::{self, Mode},
-    throttle::{Limits, Part, Setting},
+    throttle::{Part, Setting},
 };
 use serde_json::{Map, Value};
-use settings::{Place, Said, SettingsDraft, Wrong, suggest};
+use settings::{DiskConfig, KeySet as _, Place, Wrong, key::Unread, suggest};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
@@ -114,26 +115,17 @@ impl Name {
     /// Whether the value could be right at all, whatever else is set.
     fn judge(self, value: &Setpoint) -> Result<(), Wrong> {
         let &Setpoint::Number(number) = value else { return Ok(()) };
-        let place = Place::option(self.text(), number);
-        let mut draft = SettingsDraft::default();
-        let setting = match self {
-            Self::Limit(setting) => {
-                let set = Limits::default().set(setting, number);
-                return set.map_err(|invalid| place.wrong(invalid.rule.to_string()));
+        let key = DiskConfig::key(self.text()).expect("a key of the table");
+        let place = match self {
+            Self::PrefetchNumber(setting) => {
+                Place::option(settings::prefetch::short_name(setting), self.show(value))
             }
-            Self::PrefetchNumber(setting) if !setting.range().contains(&number) => {
-                let shown = settings::prefetch::show(setting, number);
-                let place = Place::option(settings::prefetch::short_name(setting), shown);
-                return Err(settings::prefetch::out_of_range(setting, &place));
-            }
-            Self::PrefetchNumber(_) | Self::Group | Self::Prefetch => return Ok(()),
-            Self::Weight => &mut draft.weight,
-            Self::IopsReservation => &mut draft.iops_reservation,
-            Self::BpsReservation => &mut draft.bps_reservation,
-            Self::Watermark => &mut draft.watermark,
+            _ => Place::option(self.text(), number),
         };
-        *setting = Some(Said::new(number, place));
-        draft.check().map(drop)
+        match key.read(&mut DiskConfig::default(), &number.to_string(), Path::new("")) {
+            Ok(()) => Ok(()),
+            Err(Unread::Malformed(rule) | Unread::OutOfRange(rule)) => Err(place.wrong(rule)),
+        }
     }
 
     /// A value of it as users write it: `none` for what is not set.

@@ -4,8 +4,8 @@
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use policy::prefetch::{Mode, Setting};
 use settings::{
-    arguments::prefetch::{given, help, number},
-    prefetch,
+    arguments::prefetch::{given, number},
+    prefetch::{self, help},
 };
 
 use crate::{

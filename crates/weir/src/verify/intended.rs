@@ -25,7 +25,7 @@ enum As {
         /// Its limits are not the file's.
         is_cluster: bool,
     },
-    Disk(Box<settings::Disk>),
+    Disk(Box<settings::DiskConfig>),
 }
 
 /// # Errors
@@ -36,16 +36,15 @@ pub(super) fn load(path: &Path) -> anyhow::Result<Intended> {
 
 impl Intended {
     fn of(plan: Plan) -> Self {
-        let named = |index: usize| plan.groups[index].name.clone();
         let groups = plan.groups.iter().map(|group| Of {
             name: group.name.clone(),
-            settings: in_words(&group.settings, group.parent.map(named), None),
+            settings: in_words(&group.settings, group.group.clone(), None),
             as_what: As::Group { is_cluster: group.cluster },
         });
         let disks = plan.disks.iter().map(|disk| Of {
             name: disk.name.clone(),
-            settings: in_words(&disk.settings, disk.group.map(named), Some(&disk.prefetch)),
-            as_what: As::Disk(Box::new(disk.clone())),
+            settings: in_words(&disk.settings, disk.group.clone(), Some(&disk.prefetch)),
+            as_what: As::Disk(Box::new(disk.clone().into_config())),
         });
         Self(groups.chain(disks).collect())
     }
@@ -141,7 +140,7 @@ fn in_words(
 
 /// What cannot be changed while a disk runs, and what is done about errors; as far as a daemon
 /// tells it.
-fn otherwise_opened(runs: &DiskStatus, said: &settings::Disk) -> Vec<Difference> {
+fn otherwise_opened(runs: &report::Disk, said: &settings::DiskConfig) -> Vec<Difference> {
     let image = said.image.path().and_then(|path| path::absolute(path).ok());
     let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
     let runs_image = runs.path.as_ref().unwrap_or(&runs.image);

@@ -97,7 +97,7 @@ async fn check(
     inventory: &Rc<Inventory>,
     disk: &str,
     described: &Described,
-) -> anyhow::Result<(settings::Disk, Option<Arc<Group>>)> {
+) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<Group>>)> {
     let planned = described.planned(disk).context(UNREADABLE)?;
     let group = described.group.as_ref().map(|there| {
         let group = inventory.group(&there.name)?;

@@ -144,7 +144,7 @@ impl Described {
     ///
     /// # Errors
     /// What is wrong with it.
-    pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::Disk> {
+    pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
         let quoted = |text: &str| Value::from(text).to_string();
         let mut text = format!("[daemon]\nnbd = \"unix:/nowhere\"\n[disk.{}]\n", quoted(name));
         for (key, value) in &self.keys {

@@ -14,7 +14,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use settings::{Disk, Draft, Group, Place, Plan, Said, Service, ServiceDraft, TlsDraft};
+use settings::{
+    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedDisk, PlacedGroup, Plan, Said, Service,
+    ServiceDraft, TlsDraft, key::Change,
+};
 
 use crate::control::{
     inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
@@ -48,8 +51,8 @@ impl Difference {
     ) -> anyhow::Result<Self> {
         check_service(&before.service, &plan.service, &draft.service)?;
         let mut found = Self::default();
-        found.of_groups(inventory, before, (draft, plan))?;
-        found.of_disks(inventory, before, (draft, plan))?;
+        found.of_groups(inventory, before, plan)?;
+        found.of_disks(inventory, before, plan)?;
         let (old, new) = (Wanted::all(before), Wanted::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
         let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
@@ -63,38 +66,30 @@ impl Difference {
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // What came over the control socket may be what the file asks for.
         found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
-        found.check_unused(inventory, &running, (draft, plan)).await?;
+        found.check_unused(inventory, &running, plan).await?;
         Ok(found)
     }
 
-    fn of_groups(
-        &mut self,
-        inventory: &Inventory,
-        before: &Plan,
-        (draft, plan): (&Draft, &Plan),
-    ) -> anyhow::Result<()> {
-        let places: HashMap<_, _> =
-            draft.groups.iter().map(|said| (said.name.value.as_str(), &said.name.place)).collect();
+    fn of_groups(&mut self, inventory: &Inventory, before: &Plan, plan: &Plan) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
-            let place = places.get(group.name.as_str()).copied();
+            let place = group.own_place();
             let Ok(running) = inventory.group(&group.name) else {
-                inventory.check_name(&group.name).with_context(|| shown(place))?;
+                inventory.check_name(&group.name).with_context(|| place.to_string())?;
                 self.new_groups.push(index);
                 continue;
             };
             ensure!(
                 inventory.cluster_of(&group.name).is_some() == group.cluster,
                 "{}: cluster: cannot be changed while the group is there (give it another name, and its disks that as their group; or restart weir)",
-                shown(place)
+                place
             );
-            let parent = group.parent.map(|parent| plan.groups[parent].name.as_str());
             ensure!(
-                running.parent().map(|parent| parent.name()) == parent,
+                running.parent().map(|parent| parent.name()) == group.group.as_deref(),
                 "{}: group: a group stays in the one that it was made in (give it another name, and its disks that as their group)",
-                shown(place)
+                place
             );
         }
-        let is_old = |group: &&Group| plan.groups.iter().all(|new| new.name != group.name);
+        let is_old = |group: &&PlacedGroup| plan.groups.iter().all(|new| new.name != group.name);
         let old = before.groups.iter().filter(is_old).map(|group| group.name.clone());
         self.old_groups = old.filter(|name| inventory.group(name).is_ok()).collect();
         // A plan has them in the order in which they can be made.
@@ -106,15 +101,15 @@ impl Difference {
         &mut self,
         inventory: &Inventory,
         before: &'p Plan,
-        (draft, plan): (&Draft, &'p Plan),
+        plan: &'p Plan,
     ) -> anyhow::Result<()> {
         let named = |plan: &'p Plan| plan.disks.iter().map(|disk| (disk.name.as_str(), disk));
         let (known, new): (HashMap<_, _>, HashMap<_, _>) = (named(before).collect(), named(plan).collect());
         let old = before.disks.iter().map(|disk| disk.name.clone());
         let old = old.filter(|name| !new.contains_key(name.as_str()));
         self.old_disks = old.filter(|name| inventory.disk(name).is_ok()).collect();
-        for (index, (disk, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
-            let place = &said.name.place;
+        for (index, disk) in plan.disks.iter().enumerate() {
+            let place = disk.place("name");
             let Ok(running) = inventory.disk(&disk.name) else {
                 inventory.check_name(&disk.name).with_context(|| place.to_string())?;
                 let has_image = |old: &&String| {
@@ -122,7 +117,7 @@ impl Difference {
                         && inventory.disk(old).is_ok_and(|old| old.image == disk.image)
                 };
                 if let Some(old) = self.old_disks.iter().find(has_image) {
-                    bail!(said.image.wrong(format!(
+                    bail!(disk.place("image").wrong(format!(
                         "the disk {old:?} has this image until it is removed (take that out and reload first)"
                     )));
                 }
@@ -146,7 +141,7 @@ impl Difference {
         &self,
         inventory: &Inventory,
         running: &Running,
-        (draft, plan): (&Draft, &Plan),
+        plan: &Plan,
     ) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
@@ -155,7 +150,7 @@ impl Difference {
             match self.new_exports.iter().find(|new| new.is_at(one)) {
                 Some(new) => unused.with_context(|| {
                     let keys = one.differences(new).join(", ");
-                    format!("{}: {keys}: cannot be changed now", shown(place_of(draft, new)))
+                    format!("{}: {keys}: cannot be changed now", shown(place_of(plan, new)))
                 })?,
                 None => unused?,
             }
@@ -173,8 +168,7 @@ impl Difference {
         let removed: HashSet<_> = self.old_disks.iter().chain(&self.old_groups).collect();
         let leaves = |member: &String, group: &str| {
             let disk = planned.get(member.as_str());
-            let moves =
-                disk.is_some_and(|disk| disk.group.is_none_or(|index| plan.groups[index].name != group));
+            let moves = disk.is_some_and(|disk| disk.group.as_deref() != Some(group));
             moves || removed.contains(member)
         };
         let mut all_members = inventory.members();
@@ -197,82 +191,35 @@ fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
 }
 
 /// Where the file asks for an export.
-pub(super) fn place_of<'d>(draft: &'d Draft, wanted: &Wanted) -> Option<&'d Place> {
-    let disk = draft.disks.iter().find(|disk| disk.name.value == wanted.disk)?;
-    let place = match &wanted.way {
-        Way::Own(door) => disk.doors.iter().find(|said| said.value == *door).map(|said| &said.place),
-        Way::Nbd { endpoint, .. } => {
-            let said = disk.exports.iter().find(|said| said.listen.value == *endpoint);
-            said.map(|said| &said.listen.place)
-        }
+pub(super) fn place_of<'p>(plan: &'p Plan, wanted: &Wanted) -> Option<&'p Place> {
+    let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
+    let is_it = |export: &ExportConfig| match (export, &wanted.way) {
+        (ExportConfig::Own(door), Way::Own(wanted)) => door == wanted,
+        (ExportConfig::Nbd(export), Way::Nbd { endpoint, .. }) => export.listen == *endpoint,
+        _ => false,
     };
-    Some(place.unwrap_or(&disk.name.place))
+    let place = disk.exports.iter().position(is_it).and_then(|index| disk.item("export", index, ""));
+    Some(place.unwrap_or_else(|| disk.place("name")))
 }
 
 fn shown(place: Option<&Place>) -> String {
     place.map(Place::to_string).unwrap_or_default()
 }
 
-/// The keys of a disk that differ and are for the opening alone.
-pub(super) fn fixed(old: &Disk, new: &Disk) -> Vec<&'static str> {
-    // Whoever adds a key decides here whether it can be changed.
-    let Disk {
-        name: _,
-        description: _,
-        access: _,
-        image,
-        format,
-        part,
-        snapshot,
-        cache,
-        qcow2,
-        prefetch: _,
-        on_error: _,
-        read_only,
-        force_share,
-        handover,
-        reconnect_delay,
-        open_timeout,
-        discard,
-        detect_zeroes,
-        delay,
-        rate,
-        faults,
-        settings: _,
-        group: _,
-    } = old;
-    [
-        ("image", *image != new.image),
-        ("format", *format != new.format),
-        ("options", *part != new.part),
-        ("snapshot", *snapshot != new.snapshot),
-        ("cache", *cache != new.cache),
-        ("read-only", *read_only != new.read_only),
-        ("force-share", *force_share != new.force_share),
-        ("handover", *handover != new.handover),
-        ("reconnect-delay", *reconnect_delay != new.reconnect_delay),
-        ("open-timeout", *open_timeout != new.open_timeout),
-        ("discard", *discard != new.discard),
-        ("detect-zeroes", *detect_zeroes != new.detect_zeroes),
-        ("secret-file", qcow2.secrets != new.qcow2.secrets),
-        ("delay", *delay != new.delay),
-        ("rate", *rate != new.rate),
-        ("fault", *faults != new.faults),
-    ]
-    .into_iter()
-    .filter_map(differing)
-    .collect()
+/// The keys by which a disk differs that cannot be changed while it is served.
+pub(super) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
+    old.differences(new).filter(|key| key.change == Change::Never).map(|key| key.name).collect()
 }
 
 /// The same of a disk that came over the control socket, as far as it is known.
-fn otherwise_opened(running: &RunningDisk, new: &Disk) -> Vec<&'static str> {
+fn otherwise_opened(running: &RunningDisk, new: &PlacedDisk) -> Vec<&'static str> {
     let is_same_file = |a: &settings::Image, b: &settings::Image| match (a.path(), b.path()) {
         (Some(a), Some(b)) => std::path::absolute(a).ok() == std::path::absolute(b).ok(),
         _ => a == b,
     };
     let RunningDisk { disk, image, cache, opening, .. } = running;
     let Opening { part, reconnect_delay, open_timeout, only_here } = opening;
-    let wanted = Opening::from(new);
+    let wanted = Opening::from(&**new);
     [
         ("image", !is_same_file(image, &new.image)),
         ("format", new.format.is_some_and(|new| new != disk.image().format())),

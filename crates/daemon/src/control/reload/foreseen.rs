@@ -57,7 +57,7 @@ impl Work<'_> {
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let now = Seat::now(&Node::Disk(self.inventory.disk(&planned.name)?.disk.clone()));
-            let group = planned.group.map_or("", |index| &groups[index].name);
+            let group = planned.group.as_deref().unwrap_or("");
             let wanted = told::of_throttle(&self.of_disk(planned), group);
             all.extend(told::settings("disk", &planned.name, now.values(), wanted));
         }
@@ -85,7 +85,7 @@ impl Work<'_> {
         let mut files = looking::Files::of(self.inventory);
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
-            let place = || self.draft.disks[index].image.place.to_string();
+            let place = || planned.place("image").to_string();
             self.inventory.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             let looked = looking::alone(planned);

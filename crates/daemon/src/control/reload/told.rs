@@ -88,7 +88,7 @@ impl Care {
         }
     }
 
-    pub(super) fn planned(disk: &settings::Disk) -> Self {
+    pub(super) fn planned(disk: &settings::PlacedDisk) -> Self {
         Self { prefetch: disk.prefetch, caches: disk.qcow2.caches, on_error: disk.on_error }
     }
 

@@ -5,9 +5,9 @@ use std::{collections::BTreeMap, rc::Rc};
 
 use anyhow::Context as _;
 use serde_json::Value;
-use settings::{Disk, Draft, Plan};
+use settings::{PlacedDisk, Plan};
 
-use super::{check_secrets, difference::fixed, told};
+use super::{check_secrets, difference, told};
 use crate::control::{assemble::Assembly, inventory::Inventory, loaded::Loaded, opening::Opening};
 
 /// What the file says of them.
@@ -25,23 +25,21 @@ pub(super) struct Said {
 pub(super) async fn leave_out(
     inventory: &Inventory,
     loaded: &Loaded,
-    (draft, plan): (&mut Draft, &mut Plan),
+    plan: &mut Plan,
 ) -> anyhow::Result<Said> {
     let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
     let mut assembly = Assembly::new(inventory.image_root().cloned(), loaded.budgets.clone());
     let mut out = Vec::new();
     for before in inventory.unopened_disks() {
-        let of_plan = plan.disks.iter().zip(&draft.disks).find(|(planned, _)| planned.name == before.name);
-        let Some((planned, drafted)) = of_plan else { continue };
-        if !fixed(&before, planned).is_empty() {
-            let place = || drafted.image.place.to_string();
+        let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
+        if !difference::fixed(&before, planned).is_empty() {
+            let place = || planned.place("image").to_string();
             inventory.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
         }
-        out.push(before.name);
+        out.push(before.name.clone());
     }
-    draft.disks.retain(|disk| !out.contains(&disk.name.value));
     plan.leave_out(|disk| out.iter().any(|name| name == disk));
     Ok(said)
 }
@@ -53,7 +51,7 @@ impl Said {
 
     /// What is told of them: they are not open yet, or given up.
     pub(super) fn told(&self, inventory: &Inventory) -> Vec<Value> {
-        let tell = |disk: Disk| {
+        let tell = |disk: PlacedDisk| {
             told::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
         };
         inventory.unopened_disks().into_iter().map(tell).collect()
@@ -61,11 +59,12 @@ impl Said {
 
     /// Puts it in force; returns the plan with all disks.
     pub(super) fn settle(mut self, inventory: &Rc<Inventory>) -> Rc<Plan> {
-        for Disk { name, .. } in inventory.unopened_disks() {
-            if self.has(&name) {
-                inventory.plan_unopened(&name, Rc::clone(&self.plan), self.openings.remove(&name));
+        for disk in inventory.unopened_disks() {
+            let name = &disk.name;
+            if self.has(name) {
+                inventory.plan_unopened(name, Rc::clone(&self.plan), self.openings.remove(name));
             } else {
-                inventory.give_up_unopened(&name);
+                inventory.give_up_unopened(name);
             }
         }
         self.plan

@@ -1,0 +1,171 @@
+//! Options of the command line, made from the rows of a table of keys.
+
+use std::{ffi::OsStr, fmt, marker::PhantomData, path::Path};
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
+
+use super::limits;
+use crate::{
+    DiskConfig, GroupConfig, Place, Wrong,
+    key::{Key, ValueKind},
+    placed::{KeySet, Placed},
+};
+
+/// Which keys are options of a command, and what is special about them there.
+pub trait KeyOptions: Clone + fmt::Debug + Send + Sync + 'static {
+    /// The config that the keys are of.
+    type Config: KeySet;
+
+    /// True if the key is an option.
+    fn has(key: &Key<Self::Config>) -> bool;
+
+    /// The option as this command has it.
+    fn adapt(option: Arg) -> Arg {
+        option
+    }
+}
+
+/// The options of a command that are keys, as they were given.
+#[derive(Clone, Debug)]
+pub struct KeyArgs<O: KeyOptions> {
+    given: Vec<(&'static str, String)>,
+    options: PhantomData<O>,
+}
+
+impl<O: KeyOptions> Default for KeyArgs<O> {
+    fn default() -> Self {
+        Self { given: Vec::new(), options: PhantomData }
+    }
+}
+
+impl<O: KeyOptions> KeyArgs<O> {
+    /// Rows of the keys that are options, in their order.
+    pub fn rows() -> impl Iterator<Item = &'static Key<O::Config>> {
+        O::Config::keys().iter().filter(|key| O::has(key))
+    }
+
+    /// Names and values as they were given; a flag's value is `true`.
+    pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.given.iter().map(|(name, text)| (*name, text.as_str()))
+    }
+
+    /// The value of an option that was given.
+    pub fn value(&self, name: &str) -> Option<&str> {
+        self.given().find(|(known, _)| *known == name).map(|(_, text)| text)
+    }
+
+    /// Reads those of the given options into a config that it has keys for, and that `which`
+    /// selects.
+    /// Relative paths start at `directory`.
+    ///
+    /// # Errors
+    /// A value is not well formed.
+    pub fn read_into<T: KeySet>(
+        &self,
+        config: &mut Placed<T>,
+        directory: &Path,
+        which: impl Fn(&str) -> bool,
+    ) -> Result<(), Wrong> {
+        for (name, text) in self.given().filter(|(name, _)| which(name)) {
+            let Some(key) = T::key(name) else { continue };
+            let place = match key.value {
+                ValueKind::Flag => Place::new(format!("--{name}")),
+                _ => Place::option(name, text),
+            };
+            config.set(key, text, directory, place)?;
+        }
+        Ok(())
+    }
+
+    fn options() -> impl Iterator<Item = Arg> {
+        Self::rows().map(|key| O::adapt(option(key)))
+    }
+}
+
+impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
+    /// Reads those of the given options into a disk that `which` selects. With `--group` the
+    /// limits,
+    /// reservations and watermark are those of the group, which is returned.
+    ///
+    /// # Errors
+    /// A value is not well formed.
+    pub fn read_disk(
+        &self,
+        disk: &mut Placed<DiskConfig>,
+        which: impl Fn(&str) -> bool,
+    ) -> Result<Option<Placed<GroupConfig>>, Wrong> {
+        let Some(name) = self.value("group") else {
+            self.read_into(disk, Path::new(""), which)?;
+            return Ok(None);
+        };
+        let config = GroupConfig { name: name.to_owned(), ..GroupConfig::default() };
+        let mut group = Placed::new(config, Place::option("group", name));
+        let is_of_group = |key: &str| GroupConfig::key(key).is_some() && !["group", "weight"].contains(&key);
+        self.read_into(&mut group, Path::new(""), is_of_group)?;
+        self.read_into(disk, Path::new(""), |key| which(key) && !is_of_group(key))?;
+        Ok(Some(group))
+    }
+}
+
+/// The option of a key.
+fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
+    let help = match key.default {
+        "" => key.help.clone(),
+        default => format!("{} [default: {default}]", key.help),
+    };
+    let option = Arg::new(key.name).long(key.name).help(help).help_heading(key.heading);
+    if key.value == ValueKind::Flag {
+        return option.action(ArgAction::SetTrue);
+    }
+    let option = option
+        .value_name(key.placeholder)
+        .value_parser(move |text: &str| key.check(text))
+        .action(if key.is_list() { ArgAction::Append } else { ArgAction::Set });
+    let setting = policy::throttle::Setting::from_name(key.name);
+    match key.name {
+        "format" => option.short('f'),
+        "options" => option.short('o'),
+        _ => option.aliases(setting.and_then(limits::short_name)),
+    }
+}
+
+impl<O: KeyOptions> Args for KeyArgs<O> {
+    fn augment_args(command: Command) -> Command {
+        command.args(Self::options())
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl<O: KeyOptions> FromArgMatches for KeyArgs<O> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut given = Vec::new();
+        for key in Self::rows() {
+            if matches.value_source(key.name) != Some(ValueSource::CommandLine) {
+                continue;
+            }
+            // Each is UTF-8: its parser takes nothing else.
+            let texts = matches.get_raw(key.name).into_iter().flatten().filter_map(OsStr::to_str);
+            given.extend(texts.map(|text| (key.name, text.to_owned())));
+        }
+        Ok(Self { given, options: PhantomData })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// The option `--group` of a command whose disks all share the limits of the group.
+#[must_use]
+pub fn shared_group(option: Arg) -> Arg {
+    match option.get_id() == "group" {
+        true => option.help(
+            "Put the disks into one group, which limits, reservations and watermark are then for: they share them",
+        ),
+        false => option,
+    }
+}

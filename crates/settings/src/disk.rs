@@ -1,0 +1,466 @@
+//! A disk as it is configured, and the table of its keys.
+//!
+//! The table is the one description of a disk: the config file, the options of commands, what is
+//! saved, what a reload compares and what another host or process receives follow from its rows. A
+//! field without a row does not compile ([`disk_keys`]).
+
+use std::{path::PathBuf, sync::LazyLock};
+
+use block::{
+    disk::{DetectZeroes, Discards, ErrorPolicies, OnError},
+    image::qcow2::CacheSettings,
+    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
+};
+use policy::{
+    access::{Access, Names},
+    time::Duration,
+};
+
+use crate::{
+    Door, Endpoint, Image, Settings,
+    key::{
+        Field, Key, KeyValue as _, Literal,
+        ValueKind::{Flag, Path, Size, Table, Text, Word},
+        each, maybe, one, seconds_or_time, table, write_seconds,
+    },
+    place::{Mistakes, Place, Wrong},
+    placed::{KeySet, Placed},
+    prefetch,
+    qcow2::Qcow2Settings,
+    shares,
+};
+
+/// One disk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DiskConfig {
+    /// Unique among disks and groups.
+    pub name: String,
+    /// A line that clients are shown; may be empty.
+    pub description: String,
+    /// Which clients may connect over NBD.
+    pub access: Access,
+    /// Where its bytes are.
+    pub image: Image,
+    /// Ceph's config file, until [`Placed::reach`] makes it a part of the image.
+    pub rbd_config: Option<PathBuf>,
+    /// Ceph's user, until [`Placed::reach`] makes it a part of the image.
+    pub rbd_user: Option<String>,
+    /// How they are laid out; `None` is found by probing.
+    pub format: Option<Format>,
+    /// The part of a raw image that is the disk.
+    pub part: Option<Part>,
+    /// The internal snapshot of a qcow2 image that is served in its place.
+    pub snapshot: Option<String>,
+    /// How the host's page cache is used.
+    pub cache: CacheMode,
+    /// Caches, passphrases and bitmaps of a qcow2 image.
+    pub qcow2: Qcow2Settings,
+    /// What is read ahead.
+    pub prefetch: policy::prefetch::Settings,
+    /// What is done about requests that the device fails.
+    pub on_error: ErrorPolicies,
+    /// What becomes of discards.
+    pub discard: Discards,
+    /// Whether writes are looked at for zeroes.
+    pub detect_zeroes: DetectZeroes,
+    /// Refuses writes.
+    pub read_only: bool,
+    /// Opens the image though another process writes to it.
+    pub force_share: bool,
+    /// Locks the image only while a machine uses the disk, so that another daemon can take it over.
+    pub handover: bool,
+    /// Time that requests wait for an NBD server that is gone; zero: not at all.
+    pub reconnect_delay: Duration,
+    /// Time that connecting to an NBD server is retried at first; zero: once.
+    pub open_timeout: Duration,
+    /// Latency added to imitate a slower device.
+    pub delay: Option<DelayOptions>,
+    /// Bandwidth of the device to imitate.
+    pub rate: Option<RateOptions>,
+    /// Errors to imitate, in order.
+    pub faults: Vec<FaultRule>,
+    /// Limits, share and watermark of the disk itself.
+    pub settings: Settings,
+    /// Name of the group whose settings hold for it too.
+    pub group: Option<String>,
+    /// Name of the export at the daemon's own addresses; `None` is the disk's name.
+    pub export_name: Option<String>,
+    /// Exports of its own; if there are none, it is exported at the daemon's own addresses.
+    pub exports: Vec<ExportConfig>,
+}
+
+/// An export of one disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExportConfig {
+    /// At an NBD server.
+    Nbd(NbdExport),
+    /// By another protocol, at an endpoint of its own.
+    Own(Door),
+}
+
+/// An export at an NBD server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NbdExport {
+    /// Address of the server.
+    pub listen: Endpoint,
+    /// Name of the export; `None` is the disk's.
+    pub name: Option<String>,
+    /// Refuses writes though the disk takes them.
+    pub read_only: bool,
+}
+
+impl Default for DiskConfig {
+    /// A disk of no bytes without a name.
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            description: String::new(),
+            access: Access::default(),
+            image: Image::null(0),
+            rbd_config: None,
+            rbd_user: None,
+            format: None,
+            part: None,
+            snapshot: None,
+            cache: CacheMode::default(),
+            qcow2: Qcow2Settings::default(),
+            prefetch: policy::prefetch::Settings::default(),
+            on_error: ErrorPolicies::default(),
+            discard: Discards::default(),
+            detect_zeroes: DetectZeroes::default(),
+            read_only: false,
+            force_share: false,
+            handover: false,
+            reconnect_delay: Duration::ZERO,
+            open_timeout: Duration::ZERO,
+            delay: None,
+            rate: None,
+            faults: Vec::new(),
+            settings: Settings::default(),
+            group: None,
+            export_name: None,
+            exports: Vec::new(),
+        }
+    }
+}
+
+impl DiskConfig {
+    /// True if it refuses writes, as a snapshot always does.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some() || self.image.is_snapshot()
+    }
+
+    /// Exports at NBD servers, with their places in the list of exports.
+    pub fn nbd_exports(&self) -> impl Iterator<Item = (usize, &NbdExport)> {
+        self.exports.iter().enumerate().filter_map(|(index, export)| match export {
+            ExportConfig::Nbd(export) => Some((index, export)),
+            ExportConfig::Own(_) => None,
+        })
+    }
+
+    /// Exports by other protocols, with their places in the list of exports.
+    pub fn doors(&self) -> impl Iterator<Item = (usize, &Door)> {
+        self.exports.iter().enumerate().filter_map(|(index, export)| match export {
+            ExportConfig::Nbd(_) => None,
+            ExportConfig::Own(door) => Some((index, door)),
+        })
+    }
+}
+
+impl Placed<DiskConfig> {
+    /// Makes Ceph's config file and user a part of the image.
+    ///
+    /// # Errors
+    /// The image is in no Ceph cluster, or names them too.
+    pub fn reach(&mut self) -> Result<(), Wrong> {
+        let (config, user) = (self.rbd_config.take(), self.rbd_user.take());
+        let image = self.image.clone().reached_by(config.as_deref(), None);
+        let image = image.map_err(|rule| self.wrong("rbd-config", rule))?;
+        self.image = image.reached_by(None, user.as_deref()).map_err(|rule| self.wrong("rbd-user", rule))?;
+        Ok(())
+    }
+
+    /// Place of the first key that is for qcow2 images alone.
+    pub fn qcow2_key(&self) -> Option<&Place> {
+        let mut keys = DiskConfig::keys().iter().filter(|key| key.heading == "qcow2");
+        keys.find_map(|key| self.given(key.name)).or_else(|| self.given("secret-fd"))
+    }
+}
+
+impl KeySet for DiskConfig {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<DiskConfig>>> = LazyLock::new(disk_keys);
+        &KEYS
+    }
+
+    fn judge(disk: &Placed<Self>, mistakes: &Mistakes) {
+        shares::judge(disk, &disk.settings, mistakes);
+        prefetch::judge(disk, &disk.prefetch, mistakes);
+        if !OnError::OF_READS.contains(&disk.on_error.read) {
+            let rule = "is for writes alone: reads need no room (use report or stop)";
+            mistakes.tell(disk.wrong("on-read-error", rule));
+        }
+        let CacheSettings { l2, refcount_bytes, total_bytes, .. } = disk.qcow2.caches;
+        if l2.is_some() && refcount_bytes.is_some() && total_bytes.is_some() {
+            let rule =
+                "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)";
+            mistakes.tell(disk.wrong("cache-size", rule));
+        }
+    }
+}
+
+type Config = DiskConfig;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+// Two
+// have no row: the name, which is the table's, and the name of the export, which is a key of
+// `export`.
+const _: fn(DiskConfig) = |DiskConfig {
+                               name: _,
+                               export_name: _,
+                               description: _,
+                               access: _,
+                               image: _,
+                               rbd_config: _,
+                               rbd_user: _,
+                               format: _,
+                               part: _,
+                               snapshot: _,
+                               cache: _,
+                               qcow2: Qcow2Settings { caches: _, secrets: _, bitmaps: _ },
+                               prefetch: _,
+                               on_error: ErrorPolicies { read: _, write: _ },
+                               discard: _,
+                               detect_zeroes: _,
+                               read_only: _,
+                               force_share: _,
+                               handover: _,
+                               reconnect_delay: _,
+                               open_timeout: _,
+                               delay: _,
+                               rate: _,
+                               faults: _,
+                               settings: _,
+                               group: _,
+                               exports: _,
+                           }| ();
+
+/// The table. The order is that of the help.
+fn disk_keys() -> Vec<Key<DiskConfig>> {
+    let mut keys = table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "Image" {
+            "image", Text, "IMAGE", one!(image), "", Never, Moves,
+                "A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH";
+            "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "found by probing, where that is safe", Never, Moves,
+                "How the image's bytes are laid out: raw or qcow2";
+            "options", Text, "PART", maybe!(part), "all of it", Never, Moves,
+                "The part of a raw image to serve, such as offset=1M,size=10M";
+            "snapshot", Text, "NAME", maybe!(snapshot), "", Never, Stays,
+                "Serve this internal snapshot of a qcow2 image, by its id or name, read-only";
+            "cache", Word(&["writeback", "writethrough", "none", "directsync", "unsafe"]), "MODE", one!(cache), "writeback", Never, Moves,
+                "The host's page cache: writeback, writethrough, none, directsync or unsafe";
+            "on-read-error", Word(&["report", "stop"]), "POLICY", one!(on_error.read), "report", Live, Moves,
+                "When the device fails a read: report it to the client, or stop the disk until `weir resume`";
+            "on-write-error", Word(&["report", "stop", "enospc"]), "POLICY", one!(on_error.write), "report", Live, Moves,
+                "The same for writes, flushes and discards: report, stop, or enospc to stop where the device is full";
+            "discard", Word(&["unmap", "ignore"]), "MODE", one!(discard), "unmap", Never, Moves,
+                "What becomes of discards: unmap gives the space back, ignore keeps it allocated, also where zeroes are written";
+            "detect-zeroes", Word(&["off", "on", "unmap"]), "MODE", one!(detect_zeroes), "off", Never, Moves,
+                "Look for writes of zeroes alone: on stores them as zeroes and not as bytes, unmap also gives their space back, off writes what comes";
+            "rbd-config", Path, "FILE", maybe!(rbd_config), "the one that Ceph finds", Never, Moves,
+                "Ceph's config file, for images rbd:POOL/IMAGE";
+            "rbd-user", Text, "NAME", maybe!(rbd_user), "admin", Never, Moves,
+                "Who asks the Ceph cluster, without `client.`";
+            "read-only", Flag, "", one!(read_only), "", Never, Moves,
+                "Refuse writes";
+            "force-share", Flag, "", one!(force_share), "", Never, Stays,
+                "Read an image that somebody else has locked for writing; needs --read-only";
+            "handover", Flag, "", one!(handover), "", Never, Moves,
+                "Lock the image only while a virtual machine runs on the disk, so that another daemon can take it over, in which the machine goes on";
+            "reconnect-delay", Text, "TIME", one!(reconnect_delay), "0, they fail", Never, Moves,
+                "An image at an NBD server that has gone: let requests wait so long, such as 30s, and ask again once it is back";
+            "open-timeout", Text, "TIME", one!(open_timeout), "once, for ten seconds", Never, Moves,
+                "An image at an NBD server that cannot be reached yet: try for so long, such as 1m";
+            "description", Text, "TEXT", description(), "", Reexport, Apart,
+                "What clients are told about the disk";
+            "group", Text, "GROUP", maybe!(group), "", Live, Moves,
+                "Put the disk into this group, whose limits then hold for it too";
+            "export", Table, "TABLE", exports(), "", Reexport, Apart,
+                "An export of the disk: a table with `type` and the keys of that type";
+        }
+        "Access" {
+            "allow", Text, "NETWORK", networks(|access| &access.allow, |access| &mut access.allow), "", Reexport, Apart,
+                "Let clients have it over NBD from this network, such as 10.0.0.0/8, and from no other";
+            "deny", Text, "NETWORK", networks(|access| &access.deny, |access| &mut access.deny), "", Reexport, Apart,
+                "Let no client have it over NBD from this network";
+            "tls-authz", Text, "NAME", names(), "", Reexport, Apart,
+                "Let only clients with this name have it, as TLS proves it; * and ? are wild";
+        }
+        "qcow2" {
+            "l2-cache-size", Text, "SIZE", maybe!(qcow2.caches.l2), "what the disk needs, at most 32M", Live, Moves,
+                "Memory for the mapping, in bytes, or full: enough for the whole disk";
+            "l2-cache-entry-size", Size, "SIZE", maybe!(qcow2.caches.entry_bytes), "a cluster, or 4K where not all of it fits", Live, Moves,
+                "How much of the mapping is read at a time, from 512 to a cluster";
+            "refcount-cache-size", Size, "SIZE", maybe!(qcow2.caches.refcount_bytes), "and minimum: four clusters", Live, Moves,
+                "Memory for refcounts";
+            "cache-size", Size, "SIZE", maybe!(qcow2.caches.total_bytes), "", Live, Moves,
+                "Memory for both together; the mapping has it first";
+            "cache-clean-interval", Text, "SECONDS", clean_interval(), "600", Live, Moves,
+                "Free what was not used for so many seconds; 0 never does";
+            "secret-file", Path, "FILE", each!(qcow2.secrets), "", Never, Stays,
+                "A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all";
+            "bitmap", Text, "NAME", each!(qcow2.bitmaps), "", Reexport, Apart,
+                "Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable";
+        }
+    };
+    keys.extend(prefetch::prefetch_keys(|disk: &DiskConfig| &disk.prefetch, |disk| &mut disk.prefetch));
+    keys.extend(shares::limit_keys(settings, settings_mut));
+    keys.extend(shares::share_keys(settings, settings_mut));
+    keys.extend(table! {
+        "Devices to imitate" {
+            "delay", Text, "TIMES", maybe!(delay), "", Never, Stays,
+                "A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4";
+            "rate", Text, "RATES", maybe!(rate), "", Never, Stays,
+                "A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all disks together";
+            "fault", Text, "RULE", each!(faults), "", Never, Stays,
+                "A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable";
+        }
+    });
+    keys
+}
+
+fn settings(disk: &DiskConfig) -> &Settings {
+    &disk.settings
+}
+
+fn settings_mut(disk: &mut DiskConfig) -> &mut Settings {
+    &mut disk.settings
+}
+
+fn description() -> Field<DiskConfig> {
+    Field::new(
+        |disk: &mut DiskConfig, given| {
+            disk.description = given.text.to_owned();
+            Ok(())
+        },
+        |disk| (!disk.description.is_empty()).then(|| disk.description.write()),
+    )
+}
+
+fn clean_interval() -> Field<DiskConfig> {
+    Field::new(
+        |disk: &mut DiskConfig, given| {
+            disk.qcow2.caches.clean_interval = seconds_or_time(given.text)?;
+            Ok(())
+        },
+        |disk| Some(write_seconds(disk.qcow2.caches.clean_interval)),
+    )
+}
+
+fn networks(
+    networks: fn(&policy::access::Networks) -> &Vec<policy::access::Network>,
+    networks_mut: fn(&mut policy::access::Networks) -> &mut Vec<policy::access::Network>,
+) -> Field<DiskConfig> {
+    Field::new(
+        move |disk: &mut DiskConfig, given| {
+            networks_mut(&mut disk.access.networks).push(crate::read(given.text)?);
+            Ok(())
+        },
+        move |disk| crate::key::list(networks(&disk.access.networks)),
+    )
+    .list()
+}
+
+fn names() -> Field<DiskConfig> {
+    Field::new(
+        |disk: &mut DiskConfig, given| {
+            let name = crate::tls_name(given.text)?;
+            let known = disk.access.names.take().map(|names| names.rules).unwrap_or_default();
+            let patterns = known.into_iter().map(|rule| rule.pattern).chain([name]);
+            disk.access.names = Some(Names::any_of(patterns));
+            Ok(())
+        },
+        |disk| {
+            let rules = disk.access.names.as_ref().map(|names| &names.rules)?;
+            Some(Literal::List(rules.iter().map(|rule| rule.pattern.write()).collect()))
+        },
+    )
+    .list()
+}
+
+/// Tables, which the config file's reader reads.
+fn exports() -> Field<DiskConfig> {
+    Field::new(
+        |_: &mut DiskConfig, _| {
+            Err("is not a table; write its settings as KEY = VALUE lines below it".to_owned())
+        },
+        |disk| {
+            let shown = |export: &ExportConfig| match export {
+                ExportConfig::Nbd(NbdExport { listen, name, read_only }) => {
+                    Literal::Text(format!("nbd {listen} {name:?} {read_only}"))
+                }
+                ExportConfig::Own(door) => Literal::Text(format!("{} {door}", door.kind())),
+            };
+            (!disk.exports.is_empty()).then(|| Literal::List(disk.exports.iter().map(shown).collect()))
+        },
+    )
+    .list()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A value of each key that is not the default.
+    fn sample(key: &Key<DiskConfig>) -> &'static str {
+        match key.name {
+            "image" => "/images/vm1.raw",
+            "options" => "offset=1048576,size=4096",
+            "delay" => "read=5ms,write=1ms,zero=2us,flush=1s,parallel=4",
+            "rate" => "bytes=22,iops=5,read=3,write=4,shared=x",
+            "fault" => "kind=read,offset=1-2,error=5,count=3,probability=0.5,seed=1",
+            "reconnect-delay" | "open-timeout" => "1500ms",
+            "allow" | "deny" => "10.0.0.0/8",
+            "l2-cache-size" => "full",
+            "watermark" => "90",
+            _ => match key.value {
+                Word(words) => words.iter().find(|word| **word != key.default).expect("two words"),
+                Flag => "true",
+                Text | Path | Table => "text",
+                _ => "1048576",
+            },
+        }
+    }
+
+    #[test]
+    fn a_row_reads_what_it_writes_and_touches_no_other() {
+        for key in DiskConfig::keys().iter().filter(|key| key.value != Table) {
+            let mut disk = DiskConfig::default();
+            let text = match key.name {
+                "prefetch-streams" | "weight" | "cache-clean-interval" => "17",
+                _ => sample(key),
+            };
+            if key.read(&mut disk, text, std::path::Path::new("")).is_err() {
+                panic!("{}: {text}", key.name);
+            }
+            assert!(!key.is_default(&disk), "{}", key.name);
+            let changed: Vec<_> = disk.differences(&DiskConfig::default()).map(|key| key.name).collect();
+            assert_eq!(changed, [key.name]);
+            let mut again = DiskConfig::default();
+            for text in key.write(&disk).expect("a value").texts() {
+                key.read(&mut again, &text, std::path::Path::new("")).expect("what was written");
+            }
+            assert_eq!(again, disk, "{}", key.name);
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = DiskConfig::keys().iter().map(|key| key.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), DiskConfig::keys().len());
+    }
+}

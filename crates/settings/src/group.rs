@@ -1,0 +1,70 @@
+//! A group as it is configured, and the table of its keys.
+
+use std::sync::LazyLock;
+
+use crate::{
+    Settings,
+    key::{
+        Key,
+        ValueKind::{Flag, Text},
+        maybe, one, table,
+    },
+    place::Mistakes,
+    placed::{KeySet, Placed},
+    shares,
+};
+
+/// Settings that hold for several disks, or groups, together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GroupConfig {
+    /// Unique among groups and disks.
+    pub name: String,
+    /// Limits, share and watermark of all members together.
+    pub settings: Settings,
+    /// Name of the group that contains it.
+    pub group: Option<String>,
+    /// Its limits are those of the cluster, over all hosts.
+    pub cluster: bool,
+}
+
+impl KeySet for GroupConfig {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<GroupConfig>>> = LazyLock::new(group_keys);
+        &KEYS
+    }
+
+    fn judge(group: &Placed<Self>, mistakes: &Mistakes) {
+        shares::judge(group, &group.settings, mistakes);
+    }
+}
+
+type Config = GroupConfig;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+// The name
+// has none: it is the table's.
+const _: fn(GroupConfig) = |GroupConfig { name: _, settings: _, group: _, cluster: _ }| ();
+
+/// The table. The order is that of the help.
+fn group_keys() -> Vec<Key<GroupConfig>> {
+    let mut keys = table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "Group" {
+            "group", Text, "GROUP", maybe!(group), "", Never, Moves,
+                "Put the group into this one, whose limits then hold for all its members too";
+            "cluster", Flag, "", one!(cluster), "", Never, Apart,
+                "Its limits are those of the cluster, over all hosts";
+        }
+    };
+    keys.extend(shares::limit_keys(settings, settings_mut));
+    keys.extend(shares::share_keys(settings, settings_mut));
+    keys
+}
+
+fn settings(group: &GroupConfig) -> &Settings {
+    &group.settings
+}
+
+fn settings_mut(group: &mut GroupConfig) -> &mut Settings {
+    &mut group.settings
+}

@@ -1,0 +1,163 @@
+//! A config that a table of keys describes, with the place of each key in it.
+
+use std::{
+    borrow::Cow,
+    ops::{Deref, DerefMut},
+    path::Path,
+};
+
+use crate::{
+    key::{Key, Unread},
+    place::{Mistakes, Place, Wrong},
+};
+
+/// A config that a table of keys describes.
+pub trait KeySet: Clone + Default + 'static {
+    /// The table.
+    fn keys() -> &'static [Key<Self>];
+
+    /// The row of a name.
+    #[must_use]
+    fn key(name: &str) -> Option<&'static Key<Self>> {
+        Self::keys().iter().find(|key| key.name == name)
+    }
+
+    /// The keys by which two configs differ, in the order of the table.
+    fn differences<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'static Key<Self>> + 'a {
+        Self::keys().iter().filter(|key| key.write(self) != key.write(other))
+    }
+
+    /// Tells of the rules that the values of one config break together. Each of them is in its
+    /// range.
+    fn judge(placed: &Placed<Self>, mistakes: &Mistakes);
+}
+
+/// A config with the place of each key that was given.
+///
+/// Messages name the place; comparing and serving need the config alone.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placed<T> {
+    config: T,
+    /// Place of the config as a whole.
+    own: Place,
+    /// By key, with an index behind the name of a list (`fault[1]`); in the order of reading.
+    places: Vec<(Cow<'static, str>, Place)>,
+    /// Values that are out of their range; the config has the default in place of each.
+    out_of_range: Vec<Wrong>,
+}
+
+impl<T> Deref for Placed<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.config
+    }
+}
+
+impl<T> DerefMut for Placed<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.config
+    }
+}
+
+impl<T> Placed<T> {
+    /// A config without keys, at this place.
+    pub fn new(config: T, own: Place) -> Self {
+        Self { config, own, places: Vec::new(), out_of_range: Vec::new() }
+    }
+
+    /// Place of the config as a whole, such as its table's.
+    pub fn own_place(&self) -> &Place {
+        &self.own
+    }
+
+    /// Place of a key, if it was given; of the first value, if it is a list.
+    pub fn given(&self, key: &str) -> Option<&Place> {
+        let is_it =
+            |known: &str| known.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest == "[0]");
+        self.places.iter().find(|(known, _)| is_it(known)).map(|(_, place)| place)
+    }
+
+    /// Place of a value of a list: `item("export", 0, ".name")`.
+    pub fn item(&self, key: &str, index: usize, below: &str) -> Option<&Place> {
+        let path = format!("{key}[{index}]{below}");
+        self.places.iter().find(|(known, _)| *known == path).map(|(_, place)| place)
+    }
+
+    /// Place of a key; of the config as a whole, if the key was not given.
+    pub fn place(&self, key: &str) -> &Place {
+        self.given(key).unwrap_or(&self.own)
+    }
+
+    /// The complaint that the value of a key breaks a rule.
+    pub fn wrong(&self, key: &str, rule: impl Into<String>) -> Wrong {
+        self.place(key).wrong(rule)
+    }
+
+    /// Places of the keys that were given, with their names; lists have an index.
+    pub fn all_given(&self) -> impl Iterator<Item = (&str, &Place)> {
+        self.places.iter().map(|(key, place)| (&**key, place))
+    }
+
+    /// Records the place of a key.
+    pub fn put(&mut self, key: impl Into<Cow<'static, str>>, place: Place) {
+        self.places.push((key.into(), place));
+    }
+
+    /// The config alone.
+    pub fn into_config(self) -> T {
+        self.config
+    }
+
+    /// Tells of the values that are out of their range.
+    pub(crate) fn tell_out_of_range(&self, mistakes: &Mistakes) {
+        self.out_of_range.iter().for_each(|wrong| mistakes.tell(wrong.clone()));
+    }
+}
+
+impl<T: KeySet> Placed<T> {
+    /// Reads one value of a key. One that is out of its range is reported by [`Placed::judge`].
+    ///
+    /// # Errors
+    /// The value is not well formed.
+    pub fn set(
+        &mut self,
+        key: &'static Key<T>,
+        text: &str,
+        directory: &Path,
+        place: Place,
+    ) -> Result<(), Wrong> {
+        match key.read(&mut self.config, text, directory) {
+            Ok(()) => {}
+            Err(Unread::Malformed(rule)) => return Err(place.wrong(rule)),
+            Err(Unread::OutOfRange(rule)) => self.out_of_range.push(place.wrong(rule)),
+        }
+        if key.is_list() {
+            let of_key = |known: &str| known.strip_prefix(key.name).is_some_and(|rest| rest.starts_with('['));
+            let index = self.places.iter().filter(|(known, _)| of_key(known)).count();
+            self.put(format!("{}[{index}]", key.name), place);
+        } else {
+            self.put(key.name, place);
+        }
+        Ok(())
+    }
+
+    /// Tells of the rules that the config breaks by itself.
+    pub(crate) fn judge(&self, mistakes: &Mistakes) {
+        self.tell_out_of_range(mistakes);
+        // What one value is to another is known once each is in its range.
+        if self.out_of_range.is_empty() {
+            T::judge(self, mistakes);
+        }
+    }
+
+    /// The config, if it breaks no rule by itself.
+    ///
+    /// # Errors
+    /// The first rule that it breaks.
+    pub fn checked(self) -> Result<Self, Wrong> {
+        let mistakes = Mistakes::default();
+        self.judge(&mistakes);
+        mistakes.first_unless(self)
+    }
+}
