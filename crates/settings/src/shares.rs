@@ -54,6 +54,18 @@ impl Settings {
         GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
     }
 
+    /// The settings that a running disk or group has.
+    pub fn running(settings: &GroupSettings) -> Self {
+        let GroupSettings { limits, share, watermark } = *settings;
+        Self {
+            limits,
+            weight: share.weight(),
+            iops_reservation: share.iops_reservation(),
+            bps_reservation: share.bps_reservation(),
+            watermark: watermark.percent(),
+        }
+    }
+
     pub(crate) fn share(&self) -> Share {
         let share = Share::new(self.weight).expect("checked");
         share.with_reservation(self.iops_reservation, self.bps_reservation)

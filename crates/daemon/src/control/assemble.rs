@@ -241,10 +241,9 @@ pub(crate) fn disk(
     disk.reserve_memory().with_context(named)?;
     Ok(RunningDisk {
         disk: Arc::new(disk),
-        image: planned.image.clone(),
-        cache: planned.cache,
+        config: planned.clone().into_config(),
         caches: Cell::new(planned.qcow2.caches),
-        opening: (&**planned).into(),
+        only_here: None,
         below: Vec::new(),
         storage: None,
         told: None,

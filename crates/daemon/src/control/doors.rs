@@ -349,7 +349,7 @@ impl Host {
 /// What a device is known by when this process comes back for it: its data. What lies in memory
 /// does not come back, and is like nothing else.
 fn identity(running: &RunningDisk) -> anyhow::Result<String> {
-    Ok(match running.image.path() {
+    Ok(match running.config.image.path() {
         Some(path) => format!("weir:{}", std::path::absolute(path)?.display()),
         None => format!("weir:{}:{}", std::process::id(), running.disk.name()),
     })

@@ -56,7 +56,7 @@ use super::{
 };
 pub(crate) use super::{
     exports::{Door, NewExport, RunningExport},
-    running::{NodeBelow, Opening, RunningDisk, StorageNode, first_of},
+    running::{NodeBelow, RunningDisk, StorageNode},
 };
 use crate::{
     cluster::Cluster,

@@ -35,8 +35,7 @@ use policy::throttle::Share;
 use renewed::Renewed;
 use seats::{Node, Seat, promising_nothing};
 use serde_json::{Value, json};
-use settings::{Draft, Endpoint, Plan, Record, SecretSource, config};
-use told::Care;
+use settings::{DiskConfig, Draft, Endpoint, Plan, Record, SecretSource, config};
 
 use super::{
     assemble::{self, Assembly},
@@ -263,7 +262,7 @@ struct Work<'a> {
 
 /// Something that was done, with what it takes to undo it.
 enum Done {
-    CaredFor(Rc<RunningDisk>, Care),
+    Configured(Rc<RunningDisk>, Box<DiskConfig>),
     Seated(Vec<Seat>),
     GroupAdded(String),
     DiskAdded(String),
@@ -291,7 +290,7 @@ impl Work<'_> {
         let servers = self.bind()?;
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            self.care(&self.inventory.disk(&planned.name)?, Care::planned(planned)).await?;
+            self.configure(&self.inventory.disk(&planned.name)?, planned).await?;
         }
         self.seat(difference, images)?;
         for serving in &servers {
@@ -423,16 +422,18 @@ impl Work<'_> {
         self.plan.servers.iter().filter(is_new).map(serve).collect()
     }
 
-    async fn care(&mut self, running: &Rc<RunningDisk>, wanted: Care) -> anyhow::Result<()> {
-        let before = Care::now(running);
-        if before == wanted {
+    /// Puts in force what can be changed of a disk but its limits, shares and group.
+    async fn configure(&mut self, running: &Rc<RunningDisk>, planned: &DiskConfig) -> anyhow::Result<()> {
+        let before = running.current_config();
+        let (now, wanted) = (told::of_disk_alone(&before), told::of_disk_alone(planned));
+        if now == wanted {
             return Ok(());
         }
         let name = running.disk.name();
-        self.done.push(Done::CaredFor(Rc::clone(running), before));
-        care_for(running, wanted).await.with_context(|| format!("disk {name}"))?;
+        self.done.push(Done::Configured(Rc::clone(running), Box::new(before)));
+        configure(running, planned).await.with_context(|| format!("disk {name}"))?;
         self.set.insert(name.to_string());
-        self.told.extend(told::settings("disk", name, before.values(), wanted.values()));
+        self.told.extend(told::settings("disk", name, now, wanted));
         Ok(())
     }
 
@@ -554,7 +555,7 @@ impl Work<'_> {
 
     async fn undo_one(&self, done: Done) -> anyhow::Result<()> {
         match done {
-            Done::CaredFor(running, before) => care_for(&running, before).await?,
+            Done::Configured(running, before) => configure(&running, &before).await?,
             Done::Seated(before) => {
                 seats::put(&before)?;
                 if let Err(error) = self.inventory.check_devices() {
@@ -615,9 +616,9 @@ impl Work<'_> {
 }
 
 /// Puts all in force. Where it fails, some is.
-async fn care_for(running: &RunningDisk, wanted: Care) -> anyhow::Result<()> {
-    let Care { prefetch, caches, on_error } = wanted;
-    running.disk.prefetch().set(prefetch)?;
+async fn configure(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
+    let caches = wanted.qcow2.caches;
+    running.disk.prefetch().set(wanted.prefetch)?;
     if caches != running.caches.get() {
         let Image::Qcow2(qcow2) = running.disk.image() else {
             bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
@@ -626,6 +627,6 @@ async fn care_for(running: &RunningDisk, wanted: Care) -> anyhow::Result<()> {
         running.caches.set(caches);
     }
     running.disk.reserve_memory()?;
-    running.disk.failures().set_policies(on_error);
+    running.disk.failures().set_policies(wanted.on_error);
     Ok(())
 }

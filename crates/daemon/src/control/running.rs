@@ -4,11 +4,15 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::disk::{DetectZeroes, Discards, Disk};
-use image::qcow2::CacheSettings;
+use block::{
+    disk::{DetectZeroes, Discards, Disk},
+    image::qcow2::CacheSettings,
+    layer::throttle::{DiskSettings, GroupSettings},
+    storage::CacheMode,
+};
 use policy::time::Duration;
 use serde_json::{Map, Value};
-use settings::{Image, KeySet as _, key::Transfer};
+use settings::{DiskConfig, Image, KeySet as _, Settings};
 
 /// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);
@@ -16,11 +20,12 @@ const TO_BE_FREE: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct RunningDisk {
     pub(crate) disk: Arc<Disk>,
-    pub(crate) image: Image,
-    pub(crate) cache: CacheMode,
-    /// What was asked for, not what it comes to.
+    /// As it was configured. [`RunningDisk::current_config`] has what was changed since.
+    pub(crate) config: DiskConfig,
+    /// Sizes of the metadata caches as they were configured last, not as the image has them.
     pub(crate) caches: Cell<CacheSettings>,
-    pub(crate) opening: Opening,
+    /// An option of `blockdev-add` that is no key of a disk, and has a meaning on this host alone.
+    pub(crate) only_here: Option<&'static str>,
     /// The nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) below: Vec<NodeBelow>,
     /// Of a node that `blockdev-add` has opened as it lies.
@@ -31,6 +36,25 @@ pub(crate) struct RunningDisk {
 }
 
 impl RunningDisk {
+    /// The config with everything that can be changed at run time as it is now.
+    pub(crate) fn current_config(&self) -> DiskConfig {
+        let throttle = self.disk.throttle();
+        let DiskSettings { limits, share, watermark } = throttle.settings();
+        let mut config = self.config.clone();
+        config.settings = Settings::running(&GroupSettings { limits, share, watermark });
+        config.group = throttle.group().map(|group| group.name().to_owned());
+        config.prefetch = self.disk.prefetch().settings();
+        config.on_error = self.disk.failures().policies();
+        config.qcow2.caches = self.caches.get();
+        config
+    }
+
+    /// The keys of qcow2 images, where the image is one, and all others.
+    pub(crate) fn has_key(&self, name: &str) -> bool {
+        let is_raw = matches!(self.disk.image(), block::image::Image::Raw(_));
+        !is_raw || DiskConfig::key(name).is_none_or(|key| key.heading != "qcow2")
+    }
+
     /// Flushes and closes it. What fails is only logged: it would keep the disk for ever.
     pub(crate) async fn close(&self) {
         let disk = self.disk.name();
@@ -54,37 +78,6 @@ impl RunningDisk {
         drop(self);
         if !closed.within(TO_BE_FREE).await {
             tracing::warn!(disk = %name, "the files of a disk that was removed are still open: its file system does not answer");
-        }
-    }
-}
-
-/// How a disk's image was opened, as far as neither the disk nor the image tells it: another host
-/// that is to have the disk has to open it so.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Opening {
-    /// The part of a raw image that is the disk.
-    pub(crate) part: Option<Part>,
-    /// How long requests wait for an NBD server that has gone.
-    pub(crate) reconnect_delay: Duration,
-    /// How long it is tried to reach one at first.
-    pub(crate) open_timeout: Duration,
-    /// What else was said, by its name: it means something here alone.
-    pub(crate) only_here: Option<&'static str>,
-}
-
-/// The first of these that is so.
-pub(crate) fn first_of(said: impl IntoIterator<Item = (&'static str, bool)>) -> Option<&'static str> {
-    said.into_iter().find(|(_, is_so)| *is_so).map(|(name, _)| name)
-}
-
-impl From<&settings::DiskConfig> for Opening {
-    fn from(disk: &settings::DiskConfig) -> Self {
-        let mut stays = settings::DiskConfig::keys().iter().filter(|key| key.transfer == Transfer::Stays);
-        Self {
-            part: disk.part,
-            reconnect_delay: disk.reconnect_delay,
-            open_timeout: disk.open_timeout,
-            only_here: stays.find(|key| !key.is_default(disk)).map(|key| key.name),
         }
     }
 }

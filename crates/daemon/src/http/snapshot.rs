@@ -213,7 +213,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
     DiskFigures {
         name: Arc::clone(disk.name()),
         format: disk.image().format().name(),
-        cache: running.cache.name(),
+        cache: running.config.cache.name(),
         group: member.group().map(|group| group.name().to_owned()).unwrap_or_default(),
         size_bytes: disk.size_bytes(),
         totals: disk.totals(),

@@ -331,9 +331,14 @@ async fn settle(
     let is_of_later = |export: &&DoorExport| comes_later(&plan.disks[export.disk]);
     let doors_of_later = plan.doors.iter().filter(is_of_later).map(|export| export.door.clone());
     let running = inventory.disks();
-    let remotes = running.iter().map(|disk| &disk.image).chain(plan.disks.iter().map(|disk| &disk.image));
+    let remotes =
+        running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
     let served = sandbox::Served {
-        images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
+        images: inventory
+            .disks()
+            .iter()
+            .filter_map(|disk| disk.config.image.path().map(Path::to_owned))
+            .collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
         remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
         doors: inventory
@@ -344,7 +349,7 @@ async fn settle(
             .chain(awaited)
             .collect(),
         cluster: plan.disks.iter().any(assemble::is_late)
-            || inventory.disks().iter().any(|disk| disk.image.is_rbd()),
+            || inventory.disks().iter().any(|disk| disk.config.image.is_rbd()),
         etcd_ports: plan.service.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
         own: (plan.service.cluster.as_ref())
             .and_then(|known| cluster::directory(plan.service.state.as_deref(), known))

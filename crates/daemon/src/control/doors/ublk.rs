@@ -20,7 +20,7 @@ pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<E
     let export = Export {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: Offer { queues, ..offer(disk, running.cache, *read_only, settings) },
+        offer: Offer { queues, ..offer(disk, running.config.cache, *read_only, settings) },
     };
     let server = match terms.taken.take() {
         Some(Taken::Ublk) => Server::recover(export, workers).await?,

@@ -32,7 +32,7 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
     let export = Export {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: offer(disk, running.cache, *read_only, settings),
+        offer: offer(disk, running.config.cache, *read_only, settings),
         serial: settings.serial.as_deref().unwrap_or(disk.name()).into(),
     };
     let server = Server::told_to(Arc::new(terms.events.clone()), export);

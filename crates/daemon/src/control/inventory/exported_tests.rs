@@ -2,14 +2,13 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{disk::Disk, layer::throttle::DiskSettings};
+use block::{disk::Disk, image::open_raw, layer::throttle::DiskSettings, reactor, storage::OpenOptions};
 use export::nbd::{Removal, Server, Terms};
 use image::open_raw;
 use policy::access::Access;
-use settings::Endpoint;
-use storage::{CacheMode, OpenOptions};
+use settings::{DiskConfig, Endpoint};
 
-use super::{Inventory, NewExport, Opening, Refused, RunningDisk};
+use super::{Inventory, NewExport, Refused, RunningDisk};
 use crate::control::serving::Serving;
 
 fn add_disk(inventory: &Rc<Inventory>, name: &str) {
@@ -17,10 +16,9 @@ fn add_disk(inventory: &Rc<Inventory>, name: &str) {
     let disk = Disk::new(name, image, DiskSettings::default(), None).expect("no settings");
     let running = RunningDisk {
         disk: Arc::new(disk),
-        image: "memory:1M".parse().expect("an image"),
-        cache: CacheMode::default(),
+        config: DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() },
         caches: Cell::default(),
-        opening: Opening::default(),
+        only_here: None,
         below: Vec::new(),
         storage: None,
         told: None,

@@ -11,18 +11,14 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::{
-    disk::{DetectZeroes, Discards},
-    layer::throttle::{DiskSettings, GroupSettings},
-};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
-use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
-use storage::Part;
+use serde_json::Value;
+use settings::{
+    DiskConfig, Door as DoorKind, Key, KeySet as _, Plan, Socket, VhostUserBlk, config, key::Transfer,
+};
 
 use crate::control::{
-    inventory::{Door, Inventory, NewExport, Opening, RunningDisk, RunningExport},
-    reload::told::{Care, OF_QCOW2, of_throttle},
+    inventory::{Door, Inventory, NewExport, RunningDisk, RunningExport},
     takeover::Buckets,
 };
 
@@ -60,56 +56,18 @@ impl Described {
         listen: Option<String>,
     ) -> anyhow::Result<Self> {
         check(running)?;
-        // Whoever adds to what is known of a disk decides here what another host has of it.
-        let RunningDisk {
-            disk,
-            image,
-            cache,
-            opening: Opening { part, reconnect_delay, open_timeout, only_here: _ },
-            // What is cared for has these.
-            caches: _,
-            // None of it moves: see `check`.
-            below: _,
-            // How it was put together here.
-            storage: _,
-            told: _,
-        } = running;
-        let image = image.clone().relative_to(&absolute(".")?).to_string();
+        let disk = &running.disk;
         let opened = disk.image();
-        let mut keys = BTreeMap::from([
-            ("image".to_owned(), json!(image)),
-            ("format".to_owned(), json!(opened.format().name())),
-            ("cache".to_owned(), json!(cache.to_string())),
-        ]);
-        if opened.is_read_only() {
-            keys.insert("read-only".to_owned(), json!(true));
-        }
-        let DiskSettings { limits, share, watermark } = disk.throttle().settings();
-        let settings = GroupSettings { limits, share, watermark };
-        let is_raw = matches!(opened, image::Image::Raw(_));
-        let cared =
-            Care::now(running).values().into_iter().filter(|(key, _)| !(is_raw && OF_QCOW2.contains(key)));
-        let defaults = of_throttle(&GroupSettings::default(), "");
-        let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
-        let known = cared.chain(limited).filter(|(_, value)| !value.is_null());
-        keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
-        if let Some(Part { offset, size }) = part {
-            let size = size.map(|size| format!(",size={size}")).unwrap_or_default();
-            keys.insert("options".to_owned(), json!(format!("offset={offset}{size}")));
-        }
-        for (key, delay) in [("reconnect-delay", reconnect_delay), ("open-timeout", open_timeout)] {
-            if *delay > policy::time::Duration::ZERO {
-                keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
-            }
-        }
-        match disk.discards() {
-            Discards::Unmap => {}
-            Discards::Ignore => drop(keys.insert("discard".to_owned(), json!("ignore"))),
-        }
-        match disk.detect_zeroes() {
-            DetectZeroes::Off => {}
-            mode => drop(keys.insert("detect-zeroes".to_owned(), json!(mode.name()))),
-        }
+        let mut config = running.current_config();
+        config.image = config.image.relative_to(&absolute(".")?);
+        config.format = Some(opened.format());
+        config.read_only = opened.is_read_only();
+        let moves = |key: &&Key<DiskConfig>| {
+            key.transfer == Transfer::Moves && key.name != "group" && !key.is_default(&config)
+        };
+        let moving = DiskConfig::keys().iter().filter(moves).filter(|key| running.has_key(key.name));
+        let value = |key: &Key<DiskConfig>| Some((key.name.to_owned(), Value::from(&key.write(&config)?)));
+        let keys = moving.filter_map(value).collect();
         let group = disk.throttle().group().map(|group| GroupThere {
             name: group.name().to_owned(),
             cluster: inventory.cluster_of(group.name()).is_some(),
@@ -193,7 +151,10 @@ fn check(running: &RunningDisk) -> anyhow::Result<()> {
         running.below.is_empty(),
         "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
     );
-    if let Some(key) = running.opening.only_here {
+    let config = &running.config;
+    let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == Transfer::Stays);
+    let stays = stays.find(|key| !key.is_default(config)).map(|key| key.name);
+    if let Some(key) = stays.or(running.only_here) {
         bail!("{key}: does not move to another host (have the disk in the config file there instead)");
     }
     Ok(())

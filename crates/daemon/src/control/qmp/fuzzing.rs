@@ -6,10 +6,12 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 use block::{
     disk::Disk,
     layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor,
+    storage::OpenOptions,
 };
 use image::open_raw;
 use serde_json::Value;
-use storage::{CacheMode, OpenOptions};
+use settings::DiskConfig;
 
 use super::{
     arguments::Arguments,
@@ -21,7 +23,7 @@ use super::{
     session::{Session, Turn},
     stream::{Item, MAX_MESSAGE_BYTES, Stream},
 };
-use crate::control::inventory::{Inventory, Opening, RunningDisk};
+use crate::control::inventory::{Inventory, RunningDisk};
 
 /// Commands that reach beyond the process: they open files and listen on sockets.
 const OUTSIDE: [&str; 5] =
@@ -95,10 +97,9 @@ fn inventory() -> Rc<Inventory> {
         let disk = Disk::new(name, image, DiskSettings::default(), group).expect("no settings");
         let running = RunningDisk {
             disk: Arc::new(disk),
-            image: "memory:1M".parse().expect("an image"),
-            cache: CacheMode::default(),
+            config: DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() },
             caches: Cell::default(),
-            opening: Opening::default(),
+            only_here: None,
             below: Vec::new(),
             storage: None,
             told: None,

@@ -15,12 +15,12 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedDisk, PlacedGroup, Plan, Said, Service,
-    ServiceDraft, TlsDraft, key::Change,
+    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedGroup, Plan, Said, Service, ServiceDraft,
+    TlsDraft, key::Change,
 };
 
 use crate::control::{
-    inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
+    inventory::{Inventory, Refused, RunningDisk, RunningExport},
     wanted::{Running, Wanted, Way},
 };
 
@@ -114,7 +114,7 @@ impl Difference {
                 inventory.check_name(&disk.name).with_context(|| place.to_string())?;
                 let has_image = |old: &&String| {
                     disk.image.path().is_some()
-                        && inventory.disk(old).is_ok_and(|old| old.image == disk.image)
+                        && inventory.disk(old).is_ok_and(|old| old.config.image == disk.image)
                 };
                 if let Some(old) = self.old_disks.iter().find(has_image) {
                     bail!(disk.place("image").wrong(format!(
@@ -125,7 +125,13 @@ impl Difference {
                 continue;
             };
             let old = known.get(disk.name.as_str());
-            let keys = old.map_or_else(|| otherwise_opened(&running, disk), |old| fixed(old, disk));
+            let keys = match old {
+                Some(old) => fixed(old, disk),
+                None => {
+                    let only_here = running.only_here.into_iter();
+                    fixed(&running.config, &as_opened(&running, disk)).into_iter().chain(only_here).collect()
+                }
+            };
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
@@ -211,36 +217,14 @@ pub(super) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
     old.differences(new).filter(|key| key.change == Change::Never).map(|key| key.name).collect()
 }
 
-/// The same of a disk that came over the control socket, as far as it is known.
-fn otherwise_opened(running: &RunningDisk, new: &PlacedDisk) -> Vec<&'static str> {
-    let is_same_file = |a: &settings::Image, b: &settings::Image| match (a.path(), b.path()) {
-        (Some(a), Some(b)) => std::path::absolute(a).ok() == std::path::absolute(b).ok(),
-        _ => a == b,
+/// A configured disk, with what it leaves open as the running one has it.
+fn as_opened(running: &RunningDisk, new: &DiskConfig) -> DiskConfig {
+    let is_same_file = match (running.config.image.path(), new.image.path()) {
+        (Some(old), Some(new)) => std::path::absolute(old).ok() == std::path::absolute(new).ok(),
+        _ => false,
     };
-    let RunningDisk { disk, image, cache, opening, .. } = running;
-    let Opening { part, reconnect_delay, open_timeout, only_here } = opening;
-    let wanted = Opening::from(&**new);
-    [
-        ("image", !is_same_file(image, &new.image)),
-        ("format", new.format.is_some_and(|new| new != disk.image().format())),
-        ("options", *part != wanted.part),
-        ("cache", *cache != new.cache),
-        ("read-only", disk.image().is_read_only() != new.read_only),
-        ("handover", disk.is_handed_over() != new.handover),
-        ("reconnect-delay", *reconnect_delay != wanted.reconnect_delay),
-        ("open-timeout", *open_timeout != wanted.open_timeout),
-        ("discard", disk.discards() != new.discard),
-        ("detect-zeroes", disk.detect_zeroes() != new.detect_zeroes),
-    ]
-    .into_iter()
-    .filter_map(differing)
-    // Of these it is known whether something is said.
-    .chain(only_here.xor(wanted.only_here))
-    .collect()
-}
-
-fn differing((key, differs): (&'static str, bool)) -> Option<&'static str> {
-    differs.then_some(key)
+    let image = if is_same_file { &running.config.image } else { &new.image };
+    DiskConfig { image: image.clone(), format: new.format.or(running.config.format), ..new.clone() }
 }
 
 /// Of the process, nothing can be changed but where disks are served that say nothing, and what is

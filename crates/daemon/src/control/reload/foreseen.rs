@@ -12,7 +12,7 @@ use settings::{Address, Endpoint};
 use super::{
     Difference, Work, check_secrets,
     seats::{Node, Seat},
-    told::{self, Care},
+    told,
 };
 use crate::{
     control::{
@@ -36,8 +36,8 @@ impl Work<'_> {
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = Care::now(&*self.inventory.disk(&planned.name)?);
-            all.extend(told::settings("disk", &planned.name, now.values(), Care::planned(planned).values()));
+            let now = told::of_disk_alone(&self.inventory.disk(&planned.name)?.current_config());
+            all.extend(told::settings("disk", &planned.name, now, told::of_disk_alone(planned)));
         }
         let groups = &self.plan.groups;
         for (index, planned) in groups.iter().enumerate() {

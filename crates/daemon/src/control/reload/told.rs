@@ -1,15 +1,9 @@
 //! What a reload has changed, for whoever asked for it: `docs/reference/qmp.md` describes it.
 
-use block::{disk::ErrorPolicies, layer::throttle::GroupSettings};
-use image::qcow2::{CacheSettings, L2Size};
-use policy::{
-    prefetch,
-    throttle::{Limits, Setting},
-};
+use block::layer::throttle::GroupSettings;
+use policy::throttle::Limits;
 use serde_json::{Value, json};
-use settings::on_error;
-
-use crate::control::inventory::RunningDisk;
+use settings::{DiskConfig, GroupConfig, Key, KeySet, key::Change};
 
 /// That a disk, a group or an export has come or gone: `change` is `added` or `removed`.
 pub(super) fn listed(kind: &str, name: &str, change: &str) -> Value {
@@ -51,67 +45,36 @@ pub(super) fn settings<'a>(
     )
 }
 
+/// The values of the keys that `which` selects, in the order of the table.
+fn values<T: KeySet>(config: &T, which: impl Fn(&Key<T>) -> bool) -> Vec<Named> {
+    let value = |key: &'static Key<T>| match key.write(config) {
+        Some(literal) => (key.name, Value::from(&literal)),
+        // The empty name stands for no group.
+        None if key.name == "group" => (key.name, json!("")),
+        None => (key.name, Value::Null),
+    };
+    T::keys().iter().filter(|key| which(key)).map(value).collect()
+}
+
 pub(crate) fn of_limits(limits: &Limits) -> Vec<Named> {
-    Setting::ALL.map(|setting| (setting.name(), json!(limits.get(setting)))).into()
+    let settings = settings::Settings { limits: *limits, ..settings::Settings::default() };
+    values(&GroupConfig { settings, ..GroupConfig::default() }, |key| key.heading == "Limits")
 }
 
+/// Limits, shares and the group of a running disk or group; the name is empty if it is in none.
 pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
-    let GroupSettings { limits, share, watermark } = settings;
-    let others = [
-        ("weight", json!(share.weight())),
-        ("iops-reservation", json!(share.iops_reservation())),
-        ("bps-reservation", json!(share.bps_reservation())),
-        ("watermark", json!(watermark.percent())),
-        ("group", json!(group)),
-    ];
-    of_limits(limits).into_iter().chain(others).collect()
+    let settings = settings::Settings::running(settings);
+    let group = (!group.is_empty()).then(|| group.to_owned());
+    let config = GroupConfig { settings, group, ..GroupConfig::default() };
+    values(&config, |key| key.name != "cluster")
 }
 
-/// Of [`Care::values`], those of qcow2 images alone.
-pub(crate) const OF_QCOW2: [&str; 5] =
-    ["l2-cache-size", "l2-cache-entry-size", "refcount-cache-size", "cache-size", "cache-clean-interval"];
-
-/// What is set of a disk beside its limits.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) struct Care {
-    pub(crate) prefetch: prefetch::Settings,
-    pub(crate) caches: CacheSettings,
-    pub(crate) on_error: ErrorPolicies,
+/// All that can be changed of a disk while it is served.
+pub(crate) fn of_disk(disk: &DiskConfig) -> Vec<Named> {
+    values(disk, |key| key.change == Change::Live)
 }
 
-impl Care {
-    pub(crate) fn now(running: &RunningDisk) -> Self {
-        Self {
-            prefetch: running.disk.prefetch().settings(),
-            caches: running.caches.get(),
-            on_error: running.disk.failures().policies(),
-        }
-    }
-
-    pub(super) fn planned(disk: &settings::PlacedDisk) -> Self {
-        Self { prefetch: disk.prefetch, caches: disk.qcow2.caches, on_error: disk.on_error }
-    }
-
-    pub(crate) fn values(&self) -> Vec<Named> {
-        let Self { prefetch, caches, on_error } = self;
-        let ahead = prefetch::Setting::ALL.map(|setting| (setting.name(), json!(prefetch.get(setting))));
-        let l2 = match caches.l2 {
-            None => Value::Null,
-            Some(L2Size::Full) => json!("full"),
-            Some(L2Size::Bytes(bytes)) => json!(bytes),
-        };
-        [(settings::prefetch::MODE, json!(prefetch.mode.to_string()))]
-            .into_iter()
-            .chain(ahead)
-            .chain([
-                ("l2-cache-size", l2),
-                ("l2-cache-entry-size", json!(caches.entry_bytes)),
-                ("refcount-cache-size", json!(caches.refcount_bytes)),
-                ("cache-size", json!(caches.total_bytes)),
-                ("cache-clean-interval", json!(caches.clean_interval.as_secs())),
-                (on_error::READ, json!(on_error.read.name())),
-                (on_error::WRITE, json!(on_error.write.name())),
-            ])
-            .collect()
-    }
+/// The same without limits, shares and the group, which are changed together with those of others.
+pub(super) fn of_disk_alone(disk: &DiskConfig) -> Vec<Named> {
+    values(disk, |key| key.change == Change::Live && GroupConfig::key(key.name).is_none())
 }

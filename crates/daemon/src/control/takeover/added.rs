@@ -14,15 +14,14 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::anyhow;
-use block::layer::throttle::{DiskSettings, Group, GroupSettings};
-use image::Image;
+use block::layer::throttle::Group;
 use serde_json::{Map, Value, json};
 use settings::{Door as Own, Socket};
 
 use super::told::{AddedDisk, AddedExport, AddedGroup, OfferedDevice, Origin};
 use crate::control::{
     inventory::{Inventory, NewExport, RunningDisk, RunningExport},
-    reload::told::{Care, Named, OF_QCOW2, of_throttle},
+    reload::told::{self, Named, of_throttle},
     serving::{Added, Serving},
     wanted,
 };
@@ -30,20 +29,15 @@ use crate::control::{
 /// How a disk was made and is set.
 pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
     let Some(nodes) = &running.told else { return Origin::Config };
-    if running.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
+    if running.config.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
         return Origin::Bound("its file was passed to the other by add-fd".to_owned());
     }
     if nodes.iter().any(|node| node.contains_key("encrypt")) {
         return Origin::Bound("only the other was told its passphrase".to_owned());
     }
     let nodes = nodes.iter().cloned().map(with_whole_paths).collect();
-    let DiskSettings { limits, share, watermark } = running.disk.throttle().settings();
-    let group = running.disk.throttle().group();
-    let group = group.as_ref().map_or("", |group| group.name());
-    let is_raw = matches!(running.disk.image(), Image::Raw(_));
-    let care = Care::now(running).values().into_iter().filter(|(key, _)| !(is_raw && OF_QCOW2.contains(key)));
-    let throttled = of_throttle(&GroupSettings { limits, share, watermark }, group);
-    let settings = settings(running.disk.name(), care.chain(throttled));
+    let values = told::of_disk(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
+    let settings = settings(running.disk.name(), values);
     Origin::Added(AddedDisk { nodes, settings })
 }
 

@@ -3,18 +3,14 @@
 //!
 //! Only what is not as it is by itself is told. What is made of it is a line in a log and no more.
 
-use block::{
-    disk::ErrorPolicies,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
-};
-use image::qcow2::CacheSettings;
-use policy::{prefetch, throttle::Setting};
+use block::layer::throttle::{Group, GroupSettings};
 use serde_json::Value;
+use settings::{DiskConfig, KeySet as _, key::ValueKind};
 
 use super::told::{State, Told};
 use crate::control::{
     inventory::{Inventory, RunningDisk},
-    reload::told::{Care, Named, OF_QCOW2, of_throttle},
+    reload::told::{self, Named, of_throttle},
 };
 
 pub(super) fn of_disk(running: &RunningDisk) -> Told {
@@ -47,24 +43,11 @@ pub(super) fn set_otherwise(state: &State, inventory: &Inventory) -> Vec<String>
 }
 
 fn set_of_disk(running: &RunningDisk) -> Vec<Named> {
-    let member = running.disk.throttle();
-    let DiskSettings { limits, share, watermark } = member.settings();
-    let group = member.group();
-    let group = group.as_ref().map_or("", |group| group.name());
-    let mut all = of_throttle(&GroupSettings { limits, share, watermark }, group);
-    all.extend(Care::now(running).values());
-    all
+    told::of_disk(&running.current_config())
 }
 
 fn disk_by_itself() -> Vec<Named> {
-    let mut all = group_by_itself();
-    let care = Care {
-        prefetch: prefetch::Settings::default(),
-        caches: CacheSettings::default(),
-        on_error: ErrorPolicies::default(),
-    };
-    all.extend(care.values());
-    all
+    told::of_disk(&DiskConfig::default())
 }
 
 fn set_of_group(group: &Group) -> Vec<Named> {
@@ -97,14 +80,8 @@ fn changes(told: &Told, by_itself: Vec<Named>, here: Vec<Named>) -> Option<Strin
 
 /// A value as users write it.
 fn shown(name: &str, value: &Value) -> String {
-    let of_ahead = |setting: &prefetch::Setting| setting.name() == name;
-    let is_size = Setting::from_name(name).is_some_and(Setting::is_size)
-        || prefetch::Setting::ALL
-            .iter()
-            .find(|one| of_ahead(one))
-            .is_some_and(|one| settings::prefetch::is_size(*one))
-        || name == "bps-reservation"
-        || OF_QCOW2.contains(&name) && name != "cache-clean-interval";
+    let is_size =
+        name == "l2-cache-size" || DiskConfig::key(name).is_some_and(|key| key.value == ValueKind::Size);
     match value {
         Value::Null => "none".to_owned(),
         Value::String(text) if text.is_empty() => "none".to_owned(),
@@ -121,7 +98,7 @@ fn shown(name: &str, value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{LimitKind, Part};
+    use policy::throttle::{LimitKind, Part, Setting};
     use serde_json::json;
 
     use super::*;

@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use block::layer::throttle::Group;
 use policy::throttle::Limits;
 use serde_json::{Value, json};
 
 use crate::{
     control::{
-        reload::told::{self, Care, Named},
+        reload::told::{self, Named},
         running::RunningDisk,
     },
     events::{Kind, News},
@@ -28,13 +28,7 @@ pub(in crate::control) struct Changed {
 
 impl Settings {
     pub(super) fn of_disk(running: &RunningDisk) -> Self {
-        let member = running.disk.throttle();
-        let DiskSettings { limits, share, watermark } = member.settings();
-        let group = member.group();
-        let settings = GroupSettings { limits, share, watermark };
-        let mut all = told::of_throttle(&settings, group.as_ref().map_or("", |group| group.name()));
-        all.extend(Care::now(running).values());
-        Self(all)
+        Self(told::of_disk(&running.current_config()))
     }
 
     pub(super) fn of_group(group: &Group) -> Self {
@@ -86,6 +80,8 @@ impl fmt::Display for Changed {
 #[cfg(test)]
 mod tests {
     use policy::throttle::{LimitKind, Part, Setting};
+
+    use block::layer::throttle::GroupSettings;
 
     use super::*;
 

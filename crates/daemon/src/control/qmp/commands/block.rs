@@ -15,7 +15,7 @@ use image::{
 };
 use policy::prefetch;
 use serde_json::{Map, Value, json};
-use storage::{OpenError, OpenOptions, Passed, ResizeError};
+use settings::DiskConfig;
 
 use super::{
     node::{Bottom, Chain},
@@ -103,12 +103,13 @@ async fn add(
         inventory.check_name(&node.name).map_err(generic)?;
     }
     let group = group_of(inventory, chain)?;
+    let disk = build(chain, opened, prefetch, group.as_ref())?;
+    let config = DiskConfig { read_only: disk.image().is_read_only(), ..chain.config(storage) };
     let disk = RunningDisk {
-        disk: build(chain, opened, prefetch, group.as_ref())?,
-        image: storage.image.clone(),
-        cache: storage.cache,
+        disk,
+        config,
         caches: Cell::new(chain.caches()),
-        opening: chain.opening(),
+        only_here: chain.only_here(),
         below,
         storage: chain.as_it_lies().map(Rc::new),
         told,
@@ -323,12 +324,10 @@ fn rename(
     name: &str,
     below: Vec<NodeBelow>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, image, cache, caches, opening, storage, told, .. } = taken;
+    let RunningDisk { disk, config, caches, only_here, storage, told, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);
-    inventory
-        .add_disk(RunningDisk { disk, image, cache, caches, opening, below, storage, told })
-        .map_err(generic)
+    inventory.add_disk(RunningDisk { disk, config, caches, only_here, below, storage, told }).map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {

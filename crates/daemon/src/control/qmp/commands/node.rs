@@ -17,10 +17,10 @@ use image::{
     qcow2::CacheSettings,
 };
 use policy::time::Duration;
-use storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address};
+use settings::DiskConfig;
 
 use crate::control::{
-    inventory::{Opening, StorageNode, first_of},
+    inventory::StorageNode,
     qmp::{
         arguments::{Arguments, Reference},
         caches::CacheChanges,
@@ -169,53 +169,30 @@ impl Chain {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
     }
 
-    /// What another host needs to open it so, too.
-    pub(super) fn opening(&self) -> Opening {
-        // Whoever adds an option decides here whether another host has to know it, and from where.
-        let Self {
-            part,
-            qcow2,
-            bottom,
-            // What runs is asked for these.
-            names: _,
-            group: _,
-            read_only: _,
-            handover: _,
-            discards: _,
-            detect_zeroes: _,
-            prefetch: _,
-            policies: _,
-        } = self;
-        let Bottom::Storage(node) = bottom else { return Opening::default() };
-        let StorageNode {
-            force_share,
-            latency,
-            reconnect_delay,
-            open_timeout,
-            // As it is for these, whatever the node alone would be.
-            image: _,
-            device: _,
-            cache: _,
-            read_only: _,
-            auto_read_only: _,
-            handover: _,
-            discards: _,
-            detect_zeroes: _,
-        } = node;
-        let plain = Qcow2Node::default();
-        let Qcow2Node { caches: _, no_backing, key_secret, snapshot } = qcow2.as_ref().unwrap_or(&plain);
-        Opening {
-            part: *part,
-            reconnect_delay: *reconnect_delay,
-            open_timeout: *open_timeout,
-            only_here: first_of([
-                ("x-weir-snapshot", snapshot.is_some()),
-                ("key-secret", key_secret.is_some()),
-                ("backing", *no_backing),
-                ("force-share", *force_share),
-                ("latency-ns", latency.is_some()),
-            ]),
+    /// The config of the disk that it describes, on this storage, without what can be changed later.
+    pub(super) fn config(&self, storage: &StorageNode) -> DiskConfig {
+        DiskConfig {
+            image: storage.image.clone(),
+            format: Some(self.format()),
+            part: self.part,
+            snapshot: self.qcow2.as_ref().and_then(|node| node.snapshot.clone()),
+            cache: storage.cache,
+            read_only: self.read_only,
+            force_share: storage.force_share,
+            handover: self.handover,
+            discard: self.discards,
+            detect_zeroes: self.detect_zeroes,
+            reconnect_delay: storage.reconnect_delay,
+            open_timeout: storage.open_timeout,
+            delay: storage.latency.map(delay_of),
+            ..DiskConfig::default()
         }
+    }
+
+    /// An option that is no key of a disk, and has a meaning on this host alone.
+    pub(super) fn only_here(&self) -> Option<&'static str> {
+        let node = self.qcow2.as_ref()?;
+        node.key_secret.is_some().then_some("key-secret").or(node.no_backing.then_some("backing"))
     }
 
     pub(super) fn open_options(&self, root: Option<Root>, secret: Option<Secret>) -> ImageOptions {
@@ -231,13 +208,7 @@ impl Chain {
 
     fn storage_options(&self) -> OpenOptions {
         let Bottom::Storage(node) = &self.bottom else { return OpenOptions::default() };
-        let delay = node.latency.map(|time| DelayOptions {
-            read: time,
-            write: time,
-            zero: time,
-            flush: time,
-            parallel: None,
-        });
+        let delay = node.latency.map(delay_of);
         OpenOptions {
             cache: node.cache,
             format: Some(self.format()),
@@ -323,6 +294,11 @@ impl Chain {
             }
         }
     }
+}
+
+/// A device that takes the same time for every request.
+fn delay_of(time: Duration) -> DelayOptions {
+    DelayOptions { read: time, write: time, zero: time, flush: time, parallel: None }
 }
 
 /// Options that nodes below take over, as in QEMU.

@@ -86,8 +86,8 @@ async fn node(running: &RunningDisk) -> Value {
     } else if !own.is_unlimited() {
         info.insert("group".to_owned(), json!(&**disk.name()));
     }
-    let cache = running.cache;
-    let file = running.image.to_string();
+    let cache = running.config.cache;
+    let file = running.config.image.to_string();
     let header = header(disk.image());
     let others = json!({
         "node-name": &**disk.name(),
@@ -135,7 +135,7 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
     });
     if let Some(header) = header(running.disk.image()) {
         describe(&header, &mut info);
-        if let (Some(path), Some(backing)) = (running.image.path(), &header.backing) {
+        if let (Some(path), Some(backing)) = (running.config.image.path(), &header.backing) {
             info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
         }
     }
@@ -148,10 +148,10 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
 
 /// QEMU's name, or weir's own.
 fn driver(running: &RunningDisk) -> &'static str {
-    match running.image.to_string().split(':').next() {
+    match running.config.image.to_string().split(':').next() {
         _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
-        _ if running.image.path().is_some() => "raw",
-        _ if running.image.remote().is_some() => "nbd",
+        _ if running.config.image.path().is_some() => "raw",
+        _ if running.config.image.remote().is_some() => "nbd",
         Some("null") => "null-co",
         _ => "x-weir-memory",
     }
