@@ -303,7 +303,7 @@ fn disk_keys() -> Vec<Key<DiskConfig>> {
                 "Memory for the mapping, in bytes, or full: enough for the whole disk";
             "l2-cache-entry-size", Size, "SIZE", maybe!(qcow2.caches.entry_bytes), "a cluster, or 4K where not all of it fits", Live, Moves,
                 "How much of the mapping is read at a time, from 512 to a cluster";
-            "refcount-cache-size", Size, "SIZE", maybe!(qcow2.caches.refcount_bytes), "and minimum: four clusters", Live, Moves,
+            "refcount-cache-size", Size, "SIZE", maybe!(qcow2.caches.refcount_bytes), "four clusters, the minimum", Live, Moves,
                 "Memory for refcounts";
             "cache-size", Size, "SIZE", maybe!(qcow2.caches.total_bytes), "", Live, Moves,
                 "Memory for both together; the mapping has it first";

@@ -4,7 +4,7 @@
 use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
 use block::storage::{delay::DelayOptions, rate::RateOptions};
-use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use policy::prefetch;
 use settings::{
     DiskConfig, Key, Place, Placed, Settings, Wrong,
@@ -224,7 +224,11 @@ impl KeyOptions for DiskOptions {
     }
 
     fn adapt(option: Arg) -> Arg {
-        shared_group(option).conflicts_with("config")
+        let option = match option.get_id() == "group" {
+            true => shared_group(option).help_heading(Resettable::Reset),
+            false => option,
+        };
+        option.conflicts_with("config")
     }
 }
 

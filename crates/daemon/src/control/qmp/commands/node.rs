@@ -169,7 +169,8 @@ impl Chain {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
     }
 
-    /// The config of the disk that it describes, on this storage, without what can be changed later.
+    /// The config of the disk that it describes, on this storage, without what can be changed
+    /// later.
     pub(super) fn config(&self, storage: &StorageNode) -> DiskConfig {
         DiskConfig {
             image: storage.image.clone(),
