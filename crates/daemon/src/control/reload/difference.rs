@@ -125,13 +125,7 @@ impl Difference {
                 continue;
             };
             let old = known.get(disk.name.as_str());
-            let keys = match old {
-                Some(old) => fixed(old, disk),
-                None => {
-                    let only_here = running.only_here.into_iter();
-                    fixed(&running.config, &as_opened(&running, disk)).into_iter().chain(only_here).collect()
-                }
-            };
+            let keys = old.map_or_else(|| fixed_of_running(&running, disk), |old| fixed(old, disk));
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
@@ -217,14 +211,23 @@ pub(super) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
     old.differences(new).filter(|key| key.change == Change::Never).map(|key| key.name).collect()
 }
 
-/// A configured disk, with what it leaves open as the running one has it.
-fn as_opened(running: &RunningDisk, new: &DiskConfig) -> DiskConfig {
-    let is_same_file = match (running.config.image.path(), new.image.path()) {
+/// The same of a disk that was added over the control socket. The file may leave the format open,
+/// and name the passphrase that was a secret object there.
+fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
+    let old = &running.config;
+    let is_same_file = match (old.image.path(), new.image.path()) {
         (Some(old), Some(new)) => std::path::absolute(old).ok() == std::path::absolute(new).ok(),
         _ => false,
     };
-    let image = if is_same_file { &running.config.image } else { &new.image };
-    DiskConfig { image: image.clone(), format: new.format.or(running.config.format), ..new.clone() }
+    let mut new = DiskConfig { format: new.format.or(old.format), ..new.clone() };
+    if is_same_file {
+        new.image.clone_from(&old.image);
+    }
+    let has_secret = running.only_here == Some("key-secret") && !new.qcow2.secrets.is_empty();
+    if has_secret {
+        new.qcow2.secrets.clone_from(&old.qcow2.secrets);
+    }
+    fixed(old, &new).into_iter().chain(running.only_here.filter(|_| !has_secret)).collect()
 }
 
 /// Of the process, nothing can be changed but where disks are served that say nothing, and what is
