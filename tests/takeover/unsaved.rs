@@ -30,7 +30,7 @@ fn what_the_config_sets_otherwise_than_what_runs_is_told() {
     let why = format!(", as {} has it (a change that is to stay needs --save)", text(&file));
     assert_says(&current.wait_for_log("group gold: "), &[&format!("iops-total 2000 → 1000{why}")]);
     let said = current.wait_for_log("disk a: ");
-    assert_says(&said, &["disk a: bps-read none → 10M, iops-write 500 → none, prefetch off → auto", &why]);
+    assert_says(&said, &["disk a: prefetch off → auto, bps-read none → 10M, iops-write 500 → none", &why]);
     for name in ["disk b: ", "disk c: "] {
         assert!(!current.logged().contains(name), "{}", current.logged());
     }
