@@ -29,6 +29,7 @@ mod outcome;
 mod output;
 mod reader;
 mod record;
+mod recorded_limits;
 pub mod recording;
 #[cfg(test)]
 mod tests;

@@ -25,6 +25,7 @@ use super::{
     info::is_since_1970,
     limit_history::LimitHistory,
     reader,
+    recorded_limits::recorded_limits,
 };
 use crate::{
     latencies::{Exact, Percentiles},
@@ -293,7 +294,7 @@ impl RecordedDisk {
         let none = LimitRates::default();
         let limits = match limits {
             ShownLimits::Recorded(history) => {
-                recorded = history.limits_of(&self.name);
+                recorded = recorded_limits(history, &self.name);
                 &recorded
             }
             ShownLimits::OfConfig(by_disk) => by_disk.get(&self.name).unwrap_or(&none),

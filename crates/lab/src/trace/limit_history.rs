@@ -12,7 +12,6 @@ use std::{collections::HashMap, ops::Range};
 use policy::throttle::MAX_LEVELS;
 
 use super::recording::{LimitChange, LimitOwner};
-use crate::limit_lines::LimitRates;
 
 /// Largest number of changes that are kept.
 const MOST_CHANGES: usize = 100_000;
@@ -79,19 +78,18 @@ impl LimitHistory {
         }
     }
 
-    /// The limits that applied to a disk, its own and those of its groups.
-    pub(crate) fn limits_of(&self, disk: &str) -> LimitRates {
-        let mut limits = LimitRates::default();
+    /// Passes on each stretch of time with the limits that applied to a disk, its own and those of
+    /// its groups. Stretches of one owner are in the order of time and do not overlap.
+    pub(crate) fn visit(&self, disk: &str, visitor: &mut dyn FnMut(LimitsInForce<'_>)) {
         let changes = self.disks.get(disk).map_or(&[][..], Vec::as_slice);
-        self.add(&mut limits, None, changes, 0..u64::MAX, MAX_LEVELS);
-        limits
+        self.visit_levels(visitor, None, changes, 0..u64::MAX, MAX_LEVELS);
     }
 
     /// `of` is the group that the changes belong to, and `levels` the groups above the disk that
     /// remain. A recording is untrusted: its groups may form a circle.
-    fn add(
+    fn visit_levels(
         &self,
-        limits: &mut LimitRates,
+        visitor: &mut dyn FnMut(LimitsInForce<'_>),
         of: Option<&str>,
         changes: &[LimitChange],
         during: Range<u64>,
@@ -104,17 +102,28 @@ impl LimitHistory {
                 break;
             }
             let end_ns = changes.get(place + 1).map_or(u64::MAX, |next| next.at_ns);
-            let during = change.at_ns.max(during.start)..end_ns.min(during.end);
-            if during.is_empty() {
+            let during_ns = change.at_ns.max(during.start)..end_ns.min(during.end);
+            if during_ns.is_empty() {
                 continue;
             }
-            limits.add_during(of, &change.limits, change.watermark, during.clone());
+            visitor(LimitsInForce { of, change, during_ns: during_ns.clone() });
             let above = change.group.as_ref().filter(|_| levels > 0);
             if let Some((group, changes)) = above.and_then(|group| self.groups.get_key_value(group)) {
-                self.add(limits, Some(group), changes, during, levels - 1);
+                self.visit_levels(visitor, Some(group), changes, during_ns, levels - 1);
             }
         }
     }
+}
+
+/// Limits that applied to a disk for some time.
+#[derive(Debug)]
+pub(crate) struct LimitsInForce<'a> {
+    /// The group that has the limits; `None` if they are the disk's own.
+    pub(crate) of: Option<&'a str>,
+    /// The change that brought them into force.
+    pub(crate) change: &'a LimitChange,
+    /// Nanoseconds since the recording's time 0.
+    pub(crate) during_ns: Range<u64>,
 }
 
 fn is_repeated(earlier: &LimitChange, later: &LimitChange) -> bool {
@@ -129,66 +138,22 @@ mod tests {
     };
 
     use super::*;
-    use crate::{limit_lines::lines_of, result::Series};
-
-    const S: u64 = 1_000_000_000;
-
-    fn change(at_s: u64, owner: LimitOwner, name: &str, group: Option<&str>, iops: u64) -> LimitChange {
-        let mut limits = Limits::default();
-        limits.limit_mut(LimitKind::IopsTotal).rate = iops;
-        let (name, group) = (name.to_owned(), group.map(str::to_owned));
-        LimitChange { at_ns: at_s * S, owner, name, group, limits, watermark: Watermark::ALWAYS }
-    }
-
-    fn drawn(history: &LimitHistory, disk: &str) -> Vec<(String, Vec<(f64, f64)>)> {
-        let rates = [Series { name: "done".to_owned(), points: vec![(0.0, 90.0), (30.0, 90.0)] }];
-        let lines = lines_of(&history.limits_of(disk).iops, &rates).0;
-        lines.into_iter().map(|line| (line.name, line.points)).collect()
-    }
-
-    #[test]
-    fn a_change_of_a_limit_is_a_step() {
-        let mut history = LimitHistory::default();
-        for (at_s, iops) in [(0, 100), (10, 100), (20, 200)] {
-            history.note(change(at_s, LimitOwner::Disk, "vm1", None, iops));
-        }
-        let points = vec![(0.0, 100.0), (20.0, 200.0), (30.0, 200.0)];
-        assert_eq!(drawn(&history, "vm1"), [("iops-total 100 → 200".to_owned(), points)]);
-        assert_eq!(drawn(&history, "vm2"), []);
-    }
-
-    #[test]
-    fn a_group_s_limit_applies_while_the_disk_is_a_member() {
-        let mut history = LimitHistory::default();
-        history.note(change(20, LimitOwner::Disk, "vm1", None, 0));
-        history.note(change(0, LimitOwner::Disk, "vm1", None, 0));
-        history.note(change(10, LimitOwner::Disk, "vm1", Some("gold"), 0));
-        history.note(change(0, LimitOwner::Group, "gold", Some("host"), 100));
-        history.note(change(15, LimitOwner::Group, "gold", Some("host"), 150));
-        history.note(change(0, LimitOwner::Group, "host", None, 200));
-        history.sort();
-        let gold = vec![(10.0, 100.0), (15.0, 150.0), (20.0, 150.0)];
-        let host = vec![(10.0, 200.0), (20.0, 200.0)];
-        let expected =
-            [("iops-total 100 → 150 of gold".to_owned(), gold), ("iops-total 200 of host".to_owned(), host)];
-        assert_eq!(drawn(&history, "vm1"), expected);
-    }
-
-    #[test]
-    fn groups_in_a_circle_end() {
-        let mut history = LimitHistory::default();
-        history.note(change(0, LimitOwner::Disk, "vm1", Some("a"), 0));
-        history.note(change(0, LimitOwner::Group, "a", Some("b"), 100));
-        history.note(change(0, LimitOwner::Group, "b", Some("a"), 150));
-        let names: Vec<_> = drawn(&history, "vm1").into_iter().map(|(name, _)| name).collect();
-        assert_eq!(names, ["iops-total 100 of a", "iops-total 150 of b"]);
-    }
 
     #[test]
     fn changes_are_bounded() {
         let mut history = LimitHistory::default();
         for number in 0..MOST_CHANGES as u64 + 5 {
-            history.note(change(number, LimitOwner::Disk, "vm1", None, 1 + number % 7));
+            let mut limits = Limits::default();
+            limits.limit_mut(LimitKind::IopsTotal).rate = 1 + number % 7;
+            let (name, watermark) = ("vm1".to_owned(), Watermark::ALWAYS);
+            history.note(LimitChange {
+                at_ns: number,
+                owner: LimitOwner::Disk,
+                name,
+                group: None,
+                limits,
+                watermark,
+            });
         }
         assert_eq!((history.changes, history.dropped()), (MOST_CHANGES, 5));
     }
