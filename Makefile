@@ -118,7 +118,7 @@ bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=-
 bench-decisions: ## what one decision of the throttling, one request of a recording and one chain of a virtual machine's ring cost, in nanoseconds (about 5 minutes)
 	@scripts/deps build
 	$(CARGO) bench --locked -p weir-policy --bench decide
-	$(CARGO) bench --locked -p weir-lab --bench record
+	$(CARGO) bench --locked -p weir-recording --bench record
 	$(CARGO) test --release --locked -p weir-export --lib an_indirect_chain_of_three -- --ignored --nocapture
 
 bench-hosts: ## one limit over three hosts and three members of etcd, which are killed, stopped and put to sleep: how fast shares follow, and that the limit holds (about 3 minutes)

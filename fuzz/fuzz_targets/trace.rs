@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| lab::fuzzing::trace(data));
+fuzz_target!(|data: &[u8]| recording::fuzzing::trace(data));

@@ -56,6 +56,7 @@ use policy::{
     throttle::{Limits, Part, Setting, Share, Unit},
     watermark::Watermark,
 };
+use recording::{Merged, Options};
 use settings::Change;
 use shared::{Found, Shared};
 use trial::{Felt, Judge, Trial};
@@ -64,7 +65,6 @@ use crate::{
     interruption::Interruption,
     latencies,
     simulate::{DeviceSpec, device_of},
-    trace::{Merged, Options},
 };
 
 /// What a group that advice makes is called.

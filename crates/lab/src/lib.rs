@@ -26,6 +26,3 @@ pub mod trace;
 pub mod tune;
 
 pub use simulate::preview;
-#[doc(hidden)]
-pub use trace::fuzzing;
-pub use trace::recording;

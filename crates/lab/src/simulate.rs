@@ -68,6 +68,7 @@ use events::Events;
 use generator::Generator;
 use output::Summary;
 use policy::throttle::Setting;
+use recording::Merged;
 pub(crate) use request::Request;
 use serde::Serialize;
 pub(crate) use setup::{MOST_DISKS, Names, Setup, device_of};
@@ -81,7 +82,6 @@ pub(crate) use world::{Disk, UNKNOWN_SIZE, World};
 use super::{
     interruption::Interruption,
     result::{Header, ResultFile},
-    trace::Merged,
 };
 
 const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];

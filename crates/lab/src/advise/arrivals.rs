@@ -15,11 +15,11 @@ use std::{
 };
 
 use console::figures;
+use recording::{Measured, Op, Record, Source};
 
 use crate::{
     latencies::{self, Latencies},
     simulate::MOST_DISKS,
-    trace::{Measured, Op, Record, Source},
 };
 
 /// Some 70 million requests: a vector may have twice of it while it grows.
@@ -281,7 +281,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::trace::DiskId;
+    use recording::DiskId;
 
     proptest! {
         #[test]

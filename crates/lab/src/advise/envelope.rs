@@ -19,9 +19,9 @@
 //! Times are floating-point seconds: exact to nanoseconds for levels of hours.
 
 use policy::throttle::{Limit, Unit};
+use recording::Op;
 
 use super::arrivals::Arrival;
-use crate::trace::Op;
 
 /// As in `policy`'s `throttle/price.rs`.
 const SLICE_S: f64 = 0.09;

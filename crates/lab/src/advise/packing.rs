@@ -346,7 +346,7 @@ impl Worked {
         Self { devices, place, before_ns: 0 }
     }
 
-    fn add(&mut self, op: crate::trace::Op, length: u64) -> f64 {
+    fn add(&mut self, op: recording::Op, length: u64) -> f64 {
         self.devices.begin(self.place, op, length, 0);
         let worked_ns = self.devices.worked_ns(self.place, u64::MAX / 2);
         (worked_ns - std::mem::replace(&mut self.before_ns, worked_ns)) as f64 / 1e9

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use console::figures;
 use policy::throttle::{Limit, Share, Unit};
+use recording::{DiskId, Op, Record};
 
 use super::{
     advice::{Advice, Line},
@@ -24,7 +25,6 @@ use super::{
 use crate::{
     latencies::Percentiles,
     simulate::{Engine, Request, Setup, UNKNOWN_SIZE},
-    trace::{DiskId, Op, Record},
 };
 
 const MS: u64 = 1_000_000;

@@ -6,13 +6,13 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use recording::Op;
 use serde::Serialize;
 
 use super::{arrivals::Arrival, certainty::Blocks, target::Target};
 use crate::{
     latencies::{self, Latencies},
     simulate::{Engine, Request, World},
-    trace::Op,
 };
 
 /// Some 240 MB. A trial that has more waiting at once is given up.

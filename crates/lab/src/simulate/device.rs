@@ -14,7 +14,6 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 
 use policy::{
     device::{CATCH_UP_NS, Lines, Rates},
-    request::Direction,
     time::{Instant, NANOS_PER_SECOND},
 };
 
@@ -163,16 +162,6 @@ const ALONE_S: f64 = 100e-6;
 /// rates: a hard disk of 200 a second works on one at a time, flash of 500,000 on 32.
 pub(crate) fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
-}
-
-impl Op {
-    pub(crate) const fn direction(self) -> Option<Direction> {
-        match self {
-            Self::Read => Some(Direction::Read),
-            Self::Write | Self::Discard | Self::WriteZeroes => Some(Direction::Write),
-            Self::Flush => None,
-        }
-    }
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@ use std::{
 
 use anyhow::anyhow;
 use policy::prefetch;
+use recording::{Record, Source};
 
 use super::{
     backlog::{BacklogMemory, MOST_BYTES},
@@ -34,7 +35,6 @@ use super::{
     tally::{Queue, Tally},
     world::{Disk, UNKNOWN_SIZE, World},
 };
-use crate::trace::{Record, Source};
 
 /// Enough to hand on cheaply, few enough for a cache.
 const BATCH: usize = 4096;

@@ -10,12 +10,13 @@ use std::{
 };
 
 use anyhow::Context as _;
+use recording::{
+    push_decimal,
+    write::{push_request, quoted},
+};
 
 use super::{bucket::Bucket, engine::Row, world::World};
-use crate::{
-    trace,
-    trace::{Output, push_decimal, push_request, quoted},
-};
+use crate::trace::Output;
 
 const BLOCK_BYTES: usize = 1 << 18;
 
@@ -44,7 +45,7 @@ impl Events {
     ) -> anyhow::Result<Self> {
         let name = path.display().to_string();
         let out = Output::create("--events", path, inputs)?;
-        let text = [trace::HEADER, trace::MORE_COLUMNS, "\n"].concat().into_bytes();
+        let text = [recording::HEADER, recording::MORE_COLUMNS, "\n"].concat().into_bytes();
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 

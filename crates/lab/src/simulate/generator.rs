@@ -1,13 +1,12 @@
 //! Requests of a generated workload; the same seed gives the same requests.
 
+use recording::{DiskId, Record, Source};
+
 use super::{
     request::Op,
     workload::{Open, names},
 };
-use crate::{
-    load::{Draw, exponential},
-    trace::{DiskId, Record, Source},
-};
+use crate::load::{Draw, exponential};
 
 #[derive(Debug)]
 pub(crate) struct Generator {

@@ -27,8 +27,7 @@ use std::{
 };
 
 use policy::prefetch;
-
-pub use crate::trace::recording::Op;
+pub use recording::Op;
 
 use super::{
     client::Chain,

@@ -1,6 +1,6 @@
 //! A request of a simulation, without data.
 
-pub(crate) use crate::trace::Op;
+pub(crate) use recording::Op;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {

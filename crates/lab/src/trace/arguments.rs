@@ -1,8 +1,7 @@
 //! The options of every command that reads traces.
 
 use clap::Args;
-
-use super::{Columns, Format, Options, reader::MAX_WINDOW};
+use recording::{Columns, Format, Options, reader::MAX_WINDOW};
 
 /// How traces are read.
 #[derive(Debug, Args)]

@@ -21,17 +21,17 @@ pub use arguments::{ABOUT, Command, ConvertArgs};
 use console::{Failure, figures, say};
 use forms::{Request, Start};
 pub use live::Transcript;
-use sink::{Compression, Sink};
-
-use super::{
-    Format, Merged, Outcome, Output, Source as _,
+use recording::{
+    Format, Merged, Options, Outcome, Source as _,
     disks::Disks,
     error::TraceError,
-    info,
+    file::Blocks,
     lines::Lines,
-    reader::{self, Options, Reader},
-    recording::Blocks,
+    reader::{self, Reader},
 };
+use sink::{Compression, Sink};
+
+use super::{Output, info};
 
 /// Runs `weir trace …`.
 ///
@@ -149,7 +149,7 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
         let noted = source.outcome(&record);
         let outcome = noted.and_then(|noted| source.named(&record, noted));
         let name = &source.disks()[record.disk.index()];
-        let super::Record { time_ns, disk, op, offset, length, .. } = record;
+        let recording::Record { time_ns, disk, op, offset, length, .. } = record;
         sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
     };
     sink.lose(source.lost());

@@ -18,13 +18,11 @@ use std::{
 
 use anyhow::anyhow;
 use console::figures;
+use recording::{Merged, Options, Outcome, Record, Source as _, limit_history::LimitHistory, reader};
 
 use super::{
-    Merged, Options, Outcome, Record, Source as _,
     held_by::{HeldBy, LimitNames},
     info::is_since_1970,
-    limit_history::LimitHistory,
-    reader,
     recorded_limits::recorded_limits,
 };
 use crate::{

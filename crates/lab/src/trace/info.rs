@@ -13,17 +13,19 @@ use console::{
     Failure, figures, print, print_json, say,
     table::{Side, Table, columns},
 };
-use serde::Serialize;
-
-use super::{
-    Options, Outcome, ReadingArgs,
+use recording::{
+    Op, Options, Outcome,
     error::TraceError,
-    held_by::{HeldBy, LimitNames},
+    file::{Blocks, Told},
     lines::Lines,
     merge,
     reader::{self, Reader},
-    record::Op,
-    recording::{Blocks, Told},
+};
+use serde::Serialize;
+
+use super::{
+    ReadingArgs,
+    held_by::{HeldBy, LimitNames},
 };
 use crate::{duration::duration, latencies::Exact};
 
@@ -169,7 +171,7 @@ impl Info {
                             Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
                             _ => arrival_ns,
                         };
-                        let latency_ns = entry.times.map_or(0, super::recording::Times::latency_ns);
+                        let latency_ns = entry.times.map_or(0, recording::Times::latency_ns);
                         let request = Request { time_ns, op: entry.op, length: entry.length, latency_ns };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });

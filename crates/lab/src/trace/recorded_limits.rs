@@ -1,6 +1,7 @@
 //! The limits of a disk as recordings have them, as rates over time.
 
-use super::limit_history::LimitHistory;
+use recording::limit_history::LimitHistory;
+
 use crate::limit_lines::LimitRates;
 
 /// The limits that applied to a disk, its own and those of its groups.
@@ -20,11 +21,9 @@ mod tests {
         watermark::Watermark,
     };
 
-    use super::{
-        super::recording::{LimitChange, LimitOwner},
-        *,
-    };
+    use super::*;
     use crate::{limit_lines::lines_of, result::Series};
+    use recording::{LimitChange, LimitOwner};
 
     const S: u64 = 1_000_000_000;
 

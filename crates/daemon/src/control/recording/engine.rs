@@ -253,7 +253,7 @@ fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
 mod tests {
     use std::sync::{Arc, Mutex};
 
-    use lab::recording::LimitOwner;
+    use recording::LimitOwner;
 
     use super::*;
 

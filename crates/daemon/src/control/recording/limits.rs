@@ -3,8 +3,8 @@
 use std::{collections::HashMap, sync::Arc};
 
 use block::{disk::Disk, layer::throttle::Group};
-use lab::recording::{LimitChange, LimitOwner};
 use policy::{throttle::Limits, watermark::Watermark};
+use recording::{LimitChange, LimitOwner};
 
 /// Kind and name of a disk or group.
 pub(super) type LimitKey = (LimitOwner, Arc<str>);

@@ -15,9 +15,9 @@ use std::{
 };
 
 use block::recorder::{Finished, Operation};
-use lab::recording::{Entry, LimitChange, Op, Times, Writer};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use policy::time::{Duration, Instant};
+use recording::{Entry, LimitChange, Op, Times, Writer};
 
 use super::{
     engine::Output,

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
+use recording::Format;
 
 use crate::trace::{
-    Format, ReadingArgs,
+    ReadingArgs,
     info::{EXAMPLES as INFO_EXAMPLES, InfoArgs},
 };
 

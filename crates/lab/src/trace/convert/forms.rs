@@ -4,13 +4,14 @@
 
 use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
-use crate::trace::{
-    Format, HEADER, MORE_COLUMNS, Outcome,
+use recording::{
+    DiskId, Format, HEADER, MORE_COLUMNS, Op, Outcome,
     format::{SECTOR_BYTES, SHORTEST_WAIT_US, TICK_NS, TICKS_OF_1970},
-    info::is_since_1970,
-    push_decimal, push_request, quoted,
-    record::{DiskId, Op},
+    push_decimal,
+    write::{push_request, quoted},
 };
+
+use crate::trace::info::is_since_1970;
 
 const US_NS: u64 = 1000;
 const S_NS: u64 = 1_000_000_000;

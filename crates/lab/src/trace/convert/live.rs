@@ -4,6 +4,7 @@ use std::{fs::File, io::Read, path::Path};
 
 use anyhow::Context as _;
 use console::say;
+use recording::{Format, Merged, Options, file::Blocks, input::Input, lines::Lines, reader::Reader};
 
 use super::{
     as_it_is,
@@ -11,9 +12,7 @@ use super::{
     in_order, named,
     sink::{Compression, Sink},
 };
-use crate::trace::{
-    Format, Merged, Options, Output, input::Input, lines::Lines, reader::Reader, recording::Blocks,
-};
+use crate::trace::Output;
 
 /// Requests are recorded once they are complete: so many may be there before one that came earlier.
 const WINDOW: usize = 1 << 20;

@@ -7,13 +7,10 @@ use std::{
 
 use console::figures;
 use flate2::write::GzEncoder;
+use recording::{DiskId, Entry, Format, LimitChange, Writer};
 
 use super::forms::{Call, Called, Form, NotWritten, Request, Start, called};
-use crate::trace::{
-    Format, Output,
-    record::DiskId,
-    recording::{Entry, LimitChange, Writer},
-};
+use crate::trace::Output;
 
 const BUFFER_BYTES: usize = 256 << 10;
 const ZSTD_LEVEL: i32 = 3;

@@ -5,6 +5,7 @@ use std::{io::Read, path::Path};
 use super::{
     disks::Disks,
     error::TraceError,
+    file::{Blocks, LimitChange, Told, is_beginning},
     format::{
         Alibaba, Blkparse, ByColumns, CloudPhysics, Columns, Fio, Format, Found, Mqsim, Msr, Parse, Spc,
         Weir, detect, tells_outcomes,
@@ -14,30 +15,30 @@ use super::{
     lines::Lines,
     outcome::{self, Noted, Outcome, Outcomes},
     record::Record,
-    recording::{Blocks, LimitChange, Told, is_beginning},
     window::Window,
 };
 
 /// 2.5 MiB.
 pub(crate) const DEFAULT_WINDOW: usize = 65_536;
 /// 640 MiB.
-pub(crate) const MAX_WINDOW: usize = 1 << 24;
+pub const MAX_WINDOW: usize = 1 << 24;
 /// Records read at once beyond the window.
 const BATCH: usize = 1024;
 
+/// How a trace is read.
 #[derive(Clone, Debug)]
-pub(crate) struct Options {
+pub struct Options {
     /// Detected from each file's beginning if `None`.
-    pub(crate) format: Option<Format>,
+    pub format: Option<Format>,
     /// What the columns of every file are, instead of a format.
-    pub(crate) columns: Option<Columns>,
+    pub columns: Option<Columns>,
     /// Records held back for reordering, at most [`MAX_WINDOW`].
-    pub(crate) window: usize,
+    pub window: usize,
     /// Keep the distance between several traces on their common clock; `None`: if all are
     /// recordings.
-    pub(crate) absolute_time: Option<bool>,
+    pub absolute_time: Option<bool>,
     /// Keep how each request fared, where a trace tells, until it is asked for.
-    pub(crate) outcomes: bool,
+    pub outcomes: bool,
 }
 
 impl Default for Options {
@@ -46,7 +47,8 @@ impl Default for Options {
     }
 }
 
-pub(crate) struct Reader {
+/// Reads one trace.
+pub struct Reader {
     lines: Lines,
     pub(crate) format: Format,
     parser: Parser,
@@ -97,7 +99,7 @@ impl Reader {
     }
 
     /// Of these nothing may have been read yet.
-    pub(super) fn over(mut lines: Lines, options: &Options) -> Result<Self, TraceError> {
+    pub fn over(mut lines: Lines, options: &Options) -> Result<Self, TraceError> {
         let file = lines.name().to_owned();
         if options.window > MAX_WINDOW {
             let why = format!("the window of {} records is above the largest, {MAX_WINDOW}", options.window);
@@ -157,13 +159,13 @@ impl Reader {
     }
 
     /// By [`DiskId`](super::DiskId); possibly includes disks of records still held back.
-    pub(crate) fn disks(&self) -> &[String] {
+    pub fn disks(&self) -> &[String] {
         self.disks.names()
     }
 
     /// The next record. An error comes once, after all that could be read.
     #[inline]
-    pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
+    pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
         if self.window.len() <= self.held && !self.ended {
             self.refill();
         }
@@ -177,17 +179,18 @@ impl Reader {
     }
 
     /// Whether it tells of its requests how they fared, and was asked to.
-    pub(super) fn tells_outcomes(&self) -> bool {
+    pub fn tells_outcomes(&self) -> bool {
         self.outcomes.is_some()
     }
 
     /// How a request fared that [`next`](Self::next) told, where that is known. To be asked once of
     /// each.
-    pub(super) fn outcome(&mut self, record: &Record) -> Option<Noted> {
+    pub fn outcome(&mut self, record: &Record) -> Option<Noted> {
         self.outcomes.as_mut()?.take(record)
     }
 
-    pub(super) fn named(&self, noted: Noted) -> Option<Outcome<'_>> {
+    /// The outcome with the name of its limit.
+    pub fn named(&self, noted: Noted) -> Option<Outcome<'_>> {
         Some(self.outcomes.as_ref()?.named(noted))
     }
 
@@ -211,7 +214,7 @@ impl Reader {
     }
 
     /// Requests of no length, which were passed over, as far as was read.
-    pub(super) fn empty(&self) -> u64 {
+    pub fn empty(&self) -> u64 {
         self.empty
     }
 
@@ -268,12 +271,12 @@ impl Reader {
 }
 
 /// The lines of a trace, whatever its format is.
-pub(super) fn open(path: &Path) -> Result<Lines, TraceError> {
+pub fn open(path: &Path) -> Result<Lines, TraceError> {
     Input::open(path).map(Lines::new).map_err(|(file, why)| TraceError::File { file, why })
 }
 
 /// Whether they are a recording, which tells more than a [`Reader`] does.
-pub(super) fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceError> {
+pub fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceError> {
     match (options.format, &options.columns) {
         (_, Some(_)) => Ok(false),
         (Some(Format::Recording), None) => {

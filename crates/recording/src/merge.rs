@@ -19,10 +19,13 @@ use super::{
     record::{DiskId, Record},
 };
 
-pub(crate) trait Source {
+/// Records by time.
+pub trait Source {
     /// Appends up to `count` records by time, also before an error; none at the end.
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
+    /// Names of the disks so far; [`DiskId`] is the index.
     fn disks(&self) -> &[String];
+    /// File and line of a record, for messages.
     fn place(&self, record: &Record) -> String;
     /// How a request fared when it was recorded, where that is known. To be asked once of each, by
     /// who asked for outcomes.
@@ -33,13 +36,15 @@ pub(crate) trait Source {
 
 /// How a request fared when it was recorded.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Measured {
-    pub(crate) latency_ns: u64,
+pub struct Measured {
+    /// Nanoseconds from arrival to completion.
+    pub latency_ns: u64,
     /// A limit let it wait.
-    pub(crate) was_held: bool,
+    pub was_held: bool,
 }
 
-pub(crate) struct Merged {
+/// Several traces, merged by time.
+pub struct Merged {
     /// 1 to 65,536.
     sources: Vec<One>,
     /// Unused with a single trace.
@@ -99,7 +104,11 @@ impl Source for Merged {
 }
 
 impl Merged {
-    pub(crate) fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
+    /// Opens the files; `-` is standard input.
+    ///
+    /// # Errors
+    /// A file cannot be opened, is not a trace, or the files cannot be merged.
+    pub fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
         if paths.iter().filter(|path| path.as_path() == Path::new("-")).count() > 1 {
@@ -110,7 +119,7 @@ impl Merged {
     }
 
     /// The readers must be fresh. Recordings keep their distance unless they are told not to.
-    pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
+    pub fn new(mut readers: Vec<Reader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
             return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
@@ -135,7 +144,7 @@ impl Merged {
 
     /// Nanoseconds since 1970 at time 0, as far as the traces say that; else 0. To be asked before
     /// [`next`](Self::next).
-    pub(super) fn clock_ns(&mut self) -> u64 {
+    pub fn clock_ns(&mut self) -> u64 {
         match (&self.clock, &mut self.sources[..]) {
             (Clock::Shared(ns), _) => *ns,
             (Clock::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
@@ -144,27 +153,28 @@ impl Merged {
     }
 
     /// Whether a trace tells how its requests fared.
-    pub(super) fn tells_outcomes(&self) -> bool {
+    pub fn tells_outcomes(&self) -> bool {
         self.sources.iter().any(|one| one.reader.tells_outcomes())
     }
 
     /// See [`Reader::outcome`].
-    pub(super) fn outcome(&mut self, record: &Record) -> Option<Noted> {
+    pub fn outcome(&mut self, record: &Record) -> Option<Noted> {
         self.sources[usize::from(record.file)].reader.outcome(record)
     }
 
-    pub(super) fn named(&self, record: &Record, noted: Noted) -> Option<Outcome<'_>> {
+    /// The outcome with the name of its limit.
+    pub fn named(&self, record: &Record, noted: Noted) -> Option<Outcome<'_>> {
         self.sources[usize::from(record.file)].reader.named(noted)
     }
 
     /// Requests that could not be recorded, as far as was read.
-    pub(super) fn lost(&self) -> u64 {
+    pub fn lost(&self) -> u64 {
         self.sources.iter().map(|one| one.reader.lost()).sum()
     }
 
     /// Takes the limits that recordings had, with times as those of records. To be called once all
     /// records were read, by callers that asked for outcomes.
-    pub(super) fn take_limits(&mut self) -> LimitHistory {
+    pub fn take_limits(&mut self) -> LimitHistory {
         let mut all = LimitHistory::default();
         for one in &mut self.sources {
             let (changes, dropped) = one.reader.take_limits();
@@ -176,13 +186,13 @@ impl Merged {
     }
 
     /// Requests of no length, which were passed over, as far as was read.
-    pub(super) fn empty(&self) -> u64 {
+    pub fn empty(&self) -> u64 {
         self.sources.iter().map(|one| one.reader.empty()).sum()
     }
 
     /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
     #[inline]
-    pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
+    pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
         match &mut self.sources[..] {
             [only] => only.reader.next(),
             _ => self.next_of_several(),
@@ -233,7 +243,7 @@ impl Merged {
 }
 
 /// Times then count from the earliest record of any, which is returned.
-pub(super) fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
+pub fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
             "times of the format {} count from the trace's own beginning, so that its distance to others is not known \

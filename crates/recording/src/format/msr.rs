@@ -14,9 +14,9 @@ use super::{
 };
 
 /// Nanoseconds.
-pub(in super::super) const TICK_NS: u64 = 100;
+pub const TICK_NS: u64 = 100;
 /// 1970, in ticks since 1601 (MS-DTYP, section 2.3.3).
-pub(in super::super) const TICKS_OF_1970: u64 = 11_644_473_600 * (1_000_000_000 / TICK_NS);
+pub const TICKS_OF_1970: u64 = 11_644_473_600 * (1_000_000_000 / TICK_NS);
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 
 #[derive(Default)]

@@ -20,7 +20,7 @@ use super::{
 
 const US_NS: u64 = 1000;
 /// "Wait for `offset` microseconds. Everything below 100 is discarded."
-pub(in super::super) const SHORTEST_WAIT_US: u64 = 100;
+pub const SHORTEST_WAIT_US: u64 = 100;
 
 pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio version 3 iolog", 3)];
 

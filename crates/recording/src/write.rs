@@ -13,14 +13,7 @@ const BUFFER_BYTES: usize = 256 << 10;
 
 /// Leaves the line open for more columns. `disk` is already [`quoted`].
 #[inline]
-pub(crate) fn push_request(
-    text: &mut Vec<u8>,
-    time_ns: u64,
-    quoted_disk: &str,
-    op: Op,
-    offset: u64,
-    length: u64,
-) {
+pub fn push_request(text: &mut Vec<u8>, time_ns: u64, quoted_disk: &str, op: Op, offset: u64, length: u64) {
     push_decimal(text, time_ns);
     text.push(b',');
     text.extend_from_slice(quoted_disk.as_bytes());
@@ -33,7 +26,7 @@ pub(crate) fn push_request(
 }
 
 /// Quotes a field if it needs that (RFC 4180, section 2).
-pub(crate) fn quoted(text: &str) -> Cow<'_, str> {
+pub fn quoted(text: &str) -> Cow<'_, str> {
     if text.contains(['"', ',', '\n', '\r']) {
         format!("\"{}\"", text.replace('"', "\"\"")).into()
     } else {

@@ -6,10 +6,10 @@ use clap::ValueEnum as _;
 
 use super::{
     error::TraceError,
+    file,
     format::Format,
     reader::{Options, Reader},
     record::{Op, Record},
-    recording,
     write::Writer,
 };
 
@@ -30,7 +30,7 @@ pub fn trace(data: &[u8]) {
     check(&records, disks.len());
     again(&records, &disks);
     // Checksums keep damaged bytes from the blocks of a whole recording.
-    recording::check_block(text);
+    file::check_block(text);
 }
 
 fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<TraceError>) {

@@ -208,7 +208,8 @@ fn not_a_number(field: &[u8], what: &str) -> String {
     format!("the {what} {} {why}", shown(field))
 }
 
-pub(crate) fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
+/// Appends a number in decimal.
+pub fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
     // 2^64 has 20 digits.
     let mut digits = [0; 20];
     let mut at = digits.len();

@@ -9,7 +9,8 @@ const SHOWN_BYTES: usize = 60;
 
 /// Why a trace cannot be read. The system's error is in the text, so it is no source.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum TraceError {
+#[expect(missing_docs, reason = "the messages name variants and fields")]
+pub enum TraceError {
     #[error("{file}: {why}")]
     File { file: String, why: io::Error },
     #[error("{file}: the {compression} data is damaged or cut off after {lines} lines: {why}")]

@@ -9,17 +9,18 @@ use super::{
     super::{
         error::shown,
         fields::{self, Fields},
+        file::Times,
         outcome::Told,
         record::Op,
-        recording::Times,
     },
     Found, Parse,
 };
 
-pub(crate) const HEADER: &str = "time_ns,disk,op,offset,length";
+/// First line of weir's CSV, without further columns.
+pub const HEADER: &str = "time_ns,disk,op,offset,length";
 /// What may follow the five: when its limits let the request pass, when it was complete, and which
 /// limit held it longest.
-pub(crate) const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
+pub const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
 
 #[derive(Default)]
 pub(in super::super) struct Weir {

@@ -4,7 +4,7 @@
 //! [`MOST_ENTRIES`] allow.
 
 use super::{Entry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES, Times};
-use crate::trace::record::Op;
+use crate::record::Op;
 
 /// What a block holds.
 #[derive(Debug, Default, PartialEq, Eq)]

@@ -5,22 +5,24 @@ use std::collections::HashMap;
 use super::{
     disks::Disks,
     error::shown,
+    file::Times,
     record::{DiskId, Record},
-    recording::Times,
 };
 
 /// How a request fared, as it was measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Outcome<'a> {
-    pub(crate) times: Times,
-    pub(crate) has_failed: bool,
+pub struct Outcome<'a> {
+    /// Waiting and service time.
+    pub times: Times,
+    /// True if the request ended with an error.
+    pub has_failed: bool,
     /// What it waited for last.
-    pub(crate) limit: Option<&'a str>,
+    pub limit: Option<&'a str>,
 }
 
 /// The same, with the number of the limit.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Noted {
+pub struct Noted {
     times: Times,
     has_failed: bool,
     limit: Option<DiskId>,

@@ -23,7 +23,7 @@ const DISCARDS: &str = "discard d trim unmap";
 
 /// What `--columns` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Columns {
+pub struct Columns {
     time: Scaled,
     offset: Scaled,
     length: Scaled,

@@ -15,8 +15,8 @@ use std::{
 
 use block::recorder::{self, Collector, Finished, Operation, Recorded};
 use criterion::{Bencher, Criterion, criterion_group, criterion_main};
-use lab::recording::{Entry, Op, Times, Writer};
 use policy::time::Instant;
+use recording::{Entry, Op, Times, Writer};
 
 /// Less than a ring has room for.
 const BATCH: usize = 30_000;

@@ -7,7 +7,7 @@ use super::{
     block::{Block, take},
     limits,
 };
-use crate::trace::{disks::Disks, error::TraceError, lines::Lines};
+use crate::{disks::Disks, error::TraceError, lines::Lines};
 
 const HEAD_BYTES: usize = SKIPPABLE.len() + 4;
 /// A digit and the end of the line.
@@ -15,13 +15,13 @@ const VERSION_BYTES: usize = 2;
 const CLOCK_BYTES: usize = 8;
 
 /// Whether a file that begins so is a recording.
-pub(in crate::trace) fn is_beginning(bytes: &[u8]) -> bool {
+pub(crate) fn is_beginning(bytes: &[u8]) -> bool {
     bytes.starts_with(&SKIPPABLE) && bytes.get(HEAD_BYTES..).is_some_and(|rest| rest.starts_with(MAGIC))
 }
 
 /// What comes out of a recording.
 #[derive(Default)]
-pub(in crate::trace) struct Blocks {
+pub struct Blocks {
     /// `None` before the first request.
     mark: Option<Mark>,
     decompressor: Decompressor<'static>,
@@ -53,19 +53,22 @@ pub(super) enum Content {
 }
 
 /// A request and the names that belong to it.
-pub(in crate::trace) struct Told<'a> {
-    pub(in crate::trace) entry: Entry,
+pub struct Told<'a> {
+    /// The request.
+    pub entry: Entry,
     /// Nanoseconds since 1970.
-    pub(in crate::trace) arrival_ns: u64,
-    pub(in crate::trace) disk: &'a str,
-    pub(in crate::trace) limit: Option<&'a str>,
+    pub arrival_ns: u64,
+    /// Name of its disk.
+    pub disk: &'a str,
+    /// Name of the limit that it waited for last.
+    pub limit: Option<&'a str>,
     /// Which of the recording's requests it is, from 1.
-    pub(in crate::trace) number: u64,
+    pub number: u64,
 }
 
 impl Blocks {
     /// Nanoseconds since 1970 at time 0.
-    pub(in crate::trace) fn clock_ns(&mut self, lines: &mut Lines) -> Result<u64, TraceError> {
+    pub fn clock_ns(&mut self, lines: &mut Lines) -> Result<u64, TraceError> {
         self.mark(lines).map(|mark| mark.clock_ns)
     }
 
@@ -78,7 +81,7 @@ impl Blocks {
 
     /// The next request. `limits` receives the changes of limits that come before it in the file,
     /// which says nothing about the order of their times.
-    pub(in crate::trace) fn next(
+    pub fn next(
         &mut self,
         lines: &mut Lines,
         limits: &mut dyn FnMut(LimitChange),
@@ -115,12 +118,12 @@ impl Blocks {
     }
 
     /// Whether the last request was the last of its block: the next may be long in coming.
-    pub(in crate::trace) fn is_between(&self) -> bool {
+    pub fn is_between(&self) -> bool {
         self.taken == self.block.entries.len()
     }
 
     /// Requests that could not be recorded, as far as was read.
-    pub(in crate::trace) fn lost(&self) -> u64 {
+    pub fn lost(&self) -> u64 {
         self.lost
     }
 

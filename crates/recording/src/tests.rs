@@ -561,10 +561,9 @@ fn traces_of_one_clock_keep_their_distance() {
 #[test]
 fn recordings_keep_their_distance_unless_they_are_told_not_to() {
     let recording = |clock_ns: u64, offset: u64| {
-        let mut writer = recording::Writer::new(Vec::new(), clock_ns).unwrap();
+        let mut writer = file::Writer::new(Vec::new(), clock_ns).unwrap();
         let (times, op, has_failed, disk, limit) = (None, Op::Read, false, 0, None);
-        let entry =
-            recording::Entry { arrival_ns: 7, times, offset, length: 512, op, has_failed, disk, limit };
+        let entry = Entry { arrival_ns: 7, times, offset, length: 512, op, has_failed, disk, limit };
         writer.push(entry, || "vm1", || "").unwrap();
         writer.finish().unwrap()
     };

@@ -13,7 +13,8 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// A file that is not a trace may have no line end at all.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
-pub(super) struct Lines {
+/// The lines of a trace, read in large blocks.
+pub struct Lines {
     input: Input,
     buffer: Box<[u8]>,
     /// `start..end` of the buffer is not handed out yet.
@@ -27,7 +28,8 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    pub(super) fn new(input: Input) -> Self {
+    /// Reads nothing yet.
+    pub fn new(input: Input) -> Self {
         let buffer = vec![0; BLOCK_BYTES].into_boxed_slice();
         Self { input, buffer, start: 0, end: 0, ended: false, failed: None, number: 0 }
     }
@@ -45,7 +47,7 @@ impl Lines {
     }
 
     /// The same of a recording, whose requests count as lines.
-    pub(super) fn wrong_at(&self, line: u64, why: String) -> TraceError {
+    pub fn wrong_at(&self, line: u64, why: String) -> TraceError {
         TraceError::Line { file: self.input.name.clone(), line, why }
     }
 

@@ -35,14 +35,16 @@ pub(super) use self::{
     cloud_physics::CloudPhysics,
     columns::ByColumns,
     detect::detect,
-    fio::{Fio, SHORTEST_WAIT_US},
+    fio::Fio,
     mqsim::Mqsim,
-    msr::{Msr, TICK_NS, TICKS_OF_1970},
+    msr::Msr,
     spc::Spc,
     weir::{Weir, tells_outcomes},
 };
-pub(crate) use self::{
+pub use self::{
     columns::Columns,
+    fio::SHORTEST_WAIT_US,
+    msr::{TICK_NS, TICKS_OF_1970},
     weir::{HEADER, MORE_COLUMNS},
 };
 use super::{
@@ -52,8 +54,9 @@ use super::{
     window::Window,
 };
 
+/// Format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Format {
+pub enum Format {
     /// weir's CSV: time_ns,disk,op,offset,length
     Weir,
     /// fio's iolog, version 2
@@ -80,7 +83,8 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    pub(crate) fn name(self) -> &'static str {
+    /// Name in messages and results.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Weir => "weir",
             Self::FioV2 => "fio-v2",
@@ -163,7 +167,8 @@ fn bytes(sectors: u64) -> Result<u64, String> {
         .ok_or_else(|| format!("sector {sectors} does not fit into 64 bits of bytes"))
 }
 
-pub(super) const SECTOR_BYTES: u64 = 512;
+/// Bytes of a sector in formats that count sectors.
+pub const SECTOR_BYTES: u64 = 512;
 
 /// A file's name without directories and endings.
 fn stem(file: &str) -> &str {

@@ -5,7 +5,7 @@
 use clap::ValueEnum as _;
 
 use super::{
-    super::{error::shown, recording},
+    super::{error::shown, file},
     Format, alibaba, blkparse, cloud_physics, fio, mqsim, msr, spc, weir,
 };
 
@@ -25,7 +25,7 @@ const OTHERS: [(usize, &[u8], &str); 5] = [
 
 /// `ahead` is the trace's beginning; the error says what it looks like instead.
 pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
-    if recording::is_beginning(ahead) {
+    if file::is_beginning(ahead) {
         return Ok(Format::Recording);
     }
     // First: the text in an archive may look like a trace.

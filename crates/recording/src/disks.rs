@@ -13,7 +13,8 @@ const MAX_NAME_BYTES: usize = 4096;
 const MAX_NAMES_BYTES: usize = 64 << 20;
 const RECENT: usize = 256;
 
-pub(super) struct Disks {
+/// Names of disks with their numbers, in order of appearance.
+pub struct Disks {
     names: Vec<String>,
     ids: HashMap<String, DiskId>,
     recent: [DiskId; RECENT],
@@ -31,8 +32,12 @@ impl Disks {
         &self.names
     }
 
+    /// Number of the disk with this name, which is added if it is new.
+    ///
+    /// # Errors
+    /// The name is not valid, or there are too many.
     #[inline(always)]
-    pub(super) fn id(&mut self, name: &[u8]) -> Result<DiskId, String> {
+    pub fn id(&mut self, name: &[u8]) -> Result<DiskId, String> {
         let place = mark(name);
         let recent = self.recent[place];
         if self.names.get(recent.index()).is_some_and(|known| known.as_bytes() == name) {

@@ -21,7 +21,8 @@ const GZIP: &[u8] = &[0x1f, 0x8b];
 /// RFC 8878, section 3.1.1: 0xFD2FB528, little-endian.
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
-pub(super) struct Input {
+/// A trace as bytes, decompressed.
+pub struct Input {
     pub(super) name: String,
     pub(super) text: Box<dyn Read + Send>,
     pub(super) compression: Option<&'static str>,
@@ -39,7 +40,11 @@ impl Input {
         bytes.and_then(|bytes| Self::new(name.clone(), bytes)).map_err(|error| (name, error))
     }
 
-    pub(super) fn new(name: String, mut bytes: Box<dyn Read + Send>) -> io::Result<Self> {
+    /// Detects gzip and zstd by the first bytes. `name` is for messages.
+    ///
+    /// # Errors
+    /// The first bytes cannot be read.
+    pub fn new(name: String, mut bytes: Box<dyn Read + Send>) -> io::Result<Self> {
         let mut head = Vec::with_capacity(MAGIC_BYTES);
         bytes.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut head)?;
         let (gzip, zstd) = (head.starts_with(GZIP), head.starts_with(ZSTD));

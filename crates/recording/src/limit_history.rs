@@ -11,7 +11,7 @@ use std::{collections::HashMap, ops::Range};
 
 use policy::throttle::MAX_LEVELS;
 
-use super::recording::{LimitChange, LimitOwner};
+use super::file::{LimitChange, LimitOwner};
 
 /// Largest number of changes that are kept.
 const MOST_CHANGES: usize = 100_000;
@@ -20,7 +20,7 @@ const MOST_NAME_BYTES: usize = 64 << 20;
 
 /// Changes of limits by owner.
 #[derive(Debug, Default)]
-pub(crate) struct LimitHistory {
+pub struct LimitHistory {
     /// By time once [`LimitHistory::sort`] was called.
     disks: HashMap<String, Vec<LimitChange>>,
     groups: HashMap<String, Vec<LimitChange>>,
@@ -31,7 +31,7 @@ pub(crate) struct LimitHistory {
 
 impl LimitHistory {
     /// Keeps a change unless it repeats the previous one of the owner.
-    pub(crate) fn note(&mut self, change: LimitChange) {
+    pub fn note(&mut self, change: LimitChange) {
         let bytes = change.name.len() + change.group.as_ref().map_or(0, String::len);
         if self.changes == MOST_CHANGES || self.name_bytes + bytes > MOST_NAME_BYTES {
             self.dropped += 1;
@@ -50,7 +50,7 @@ impl LimitHistory {
     }
 
     /// Number of changes that were not kept.
-    pub(crate) fn dropped(&self) -> u64 {
+    pub fn dropped(&self) -> u64 {
         self.dropped
     }
 
@@ -60,18 +60,18 @@ impl LimitHistory {
     }
 
     /// True if no recording has limits.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.changes == 0
     }
 
     /// Removes all changes, those of an owner in the order of their notes.
-    pub(crate) fn drain(&mut self) -> impl Iterator<Item = LimitChange> + use<> {
+    pub fn drain(&mut self) -> impl Iterator<Item = LimitChange> + use<> {
         let Self { disks, groups, .. } = std::mem::take(self);
         disks.into_values().chain(groups.into_values()).flatten()
     }
 
     /// Puts the changes of each owner in the order of time.
-    pub(crate) fn sort(&mut self) {
+    pub fn sort(&mut self) {
         for changes in self.disks.values_mut().chain(self.groups.values_mut()) {
             changes.sort_by_key(|change| change.at_ns);
             changes.dedup_by(|later, earlier| is_repeated(earlier, later));
@@ -80,7 +80,7 @@ impl LimitHistory {
 
     /// Passes on each stretch of time with the limits that applied to a disk, its own and those of
     /// its groups. Stretches of one owner are in the order of time and do not overlap.
-    pub(crate) fn visit(&self, disk: &str, visitor: &mut dyn FnMut(LimitsInForce<'_>)) {
+    pub fn visit(&self, disk: &str, visitor: &mut dyn FnMut(LimitsInForce<'_>)) {
         let changes = self.disks.get(disk).map_or(&[][..], Vec::as_slice);
         self.visit_levels(visitor, None, changes, 0..u64::MAX, MAX_LEVELS);
     }
@@ -117,13 +117,13 @@ impl LimitHistory {
 
 /// Limits that applied to a disk for some time.
 #[derive(Debug)]
-pub(crate) struct LimitsInForce<'a> {
+pub struct LimitsInForce<'a> {
     /// The group that has the limits; `None` if they are the disk's own.
-    pub(crate) of: Option<&'a str>,
+    pub of: Option<&'a str>,
     /// The change that brought them into force.
-    pub(crate) change: &'a LimitChange,
+    pub change: &'a LimitChange,
     /// Nanoseconds since the recording's time 0.
-    pub(crate) during_ns: Range<u64>,
+    pub during_ns: Range<u64>,
 }
 
 fn is_repeated(earlier: &LimitChange, later: &LimitChange) -> bool {

@@ -8,7 +8,7 @@ use policy::{
 };
 
 use super::{block::Block, read::Content, *};
-use crate::trace::{
+use crate::{
     error::TraceError,
     input::Input,
     lines::Lines,

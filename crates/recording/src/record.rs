@@ -1,11 +1,14 @@
 //! A request as a trace tells of it: when, which disk, what, where, how much.
 
+use policy::request::Direction;
+
 /// A disk's index into the reader's names, in order of appearance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct DiskId(pub(crate) u32);
+pub struct DiskId(pub u32);
 
 impl DiskId {
-    pub(crate) fn index(self) -> usize {
+    /// Index into the names of disks.
+    pub fn index(self) -> usize {
         self.0 as usize
     }
 }
@@ -26,10 +29,11 @@ pub enum Op {
 }
 
 impl Op {
-    pub(crate) const ALL: [Self; 5] =
-        [Self::Flush, Self::Read, Self::Write, Self::Discard, Self::WriteZeroes];
+    /// All operations.
+    pub const ALL: [Self; 5] = [Self::Flush, Self::Read, Self::Write, Self::Discard, Self::WriteZeroes];
 
-    pub(crate) const fn name(self) -> &'static str {
+    /// Name in weir's CSV.
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Flush => "flush",
             Self::Read => "read",
@@ -38,22 +42,34 @@ impl Op {
             Self::WriteZeroes => "write-zeroes",
         }
     }
+
+    /// Direction whose limits apply; `None` for a flush, which no limit applies to.
+    pub const fn direction(self) -> Option<Direction> {
+        match self {
+            Self::Read => Some(Direction::Read),
+            Self::Write | Self::Discard | Self::WriteZeroes => Some(Direction::Write),
+            Self::Flush => None,
+        }
+    }
 }
 
+/// A request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Record {
+pub struct Record {
     /// Nanoseconds since the trace's first record.
-    pub(crate) time_ns: u64,
+    pub time_ns: u64,
     /// In bytes; 0 for a flush.
-    pub(crate) offset: u64,
+    pub offset: u64,
     /// In bytes: 0 only for a flush; `offset + length` fits into 64 bits.
-    pub(crate) length: u64,
+    pub length: u64,
     /// From 1; several records may come of one line.
-    pub(crate) line: u64,
-    pub(crate) disk: DiskId,
+    pub line: u64,
+    /// Its disk.
+    pub disk: DiskId,
     /// Which of several merged files; `Source::place` names it.
-    pub(crate) file: u16,
-    pub(crate) op: Op,
+    pub file: u16,
+    /// Its operation.
+    pub op: Op,
 }
 
 impl Record {

@@ -39,7 +39,8 @@ mod read;
 mod write;
 
 pub use limits::{LimitChange, LimitOwner};
-pub(super) use read::{Blocks, Told, is_beginning};
+pub(super) use read::is_beginning;
+pub use read::{Blocks, Told};
 pub use write::Writer;
 
 pub use super::record::Op;
@@ -76,7 +77,7 @@ pub struct Times {
 
 impl Times {
     /// Both together, in nanoseconds.
-    pub(crate) fn latency_ns(self) -> u64 {
+    pub fn latency_ns(self) -> u64 {
         self.wait_ns.saturating_add(self.service_ns)
     }
 }
