@@ -11,6 +11,19 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
+use block::{
+    image::{
+        open::LONGEST_CHAIN,
+        qcow2::{
+            self, MetadataError, bitmap,
+            header::{Header, autoclear},
+            luks::{self, KeySlot, LuksHeader},
+            snapshot::Snapshot,
+        },
+    },
+    plain::plain,
+    storage::{Format, Storage},
+};
 use clap::Args;
 use console::{Failure, on_reactor, print};
 use image::{
@@ -24,7 +37,7 @@ use image::{
 };
 use reactor::plain::plain;
 use serde_json::{Map, Value, json};
-use storage::{Format, Storage};
+use settings::image_info::describe;
 
 use super::{
     Output, OutputArgs,
@@ -228,50 +241,6 @@ fn bitmap_json(entry: &bitmap::Entry) -> Value {
     let flags: Vec<_> =
         flags.iter().filter(|(bit, _)| entry.flags & bit != 0).map(|(_, name)| *name).collect();
     json!({ "name": entry.name(), "granularity": 1_u64 << entry.granularity_bits, "flags": flags })
-}
-
-/// Adds what a header says, as `ImageInfo` has it.
-pub fn describe(header: &Header, json: &mut Value) {
-    json["virtual-size"] = header.size_bytes.into();
-    json["cluster-size"] = header.cluster_bytes().into();
-    json["dirty-flag"] = (header.incompatible & incompatible::DIRTY != 0).into();
-    if let Some(backing) = &header.backing {
-        json["backing-filename"] = backing.name.clone().into();
-        if let Some(format) = &backing.format {
-            json["backing-filename-format"] = format.clone().into();
-        }
-    }
-    if header.crypt != Crypt::None {
-        json["encrypted"] = true.into();
-    }
-    json["format-specific"] = json!({ "type": "qcow2", "data": specific(header) });
-}
-
-fn specific(header: &Header) -> Value {
-    let compression = match header.compression {
-        Compression::Zlib => "zlib",
-        Compression::Zstd => "zstd",
-    };
-    let mut data = json!({
-        "compat": if header.version < 3 { "0.10" } else { "1.1" },
-        "compression-type": compression,
-        "refcount-bits": header.refcount_bits(),
-    });
-    if header.version >= 3 {
-        data["lazy-refcounts"] = (header.compatible & compatible::LAZY_REFCOUNTS != 0).into();
-        data["corrupt"] = (header.incompatible & incompatible::CORRUPT != 0).into();
-        data["extended-l2"] = header.has_subclusters().into();
-    }
-    if header.has_data_file() {
-        if let Some(name) = &header.data_file {
-            data["data-file"] = name.clone().into();
-        }
-        data["data-file-raw"] = (header.autoclear & autoclear::RAW_DATA_FILE != 0).into();
-    }
-    if header.crypt == Crypt::Aes {
-        data["encrypt"] = json!({ "format": "aes" });
-    }
-    data
 }
 
 impl Shown {

@@ -51,7 +51,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use console::Failure;
 
 // For the daemon, which answers QMP's `query-block` with the `ImageInfo` that `info` prints.
-pub use self::{elsewhere::advise, info::describe, opening::beside, resize::Served};
+pub use self::{elsewhere::advise, resize::Served};
 
 /// What to do with images.
 #[derive(Debug, Subcommand)]

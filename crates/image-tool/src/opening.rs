@@ -13,23 +13,25 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
-use image::{
-    open::{check_base, resolve},
-    qcow2::{
-        CacheSettings,
-        header::Header,
-        read_header,
-        snapshot::{Snapshot, SnapshotTable},
+use block::{
+    image::{
+        open::{check_base, resolve},
+        qcow2::{
+            CacheSettings,
+            header::Header,
+            read_header,
+            snapshot::{Snapshot, SnapshotTable},
+        },
+    },
+    storage::{
+        CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
+        probe::{self, Probed},
+        probe_anywhere,
     },
 };
 use nbd::uri::Uri;
 use policy::time::Duration;
-use storage::{
-    CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
-    probe::{self, Probed},
-    probe_anywhere,
-};
+pub(super) use settings::image_info::{beside, is_at_server, is_elsewhere};
 
 /// `--help` lists the names alone: a line on each would triple the pages that have one.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
@@ -97,16 +99,6 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
         },
         None => bail!("its format is not said"),
     }
-}
-
-/// Where a name in an image points, for messages: a relative one begins at the image's directory.
-/// Refuses no name: files are opened by the path that [`behind`] returns.
-pub fn beside(image: &Path, name: &str) -> PathBuf {
-    let name = name.strip_prefix("file:").unwrap_or(name);
-    if is_elsewhere(image) {
-        return name.into();
-    }
-    image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
 /// The file that a name in an image leads to, by the rules of all images: a path, never an address.
@@ -218,19 +210,6 @@ pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
     Ok(if is_elsewhere(path) { text.to_owned() } else { format!("file:{text}") })
-}
-
-/// Whether it names no file of this host: an image of a Ceph cluster, at an NBD server, or without
-/// content (`null:SIZE`). A file of such a name is `./rbd:…`.
-pub(super) fn is_elsewhere(path: &Path) -> bool {
-    let name = path.as_os_str().as_encoded_bytes();
-    let is_storage = [&b"rbd:"[..], b"null:"].iter().any(|kind| name.starts_with(kind));
-    is_storage || is_at_server(path)
-}
-
-/// True if it names a disk at an NBD server.
-pub(super) fn is_at_server(path: &Path) -> bool {
-    path.to_str().is_some_and(Uri::is_meant)
 }
 
 fn is_json(path: &Path) -> bool {

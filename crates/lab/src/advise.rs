@@ -220,7 +220,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
 }
 
 /// All requests in one world.
-fn everything(search: &Search<'_>, world: &crate::simulate::World) -> anyhow::Result<Vec<Felt>> {
+fn everything(search: &Search<'_>, world: &simulator::world::World) -> anyhow::Result<Vec<Felt>> {
     let House { disks, tenants, tenant_of, .. } = search.house;
     let all: Vec<usize> = (0..search.arrivals.streams.len()).collect();
     let trial = Trial { world, disks, tenants: tenant_of, count: tenants.len() };
@@ -230,7 +230,7 @@ fn everything(search: &Search<'_>, world: &crate::simulate::World) -> anyhow::Re
 /// What is to be known of a tenant whose own limits alone keep it from the target.
 fn too_narrow(
     search: &Search<'_>,
-    world: &crate::simulate::World,
+    world: &simulator::world::World,
     tenant: usize,
     told: &Told,
 ) -> anyhow::Result<Option<String>> {

@@ -6,22 +6,19 @@
 use console::figures;
 use hdrhistogram::Histogram;
 use serde::Serialize;
+use simulator::latencies::SIMULATED_DIGITS;
+pub(super) use simulator::latencies::{Latencies, growing, note};
 
 /// Longer ones count as an hour, so that a histogram never grows while it measures.
 const LONGEST_NS: u64 = 3_600_000_000_000;
-/// Significant digits. Each disk of a simulation has three histograms.
+/// Significant digits.
 const DIGITS: u8 = 3;
-const SIMULATED_DIGITS: u8 = 2;
-/// 146 years; longer times count as that.
-const LONGEST_SIMULATED_NS: u64 = 1 << 62;
 const PERCENTILES: [(&str, f64); 5] =
     [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("p99.99", 0.9999)];
 /// A point of a distribution is this share of the requests behind the last, or so many times as
 /// long.
 const STEP: f64 = 0.005;
 const FACTOR: f64 = 1.02;
-
-pub(super) type Latencies = Histogram<u64>;
 
 pub(super) fn new() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("constants that are in range")
@@ -105,16 +102,6 @@ impl Exact {
         let mean = self.sum_ns as f64 / self.count().max(1) as f64;
         Percentiles { mean, p50, p90, p99, p99_9, max: self.max_ns }
     }
-}
-
-/// For simulated times of any length; [`note`] adds to it.
-pub(super) fn growing() -> Latencies {
-    Histogram::new(SIMULATED_DIGITS).expect("between 0 and 5 digits")
-}
-
-#[inline]
-pub(super) fn note(latencies: &mut Latencies, ns: u64) {
-    latencies.record(ns.min(LONGEST_SIMULATED_NS)).expect("it grows as it has to");
 }
 
 /// Reported percentiles: name and nanoseconds.

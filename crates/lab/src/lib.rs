@@ -16,7 +16,6 @@ pub mod interruption;
 mod latencies;
 mod limit_lines;
 mod load;
-mod over_time;
 pub mod probe;
 pub mod report;
 mod result;
@@ -24,5 +23,3 @@ pub mod simulate;
 mod statistics;
 pub mod trace;
 pub mod tune;
-
-pub use simulate::preview;

@@ -15,36 +15,23 @@
 //! time are not. Never opens an image, and always says if a trace was not read to its end.
 
 mod arguments;
-mod backlog;
-mod bucket;
-mod client;
 pub mod cluster;
-mod device;
 mod device_spec;
 mod drive;
-mod engine;
 mod events;
 mod findings;
-mod flow;
 mod generator;
 mod keys;
 mod output;
-mod prefetch;
-pub mod preview;
-mod request;
 mod scenario;
 mod setup;
-mod state;
 mod story;
 mod sweep;
 mod swept;
-mod tally;
 #[cfg(test)]
 mod tests;
 mod two_streams;
-mod watermark;
 mod workload;
-mod world;
 
 use std::{
     num::NonZeroUsize,
@@ -60,16 +47,13 @@ pub(crate) use arguments::Terms;
 pub use arguments::{EXAMPLES, SimulateArgs};
 pub(crate) use cluster::ClusterSpec;
 use console::{Failure, figures, print, print_json, progress::Spinner};
-pub(crate) use device::{Devices, Place, StationSpec};
 pub(crate) use device_spec::DeviceSpec;
 use drive::{Input, Job, Silence, simulate};
-pub(crate) use engine::Engine;
 use events::Events;
 use generator::Generator;
 use output::Summary;
 use policy::throttle::Setting;
 use recording::Merged;
-pub(crate) use request::Request;
 use serde::Serialize;
 pub(crate) use setup::{MOST_DISKS, Names, Setup, device_of};
 use story::Story;
@@ -77,7 +61,6 @@ pub(crate) use sweep::Sweep;
 use swept::{Point, Swept, SweptNames, sweep};
 use workload::names;
 pub(crate) use workload::{Workload, generators};
-pub(crate) use world::{Disk, UNKNOWN_SIZE, World};
 
 use super::{
     interruption::Interruption,

@@ -39,6 +39,7 @@ mod group;
 mod groups;
 mod http;
 mod image;
+pub mod image_info;
 mod image_options;
 pub mod key;
 pub mod keyval;

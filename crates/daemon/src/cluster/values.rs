@@ -309,9 +309,9 @@ impl Grant {
 
 #[cfg(test)]
 mod tests {
-    use lab::simulate::cluster::value_bytes;
     use policy::{cluster::simulated::Word, throttle::LimitKind};
     use proptest::prelude::*;
+    use simulator::cluster_values;
 
     use super::*;
 
@@ -380,13 +380,13 @@ mod tests {
                 wants,
             };
             let there = Reports { groups: BTreeMap::from([("group".to_owned(), Report::from(&report))]) };
-            assert_eq!(value_bytes(Word::Report(&report)), write(&there).len() as u64);
+            assert_eq!(cluster_values::length(Word::Report(&report)), write(&there).len() as u64);
         }
         let spec = Spec::new(7 << 32 | 5, limits(1000), 16, None).unwrap();
         let grant =
             cluster::Grant { term, instance: 9, answers: 8, seq: 7, spec, leased: by_kind, credit: by_kind };
         let there = Grants { groups: BTreeMap::from([("group".to_owned(), Grant::of(&grant, None))]) };
-        assert_eq!(value_bytes(Word::Grant(&grant)), write(&there).len() as u64);
+        assert_eq!(cluster_values::length(Word::Grant(&grant)), write(&there).len() as u64);
     }
 
     proptest! {

@@ -5,8 +5,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use lab::preview::{DiskThen, GroupThen};
 use serde_json::{Map, Value};
+use simulator::preview::{DiskThen, GroupThen};
 use tokio::{
     sync::{Mutex, oneshot},
     time::timeout,

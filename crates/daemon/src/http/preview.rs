@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   body ─► main thread: the settings that there would be, by the rules of a change
-//!        ─► a thread that runs where nobody else wants to: recording's last minutes ─► lab::preview
+//!        ─► a thread that runs where nobody else wants to: recording's last minutes ─► simulator::preview
 //! ```
 //!
 //! One at a time: who asks again is answered, and the one before is not. Nothing is changed.
@@ -17,8 +17,8 @@ use axum::{
     response::Response,
 };
 use block::layer::throttle::{DiskSettings, Group, GroupSettings};
-use lab::preview::{DiskThen, Felt, GroupThen};
 use serde_json::{Value, json};
+use simulator::preview::{DiskThen, Felt, GroupThen};
 use tokio::time::timeout;
 
 use super::{

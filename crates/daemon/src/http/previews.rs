@@ -11,8 +11,9 @@ use std::{
 };
 
 use anyhow::Context as _;
-use lab::preview::{Felt, replay};
+use block::reactor;
 use policy::time::Duration;
+use simulator::preview::{Felt, replay};
 use tokio::sync::oneshot;
 
 use super::desk::Then;

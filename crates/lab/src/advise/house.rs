@@ -20,9 +20,13 @@ use policy::{
     watermark::Watermark,
 };
 use settings::suggest;
+use simulator::{
+    device::Place,
+    world::{Disk, UNKNOWN_SIZE, World},
+};
 
 use super::{arguments::AdviseArgs, arrivals::Arrivals};
-use crate::simulate::{Disk, Names, Place, Setup, Terms, UNKNOWN_SIZE, World, device_of};
+use crate::simulate::{Names, Setup, Terms, device_of};
 
 #[derive(Debug)]
 pub(super) struct House {

@@ -9,12 +9,15 @@
 use std::{cmp::Reverse, collections::HashMap};
 
 use policy::device::Rates;
+use simulator::{
+    device::{Devices, Place, StationSpec},
+    world::World,
+};
 
 use super::{
     need::Search,
     trial::{Felt, Trial},
 };
-use crate::simulate::{Devices, Place, StationSpec, World};
 
 /// Devices of one kind, of which there are any number.
 const MOST_DEVICES: usize = 1000;

@@ -23,6 +23,7 @@
 mod group;
 
 use policy::throttle::{Limit, LimitKind, Limits, Share, Unit};
+use simulator::{device::Devices, world::World};
 
 use super::{
     arrivals::Arrival,
@@ -31,7 +32,6 @@ use super::{
     need::{Need, Search, amount, limits_of},
     trial::{Felt, Trial},
 };
-use crate::simulate::{Devices, World};
 
 const MOST_SEARCHED: u64 = 2_000_000;
 /// The lowest level there is, of the whole device.

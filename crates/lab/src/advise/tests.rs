@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 use console::figures;
 use policy::throttle::{Limit, Share, Unit};
 use recording::{DiskId, Op, Record};
+use simulator::{engine::Engine, request::Request, world::UNKNOWN_SIZE};
 
 use super::{
     advice::{Advice, Line},
@@ -22,10 +23,7 @@ use super::{
     target::Target,
     trial::{Judge, Trial},
 };
-use crate::{
-    latencies::Percentiles,
-    simulate::{Engine, Request, Setup, UNKNOWN_SIZE},
-};
+use crate::{latencies::Percentiles, simulate::Setup};
 
 const MS: u64 = 1_000_000;
 const S: u64 = 1000 * MS;

@@ -8,12 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use recording::Op;
 use serde::Serialize;
+use simulator::{engine::Engine, request::Request, world::World};
 
 use super::{arrivals::Arrival, certainty::Blocks, target::Target};
-use crate::{
-    latencies::{self, Latencies},
-    simulate::{Engine, Request, World},
-};
+use crate::latencies::{self, Latencies};
 
 /// Some 240 MB. A trial that has more waiting at once is given up.
 const MOST_WAITING: usize = 2_000_000;

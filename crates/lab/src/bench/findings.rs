@@ -1,12 +1,11 @@
 //! What is kept of a run: numbers to compare, and charts. A direction without answers is left out.
 
 use console::figures;
+use simulator::over_time::OverTime;
 
 use crate::{
-    latencies,
-    latencies::{Counts, Latencies, percentile_names, percentiles},
+    latencies::{self, Counts, Latencies, percentile_names, percentiles},
     load::{Outcome, Second},
-    over_time::OverTime,
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 

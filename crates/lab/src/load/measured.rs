@@ -4,12 +4,9 @@
 use std::fmt;
 
 use policy::time::{Duration, Instant};
+use simulator::over_time::OverTime;
 
-use crate::{
-    latencies,
-    latencies::{Counts, Latencies},
-    over_time::OverTime,
-};
+use crate::latencies::{self, Counts, Latencies};
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -9,7 +9,6 @@
 //! Hosts, leader and trees are the daemon's own code; etcd, the network, clocks and clients are
 //! imitated (`policy::cluster::simulated`). Never speaks with etcd, and takes no address of one.
 
-mod bytes;
 mod findings;
 mod hosts;
 mod run;
@@ -21,7 +20,6 @@ mod tests;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::anyhow;
-pub use bytes::length as value_bytes;
 use console::{Failure, figures, progress::Spinner};
 use policy::{
     cluster::Spec,

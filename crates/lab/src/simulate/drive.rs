@@ -24,16 +24,18 @@ use std::{
 use anyhow::anyhow;
 use policy::prefetch;
 use recording::{Record, Source};
-
-use super::{
+use simulator::{
     backlog::{BacklogMemory, MOST_BYTES},
     client::{Client, ClientSpec},
     engine::{Engine, Impossible, RowSink, STEPS},
-    events::Events,
     request::Request,
-    setup::{Names, Setup},
     tally::{Queue, Tally},
     world::{Disk, UNKNOWN_SIZE, World},
+};
+
+use super::{
+    events::Events,
+    setup::{Names, Setup},
 };
 
 /// Enough to hand on cheaply, few enough for a cache.

@@ -14,8 +14,8 @@ use recording::{
     push_decimal,
     write::{push_request, quoted},
 };
+use simulator::{bucket::Bucket, engine::Row, world::World};
 
-use super::{bucket::Bucket, engine::Row, world::World};
 use crate::trace::Output;
 
 const BLOCK_BYTES: usize = 1 << 18;

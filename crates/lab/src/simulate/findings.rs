@@ -2,14 +2,13 @@
 //! disks.
 
 use console::figures;
+use simulator::{engine::DRAWN, tally::Tally};
 
 use super::{
     drive::Outcome,
-    engine::DRAWN,
     output::{Figures, Line, Summary},
     story::Story,
     swept::{JudgedDisks, Point, Swept},
-    tally::Tally,
 };
 use crate::{
     latencies::{self, Percentiles},

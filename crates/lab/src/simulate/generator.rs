@@ -1,11 +1,9 @@
 //! Requests of a generated workload; the same seed gives the same requests.
 
 use recording::{DiskId, Record, Source};
+use simulator::request::Op;
 
-use super::{
-    request::Op,
-    workload::{Open, names},
-};
+use super::workload::{Open, names};
 use crate::load::{Draw, exponential};
 
 #[derive(Debug)]

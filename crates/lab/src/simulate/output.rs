@@ -8,11 +8,9 @@ use console::{
     table::{Side, Table, columns},
 };
 use serde::Serialize;
+use simulator::tally::{Queue, Tally};
 
-use super::{
-    drive::{OfDisk, Outcome},
-    tally::{Queue, Tally},
-};
+use super::drive::{OfDisk, Outcome};
 use crate::latencies::Percentiles;
 
 #[derive(Debug, Serialize)]

@@ -4,15 +4,17 @@
 
 use console::table::columns;
 use policy::throttle::{Limit, LimitKind, Limits};
-
-use super::{
+use simulator::{
     client::ClientSpec,
     engine::{Impossible, Row},
     request::Op,
+    world::{DiskSettings, Group, World},
+};
+
+use super::{
     story::{Story, disk, one_limit, run},
     two_streams,
     workload::Tale,
-    world::{DiskSettings, Group, World},
 };
 
 pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {

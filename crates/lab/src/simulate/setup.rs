@@ -18,13 +18,12 @@ use policy::{
     throttle::{Limits, Setting},
 };
 use settings::{Plan, config, state::Store};
-use storage::{Spec, delay::DelayOptions, rate::RateOptions};
-
-use super::{
+use simulator::{
     device::{Place, Service, StationSpec, measured, places},
-    device_spec::DeviceSpec,
     world::{Disk, Group, UNKNOWN_SIZE, World},
 };
+
+use super::device_spec::DeviceSpec;
 use crate::{
     limit_lines::LimitRates,
     probe,

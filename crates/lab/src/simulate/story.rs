@@ -5,13 +5,13 @@ use policy::{
     prefetch,
     throttle::{LimitKind, Limits},
 };
-
-use super::{
+use simulator::{
     client::{Client, ClientSpec},
     device::Place,
     engine::{Engine, Impossible, Row},
     world::{Disk, DiskSettings, UNKNOWN_SIZE, World},
 };
+
 use crate::result;
 
 #[derive(Debug)]

@@ -16,8 +16,9 @@ use console::{
 };
 use policy::throttle::Setting;
 use serde::Serialize;
+use simulator::tally::Tally;
 
-use super::{drive::Outcome, sweep::Sweep, tally::Tally};
+use super::{drive::Outcome, sweep::Sweep};
 use crate::latencies::Percentiles;
 
 /// More disks than these have no column of their own.

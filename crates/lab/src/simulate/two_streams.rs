@@ -8,15 +8,15 @@
 
 use console::table::Side;
 use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};
-
-use super::{
+use simulator::{
     client::ClientSpec,
     device::Place,
     engine::Impossible,
     request::Op,
-    story::{Story, disk, one_limit, run},
     world::{Disk, DiskSettings, World},
 };
+
+use super::story::{Story, disk, one_limit, run};
 
 const MIB: u64 = 1 << 20;
 const COUNT: u64 = 256;

@@ -11,7 +11,9 @@
 
 use std::str::FromStr;
 
-use super::{client::ClientSpec, keys::Keys, request::Op};
+use simulator::{client::ClientSpec, request::Op};
+
+use super::keys::Keys;
 use crate::load::Locality;
 
 #[derive(Clone, Debug, PartialEq)]

@@ -19,6 +19,7 @@ use std::{
 use anyhow::anyhow;
 use console::figures;
 use recording::{Merged, Options, Outcome, Record, Source as _, limit_history::LimitHistory, reader};
+use simulator::over_time::{LatencyOverTime, OverTime};
 
 use super::{
     held_by::{HeldBy, LimitNames},
@@ -28,7 +29,6 @@ use super::{
 use crate::{
     latencies::{Exact, Percentiles},
     limit_lines::{LimitRates, lines_of},
-    over_time::{LatencyOverTime, OverTime},
     result::{Axis, Chart, Findings, Lines, Series, Table, Unit},
 };
 

@@ -13,8 +13,8 @@ use std::{
 };
 
 use block::recorder::{Finished, Operation};
-use lab::preview::{Op, Past};
 use policy::time::{Duration, Instant};
+use simulator::preview::{Op, Past};
 
 use super::{engine::Output, limits::LimitsByOwner, names::Named};
 

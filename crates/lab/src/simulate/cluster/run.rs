@@ -12,8 +12,9 @@ use policy::{
     },
     throttle::LimitKind,
 };
+use simulator::cluster_values;
 
-use super::{bytes, hosts::Hosts, hosts::shuffle, spec::ClusterSpec};
+use super::{hosts::Hosts, hosts::shuffle, spec::ClusterSpec};
 
 /// Grants in one transaction, as the daemon writes them: etcd's own bound.
 const OPERATIONS: usize = 128;
@@ -119,7 +120,7 @@ impl<'a> Run<'a> {
             leaders: spec.candidates,
             rereads: false,
             operations: OPERATIONS,
-            bytes: bytes::length,
+            bytes: cluster_values::length,
         };
         let world = World::new(seed, limits, &hosts.clients(), setting);
         let outcome = Outcome {

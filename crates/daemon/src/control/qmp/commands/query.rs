@@ -5,11 +5,14 @@
 
 use std::rc::Rc;
 
-use image::{
-    Image,
-    qcow2::header::{Crypt, Header},
+use ::settings::image_info::{beside, describe};
+use block::{
+    image::{
+        Image,
+        qcow2::header::{Crypt, Header},
+    },
+    reactor,
 };
-use image_tool::{beside, describe};
 use policy::time::Duration;
 use serde_json::{Value, json};
 

@@ -10,7 +10,7 @@ use policy::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::simulate::{
+use crate::{
     client::ClientSpec,
     device::{Place, Service, StationSpec},
     world::{DiskSettings, UNKNOWN_SIZE},

@@ -1,81 +1,98 @@
-//! What is simulated, as plain values: groups, disks and devices. [`setup`](super::setup) makes it.
+//! What is simulated, as plain values: groups, disks and devices.
 
-pub(crate) use block::layer::throttle::DiskSettings;
+pub use block::layer::throttle::DiskSettings;
 use policy::{device::Rates, prefetch, throttle::Limits};
 
 use super::device::{Place, StationSpec};
 
 /// For disks of unknown size: no offset is past its end.
-pub(crate) const UNKNOWN_SIZE: u64 = 1 << 63;
+pub const UNKNOWN_SIZE: u64 = 1 << 63;
 
+/// Disks, groups and devices to simulate.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct World {
+pub struct World {
     /// Each after the one it lies in.
-    pub(crate) groups: Vec<Group>,
-    pub(crate) disks: Vec<Disk>,
-    pub(crate) stations: Vec<StationSpec>,
-    pub(crate) budgets: Vec<Rates>,
+    pub groups: Vec<Group>,
+    /// Disks.
+    pub disks: Vec<Disk>,
+    /// Devices by their service times.
+    pub stations: Vec<StationSpec>,
+    /// Devices by the bounds of their rates.
+    pub budgets: Vec<Rates>,
 }
 
+/// A group.
 #[derive(Clone, Debug)]
-pub(crate) struct Group {
-    pub(crate) name: String,
-    pub(crate) hold: DiskSettings,
+pub struct Group {
+    /// For messages.
+    pub name: String,
+    /// Its limits and share.
+    pub hold: DiskSettings,
     /// Its index in [`World::groups`], smaller than this group's.
-    pub(crate) parent: Option<usize>,
+    pub parent: Option<usize>,
 }
 
+/// A disk.
 #[derive(Clone, Debug)]
-pub(crate) struct Disk {
-    pub(crate) name: String,
-    pub(crate) hold: DiskSettings,
-    pub(crate) group: Option<usize>,
-    pub(crate) prefetch: prefetch::Settings,
-    pub(crate) size_bytes: u64,
-    pub(crate) place: Place,
+pub struct Disk {
+    /// For messages.
+    pub name: String,
+    /// Its limits and share.
+    pub hold: DiskSettings,
+    /// Index of its group.
+    pub group: Option<usize>,
+    /// Prefetch settings.
+    pub prefetch: prefetch::Settings,
+    /// Size; [`UNKNOWN_SIZE`] if it is not known.
+    pub size_bytes: u64,
+    /// Its device.
+    pub place: Place,
     /// The watched device; `None` where the daemon would find none.
-    pub(crate) watched: Option<Place>,
+    pub watched: Option<Place>,
 }
 
 impl World {
-    pub(crate) fn add_station(&mut self, spec: StationSpec) -> usize {
+    /// Adds a station and returns its index.
+    pub fn add_station(&mut self, spec: StationSpec) -> usize {
         self.stations.push(spec);
         self.stations.len() - 1
     }
 
-    pub(crate) fn add_budget(&mut self, spec: Rates) -> usize {
+    /// Adds a budget and returns its index.
+    pub fn add_budget(&mut self, spec: Rates) -> usize {
         self.budgets.push(spec);
         self.budgets.len() - 1
     }
 
     /// A budget is added only where something is bounded.
-    pub(crate) fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
+    pub fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
         let station = Some(self.add_station(station));
         let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
         Place { station, budget }
     }
 
     /// Puts all disks that are in no group into one with these limits.
-    pub(crate) fn put_together(&mut self, limits: Limits) {
+    pub fn put_together(&mut self, limits: Limits) {
         let group = self.groups.len();
         let hold = DiskSettings { limits, ..DiskSettings::default() };
         self.groups.push(Group { name: String::new(), hold, parent: None });
         self.disks.iter_mut().for_each(|disk| disk.group = disk.group.or(Some(group)));
     }
 
-    pub(crate) fn is_limited(&self) -> bool {
+    /// True if a disk or group has a limit.
+    pub fn is_limited(&self) -> bool {
         let mut holds =
             self.disks.iter().map(|disk| &disk.hold).chain(self.groups.iter().map(|group| &group.hold));
         holds.any(|hold| hold.limits != Limits::default())
     }
 
     /// Innermost first.
-    pub(crate) fn groups_above<'a>(&'a self, disk: &Disk) -> impl Iterator<Item = usize> + use<'a> {
+    pub fn groups_above<'a>(&'a self, disk: &Disk) -> impl Iterator<Item = usize> + use<'a> {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
     /// Each disk's part of the world. Different parts share no group and no device.
-    pub(crate) fn parts(&self) -> Vec<usize> {
+    pub fn parts(&self) -> Vec<usize> {
         let groups = self.groups.len();
         let stations = groups + self.disks.len();
         let budgets = stations + self.stations.len();

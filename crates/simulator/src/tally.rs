@@ -8,12 +8,15 @@ use crate::{
     over_time::OverTime,
 };
 
+/// The requests of a disk or group that wait for limits.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Queue {
+pub struct Queue {
     waiting: u64,
     since: u64,
-    pub(crate) longest: u64,
-    pub(crate) throttled_ns: u64,
+    /// Largest number of waiting requests.
+    pub longest: u64,
+    /// Time during which at least one request waited.
+    pub throttled_ns: u64,
 }
 
 impl Queue {
@@ -43,25 +46,35 @@ impl Queue {
     }
 }
 
+/// Measurements of the requests of a disk.
 #[derive(Clone, Debug)]
-pub(crate) struct Tally {
-    pub(crate) requests: u64,
-    pub(crate) bytes: u64,
-    pub(crate) latency: Latencies,
-    pub(crate) waited: Latencies,
-    pub(crate) served: Latencies,
+pub struct Tally {
+    /// Number of completed requests.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Nanoseconds from arrival to completion.
+    pub latency: Latencies,
+    /// Nanoseconds from arrival to admission.
+    pub waited: Latencies,
+    /// Nanoseconds from admission to completion.
+    pub served: Latencies,
     /// In nanoseconds.
     pub(crate) first: Option<u64>,
     pub(crate) last: u64,
     /// Series of the disks that are drawn.
-    pub(crate) drawn: Option<Box<Drawn>>,
+    pub drawn: Option<Box<Drawn>>,
 }
 
+/// Series of a disk for charts.
 #[derive(Clone, Debug)]
-pub(crate) struct Drawn {
-    pub(crate) done: OverTime,
-    pub(crate) done_bytes: OverTime,
-    pub(crate) waiting: OverTime,
+pub struct Drawn {
+    /// Completed requests.
+    pub done: OverTime,
+    /// Their bytes.
+    pub done_bytes: OverTime,
+    /// Requests that wait.
+    pub waiting: OverTime,
 }
 
 impl Default for Tally {
@@ -93,7 +106,8 @@ impl Tally {
         }
     }
 
-    pub(crate) fn add(&mut self, other: &Self) {
+    /// Adds the measurements of another disk.
+    pub fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.bytes = self.bytes.saturating_add(other.bytes);
         for (ours, theirs) in [
@@ -108,18 +122,18 @@ impl Tally {
     }
 
     /// From the first request to the last answer.
-    pub(crate) fn seconds(&self) -> f64 {
+    pub fn seconds(&self) -> f64 {
         self.last.saturating_sub(self.first.unwrap_or(self.last)) as f64 / 1e9
     }
 
     /// As a share of [`seconds`](Self::seconds), 0 to 1.
-    pub(crate) fn share(&self, ns: u64) -> f64 {
+    pub fn share(&self, ns: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
     }
 
     /// 0 where it took no time.
-    pub(crate) fn a_second(&self, count: u64) -> f64 {
+    pub fn a_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { count as f64 / seconds } else { 0.0 }
     }

@@ -12,7 +12,7 @@ use super::world::{Disk, World};
 
 /// A limit and its level; [`Bucket::NONE`] is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Bucket(u8);
+pub struct Bucket(u8);
 
 const KINDS: usize = LimitKind::ALL.len();
 
@@ -30,7 +30,7 @@ impl Bucket {
     }
 
     /// Such as `iops-total`, `bps-read@gold`, or `-`. `groups` are the disk's, innermost first.
-    pub(crate) fn name(self, groups: &[&str]) -> String {
+    pub fn name(self, groups: &[&str]) -> String {
         match self.limit() {
             None => "-".to_owned(),
             Some((0, kind)) => name(kind).to_owned(),
@@ -43,8 +43,9 @@ fn name(kind: LimitKind) -> &'static str {
     policy::throttle::Setting::Limit(kind, policy::throttle::Part::Rate).name()
 }
 
+/// Time that each limit throttled a disk.
 #[derive(Clone, Debug)]
-pub(crate) struct Held {
+pub struct Held {
     /// By direction: all limits that it could be.
     reach: [Vec<(u8, LimitKind)>; 2],
     /// By direction: the limit and since when, while something waits.
@@ -105,7 +106,7 @@ impl Held {
     }
 
     /// Each limit with the nanoseconds it held something up, longest first.
-    pub(crate) fn times(&self) -> Vec<(Bucket, u64)> {
+    pub fn times(&self) -> Vec<(Bucket, u64)> {
         let mut times: Vec<_> = (0_u8..).map(Bucket).zip(self.ns).filter(|(_, ns)| *ns > 0).collect();
         times.sort_by_key(|&(bucket, ns)| (std::cmp::Reverse(ns), bucket));
         times

@@ -41,27 +41,35 @@ use super::{
 };
 
 /// As many lines as can be told apart.
-pub(crate) const DRAWN: usize = 8;
+pub const DRAWN: usize = 8;
 /// Number of waiting requests of a disk and a direction that the tree holds; it decides by the
 /// first one. Above 1, or a disk would count as idle between an admission and the next request.
 const HEADS: usize = 4;
-pub(super) const STEPS: usize = 1 << 14;
+/// Events between two checks for an interruption.
+pub const STEPS: usize = 1 << 14;
 /// The client of a request that no client waits for.
 const NOBODY: u32 = u32::MAX;
 
+/// A request with its times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
-    pub(crate) request: Request,
+pub struct Row {
+    /// The request.
+    pub request: Request,
     /// Nanoseconds when it passed all limits, and when it was done.
-    pub(crate) admitted_ns: u64,
-    pub(crate) completed_ns: u64,
-    pub(crate) bucket: Bucket,
+    pub admitted_ns: u64,
+    /// Nanoseconds when it was complete.
+    pub completed_ns: u64,
+    /// The limit that throttled it.
+    pub bucket: Bucket,
 }
 
+/// Why a world cannot be simulated.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Impossible {
+pub enum Impossible {
+    /// Limits of a disk or group, by its name.
     #[error("{0}: {1}")]
     Hold(String, Refused),
+    /// Prefetch settings of a disk, by its name.
     #[error("{0}: {1}")]
     Prefetch(String, Invalid),
 }
@@ -78,7 +86,7 @@ enum Sender {
 }
 
 /// Receives results, in the order in which requests passed the limits.
-pub(crate) type RowSink = Box<dyn FnMut(&[Row]) + Send>;
+pub type RowSink = Box<dyn FnMut(&[Row]) + Send>;
 /// Number of rows that are passed on together.
 const AT_ONCE: usize = 4096;
 
@@ -96,8 +104,9 @@ impl fmt::Debug for ResultRows {
     }
 }
 
+/// A running simulation.
 #[derive(Debug)]
-pub(crate) struct Engine {
+pub struct Engine {
     state: State,
     waiting: Waiting,
     /// Memory of all backlogs, of this engine and others of the same simulation.
@@ -115,7 +124,7 @@ pub(crate) struct Engine {
 
 impl Engine {
     /// `rows` keeps results for [`Engine::take_rows`]. Fails if a group cannot keep its promises.
-    pub(crate) fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
+    pub fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
         Self::of(
             world,
             if rows { ResultRows::Kept(Vec::new()) } else { ResultRows::None },
@@ -125,7 +134,7 @@ impl Engine {
     }
 
     /// One of several that share memory for waiting requests, and results, if they are wanted.
-    pub(crate) fn beside(
+    pub fn beside(
         world: &World,
         results: Option<RowSink>,
         memory: &BacklogMemory,
@@ -135,7 +144,7 @@ impl Engine {
     }
 
     /// The same disks and devices without weir: no limits, nothing read ahead.
-    pub(crate) fn unlimited(world: &World) -> Result<Self, Impossible> {
+    pub fn unlimited(world: &World) -> Result<Self, Impossible> {
         Self::of(world, ResultRows::None, true, BacklogMemory::default())
     }
 
@@ -161,11 +170,16 @@ impl Engine {
         Ok(engine)
     }
 
-    pub(crate) fn disks(&self) -> usize {
+    /// Number of disks.
+    pub fn disks(&self) -> usize {
         self.state.disks.len()
     }
 
-    pub(crate) fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
+    /// Adds the groups, disks and devices that the world has gained, up to this number of disks.
+    ///
+    /// # Errors
+    /// Limits or prefetch settings are invalid.
+    pub fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
         self.state.flow.devices.follow(&world.stations, &world.budgets);
         if !self.unlimited {
             for group in &world.groups[self.state.groups.len()..] {
@@ -231,7 +245,7 @@ impl Engine {
     }
 
     /// It begins at once, or at its own time.
-    pub(crate) fn add_client(&mut self, client: Client) {
+    pub fn add_client(&mut self, client: Client) {
         let number = self.clients.len() as u32;
         for _ in 0..client.spec.depth {
             self.state.flow.foresee(client.spec.time.start.max(self.state.now), What::Send(number));
@@ -249,7 +263,7 @@ impl Engine {
 
     /// Runs all events up to a request, which is not before earlier ones, unless `stop` is set.
     #[inline]
-    pub(crate) fn arrive(&mut self, request: Request, stop: &AtomicBool) {
+    pub fn arrive(&mut self, request: Request, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
             self.wake();
             self.ask(request, NOBODY);
@@ -258,7 +272,7 @@ impl Engine {
 
     /// False if `stop` was set meanwhile.
     #[inline]
-    pub(crate) fn run_until(&mut self, at: u64, stop: &AtomicBool) -> bool {
+    pub fn run_until(&mut self, at: u64, stop: &AtomicBool) -> bool {
         let mut steps = 0;
         while self.state.flow.next_at().is_some_and(|next| next <= at) {
             self.step();
@@ -282,12 +296,13 @@ impl Engine {
         self.state.flow.foreseen()
     }
 
-    pub(crate) fn waiting(&self) -> usize {
+    /// Number of requests that wait for limits.
+    pub fn waiting(&self) -> usize {
         self.waiting.len() + self.behind
     }
 
     /// Runs at most so many events; false once nothing is left.
-    pub(crate) fn run(&mut self, steps: usize) -> bool {
+    pub fn run(&mut self, steps: usize) -> bool {
         for _ in 0..steps {
             if self.state.flow.is_idle() {
                 return false;
@@ -298,7 +313,7 @@ impl Engine {
     }
 
     /// Accounts for requests that still wait at the end.
-    pub(crate) fn settle(&mut self) {
+    pub fn settle(&mut self) {
         let now = self.state.now;
         for disk in &mut self.state.disks {
             let waiting = disk.queue.settle(now);
@@ -315,27 +330,31 @@ impl Engine {
 
     /// Rows since the last call, in the order in which requests passed the limits. Empty unless the
     /// engine keeps rows.
-    pub(crate) fn take_rows(&mut self) -> std::vec::IntoIter<Row> {
+    pub fn take_rows(&mut self) -> std::vec::IntoIter<Row> {
         match &mut self.rows {
             ResultRows::Kept(rows) => std::mem::take(rows).into_iter(),
             _ => Vec::new().into_iter(),
         }
     }
 
-    pub(crate) fn disk(&self, index: usize) -> (&Tally, &Queue, &Held) {
+    /// Measurements of a disk, its queue, and the limits that throttled it.
+    pub fn disk(&self, index: usize) -> (&Tally, &Queue, &Held) {
         let disk = &self.state.disks[index];
         (&disk.tally, &disk.queue, &disk.held)
     }
 
-    pub(crate) fn take_tally(&mut self, index: usize) -> Tally {
+    /// Removes the measurements of a disk.
+    pub fn take_tally(&mut self, index: usize) -> Tally {
         std::mem::take(&mut self.state.disks[index].tally)
     }
 
-    pub(crate) fn group(&self, index: usize) -> &Queue {
+    /// The queue of a group.
+    pub fn group(&self, index: usize) -> &Queue {
         &self.state.groups[index].queue
     }
 
-    pub(crate) fn prefetch(&self, index: usize) -> Option<policy::prefetch::Stats> {
+    /// Counters of a disk's prefetch cache; `None` without one.
+    pub fn prefetch(&self, index: usize) -> Option<policy::prefetch::Stats> {
         self.state.disks[index].ahead.as_ref().map(|ahead| ahead.stats())
     }
 

@@ -8,26 +8,32 @@ use super::request::{Op, Request};
 /// Delay after an answer that took no time, or a client would send forever at one instant.
 const LEAST_NS: u64 = 10_000;
 
+/// A client with a fixed number of requests in flight.
 #[derive(Clone, Debug)]
-pub(crate) struct ClientSpec {
-    pub(crate) disk: usize,
-    pub(crate) op: Op,
-    pub(crate) length: u64,
+pub struct ClientSpec {
+    /// Index of its disk.
+    pub disk: usize,
+    /// Operation of all its requests.
+    pub op: Op,
+    /// Bytes of each request.
+    pub length: u64,
     /// Where requests are, in sequence and wrapping around, or at random; at least `length` long.
-    pub(crate) region: std::ops::Range<u64>,
+    pub region: std::ops::Range<u64>,
     /// The seed of random places.
-    pub(crate) random: Option<u64>,
-    pub(crate) depth: u32,
+    pub random: Option<u64>,
+    /// Requests in flight.
+    pub depth: u32,
     /// Between an answer and the next request.
-    pub(crate) think_ns: u64,
+    pub think_ns: u64,
     /// `None` has no end.
-    pub(crate) count: Option<u64>,
+    pub count: Option<u64>,
     /// Nanoseconds from the first request to the end of sending.
-    pub(crate) time: std::ops::Range<u64>,
+    pub time: std::ops::Range<u64>,
 }
 
+/// A client and its position.
 #[derive(Clone, Debug)]
-pub(crate) struct Client {
+pub struct Client {
     pub(super) spec: ClientSpec,
     random: Option<fastrand::Rng>,
     next: u64,
@@ -35,7 +41,8 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    pub(crate) fn new(spec: ClientSpec) -> Self {
+    /// A client before its first request.
+    pub fn new(spec: ClientSpec) -> Self {
         let random = spec.random.map(fastrand::Rng::with_seed);
         Self { next: spec.region.start, random, sent: 0, spec }
     }

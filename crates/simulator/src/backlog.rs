@@ -22,7 +22,7 @@ use super::request::{Op, Request};
 
 /// Bytes of all backlogs of one simulation: at least 26 million requests, some 100 million of a
 /// database, and 1,000 million that follow each other at one instant.
-pub(crate) const MOST_BYTES: usize = 1 << 30;
+pub const MOST_BYTES: usize = 1 << 30;
 /// Allocated and accounted at a time.
 const CHUNK_BYTES: usize = 4096;
 /// A code's first byte, and four numbers of at most 64 bits in groups of seven.
@@ -38,11 +38,11 @@ const SAME_CLIENT: u8 = 1 << 7;
 
 /// Memory that the backlogs of one simulation occupy together, on all threads.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct BacklogMemory(Arc<AtomicUsize>);
+pub struct BacklogMemory(Arc<AtomicUsize>);
 
 impl BacklogMemory {
     /// Returns true once [`MOST_BYTES`] are in use: the simulation must end.
-    pub(crate) fn is_full(&self) -> bool {
+    pub fn is_full(&self) -> bool {
         self.0.load(Ordering::Relaxed) >= MOST_BYTES
     }
 

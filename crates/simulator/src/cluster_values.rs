@@ -1,6 +1,6 @@
 //! How long the values are that hosts and the leader write to etcd.
 //!
-//! The daemon writes them itself (`cluster/values.rs`), above this crate; a test there holds that
+//! The daemon writes them (`cluster/values.rs`), above this crate; a test there checks that
 //! these are as long.
 
 use policy::{

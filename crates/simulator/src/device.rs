@@ -19,25 +19,33 @@ use policy::{
 
 use super::request::Op;
 
+/// A device with a number of servers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct StationSpec {
-    pub(crate) read: Service,
-    pub(crate) write: Service,
-    pub(crate) zero: Service,
-    pub(crate) flush: Service,
+pub struct StationSpec {
+    /// Service time of a read.
+    pub read: Service,
+    /// Service time of a write.
+    pub write: Service,
+    /// Service time of a discard and of writing zeroes.
+    pub zero: Service,
+    /// Service time of a flush.
+    pub flush: Service,
     /// `None` is any number.
-    pub(crate) parallel: Option<usize>,
+    pub parallel: Option<usize>,
 }
 
+/// Service time of a request: a constant and a part for each byte.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Service {
-    pub(crate) base_ns: u64,
+pub struct Service {
+    /// Constant part.
+    pub base_ns: u64,
     /// Finite, not negative.
-    pub(crate) byte_ns: f64,
+    pub byte_ns: f64,
 }
 
 impl Service {
-    pub(crate) const fn fixed(base_ns: u64) -> Self {
+    /// A service time that does not depend on the length.
+    pub const fn fixed(base_ns: u64) -> Self {
         Self { base_ns, byte_ns: 0.0 }
     }
 
@@ -51,26 +59,29 @@ impl Service {
 
 /// The station and budget under a disk, by index; possibly shared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Place {
-    pub(crate) station: Option<usize>,
-    pub(crate) budget: Option<usize>,
+pub struct Place {
+    /// Index of the station; `None` if it takes no time.
+    pub station: Option<usize>,
+    /// Index of the budget; `None` if rates have no bound.
+    pub budget: Option<usize>,
 }
 
+/// The devices of a simulation, with the requests that they serve.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Devices {
+pub struct Devices {
     stations: Vec<Station>,
     budgets: Vec<Lines>,
 }
 
 impl Devices {
     /// Adds new ones, idle.
-    pub(crate) fn follow(&mut self, stations: &[StationSpec], budgets: &[Rates]) {
+    pub fn follow(&mut self, stations: &[StationSpec], budgets: &[Rates]) {
         self.stations.extend(stations[self.stations.len()..].iter().map(Station::new));
         self.budgets.extend(budgets[self.budgets.len()..].iter().copied().map(Lines::new));
     }
 
     /// Returns when the request ends. Requests begin in the order of their time.
-    pub(crate) fn begin(&mut self, place: Place, op: Op, length: u64, now: u64) -> u64 {
+    pub fn begin(&mut self, place: Place, op: Op, length: u64, now: u64) -> u64 {
         let mut end = now;
         // As in the daemon, where the rate lies over the delay, a flush costs no rate.
         if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
@@ -85,7 +96,7 @@ impl Devices {
     }
 
     /// Nanoseconds of full use by `now`.
-    pub(crate) fn worked_ns(&self, place: Place, now: u64) -> u64 {
+    pub fn worked_ns(&self, place: Place, now: u64) -> u64 {
         let worked = |budget: usize| self.budgets[budget].worked(of_budget(now)).as_nanos();
         let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
         budget.max(place.station.map_or(0, |station| self.stations[station].worked_ns(now)))
@@ -142,7 +153,7 @@ impl Station {
 ///
 /// Both figures are met exactly, sizes between them by a straight line; if that would fall, the
 /// requests' figure alone holds. A figure of 0 was not measured and bounds nothing.
-pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
+pub fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     const SMALL: f64 = 4096.0;
     const LARGE: f64 = 1_048_576.0;
     let places = parallel as f64 * NANOS_PER_SECOND as f64;
@@ -160,7 +171,7 @@ const ALONE_S: f64 = 100e-6;
 ///
 /// `weir probe` keeps no latency, so a request is assumed to take [`ALONE_S`], or longer at low
 /// rates: a hard disk of 200 a second works on one at a time, flash of 500,000 on 32.
-pub(crate) fn places(iops: u64, depth: usize) -> usize {
+pub fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
 }
 

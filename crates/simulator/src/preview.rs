@@ -297,7 +297,7 @@ mod tests {
     use policy::throttle::{Limit, LimitKind, Limits};
 
     use super::*;
-    use crate::simulate::client::{Client, ClientSpec};
+    use crate::client::{Client, ClientSpec};
 
     const MS: u64 = 1_000_000;
     const SECOND: u64 = 1000 * MS;
@@ -330,8 +330,8 @@ mod tests {
         };
         for (settings, group) in disks {
             let then = DiskThen { name: String::new(), settings: *settings, group: *group, past: Vec::new() };
-            let service = crate::simulate::device::Service::fixed(MS / 5);
-            let station = world.add_station(crate::simulate::device::StationSpec {
+            let service = crate::device::Service::fixed(MS / 5);
+            let station = world.add_station(crate::device::StationSpec {
                 read: service,
                 write: service,
                 ..Default::default()

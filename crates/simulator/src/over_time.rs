@@ -14,7 +14,7 @@ const LEAST_INTERVALS: usize = 12;
 
 /// A value over time, in intervals of equal length that double as needed.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct OverTime {
+pub struct OverTime {
     bits: u32,
     values: Vec<u64>,
     joins: JoinRule,
@@ -41,7 +41,8 @@ impl JoinRule {
 }
 
 impl OverTime {
-    pub(crate) fn sums() -> Self {
+    /// Sums of each interval.
+    pub fn sums() -> Self {
         let values = Vec::with_capacity(INTERVALS);
         Self { bits: FIRST_BITS, values, joins: JoinRule::Sum, level: 0, last_ns: 0 }
     }
@@ -57,13 +58,14 @@ impl OverTime {
         self.level = level;
     }
 
-    pub(crate) fn note(&mut self, at: u64, value: u64) {
+    /// Adds a value at an instant, in nanoseconds.
+    pub fn note(&mut self, at: u64, value: u64) {
         let interval = self.interval(at);
         self.values[interval] = self.joins.join(self.values[interval], value);
     }
 
     /// Adds the nanoseconds of a stretch of time to the intervals that it lies in.
-    pub(crate) fn note_stretch(&mut self, from_ns: u64, to_ns: u64) {
+    pub fn note_stretch(&mut self, from_ns: u64, to_ns: u64) {
         let Some(last_ns) = to_ns.checked_sub(1).filter(|last_ns| *last_ns >= from_ns) else { return };
         let last = self.interval(last_ns);
         let first = (from_ns >> self.bits) as usize;
@@ -76,7 +78,7 @@ impl OverTime {
     }
 
     /// Adds another series of sums.
-    pub(crate) fn add(&mut self, other: &Self) {
+    pub fn add(&mut self, other: &Self) {
         let mut other = other.clone();
         while self.bits < other.bits {
             self.halve();
@@ -105,7 +107,7 @@ impl OverTime {
     }
 
     /// Advances to this instant.
-    pub(crate) fn lasts_until(&mut self, at: u64) {
+    pub fn lasts_until(&mut self, at: u64) {
         if at > self.last_ns {
             self.note(at, 0);
         }
@@ -120,12 +122,13 @@ impl OverTime {
         self.bits += 1;
     }
 
-    pub(crate) fn interval_s(&self) -> f64 {
+    /// Length of an interval in seconds.
+    pub fn interval_s(&self) -> f64 {
         (1_u64 << self.bits) as f64 / 1e9
     }
 
     /// The same in at most `most` intervals.
-    pub(crate) fn within(&self, most: usize) -> Self {
+    pub fn within(&self, most: usize) -> Self {
         let mut series = self.clone();
         while series.values.len() > most {
             series.halve();
@@ -134,7 +137,7 @@ impl OverTime {
     }
 
     /// The middles of the intervals in seconds, and their values.
-    pub(crate) fn points(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
+    pub fn points(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
         let interval = self.interval_s();
         let point = move |(index, value): (usize, &u64)| ((index as f64 + 0.5) * interval, *value);
         self.values.iter().enumerate().map(point)
@@ -142,7 +145,7 @@ impl OverTime {
 
     /// The same in at most `most` intervals that have enough events, which `counts` has, for a
     /// rate.
-    pub(crate) fn steady(&self, counts: &Self, most: usize) -> Self {
+    pub fn steady(&self, counts: &Self, most: usize) -> Self {
         let mut counts = counts.within(most);
         let events: u64 = counts.values.iter().sum();
         while counts.values.len() >= 2 * LEAST_INTERVALS
@@ -159,7 +162,7 @@ impl OverTime {
 
     /// Values a second: the middles of intervals in seconds, and the rates. The last interval
     /// counts as long as it lasted, and not at all if that is less than half.
-    pub(crate) fn rates(&self) -> Vec<(f64, f64)> {
+    pub fn rates(&self) -> Vec<(f64, f64)> {
         let interval = self.interval_s();
         let mut rates: Vec<_> = self.points().map(|(at, sum)| (at, sum as f64 / interval)).collect();
         let begins = self.values.len().saturating_sub(1) as f64 * interval;
@@ -177,7 +180,7 @@ impl OverTime {
 
 /// Latencies over time, in intervals like those of [`OverTime`], within a sixteenth.
 #[derive(Clone, Debug)]
-pub(crate) struct LatencyOverTime {
+pub struct LatencyOverTime {
     bits: u32,
     /// Histogram of latencies of each interval.
     intervals: Vec<Vec<u32>>,
@@ -198,7 +201,8 @@ impl Default for LatencyOverTime {
 }
 
 impl LatencyOverTime {
-    pub(crate) fn note(&mut self, at: u64, ns: u64) {
+    /// Adds a latency at an instant; both in nanoseconds.
+    pub fn note(&mut self, at: u64, ns: u64) {
         while at >> self.bits >= LATENCY_INTERVALS as u64 {
             self.halve();
         }
@@ -236,7 +240,7 @@ impl LatencyOverTime {
 
     /// The middles of intervals in seconds, the median and the p99 in nanoseconds, of intervals
     /// with requests.
-    pub(crate) fn points(&self) -> Vec<(f64, u64, u64)> {
+    pub fn points(&self) -> Vec<(f64, u64, u64)> {
         let mut series = self.clone();
         let count = |counts: &Vec<u32>| counts.iter().map(|count| u64::from(*count)).sum::<u64>();
         let all: u64 = series.intervals.iter().map(count).sum();

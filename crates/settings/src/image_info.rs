@@ -1,0 +1,76 @@
+//! Facts about an image as QEMU's `ImageInfo` has them, for QMP and for `weir image`.
+
+use std::path::{Path, PathBuf};
+
+use block::{
+    image::qcow2::header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+    nbd::uri::Uri,
+};
+use serde_json::{Value, json};
+
+/// Adds what a header says, as `ImageInfo` has it.
+pub fn describe(header: &Header, json: &mut Value) {
+    json["virtual-size"] = header.size_bytes.into();
+    json["cluster-size"] = header.cluster_bytes().into();
+    json["dirty-flag"] = (header.incompatible & incompatible::DIRTY != 0).into();
+    if let Some(backing) = &header.backing {
+        json["backing-filename"] = backing.name.clone().into();
+        if let Some(format) = &backing.format {
+            json["backing-filename-format"] = format.clone().into();
+        }
+    }
+    if header.crypt != Crypt::None {
+        json["encrypted"] = true.into();
+    }
+    json["format-specific"] = json!({ "type": "qcow2", "data": specific(header) });
+}
+
+fn specific(header: &Header) -> Value {
+    let compression = match header.compression {
+        Compression::Zlib => "zlib",
+        Compression::Zstd => "zstd",
+    };
+    let mut data = json!({
+        "compat": if header.version < 3 { "0.10" } else { "1.1" },
+        "compression-type": compression,
+        "refcount-bits": header.refcount_bits(),
+    });
+    if header.version >= 3 {
+        data["lazy-refcounts"] = (header.compatible & compatible::LAZY_REFCOUNTS != 0).into();
+        data["corrupt"] = (header.incompatible & incompatible::CORRUPT != 0).into();
+        data["extended-l2"] = header.has_subclusters().into();
+    }
+    if header.has_data_file() {
+        if let Some(name) = &header.data_file {
+            data["data-file"] = name.clone().into();
+        }
+        data["data-file-raw"] = (header.autoclear & autoclear::RAW_DATA_FILE != 0).into();
+    }
+    if header.crypt == Crypt::Aes {
+        data["encrypt"] = json!({ "format": "aes" });
+    }
+    data
+}
+
+/// Where a name in an image points, for messages: a relative one begins at the image's directory.
+/// Refuses no name: files are opened by the path that the reader of the image resolves.
+pub fn beside(image: &Path, name: &str) -> PathBuf {
+    let name = name.strip_prefix("file:").unwrap_or(name);
+    if is_elsewhere(image) {
+        return name.into();
+    }
+    image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
+}
+
+/// Whether it names no file of this host: an image of a Ceph cluster, at an NBD server, or without
+/// content (`null:SIZE`). A file of such a name is `./rbd:…`.
+pub fn is_elsewhere(path: &Path) -> bool {
+    let name = path.as_os_str().as_encoded_bytes();
+    let is_storage = [&b"rbd:"[..], b"null:"].iter().any(|kind| name.starts_with(kind));
+    is_storage || is_at_server(path)
+}
+
+/// True if it names a disk at an NBD server.
+pub fn is_at_server(path: &Path) -> bool {
+    path.to_str().is_some_and(Uri::is_meant)
+}
