@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| daemon::etcd_values(data));
+fuzz_target!(|data: &[u8]| cluster::etcd_values(data));

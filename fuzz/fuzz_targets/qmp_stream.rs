@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| daemon::fuzzing::qmp_stream(data));
+fuzz_target!(|data: &[u8]| control::fuzzing::qmp_stream(data));

@@ -15,7 +15,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use daemon::users::is_mount_point;
+use control::users::is_mount_point;
 
 use crate::program;
 

@@ -101,12 +101,12 @@ pub struct PluginArgs {
 /// If the directory or the socket cannot be had.
 pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     let PluginArgs { socket, directory, qmp, log, log_format } = arguments;
-    let inherited = daemon::listen::Inherited::take();
+    let inherited = control::listen::Inherited::take();
     logging::start(&LogSettings { filter: log, format: log_format, file: None })?;
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     let weir = env::current_exe().context("the program's own file is not known")?;
     let store = Store::open(&directory)?;
-    let (listener, _file) = daemon::listen::only(inherited, &socket, || {
+    let (listener, _file) = control::listen::only(inherited, &socket, || {
         // Docker makes it when it looks for plugins, which may be later.
         socket.parent().map_or(Ok(()), fs::create_dir_all)
     })?;

@@ -24,22 +24,8 @@
 //! Never touches a request: between a client and its disk there is only what `export` and `block`
 //! do.
 
-mod cluster;
-mod control;
-mod events;
-mod http;
-pub mod listen;
-mod notify;
 mod on_event;
 mod pid_file;
-mod sandbox;
 pub mod serve;
-pub mod users;
 
-pub use control::qmp::qemu_release;
 pub use on_event::run as run_on_event;
-
-#[doc(hidden)]
-pub use cluster::etcd_values;
-#[doc(hidden)]
-pub use control::qmp::fuzzing;

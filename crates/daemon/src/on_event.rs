@@ -31,11 +31,10 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use console::{Failure, IN_BACKGROUND};
+use sandbox;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use settings::{OnEvent, Owner, Sandbox, Service};
-
-use crate::sandbox;
 
 /// How long a target may take for one event.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -28,26 +28,21 @@ use std::{
 use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, ServeArgs};
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
+use cluster;
 use console::{
     Failure, descriptors, logging, on_reactor,
     signals::{Request, Signals},
 };
-use reactor::op;
-use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
-
-use crate::{
-    cluster,
-    control::{
-        inventory::{End, Inventory},
-        qmp::Control,
-        takeover::newcomer::Newcomer,
-    },
-    http,
+use control::{
+    inventory::{End, Inventory},
     listen::{Inherited, Others},
     notify,
-    on_event::Runner,
-    pid_file::PidFile,
+    qmp::Control,
+    takeover::newcomer::Newcomer,
 };
+use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
+
+use crate::{on_event::Runner, pid_file::PidFile};
 
 /// Serves until a signal ends it. Calls `ready` once clients are let in.
 ///
@@ -177,7 +172,7 @@ struct Daemon {
     /// What they look after is told while they are held.
     _watching: Vec<reactor::JoinHandle<()>>,
     _watchdog: Option<reactor::JoinHandle<()>>,
-    _http: Option<http::Http>,
+    _http: Option<weir_http::Http>,
     /// Steers limits of control groups; at the end they hold as they are configured: before the
     /// cluster hears that their part is free.
     _cgroups: Option<cgroup::watch::Running>,

@@ -39,4 +39,4 @@ pub use format::{Columns, Format, HEADER, MORE_COLUMNS};
 pub use merge::{Measured, Merged, Source};
 pub use outcome::Outcome;
 pub use reader::Options;
-pub use record::{DiskId, Op, Record};
+pub use record::{DiskId, Op, Past, Record};

@@ -79,3 +79,18 @@ impl Record {
         (self.time_ns, self.line, self.op)
     }
 }
+
+/// A request as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Past {
+    /// Nanoseconds, on one clock for all disks.
+    pub arrived_ns: u64,
+    /// Nanoseconds until its limits let it pass.
+    pub wait_ns: u64,
+    /// Nanoseconds from then until it was answered.
+    pub service_ns: u64,
+    /// In bytes; 0 for a flush.
+    pub length: u64,
+    /// What it did.
+    pub op: Op,
+}

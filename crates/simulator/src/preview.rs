@@ -27,7 +27,7 @@ use std::{
 };
 
 use policy::prefetch;
-pub use recording::Op;
+pub use recording::{Op, Past};
 
 use super::{
     client::Chain,
@@ -36,21 +36,6 @@ use super::{
     tally::Tally,
     world::{Disk, DiskSettings, Group, UNKNOWN_SIZE, World},
 };
-
-/// A request as it was.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Past {
-    /// Nanoseconds, on one clock for all disks.
-    pub arrived_ns: u64,
-    /// Nanoseconds until its limits let it pass.
-    pub wait_ns: u64,
-    /// Nanoseconds from then until it was answered.
-    pub service_ns: u64,
-    /// In bytes; 0 for a flush.
-    pub length: u64,
-    /// What it did.
-    pub op: Op,
-}
 
 /// A group, as it would be.
 #[derive(Clone, Debug)]

@@ -38,7 +38,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{Failure, print, print_json, say};
-use daemon::users::{Users, is_stopped};
+use control::users::{Users, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
 pub(crate) use lost::run_guard as guard;

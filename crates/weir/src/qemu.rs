@@ -67,7 +67,7 @@ fn what_is_wrong(text: &str) -> String {
 
 /// As clients of the control socket are told: which QEMU it is like, and what it is.
 fn version(name: &str) -> Result<(), Failure> {
-    let (qemu, own) = (daemon::qemu_release(), env!("CARGO_PKG_VERSION"));
+    let (qemu, own) = (control::qemu_release(), env!("CARGO_PKG_VERSION"));
     Ok(print(&format!("{name} {qemu} (weir {own})\n"))?)
 }
 

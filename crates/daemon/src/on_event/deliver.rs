@@ -12,12 +12,13 @@ use reactor::{
     JoinHandle,
     op::{self, Fd},
 };
+use control::{
+    events::{Deliveries, Event, Events},
+    inventory::Inventory,
+};
+use policy::time::{Duration, Instant};
 
 use super::{MOST_LINE, PATIENCE, Runner, handed, shown};
-use crate::{
-    control::inventory::Inventory,
-    events::{Deliveries, Event, Events},
-};
 
 /// Events that may wait to be handed on; older ones are left out.
 const MOST_WAITING: usize = 64;

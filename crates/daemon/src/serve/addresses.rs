@@ -4,21 +4,18 @@
 use std::{collections::HashSet, path::PathBuf, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
+use block::reactor::{Worker, op::Fd};
+use control::{
+    assemble::{self, Late},
+    inventory::Inventory,
+    listen::{self, Inherited, Listener},
+    serving::Serving,
+    takeover::{newcomer::Newcomer, told_name},
+    wanted::{self, Wanted},
+};
 use export::nbd;
 use reactor::{Worker, op::Fd};
 use settings::{Address, DoorExport, Endpoint, Plan, Service, Standard, Tls, control::ControlSocket};
-
-use crate::{
-    control::{
-        assemble::{self, Late},
-        inventory::Inventory,
-        serving::Serving,
-        takeover::{newcomer::Newcomer, told_name},
-        wanted::{self, Wanted},
-    },
-    http,
-    listen::{self, Inherited, Listener},
-};
 
 /// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
 /// without that one, unless it must not: it may be the second on this machine.
@@ -52,10 +49,10 @@ pub(super) fn told(
     mut newcomer: Option<&mut Newcomer>,
     tls: Option<&nbd::Tls>,
     inventory: &Inventory,
-) -> anyhow::Result<http::Doors> {
+) -> anyhow::Result<weir_http::Doors> {
     let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
         let taken = newcomer.as_mut().map(|newcomer| newcomer.told(what, address)).transpose()?;
-        let bind = || http::bind(what, address, &service.sockets);
+        let bind = || weir_http::bind(what, address, &service.sockets);
         let listeners = taken.flatten().map_or_else(bind, Ok)?;
         let known = listeners.iter().map(|listener| -> std::io::Result<_> {
             let path = listener.file.as_ref().map(|file| file.path().to_owned());
@@ -67,7 +64,7 @@ pub(super) fn told(
     };
     let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
     let page = |page: &settings::Http| -> anyhow::Result<_> {
-        let token = page.token_file.as_deref().map(http::Token::read).transpose()?;
+        let token = page.token_file.as_deref().map(weir_http::Token::read).transpose()?;
         let is_encrypted = page.is_encrypted(&service.tls);
         if !is_encrypted && !page.is_local() {
             tracing::warn!(
@@ -77,9 +74,9 @@ pub(super) fn told(
         }
         let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());
         let listeners = open("http", &page.address)?;
-        Ok(http::Page { listeners, names: page.names.clone(), token, keys })
+        Ok(weir_http::Page { listeners, names: page.names.clone(), token, keys })
     };
-    Ok(http::Doors { metrics, page: service.http.as_ref().map(page).transpose()? })
+    Ok(weir_http::Doors { metrics, page: service.http.as_ref().map(page).transpose()? })
 }
 
 /// Binds every address, or takes it over, and lets nobody in yet; returns the exports' URIs.

@@ -22,32 +22,28 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use clap::Args;
+use cluster;
 use console::{Failure, complain, descriptors, figures, logging, on_reactor, print};
+use control::{
+    assemble::{self, Assembly},
+    bitmaps, doors,
+    inventory::Inventory,
+    listen::{self, Others},
+    looking,
+    opening::Trial,
+    recording,
+};
 use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
+use sandbox;
 use settings::{
     Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Plan, Said, SecretSource,
     Service, Standard, Wrong, control::ControlSocket,
 };
-use storage::rate::Budgets;
+use weir_http::Token;
 
 use super::{addresses::is_awaited, memory};
-use crate::{
-    cluster,
-    control::{
-        assemble::{self, Assembly},
-        bitmaps, doors,
-        inventory::Inventory,
-        looking,
-        opening::Trial,
-        recording,
-    },
-    http::Token,
-    listen::{self, Others},
-    on_event,
-    pid_file::PidFile,
-    sandbox,
-};
+use crate::{on_event, pid_file::PidFile};
 
 /// Shown below the options.
 pub const CHECK_EXAMPLES: &str = "\
@@ -194,7 +190,7 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
         Some(at(Some(place), error))
     }));
     found.extend(service.pid_file.as_ref().and_then(|Said { value: path, place }| {
-        let directory = listen::directory_of(path);
+        let directory = sandbox::directory_of(path);
         let writable = access(directory, AccessFlags::W_OK).map_err(std::io::Error::from);
         let why = || format!("pid file {}: {}", path.display(), directory.display());
         let error = match writable.with_context(why) {

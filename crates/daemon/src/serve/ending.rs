@@ -18,24 +18,22 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::disk::Totals;
+use block::{disk::Totals, reactor, storage::rbd};
+use cluster::actor::Actor;
 use console::{logging, signals::Request};
+use control::{
+    doors::{Entrance, Host},
+    inventory::{End, Inventory, RunningDisk},
+    notify,
+    qmp::Ending,
+    reload::reload,
+    users::Users,
+};
 use policy::time::Duration;
 use sd_notify::NotifyState;
 use storage::rbd;
 
 use super::{Daemon, Event};
-use crate::{
-    control::{
-        doors::{Entrance, Host},
-        inventory::{End, Inventory, RunningDisk},
-        qmp::Ending,
-        reload::reload,
-    },
-    events::actor::Actor,
-    notify,
-    users::Users,
-};
 
 /// How often it is looked again whether another daemon still wants to take over.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);

@@ -15,10 +15,28 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
+use block::{
+    error::what_gives_descriptors,
+    reactor::{self, Worker},
+    storage::{OpenError, OwnMount, Passed},
+};
+use cluster::{self, Cluster};
 use console::{figures, signals::Signals};
+use control::{
+    assemble::{self, Late},
+    events::{self, Kind, News},
+    inventory::Inventory,
+    listen::Inherited,
+    loaded::Loaded,
+    moving, notify,
+    qmp::{self, Control},
+    recording,
+    takeover::newcomer::{Before, Newcomer},
+    watch,
+};
 use export::fuse;
 use policy::throttle::{Limits, Setting};
-use reactor::{Worker, error::what_gives_descriptors};
+use sandbox;
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
 use settings::{Door, DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
@@ -33,24 +51,8 @@ use super::{
     watchdog,
 };
 use crate::{
-    cluster::{self, Cluster},
-    control::{
-        assemble::{self, Late},
-        inventory::Inventory,
-        loaded::Loaded,
-        moving,
-        qmp::{self, Control},
-        recording,
-        takeover::newcomer::{Before, Newcomer},
-        watch,
-    },
-    events::{self, Kind, News},
-    http,
-    listen::Inherited,
-    notify,
     on_event::Runner,
     pid_file::{Claimed, PidFile},
-    sandbox,
 };
 
 /// URIs in the line that says `ready`.
@@ -162,8 +164,9 @@ impl Daemon {
         // From here on nothing may fail: nobody else serves.
         // A thread that starts now has what rights are left.
         let of_cgroups = cgroups.as_ref().and_then(cgroup::watch::Running::figures);
-        let http =
-            (!told.is_empty()).then(|| http::Http::start(told, &inventory, &workers, of_cgroups)).transpose();
+        let http = (!told.is_empty())
+            .then(|| weir_http::Http::start(told, &inventory, &workers, of_cgroups))
+            .transpose();
         let http = match http {
             Err(error) if before.is_some() => {
                 tracing::error!("{error:#}: nothing can be had over HTTP");

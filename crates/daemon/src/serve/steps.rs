@@ -12,9 +12,8 @@
 use std::{path::PathBuf, rc::Rc};
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+use control::{inventory::Inventory, qmp};
 use settings::{Place, Said, Wrong, keyval};
-
-use crate::control::{inventory::Inventory, qmp};
 
 /// The options in the order of their help: name, value, help.
 const OPTIONS: [(&str, &str, &str); 6] = [

@@ -24,7 +24,7 @@ pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<
             if !all_turn(&workers).await {
                 return;
             }
-            crate::notify::tell(&[NotifyState::Watchdog]);
+            control::notify::tell(&[NotifyState::Watchdog]);
         }
     })
 }

@@ -257,7 +257,7 @@ fn places<'a>(
         };
         let is_there = |server: &&ServerStatus| {
             let mut known = [Some(server.address.as_str()), server.listen.as_deref()].into_iter().flatten();
-            known.any(|known| daemon::listen::is_same_place(known, &at))
+            known.any(|known| control::listen::is_same_place(known, &at))
         };
         let Some(server) = servers.iter().find(is_there) else {
             let known = match &*addresses {

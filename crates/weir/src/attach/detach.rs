@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use api::ExportStatus;
 use console::{Failure, say};
-use daemon::users::Users;
+use control::users::Users;
 use serde_json::json;
 
 use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};

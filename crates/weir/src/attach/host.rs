@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use daemon::users::Users;
+use control::users::Users;
 use nix::unistd::Uid;
 use serde::{Deserialize, Serialize};
 

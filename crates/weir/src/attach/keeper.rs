@@ -21,7 +21,7 @@ use std::{
 
 use anyhow::Context as _;
 use console::Failure;
-use daemon::users::Users;
+use control::users::Users;
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     unistd::close,

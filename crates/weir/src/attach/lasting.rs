@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use daemon::users::Users;
+use control::users::Users;
 
 use super::host::Loop;
 

@@ -10,7 +10,7 @@ use console::{
     Failure, figures, print, print_json,
     table::{Side, Table},
 };
-use daemon::users::{Process, Users};
+use control::users::{Process, Users};
 use serde::Serialize;
 
 use super::{detach::known, lost, place::Place, way::Way};

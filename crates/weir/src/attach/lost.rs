@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use console::{Failure, say};
-use daemon::users::Users;
+use control::users::Users;
 use export::ublk::{guard, node};
 
 use super::{host, lasting};
@@ -63,7 +63,7 @@ fn numbers() -> impl Iterator<Item = u32> {
 
 #[cfg(test)]
 mod tests {
-    use daemon::users::Process;
+    use control::users::Process;
 
     use super::*;
 

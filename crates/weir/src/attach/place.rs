@@ -33,7 +33,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use daemon::users::{Process, Users, is_stopped};
+use control::users::{Process, Users, is_stopped};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},

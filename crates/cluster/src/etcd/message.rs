@@ -1,0 +1,212 @@
+//! What is said to etcd's gateway and what comes back: protocol buffers as JSON. Bytes are in
+//! base64, numbers of 64 bits are text, what is 0 is left out.
+
+use openssl::base64;
+use serde_json::{Value, json};
+
+/// A key with its value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct KeyValue {
+    pub(crate) key: String,
+    pub(crate) value: Vec<u8>,
+    pub(crate) create_revision: i64,
+    pub(crate) mod_revision: i64,
+    /// 0 for none: then it stays, whoever goes.
+    pub(crate) lease: i64,
+}
+
+/// A key, or all keys that begin so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Range {
+    Key(String),
+    Prefix(String),
+}
+
+/// What happened to a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    Put(KeyValue),
+    Deleted(String),
+}
+
+/// What must be so for a transaction to be done.
+#[derive(Clone, Debug)]
+pub(crate) enum Compare {
+    /// There is no such key.
+    Absent(String),
+    /// It was made in this revision.
+    Created(String, i64),
+    /// It has this value.
+    Value(String, Vec<u8>),
+    /// It was changed last in this revision.
+    Changed(String, i64),
+    /// Nothing in the range was changed after this revision.
+    NotSince(Range, i64),
+}
+
+/// What a transaction does.
+#[derive(Clone, Debug)]
+pub(crate) enum Operation {
+    Put {
+        key: String,
+        value: Vec<u8>,
+        lease: Option<i64>,
+    },
+    Get(Range),
+    /// The keys alone: their values are empty.
+    Keys(Range),
+    Delete(Range),
+}
+
+pub(super) fn encode(bytes: &[u8]) -> String {
+    base64::encode_block(bytes)
+}
+
+/// None where it is no base64, or empty.
+pub(super) fn decode(value: &Value) -> Vec<u8> {
+    value.as_str().and_then(|text| base64::decode_block(text).ok()).unwrap_or_default()
+}
+
+/// A number of 64 bits, which is text.
+pub(super) fn number(value: &Value) -> Option<i64> {
+    match value {
+        Value::String(text) => text.parse().ok(),
+        other => other.as_i64(),
+    }
+}
+
+impl KeyValue {
+    /// Those of an array that have a key in UTF-8: others are nobody's that weir knows.
+    pub(super) fn all(values: &Value) -> Vec<Self> {
+        values.as_array().into_iter().flatten().filter_map(Self::read).collect()
+    }
+
+    pub(super) fn read(value: &Value) -> Option<Self> {
+        let revision = |name: &str| number(&value[name]).unwrap_or(0);
+        Some(Self {
+            key: String::from_utf8(decode(&value["key"])).ok().filter(|key| !key.is_empty())?,
+            value: decode(&value["value"]),
+            create_revision: revision("create_revision"),
+            mod_revision: revision("mod_revision"),
+            lease: revision("lease"),
+        })
+    }
+}
+
+impl Range {
+    /// `range_end` is the first key behind all of a prefix.
+    pub(super) fn body(&self) -> Value {
+        match self {
+            Self::Key(key) => json!({ "key": encode(key.as_bytes()) }),
+            Self::Prefix(prefix) => {
+                let mut end = prefix.clone().into_bytes();
+                // Keys here are text, so no byte is 0xff.
+                if let Some(last) = end.last_mut() {
+                    *last += 1;
+                }
+                json!({ "key": encode(prefix.as_bytes()), "range_end": encode(&end) })
+            }
+        }
+    }
+}
+
+impl Compare {
+    pub(super) fn body(&self) -> Value {
+        let of = |range: &Range, result: &str, target: &str, name: &str, value: Value| {
+            let mut body = range.body();
+            body["result"] = json!(result);
+            body["target"] = json!(target);
+            body[name] = value;
+            body
+        };
+        let key = |key: &String| Range::Key(key.clone());
+        match self {
+            Self::Absent(name) => of(&key(name), "EQUAL", "CREATE", "create_revision", json!("0")),
+            Self::Created(name, revision) => {
+                of(&key(name), "EQUAL", "CREATE", "create_revision", json!(revision.to_string()))
+            }
+            Self::Value(name, value) => of(&key(name), "EQUAL", "VALUE", "value", json!(encode(value))),
+            Self::Changed(name, revision) => {
+                of(&key(name), "EQUAL", "MOD", "mod_revision", json!(revision.to_string()))
+            }
+            Self::NotSince(range, revision) => {
+                of(range, "LESS", "MOD", "mod_revision", json!((revision + 1).to_string()))
+            }
+        }
+    }
+}
+
+impl Operation {
+    pub(crate) fn put(key: &str, value: &[u8], lease: Option<i64>) -> Self {
+        Self::Put { key: key.to_owned(), value: value.to_vec(), lease }
+    }
+
+    pub(super) fn body(&self) -> Value {
+        match self {
+            Self::Put { .. } => json!({ "request_put": self.put_body() }),
+            Self::Get(range) => json!({ "request_range": range.body() }),
+            Self::Keys(range) => {
+                let mut body = range.body();
+                body["keys_only"] = json!(true);
+                json!({ "request_range": body })
+            }
+            Self::Delete(range) => json!({ "request_delete_range": range.body() }),
+        }
+    }
+
+    pub(super) fn put_body(&self) -> Value {
+        let Self::Put { key, value, lease } = self else { return Value::Null };
+        let mut body = json!({ "key": encode(key.as_bytes()), "value": encode(value) });
+        if let Some(lease) = lease {
+            body["lease"] = json!(lease.to_string());
+        }
+        body
+    }
+}
+
+impl Event {
+    pub(super) fn read(value: &Value) -> Option<Self> {
+        let of = KeyValue::read(&value["kv"])?;
+        Some(if value["type"] == "DELETE" { Self::Deleted(of.key) } else { Self::Put(of) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_ends_where_no_key_of_it_is() {
+        let body = Range::Prefix("/weir/".to_owned()).body();
+        assert_eq!(body, json!({ "key": encode(b"/weir/"), "range_end": encode(b"/weir0") }));
+    }
+
+    #[test]
+    fn what_etcd_sends_is_read_and_garbage_is_nothing() {
+        let sent = json!({ "key": encode(b"k"), "value": encode(b"v"), "create_revision": "3", "mod_revision": "7" });
+        let read = KeyValue::read(&sent).unwrap();
+        let expect = KeyValue {
+            key: "k".to_owned(),
+            value: b"v".to_vec(),
+            create_revision: 3,
+            mod_revision: 7,
+            lease: 0,
+        };
+        assert_eq!(read, expect);
+        assert_eq!(Event::read(&json!({ "kv": sent })), Some(Event::Put(expect)));
+        let deleted = json!({ "type": "DELETE", "kv": { "key": encode(b"k") } });
+        assert_eq!(Event::read(&deleted), Some(Event::Deleted("k".to_owned())));
+        for garbage in
+            [json!(null), json!({ "key": 7 }), json!({ "key": "?" }), json!({ "key": encode(b"\xff") })]
+        {
+            assert_eq!(KeyValue::read(&garbage), None, "{garbage}");
+        }
+    }
+
+    #[test]
+    fn a_transaction_says_what_must_be() {
+        let body = Compare::NotSince(Range::Key("a".to_owned()), 7).body();
+        let expect = json!({ "key": "YQ==", "result": "LESS", "target": "MOD", "mod_revision": "8" });
+        assert_eq!(body, expect);
+    }
+}

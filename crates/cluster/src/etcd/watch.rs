@@ -1,0 +1,163 @@
+//! What changes in etcd, as it changes: an answer that does not end, a JSON object a line.
+
+use std::time::Duration;
+
+use anyhow::anyhow;
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+
+use super::{
+    Error,
+    connection::Connection,
+    message::{Event, Range},
+};
+
+/// Of a line: the changes of one revision, or those since a revision that are read together.
+const MAX_LINE_BYTES: usize = 64 << 20;
+
+#[derive(Debug)]
+pub(crate) struct Watch {
+    /// It ends with this.
+    _connection: Connection,
+    body: Incoming,
+    rest: Vec<u8>,
+}
+
+impl Watch {
+    /// Of one range: where a request asks for several, the gateway may begin its answer after the
+    /// first of them, and then Go's HTTP server throws away what it has not read of the others.
+    ///
+    /// # Errors
+    /// If the member does not say in time that it watches.
+    pub(super) async fn open(
+        mut connection: Connection,
+        range: &Range,
+        from: i64,
+        token: Option<&str>,
+        patience: Duration,
+    ) -> Result<Self, Error> {
+        let mut create = range.body();
+        create["start_revision"] = json!(from.to_string());
+        let request = json!({ "create_request": create }).to_string().into_bytes();
+        let begun = async {
+            let response = connection.begin("/v3/watch", request, token).await?;
+            if !response.status().is_success() {
+                return Err(Error::Unreachable(anyhow!("etcd: it does not watch: {}", response.status())));
+            }
+            let mut watch = Self { _connection: connection, body: response.into_body(), rest: Vec::new() };
+            let first = watch.line().await?;
+            // Where it may not, that comes with it.
+            events(&first)?;
+            match is_created(&first) {
+                true => Ok(watch),
+                false => Err(Error::Unreachable(anyhow!("etcd: it does not say that it watches"))),
+            }
+        };
+        let begun = tokio::time::timeout(patience, begun).await;
+        begun.map_err(|_| Error::Unreachable(anyhow!("etcd: it begins no watch")))?
+    }
+
+    /// What happened next, in its order. May be empty.
+    ///
+    /// # Errors
+    /// If it ends: then all is to be read anew.
+    pub(crate) async fn next(&mut self) -> Result<Vec<Event>, Error> {
+        events(&self.line().await?)
+    }
+
+    async fn line(&mut self) -> Result<Vec<u8>, Error> {
+        loop {
+            if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
+                return Ok(self.rest.drain(..=end).collect());
+            }
+            let frame = self.body.frame().await;
+            let frame = frame.ok_or_else(|| Error::Unreachable(anyhow!("etcd: the watch ended")))?;
+            let frame = frame.map_err(Error::unreachable)?;
+            self.rest.extend_from_slice(frame.data_ref().map_or(&[][..], |data| data));
+            if self.rest.len() > MAX_LINE_BYTES {
+                return Err(Error::Unreachable(anyhow!("etcd: it sends a line without an end")));
+            }
+        }
+    }
+}
+
+fn is_created(line: &[u8]) -> bool {
+    serde_json::from_slice::<Value>(line).is_ok_and(|value| value["result"]["created"] == true)
+}
+
+/// What a line of a watch says.
+pub(crate) fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
+    let value: Value = serde_json::from_slice(line).map_err(Error::unreachable)?;
+    let result = &value["result"];
+    // Compacted, without a right, or the member stops.
+    if value.get("error").is_some() || result["canceled"] == true {
+        let why = [&value["error"]["message"], &result["cancel_reason"], &value["error"]];
+        let why = why.iter().find_map(|why| why.as_str()).unwrap_or("no reason given");
+        return Err(Error::Unreachable(anyhow!("etcd: the watch was ended: {why}")));
+    }
+    Ok(result["events"].as_array().into_iter().flatten().filter_map(Event::read).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        net::TcpListener,
+        thread,
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_line_is_what_happened_or_the_end() {
+        let read = |value: Value| events(value.to_string().as_bytes());
+        assert!(read(json!({ "result": { "created": true } })).unwrap().is_empty());
+        let deleted = json!({ "result": { "events": [{ "type": "DELETE", "kv": { "key": "YQ==" } }] } });
+        assert_eq!(read(deleted).unwrap(), [Event::Deleted("a".to_owned())]);
+        for end in [
+            json!({ "result": { "canceled": true, "cancel_reason": "compacted" } }),
+            json!({ "error": { "message": "no leader" } }),
+        ] {
+            assert!(read(end).is_err());
+        }
+        assert!(events(b"<html>").is_err());
+    }
+
+    /// What becomes of a watch at a member that gives this answer, and holds the connection.
+    fn open_at_one_that_says(line: &str, patience: Duration) -> Result<(), Error> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let length = line.len();
+        let answer = format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{length:x}\r\n{line}\r\n");
+        let member = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 4096];
+            assert!(stream.read(&mut request).unwrap() > 0);
+            stream.write_all(answer.as_bytes()).unwrap();
+            // Until the client has gone.
+            while stream.read(&mut request).is_ok_and(|count| count > 0) {}
+        });
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
+        let opened = runtime.block_on(async {
+            let said: settings::Etcd = format!("http://{address}").parse().unwrap();
+            let connection = Connection::open(said, &[address], None, Duration::from_secs(60)).await?;
+            let range = Range::Prefix("a".to_owned());
+            Watch::open(connection, &range, 1, None, patience).await.map(drop)
+        });
+        drop(runtime);
+        member.join().unwrap();
+        opened
+    }
+
+    #[test]
+    fn a_watch_is_one_once_the_member_says_so() {
+        let patience = Duration::from_secs(60);
+        assert!(open_at_one_that_says("{\"result\":{\"created\":true}}\n", patience).is_ok());
+        for other in ["{\"result\":{}}\n", "{\"result\":{\"created\":true,\"canceled\":true}}\n"] {
+            assert!(open_at_one_that_says(other, patience).is_err(), "{other}");
+        }
+        assert!(open_at_one_that_says("{\"result\"", Duration::from_millis(100)).is_err());
+    }
+}

@@ -1,0 +1,221 @@
+//! What etcd says of limits, promises and disks at a start, or would say: asked once, before there
+//! is a session; and what a host goes on with where it says nothing.
+//!
+//! ```text
+//!   a start       first: one member after the other, until one answers ─┐
+//!   check-config  check: each member, all at once                       ├─► first_of
+//!                                        none? ─► known: what this host knew last
+//! ```
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    path::{self, Path},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use policy::cluster::Spec;
+use settings::Plan;
+use tokio::runtime::{Builder, Runtime};
+
+use super::{
+    etcd::{self, Error, Etcd, Terms},
+    keys::{Key, Keys},
+    moving,
+    stored::{self, Stored},
+    values::{self, Promises},
+    warn_of_namesake,
+};
+
+/// What etcd says at the start.
+#[derive(Default)]
+pub(super) struct First {
+    pub(super) specs: BTreeMap<String, Spec>,
+    pub(super) removed: BTreeSet<String>,
+    pub(super) promises: BTreeMap<String, Promises>,
+    pub(super) moved: BTreeMap<String, String>,
+    /// The number of etcd's cluster, and the member that has said it.
+    cluster: Option<(String, String)>,
+}
+
+/// What is asked for.
+pub(super) struct Asked {
+    pub(super) groups: Vec<String>,
+    pub(super) host: String,
+    /// Of the config file, with their images.
+    pub(super) disks: BTreeMap<String, String>,
+}
+
+impl Asked {
+    pub(super) fn of(plan: &Plan, cluster: &settings::Cluster) -> io::Result<Self> {
+        let here = path::absolute(".")?;
+        let image = |disk: &settings::PlacedDisk| disk.image.clone().relative_to(&here).to_string();
+        let own = plan.groups.iter().filter(|group| group.cluster);
+        Ok(Self {
+            groups: own.map(|group| group.name.clone()).collect(),
+            host: cluster.host.clone(),
+            disks: plan.disks.iter().map(|disk| (disk.name.clone(), image(disk))).collect(),
+        })
+    }
+}
+
+impl First {
+    /// Adds what this host knew last and etcd has lost: without limits a group would have none.
+    pub(super) fn recall(&mut self, known: &BTreeMap<String, Stored>) {
+        for (name, stored) in known {
+            if !self.specs.contains_key(name) && !self.removed.contains(name) {
+                tracing::warn!(group = %name, "etcd has lost this group's limits: those that were known here last hold");
+                self.specs.insert(name.clone(), stored.spec);
+            }
+        }
+    }
+}
+
+/// Whether a start would have limits for its groups. Each member of etcd is asked, as a start asks
+/// the first that answers; without etcd it is looked for what was known last. What a start goes on
+/// without is a warning. Leaves no trace.
+///
+/// # Errors
+/// Those of [`Cluster::prepare`](super::Cluster::prepare).
+pub async fn check(plan: &Plan) -> anyhow::Result<()> {
+    let Some(cluster) = &plan.service.cluster else { return Ok(()) };
+    let name = &cluster.name;
+    let (settings, own) = (cluster.clone(), Asked::of(plan, cluster)?);
+    let asked = reactor::blocking(move || {
+        let terms = Terms::new(&settings)?;
+        anyhow::Ok(of_each(Keys::of(&settings.name), own, terms)?)
+    });
+    let answers = asked.await.with_context(|| format!("cluster {name}"))?;
+    let (mut errors, mut first) = (Vec::new(), None);
+    for answer in answers {
+        match answer {
+            Ok(answer) => {
+                let of = |first: &First| first.cluster.clone();
+                if let (Some((one, member)), Some((other, beside))) =
+                    (first.as_ref().and_then(of), of(&answer))
+                    && one != other
+                {
+                    bail!("cluster {name}: {}", etcd::of_two(&member, &beside));
+                }
+                first = first.or(Some(answer));
+            }
+            Err(error) => errors.push(error),
+        }
+    }
+    let has_answer = first.is_some();
+    let specs = first.iter().flat_map(|first| &first.specs);
+    for (group, _) in specs.filter(|(_, spec)| !spec.limits().is_unlimited()) {
+        if plan.groups.iter().any(|own| own.name == *group && !own.cluster) {
+            warn_of_namesake(group, name);
+        }
+    }
+    // What a start fails with stands last.
+    errors.sort_by_key(|error| matches!(error, Error::Refused(_)));
+    let last = errors.pop_if(|_| !has_answer);
+    for error in errors {
+        tracing::warn!("cluster {name}: {error}: another member is asked instead");
+    }
+    match last {
+        None => {}
+        Some(Error::Refused(why)) => bail!("cluster {name}: {why}"),
+        Some(error) => {
+            let file = stored::file(plan.service.state.as_deref(), name);
+            known(&file, plan, &error.to_string()).with_context(|| format!("cluster {name}"))?;
+            tracing::warn!(
+                "cluster {name}: {error}: a start goes on at the safe share of what was known last"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Asks on a runtime of its own, before threads are confined.
+pub(super) fn first(keys: &Keys, own: &Asked, terms: &Terms) -> Result<First, Error> {
+    let runtime = runtime().map_err(|error| Error::Unreachable(anyhow!(error)))?;
+    runtime.block_on(async {
+        let mut last = Error::no_member();
+        for member in 0..Etcd::members(terms) {
+            match first_of(terms, member, keys, own).await {
+                Ok(first) => return Ok(first),
+                Err(error) => last = last.or_rather(error),
+            }
+        }
+        Err(last)
+    })
+}
+
+/// What each member says, all of them asked at once: as long as the slowest takes.
+fn of_each(keys: Keys, own: Asked, terms: Terms) -> io::Result<Vec<Result<First, Error>>> {
+    let asked = Arc::new((keys, own, terms));
+    Ok(runtime()?.block_on(async {
+        let ask = |member| {
+            let asked = Arc::clone(&asked);
+            tokio::spawn(async move { first_of(&asked.2, member, &asked.0, &asked.1).await })
+        };
+        let asking: Vec<_> = (0..Etcd::members(&asked.2)).map(ask).collect();
+        let mut answers = Vec::new();
+        for answer in asking {
+            answers.push(answer.await.unwrap_or_else(|error| Err(Error::Unreachable(anyhow!(error)))));
+        }
+        answers
+    }))
+}
+
+fn runtime() -> io::Result<Runtime> {
+    Builder::new_current_thread().enable_io().enable_time().build()
+}
+
+/// By this member.
+async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Result<First, Error> {
+    let mut etcd = Etcd::connect_to(terms, member).await?;
+    etcd.check_rights().await?;
+    let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
+    let moved = moving::gone(keys, &mut etcd, &own.host, &own.disks).await?;
+    let cluster = etcd.cluster().map(|cluster| (cluster.to_owned(), etcd.member()));
+    let mut first = First { moved, cluster, ..First::default() };
+    for value in found.iter().flatten() {
+        match keys.read(&value.key) {
+            Some(Key::Group(name)) => {
+                let read = values::read::<values::Group>(&value.value);
+                match read.and_then(|group| Ok((group.removed, group.spec()?))) {
+                    Ok((true, _)) => drop(first.removed.insert(name.to_owned())),
+                    Ok((false, spec)) => drop(first.specs.insert(name.to_owned(), spec)),
+                    Err(why) if own.groups.iter().any(|own| own == name) => {
+                        let why = format!("group {name}: what is in etcd at {} {why}", value.key);
+                        return Err(Error::Refused(why));
+                    }
+                    // Another host's.
+                    Err(_) => {}
+                }
+            }
+            Some(Key::Promise(name)) => {
+                if let Ok(promises) = values::read(&value.value) {
+                    first.promises.insert(name.to_owned(), promises);
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(first)
+}
+
+/// The limits that this host knew last: without them nothing says what may pass.
+pub(super) fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First> {
+    let groups = stored::load(file).with_context(|| file.display().to_string())?;
+    let mut specs = BTreeMap::new();
+    for (name, group) in groups {
+        let spec = group.spec().map_err(|rule| anyhow!("{}: group {name}: {rule}", file.display()))?;
+        specs.insert(name, spec);
+    }
+    let bare = stored::without_limits(file);
+    let is_unknown = |name: &&String| !specs.contains_key(*name) && !bare.contains(*name);
+    let of_disks = plan.groups.iter().filter(|group| group.cluster).map(|group| &group.name);
+    let of_control_groups = plan.service.cluster.iter().flat_map(|cluster| &cluster.control_groups);
+    if let Some(group) = of_disks.chain(of_control_groups).find(is_unknown) {
+        bail!(
+            "group {group}: nobody knows its limits: {why}, and this host has not asked for them before (mend etcd of [cluster], or start it; later starts do without)"
+        );
+    }
+    Ok(First { specs, ..First::default() })
+}

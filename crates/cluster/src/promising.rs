@@ -1,0 +1,315 @@
+//! What a host may promise of the limits of all hosts, beside what others have promised.
+//!
+//! ```text
+//!   limit 3000    others 2000 │ left 1000
+//!   pool  5000    others 2000 │ this host's other groups 500 │ left 2500     the least counts
+//! ```
+//!
+//! What stands for a host in etcd already is its own, also where all together is too much: a run
+//! that comes back gets what the one before had. Only decides; who asks and writes is `agent`.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use policy::throttle::{Bound, LimitKind, Limits};
+
+use super::values::Promises;
+
+/// Hosts that an error names.
+pub(super) const MOST_NAMED: usize = 8;
+
+/// What was asked for finds no room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The group and what of it may be promised here, in operations and bytes per second; none
+    /// where others were faster each time it was asked.
+    pub group: Option<(String, [Option<u64>; 2])>,
+    pub why: String,
+}
+
+impl Refusal {
+    pub(super) fn busy() -> Self {
+        let why = "other hosts promise something at the same time (try again)".to_owned();
+        Self { group: None, why }
+    }
+}
+
+/// What limits let pass in a second of operations (0) or bytes (1), reads and writes together.
+pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
+    let [total, read, write] = match unit {
+        0 => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+        _ => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+    }
+    .map(|kind| limits.limit(kind).rate);
+    match (total, read, write) {
+        (0, 0, _) | (0, _, 0) => None,
+        (0, read, write) => Some(read.saturating_add(write)),
+        (total, ..) => Some(total),
+    }
+}
+
+/// What was measured of what is below all hosts: the least that a host knows, 0 where none does.
+pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a Promises>) -> [u64; 2] {
+    promises.fold([0; 2], |least, promises| {
+        [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
+            (0, one) | (one, 0) => one,
+            (one, other) => one.min(other),
+        })
+    })
+}
+
+/// What is promised of each group on all of these hosts.
+pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a Promises>) -> BTreeMap<&'a str, [u64; 2]> {
+    let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
+    for (name, more) in promises.flat_map(|promises| &promises.groups) {
+        let sum = sums.entry(name).or_default();
+        *sum = [0, 1].map(|unit| sum[unit].saturating_add(more[unit]));
+    }
+    sums
+}
+
+/// What may be promised of a group on a host, in operations and bytes per second, and what sets
+/// that bound; `None` is not bounded.
+pub(super) type Left = [Option<(u64, Bound)>; 2];
+
+/// That of a group on a host. `all` are the promises of all hosts as etcd has them, `own` what the
+/// host promises now.
+pub(super) fn left(
+    all: &BTreeMap<String, Promises>,
+    (host, own): (&str, &Promises),
+    group: &str,
+    limits: Option<&Limits>,
+) -> Left {
+    let others = || all.iter().filter(|(name, _)| *name != host).map(|(_, promises)| promises);
+    let there = capacity(others().chain([own]));
+    [0, 1].map(|unit| {
+        let sum = |sum: u64, more: &[u64; 2]| sum.saturating_add(more[unit]);
+        let of_group = others().filter_map(|promises| promises.groups.get(group)).fold(0, sum);
+        let own_others = own.groups.iter().filter(|(name, _)| *name != group).map(|(_, promised)| promised);
+        let of_all = others().flat_map(|promises| promises.groups.values()).chain(own_others).fold(0, sum);
+        let of_limit = limits.and_then(|limits| most(limits, unit)).map(|most| most.saturating_sub(of_group));
+        let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
+        let all_of_them = [of_limit.zip(Some(Bound::Cluster)), of_pool.zip(Some(Bound::Pool))];
+        let (left, bound) = all_of_them.into_iter().flatten().min_by_key(|(left, _)| *left)?;
+        let stands = all.get(host).and_then(|before| before.groups.get(group)).map_or(0, |had| had[unit]);
+        Some((left.max(stands), bound))
+    })
+}
+
+/// Why a host may not promise `own`, if it may not.
+pub(super) fn judge(
+    all: &BTreeMap<String, Promises>,
+    (host, own): (&str, &Promises),
+    limits: impl Fn(&str) -> Option<Limits>,
+) -> Option<Refusal> {
+    own.groups.iter().find_map(|(group, asked)| {
+        let left = left(all, (host, own), group, limits(group).as_ref());
+        let too_much = |unit: usize| Some((unit, left[unit].filter(|(left, _)| asked[unit] > *left)?));
+        let (unit, (room, bound)) = (0..2).find_map(too_much)?;
+        let name = ["iops", "bps"][unit];
+        let (of, remedy) = match bound {
+            Bound::Pool => (measured(all, (host, own), unit), bound.remedy()),
+            _ => (String::new(), "set a higher limit"),
+        };
+        let why = format!(
+            "group {group}: {name}-reservation: {} would be promised on {host}, and {room} is left{of}{} (lower a reservation here or there, or {remedy}; `weir cluster forget HOST` ends those of one that will not come back)",
+            asked[unit],
+            elsewhere(all, host, group)
+        );
+        Some(Refusal { group: Some((group.clone(), left.map(|left| Some(left?.0)))), why })
+    })
+}
+
+/// ` of the 2000 that `weir probe` measured below a`: the host that knows the least.
+fn measured(all: &BTreeMap<String, Promises>, (host, own): (&str, &Promises), unit: usize) -> String {
+    let others =
+        all.iter().filter(|(name, _)| *name != host).map(|(name, promises)| (name.as_str(), promises));
+    let known = others.chain([(host, own)]).map(|(name, promises)| (promises.capacity[unit], name));
+    let least = known.filter(|(there, _)| *there > 0).min();
+    least.map_or_else(String::new, |(there, name)| {
+        format!(" of the {there} that `weir probe` measured below {name}")
+    })
+}
+
+/// `; of group gold others have promised: a 2000 IOPS, b 900 IOPS`, without this host. Empty where
+/// nobody has.
+pub(super) fn elsewhere(all: &BTreeMap<String, Promises>, host: &str, group: &str) -> String {
+    let others = all.iter().filter(|(name, _)| *name != host);
+    let promised = |(name, promises): (&String, &Promises)| {
+        let [iops, bps] = *promises.groups.get(group)?;
+        let amounts =
+            [(iops, "IOPS"), (bps, "bytes per second")].into_iter().filter(|(amount, _)| *amount > 0);
+        let amounts: Vec<_> = amounts.map(|(amount, unit)| format!("{amount} {unit}")).collect();
+        (!amounts.is_empty()).then(|| format!("{name} {}", amounts.join(" and ")))
+    };
+    let mut named: Vec<_> = others.filter_map(promised).collect();
+    if named.is_empty() {
+        return String::new();
+    }
+    let more = named.len().saturating_sub(MOST_NAMED);
+    named.truncate(MOST_NAMED);
+    let mut said = format!("; of group {group} others have promised: {}", named.join(", "));
+    if more > 0 {
+        let _ = write!(said, " and {more} more hosts");
+    }
+    said
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const HOSTS: [&str; 3] = ["a", "b", "c"];
+    const LIMIT: u64 = 1000;
+
+    fn limits(rate: u64) -> Limits {
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::IopsTotal).rate = rate;
+        limits
+    }
+
+    fn of(amounts: &[(&str, u64)]) -> Promises {
+        let groups = amounts.iter().map(|(group, iops)| ((*group).to_owned(), [*iops, 0])).collect();
+        Promises { groups, ..Promises::default() }
+    }
+
+    fn all(hosts: &[(&str, Promises)]) -> BTreeMap<String, Promises> {
+        hosts.iter().map(|(host, promises)| ((*host).to_owned(), promises.clone())).collect()
+    }
+
+    #[test]
+    fn what_stands_is_the_hosts_and_more_is_not() {
+        let there = all(&[("a", of(&[("gold", 600)])), ("b", of(&[("gold", 700)]))]);
+        let judge = |host: &str, iops| judge(&there, (host, &of(&[("gold", iops)])), |_| Some(limits(LIMIT)));
+        assert_eq!(judge("a", 600), None, "though all together is too much");
+        assert_eq!(judge("a", 100), None);
+        let refusal = judge("a", 601).unwrap();
+        assert_eq!(refusal.group, Some(("gold".to_owned(), [Some(600), None])));
+        for expect in ["601 would be promised on a, and 600 is left", "others have promised: b 700 IOPS ("] {
+            assert!(refusal.why.contains(expect), "{}", refusal.why);
+        }
+        assert!(judge("c", 1).unwrap().why.contains("a 600 IOPS, b 700 IOPS"));
+    }
+
+    #[test]
+    fn what_is_below_all_hosts_bounds_all_groups_together() {
+        let measured = Promises { capacity: [2000, 0], ..of(&[("silver", 900)]) };
+        let there = all(&[("a", measured)]);
+        let own = of(&[("gold", 500), ("silver", 200)]);
+        let of_pool = |amount| [Some((amount, Bound::Pool)), None];
+        assert_eq!(left(&there, ("b", &own), "gold", None), of_pool(900));
+        assert_eq!(left(&there, ("b", &own), "gold", Some(&limits(LIMIT))), of_pool(900));
+        assert_eq!(left(&there, ("b", &own), "silver", None), of_pool(600));
+        let refused = judge(&there, ("b", &of(&[("gold", 1200)])), |_| None).unwrap();
+        for expect in [
+            "1100 is left of the 2000 that `weir probe` measured below a (",
+            "measure again with `weir probe`",
+        ] {
+            assert!(refused.why.contains(expect), "{}", refused.why);
+        }
+        assert_eq!(refused.group.unwrap().1, [Some(1100), None]);
+    }
+
+    #[test]
+    fn many_hosts_are_counted_and_not_named() {
+        let many = (0..20).map(|host| (format!("h{host:02}"), of(&[("gold", 7)]))).collect();
+        let said = elsewhere(&many, "h00", "gold");
+        assert!(said.ends_with("h08 7 IOPS and 11 more hosts"), "{said}");
+        assert_eq!(elsewhere(&many, "h00", "silver"), "");
+    }
+
+    /// What a host does, by its number.
+    #[derive(Clone, Debug)]
+    enum Step {
+        /// Reads what etcd has.
+        Look(usize),
+        /// Promises so much, by what it has seen last; where others were faster it looks and tries
+        /// again, as `agent` does.
+        Ask(usize, u64),
+        /// Ends and begins again with what it had.
+        Restart(usize),
+        /// It was away for longer than its promises stand.
+        Expire(usize),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let host = 0..HOSTS.len();
+        prop_oneof![
+            host.clone().prop_map(Step::Look),
+            (host.clone(), 0..=LIMIT + 100).prop_map(|(host, iops)| Step::Ask(host, iops)),
+            host.clone().prop_map(Step::Restart),
+            host.prop_map(Step::Expire),
+        ]
+    }
+
+    /// What etcd has: promises, and the revision of the last.
+    #[derive(Default)]
+    struct Store {
+        promises: BTreeMap<String, Promises>,
+        revision: u64,
+    }
+
+    impl Store {
+        /// Whether it was promised, from what was seen at a revision.
+        fn ask(&mut self, host: &str, iops: u64, seen: &mut (BTreeMap<String, Promises>, u64)) -> bool {
+            let own = of(&[("gold", iops)]);
+            loop {
+                if judge(&seen.0, (host, &own), |_| Some(limits(LIMIT))).is_some() {
+                    return false;
+                }
+                if seen.1 >= self.revision {
+                    self.revision += 1;
+                    self.promises.insert(host.to_owned(), own.clone());
+                    *seen = (self.promises.clone(), self.revision);
+                    return true;
+                }
+                *seen = (self.promises.clone(), self.revision);
+            }
+        }
+
+        fn promised(&self, host: &str) -> u64 {
+            self.promises.get(host).map_or(0, |promises| promises.groups["gold"][0])
+        }
+    }
+
+    proptest! {
+        /// Whatever hosts have seen last, and whoever ends and comes back: no more is promised than
+        /// there is, and what a host had it gets again.
+        #[test]
+        fn hosts_never_promise_too_much_together(steps in prop::collection::vec(step(), 1..60)) {
+            let mut store = Store::default();
+            let mut seen: [(BTreeMap<String, Promises>, u64); 3] = Default::default();
+            for step in steps {
+                match step {
+                    Step::Look(at) => seen[at] = (store.promises.clone(), store.revision),
+                    Step::Ask(at, iops) => {
+                        let before = store.promised(HOSTS[at]);
+                        let others: u64 = HOSTS.iter().map(|host| store.promised(host)).sum::<u64>() - before;
+                        let done = store.ask(HOSTS[at], iops, &mut seen[at]);
+                        prop_assert!(!done || others + iops <= LIMIT);
+                        // Refused by what it has seen: it hears of promises that end.
+                        let known = |host: &str| {
+                            seen[at].0.get(host).map_or(0, |promises| promises.groups["gold"][0])
+                        };
+                        let seen_others: u64 = HOSTS.iter().map(|host| known(host)).sum();
+                        let own = known(HOSTS[at]);
+                        prop_assert!(done || seen_others - own + iops > LIMIT);
+                    }
+                    Step::Restart(at) => {
+                        let had = store.promised(HOSTS[at]);
+                        seen[at] = (store.promises.clone(), store.revision);
+                        prop_assert!(store.ask(HOSTS[at], had, &mut seen[at]));
+                    }
+                    Step::Expire(at) => {
+                        store.promises.remove(HOSTS[at]);
+                        // It joins anew, and reads everything.
+                        seen[at] = (store.promises.clone(), store.revision);
+                    }
+                }
+                let sum: u64 = HOSTS.iter().map(|host| store.promised(host)).sum();
+                prop_assert!(sum <= LIMIT, "{sum} is promised");
+            }
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! What a cluster asks of the daemon, and tells it.
+
+use std::iter;
+
+use cluster::{Refusal, Surroundings, actor::Actor};
+use policy::throttle::Limits;
+
+use super::{
+    inventory::Inventory,
+    watch::settings::{Changed, Settings},
+};
+use crate::events::{Kind, News};
+
+impl Surroundings for Inventory {
+    fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
+        let takes_part = |disk: &String| {
+            let group = self.disk(disk).ok().and_then(|running| running.disk.throttle().group());
+            group.is_some_and(|group| {
+                iter::successors(Some(group), |group| group.parent().cloned())
+                    .any(|group| is_shared(group.name()))
+            })
+        };
+        let below = self.devices().into_iter().filter(|listed| listed.disks.iter().any(takes_part));
+        let known = below.filter_map(|listed| listed.device.capacity());
+        known.fold([0; 2], |sum: [u64; 2], capacity| {
+            let figures =
+                [[capacity.read_iops, capacity.write_iops], [capacity.read_bps, capacity.write_bps]];
+            // What all is asked of, whichever it is.
+            [0, 1].map(|unit| {
+                let least = figures[unit].into_iter().filter(|figure| *figure > 0).min().unwrap_or(0);
+                sum[unit].saturating_add(least)
+            })
+        })
+    }
+
+    fn has_group(&self, name: &str) -> bool {
+        self.group(name).is_ok()
+    }
+
+    fn tell(&self, cluster: &str, host: &str, apart: Option<&str>) {
+        let (kind, message) = match apart {
+            None => (
+                Kind::ClusterJoined,
+                format!("this host, {host}, has its part of cluster {cluster}'s limits"),
+            ),
+            Some(why) => (
+                Kind::ClusterApart,
+                format!("{why}: apart from cluster {cluster}, the safe share holds once leases have run out"),
+            ),
+        };
+        let news = News::new(kind, message).with("cluster", cluster).with("host", host);
+        self.events.tell(news.with("reason", apart));
+    }
+
+    fn follow_quota(&self) {
+        for group in self.groups().iter().filter(|group| group.lent().is_some()) {
+            self.recordings.follow_quota(group);
+        }
+    }
+
+    fn promise_again(&self) {
+        self.make_left_out();
+    }
+
+    fn leave_out(&self, refusal: &Refusal) {
+        self.leave_out_promises(refusal);
+    }
+
+    fn tell_promises(&self) {
+        self.tell_left_out();
+    }
+
+    fn tell_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &Actor) {
+        let changes = Settings::of_limits(after).since(&Settings::of_limits(before));
+        let what = format!("group {group} was changed on all hosts by {}", by.shown());
+        let news = Changed::news(&what, &changes).of_group(group).with("cluster", cluster);
+        self.events.tell(news.with("by", by.to_json()));
+    }
+
+    fn tell_silent(&self, cluster: &str, host: &str, silent: bool) {
+        let (kind, message) = match silent {
+            true => (
+                Kind::ClusterHostSilent,
+                format!(
+                    "host {host} has not been heard of: what it had is lent to others, but for its safe share (`weir cluster forget {host}` if it will not come back)"
+                ),
+            ),
+            false => (Kind::ClusterHostHeard, format!("host {host} is heard of again, or has left")),
+        };
+        self.events.tell(News::new(kind, message).with("cluster", cluster).with("host", host));
+    }
+
+    fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
+        let message = format!(
+            "group {group}: {unit}-reservation: {promised} is promised on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)"
+        );
+        let news = News::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
+        self.events.tell(news.with("unit", unit).with("promised", promised).with("limit", there));
+    }
+}

@@ -1,0 +1,273 @@
+//! The devices under the disks that run: found once for each disk, and sampled where something has
+//! a watermark.
+//!
+//! ```text
+//!   Inventory ── a change ──► Devices::follow ───► which groups have disks on which device
+//!                start, reload ──► ::refresh │             └──► block's Sampler
+//!                                            └──► measured capacities bound reservations of groups
+//! ```
+//!
+//! A change of one disk or group looks at that alone and at the groups above it, so that adding
+//! thousands one by one takes linear time.
+//!
+//! Belongs to the main thread. A device that cannot be found is logged, and limits are enforced as
+//! they are set.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    iter,
+    path::Path,
+    sync::{Arc, Weak},
+};
+
+use anyhow::Context as _;
+use block::{
+    device::{Device, DeviceId, Roots, Sampler, Subject, Target, id_of},
+    disk::Disk,
+    layer::throttle::Group,
+};
+use policy::{throttle::Reservable, watermark::Watermark};
+use settings::state::Store;
+
+type Found = (Weak<Disk>, Option<Arc<Device>>);
+
+#[derive(Debug)]
+pub(crate) struct Devices {
+    roots: Roots,
+    store: Store,
+    /// By the disk's name; the disk tells whether it is still the one of that name.
+    of_disks: RefCell<HashMap<String, Found>>,
+    /// Devices that disks lie on.
+    known: RefCell<HashMap<DeviceId, Weak<Device>>>,
+    placements: RefCell<Placements>,
+    sampler: Sampler,
+}
+
+/// Device and groups of each disk, as of its last visit.
+#[derive(Debug, Default)]
+struct Placements {
+    /// Placements by the disk's name.
+    disks: HashMap<String, Placement>,
+    /// Devices below a group, by its address, with the number of its disks on each. Groups stay
+    /// alive by their members alone; a [`Weak`] keeps the address.
+    on: HashMap<*const Group, HashMap<DeviceId, (Arc<Device>, usize)>>,
+    /// Targets in the sampler, by the name of the disk or the group.
+    targets: HashMap<String, Weak<dyn Target>>,
+}
+
+/// One disk's device, and the groups that it is in, innermost first.
+#[derive(Debug)]
+struct Placement {
+    device: Option<Arc<Device>>,
+    groups: Vec<Weak<Group>>,
+}
+
+impl Placements {
+    /// Counts a disk; adds the groups that have one device more to `changed`.
+    fn put(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<Group>>) {
+        let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
+        let groups: Vec<_> = above.map(|group| Arc::downgrade(&group)).collect();
+        if let Some(device) = &device {
+            for group in &groups {
+                let on = self.on.entry(group.as_ptr()).or_default();
+                let (_, disks) = on.entry(device.id()).or_insert_with(|| {
+                    changed.push(Weak::clone(group));
+                    (Arc::clone(device), 0)
+                });
+                *disks += 1;
+            }
+        }
+        self.disks.insert(disk.name().to_string(), Placement { device, groups });
+    }
+
+    /// Removes a disk from the counts; adds the groups that have one device less to `changed`.
+    fn take(&mut self, disk: &str, changed: &mut Vec<Weak<Group>>) -> Option<Arc<Device>> {
+        let Placement { device, groups } = self.disks.remove(disk)?;
+        let device = device?;
+        for group in groups {
+            let Some(on) = self.on.get_mut(&group.as_ptr()) else { continue };
+            if let Some((_, disks)) = on.get_mut(&device.id()) {
+                *disks -= 1;
+                if *disks == 0 {
+                    on.remove(&device.id());
+                    changed.push(Weak::clone(&group));
+                }
+            }
+            if on.is_empty() {
+                self.on.remove(&group.as_ptr());
+            }
+        }
+        Some(device)
+    }
+
+    fn under(&self, group: &Arc<Group>) -> Vec<Arc<Device>> {
+        let on = self.on.get(&Arc::as_ptr(group));
+        on.into_iter().flat_map(HashMap::values).map(|(device, _)| Arc::clone(device)).collect()
+    }
+
+    /// The device below a group, if there is just one.
+    fn only_under(&self, group: &Arc<Group>) -> Option<&Arc<Device>> {
+        let on = self.on.get(&Arc::as_ptr(group)).filter(|on| on.len() == 1)?;
+        on.values().next().map(|(device, _)| device)
+    }
+}
+
+#[derive(Debug)]
+pub struct Listed {
+    pub device: Arc<Device>,
+    /// In the order of their names.
+    pub disks: Vec<String>,
+}
+
+impl Devices {
+    /// None yet. What was measured is in the state directory, or the usual one.
+    pub(crate) fn new(state: Option<&Path>) -> Self {
+        Self {
+            roots: Roots::default(),
+            store: Store::new(state),
+            of_disks: RefCell::default(),
+            known: RefCell::default(),
+            placements: RefCell::default(),
+            sampler: Sampler::default(),
+        }
+    }
+
+    pub(crate) fn list(&self, disks: impl IntoIterator<Item = Arc<Disk>>) -> Vec<Listed> {
+        let mut found: BTreeMap<String, Listed> = BTreeMap::new();
+        for disk in disks {
+            let Some(device) = self.under(&disk) else { continue };
+            let name = device.name().to_owned();
+            let listed = found.entry(name).or_insert_with(|| Listed { device, disks: Vec::new() });
+            listed.disks.push(disk.name().to_string());
+        }
+        found.into_values().collect()
+    }
+
+    /// The device under a disk; `None` for one in memory, or where it cannot be found.
+    fn under(&self, disk: &Arc<Disk>) -> Option<Arc<Device>> {
+        if let Some((known, device)) = self.of_disks.borrow().get(&**disk.name())
+            && std::ptr::eq(known.as_ptr(), Arc::as_ptr(disk))
+        {
+            return device.clone();
+        }
+        let device = self.find(disk).unwrap_or_else(|error| {
+            // Whoever sets a watermark that it makes useless is warned by the sampler.
+            tracing::debug!(disk = %disk.name(), %error, "the device below is not known");
+            None
+        });
+        let found = (Arc::downgrade(disk), device.clone());
+        self.of_disks.borrow_mut().insert(disk.name().to_string(), found);
+        device
+    }
+
+    fn find(&self, disk: &Disk) -> std::io::Result<Option<Arc<Device>>> {
+        let Some(id) = id_of(disk, &self.roots)? else { return Ok(None) };
+        if let Some(known) = self.known.borrow().get(&id).and_then(Weak::upgrade) {
+            return Ok(Some(known));
+        }
+        let measured = |identity: &block::device::Identity| self.store.measured(identity.key());
+        let device = Device::under(disk, &self.roots, measured)?.map(Arc::new);
+        if let Some(device) = &device {
+            self.known.borrow_mut().insert(id, Arc::downgrade(device));
+        }
+        Ok(device)
+    }
+
+    /// Looks again at which of these disks and groups are on which device.
+    /// Fails if more is reserved than a device was measured to do.
+    pub(crate) fn refresh(
+        &self,
+        disks: impl IntoIterator<Item = Arc<Disk>>,
+        groups: impl IntoIterator<Item = Arc<Group>>,
+    ) -> anyhow::Result<()> {
+        self.of_disks.borrow_mut().retain(|_, (disk, _)| disk.strong_count() > 0);
+        self.known.borrow_mut().retain(|_, device| device.strong_count() > 0);
+        let mut placements = Placements::default();
+        let mut subjects = Vec::new();
+        for disk in disks {
+            let device = self.under(&disk);
+            subjects.extend(placements.add_disk(&disk, device.as_ref()));
+            placements.put(&disk, device, &mut Vec::new());
+        }
+        for group in groups {
+            placements.bound(&group)?;
+            subjects.push(placements.add_group(&group));
+        }
+        *self.placements.borrow_mut() = placements;
+        self.sampler.watch(subjects);
+        Ok(())
+    }
+
+    /// Updates the devices of the disk or group with this name, if one exists. Fails if more is
+    /// reserved than the measured capacity of a device.
+    pub(crate) fn follow(
+        &self,
+        name: &str,
+        disk: Option<&Arc<Disk>>,
+        group: Option<&Arc<Group>>,
+    ) -> anyhow::Result<()> {
+        let device = disk.and_then(|disk| self.under(disk));
+        let mut placements = self.placements.borrow_mut();
+        let mut changed: Vec<_> = group.map(Arc::downgrade).into_iter().collect();
+        let before = placements.targets.remove(name);
+        let left = placements.take(name, &mut changed);
+        let mut subjects = Vec::new();
+        if let Some(disk) = disk {
+            subjects.extend(placements.add_disk(disk, device.as_ref()));
+            placements.put(disk, device, &mut changed);
+        } else if self.of_disks.borrow_mut().remove(name).is_some()
+            && let Some(left) = left
+        {
+            let (id, mut known) = (left.id(), self.known.borrow_mut());
+            drop(left);
+            if known.get(&id).is_some_and(|device| device.strong_count() == 0) {
+                known.remove(&id);
+            }
+        }
+        let now = placements.targets.get(name);
+        if let Some(before) = before.filter(|before| now.is_none_or(|now| !now.ptr_eq(before))) {
+            self.sampler.forget(&before);
+        }
+        let mut bounds = Ok(());
+        for group in changed.iter().filter_map(Weak::upgrade) {
+            bounds = bounds.and(placements.bound(&group));
+            subjects.push(placements.add_group(&group));
+        }
+        subjects.into_iter().for_each(|subject| self.sampler.update(subject));
+        bounds
+    }
+}
+
+impl Placements {
+    /// A disk outside groups is watched itself.
+    fn add_disk(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<Subject> {
+        if disk.throttle().group().is_some() {
+            return None;
+        }
+        let target: Weak<Disk> = Arc::downgrade(disk);
+        let target: Weak<dyn Target> = target;
+        self.targets.insert(disk.name().to_string(), Weak::clone(&target));
+        Some(Subject { target, devices: device.into_iter().cloned().collect() })
+    }
+
+    fn add_group(&mut self, group: &Arc<Group>) -> Subject {
+        let target: Weak<Group> = Arc::downgrade(group);
+        let target: Weak<dyn Target> = target;
+        self.targets.insert(group.name().to_owned(), Weak::clone(&target));
+        // A target without a watermark is not watched and needs no list of devices.
+        let is_watched = group.watermark() != Watermark::ALWAYS;
+        Subject { target, devices: if is_watched { self.under(group) } else { Vec::new() } }
+    }
+
+    /// An outermost group can reserve up to the capacity of its device; a group on several devices,
+    /// or on one without a measured capacity, up to its limits.
+    fn bound(&self, group: &Arc<Group>) -> anyhow::Result<()> {
+        if group.parent().is_some() {
+            return Ok(());
+        }
+        let device = self.only_under(group);
+        let reservable = device.map_or_else(Reservable::default, |device| device.reservable());
+        group.set_device(reservable).with_context(|| format!("group {}", group.name()))
+    }
+}

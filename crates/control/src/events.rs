@@ -1,0 +1,319 @@
+//! What has happened: one type, one place where it is made, the last ones by their numbers.
+//!
+//! ```text
+//!   control/watch  disks, groups, devices each second, by judge ─┐                    ┌─► log
+//!                  changes to what runs, by whom (actor)         ├─► Events: the last ├─► QMP: X_WEIR_EVENT
+//!   clients of NBD and machines, from their servers ─────────────┘                    └─► HTTP
+//! ```
+//!
+//! Everybody who tells of events has them from here, each at its own pace: [`Events::since`] has
+//! what came after a number, [`Events::listen`] wakes. Nobody can hold up who makes them. What
+//! comes too fast is left out and counted, kind by kind, before it is an event: so the ring, the
+//! log, every client and every command have the same bound.
+//!
+//! Never on the way of a request: a client makes two, when it comes and when it goes.
+
+mod deliveries;
+mod gate;
+pub(crate) mod judge;
+mod kind;
+mod log;
+mod visits;
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use block::reactor;
+use event_listener::EventListener;
+use policy::time::Instant;
+
+pub use deliveries::Deliveries;
+use gate::SharedGate;
+pub use kind::Event;
+pub use kind::Kind;
+pub use kind::News;
+pub use log::log;
+
+/// Events that are kept: with what a message may have, less than two megabytes.
+const KEPT: usize = 1024;
+/// Of each kind so many are kept whatever comes of the others.
+const ROOM: usize = 30;
+// So that there is always a kind that has more than its room.
+const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
+/// Of each kind, a disk has a share: a thousand of them may reach their limits at once.
+const BURST: u64 = 512;
+const PER_SECOND: u64 = 10;
+/// Numbers for each second since the Epoch, so that those of the next daemon are larger, unless the
+/// clock was set back; stays below 2⁵³, what a program that takes numbers for doubles tells apart.
+const NUMBERS_A_SECOND: u64 = 1_000_000;
+/// Numbers for what a daemon still tells after another was told its last one.
+const NUMBERS_LEFT: u64 = 100_000;
+
+/// The last events. Clones are the same.
+#[derive(Clone)]
+pub struct Events(Arc<Shared>);
+
+struct Shared {
+    ring: Mutex<Ring>,
+    woken: event_listener::Event,
+}
+
+struct Ring {
+    next: u64,
+    kept: VecDeque<Arc<Event>>,
+    gates: Vec<SharedGate>,
+    /// By kind: those that were told, and those left out.
+    counts: Vec<[u64; 2]>,
+}
+
+impl Ring {
+    /// The oldest goes of those kinds that have more than their room: however many clients come and
+    /// go, an image that fails is still to be seen.
+    fn make_room(&mut self) {
+        if self.kept.len() < KEPT {
+            return;
+        }
+        let mut of_kind = [0; Kind::ALL.len()];
+        self.kept.iter().for_each(|event| of_kind[event.kind as usize] += 1);
+        let oldest = self.kept.iter().position(|event| of_kind[event.kind as usize] > ROOM);
+        self.kept.remove(oldest.unwrap_or(0));
+    }
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self::from(since.as_secs().saturating_mul(NUMBERS_A_SECOND))
+    }
+}
+
+impl Events {
+    fn from(next: u64) -> Self {
+        let ring = Ring {
+            next: next.max(1),
+            kept: VecDeque::new(),
+            gates: vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()],
+            counts: vec![[0; 2]; Kind::ALL.len()],
+        };
+        Self(Arc::new(Shared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
+    }
+
+    /// Another daemon, whose last event had this number, tells of a few more, and then this one:
+    /// its numbers are larger.
+    pub(crate) fn go_on_after(&self, last: u64) {
+        let mut ring = self.ring();
+        ring.next = ring.next.max(last.saturating_add(NUMBERS_LEFT));
+    }
+
+    /// Has what another daemon has told, as far as it is older than what was told here, and counts
+    /// on. Nobody is told of it anew.
+    pub(crate) fn go_on_from(&self, events: Vec<Event>, counts: impl Iterator<Item = (Kind, [u64; 2])>) {
+        let mut ring = self.ring();
+        let first = ring.kept.front().map_or(ring.next, |event| event.id);
+        for event in events.into_iter().rev().filter(|event| event.id < first) {
+            // Both together may be more than are kept: the oldest are not.
+            if ring.kept.len() < KEPT {
+                ring.kept.push_front(Arc::new(event));
+            }
+        }
+        for (kind, [told, left_out]) in counts {
+            let [own, own_left_out] = &mut ring.counts[kind as usize];
+            *own = own.saturating_add(told);
+            *own_left_out = own_left_out.saturating_add(left_out);
+        }
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.0.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It has happened now. From any thread; takes microseconds.
+    pub fn tell(&self, news: News) {
+        self.tell_at(reactor::real_time(), SystemTime::now(), news);
+    }
+
+    fn tell_at(&self, now: Instant, time: SystemTime, news: News) {
+        let mut ring = self.ring();
+        let kind = news.kind as usize;
+        let Some(left_out) = ring.gates[kind].pass(news.disk.as_ref(), now) else {
+            ring.counts[kind][1] += 1;
+            return;
+        };
+        ring.counts[kind][0] += 1;
+        let id = ring.next;
+        ring.next += 1;
+        ring.make_room();
+        ring.kept.push_back(Arc::new(news.at(id, time, left_out)));
+        drop(ring);
+        self.0.woken.notify(usize::MAX);
+    }
+
+    /// Those that came after the one with this number, the oldest first; of those that are not kept
+    /// any more there is a gap before them. 0 is all there are.
+    pub fn since(&self, id: u64) -> Vec<Arc<Event>> {
+        let ring = self.ring();
+        let first = ring.kept.partition_point(|event| event.id <= id);
+        ring.kept.range(first..).cloned().collect()
+    }
+
+    /// The number of the last one; there may be none yet.
+    pub fn last(&self) -> u64 {
+        self.ring().next - 1
+    }
+
+    /// Is ready once something has been told after this call, on any runtime. Look with
+    /// [`Events::since`] after calling this, and only then wait.
+    pub fn listen(&self) -> EventListener {
+        self.0.woken.listen()
+    }
+
+    /// Of each kind, those that were told, and those left out because there were too many.
+    pub fn counts(&self) -> Vec<(Kind, [u64; 2])> {
+        let ring = self.ring();
+        Kind::ALL.iter().map(|kind| (*kind, ring.counts[*kind as usize])).collect()
+    }
+
+    /// Hands all that come from now on to `take`, on this thread. Ends when dropped.
+    pub(crate) fn each(&self, take: impl Fn(&Arc<Event>) + 'static) -> reactor::JoinHandle<()> {
+        let (events, mut last) = (self.clone(), self.last());
+        reactor::spawn_joinable(async move {
+            loop {
+                let woken = events.listen();
+                for event in events.since(last) {
+                    last = event.id;
+                    take(&event);
+                }
+                woken.await;
+            }
+        })
+    }
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Events").field("last", &self.last()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn news(kind: Kind) -> News {
+        News::new(kind, "it has happened")
+    }
+
+    fn at(ms: u64) -> Instant {
+        Instant::from_nanos(ms * 1_000_000)
+    }
+
+    #[test]
+    fn what_another_has_told_comes_before() {
+        let before = Events::from(1);
+        (0..2000_u64).for_each(|s| before.tell_at(at(s * 1000), UNIX_EPOCH, news(Kind::DiskAdded)));
+        let events = Events::from(1500);
+        events.go_on_after(before.last());
+        events.tell_at(at(0), UNIX_EPOCH, news(Kind::DiskStopped));
+        let told = before.since(0).iter().filter_map(|event| Event::from_json(&event.to_json())).collect();
+        events.go_on_from(told, before.counts().into_iter());
+        let known: Vec<_> = events.since(0).iter().map(|event| event.id).collect();
+        assert!(known.is_sorted() && known.len() == KEPT, "{known:?}");
+        assert_eq!(known[..KEPT - 1], before.since(0).iter().map(|event| event.id).collect::<Vec<_>>()[1..]);
+        let count = |kind| events.counts().into_iter().find(|(other, _)| *other == kind).expect("a kind").1;
+        assert_eq!((count(Kind::DiskAdded), count(Kind::DiskStopped)), ([2000, 0], [1, 0]));
+    }
+
+    #[test]
+    fn the_last_ones_are_kept_in_order_and_nobody_has_one_twice() {
+        let events = Events::from(5);
+        assert_eq!((events.last(), events.since(0).len()), (4, 0));
+        for ms in 0..3000_u64 {
+            events.tell_at(at(ms * 1000), UNIX_EPOCH, news(Kind::DiskAdded));
+        }
+        let all = events.since(0);
+        assert_eq!((all.len(), all[0].id, events.last()), (KEPT, 3005 - KEPT as u64, 3004));
+        let ids: Vec<_> = events.since(3002).iter().map(|event| event.id).collect();
+        assert_eq!(ids, [3003, 3004]);
+        assert_eq!(events.since(3004).len(), 0);
+    }
+
+    #[test]
+    fn too_many_of_a_kind_are_counted_and_others_are_told() {
+        let events = Events::from(0);
+        for _ in 0..10_000 {
+            events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn));
+        }
+        events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ImageError));
+        assert_eq!(events.since(0).len(), BURST as usize + 1);
+        events.tell_at(at(1200), UNIX_EPOCH, news(Kind::ClientIn));
+        let last = events.since(0).pop().unwrap();
+        assert_eq!(last.data["left_out"], 10_000 - BURST);
+        let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
+        assert_eq!((of(Kind::ClientIn), of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
+    }
+
+    #[test]
+    fn a_machine_that_comes_and_goes_does_not_silence_another_disk() {
+        let events = Events::from(0);
+        let came = |disk: &str| {
+            let before = events.last();
+            events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn).of_disk(disk));
+            events.last() > before
+        };
+        assert_eq!((0..10_000).filter(|_| came("noisy")).count(), BURST as usize / 2);
+        assert!((0..10).all(|_| came("quiet")), "it has its share");
+    }
+
+    #[test]
+    fn clients_that_come_and_go_do_not_hide_an_error() {
+        let events = Events::from(0);
+        for ms in 0..5000_u64 {
+            let kinds = [Kind::ClientIn, Kind::ClientOut, Kind::LimitHit, Kind::LimitReleased];
+            kinds.into_iter().for_each(|kind| events.tell_at(at(ms * 100), UNIX_EPOCH, news(kind)));
+            if ms % 100 == 0 {
+                events.tell_at(at(ms * 100), UNIX_EPOCH, news(Kind::ImageError));
+            }
+        }
+        let all = events.since(0);
+        let of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
+        assert_eq!((all.len(), of(Kind::ImageError)), (KEPT, ROOM));
+        assert!(of(Kind::ClientIn) >= ROOM && of(Kind::ClientOut) >= ROOM);
+        assert!(all.is_sorted_by_key(|event| event.id));
+    }
+
+    #[test]
+    fn who_goes_on_for_another_has_larger_numbers() {
+        let (old, new) = (Events::from(7), Events::from(7));
+        let tell = |events: &Events| events.tell_at(at(0), UNIX_EPOCH, news(Kind::ClientOut));
+        (0..3).for_each(|_| tell(&old));
+        new.go_on_after(old.last());
+        (0..3).for_each(|_| tell(&old));
+        tell(&new);
+        assert!(new.last() > old.last(), "{} and {}", new.last(), old.last());
+        let last = new.last();
+        new.go_on_after(1);
+        tell(&new);
+        assert_eq!(new.last(), last + 1);
+    }
+
+    #[test]
+    fn who_listens_is_woken() {
+        use std::sync::mpsc;
+
+        let events = Events::from(0);
+        let woken = events.listen();
+        let (told, heard) = mpsc::channel();
+        let waiting = std::thread::spawn(move || {
+            event_listener::Listener::wait(woken);
+            told.send(()).unwrap();
+        });
+        assert!(heard.try_recv().is_err());
+        events.tell_at(at(0), UNIX_EPOCH, news(Kind::ClientIn));
+        heard.recv().unwrap();
+        waiting.join().unwrap();
+    }
+}

@@ -1,0 +1,234 @@
+//! Whether something has come to be so, or no longer is: what has to hold for a while either way,
+//! so that a disk at its limit is one event and not a thousand.
+//!
+//! ```text
+//!   over     ███████████ █ ██████                 a sample each second
+//!   between            █  █                       neither: what was so still is
+//!   under  ██                    ████████████
+//!               ▲ begins, after `on`        ▲ ends, after `off` without a break
+//! ```
+//!
+//! Pure: time is an argument, and so is everything that was measured.
+
+use policy::{
+    counter,
+    throttle::{Brief, Kept},
+    time::{Duration, Instant},
+    watermark::Capacity,
+};
+
+/// Part of a second, in percent, in which work waited for a limit: from which on it is hit, and
+/// below which it is not.
+const HIT_PERCENT: u64 = 50;
+const RELEASED_PERCENT: u64 = 10;
+/// What a device has at a time, and the part of what it was measured to do, in percent: the alert
+/// `WeirDeviceSlow` has the same.
+const BUSY_QUEUE: f64 = 4.0;
+const SLOW_PERCENT: u64 = 50;
+
+/// How long each has to be so.
+pub(crate) const LIMITS: Patience = Patience { on: Duration::from_secs(2), off: Duration::from_secs(10) };
+pub(crate) const RESERVATIONS: Patience =
+    Patience { on: Duration::from_secs(1), off: Duration::from_secs(10) };
+pub(crate) const WATERMARKS: Patience = Patience { on: Duration::from_secs(1), off: Duration::from_secs(5) };
+pub(crate) const DEVICES: Patience = Patience { on: Duration::from_secs(60), off: Duration::from_secs(60) };
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    on: Duration,
+    off: Duration,
+}
+
+/// What one sample says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sample {
+    Over,
+    Between,
+    Under,
+}
+
+/// What a sample has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    Begins,
+    /// It was so for that long.
+    Ends(Duration),
+}
+
+/// Something that is so or not.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Condition {
+    /// Since when it is so; none: it is not.
+    holds: Option<Instant>,
+    /// Since when samples say otherwise.
+    doubted: Option<Instant>,
+}
+
+impl Condition {
+    /// Whether it is not so, and nothing says otherwise.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.holds.is_none() && self.doubted.is_none()
+    }
+
+    pub(crate) fn observe(&mut self, sample: Sample, patience: Patience, now: Instant) -> Option<Turn> {
+        let otherwise = if self.holds.is_some() { Sample::Under } else { Sample::Over };
+        if sample != otherwise {
+            self.doubted = None;
+            return None;
+        }
+        let since = *self.doubted.get_or_insert(now);
+        let enough = if self.holds.is_some() { patience.off } else { patience.on };
+        if now - since < enough {
+            return None;
+        }
+        self.doubted = None;
+        match self.holds.take() {
+            // The time until it was believed is not a part of it.
+            Some(began) => Some(Turn::Ends(since - began)),
+            None => {
+                self.holds = Some(since);
+                Some(Turn::Begins)
+            }
+        }
+    }
+}
+
+/// Percent of the time between two looks in which work waited here for a limit; 0 if the counter
+/// fell.
+pub(crate) fn limited_percent(before: &Brief, now: &Brief, elapsed: Duration) -> u64 {
+    let limited = u128::from(counter::growth(before.limited_ns, now.limited_ns).unwrap_or(0));
+    u64::try_from(limited * 100 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX).min(100)
+}
+
+pub(crate) fn limit(percent: u64) -> Sample {
+    match percent {
+        HIT_PERCENT.. => Sample::Over,
+        RELEASED_PERCENT.. => Sample::Between,
+        _ => Sample::Under,
+    }
+}
+
+/// None where nothing has been judged since, and something waits: that may still go either way.
+pub(crate) fn reservation(before: &Brief, now: &Brief) -> Option<Sample> {
+    let (Kept { met_ns, missed_ns }, after) = (before.kept.unwrap_or_default(), now.kept?);
+    if after.missed_ns > missed_ns {
+        Some(Sample::Over)
+    } else if after.met_ns > met_ns || now.waiting == [0; 2] {
+        Some(Sample::Under)
+    } else {
+        None
+    }
+}
+
+/// What a device did between two looks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Done {
+    /// Requests and bytes a second, by direction.
+    pub(crate) iops: [u64; 2],
+    pub(crate) bps: [u64; 2],
+    /// Requests in flight, on average.
+    pub(crate) queue: f64,
+}
+
+/// Percent of what a device was measured to do that it has done, the larger of both units; none
+/// where it was not measured.
+pub(crate) fn done_percent(capacity: &Capacity, done: &Done) -> Option<u64> {
+    let part = |done: [u64; 2], can: [u64; 2]| {
+        let parts = [0, 1].map(|way| (done[way] * 100).checked_div(can[way]));
+        (parts != [None; 2]).then(|| parts.into_iter().flatten().sum::<u64>())
+    };
+    let operations = part(done.iops, [capacity.read_iops, capacity.write_iops]);
+    operations.max(part(done.bps, [capacity.read_bps, capacity.write_bps]))
+}
+
+/// Slow is who has much to do, and does less than it can.
+pub(crate) fn device(percent: u64, queue: f64) -> Sample {
+    if queue > BUSY_QUEUE && percent < SLOW_PERCENT { Sample::Over } else { Sample::Under }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn s(seconds: u64) -> Instant {
+        Instant::from_nanos(seconds * 1_000_000_000)
+    }
+
+    /// What a sample each second says, and after which second something changed.
+    fn turns(samples: &[(Sample, u64)], patience: Patience) -> Vec<(u64, Turn)> {
+        let (mut condition, mut at, mut turns) = (Condition::default(), 0, Vec::new());
+        for &(sample, seconds) in samples {
+            for _ in 0..seconds {
+                turns.extend(condition.observe(sample, patience, s(at)).map(|turn| (at, turn)));
+                at += 1;
+            }
+        }
+        turns
+    }
+
+    #[test]
+    fn a_disk_at_its_limit_for_an_hour_is_one_event_and_one_at_its_end() {
+        use Sample::{Between, Over, Under};
+        // It has pauses of some seconds, and seconds in which it is hardly held.
+        let mut samples = vec![(Under, 10)];
+        for _ in 0..360 {
+            samples.extend([(Over, 5), (Under, 3), (Between, 2)]);
+        }
+        samples.push((Under, 60));
+        assert_eq!(
+            turns(&samples, LIMITS),
+            [(12, Turn::Begins), (3610 + 10, Turn::Ends(Duration::from_secs(3600)))]
+        );
+    }
+
+    #[test]
+    fn what_is_so_for_a_moment_is_nothing() {
+        use Sample::{Between, Over, Under};
+        assert_eq!(turns(&[(Over, 2), (Between, 1), (Over, 2), (Under, 1), (Over, 2)], LIMITS), []);
+    }
+
+    #[test]
+    fn the_part_of_time_decides_of_limits() {
+        let brief = |limited_ns| Brief { limited_ns, ..Brief::default() };
+        let percent =
+            |ms: u64| limited_percent(&brief(7), &brief(7 + ms * 1_000_000), Duration::from_secs(2));
+        assert_eq!(
+            [percent(0), percent(500), percent(1000), percent(2000), percent(9000)],
+            [0, 25, 50, 100, 100]
+        );
+        assert_eq!(
+            [limit(50), limit(49), limit(10), limit(9)],
+            [Sample::Over, Sample::Between, Sample::Between, Sample::Under]
+        );
+        // It was given again, and counts anew.
+        assert_eq!(limited_percent(&brief(9), &brief(1), Duration::from_secs(1)), 0);
+    }
+
+    #[test]
+    fn a_reservation_is_judged_where_there_is_something_to_judge() {
+        let brief = |met_ns, missed_ns, waiting| Brief {
+            kept: Some(Kept { met_ns, missed_ns }),
+            waiting: [waiting, 0],
+            ..Brief::default()
+        };
+        let before = brief(5, 5, 1);
+        assert_eq!(reservation(&before, &brief(5, 6, 1)), Some(Sample::Over));
+        assert_eq!(reservation(&before, &brief(6, 5, 1)), Some(Sample::Under));
+        assert_eq!(reservation(&before, &brief(5, 5, 1)), None);
+        assert_eq!(reservation(&before, &brief(5, 5, 0)), Some(Sample::Under));
+        assert_eq!(reservation(&before, &Brief::default()), None);
+    }
+
+    #[test]
+    fn a_device_is_slow_that_has_much_to_do_and_does_little() {
+        let capacity = Capacity { read_iops: 1000, write_iops: 500, read_bps: 0, write_bps: 1_000_000 };
+        let done = |iops, bps| done_percent(&capacity, &Done { iops, bps, queue: 9.0 });
+        assert_eq!(done([200, 100], [0, 0]), Some(40));
+        assert_eq!(done([0, 1], [9_000_000, 600_000]), Some(60), "reads of bytes were not measured");
+        assert_eq!(done_percent(&Capacity::default(), &Done { iops: [1; 2], bps: [1; 2], queue: 9.0 }), None);
+        assert_eq!(
+            [device(40, 9.0), device(40, 3.0), device(60, 9.0)],
+            [Sample::Over, Sample::Under, Sample::Under]
+        );
+    }
+}

@@ -1,0 +1,257 @@
+//! What an event is: its kind, what it is about, and how it is said to programs.
+//!
+//! Kinds and their words are the same in the log, over QMP, over HTTP and for `on-event`;
+//! `docs/events.md` has a line for each, and a test holds it to that.
+
+use std::{
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use serde_json::{Map, Value, json};
+
+/// Bytes of a message, and of one value of the data: what a client said may be in them.
+const MOST_TEXT: usize = 512;
+
+/// How much it matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Severity {
+    Info,
+    Warning,
+    Error,
+}
+
+impl Severity {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Info => "info",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
+macro_rules! kinds {
+    ($($kind:ident $name:literal $severity:ident)+) => {
+        /// What has happened.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Kind {
+            $($kind,)+
+        }
+
+        impl Kind {
+            pub(crate) const ALL: &[Self] = &[$(Self::$kind,)+];
+
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $name,)+
+                }
+            }
+
+            pub(crate) fn named(name: &str) -> Option<Self> {
+                Self::ALL.iter().copied().find(|kind| kind.name() == name)
+            }
+
+            pub(crate) const fn severity(self) -> Severity {
+                match self {
+                    $(Self::$kind => Severity::$severity,)+
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    LimitHit "limit_hit" Info
+    LimitReleased "limit_released" Info
+    ReservationMissed "reservation_missed" Warning
+    ReservationMet "reservation_met" Info
+    WatermarkReached "watermark_reached" Info
+    WatermarkLeft "watermark_left" Info
+    ImageError "image_error" Error
+    DiskStopped "disk_stopped" Error
+    DiskResumed "disk_resumed" Info
+    BackingFileChanged "backing_file_changed" Error
+    StorageSilent "storage_silent" Warning
+    StorageAnswers "storage_answers" Info
+    DeviceSlow "device_slow" Warning
+    DeviceRecovered "device_recovered" Info
+    ClientIn "client_in" Info
+    ClientOut "client_out" Info
+    ClientTurnedAway "client_turned_away" Warning
+    ClientDisconnected "client_disconnected" Warning
+    RingBroken "ring_broken" Warning
+    RingServed "ring_served" Info
+    ConfigChanged "config_changed" Info
+    DiskAdded "disk_added" Info
+    DiskUnopened "disk_unopened" Warning
+    DiskRemoved "disk_removed" Info
+    GroupAdded "group_added" Info
+    GroupRemoved "group_removed" Info
+    TakenOver "taken_over" Info
+    ClusterJoined "cluster_joined" Info
+    ClusterApart "cluster_apart" Warning
+    ClusterHostSilent "cluster_host_silent" Warning
+    ClusterHostHeard "cluster_host_heard" Info
+    ClusterOverpromised "cluster_overpromised" Warning
+    PromiseLeftOut "promise_left_out" Warning
+    PromiseMade "promise_made" Info
+}
+
+/// One that is about to be told: see [`Events::tell`](super::Events::tell).
+#[derive(Clone, Debug)]
+pub struct News {
+    pub(super) kind: Kind,
+    pub(super) disk: Option<Arc<str>>,
+    group: Option<Arc<str>>,
+    message: String,
+    data: Map<String, Value>,
+    left_out: u64,
+}
+
+impl News {
+    /// With a message for people: a sentence without its period that stands by itself.
+    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            disk: None,
+            group: None,
+            message: shortened(message.into()),
+            data: Map::new(),
+            left_out: 0,
+        }
+    }
+
+    pub(crate) fn of_disk(self, name: &str) -> Self {
+        Self { disk: Some(name.into()), ..self }
+    }
+
+    pub(crate) fn of_group(self, name: &str) -> Self {
+        Self { group: Some(name.into()), ..self }
+    }
+
+    /// Adds to its data; null says nothing.
+    pub fn with(mut self, key: &'static str, value: impl Into<Value>) -> Self {
+        match value.into() {
+            Value::Null => {}
+            Value::String(text) => drop(self.data.insert(key.to_owned(), shortened(text).into())),
+            value => drop(self.data.insert(key.to_owned(), value)),
+        }
+        self
+    }
+
+    /// So many like it were left out by whoever tells, since the last.
+    pub(crate) fn after(self, left_out: u64) -> Self {
+        Self { left_out, ..self }
+    }
+
+    pub(super) fn at(self, id: u64, time: SystemTime, left_out: u64) -> Event {
+        let left_out = left_out.saturating_add(self.left_out);
+        let Self { kind, disk, group, message, mut data, .. } = self;
+        if left_out > 0 {
+            data.insert("left_out".to_owned(), left_out.into());
+        }
+        let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let time_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+        Event { id, time_ms, kind, disk, group, message, data }
+    }
+}
+
+fn shortened(mut text: String) -> String {
+    if text.len() > MOST_TEXT {
+        let end = (0..=MOST_TEXT).rev().find(|end| text.is_char_boundary(*end));
+        text.truncate(end.unwrap_or(0));
+        text.push('…');
+    }
+    text
+}
+
+/// Something that has happened.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Rises from event to event; also from one daemon to the next, unless the clock was set back.
+    pub id: u64,
+    /// Since the Epoch.
+    pub(crate) time_ms: u64,
+    pub(crate) kind: Kind,
+    pub(crate) disk: Option<Arc<str>>,
+    pub(crate) group: Option<Arc<str>>,
+    /// For people.
+    pub(crate) message: String,
+    /// For programs; `left_out` counts those of this kind that were not told before it.
+    pub(crate) data: Map<String, Value>,
+}
+
+impl Event {
+    pub fn to_json(&self) -> Value {
+        let mut told = json!({
+            "id": self.id,
+            "time_ms": self.time_ms,
+            "kind": self.kind.name(),
+            "severity": self.kind.severity().name(),
+            "message": self.message,
+            "data": self.data,
+        });
+        for (key, name) in [("disk", &self.disk), ("group", &self.group)] {
+            if let Some(name) = name {
+                told[key] = json!(&**name);
+            }
+        }
+        told
+    }
+
+    /// What [`Event::to_json`] has told; none where it is of a kind that is not known.
+    pub(crate) fn from_json(told: &Value) -> Option<Self> {
+        let named = |key: &str| told.get(key).and_then(Value::as_str).map(Arc::from);
+        Some(Self {
+            id: told["id"].as_u64()?,
+            time_ms: told["time_ms"].as_u64()?,
+            kind: Kind::named(told["kind"].as_str()?)?,
+            disk: named("disk"),
+            group: named("group"),
+            message: told["message"].as_str()?.to_owned(),
+            data: told["data"].as_object()?.clone(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn an_event_is_said_as_it_is_documented() {
+        let news = News::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
+        let news = news.with("limit", "iops-total").with("nothing", Value::Null);
+        let event = news.after(1).at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
+        assert_eq!(
+            event.to_json(),
+            json!({
+                "id": 7, "time_ms": 1_795_229_965_574_u64, "kind": "limit_hit", "severity": "info", "disk": "vm1",
+                "message": "disk vm1 is held by iops-total", "data": {"limit": "iops-total", "left_out": 3},
+            })
+        );
+    }
+
+    #[test]
+    fn what_a_client_says_does_not_make_an_event_long() {
+        let long = "é".repeat(100_000);
+        let news = News::new(Kind::ClientIn, long.as_str()).with("name", long);
+        assert!(news.at(1, UNIX_EPOCH, 0).to_json().to_string().len() < 3 * MOST_TEXT);
+    }
+
+    #[test]
+    fn the_document_has_every_kind_and_no_other() {
+        let document = include_str!("../../../../docs/events.md");
+        let row = |line: &str| {
+            let mut cells = line.strip_prefix("| `")?.split('|').map(str::trim);
+            let (kind, severity) = (cells.next()?.trim_end_matches('`').to_owned(), cells.next()?.to_owned());
+            ["info", "warning", "error"].contains(&&*severity).then_some((kind, severity))
+        };
+        let documented: Vec<_> = document.lines().filter_map(row).collect();
+        let all = Kind::ALL.iter().map(|kind| (kind.name().to_owned(), kind.severity().name().to_owned()));
+        assert_eq!(documented, all.collect::<Vec<_>>());
+    }
+}

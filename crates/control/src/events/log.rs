@@ -1,0 +1,51 @@
+//! Events in the log: a line each, at target `weir::events`, few of a kind at a time.
+
+use std::{cell::RefCell, rc::Rc};
+
+use reactor::JoinHandle;
+
+use super::{
+    Event, Events,
+    gate::SharedGate,
+    kind::{Kind, Severity},
+};
+
+/// Of each kind, in which each disk has a share. Who wants all of them asks for events, and does
+/// not read a log.
+const BURST: u64 = 10;
+const PER_SECOND: u64 = 1;
+
+/// Writes what comes from now on. Ends when dropped.
+pub fn log(events: &Events) -> JoinHandle<()> {
+    let gates = Rc::new(RefCell::new(vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()]));
+    events.each(move |event| {
+        if let Some(left_out) =
+            gates.borrow_mut()[event.kind as usize].pass(event.disk.as_ref(), reactor::now())
+        {
+            line(event, left_out);
+        }
+    })
+}
+
+fn line(event: &Event, left_out: u64) {
+    // A macro for each: a level is part of where a line is written.
+    macro_rules! line {
+        ($level:ident) => {
+            tracing::$level!(
+                target: "weir::events",
+                kind = event.kind.name(),
+                id = event.id,
+                disk = event.disk.as_deref(),
+                group = event.group.as_deref(),
+                left_out = (left_out > 0).then_some(left_out),
+                "{}",
+                event.message
+            )
+        };
+    }
+    match event.kind.severity() {
+        Severity::Info => line!(info),
+        Severity::Warning => line!(warn),
+        Severity::Error => line!(error),
+    }
+}

@@ -1,0 +1,44 @@
+//! Disks that come in several steps, each of which may fail: nothing is told of one before all of
+//! it is there.
+
+use std::rc::Rc;
+
+use export::nbd::Removal;
+
+use super::{Inventory, Refused};
+use crate::change::Change;
+
+/// While it is held, no event is of a disk of this name; then it is there, or never was.
+pub(crate) struct Arrival {
+    inventory: Rc<Inventory>,
+    name: String,
+}
+
+impl Inventory {
+    /// # Errors
+    /// A disk of this name is on its way already.
+    pub(crate) fn arrival(self: &Rc<Self>, name: &str) -> Result<Arrival, Refused> {
+        if !self.arriving.borrow_mut().insert(name.to_owned()) {
+            return Err(Refused::Busy(name.to_owned()));
+        }
+        Ok(Arrival { inventory: Rc::clone(self), name: name.to_owned() })
+    }
+
+    /// Has a disk go again that did not come whole. Whoever has connected to one of its exports
+    /// meanwhile is disconnected.
+    pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
+        self.remove_disk_and_exports(name, Removal::Hard).await
+    }
+
+    /// Whether a disk of this name may go yet as if it had never been.
+    pub(crate) fn is_arriving(&self, name: &str) -> bool {
+        self.arriving.borrow().contains(name)
+    }
+}
+
+impl Drop for Arrival {
+    fn drop(&mut self) {
+        self.inventory.arriving.borrow_mut().remove(&self.name);
+        self.inventory.tell(&Change::Listed { name: std::mem::take(&mut self.name) });
+    }
+}

@@ -1,0 +1,62 @@
+//! Removal of several exports at once.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use block::{disk::Disk, image::open_raw, layer::throttle::DiskSettings, reactor, storage::OpenOptions};
+use export::nbd::{Removal, Server, Terms};
+use image::open_raw;
+use policy::access::Access;
+use settings::{DiskConfig, Endpoint};
+
+use super::{Inventory, NewExport, Opening, Refused, RunningDisk};
+use crate::serving::Serving;
+
+fn add_disk(inventory: &Rc<Inventory>, name: &str) {
+    let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
+    let disk = Disk::new(name, image, DiskSettings::default(), None).expect("no settings");
+    let running = RunningDisk {
+        disk: Arc::new(disk),
+        config: DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() },
+        caches: Cell::default(),
+        only_here: None,
+        below: Vec::new(),
+        storage: None,
+        told: None,
+    };
+    inventory.add_disk(running).expect("a new name");
+}
+
+fn export(id: &str, disk: &str) -> NewExport {
+    NewExport {
+        id: id.to_owned(),
+        name: id.to_owned(),
+        description: String::new(),
+        access: Access::default(),
+        disk: disk.to_owned(),
+        read_only: false,
+        bitmaps: Arc::default(),
+    }
+}
+
+#[test]
+fn a_refused_removal_puts_back_only_the_exports_that_it_removed() {
+    reactor::sim::run(1, async {
+        let inventory = Inventory::new(None, Rc::new(|_| ()));
+        add_disk(&inventory, "d");
+        let server = Server::new(None, Terms::default());
+        let serving = Serving::new(server, Endpoint::Inherited, Vec::new(), &Rc::default());
+        // Removed in this order.
+        for id in ["1-ending", "2-in-service", "3-gone"] {
+            inventory.add_export(&serving, export(id, "d")).expect("a new id");
+        }
+        let exports = inventory.exports_of("d");
+        // Its end is not awaited, as while a request of its last client is in flight.
+        let _ending = inventory.removal("1-ending", Removal::Safe).expect("it has no clients");
+        inventory.removal("3-gone", Removal::Safe).expect("it has no clients").await;
+        let refused = inventory.remove_exports(&exports, Removal::Safe).await;
+        assert!(matches!(refused, Err(Refused::NoExport(id)) if id == "3-gone"));
+        let is_ending = |id| inventory.export(id).is_ok_and(|export| export.is_ending());
+        assert!(is_ending("1-ending"), "it was removed before");
+        assert!(inventory.export("2-in-service").is_ok() && !is_ending("2-in-service"));
+    });
+}

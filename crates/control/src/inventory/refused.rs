@@ -1,0 +1,39 @@
+//! Why something was not done with what runs, and what to do about it. The control socket answers
+//! with it, and the page; it never says that something was changed.
+
+use reactor::memory::NotEnough;
+
+/// Why something was not done. Nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    #[error("disk {0}: there is none of this name (`weir status` lists them)")]
+    NoDisk(String),
+    #[error("disk {0}: its image is not open yet (`weir status` tells since when, and why)")]
+    NotOpen(String),
+    #[error("group {0}: there is none of this name (`weir status` lists them)")]
+    NoGroup(String),
+    #[error("export {0}: there is none with this id (`weir status` lists them)")]
+    NoExport(String),
+    #[error("secret {0}: there is none of this name (`object-add` makes one)")]
+    NoSecret(String),
+    #[error("object {id}: it has {bytes} bytes; an object has at most {most} (make it smaller)")]
+    ObjectTooLarge { id: String, bytes: usize, most: usize },
+    #[error("object {id}: {most} are there already (`object-del` removes one)")]
+    TooManyObjects { id: String, most: usize },
+    #[error("object {id}: {error}")]
+    NoMemory { id: String, error: NotEnough },
+    #[error("{0}: a disk or a group has this name already (choose another)")]
+    NameTaken(String),
+    #[error("export {0}: there is one with this id already (choose another)")]
+    IdTaken(String),
+    #[error("export {name}: there is one of this name at {address} already (choose another)")]
+    ExportNameTaken { name: String, address: String },
+    #[error("disk {0}: another command is at work on it (try again)")]
+    Busy(String),
+    #[error("disk {disk}: it is exported as {export} (remove the export first)")]
+    Exported { disk: String, export: String },
+    #[error("group {group}: {member} is in it (move it out first)")]
+    HasMembers { group: String, member: String },
+    #[error("export {id}: in use: {clients} (let it go first, or remove it in mode hard)")]
+    HasClients { id: String, clients: String },
+}

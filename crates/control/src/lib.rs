@@ -1,0 +1,47 @@
+//! What runs, and how it is changed while it runs.
+//!
+//! ```text
+//!   serve ─────────► Inventory ◄───────── control socket
+//!   starts and ends     │ by name: disks, groups, servers, exports
+//!                       ▼
+//!                  the parts of the data path
+//! ```
+//!
+//! There is one list of what runs, the [`Inventory`](inventory::Inventory). It belongs to the main
+//! thread; the data path has no need of it.
+
+mod around_cluster;
+pub mod assemble;
+pub mod bitmaps;
+pub mod change;
+mod coming_up;
+pub mod devices;
+pub mod doors;
+pub mod events;
+pub mod exports;
+pub mod fdsets;
+mod held_back;
+pub mod inventory;
+mod left_out;
+pub mod listen;
+pub mod loaded;
+pub mod looking;
+pub mod moving;
+pub mod notify;
+pub mod opening;
+mod promises;
+pub mod qmp;
+pub mod recording;
+pub mod reload;
+pub mod running;
+pub mod serving;
+pub mod takeover;
+mod turns;
+mod unopened;
+pub mod users;
+pub mod wanted;
+pub mod watch;
+
+#[doc(hidden)]
+pub use qmp::fuzzing;
+pub use qmp::qemu_release;

@@ -1,0 +1,257 @@
+//! Sockets that the service manager (systemd's `LISTEN_FDS`) or `nbdinfo [ … ]` passed. Each has a
+//! number, and may have a name (`LISTEN_FDNAMES`).
+//!
+//! Whoever starts weir may also leave a socket open without a word, as for QEMU: then its number is
+//! all there is.
+
+use std::{
+    env, fs,
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, AsRawFd as _, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use listenfd::ListenFd;
+use nix::{
+    sys::socket::{
+        self, Backlog, ControlMessage, MsgFlags, SockaddrStorage, getsockopt, sendmsg,
+        sockopt::{AcceptConn, SockType},
+    },
+    unistd::close,
+};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::{Authority, Listener};
+
+/// The number of the first one (`sd_listen_fds(3)`).
+const FIRST: usize = 3;
+
+/// Those sockets, until they are taken.
+pub struct Inherited {
+    sockets: ListenFd,
+    /// By place; a socket that was taken has none.
+    names: Vec<Option<String>>,
+    /// Places of those that are not for everybody.
+    kept: Vec<usize>,
+    /// One that came later, for whoever asks for it by its name.
+    later: Option<(String, OwnedFd)>,
+    /// Of another daemon, for doors of virtual machines.
+    adopted: Vec<(String, Listener)>,
+    /// Descriptors that were open at the start, and that nobody has said anything of.
+    left_open: Vec<RawFd>,
+}
+
+impl Inherited {
+    /// Takes them out of the environment, so that no child takes them for its own. To be called
+    /// once, before other threads start.
+    pub fn take() -> Self {
+        let said = env::var("LISTEN_FDNAMES").unwrap_or_default();
+        let sockets = ListenFd::from_env();
+        let mut said = said.split(':').map(str::to_owned);
+        let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
+        let left_open = open_from(FIRST + sockets.len());
+        Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new(), left_open }
+    }
+
+    /// Of nobody.
+    pub fn none() -> Self {
+        Self {
+            sockets: ListenFd::empty(),
+            names: Vec::new(),
+            kept: Vec::new(),
+            later: None,
+            adopted: Vec::new(),
+            left_open: Vec::new(),
+        }
+    }
+
+    /// How many have not been taken.
+    pub fn count(&self) -> usize {
+        self.names.iter().flatten().count()
+    }
+
+    /// Takes all that are left and not kept.
+    pub(crate) fn listeners(&mut self) -> anyhow::Result<Vec<Listener>> {
+        let mut free = (0..self.names.len()).collect::<Vec<_>>();
+        free.retain(|index| self.names[*index].is_some() && !self.kept.contains(index));
+        free.into_iter().map(|index| self.listener(index)).collect()
+    }
+
+    /// Keeps the one of this name, or of this number, for whoever asks for it so.
+    pub fn keep(&mut self, name: &str) -> anyhow::Result<()> {
+        if self.adopted.iter().any(|(known, _)| known.strip_prefix("fd:") == Some(name)) {
+            return Ok(());
+        }
+        match self.find(name) {
+            Ok(index) => self.kept.push(index),
+            Err(_) if self.place_left_open(name).is_some() => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Takes the one of this name, or of this number.
+    pub(crate) fn named(&mut self, name: &str) -> anyhow::Result<Listener> {
+        if let Some((_, socket)) = self.later.take_if(|(known, _)| known == name) {
+            return of_socket(socket, &format!("fd:{name}"));
+        }
+        match (self.find(name), self.place_left_open(name)) {
+            (Ok(index), _) => self.listener(index),
+            (Err(_), Some(place)) => {
+                let shown = format!("fd:{name}");
+                of_socket(take_over(self.left_open.remove(place)).with_context(|| shown.clone())?, &shown)
+            }
+            (Err(error), None) => Err(error),
+        }
+    }
+
+    /// Where it is among those that were left open.
+    fn place_left_open(&self, number: &str) -> Option<usize> {
+        let number: RawFd = number.parse().ok()?;
+        self.left_open.iter().position(|open| *open == number)
+    }
+
+    /// One more, in the place of the last that came so.
+    pub(crate) fn add(&mut self, name: &str, socket: OwnedFd) {
+        self.later = Some((name.to_owned(), socket));
+    }
+
+    /// One that another daemon has, for whoever asks for it by its whole name.
+    pub(crate) fn adopt(&mut self, name: &str, listener: Listener) {
+        self.adopted.push((name.to_owned(), listener));
+    }
+
+    /// Takes it.
+    pub(crate) fn adopted(&mut self, name: &str) -> Option<Listener> {
+        let at = self.adopted.iter().position(|(known, _)| known == name)?;
+        Some(self.adopted.remove(at).1)
+    }
+
+    /// A name that several have means the first that is left.
+    fn find(&self, name: &str) -> anyhow::Result<usize> {
+        let index = self.names.iter().position(|known| known.as_deref() == Some(name));
+        let by_number = || {
+            let index = name.parse::<usize>().ok()?.checked_sub(FIRST)?;
+            self.names.get(index)?.is_some().then_some(index)
+        };
+        index.or_else(by_number).with_context(|| {
+            let left: Vec<_> = self.names.iter().flatten().filter(|name| !name.is_empty()).cloned().collect();
+            let known = if left.is_empty() { String::new() } else { format!("; names: {}", left.join(", ")) };
+            format!(
+                "fd:{name}: no such socket was passed, or it is in use (sockets left: {}{known}; a service manager passes them when weir starts, and systemd names them by FileDescriptorName=: write unix:PATH, or restart weir with that socket)",
+                self.count()
+            )
+        })
+    }
+
+    fn listener(&mut self, index: usize) -> anyhow::Result<Listener> {
+        let named = self.names[index].take().filter(|name| !name.is_empty());
+        let shown = called(index, named.as_deref());
+        let (socket, authority) = if let Ok(Some(unix)) = self.sockets.take_unix_listener(index) {
+            let authority = match unix.local_addr()?.as_pathname() {
+                Some(path) => Authority::of_unix(path),
+                None => Authority::Unnamed(index),
+            };
+            (OwnedFd::from(unix), authority)
+        } else if let Ok(Some(tcp)) = self.sockets.take_tcp_listener(index) {
+            let address = tcp.local_addr()?;
+            (OwnedFd::from(tcp), Authority::of_tcp(&address.ip().to_string(), address.port()))
+        } else {
+            bail!("LISTEN_FDS: {shown} is neither a Unix nor a TCP stream socket (check ListenStream=)");
+        };
+        check_listening(&socket, &shown)?;
+        Ok(Listener { socket, authority, file: None })
+    }
+}
+
+/// The descriptors that are open, from this number on.
+fn open_from(first: usize) -> Vec<RawFd> {
+    let Ok(list) = fs::read_dir("/proc/self/fd") else { return Vec::new() };
+    let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
+    let mut open: Vec<RawFd> = list.filter_map(number).collect();
+    // The list itself was one of them.
+    open.retain(|number| fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());
+    open.retain(|number| usize::try_from(*number).is_ok_and(|number| number >= first));
+    open
+}
+
+/// A descriptor of this process that nobody here owns. Sent to ourselves it is one that somebody
+/// owns.
+fn take_over(number: RawFd) -> io::Result<OwnedFd> {
+    let (one, other) = UnixStream::pair()?;
+    let passed = [ControlMessage::ScmRights(&[number])];
+    sendmsg::<()>(one.as_raw_fd(), &[IoSlice::new(&[0])], &passed, MsgFlags::empty(), None)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut received = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(&other, &mut [IoSliceMut::new(&mut [0])], &mut received, RecvFlags::CMSG_CLOEXEC)?;
+    let descriptor = received.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    let owned = descriptor.ok_or_else(|| io::Error::other("it did not come"))?;
+    close(number)?;
+    Ok(owned)
+}
+
+/// A socket that is bound; it listens from now on, as QEMU has it.
+fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
+    let kind = getsockopt(&socket, SockType)
+        .map_err(|_| anyhow!("{name}: is no socket (pass one that is bound)"))?;
+    if kind != socket::SockType::Stream {
+        bail!("{name}: is no stream socket (pass a SOCK_STREAM one)");
+    }
+    let address: SockaddrStorage = socket::getsockname(socket.as_raw_fd())?;
+    let authority = match (address.as_unix_addr(), address.as_sockaddr_in(), address.as_sockaddr_in6()) {
+        (Some(unix), ..) => match unix.path() {
+            Some(path) => Authority::of_unix(path),
+            None if unix.as_abstract().is_some() => Authority::Unnamed(0),
+            None => bail!("{name}: the socket is not bound (bind it to an address first)"),
+        },
+        (_, Some(v4), _) => Authority::of_tcp(&v4.ip().to_string(), v4.port()),
+        (.., Some(v6)) => Authority::of_tcp(&v6.ip().to_string(), v6.port()),
+        _ => bail!("{name}: is neither a Unix nor a TCP socket (pass one of those)"),
+    };
+    if !getsockopt(&socket, AcceptConn)? {
+        let wrong = "cannot listen (is it connected already?)";
+        socket::listen(&socket, Backlog::MAXCONN).with_context(|| format!("{name}: the socket {wrong}"))?;
+    }
+    Ok(Listener { socket, authority, file: None })
+}
+
+/// By its number, as whoever passes it counts, and by its name.
+fn called(index: usize, name: Option<&str>) -> String {
+    let name = name.map(|name| format!(" ({name})")).unwrap_or_default();
+    format!("fd:{}{name}", index + FIRST)
+}
+
+fn check_listening(socket: impl AsFd, shown: &str) -> anyhow::Result<()> {
+    match getsockopt(&socket, AcceptConn) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(anyhow!("LISTEN_FDS: {shown} is not listening (set Accept=no in the socket unit)")),
+        Err(errno) => Err(anyhow!("LISTEN_FDS: {shown}: {}", io::Error::from(errno))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::*;
+
+    #[test]
+    fn only_listening_sockets_are_accepted() {
+        let path = env::temp_dir().join(format!("weir-inherited-{}", std::process::id()));
+        let listening = UnixListener::bind(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        check_listening(&listening, "fd:3").unwrap();
+        let (connected, _peer) = UnixStream::pair().unwrap();
+        assert_eq!(
+            check_listening(&connected, &called(0, Some("vm1"))).unwrap_err().to_string(),
+            "LISTEN_FDS: fd:3 (vm1) is not listening (set Accept=no in the socket unit)"
+        );
+    }
+}

@@ -1,0 +1,379 @@
+//! Unix sockets as files. The file outlives a process that was killed: a socket that nobody serves
+//! is replaced. Whether anybody does is found by connecting.
+
+use std::{
+    fs::{self, File, Permissions},
+    io::{self, ErrorKind},
+    os::{
+        fd::AsRawFd as _,
+        unix::{
+            fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, chown},
+            net::UnixListener,
+        },
+    },
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    libc,
+    sys::{
+        socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr, connect, socket},
+        stat::{Mode, fchmod},
+    },
+    unistd::{self, AccessFlags, Group, User},
+};
+use sandbox::directory_of;
+use settings::{Owner, SocketAccess};
+use storage::Passed;
+
+use super::Others;
+
+/// The file of a socket made here; removed when this is dropped, if it is still the same.
+#[derive(Debug)]
+pub struct SocketFile {
+    pub(super) path: PathBuf,
+    /// Device and inode.
+    identity: Option<(u64, u64)>,
+    /// Another daemon has made it.
+    passed: Option<Passed>,
+}
+
+impl SocketFile {
+    /// Of another daemon, until that has given up its place.
+    pub(super) fn adopt(path: &Path, passed: &Passed) -> Self {
+        Self { path: path.to_owned(), identity: identity(path), passed: Some(passed.clone()) }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // Another daemon may have taken the path over meanwhile.
+        let is_ours = self.passed.as_ref().is_none_or(Passed::are_ours);
+        if is_ours && self.identity.is_some() && identity(&self.path) == self.identity {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// Listens at `path`, in the place of a socket that nobody serves. Until its file has the owner and
+/// the mode that it is to have, only the daemon's own user may connect.
+pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixListener, SocketFile)> {
+    let listener = match bind_private(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            let _turn = turn(path);
+            remove_stale(path)?;
+            bind_private(path)
+        }
+        result => result,
+    };
+    let listener = listener.map_err(|error| refused(path, &error))?;
+    // The daemon may change directory; the path in URIs and for removal must not depend on it.
+    let path = std::path::absolute(path)?;
+    let identity = identity(&path);
+    let file = SocketFile { path, identity, passed: None };
+    if *access != SocketAccess::default() {
+        file.give(access)?;
+    }
+    Ok((listener, file))
+}
+
+fn bind_private(path: &Path) -> io::Result<UnixListener> {
+    let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    // Linux gives the file the mode that the socket has when it is bound, less the umask.
+    fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    socket::listen(&socket, Backlog::MAXCONN)?;
+    Ok(socket.into())
+}
+
+impl SocketFile {
+    /// Sets owner and mode of the file, and of no other that has come to be in its place.
+    fn give(&self, access: &SocketAccess) -> anyhow::Result<()> {
+        let how =
+            fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&self.path);
+        let held = how.context("the socket cannot be looked at")?;
+        let metadata = held.metadata().context("the socket cannot be looked at")?;
+        if Some((metadata.dev(), metadata.ino())) != self.identity {
+            bail!("somebody else has put something in its place (choose a directory of weir's own)");
+        }
+        let path = format!("/proc/self/fd/{}", held.as_raw_fd());
+        if let Some(owner) = &access.owner {
+            let (user, group) = ids(owner)?;
+            if user.is_some_and(|user| user != metadata.uid())
+                || group.is_some_and(|group| group != metadata.gid())
+            {
+                let chown = chown(&path, user, group);
+                chown.context("its owner cannot be changed (only root gives files away)")?;
+            }
+        }
+        if access.mode == metadata.mode() & 0o7777 {
+            return Ok(());
+        }
+        fs::set_permissions(&path, Permissions::from_mode(access.mode)).context("its mode cannot be changed")
+    }
+}
+
+fn ids(owner: &Owner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
+    let user = owner.user.as_ref().map(|name| match name.parse() {
+        Ok(number) => Ok(number),
+        Err(_) => User::from_name(name)?
+            .map(|user| user.uid.as_raw())
+            .with_context(|| format!("socket-owner: there is no user {name:?} (`getent passwd` lists them)")),
+    });
+    let group = owner.group.as_ref().map(|name| match name.parse() {
+        Ok(number) => Ok(number),
+        Err(_) => Group::from_name(name)?
+            .map(|group| group.gid.as_raw())
+            .with_context(|| format!("socket-owner: there is no group {name:?} (`getent group` lists them)")),
+    });
+    Ok((user.transpose()?, group.transpose()?))
+}
+
+fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
+    let directory = directory_of(path).display();
+    match error.kind() {
+        // Such as /proc: it takes no files.
+        ErrorKind::NotFound if directory_of(path).is_dir() => {
+            anyhow!("no socket can be made in {directory} (choose another directory)")
+        }
+        ErrorKind::NotFound => anyhow!("the directory {directory} does not exist (create it)"),
+        ErrorKind::PermissionDenied => {
+            anyhow!("no permission to create a socket in {directory} (choose another directory)")
+        }
+        _ => anyhow!("cannot listen: {error}"),
+    }
+}
+
+/// The directory, locked while this is held: of two that find the same stale socket, the second
+/// would remove the first's new one. Who does not get it goes on, because anybody who can read the
+/// directory can keep it locked.
+fn turn(path: &Path) -> Option<Flock<File>> {
+    let lock = || {
+        let directory = File::open(directory_of(path))?;
+        Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|_| ErrorKind::AddrInUse.into())
+    };
+    super::patiently(lock).ok()
+}
+
+/// What would keep anybody from listening at `path`, without trying: the directory, and what lies
+/// there.
+pub(super) fn check(path: &Path, others: Others) -> anyhow::Result<()> {
+    let writable = unistd::access(directory_of(path), AccessFlags::W_OK | AccessFlags::X_OK);
+    writable.map_err(|errno| refused(path, &errno.into()))?;
+    match (path.exists(), others) {
+        (false, _) => Ok(()),
+        (true, Others::MayHave) => check_is_socket(path),
+        // Not of the type that weir's are: the kernel says no (EPROTOTYPE of unix(7)) without a
+        // word to who listens. The sandbox makes no others than those.
+        (true, Others::AreInTheWay) => check_is_stale(path, SockType::Datagram),
+    }
+}
+
+/// Fails where there is no such user or group.
+pub(super) fn check_owner(owner: &Owner) -> anyhow::Result<()> {
+    ids(owner).map(drop)
+}
+
+fn check_is_socket(path: &Path) -> anyhow::Result<()> {
+    let metadata = fs::symlink_metadata(path).context("cannot be looked at")?;
+    if !metadata.file_type().is_socket() {
+        bail!("something that is not a socket is there already (remove it, or choose another path)");
+    }
+    Ok(())
+}
+
+fn remove_stale(path: &Path) -> anyhow::Result<()> {
+    check_is_stale(path, SockType::Stream)?;
+    fs::remove_file(path).context("an old socket is there and cannot be removed")
+}
+
+/// Asks with a socket of this type.
+fn check_is_stale(path: &Path, by: SockType) -> anyhow::Result<()> {
+    check_is_socket(path)?;
+    let unserved = || if is_served(path, by)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
+    match super::patiently(unserved) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            bail!("in use: somebody listens there already (choose another path, or stop who does)")
+        }
+        Err(error) => Err(untold(&error)),
+    }
+}
+
+fn untold(error: &io::Error) -> anyhow::Error {
+    let why = match error.raw_os_error() {
+        // The sandbox calls nobody.
+        Some(libc::ENOSYS) => "sandboxed daemon cannot tell whether anybody listens there",
+        _ => return anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"),
+    };
+    anyhow!("a socket is there already, and a {why} (remove it if nobody does, or choose another path)")
+}
+
+/// Whether some process has the socket at `path`.
+fn is_served(path: &Path, by: SockType) -> io::Result<bool> {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let socket = socket(AddressFamily::Unix, by, flags, None)?;
+    match connect(socket.as_raw_fd(), &UnixAddr::new(path)?) {
+        // EAGAIN: the queue of those who wait to be accepted is full, so there is one.
+        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Ok(true),
+        Err(Errno::ECONNREFUSED) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn open(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
+        bind(path, &SocketAccess::default())
+    }
+
+    #[test]
+    fn a_socket_has_the_mode_and_the_owner_that_were_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let own = unistd::getgid().as_raw();
+        let owner = Some(format!(":{own}").parse().unwrap());
+        let (_listener, _file) = bind(&path, &SocketAccess { mode: 0o666, owner }).unwrap();
+        let metadata = fs::metadata(&path).unwrap();
+        assert_eq!((metadata.mode() & 0o777, metadata.gid()), (0o666, own), "whatever the umask");
+        let nobody = SocketAccess { mode: 0o600, owner: Some("no such user".parse().unwrap()) };
+        let error = bind(&directory.path().join("t"), &nobody).unwrap_err().to_string();
+        assert!(error.starts_with("socket-owner: there is no user \"no such user\""), "{error}");
+        assert!(!directory.path().join("t").exists(), "nothing is left of it");
+    }
+
+    #[test]
+    fn what_was_put_in_its_place_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let (_listener, file) = open(&path).unwrap();
+        fs::rename(&path, directory.path().join("old")).unwrap();
+        fs::write(&path, "precious").unwrap();
+        let before = fs::metadata(&path).unwrap().mode();
+        file.give(&SocketAccess { mode: 0o777, owner: None }).unwrap_err();
+        assert_eq!(fs::metadata(&path).unwrap().mode(), before);
+    }
+
+    #[test]
+    fn a_socket_is_made_and_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let (_listener, file) = open(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        drop(file);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_socket_without_a_listener_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "the file outlives its listener");
+        let (_listener, _file) = open(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn of_several_that_find_a_stale_socket_one_has_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let had: Vec<_> = std::thread::scope(|scope| {
+            let tries: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&path))).collect();
+            tries.into_iter().filter_map(|one| one.join().unwrap().ok()).collect()
+        });
+        assert_eq!(had.len(), 1);
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn a_socket_in_use_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let _theirs = UnixListener::bind(&path).unwrap();
+        let error = open(&path).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "in use: somebody listens there already (choose another path, or stop who does)"
+        );
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn a_file_is_never_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        fs::write(&path, "precious").unwrap();
+        let error = open(&path).unwrap_err().to_string();
+        assert!(error.starts_with("something that is not a socket is there already"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn a_socket_that_was_taken_over_is_not_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let (listener, file) = open(&path).unwrap();
+        // The old inode stays alive, so that the new socket cannot get its number.
+        fs::rename(&path, directory.path().join("old")).unwrap();
+        let _theirs = UnixListener::bind(&path).unwrap();
+        drop((listener, file));
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn a_private_socket_is_its_owners_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let (_listener, file) = open(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        UnixStream::connect(&path).unwrap();
+        drop(file);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn who_listens_does_not_notice_who_asks() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        check(&path, Others::AreInTheWay).unwrap();
+        let theirs = UnixListener::bind(&path).unwrap();
+        check(&path, Others::MayHave).unwrap();
+        let error = check(&path, Others::AreInTheWay).unwrap_err().to_string();
+        assert!(error.starts_with("in use: somebody listens there already"), "{error}");
+        theirs.set_nonblocking(true).unwrap();
+        assert_eq!(theirs.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        drop(theirs);
+        check(&path, Others::AreInTheWay).unwrap();
+        assert!(path.exists(), "what is looked at stays");
+    }
+
+    #[test]
+    fn a_directory_that_takes_no_files_is_not_said_to_be_missing() {
+        let error = open(Path::new("/proc/s")).unwrap_err();
+        assert_eq!(error.to_string(), "no socket can be made in /proc (choose another directory)");
+    }
+
+    #[test]
+    fn a_missing_directory_is_named() {
+        let error = open(Path::new("/nonexistent/s")).unwrap_err();
+        assert_eq!(error.to_string(), "the directory /nonexistent does not exist (create it)");
+    }
+}

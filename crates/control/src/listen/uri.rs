@@ -1,0 +1,76 @@
+//! NBD URIs as clients take them (NetworkBlockDevice/nbd, doc/uri.md), to be pasted from the log.
+
+use std::{
+    fmt,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+};
+
+use nbd::uri::encoded;
+use settings::Tls;
+
+/// The part of a URI that says how to reach a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Authority {
+    /// A Unix socket: its path.
+    Unix(PathBuf),
+    Tcp(String),
+    /// A socket without a name: an inherited one's number.
+    Unnamed(usize),
+}
+
+impl Authority {
+    pub(super) fn of_unix(path: &Path) -> Self {
+        Self::Unix(path.to_owned())
+    }
+
+    /// A TCP port of a host, which is an IPv6 address without brackets, another address, or a name.
+    pub(super) fn of_tcp(host: &str, port: u16) -> Self {
+        Self::Tcp(if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
+    }
+
+    /// Encrypted where the server takes nothing else.
+    pub(crate) fn uri(&self, export: &str, tls: &Tls) -> String {
+        let scheme = if matches!(tls, Tls::Required(_)) { "nbds" } else { "nbd" };
+        let export = encoded(export.as_bytes());
+        match self {
+            Self::Unix(path) => {
+                let path = encoded(path.as_os_str().as_bytes());
+                format!("{scheme}+unix:///{export}?socket={path}")
+            }
+            Self::Tcp(authority) => format!("{scheme}://{authority}/{export}"),
+            Self::Unnamed(index) => format!("{export} at inherited socket {index}"),
+        }
+    }
+}
+
+impl fmt::Display for Authority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(authority) => f.write_str(authority),
+            Self::Unnamed(index) => write!(f, "inherited socket {index}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use settings::Credentials;
+
+    use super::*;
+
+    #[test]
+    fn uris_are_what_clients_take() {
+        let required = Tls::Required(Credentials::PreShared("keys".into()));
+        let unix = Authority::of_unix(Path::new("/run/my disks/s&1.sock"));
+        assert_eq!(unix.uri("vm1", &Tls::Off), "nbd+unix:///vm1?socket=/run/my%20disks/s%261.sock");
+        assert_eq!(unix.to_string(), "unix:/run/my disks/s&1.sock");
+        assert_eq!(unix.uri("", &required), "nbds+unix:///?socket=/run/my%20disks/s%261.sock");
+        assert_eq!(
+            Authority::of_tcp("localhost", 10809).uri("vm 1", &Tls::Off),
+            "nbd://localhost:10809/vm%201"
+        );
+        assert_eq!(Authority::of_tcp("::1", 7).uri("é", &required), "nbds://[::1]:7/%C3%A9");
+    }
+}

@@ -1,0 +1,95 @@
+//! Whether an image could be opened, found without leaving a trace: it is opened for reading alone,
+//! whoever else has it. So nobody is kept from it, and what a start would refuse because of who has
+//! it, or because of what it says of itself, is to be asked beside.
+
+use block::disk::Disk;
+use image::Image;
+use storage::{Identity, OpenError};
+
+use super::inventory::{Inventory, holder::held_by};
+
+/// How the image of a disk is opened to look at it.
+pub fn alone(planned: &settings::Disk) -> settings::Disk {
+    settings::Disk {
+        read_only: true,
+        force_share: planned.image.path().is_some(),
+        handover: false,
+        ..planned.clone()
+    }
+}
+
+/// Fails where an image that was looked at says that nobody is to write to it.
+pub fn check_marks(planned: &settings::Disk, image: &Image) -> Result<(), OpenError> {
+    if planned.read_only { Ok(()) } else { image.check_marks(&planned.image.to_string()) }
+}
+
+/// Who would have which files open.
+#[derive(Debug, Default)]
+pub struct Files(Vec<Taken>);
+
+#[derive(Debug)]
+struct Taken {
+    disk: String,
+    /// The same for all names of a file.
+    what: String,
+    is_written: bool,
+}
+
+impl Files {
+    /// Of the disks that run.
+    pub(crate) fn of(inventory: &Inventory) -> Self {
+        let mut files = Self::default();
+        for running in inventory.disks() {
+            let disk: &Disk = &running.disk;
+            // What is handed over is locked while a machine runs.
+            if !disk.is_handed_over() {
+                let written = !disk.image().is_read_only();
+                let own = taken(disk.name(), disk.image(), written);
+                files.0.extend(own.into_iter().map(|(file, _)| file));
+            }
+        }
+        files
+    }
+
+    /// Those of an image that was looked at are the disk's from now on.
+    ///
+    /// # Errors
+    /// As a start hears it from locks: another disk has one of them, by whatever name.
+    pub fn take(&mut self, planned: &settings::Disk, image: &Image) -> Result<(), OpenError> {
+        if planned.force_share || planned.handover {
+            return Ok(());
+        }
+        let own = taken(&planned.name, image, !planned.read_only);
+        for (file, path) in &own {
+            let is_same = |other: &&Taken| other.what == file.what && (file.is_written || other.is_written);
+            if let Some(other) = self.0.iter().find(is_same) {
+                return Err(held_by(&other.disk, path.clone()));
+            }
+        }
+        self.0.extend(own.into_iter().map(|(file, _)| file));
+        Ok(())
+    }
+}
+
+/// The files of an image, and what a start calls them.
+fn taken(disk: &str, image: &Image, is_written: bool) -> Vec<(Taken, String)> {
+    let mut all = Vec::new();
+    let mut above: Option<String> = None;
+    for layer in image.layers() {
+        // What lies below is read.
+        let is_written = is_written && above.is_none();
+        let mut own: Option<String> = None;
+        for Identity { what, path, .. } in layer.files {
+            let Some(path) = path else { continue };
+            let name = match (&own, &above) {
+                (Some(own), _) => format!("{own}: its data file {path}"),
+                (None, Some(above)) => format!("{above}: its backing file {path}"),
+                (None, None) => path,
+            };
+            own.get_or_insert_with(|| name.clone());
+            all.push((Taken { disk: disk.to_owned(), what, is_written }, name));
+        }
+        above = own.or(above);
+    }
+    all
+}

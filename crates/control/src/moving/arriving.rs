@@ -1,0 +1,297 @@
+//! The host where a disk goes.
+
+use std::{fs, os::unix::net::UnixListener, path::Path, rc::Rc, sync::Arc};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{layer::throttle::Group, reactor};
+use cluster::{
+    Cluster,
+    offers::{Offered, Outcome, Said, Step},
+};
+use settings::Door as DoorKind;
+
+use super::{Described, LOOK, PAUSE};
+use crate::{
+    assemble::{self, Assembly},
+    inventory::{Door, Inventory, NewExport},
+    serving::Serving,
+};
+
+/// Has disks that other hosts offer, from now on and until this is dropped.
+pub fn receive(inventory: &Rc<Inventory>) -> Option<reactor::JoinHandle<()>> {
+    let cluster = Rc::clone(inventory.cluster()?);
+    let inventory = Rc::downgrade(inventory);
+    Some(reactor::spawn_joinable(async move {
+        while let Some(offered) = cluster.next_offer().await {
+            let Some(inventory) = inventory.upgrade() else { return };
+            let cluster = Rc::clone(&cluster);
+            reactor::spawn(async move { hear(&inventory, &cluster, offered).await });
+        }
+    }))
+}
+
+async fn hear(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: Offered) {
+    let (disk, from) = (&offered.disk, &offered.offer.from);
+    if !offered.offer.given {
+        let said = match reactor::timeout(LOOK, look(inventory, &offered)).await {
+            Ok(Ok(())) => Said::Ready,
+            Ok(Err(why)) => Said::Refused(format!("{why:#}")),
+            Err(_) => Said::Refused("its image does not answer there".to_owned()),
+        };
+        reply(cluster, &offered, said).await;
+        return;
+    }
+    // It may be heard of twice, where etcd was away in between.
+    if !inventory.moving.borrow_mut().insert(disk.clone()) {
+        return;
+    }
+    let taken = take(inventory, cluster, &offered).await;
+    inventory.moving.borrow_mut().remove(disk);
+    match taken {
+        Ok(Ok(())) => tracing::info!(%disk, %from, "the disk is here now"),
+        Ok(Err(why)) => {
+            tracing::warn!(%disk, %from, "the disk stays where it was: {why}");
+            // Its host waits for an answer if the offer is there yet.
+            reply(cluster, &offered, Said::Refused(why)).await;
+        }
+        Err(why) => {
+            tracing::warn!(%disk, %from, "the disk cannot come here: {why:#}");
+            reply(cluster, &offered, Said::Refused(format!("{why:#}"))).await;
+        }
+    }
+}
+
+async fn reply(cluster: &Cluster, offered: &Offered, said: Said) {
+    // Where nobody hears it, the other host has no answer in time, and goes on.
+    let _ = cluster.step(Step::Reply { offered: Box::new(offered.clone()), said }).await;
+}
+
+const UNREADABLE: &str = "what is offered cannot be read";
+
+fn read(offered: &Offered) -> anyhow::Result<Described> {
+    serde_json::from_value(offered.offer.described.clone()).context(UNREADABLE)
+}
+
+/// Whether the disk could be here, as far as can be known while the other host has it.
+async fn look(inventory: &Rc<Inventory>, offered: &Offered) -> anyhow::Result<()> {
+    let described = &read(offered)?;
+    inventory.check_name(&offered.disk)?;
+    check_exports(inventory, described)?;
+    let (mut planned, group) = check(inventory, &offered.disk, described).await?;
+    // The other host writes to it.
+    (planned.read_only, planned.force_share) = (true, true);
+    let image = assembly(inventory).open(&planned).await?;
+    // What is promised of the cluster's limits is so at the other host, until it gives the disk.
+    let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
+    let closed = match is_promised_twice {
+        true => image.close().await,
+        false => assemble::disk(&planned, group.as_ref(), image)?.disk.close().await,
+    };
+    closed.context("its image")
+}
+
+/// What needs no image, and no client.
+async fn check(
+    inventory: &Rc<Inventory>,
+    disk: &str,
+    described: &Described,
+) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<Group>>)> {
+    let planned = described.planned(disk).context(UNREADABLE)?;
+    let group = described.group.as_ref().map(|there| {
+        let group = inventory.group(&there.name)?;
+        ensure!(
+            inventory.cluster_of(&there.name).is_some() == there.cluster,
+            "group {}: its limits are the cluster's on one of both hosts alone (have the same group on both)",
+            there.name
+        );
+        Ok(group)
+    });
+    let group = group.transpose()?;
+    inventory.check_image(&planned.image).await?;
+    Ok((planned, group))
+}
+
+fn check_exports(inventory: &Rc<Inventory>, described: &Described) -> anyhow::Result<()> {
+    ensure!(!inventory.leaving.get(), "another weir is about to take over there (try again)");
+    if let Some(serving) = serving(inventory, described)? {
+        for name in &described.exports {
+            let is_there = inventory.exports().iter().any(|export| {
+                export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
+            });
+            ensure!(!is_there, "export {name}: there is one of this name at {} already", serving.address());
+        }
+    }
+    for door in described.doors()? {
+        inventory.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(&door))?;
+        door.path().map_or(Ok(()), |socket| try_beside(&socket))?;
+    }
+    Ok(())
+}
+
+/// Whether a socket can be made in the directory of this one, which the other host may have.
+fn try_beside(socket: &Path) -> anyhow::Result<()> {
+    let mut trial = socket.as_os_str().to_owned();
+    trial.push(".try");
+    let made = UnixListener::bind(&trial);
+    made.with_context(|| format!("no socket can be made beside {}", socket.display()))?;
+    // One that stays is in nobody's way.
+    let _ = fs::remove_file(&trial);
+    Ok(())
+}
+
+/// Where it is to be exported over NBD, if it is.
+fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Option<Rc<Serving>>> {
+    if described.exports.is_empty() {
+        return Ok(None);
+    }
+    let servers = inventory.servers();
+    let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
+    match (&described.listen, &*servers) {
+        (Some(address), []) => {
+            bail!(
+                "nobody listens at {address} there, nor for NBD anywhere (start weir there with --nbd {address})"
+            )
+        }
+        (Some(address), _) => {
+            let found = servers.iter().find(|serving| serving.is_at(address));
+            let missing = || anyhow!("nobody listens at {address} there, but at {}", addresses());
+            Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
+        }
+        (None, []) => bail!(
+            "it is exported over NBD, and that host listens nowhere for that (start weir there with --nbd ADDRESS, or detach the export here)"
+        ),
+        (None, _) => match &*inventory.standard_servers() {
+            [only] => Ok(Some(Rc::clone(only))),
+            _ => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
+        },
+    }
+}
+
+fn assembly(inventory: &Inventory) -> Assembly {
+    let budgets = inventory.loaded.borrow().as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
+    Assembly::new(inventory.image_root().cloned(), budgets)
+}
+
+/// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
+/// Nobody reaches it yet.
+pub(super) async fn open(inventory: &Rc<Inventory>, disk: &str, described: &Described) -> anyhow::Result<()> {
+    let (planned, group) = check(inventory, disk, described).await?;
+    let image = assembly(inventory).open(&planned).await?;
+    let running = assemble::disk(&planned, group.as_ref(), image)?;
+    if let Some(filled) = &described.filled {
+        let filled = running.disk.throttle().fill(&filled.filled()?);
+        filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
+    }
+    // What is put in between is of this move.
+    inventory.moving.borrow_mut().remove(disk);
+    let added = inventory.add_disk(running);
+    inventory.moving.borrow_mut().insert(disk.to_owned());
+    added?;
+    if let Err(error) = inventory.check_device_of(disk) {
+        let _ = inventory.remove_disk(disk).await;
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Waits until etcd says whether the offer stands: this daemon may have slept since it heard of it,
+/// and an image at an NBD server has no lock that keeps two hosts apart.
+async fn check_offer(cluster: &Cluster, offered: &Offered) -> Result<(), String> {
+    loop {
+        match cluster.step(Step::Check { offered: Box::new(offered.clone()) }).await {
+            Some(Outcome::Done(_)) => return Ok(()),
+            Some(Outcome::Lost(why) | Outcome::Absent(why)) => return Err(why),
+            Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+        }
+    }
+}
+
+/// Whether it is here now; if not, etcd says why.
+async fn take(
+    inventory: &Rc<Inventory>,
+    cluster: &Rc<Cluster>,
+    offered: &Offered,
+) -> anyhow::Result<Result<(), String>> {
+    let disk = &offered.disk;
+    if let Err(why) = check_offer(cluster, offered).await {
+        return Ok(Err(why));
+    }
+    let described = read(offered)?;
+    check_exports(inventory, &described)?;
+    open(inventory, disk, &described).await?;
+    if let Err(why) = cluster.settle_promises(&**inventory).await {
+        inventory.remove_disk(disk).await?;
+        bail!("{why}");
+    }
+    let mut is_open = true;
+    let listed = super::is_listed(inventory, disk).await;
+    loop {
+        match cluster.step(Step::Claim { offered: Box::new(offered.clone()), listed }).await {
+            Some(Outcome::Done(_)) => break,
+            Some(Outcome::Lost(why) | Outcome::Absent(why)) => {
+                if is_open {
+                    inventory.remove_disk(disk).await?;
+                }
+                return Ok(Err(why));
+            }
+            // Nobody knows whose it is: the other host may have it again, and needs the image.
+            Some(Outcome::Apart(_)) | None => {
+                if std::mem::take(&mut is_open) {
+                    inventory.remove_disk(disk).await?;
+                }
+                reactor::sleep_until(reactor::now() + PAUSE).await;
+            }
+        }
+    }
+    while !is_open {
+        match open(inventory, disk, &described).await {
+            Ok(()) => is_open = true,
+            Err(why) => {
+                tracing::error!(%disk, "the disk has come here, and cannot be opened: {why:#}");
+                reactor::sleep_until(reactor::now() + PAUSE).await;
+            }
+        }
+    }
+    cluster.know_moved(disk, None);
+    export(inventory, disk, &described).await;
+    // Where etcd does not hear of it, it keeps a key too many.
+    let _ = cluster.step(Step::Settle { offered: Box::new(offered.clone()) }).await;
+    Ok(Ok(()))
+}
+
+/// Lets clients have it.
+async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
+    let nbd = match serving(inventory, described) {
+        Ok(serving) => serving
+            .into_iter()
+            .flat_map(|serving| described.exports.iter().map(move |name| (Rc::clone(&serving), name)))
+            .collect(),
+        Err(error) => {
+            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+            Vec::new()
+        }
+    };
+    let Ok(running) = inventory.disk(disk) else { return };
+    let read_only = running.disk.image().is_read_only();
+    for (serving, name) in nbd {
+        let new = NewExport {
+            id: inventory.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
+            name: name.clone(),
+            description: String::new(),
+            access: policy::access::Access::default(),
+            disk: disk.to_owned(),
+            read_only,
+            bitmaps: [].into(),
+        };
+        if let Err(error) = inventory.add_export(&serving, new) {
+            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+        }
+    }
+    let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
+    for door in doors {
+        let id = inventory.free_id(disk, &door.address());
+        if let Err(error) = inventory.add_door(id, Rc::clone(&running), read_only, &door, None).await {
+            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+        }
+    }
+}

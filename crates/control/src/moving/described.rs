@@ -1,0 +1,173 @@
+//! What a disk is, for another host: its keys as they stand in a config file, read there by the
+//! same rules, and what is in its buckets.
+//!
+//! What of a disk means something on one host alone is refused by name, rather than lost.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    path::{Path, absolute},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, bail, ensure};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use settings::{
+    DiskConfig, Door as DoorKind, Key, KeySet as _, Plan, Socket, VhostUserBlk, config, key::Transfer,
+};
+
+use crate::{
+    inventory::{Door, Inventory, NewExport, Opening, RunningDisk, RunningExport},
+    reload::told::{Care, OF_QCOW2, of_throttle},
+    takeover::Buckets,
+};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Described {
+    /// Of its section in a config file.
+    keys: BTreeMap<String, Value>,
+    pub(super) group: Option<GroupThere>,
+    /// Over NBD, by their names.
+    pub(super) exports: Vec<String>,
+    /// Where it is exported over NBD; none: where the host listens.
+    pub(super) listen: Option<String>,
+    /// Sockets for virtual machines, as the command line has them.
+    doors: Vec<String>,
+    pub(super) filled: Option<Buckets>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct GroupThere {
+    pub(super) name: String,
+    /// Its limits are the cluster's.
+    pub(super) cluster: bool,
+}
+
+impl Described {
+    /// As it runs here.
+    ///
+    /// # Errors
+    /// What of it would be lost on another host.
+    pub(super) fn of(
+        inventory: &Inventory,
+        running: &RunningDisk,
+        exports: &[Rc<RunningExport>],
+        listen: Option<String>,
+    ) -> anyhow::Result<Self> {
+        check(running)?;
+        let disk = &running.disk;
+        let opened = disk.image();
+        let mut config = running.current_config();
+        config.image = config.image.relative_to(&absolute(".")?);
+        config.format = Some(opened.format());
+        config.read_only = opened.is_read_only();
+        let moves = |key: &&Key<DiskConfig>| {
+            key.transfer == Transfer::Moves && key.name != "group" && !key.is_default(&config)
+        };
+        let moving = DiskConfig::keys().iter().filter(moves).filter(|key| running.has_key(key.name));
+        let value = |key: &Key<DiskConfig>| Some((key.name.to_owned(), Value::from(&key.write(&config)?)));
+        let keys = moving.filter_map(value).collect();
+        let group = disk.throttle().group().map(|group| GroupThere {
+            name: group.name().to_owned(),
+            cluster: inventory.cluster_of(group.name()).is_some(),
+        });
+        let (mut names, mut doors) = (Vec::new(), Vec::new());
+        // The user has removed the ones that are ending.
+        for export in exports.iter().filter(|export| !export.is_ending()) {
+            match &export.door {
+                Door::Nbd(..) => {
+                    let new = export.new.as_ref().context("an export that is not known")?;
+                    let NewExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
+                    ensure!(
+                        access.is_open() && bitmaps.is_empty() && description.is_empty(),
+                        "export {}: who may have it, its description and its bitmaps do not move (remove them first)",
+                        export.id
+                    );
+                    ensure!(
+                        !export.read_only || opened.is_read_only(),
+                        "export {}: that it is read-only does not move (remove it first)",
+                        export.id
+                    );
+                    names.push(name.clone());
+                }
+                Door::Own(..) => doors.push(door(export)?),
+            }
+        }
+        names.dedup();
+        Ok(Self { keys, group, exports: names, listen, doors, filled: None })
+    }
+
+    /// The disk of this name that it stands for, by the rules of a config file.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
+        let quoted = |text: &str| Value::from(text).to_string();
+        let mut text = format!("[daemon]\nnbd = \"unix:/nowhere\"\n[disk.{}]\n", quoted(name));
+        for (key, value) in &self.keys {
+            let is_key =
+                key.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
+            ensure!(is_key && !key.is_empty(), "a key that is none");
+            ensure!(value.is_string() || value.is_u64() || value.is_boolean(), "{key}: a value that is none");
+            let _ = writeln!(text, "{key} = {value}");
+        }
+        let draft = config::parse("offer", &text, Path::new("/"))?;
+        let mut plan = Plan::new(draft, 0)?;
+        plan.disks.pop().context("no disk")
+    }
+
+    /// # Errors
+    /// One that is none, or lies anywhere.
+    pub(super) fn doors(&self) -> anyhow::Result<Vec<DoorKind>> {
+        let read = |text: &String| {
+            let door: VhostUserBlk = text.parse().map_err(anyhow::Error::msg)?;
+            ensure!(
+                matches!(&door.socket, Socket::Path(path) if path.is_absolute()),
+                "{text}: is no whole path"
+            );
+            Ok(DoorKind::VhostUserBlk(door))
+        };
+        self.doors.iter().map(read).collect()
+    }
+}
+
+fn check(running: &RunningDisk) -> anyhow::Result<()> {
+    let storage = running.disk.image().storage();
+    ensure!(
+        !storage.is_memory(),
+        "its data is in memory of this process (only what other hosts reach can move)"
+    );
+    ensure!(
+        running.disk.failures().stopped_by().is_none(),
+        "an error has stopped it (`weir resume` lets it go on)"
+    );
+    ensure!(!storage.has_lost_writes(), "writes to its image were lost (restart weir, and check the image)");
+    ensure!(
+        !running.disk.is_handed_over(),
+        "handover: the machine that uses it takes it along by itself (have the disk with handover on both hosts)"
+    );
+    ensure!(
+        running.below.is_empty(),
+        "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
+    );
+    let config = &running.config;
+    let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == Transfer::Stays);
+    let stays = stays.find(|key| !key.is_default(config)).map(|key| key.name);
+    if let Some(key) = stays.or(running.only_here) {
+        bail!("{key}: does not move to another host (have the disk in the config file there instead)");
+    }
+    Ok(())
+}
+
+fn door(export: &RunningExport) -> anyhow::Result<String> {
+    let Some(DoorKind::VhostUserBlk(door)) = &export.said else {
+        bail!("export {}: devices of this host do not move (`weir detach` removes one)", export.id);
+    };
+    let Socket::Path(path) = &door.socket else {
+        bail!("export {}: its socket was passed to this daemon, and cannot be opened elsewhere", export.id);
+    };
+    let socket = Socket::Path(absolute(path)?);
+    Ok(VhostUserBlk { socket, ..door.clone() }.to_string())
+}

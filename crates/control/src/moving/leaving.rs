@@ -1,0 +1,339 @@
+//! The host that has a disk which is to go.
+
+use std::{cell::Cell, rc::Rc};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::reactor;
+use cluster::{
+    Cluster,
+    offers::{Answer, Offer, Outcome, Said, Step},
+};
+use export::nbd::Removal;
+use serde_json::{Value, json};
+
+use super::{APPEARS, Described, PATIENCE, PAUSE, arriving};
+use crate::{
+    inventory::{Door, Inventory, NewExport, Refused, RunningExport},
+    serving::Serving,
+};
+
+/// What is asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Wish {
+    pub(crate) disk: String,
+    /// The host where it is to go.
+    pub(crate) to: String,
+    /// Where it is to be exported there over NBD.
+    pub(crate) listen: Option<String>,
+    /// Disconnect its clients.
+    pub(crate) force: bool,
+}
+
+/// Moves a disk. Goes on though whoever asked for it leaves.
+///
+/// # Errors
+/// Why it is here still, or again.
+pub(crate) async fn away(inventory: &Rc<Inventory>, wish: Wish) -> anyhow::Result<Value> {
+    let cluster = inventory.cluster().cloned();
+    let cluster = cluster.context(
+        "cluster: this daemon is in none (add [cluster] to the config files of both hosts, and restart weir)",
+    )?;
+    ensure!(
+        wish.to != cluster.host(),
+        "disk {}: it is on {} already (name another host)",
+        wish.disk,
+        wish.to
+    );
+    inventory.disk(&wish.disk)?;
+    let is_first = inventory.moving.borrow_mut().insert(wish.disk.clone());
+    ensure!(is_first, "disk {}: it is on its way already (wait for that)", wish.disk);
+    let (done, outcome) = async_channel::bounded(1);
+    let inventory = Rc::clone(inventory);
+    reactor::spawn(async move {
+        let moved = move_away(&inventory, &cluster, &wish).await;
+        inventory.moving.borrow_mut().remove(&wish.disk);
+        if let Err(error) = &moved {
+            tracing::warn!(disk = wish.disk, to = wish.to, "the disk stays: {error:#}");
+        }
+        // Whoever asked may have gone.
+        let _ = done.try_send(moved.with_context(|| format!("disk {}", wish.disk)));
+    });
+    outcome.recv().await.context("the daemon ends")?
+}
+
+async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish) -> anyhow::Result<Value> {
+    let running = inventory.disk(&wish.disk)?;
+    ensure!(
+        !running.below.iter().any(|node| node.stays),
+        "it lies on another node (`blockdev-del` takes it off)"
+    );
+    let exports = inventory.exports_of(&wish.disk);
+    let described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
+    if !wish.force {
+        check_unused(&exports).await?;
+    }
+    drop(running);
+    let number = number()?;
+    let from = cluster.host().to_owned();
+    let described = serde_json::to_value(described)?;
+    let offer = Offer { from, run: 0, number, given: false, described };
+    let answers = cluster.answers(number);
+    let ask = || Step::Ask { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
+    let until = reactor::now() + APPEARS;
+    let mut asked = cluster.step(ask()).await;
+    // A host that has just been started joins at any moment.
+    let may_come = |asked: &Option<Outcome>| match asked {
+        Some(Outcome::Absent(_)) => true,
+        Some(Outcome::Apart(_)) => cluster.is_joining(),
+        _ => false,
+    };
+    while may_come(&asked) && reactor::now() < until {
+        reactor::sleep_until(reactor::now() + PAUSE).await;
+        asked = cluster.step(ask()).await;
+    }
+    let revision = match asked {
+        Some(Outcome::Done(revision)) => revision,
+        Some(Outcome::Lost(why) | Outcome::Absent(why)) => bail!("{why}"),
+        Some(Outcome::Apart(why)) => bail!("etcd cannot be asked: {why}"),
+        None => bail!("etcd does not answer in time (try again)"),
+    };
+    let answered = reactor::timeout(PATIENCE, answers.recv()).await;
+    let given = match answered {
+        Ok(Ok(Answer { said: Said::Ready, .. })) => {
+            give(inventory, cluster, wish, (offer, revision), exports, &answers).await
+        }
+        Ok(Ok(Answer { said: Said::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
+        _ => Err(anyhow!(
+            "{} does not answer in {} s (is its weir older than this one, or stopped?)",
+            wish.to,
+            PATIENCE.as_secs()
+        )),
+    };
+    if given.is_err() {
+        // Where this is not heard, the offer goes with this host's lease, and nobody takes it.
+        let _ = withdraw(cluster, wish, number).await;
+    }
+    let taken = given?;
+    cluster.know_moved(&wish.disk, Some(&wish.to));
+    let listed_there = taken.as_ref().and_then(|answer| answer.listed);
+    let listed_here = super::is_listed(inventory, &wish.disk).await;
+    // Then clients reach it there. Where that is not heard of in time, it has moved all the same,
+    // and the next start forgets it.
+    let settled = async { taken.is_some_and(|answer| answer.settled) || settled(&answers).await };
+    if reactor::timeout(PATIENCE, settled).await == Ok(true) && listed_here == Some(false) {
+        let _ = cluster.step(Step::Forget { disk: wish.disk.clone() }).await;
+    }
+    let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
+    for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
+        if let Some(listed) = listed {
+            told[key] = json!(listed);
+        }
+    }
+    Ok(told)
+}
+
+/// An export that was removed, to be put back.
+enum Removed {
+    Nbd(Rc<Serving>, NewExport),
+    Own { id: String, door: settings::Door, read_only: bool },
+}
+
+impl Removed {
+    fn of(export: &RunningExport) -> Option<Self> {
+        match &export.door {
+            Door::Nbd(serving, _) => Some(Self::Nbd(Rc::clone(serving), export.new.clone()?)),
+            Door::Own(_) => Some(Self::Own {
+                id: export.id.clone(),
+                door: export.said.clone()?,
+                read_only: export.read_only,
+            }),
+        }
+    }
+}
+
+async fn put_back(inventory: &Rc<Inventory>, disk: &str, removed: Vec<Removed>) {
+    for export in removed {
+        let put = match export {
+            Removed::Nbd(serving, new) => inventory.add_export(&serving, new).map_err(Into::into),
+            Removed::Own { id, door, read_only } => match inventory.disk(disk) {
+                Ok(running) => inventory.add_door(id, running, read_only, &door, None).await.map(drop),
+                Err(refused) => Err(refused.into()),
+            },
+        };
+        if let Err(error) = put {
+            tracing::error!(disk, "an export of a disk that did not move cannot be put back: {error:#}");
+        }
+    }
+}
+
+/// Removes the exports of a disk, and returns what puts them back. If requests of their clients are
+/// in flight for longer than [`PATIENCE`], the disk stays, and the exports are put back once they
+/// have ended.
+async fn remove_in_time(
+    inventory: &Rc<Inventory>,
+    disk: &str,
+    exports: Vec<Rc<RunningExport>>,
+    removal: Removal,
+    removed: Vec<Removed>,
+) -> anyhow::Result<Vec<Removed>> {
+    let is_abandoned = Rc::new(Cell::new(false));
+    let (inventory, name, is_late) = (Rc::clone(inventory), disk.to_owned(), Rc::clone(&is_abandoned));
+    let removing = reactor::spawn_to_end(async move {
+        inventory.remove_exports(&exports, removal).await?;
+        drop(exports);
+        if is_late.get() {
+            put_back(&inventory, &name, removed).await;
+            return Ok(Vec::new());
+        }
+        Ok(removed)
+    });
+    match reactor::timeout(PATIENCE, removing).await {
+        Ok(ended) => ended.context("the daemon ends")?.map_err(|refused: Refused| refused.into()),
+        Err(_) => {
+            is_abandoned.set(true);
+            let patience_s = PATIENCE.as_secs();
+            bail!(
+                "requests of its clients have been in flight for {patience_s} s (see to its storage; its exports come back when they end)"
+            )
+        }
+    }
+}
+
+async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
+    for export in exports {
+        let unused = export.check_unused().await;
+        unused.context("clients use it (disconnect them, or say --force)")?;
+    }
+    Ok(())
+}
+
+async fn withdraw(cluster: &Cluster, wish: &Wish, number: u64) -> Option<Outcome> {
+    cluster.step(Step::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
+}
+
+/// Stops serving it, and gives it to the other host, which is ready; or has it again. What the
+/// other said when it took it, if that was heard.
+async fn give(
+    inventory: &Rc<Inventory>,
+    cluster: &Rc<Cluster>,
+    wish: &Wish,
+    (offer, revision): (Offer, i64),
+    exports: Vec<Rc<RunningExport>>,
+    answers: &async_channel::Receiver<Answer>,
+) -> anyhow::Result<Option<Answer>> {
+    let running = inventory.disk(&wish.disk)?;
+    // As it is now: it may have been changed meanwhile.
+    let mut described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
+    let there = exports.iter().filter(|export| !export.is_ending());
+    let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
+    let removal = if wish.force { Removal::Hard } else { Removal::Safe };
+    let removed = remove_in_time(inventory, &wish.disk, exports, removal, removed).await?;
+    let flushed = running.disk.flush().await;
+    described.filled = running.disk.throttle().filled().map(Into::into);
+    // From here on nothing may leave before it is known whose the disk is.
+    let ready = flushed
+        .context("its image could not be flushed")
+        .and_then(|()| Ok(serde_json::to_value(&described)?))
+        .and_then(|told| inventory.unlist_disk(&wish.disk).map(|_| told).map_err(Into::into));
+    let told = match ready {
+        Ok(told) => told,
+        Err(why) => {
+            put_back(inventory, &wish.disk, removed).await;
+            return Err(why);
+        }
+    };
+    let closed = running.disk.close().await;
+    drop(running);
+    cluster.promise(&**inventory);
+    let why = match closed {
+        Ok(()) => {
+            let given = Box::new(Offer { given: true, described: told, ..offer.clone() });
+            let step = || Step::Give {
+                to: wish.to.clone(),
+                disk: wish.disk.clone(),
+                offer: given.clone(),
+                revision,
+            };
+            let until = reactor::now() + PATIENCE;
+            let mut done = cluster.step(step()).await;
+            // Etcd may have been cut off before it did it, or after.
+            while done.is_none() && reactor::now() < until {
+                reactor::sleep_until(reactor::now() + PAUSE).await;
+                done = cluster.step(step()).await;
+            }
+            match done {
+                Some(Outcome::Lost(why) | Outcome::Absent(why) | Outcome::Apart(why)) => why,
+                Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
+                    Ok(Some(answer)) if answer.said == Said::Taken => return Ok(Some(answer)),
+                    Ok(Some(Answer { said: Said::Refused(why), .. })) => {
+                        format!("{} refuses it: {why}", wish.to)
+                    }
+                    _ => format!("{} does not take it in {} s", wish.to, PATIENCE.as_secs()),
+                },
+            }
+        }
+        Err(error) => format!("its image could not be closed: {error}"),
+    };
+    if take_back(inventory, cluster, (wish, offer.number), &described, &why).await == Whose::Theirs {
+        return Ok(None);
+    }
+    put_back(inventory, &wish.disk, removed).await;
+    Err(anyhow!("{why}; it is served here again"))
+}
+
+/// What is said after that the host is ready.
+async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Answer> {
+    loop {
+        let answer = answers.recv().await.ok()?;
+        if answer.said != Said::Ready {
+            return Some(answer);
+        }
+    }
+}
+
+/// Whether it is heard that the other host has all of it.
+async fn settled(answers: &async_channel::Receiver<Answer>) -> bool {
+    while let Ok(answer) = answers.recv().await {
+        if answer.settled {
+            return true;
+        }
+    }
+    false
+}
+
+#[derive(PartialEq)]
+enum Whose {
+    Ours,
+    Theirs,
+}
+
+/// Has the disk again, unless it is the other host's by now.
+async fn take_back(
+    inventory: &Rc<Inventory>,
+    cluster: &Rc<Cluster>,
+    (wish, number): (&Wish, u64),
+    described: &Described,
+    why: &str,
+) -> Whose {
+    tracing::warn!(disk = wish.disk, to = wish.to, "the disk is taken back: {why}");
+    loop {
+        match withdraw(cluster, wish, number).await {
+            Some(Outcome::Done(_)) => break,
+            Some(Outcome::Lost(_) | Outcome::Absent(_)) => return Whose::Theirs,
+            Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+        }
+    }
+    // The other host may have the image open for a moment yet.
+    while let Err(error) = arriving::open(inventory, &wish.disk, described).await {
+        tracing::error!(disk = wish.disk, "the disk is taken back, and cannot be opened: {error:#}");
+        reactor::sleep_until(reactor::now() + PAUSE).await;
+    }
+    Whose::Ours
+}
+
+/// Drawn for each move.
+fn number() -> anyhow::Result<u64> {
+    let mut bytes = [0; 8];
+    openssl::rand::rand_bytes(&mut bytes).context("no random number is to be had")?;
+    Ok(u64::from_le_bytes(bytes))
+}

@@ -1,0 +1,167 @@
+//! What the service manager is told (sd_notify(3)), over one socket that is opened at the start:
+//! later the sandbox calls nobody.
+//!
+//! A manager that does not read, and whose queue is full, keeps nobody waiting: see
+//! `net.unix.max_dgram_qlen` in unix(7).
+
+use std::{
+    collections::VecDeque,
+    fmt::Write as _,
+    io,
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::{
+            ffi::OsStrExt as _,
+            net::{SocketAddr, UnixDatagram},
+        },
+    },
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
+
+use event_listener::Event;
+use reactor::{
+    buffer::Buffer,
+    op::{self, Fd},
+};
+use rustix::net::SendFlags;
+use sd_notify::NotifyState;
+
+static MANAGER: OnceLock<Option<Arc<Manager>>> = OnceLock::new();
+
+#[derive(Debug)]
+struct Manager {
+    socket: Fd,
+    /// What it has no room for yet, in its order.
+    waiting: Mutex<VecDeque<Vec<u8>>>,
+    told: Event,
+}
+
+/// Opens it; what keeps it from that is told in the log.
+pub fn open() {
+    MANAGER.get_or_init(|| {
+        connect().unwrap_or_else(|error| {
+            warn(&error);
+            None
+        })
+    });
+}
+
+fn connect() -> io::Result<Option<Arc<Manager>>> {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
+    let socket = UnixDatagram::unbound()?;
+    match name.as_bytes().strip_prefix(b"@") {
+        Some(name) => socket.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
+        None => socket.connect(name)?,
+    }
+    Ok(Some(Manager::at(socket)))
+}
+
+/// Tells all of it at once, if there is a service manager; later, if it has no room now.
+///
+/// # Panics
+/// If no reactor runs on this thread.
+pub fn tell(states: &[NotifyState<'_>]) {
+    if let Some(Some(manager)) = MANAGER.get() {
+        manager.tell(states);
+    }
+}
+
+/// Waits until the service manager has been told all, if there is one.
+pub(crate) async fn all_told() {
+    let Some(Some(manager)) = MANAGER.get() else { return };
+    loop {
+        let told = manager.told.listen();
+        if manager.waiting().is_empty() {
+            return;
+        }
+        told.await;
+    }
+}
+
+impl Manager {
+    fn at(socket: UnixDatagram) -> Arc<Self> {
+        Arc::new(Self { socket: socket.into(), waiting: Mutex::default(), told: Event::new() })
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, VecDeque<Vec<u8>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(self: &Arc<Self>, states: &[NotifyState<'_>]) {
+        let mut message = String::new();
+        for state in states {
+            // Writing to a string does not fail.
+            let _ = writeln!(message, "{state}");
+        }
+        let mut waiting = self.waiting();
+        if waiting.is_empty() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.socket, message.as_bytes(), flags) {
+                Err(rustix::io::Errno::AGAIN) => {}
+                result => return result.map(drop).unwrap_or_else(|error| warn(&error.into())),
+            }
+        }
+        // That weir is alive is said again soon.
+        if matches!(states, [NotifyState::Watchdog]) {
+            return;
+        }
+        waiting.push_back(message.into());
+        let is_first = waiting.len() == 1;
+        // It begins at once.
+        drop(waiting);
+        if is_first {
+            reactor::spawn(Arc::clone(self).tell_rest());
+        }
+    }
+
+    async fn tell_rest(self: Arc<Self>) {
+        loop {
+            let Some(message) = self.waiting().front().map(|message| Buffer::copy_of(message)) else {
+                return;
+            };
+            if let (Err(error), _) = op::send(&self.socket, message.into()).await {
+                warn(&error);
+            }
+            self.waiting().pop_front();
+            self.told.notify(usize::MAX);
+        }
+    }
+}
+
+fn warn(error: &io::Error) {
+    tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");
+}
+
+#[cfg(test)]
+mod tests {
+    use reactor::Polling;
+
+    use super::*;
+
+    #[test]
+    fn a_manager_that_does_not_read_keeps_nobody_waiting_and_hears_the_rest_in_order() {
+        let heard = reactor::run(Polling::Off, async {
+            let (theirs, ours) = UnixDatagram::pair().unwrap();
+            let manager = Manager::at(ours);
+            let mut sent = 0;
+            while manager.waiting().is_empty() {
+                manager.tell(&[NotifyState::Status(&sent.to_string())]);
+                sent += 1;
+            }
+            manager.tell(&[NotifyState::Watchdog]);
+            manager.tell(&[NotifyState::MainPid(7), NotifyState::Ready]);
+            let theirs = Fd::from(theirs);
+            let mut heard = String::new();
+            while !heard.contains("READY") {
+                op::readable(&theirs).await.unwrap();
+                let mut bytes = [0; 64];
+                let length = nix::unistd::read(&theirs, &mut bytes).unwrap();
+                heard.push_str(std::str::from_utf8(&bytes[..length]).unwrap());
+            }
+            let all: String = (0..sent).map(|number| format!("STATUS={number}\n")).collect();
+            (heard, all + "MAINPID=7\nREADY=1\n")
+        });
+        let (heard, all) = heard.unwrap();
+        assert_eq!(heard, all);
+    }
+}

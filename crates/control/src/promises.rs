@@ -1,0 +1,200 @@
+//! Promises of the cluster's limits that disks and groups are served without, because other hosts
+//! leave no room for them.
+//!
+//! A start asks for what its config promises, and a daemon that was without etcd for what was
+//! promised meanwhile. A command can be refused; a disk that is to come up cannot, so it is the
+//! promise alone that waits. It is made as soon as there is room, unless somebody says otherwise in
+//! between.
+
+use std::{iter, rc::Rc, sync::Arc};
+
+use anyhow::Context as _;
+use block::layer::throttle::Group;
+use cluster::Refusal;
+use policy::throttle::{Refused, Share};
+
+use super::{
+    change::Change,
+    inventory::Inventory,
+    left_out::{LeftOut, State, reservations, wanted_of},
+    reload::seats::{Node, Seat},
+};
+use crate::events::{Kind, News};
+
+impl Inventory {
+    /// The group of the cluster's that a group is, or lies in.
+    pub(crate) fn shared_group(&self, group: Option<&Arc<Group>>) -> Option<Arc<Group>> {
+        let mut above = iter::successors(group.cloned(), |group| group.parent().cloned());
+        above.find(|group| self.cluster_of(group.name()).is_some())
+    }
+
+    /// Promises a disk or a group, which promises nothing yet, what its config says; leaves that
+    /// out where the cluster has no room for it.
+    ///
+    /// # Errors
+    /// What would be so whatever other hosts do.
+    pub(crate) fn promise_at_start(&self, name: &str, wanted: [u64; 2]) -> anyhow::Result<()> {
+        let node = self.node(name).context("what is not listed")?;
+        let promised = seat(&node, wanted).take();
+        let Err(Refused::Overbooked(overbooked)) = &promised else { return promised.context(titled(&node)) };
+        if !overbooked.bound.is_shared() {
+            return promised.context(titled(&node));
+        }
+        let why = format!("{overbooked}{}", self.elsewhere(&node));
+        self.note_left_out(name, wanted, why);
+        Ok(())
+    }
+
+    /// The same for a disk that comes up later: by then others may be promised what there was. It
+    /// is served in any case.
+    pub(super) fn promise_late(&self, name: &str, wanted: [u64; 2]) {
+        let Some(node) = self.node(name).filter(|_| wanted != [0, 0]) else { return };
+        if let Err(refused) = seat(&node, wanted).take() {
+            let why = format!("{refused}{}", self.elsewhere(&node));
+            self.note_left_out(name, wanted, why);
+            self.tell_left_out();
+        }
+    }
+
+    /// Has what was left out promised as soon as something changes that leaves room for it. In a
+    /// cluster that does it.
+    pub fn promise_once_there_is_room(self: &Rc<Self>) {
+        let inventory = Rc::downgrade(self);
+        self.listen(move |change| {
+            let may_leave_room = matches!(change, Change::Listed { .. } | Change::SettingsChanged { .. });
+            if let Some(inventory) = inventory.upgrade()
+                && may_leave_room
+                && inventory.cluster().is_none()
+            {
+                inventory.make_left_out();
+                inventory.tell_left_out();
+            }
+        });
+    }
+
+    /// What others have promised of the cluster's group that it is in, as words.
+    fn elsewhere(&self, node: &Node) -> String {
+        let shared = self.shared_group_of(node);
+        let said = shared.and_then(|group| Some(self.cluster()?.elsewhere(group.name())));
+        said.unwrap_or_default()
+    }
+
+    fn shared_group_of(&self, node: &Node) -> Option<Arc<Group>> {
+        match node {
+            Node::Group(group) => self.shared_group(Some(group)),
+            Node::Disk(disk) => self.shared_group(disk.throttle().group().as_ref()),
+        }
+    }
+
+    fn note_left_out(&self, name: &str, wanted: [u64; 2], why: String) {
+        let mut left_out = self.left_out.borrow_mut();
+        let was_told =
+            matches!(left_out.get(name), Some(LeftOut { state: State::Told | State::Tried(true), .. }));
+        let state = if was_told { State::Told } else { State::Untold };
+        left_out.insert(name.to_owned(), LeftOut { wanted, why, state });
+    }
+
+    fn node(&self, name: &str) -> Option<Node> {
+        let disk = || self.disk(name).ok().map(|running| Node::Disk(Arc::clone(&running.disk)));
+        self.group(name).ok().map(Node::Group).or_else(disk)
+    }
+
+    /// Makes promises that were left out, as far as what is known here leaves room for them. What
+    /// is promised something else by now, or is not there, is forgotten.
+    pub(super) fn make_left_out(&self) {
+        let known = self.left_out.borrow().clone();
+        for (name, LeftOut { wanted, why, state }) in known {
+            let Some(node) = self.node(&name) else {
+                self.left_out.borrow_mut().remove(&name);
+                continue;
+            };
+            if matches!(state, State::Tried(_)) {
+                continue;
+            }
+            if wanted_of(Seat::now(&node).settings.share) != [0, 0] {
+                self.left_out.borrow_mut().remove(&name);
+                continue;
+            }
+            if seat(&node, wanted).take().is_ok() {
+                let state = State::Tried(state == State::Told);
+                self.left_out.borrow_mut().insert(name, LeftOut { wanted, why, state });
+            }
+        }
+    }
+
+    /// Leaves promises of a group out, the last by name first, until all that is promised has room.
+    pub(super) fn leave_out_promises(&self, refusal: &Refusal) {
+        let Some((group, left)) = &refusal.group else { return };
+        let Ok(shared) = self.group(group) else { return };
+        let disks = self.disks().into_iter().map(|running| Node::Disk(Arc::clone(&running.disk)));
+        let mut nodes: Vec<_> = self.groups().into_iter().map(Node::Group).chain(disks).collect();
+        nodes.reverse();
+        // What was left out before goes before what is promised already.
+        nodes.sort_by_key(|node| !self.left_out.borrow().contains_key(&Seat::now(node).named().1));
+        for node in &nodes {
+            let promised = shared.promised();
+            let fits = |unit: usize| left[unit].is_none_or(|left| promised[unit] <= left);
+            if fits(0) && fits(1) {
+                return;
+            }
+            let now = Seat::now(node);
+            let wanted = wanted_of(now.settings.share);
+            let is_inside = self.shared_group_of(node).is_some_and(|group| Arc::ptr_eq(&group, &shared));
+            if wanted == [0, 0] || !is_inside {
+                continue;
+            }
+            let (_, name) = now.named();
+            if let Err(error) = now.without_promises().take() {
+                tracing::error!("{name}: its promise cannot be left out: {error}");
+            } else {
+                self.note_left_out(&name, wanted, refusal.why.clone());
+            }
+        }
+    }
+
+    /// Tells what has become of promises since it was told last.
+    pub(super) fn tell_left_out(&self) {
+        let mut told = Vec::new();
+        self.left_out.borrow_mut().retain(|name, one| {
+            let was = std::mem::replace(&mut one.state, State::Told);
+            if matches!(was, State::Untold | State::Tried(true)) {
+                told.push((name.clone(), was, one.clone()));
+            }
+            !matches!(was, State::Tried(_))
+        });
+        for (name, was, LeftOut { wanted, why, .. }) in told {
+            let amounts = || reservations(wanted);
+            let news = if was == State::Untold {
+                let amounts: Vec<_> = amounts().map(|(key, amount)| format!("{key} {amount}")).collect();
+                let amounts = amounts.join(" and ");
+                let message = format!("{name}: served without its {amounts}, until there is room: {why}");
+                News::new(Kind::PromiseLeftOut, message)
+            } else {
+                News::new(Kind::PromiseMade, format!("{name}: there is room now for what it is promised"))
+            };
+            let news = if self.group(&name).is_ok() { news.of_group(&name) } else { news.of_disk(&name) };
+            self.events.tell(amounts().fold(news, |news, (key, amount)| news.with(key, amount)));
+        }
+    }
+
+    /// Somebody has said what a disk or a group is promised: that holds.
+    pub(crate) fn forget_left_out(&self, name: &str) {
+        self.left_out.borrow_mut().remove(name);
+    }
+
+    /// Whether exactly this is left out of what a disk or a group is promised.
+    pub(super) fn is_left_out(&self, name: &str, share: Share) -> bool {
+        self.left_out.borrow().get(name).is_some_and(|one| one.wanted == wanted_of(share))
+    }
+}
+
+fn seat(node: &Node, [iops, bps]: [u64; 2]) -> Seat {
+    let mut seat = Seat::now(node);
+    seat.settings.share = seat.settings.share.with_reservation(iops, bps);
+    seat
+}
+
+fn titled(node: &Node) -> String {
+    let (kind, name) = Seat::now(node).named();
+    format!("{kind} {name}")
+}

@@ -1,0 +1,76 @@
+//! What a command is, and the way from its name to its execution.
+//!
+//! ```text
+//!   name ─► Entry ─► Command::read ─► Arguments::finish ─► Command::run
+//!                    all wrong input ends here ┘              └ changes what runs
+//! ```
+//!
+//! Reading and running are apart so that no command can act on arguments of which some are wrong.
+
+use std::rc::Rc;
+
+use serde_json::Value;
+use settings::suggest;
+
+use super::{
+    arguments::Arguments,
+    error::{Class, Error},
+    json::shown,
+    server::{Execute, Running},
+};
+use crate::inventory::Inventory;
+
+/// A command of the protocol, with its arguments as its fields.
+pub(crate) trait Command: Sized + 'static {
+    const NAME: &'static str;
+
+    /// What it leaves of the arguments is refused.
+    fn read(arguments: &mut Arguments) -> Result<Self, Error>;
+
+    /// Does it: all, or nothing where it fails.
+    fn run(self, inventory: Rc<Inventory>) -> impl Future<Output = Result<Value, Error>> + 'static;
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) name: &'static str,
+    start: fn(&Rc<Inventory>, Arguments) -> Result<Running, Error>,
+}
+
+impl Entry {
+    pub(crate) const fn of<C: Command>() -> Self {
+        Self { name: C::NAME, start: start::<C> }
+    }
+}
+
+fn start<C: Command>(inventory: &Rc<Inventory>, mut arguments: Arguments) -> Result<Running, Error> {
+    let command = C::read(&mut arguments)?;
+    arguments.finish()?;
+    Ok(Box::pin(command.run(Rc::clone(inventory))))
+}
+
+pub(crate) struct Commands {
+    pub(crate) table: &'static [Entry],
+    pub(crate) inventory: Rc<Inventory>,
+}
+
+impl Execute for Commands {
+    fn is_closed(&self) -> bool {
+        self.inventory.is_control_closed.get()
+    }
+
+    fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
+        if self.inventory.leaving.get() && !name.starts_with("query-") && !name.starts_with("x-weir-query-") {
+            return Err(Error::generic(
+                "Another weir is about to take over; nothing is changed (try again; the log names its process, which may be stopped, and has a minute)",
+            ));
+        }
+        if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
+            return (entry.start)(&self.inventory, arguments);
+        }
+        let name = shown(name);
+        let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));
+        let near = near.map(|near| format!(" (did you mean '{near}'?)")).unwrap_or_default();
+        Err(Error::new(Class::CommandNotFound, format!("The command {name} has not been found{near}")))
+    }
+}

@@ -1,0 +1,534 @@
+//! Disks that come, go and change their size while the daemon runs.
+//!
+//! [`node`](super::node) says how QEMU's graph of nodes becomes a disk with a name. Where a node is
+//! put over a disk, the disk takes the node's name until that is deleted.
+
+use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
+
+use block::{
+    disk::Disk,
+    layer::throttle::{DiskSettings, Group},
+};
+use image::{
+    Image as Opened,
+    open::{ImageOptions, open},
+};
+use policy::prefetch;
+use serde_json::{Map, Value, json};
+use settings::DiskConfig;
+
+use super::{
+    node::{Bottom, Chain},
+    weir,
+};
+use crate::{
+    inventory::{Inventory, NodeBelow, Refused, RunningDisk, StorageNode},
+    opening::PATIENCE,
+    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+};
+
+/// What made a disk: see [`RunningDisk::told`].
+type Told = Option<Vec<Map<String, Value>>>;
+
+#[derive(Debug)]
+pub(super) struct BlockdevAdd {
+    chain: Chain,
+    told: Told,
+}
+
+impl BlockdevAdd {
+    /// The disk's.
+    pub(super) fn name(&self) -> &str {
+        &self.chain.names[0]
+    }
+
+    /// See [`Chain::read`].
+    pub(super) fn read_as(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
+        let told = arguments.sent().map(|mut sent| {
+            // Another daemon is told all of it.
+            sent.extend(name.clone().map(|name| ("node-name".to_owned(), name.into())));
+            vec![sent]
+        });
+        Ok(Self { chain: Chain::read(arguments, name)?, told })
+    }
+
+    /// Whether it lies on no node that is there already.
+    pub(super) fn has_storage(&self) -> bool {
+        matches!(self.chain.bottom, Bottom::Storage(_))
+    }
+}
+
+impl Command for BlockdevAdd {
+    const NAME: &'static str = "blockdev-add";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Self::read_as(arguments, None)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let Self { chain, told } = self;
+        check_names(&inventory, &chain)?;
+        match &chain.bottom {
+            Bottom::Node(_) if chain.is_opened_anew() => open_over(&inventory, chain, told).await?,
+            Bottom::Node(bottom) => put_over(&inventory, &chain, bottom, told)?,
+            Bottom::Storage(storage) => {
+                add(&inventory, &chain, storage, inner_nodes(&chain), told, None).await?;
+                if let Err(why) = weir::settle(&inventory).await {
+                    inventory.remove_disk(&chain.names[0]).await.map_err(generic)?;
+                    weir::unsettle(&inventory);
+                    return Err(why);
+                }
+                if let Some(cluster) = inventory.cluster() {
+                    cluster.has_again(&chain.names[0]);
+                }
+            }
+        }
+        Ok(json!({}))
+    }
+}
+
+async fn add(
+    inventory: &Rc<Inventory>,
+    chain: &Chain,
+    storage: &StorageNode,
+    below: Vec<NodeBelow>,
+    told: Told,
+    passed: Option<Passed>,
+) -> Result<(), Error> {
+    let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
+    let opened = open_bottom(inventory, chain, storage, passed).await?;
+    // Others had their turn while it was opened.
+    check_names(inventory, chain)?;
+    for node in &below {
+        inventory.check_name(&node.name).map_err(generic)?;
+    }
+    let group = group_of(inventory, chain)?;
+    let disk = build(chain, opened, prefetch, group.as_ref())?;
+    let config = DiskConfig { read_only: disk.image().is_read_only(), ..chain.config(storage) };
+    let disk = RunningDisk {
+        disk,
+        config,
+        caches: Cell::new(chain.caches()),
+        only_here: chain.only_here(),
+        below,
+        storage: chain.as_it_lies().map(Rc::new),
+        told,
+    };
+    chain.policies.apply_to(disk.disk.failures());
+    inventory.add_disk(disk).map_err(generic)
+}
+
+/// A format over a node that is there: its file is closed, and opened as that. If it cannot be,
+/// the node is there again as it was.
+async fn open_over(inventory: &Rc<Inventory>, chain: Chain, own: Told) -> Result<(), Error> {
+    let Bottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
+    let (bottom, below) = (bottom.clone(), find_below(inventory, bottom)?);
+    let is_over_another = below.below.iter().any(|node| node.stays);
+    let storage = below.storage.clone().filter(|_| !is_over_another).ok_or_else(|| {
+        Error::rule("file", format_args!("is to be a file; the node '{}' is more than that", shown(&bottom)))
+    })?;
+    drop(below);
+    let taken = inventory.take_disk(&bottom).map_err(in_use(&bottom))?;
+    taken.close().await;
+    let (under, told) = (taken.below, taken.told);
+    drop(taken.disk);
+    let (nodes, both) = (nodes_over(&chain, &bottom, &storage, &under), one_more(told.clone(), own));
+    let added = add(inventory, &chain.over(&storage), &storage, nodes, both, None).await;
+    if added.is_err() {
+        open_again(inventory, &bottom, &storage, under, told).await;
+    }
+    added
+}
+
+/// The nodes below a format over one that is closed for it, and had these.
+fn nodes_over(chain: &Chain, bottom: &str, storage: &Rc<StorageNode>, under: &[NodeBelow]) -> Vec<NodeBelow> {
+    let mut nodes = inner_nodes(chain);
+    nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: Some(Rc::clone(storage)) });
+    nodes.extend(under.iter().cloned());
+    nodes
+}
+
+/// Has a disk as these commands made it in another daemon, which has passed its files. A node that
+/// is closed for what is put over it is not opened.
+///
+/// # Errors
+/// The first command that would fail.
+pub(in crate::qmp) async fn add_again(
+    inventory: &Rc<Inventory>,
+    told: &[Map<String, Value>],
+    passed: Passed,
+) -> Result<(), Error> {
+    let mut chains = Vec::new();
+    for sent in told {
+        let mut arguments = Arguments::new(sent.clone());
+        // Its group may be another by now, and is set afterwards.
+        let name = arguments.optional("node-name")?;
+        let chain = Chain { group: None, ..Chain::read(&mut arguments, name)? };
+        arguments.finish()?;
+        chains.push((chain, sent.clone()));
+    }
+    let mut chains = chains.into_iter().peekable();
+    let Some((first, sent)) = chains.next() else { return Err(Error::generic("nothing has made it")) };
+    let Bottom::Storage(storage) = &first.bottom else {
+        return Err(Error::rule("file", "is another disk's node"));
+    };
+    let (own, told) = (inner_nodes(&first), vec![sent]);
+    match (chains.next_if(|(chain, _)| chain.is_opened_anew()), first.as_it_lies()) {
+        (Some((over, sent)), Some(lies)) => {
+            let (lies, told) = (Rc::new(lies), one_more(Some(told), Some(vec![sent])));
+            let nodes = nodes_over(&over, &first.names[0], &lies, &own);
+            add(inventory, &over.over(&lies), &lies, nodes, told, Some(passed)).await?;
+        }
+        (None, _) => add(inventory, &first, storage, own, Some(told), Some(passed)).await?,
+        (Some(_), None) => return Err(Error::rule("file", "is more than a file")),
+    }
+    for (chain, sent) in chains {
+        let Bottom::Node(bottom) = &chain.bottom else {
+            return Err(Error::rule("file", "is no node below"));
+        };
+        put_over(inventory, &chain, bottom, Some(vec![sent]))?;
+    }
+    Ok(())
+}
+
+/// With what was put over it.
+fn one_more(below: Told, own: Told) -> Told {
+    below.zip(own).map(|(below, own)| [below, own].concat())
+}
+
+/// Without what is taken off.
+fn one_less(mut told: Told) -> Told {
+    told.as_mut().map(Vec::pop);
+    told
+}
+
+/// What was closed under another node is a disk of its own again.
+async fn open_again(
+    inventory: &Rc<Inventory>,
+    name: &str,
+    storage: &StorageNode,
+    below: Vec<NodeBelow>,
+    told: Told,
+) {
+    if let Err(error) = add(inventory, &Chain::of_storage(name, storage), storage, below, told, None).await {
+        tracing::error!(node = name, error = %error, "what was below another node could not be opened again");
+    }
+}
+
+fn generic(error: impl std::fmt::Display) -> Error {
+    Error::generic(error.to_string())
+}
+
+fn check_names(inventory: &Inventory, chain: &Chain) -> Result<(), Error> {
+    for (index, name) in chain.names.iter().enumerate() {
+        if inventory.check_name(name).is_err() || chain.names[..index].contains(name) {
+            return Err(generic(format_args!("Duplicate nodes with node-name='{name}'")));
+        }
+    }
+    group_of(inventory, chain).map(drop)
+}
+
+fn group_of(inventory: &Inventory, chain: &Chain) -> Result<Option<Arc<Group>>, Error> {
+    let find = |name: &String| {
+        let missing = |_| generic(format_args!("Throttle group '{}' does not exist", shown(name)));
+        inventory.group(name).map_err(missing)
+    };
+    chain.group.as_ref().map(find).transpose()
+}
+
+fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
+    let node = |name: &String| NodeBelow { name: name.clone(), stays: false, closed: None };
+    chain.names[1..].iter().map(node).collect()
+}
+
+fn build(
+    chain: &Chain,
+    image: Opened,
+    prefetch: prefetch::Settings,
+    group: Option<&Arc<Group>>,
+) -> Result<Arc<Disk>, Error> {
+    let disk = Disk::new(&chain.names[0], image, DiskSettings::default(), group)
+        .map_err(generic)?
+        .with_discards(chain.discards)
+        .with_detect_zeroes(chain.detect_zeroes);
+    disk.prefetch().set(prefetch).map_err(generic)?;
+    disk.reserve_memory().map_err(generic)?;
+    Ok(Arc::new(disk))
+}
+
+/// An existing node, with nothing above.
+fn find_below(inventory: &Inventory, name: &str) -> Result<Rc<RunningDisk>, Error> {
+    inventory.disk(name).map_err(|_| {
+        let shown = shown(name);
+        if inventory.is_below(name) {
+            generic(format_args!("Node '{shown}' is in use by the disk above it"))
+        } else {
+            generic(format_args!("Cannot find device='{shown}' nor node-name='{shown}'"))
+        }
+    })
+}
+
+fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str, own: Told) -> Result<(), Error> {
+    let name = shown(bottom);
+    let below = find_below(inventory, bottom)?;
+    if chain.read_only && !below.disk.image().is_read_only() {
+        return Err(Error::rule(
+            "read-only",
+            format_args!("is the node '{name}' to say (open it read-only)"),
+        ));
+    }
+    let group = match (group_of(inventory, chain)?, below.disk.throttle().group()) {
+        (Some(_), Some(other)) => {
+            let rule = format!("would be the second; the node '{name}' is in group '{}'", other.name());
+            return Err(Error::rule("throttle-group", rule));
+        }
+        (one, other) => one.or(other),
+    };
+    let prefetch = chain.prefetch.apply_to(below.disk.prefetch().settings())?;
+    drop(below);
+    let taken = inventory.take_disk(bottom).map_err(in_use(bottom))?;
+    let taken = move_taken(inventory, taken, group.as_ref())?;
+    let before = taken.disk.prefetch().settings();
+    taken.disk.prefetch().set(prefetch).expect("checked a moment ago");
+    if let Err(error) = taken.disk.reserve_memory() {
+        taken.disk.prefetch().set(before).expect("it was in force");
+        inventory.add_disk(taken).map_err(generic)?;
+        return Err(generic(error));
+    }
+    chain.policies.apply_to(taken.disk.failures());
+    let mut nodes = inner_nodes(chain);
+    nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: None });
+    nodes.extend(taken.below.iter().cloned());
+    let told = one_more(taken.told.clone(), own);
+    rename(inventory, RunningDisk { told, ..taken }, &chain.names[0], nodes)
+}
+
+/// Moves a disk that was taken out to a group, or out of any; where its reservations cannot be
+/// kept, nothing has happened.
+fn move_taken(
+    inventory: &Rc<Inventory>,
+    taken: RunningDisk,
+    group: Option<&Arc<Group>>,
+) -> Result<RunningDisk, Error> {
+    if let Err(refused) = taken.disk.throttle().move_to(group) {
+        inventory.add_disk(taken).expect("its name was free a moment ago");
+        return Err(refused.into());
+    }
+    Ok(taken)
+}
+
+/// Puts a disk that was taken out back under another name.
+fn rename(
+    inventory: &Rc<Inventory>,
+    taken: RunningDisk,
+    name: &str,
+    below: Vec<NodeBelow>,
+) -> Result<(), Error> {
+    let RunningDisk { disk, config, caches, only_here, storage, told, .. } = taken;
+    let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
+    let disk = Arc::new(disk);
+    inventory.add_disk(RunningDisk { disk, config, caches, only_here, below, storage, told }).map_err(generic)
+}
+
+fn in_use(name: &str) -> impl Fn(Refused) -> Error {
+    move |refused| match refused {
+        Refused::Exported { export, .. } => {
+            generic(format_args!("Node {name} is in use (it is exported as '{export}')"))
+        }
+        other => generic(other),
+    }
+}
+
+async fn open_bottom(
+    inventory: &Inventory,
+    chain: &Chain,
+    storage: &StorageNode,
+    files: Option<Passed>,
+) -> Result<Opened, Error> {
+    let StorageNode { image, device, auto_read_only, .. } = storage;
+    inventory.check_image(image).await.map_err(generic)?;
+    let spec = image.spec().map_err(generic)?;
+    if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
+        let checked = reactor::timeout(PATIENCE, reactor::blocking(move || check_kind(&path, device))).await;
+        checked.unwrap_or_else(|_| Err(no_answer(&spec))).map_err(Error::generic)?;
+    }
+    let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
+    let secret = id.map(|id| inventory.secret(id)).transpose()?;
+    let passed = |read_only| match image.path() {
+        Some(path) => inventory.descriptors.of_path(path, read_only).map_err(Error::generic),
+        None => Ok(None),
+    };
+    let may_be_read_only = *auto_read_only && !chain.read_only && !chain.handover;
+    let mut options = chain.open_options(inventory.image_root().cloned(), secret);
+    options.storage.passed = files;
+    match passed(chain.read_only) {
+        Ok(descriptor) => options.storage.descriptor = descriptor,
+        Err(_) if may_be_read_only => {
+            options.storage.read_only = true;
+            options.storage.descriptor = passed(true)?;
+        }
+        Err(error) => return Err(error),
+    }
+    let opening = async {
+        let opened = match open(&spec, options.clone()).await {
+            Err(_) if may_be_read_only && !options.storage.read_only => {
+                // The descriptor can be passed again for this attempt.
+                options.storage.descriptor = None;
+                let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
+                open(&spec, ImageOptions { storage, ..options }).await
+            }
+            result => result,
+        };
+        Ok::<_, Error>(opened)
+    };
+    // An NBD server has time limits, which the options set.
+    let opened = match image.path() {
+        Some(_) => reactor::timeout(PATIENCE, opening).await.unwrap_or_else(|_| {
+            Err(Error::generic(format!("Could not open '{spec}': {}", no_answer(&spec))))
+        })?,
+        None => opening.await?,
+    };
+    opened.map_err(|error| {
+        let OpenError { image, why, remedy, .. } = inventory.naming_holder(error);
+        // What lies behind it is no part of its name.
+        let (image, behind) = match image.split_once(": its ") {
+            Some((image, behind)) => (image, format!("its {behind}: ")),
+            None => (image.as_str(), String::new()),
+        };
+        Error::generic(format!("Could not open '{image}': {behind}{why} ({remedy})"))
+    })
+}
+
+fn no_answer(spec: &str) -> String {
+    let seconds = PATIENCE.as_secs();
+    format!("the file system of {spec} has not answered for {seconds} s (restore it, and add the disk again)")
+}
+
+/// QEMU has a driver for files and one for devices.
+fn check_kind(path: &Path, device: bool) -> Result<(), String> {
+    use std::os::unix::fs::FileTypeExt as _;
+    let Ok(kind) = std::fs::metadata(path).map(|metadata| metadata.file_type()) else { return Ok(()) };
+    let path = path.display();
+    match device {
+        true if !kind.is_block_device() => {
+            Err(format!("'host_device' driver requires '{path}' to be a block device"))
+        }
+        false if !kind.is_file() => Err(format!("'file' driver requires '{path}' to be a regular file")),
+        _ => Ok(()),
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct BlockdevDel {
+    node: String,
+}
+
+impl Command for BlockdevDel {
+    const NAME: &'static str = "blockdev-del";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { node: arguments.required("node-name")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let name = shown(&self.node);
+        let disk = inventory.disk(&self.node).map_err(|_| {
+            generic(if inventory.is_below(&self.node) {
+                format!("Block device {name} is in use")
+            } else {
+                format!("Failed to find node with node-name='{name}'")
+            })
+        })?;
+        let next = disk.below.iter().position(|node| node.stays);
+        drop(disk);
+        match next {
+            None => inventory.remove_disk(&self.node).await.map_err(in_use(&name))?,
+            Some(next) => {
+                let taken = inventory.take_disk(&self.node).map_err(in_use(&name))?;
+                let (node, below) = (taken.below[next].clone(), taken.below[next + 1..].to_vec());
+                let told = one_less(taken.told.clone());
+                match node.closed {
+                    None => {
+                        let taken = move_taken(&inventory, taken, None)?;
+                        rename(&inventory, RunningDisk { told, ..taken }, &node.name, below)?;
+                    }
+                    Some(storage) => {
+                        taken.close().await;
+                        taken.until_free().await;
+                        open_again(&inventory, &node.name, &storage, below, told).await;
+                    }
+                }
+            }
+        }
+        Ok(json!({}))
+    }
+}
+
+/// A disk ends with a block of each machine and device that has it: with another size none of them
+/// could have it after a restart.
+fn check_blocks(inventory: &Inventory, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
+    for export in inventory.exports_of(disk.disk.name()) {
+        let block = export.block_bytes().map_or(1, u64::from);
+        if !size_bytes.is_multiple_of(block) {
+            return Err(Error::rule(
+                "size",
+                format_args!(
+                    "({size_bytes}) cannot be: export {} has blocks of {block} bytes (make it {})",
+                    export.id,
+                    settings::sizes_around(size_bytes, block)
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Multiple of the sizes that `block_resize` sets, as guests count.
+const SECTOR_BYTES: u64 = 512;
+
+#[derive(Debug)]
+pub(super) struct BlockResize {
+    device: Option<String>,
+    node: Option<String>,
+    size_bytes: u64,
+}
+
+impl Command for BlockResize {
+    const NAME: &'static str = "block_resize";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self {
+            device: arguments.optional("device")?,
+            node: arguments.optional("node-name")?,
+            size_bytes: arguments
+                .number("size", 1..=i64::MAX as u64)?
+                .ok_or_else(|| Error::missing("size"))?,
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let (device, node) = (self.device.unwrap_or_default(), self.node.unwrap_or_default());
+        let disk = inventory.disk(&device).or_else(|_| inventory.disk(&node)).map_err(|_| {
+            let (device, node) = (shown(&device), shown(&node));
+            generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
+        })?;
+        check_blocks(&inventory, &disk, self.size_bytes)?;
+        if !self.size_bytes.is_multiple_of(SECTOR_BYTES) {
+            let refused = ResizeError::Unaligned { multiple: SECTOR_BYTES };
+            return Err(Error::rule("size", format_args!("({}) cannot be: {refused}", self.size_bytes)));
+        }
+        let before = disk.disk.size_bytes();
+        disk.disk.resize(self.size_bytes).await.map_err(|error| match error {
+            ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
+                Error::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
+            }
+            _ if disk.disk.is_let_go() => generic(format_args!(
+                "Cannot resize '{}': with handover its image is open only while a machine uses it, and none does (start the machine first, or resize the image itself with `weir image resize`)",
+                disk.disk.name()
+            )),
+            error => generic(format_args!("Cannot resize '{}': {error}", disk.disk.name())),
+        })?;
+        tracing::info!(disk = %disk.disk.name(), before, size_bytes = self.size_bytes, "resized");
+        Ok(json!({}))
+    }
+}

@@ -1,0 +1,110 @@
+//! Commands for groups whose limits hold over many hosts: they say and change what is in etcd.
+
+use std::rc::Rc;
+
+use cluster::{Change, Cluster};
+use serde_json::Value;
+
+use crate::{
+    inventory::Inventory,
+    qmp::{
+        arguments::Arguments,
+        command::Command,
+        error::Error,
+        json::shown,
+        settings::{LimitChanges, Naming},
+    },
+};
+
+/// The most hosts, as policy has it.
+const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
+
+fn cluster(inventory: &Inventory) -> Result<Rc<Cluster>, Error> {
+    let none = || {
+        Error::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
+    };
+    inventory.cluster().cloned().ok_or_else(none)
+}
+
+#[derive(Debug)]
+pub(super) struct QueryCluster;
+
+impl Command for QueryCluster {
+    const NAME: &'static str = "x-weir-query-cluster";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        Ok(cluster(&inventory)?.status().await)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ClusterSet {
+    change: Change,
+}
+
+impl Command for ClusterSet {
+    const NAME: &'static str = "x-weir-cluster-set";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let group: String = arguments.required("group")?;
+        settings::check::named(&group)
+            .map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
+        let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
+        let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
+        let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
+        let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
+        let change = Change { group, limits, hosts, safe_share_ppm: safe_share, ..Change::default() };
+        Ok(Self { change })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let cluster = cluster(&inventory)?;
+        if inventory.disk(&self.change.group).is_ok() {
+            return Err(Error::generic(format!(
+                "{}: is a disk here, and limits of all hosts are a group's (name a group that has cluster = true; without --cluster it is the disk's own limit)",
+                self.change.group
+            )));
+        }
+        cluster.change(self.change).await.map_err(Error::generic)
+    }
+}
+
+/// Limits of all hosts that were a slip, or that nobody needs any more.
+#[derive(Debug)]
+pub(super) struct ClusterRemove {
+    group: String,
+}
+
+impl Command for ClusterRemove {
+    const NAME: &'static str = "x-weir-cluster-remove";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { group: arguments.required("group")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let change = Change { group: self.group, removes: true, ..Change::default() };
+        cluster(&inventory)?.change(change).await.map_err(Error::generic)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ClusterForget {
+    host: String,
+}
+
+impl Command for ClusterForget {
+    const NAME: &'static str = "x-weir-cluster-forget";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { host: arguments.required("host")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        cluster(&inventory)?.forget(self.host).await.map_err(Error::generic)
+    }
+}

@@ -1,0 +1,123 @@
+//! Descriptors that come beside a command: `getfd`, `closefd`, `add-fd`, `remove-fd`,
+//! `query-fdsets`.
+//!
+//! Source: QEMU's `qapi/misc.json`.
+
+use std::{
+    os::fd::{AsFd as _, AsRawFd as _},
+    rc::Rc,
+};
+
+use reactor::op::ForeignFd;
+use serde_json::{Value, json};
+
+use crate::{
+    inventory::Inventory,
+    qmp::{arguments::Arguments, command::Command, descriptors::Passed, error::Error},
+};
+
+#[derive(Debug)]
+pub(super) struct GetFd {
+    name: String,
+    descriptor: ForeignFd,
+    passed: Rc<Passed>,
+}
+
+impl Command for GetFd {
+    const NAME: &'static str = "getfd";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let passed = arguments.passed();
+        Ok(Self { descriptor: passed.next()?, name: arguments.required("fdname")?, passed })
+    }
+
+    async fn run(self, _: Rc<Inventory>) -> Result<Value, Error> {
+        self.passed.name(&self.name, self.descriptor)?;
+        Ok(json!({}))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct CloseFd {
+    name: String,
+    passed: Rc<Passed>,
+}
+
+impl Command for CloseFd {
+    const NAME: &'static str = "closefd";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { name: arguments.required("fdname")?, passed: arguments.passed() })
+    }
+
+    async fn run(self, _: Rc<Inventory>) -> Result<Value, Error> {
+        drop(self.passed.find(&self.name)?);
+        Ok(json!({}))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct AddFd {
+    set: Option<u64>,
+    opaque: Option<String>,
+    descriptor: ForeignFd,
+}
+
+impl Command for AddFd {
+    const NAME: &'static str = "add-fd";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let descriptor = arguments.passed().next()?;
+        let set = arguments.number("fdset-id", 0..=i64::MAX as u64)?;
+        Ok(Self { set, opaque: arguments.optional("opaque")?, descriptor })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let number = self.descriptor.as_fd().as_raw_fd();
+        let set = inventory.descriptors.add(self.set, self.descriptor, self.opaque);
+        let set = set.map_err(Error::generic)?;
+        Ok(json!({ "fdset-id": set, "fd": number }))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct RemoveFd {
+    set: u64,
+    descriptor: Option<i64>,
+}
+
+impl Command for RemoveFd {
+    const NAME: &'static str = "remove-fd";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let descriptor = arguments.number("fd", 0..=i64::MAX as u64)?;
+        // Fits.
+        let descriptor = descriptor.map(|number| number as i64);
+        Ok(Self { set: arguments.required("fdset-id")?, descriptor })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        if inventory.descriptors.remove(self.set, self.descriptor) {
+            return Ok(json!({}));
+        }
+        let name = match self.descriptor {
+            Some(number) => format!("fdset-id:{}, fd:{number}", self.set),
+            None => format!("fdset-id:{}", self.set),
+        };
+        Err(Error::generic(format!("File descriptor named '{name}' not found")))
+    }
+}
+
+query!(QueryFdSets, "query-fdsets", |inventory| {
+    let sets = inventory.descriptors.list(|(set, members)| {
+        let members = members.iter().map(|member| {
+            let mut info = json!({ "fd": member.number() });
+            if let Some(opaque) = &member.opaque {
+                info["opaque"] = json!(opaque);
+            }
+            info
+        });
+        json!({ "fdset-id": set, "fds": members.collect::<Value>() })
+    });
+    Value::Array(sets)
+});

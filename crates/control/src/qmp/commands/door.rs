@@ -1,0 +1,152 @@
+//! What `block-export-add` is told of an export with a door of its own. QEMU's types have QEMU's
+//! arguments; what it has not begins with `x-`, and takes the keys of the config file.
+
+use serde_json::Value;
+use settings::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
+
+use crate::qmp::{arguments::Arguments, error::Error};
+
+pub(super) const TYPES: [&str; 4] = ["vhost-user-blk", "fuse", "x-ublk", "x-nbd-device"];
+
+/// Those whose clients are told whether there is a write cache, and by that flush or not.
+pub(super) const WITH_WRITE_CACHE: [&str; 2] = ["vhost-user-blk", "x-ublk"];
+
+pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<Door, Error> {
+    Ok(match kind {
+        "vhost-user-blk" => Door::VhostUserBlk(machine(arguments)?),
+        "fuse" => {
+            let file: String = arguments.required("mountpoint")?;
+            if file.is_empty() {
+                return Err(Error::rule("mountpoint", "is empty; write the path of a regular file"));
+            }
+            Door::Fuse(with_keys(arguments, Fuse::at(file.into()), &[])?)
+        }
+        "x-ublk" => {
+            // Fits.
+            let number = arguments.number("number", 0..=(1 << 20) - 1)?.map(|number| number as u32);
+            let write_cache = !writethrough(arguments)?;
+            Door::Ublk(with_keys(
+                arguments,
+                Ublk { number, write_cache, ..Ublk::default() },
+                &["write-cache"],
+            )?)
+        }
+        _ => {
+            let device: Option<String> = arguments.optional("device")?;
+            let device = device.as_deref().unwrap_or("auto").parse();
+            let device: NbdDevice = device.map_err(|rule: String| Error::rule("device", rule))?;
+            Door::NbdDevice(with_keys(arguments, device, &[])?)
+        }
+    })
+}
+
+/// The keys of a door, but for those that QEMU has by other names; that it is read-only is said by
+/// `writable`.
+fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K, others: &[&str]) -> Result<K, Error> {
+    for key in K::VALUES.iter().filter(|key| !others.contains(key)) {
+        let text = match arguments.optional::<Value>(key)? {
+            None => continue,
+            Some(Value::String(text)) => text,
+            Some(Value::Number(number)) => number.to_string(),
+            Some(_) => return Err(Error::wrong_type(&arguments.name_of(key), "string or integer")),
+        };
+        keyed.set(key, &text).map_err(|rule| Error::rule(&arguments.name_of(key), rule))?;
+    }
+    for (key, rule) in K::REMOVED {
+        if arguments.optional::<Value>(key)?.is_some() {
+            return Err(Error::rule(&arguments.name_of(key), rule));
+        }
+    }
+    let is_own = |key: &str| key != "read-only" && !others.contains(&key);
+    for (key, flag) in keyed.flags().into_iter().filter(|(key, _)| is_own(key)) {
+        if let Some(on) = arguments.optional(key)? {
+            *flag = on;
+        }
+    }
+    Ok(keyed)
+}
+
+/// QEMU's name for a device without a write cache.
+fn writethrough(arguments: &mut Arguments) -> Result<bool, Error> {
+    Ok(arguments.optional("writethrough")?.unwrap_or(false))
+}
+
+/// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
+fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
+    let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
+    let kind = address.choice("type", &["unix", "fd"])?;
+    let kind = kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
+    let (member, scheme, empty) = match kind {
+        0 => ("path", "unix", "is empty; write the socket's path"),
+        _ => ("str", "fd", "is empty; write the name of a socket that was passed"),
+    };
+    let place: String = address.required(member)?;
+    if place.is_empty() {
+        return Err(Error::rule(&address.name_of(member), empty));
+    }
+    let socket = format!("{scheme}:{place}").parse::<Socket>();
+    let socket = socket.map_err(|rule| Error::rule(&address.name_of(member), rule))?;
+    address.finish()?;
+    if arguments.optional::<Value>("queues")?.is_some() {
+        return Err(Error::rule("queues", "is 'num-queues' here"));
+    }
+    if arguments.optional::<Value>("write-cache")?.is_some() {
+        return Err(Error::rule(
+            "write-cache",
+            "is said by its contrary here, 'writethrough' (default false)",
+        ));
+    }
+    let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
+    let write_cache = !writethrough(arguments)?;
+    // From 1 to 256.
+    let machine = VhostUserBlk { queues: queues as u16, write_cache, ..VhostUserBlk::at(socket) };
+    let machine = with_keys(arguments, machine, &["queues", "write-cache"])?;
+    machine.check().map_err(Error::generic)?;
+    Ok(machine)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// The door as the command line has it, or what is wrong.
+    fn told(kind: &str, arguments: Value) -> Result<String, String> {
+        Arguments::read_all(arguments, |arguments| read(kind, arguments)).map(|door| door.to_string())
+    }
+
+    #[test]
+    fn a_machine_has_the_keys_of_the_config_file() {
+        let addr = json!({ "type": "unix", "path": "/s" });
+        let machine = json!({
+            "addr": addr, "num-queues": 4, "queue-size": 64, "serial": "disk-1", "discard": false,
+            "write-zeroes": false, "client": true, "writethrough": true, "logical-block-size": 4096,
+        });
+        let expect = "unix:/s,queues=4,queue-size=64,serial=disk-1,logical-block-size=4096,discard=off,write-zeroes=off,write-cache=off,client=on";
+        assert_eq!(told("vhost-user-blk", machine).unwrap(), expect);
+        assert_eq!(told("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
+        for (wrong, said) in [
+            (json!({ "addr": addr, "queue-size": 100 }), "a power of two from 4 to 32768"),
+            (json!({ "addr": addr, "serial": "x".repeat(21) }), "20 at most"),
+            (json!({ "addr": addr, "logical-block-size": 8192 }), "logical-block-size"),
+            (json!({ "addr": addr, "client": "yes" }), "client"),
+            // QEMU calls them otherwise.
+            (json!({ "addr": addr, "queues": 4 }), "is 'num-queues' here"),
+            (json!({ "addr": addr, "write-cache": false }), "'writethrough'"),
+            (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "weir connects to unix:PATH"),
+        ] {
+            let error = told("vhost-user-blk", wrong.clone()).unwrap_err();
+            assert!(error.contains(said), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_device_without_a_write_cache_is_writethrough() {
+        assert_eq!(
+            told("x-ublk", json!({ "writethrough": true, "queues": 2 })).unwrap(),
+            ",queues=2,write-cache=off"
+        );
+        assert_eq!(told("x-ublk", json!({ "writethrough": false })).unwrap(), "");
+    }
+}

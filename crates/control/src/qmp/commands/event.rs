@@ -1,0 +1,27 @@
+//! `x-weir-query-events`: what has happened lately.
+
+use std::rc::Rc;
+
+use serde_json::Value;
+
+use crate::{
+    inventory::Inventory,
+    qmp::{arguments::Arguments, command::Command, error::Error},
+};
+
+#[derive(Debug)]
+pub(super) struct QueryEvents {
+    since: u64,
+}
+
+impl Command for QueryEvents {
+    const NAME: &'static str = "x-weir-query-events";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { since: arguments.number("since", 0..=u64::MAX)?.unwrap_or(0) })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        Ok(inventory.events.since(self.since).iter().map(|event| event.to_json()).collect())
+    }
+}

@@ -1,0 +1,348 @@
+//! Exports. QEMU has one NBD server, weir any number; `x-weir-listen` says which is meant, by its
+//! address, where not just one is for disks that do not say where.
+
+use std::{os::fd::OwnedFd, path::Path, rc::Rc};
+
+use export::nbd::Removal;
+use policy::access::{Access, Names, Network, Networks};
+use reactor::op::ForeignFd;
+use serde_json::{Value, json};
+use settings::Door;
+
+use super::door;
+use crate::users::Users;
+use crate::{
+    bitmaps,
+    inventory::{Door as Reach, Inventory, NewExport, Refused, RunningDisk},
+    qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
+    serving::Serving,
+    wanted,
+};
+
+/// Bytes of a name or a description: what the NBD protocol can carry ("Values", strings).
+const MAX_STRING_BYTES: usize = 4096;
+
+#[derive(Debug)]
+pub(super) struct BlockExportAdd {
+    id: String,
+    node: String,
+    writable: bool,
+    kind: Kind,
+    /// Not on the command line.
+    is_sent: bool,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Nbd(Nbd),
+    /// With the socket that was passed for it, if one was.
+    Own(Door, Option<OwnedFd>),
+}
+
+#[derive(Debug)]
+struct Nbd {
+    name: String,
+    description: String,
+    access: Access,
+    bitmaps: Vec<String>,
+    listen: Option<String>,
+}
+
+impl Command for BlockExportAdd {
+    const NAME: &'static str = "block-export-add";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let is_sent = arguments.sent().is_some();
+        let types = ["nbd"].into_iter().chain(door::TYPES).collect::<Vec<_>>();
+        let kind = arguments.choice("type", &types)?.ok_or_else(|| Error::missing("type"))?;
+        let id: String = arguments.required("id")?;
+        let node: String = arguments.required("node-name")?;
+        refuse_unsupported(arguments, types[kind])?;
+        let kind = match kind {
+            0 => Kind::Nbd(Nbd::read(arguments, &node)?),
+            own => {
+                let door = door::read(door::TYPES[own - 1], arguments)?;
+                let socket =
+                    door.passed().and_then(|name| arguments.passed().take(name)).map(ForeignFd::into_owned);
+                Kind::Own(door, socket)
+            }
+        };
+        let name = match &kind {
+            Kind::Nbd(nbd) => &nbd.name,
+            Kind::Own(..) => &node,
+        };
+        if !identifier::is_well_formed(&id) && !is_ours(&id, [&node, name]) {
+            return Err(Error::generic("Invalid block export id"));
+        }
+        Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind, is_sent })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        self.add(&inventory).await?.log();
+        Ok(json!({}))
+    }
+}
+
+/// An export that is there.
+pub(super) struct Added {
+    id: String,
+    disk: String,
+    address: String,
+}
+
+impl Added {
+    pub fn log(&self) {
+        let Self { id, disk, address } = self;
+        tracing::info!(export = %id, disk = %disk, at = %address, "an export was added");
+    }
+
+    pub(super) fn uris(&self, inventory: &Inventory) -> Result<Vec<String>, Error> {
+        let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+        Ok(wanted::uris(&*inventory.export(&self.id)?, &terms.tls))
+    }
+}
+
+impl BlockExportAdd {
+    /// The disk's.
+    pub(super) fn node(&self) -> &str {
+        &self.node
+    }
+
+    pub(super) async fn add(self, inventory: &Rc<Inventory>) -> Result<Added, Error> {
+        let Self { id, node, writable, kind, is_sent } = self;
+        if inventory.export(&id).is_ok() {
+            return Err(Error::generic(format!("Block export id '{id}' is already in use")));
+        }
+        let disk = inventory
+            .disk(&node)
+            .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(&node))))?;
+        if writable && disk.disk.image().is_read_only() {
+            return Err(Error::generic("Cannot export read-only node as writable"));
+        }
+        let address = match kind {
+            Kind::Nbd(nbd) => nbd.add(inventory, &disk, &id, writable).await?,
+            Kind::Own(door, socket) => {
+                if let (Some(name), Some(socket)) = (door.passed(), socket) {
+                    let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+                    terms.inherited.borrow_mut().add(name, socket);
+                }
+                let added = inventory.add_door(id.clone(), disk, !writable, &door, None).await;
+                added.map_err(|error| Error::generic(format!("{error:#}")))?
+            }
+        };
+        inventory.export(&id)?.added.set(is_sent);
+        Ok(Added { id, disk: node, address })
+    }
+}
+
+/// As exports of a config file and of a command line are called: by the disk or the name, where
+/// that is taken with an address.
+fn is_ours(id: &str, names: [&String; 2]) -> bool {
+    let behind = |name: &String| id.strip_prefix(name.as_str());
+    let is_called = |behind: &str| behind.is_empty() || behind.len() > 1 && behind.starts_with('@');
+    !id.is_empty()
+        && id.len() <= 2 * MAX_STRING_BYTES
+        && !id.chars().any(char::is_control)
+        && names.into_iter().filter_map(behind).any(is_called)
+}
+
+impl Nbd {
+    fn read(arguments: &mut Arguments, node: &str) -> Result<Self, Error> {
+        let bitmaps = read_bitmaps(arguments, node)?;
+        let text = |key: &str, what: &str, text: String| {
+            if text.len() > MAX_STRING_BYTES {
+                return Err(Error::generic(format!("{what} '{}' too long", shown(&text))));
+            }
+            if text.chars().any(char::is_control) {
+                return Err(Error::rule(key, "holds a control character"));
+            }
+            Ok(text)
+        };
+        let name = arguments.optional("name")?.unwrap_or_else(|| node.to_owned());
+        let description = arguments.optional("description")?.unwrap_or_default();
+        Ok(Self {
+            name: text("name", "export name", name)?,
+            description: text("description", "description", description)?,
+            access: access(arguments)?,
+            bitmaps,
+            listen: arguments.optional("x-weir-listen")?,
+        })
+    }
+
+    /// The address where it is.
+    async fn add(
+        self,
+        inventory: &Rc<Inventory>,
+        disk: &Rc<RunningDisk>,
+        id: &str,
+        writable: bool,
+    ) -> Result<String, Error> {
+        let views = bitmaps::of_image(disk, &self.bitmaps).await;
+        let views = views.map_err(|error| Error::generic(error.to_string()))?;
+        let serving = self.serving(inventory, disk.disk.name())?;
+        let new = NewExport {
+            id: id.to_owned(),
+            name: self.name,
+            description: self.description,
+            access: self.access,
+            disk: disk.disk.name().to_string(),
+            read_only: !writable,
+            bitmaps: views,
+        };
+        inventory.add_export(&serving, new).map_err(|refused| match refused {
+            Refused::ExportNameTaken { name, .. } => {
+                Error::generic(format!("NBD server already has export named '{}'", shown(&name)))
+            }
+            other => Error::generic(other.to_string()),
+        })?;
+        Ok(serving.address())
+    }
+
+    fn serving(&self, inventory: &Inventory, disk: &str) -> Result<Rc<Serving>, Error> {
+        let servers = inventory.servers();
+        let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
+        let none = "NBD server not running (start weir with --nbd ADDRESS, or export the disk another way)";
+        match (&self.listen, &*servers) {
+            (_, []) => Err(Error::generic(none)),
+            (Some(address), _) => {
+                servers.iter().find(|serving| serving.is_at(address)).cloned().ok_or_else(|| {
+                    let addresses = addresses();
+                    let known: Vec<_> = addresses.iter().map(String::as_str).collect();
+                    Error::not_accepted("x-weir-listen", &shown(address), &known)
+                })
+            }
+            (None, _) => {
+                let standard = inventory.standard_servers();
+                let is_for_all = !standard.is_empty();
+                let candidates = if is_for_all { standard } else { inventory.servers_of(disk) };
+                if let [only] = &*candidates {
+                    return Ok(Rc::clone(only));
+                }
+                let why = if is_for_all { "several servers are" } else { "no server is for all disks" };
+                let rule = format!("is missing, and {why} (there are: {})", addresses().join(", "));
+                Err(Error::rule("x-weir-listen", rule))
+            }
+        }
+    }
+}
+
+/// Who may have it; others are not told of it.
+fn access(arguments: &mut Arguments) -> Result<Access, Error> {
+    let networks = |arguments: &mut Arguments, key: &str| {
+        let texts: Vec<String> = arguments.optional(key)?.unwrap_or_default();
+        let read = |text: &String| text.parse().map_err(|rule: String| Error::rule(key, rule));
+        texts.iter().map(read).collect::<Result<Vec<Network>, _>>()
+    };
+    let (allow, deny) = (networks(arguments, "x-weir-allow")?, networks(arguments, "x-weir-deny")?);
+    let names: Option<Vec<String>> = arguments.optional("x-weir-tls-authz")?;
+    Ok(Access { networks: Networks { allow, deny }, names: names.map(Names::any_of) })
+}
+
+/// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
+fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error> {
+    if !door::WITH_WRITE_CACHE.contains(&kind) && arguments.optional("writethrough")?.unwrap_or(false) {
+        return Err(Error::rule(
+            "writethrough",
+            "is the disk's to say here (serve it with cache = \"writethrough\")",
+        ));
+    }
+    if let Some(thread) = arguments.optional::<String>("iothread")? {
+        return Err(Error::generic(format!(
+            "iothread \"{}\" not found (leave iothread away: the daemon's --workers serve the queues)",
+            shown(&thread)
+        )));
+    }
+    let _: Option<bool> = arguments.optional("fixed-iothread")?;
+    // No node of weir's is ever inactive.
+    let _: Option<bool> = arguments.optional("allow-inactive")?;
+    if arguments.optional::<Value>("read-only")?.is_some() {
+        return Err(Error::rule("read-only", "is said by its contrary here, 'writable' (default false)"));
+    }
+    // Clients may ask for it anyway.
+    let _: Option<bool> = arguments.optional("allocation-depth")?;
+    Ok(())
+}
+
+/// Names of the exported node's own bitmaps; `{"node", "name"}` where the node is that one.
+fn read_bitmaps(arguments: &mut Arguments, node: &str) -> Result<Vec<String>, Error> {
+    let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
+    let name = |bitmap: &Value| match bitmap {
+        Value::String(name) => Ok(name.clone()),
+        Value::Object(members) if members.get("node").is_none_or(|of| of == node) => {
+            let name = members.get("name").and_then(Value::as_str).map(str::to_owned);
+            name.ok_or_else(|| Error::missing(&arguments.name_of("bitmaps.name")))
+        }
+        Value::Object(_) => {
+            Err(Error::rule(&arguments.name_of("bitmaps.node"), "is another node than the exported one"))
+        }
+        _ => Err(Error::wrong_type(&arguments.name_of("bitmaps"), "BlockDirtyBitmapOrStr")),
+    };
+    bitmaps.iter().map(name).collect()
+}
+
+#[derive(Debug)]
+pub(super) struct BlockExportDel {
+    id: String,
+    removal: Removal,
+}
+
+impl Command for BlockExportDel {
+    const NAME: &'static str = "block-export-del";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let removal = match arguments.choice("mode", &["safe", "hard"])? {
+            Some(1) => Removal::Hard,
+            _ => Removal::Safe,
+        };
+        Ok(Self { id: arguments.required("id")?, removal })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let id = shown(&self.id);
+        let not_found = |_| Error::generic(format!("Export '{id}' is not found"));
+        if inventory.export(&self.id).map_err(not_found)?.is_ending() {
+            return Err(Error::generic(format!("Export '{id}' is already shutting down")));
+        }
+        if self.removal == Removal::Safe {
+            refuse_used(&inventory, &self.id).await?;
+        }
+        match inventory.remove_export(&self.id, self.removal) {
+            Ok(()) => {
+                tracing::info!(export = %self.id, "an export was removed");
+                Ok(json!({}))
+            }
+            Err(Refused::HasClients { clients, .. }) => Err(Error::generic(format!(
+                "export '{id}' still in use: {clients} (use mode 'hard' to remove it all the same)"
+            ))),
+            Err(other) => Err(Error::generic(other.to_string())),
+        }
+    }
+}
+
+/// A device of this host that is mounted, held or open stays.
+async fn refuse_used(inventory: &Inventory, id: &str) -> Result<(), Error> {
+    let export = inventory.export(id)?;
+    let Reach::Own(entrance) = &export.door else { return Ok(()) };
+    let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
+    let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
+    match users.is_empty() {
+        true => Ok(()),
+        false => Err(Error::generic(format!(
+            "export '{}' still in use: {users} (use mode 'hard' to remove it all the same)",
+            shown(id)
+        ))),
+    }
+}
+
+query!(QueryBlockExports, "query-block-exports", |inventory| {
+    let exports = inventory.exports();
+    let info = exports.iter().map(|export| {
+        json!({
+            "id": export.id,
+            "type": export.door.kind(),
+            "node-name": &**export.disk.disk.name(),
+            "shutting-down": export.is_ending(),
+        })
+    });
+    info.collect()
+});

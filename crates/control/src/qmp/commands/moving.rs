@@ -1,0 +1,31 @@
+//! `x-weir-move-disk`: a disk goes to another host of the cluster.
+
+use std::rc::Rc;
+
+use serde_json::Value;
+
+use crate::{
+    inventory::Inventory,
+    moving::{self, Wish},
+    qmp::{arguments::Arguments, command::Command, error::Error},
+};
+
+#[derive(Debug)]
+pub(super) struct MoveDisk(Wish);
+
+impl Command for MoveDisk {
+    const NAME: &'static str = "x-weir-move-disk";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self(Wish {
+            disk: arguments.required("name")?,
+            to: arguments.required("to")?,
+            listen: arguments.optional("listen")?,
+            force: arguments.optional("force")?.unwrap_or(false),
+        }))
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        moving::away(&inventory, self.0).await.map_err(|error| Error::generic(format!("{error:#}")))
+    }
+}

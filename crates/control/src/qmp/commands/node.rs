@@ -1,0 +1,615 @@
+//! What `blockdev-add` describes: a node over a node, down to the one that has the bytes.
+//!
+//! ```text
+//!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU's, one disk of weir's: t0
+//! ```
+//!
+//! A disk has the name of its topmost node; the bottom may be a disk that is there already. What
+//! weir cannot do is refused by name; what it does anyway (image locks, unmapping) may be asked
+//! for. The files behind a `qcow2` node are no nodes. Prefetching is set at the topmost node.
+//!
+//! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
+
+use block::disk::{DetectZeroes, Discards};
+use image::{
+    Secret,
+    open::{BackingChoice, ImageOptions},
+    qcow2::CacheSettings,
+};
+use policy::time::Duration;
+use settings::DiskConfig;
+
+use crate::{
+    inventory::{Opening, StorageNode, first_of},
+    qmp::{
+        arguments::{Arguments, Reference},
+        caches::CacheChanges,
+        error::Error,
+        errors::PolicyChanges,
+        identifier,
+        json::shown,
+        prefetch::PrefetchChanges,
+    },
+};
+
+/// Bytes of a node's name, as in QEMU.
+const MAX_NODE_NAME: usize = 31;
+/// The longest `reconnect-delay` and `open-timeout`, in seconds: QEMU counts them in 32 bits.
+const MOST_SECONDS: u64 = u32::MAX as u64;
+/// The size of `null-co` that says none.
+const NULL_BYTES: u64 = 1 << 30;
+const DRIVERS: [&str; 9] =
+    ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd", "throttle", "x-weir-memory"];
+
+#[derive(Debug, PartialEq)]
+pub(super) struct Chain {
+    /// Topmost first, which is the disk's.
+    pub(super) names: Vec<String>,
+    pub(super) group: Option<String>,
+    pub(super) read_only: bool,
+    pub(super) qcow2: Option<Qcow2Node>,
+    /// The part of a raw image that is the disk.
+    pub(super) part: Option<Part>,
+    /// Another daemon may take it over: see `--handover`.
+    pub(super) handover: bool,
+    pub(super) discards: Discards,
+    pub(super) detect_zeroes: DetectZeroes,
+    pub(super) prefetch: PrefetchChanges,
+    pub(super) policies: PolicyChanges,
+    pub(super) bottom: Bottom,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Qcow2Node {
+    pub(super) caches: CacheSettings,
+    /// Whatever the image says.
+    pub(super) no_backing: bool,
+    pub(super) key_secret: Option<String>,
+    /// An internal snapshot to serve in its place.
+    pub(super) snapshot: Option<String>,
+}
+
+#[derive(Debug, PartialEq)]
+pub(super) enum Bottom {
+    Node(String),
+    Storage(StorageNode),
+}
+
+impl Chain {
+    /// `name` is the disk's where that was read already, by weir's rule and not QEMU's.
+    pub(super) fn read(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
+        let mut chain = Self {
+            names: name.into_iter().collect(),
+            group: None,
+            read_only: false,
+            qcow2: None,
+            part: None,
+            handover: arguments.optional("x-weir-handover")?.unwrap_or(false),
+            discards: Discards::default(),
+            detect_zeroes: DetectZeroes::default(),
+            prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
+            policies: PolicyChanges::read(arguments, "x-weir-")?,
+            bottom: Bottom::Node(String::new()),
+        };
+        let driver = driver(arguments)?;
+        chain.node(driver, arguments, Inherited::default(), true)?;
+        if chain.part.is_some() && chain.qcow2.is_some() {
+            return Err(Error::rule("offset", "is of a raw image, and this is a 'qcow2'"));
+        }
+        if chain.detect_zeroes == DetectZeroes::Unmap && chain.discards == Discards::Ignore {
+            let rule = "cannot be 'unmap' where 'discard' is 'ignore' (say 'on', or let discards through)";
+            return Err(Error::rule("detect-zeroes", rule));
+        }
+        if chain.is_opened_anew() {
+            return Ok(chain);
+        }
+        if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
+            let rule = "is said where the image is opened";
+            return Err(Error::rule("x-weir-handover", rule));
+        }
+        if chain.discards == Discards::Ignore && matches!(chain.bottom, Bottom::Node(_)) {
+            return Err(Error::rule(
+                "discard",
+                "is said where the image is opened; 'ignore' is not to be had here",
+            ));
+        }
+        if chain.detect_zeroes != DetectZeroes::Off && matches!(chain.bottom, Bottom::Node(_)) {
+            return Err(Error::rule("detect-zeroes", "is said where the image is opened, not here"));
+        }
+        Ok(chain)
+    }
+
+    /// A node that was opened as it lies, by itself.
+    pub(super) fn of_storage(name: &str, storage: &StorageNode) -> Self {
+        Self {
+            names: vec![name.to_owned()],
+            group: None,
+            read_only: storage.read_only,
+            qcow2: None,
+            part: None,
+            handover: storage.handover,
+            discards: storage.discards,
+            detect_zeroes: storage.detect_zeroes,
+            prefetch: PrefetchChanges::default(),
+            policies: PolicyChanges::default(),
+            bottom: Bottom::Storage(storage.clone()),
+        }
+    }
+
+    /// Whether an existing node below has to be opened in another way than it was.
+    pub(super) fn is_opened_anew(&self) -> bool {
+        matches!(self.bottom, Bottom::Node(_)) && (self.qcow2.is_some() || self.part.is_some())
+    }
+
+    /// The same over a node that is described and no longer named.
+    pub(super) fn over(self, storage: &StorageNode) -> Self {
+        Self {
+            read_only: self.read_only || storage.read_only,
+            handover: self.handover || storage.handover,
+            discards: if storage.discards == Discards::Ignore { Discards::Ignore } else { self.discards },
+            detect_zeroes: self.detect_zeroes.max(storage.detect_zeroes),
+            bottom: Bottom::Storage(storage.clone()),
+            ..self
+        }
+    }
+
+    /// How its bottom was opened, if nothing above changes what the bytes are.
+    pub(super) fn as_it_lies(&self) -> Option<StorageNode> {
+        let Bottom::Storage(storage) = &self.bottom else { return None };
+        let is_plain = self.qcow2.is_none() && self.part.is_none();
+        let Self { read_only, handover, discards, detect_zeroes, .. } = *self;
+        is_plain.then(|| StorageNode { read_only, handover, discards, detect_zeroes, ..storage.clone() })
+    }
+
+    pub(super) fn format(&self) -> Format {
+        if self.qcow2.is_some() { Format::Qcow2 } else { Format::Raw }
+    }
+
+    pub(super) fn caches(&self) -> CacheSettings {
+        self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
+    }
+
+    /// The config of the disk that it describes, on this storage, without what can be changed
+    /// later.
+    pub(super) fn config(&self, storage: &StorageNode) -> DiskConfig {
+        DiskConfig {
+            image: storage.image.clone(),
+            format: Some(self.format()),
+            part: self.part,
+            snapshot: self.qcow2.as_ref().and_then(|node| node.snapshot.clone()),
+            cache: storage.cache,
+            read_only: self.read_only,
+            force_share: storage.force_share,
+            handover: self.handover,
+            discard: self.discards,
+            detect_zeroes: self.detect_zeroes,
+            reconnect_delay: storage.reconnect_delay,
+            open_timeout: storage.open_timeout,
+            delay: storage.latency.map(delay_of),
+            ..DiskConfig::default()
+        }
+    }
+
+    /// An option that is no key of a disk, and has a meaning on this host alone.
+    pub(super) fn only_here(&self) -> Option<&'static str> {
+        let node = self.qcow2.as_ref()?;
+        node.key_secret.is_some().then_some("key-secret").or(node.no_backing.then_some("backing"))
+    }
+
+    pub(super) fn open_options(&self, root: Option<Root>, secret: Option<Secret>) -> ImageOptions {
+        let no_backing = self.qcow2.as_ref().is_some_and(|node| node.no_backing);
+        ImageOptions {
+            storage: OpenOptions { root, ..self.storage_options() },
+            caches: self.caches(),
+            secrets: secret.into_iter().collect(),
+            backing: if no_backing { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+            snapshot: self.qcow2.as_ref().and_then(|node| node.snapshot.clone()),
+        }
+    }
+
+    fn storage_options(&self) -> OpenOptions {
+        let Bottom::Storage(node) = &self.bottom else { return OpenOptions::default() };
+        let delay = node.latency.map(delay_of);
+        OpenOptions {
+            cache: node.cache,
+            format: Some(self.format()),
+            read_only: self.read_only,
+            force_share: node.force_share,
+            handover: self.handover,
+            part: self.part,
+            reconnect_delay: node.reconnect_delay,
+            open_timeout: node.open_timeout,
+            delay,
+            ..OpenOptions::default()
+        }
+    }
+
+    fn node(
+        &mut self,
+        driver: &str,
+        arguments: &mut Arguments,
+        above: Inherited,
+        root: bool,
+    ) -> Result<(), Error> {
+        if !root || self.names.is_empty() {
+            let name: Option<String> = arguments.optional("node-name")?;
+            if let Some(name) = &name {
+                check_name(name)?;
+            } else if root {
+                return Err(Error::generic("'node-name' must be specified for the root node"));
+            }
+            self.names.extend(name);
+        }
+        let common = Inherited::read(arguments, above)?;
+        self.read_only |= common.read_only;
+        // Of several nodes each has to let a discard through, and QEMU's default is not weir's.
+        if arguments.choice("discard", &["unmap", "ignore"])? == Some(1) {
+            self.discards = Discards::Ignore;
+        }
+        // And of several nodes each looks.
+        let looks = arguments.choice("detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
+        let looks = looks.map(|index| DetectZeroes::ALL[index]).unwrap_or_default();
+        self.detect_zeroes = self.detect_zeroes.max(looks);
+        match driver {
+            "raw" => {
+                self.part = part(arguments)?.or(self.part);
+                self.below(arguments, common)
+            }
+            "qcow2" => {
+                let node = qcow2(arguments)?;
+                self.read_only |= node.snapshot.is_some();
+                if self.qcow2.replace(node).is_some() {
+                    let rule = "does not go into another 'qcow2' (one image, one node)";
+                    return Err(Error::rule(&arguments.name_of("driver"), rule));
+                }
+                self.below(arguments, common)
+            }
+            "throttle" => {
+                let group: String = arguments.required("throttle-group")?;
+                if let Some(other) = self.group.replace(group) {
+                    return Err(Error::rule(
+                        "throttle-group",
+                        format!("is given twice; a disk is in one group, '{}' already", shown(&other)),
+                    ));
+                }
+                self.below(arguments, common)
+            }
+            driver => {
+                self.bottom = bottom(driver, arguments, common)?;
+                Ok(())
+            }
+        }
+    }
+
+    fn below(&mut self, arguments: &mut Arguments, above: Inherited) -> Result<(), Error> {
+        match arguments.reference("file", "BlockdevRef")? {
+            None => Err(Error::missing(&arguments.name_of("file"))),
+            Some(Reference::Name(name)) => {
+                self.bottom = Bottom::Node(name);
+                Ok(())
+            }
+            Some(Reference::Description(mut inner)) => {
+                let driver = driver(&mut inner)?;
+                self.node(driver, &mut inner, above, false)?;
+                inner.finish()
+            }
+        }
+    }
+}
+
+/// A device that takes the same time for every request.
+fn delay_of(time: Duration) -> DelayOptions {
+    DelayOptions { read: time, write: time, zero: time, flush: time, parallel: None }
+}
+
+/// Options that nodes below take over, as in QEMU.
+#[derive(Clone, Copy, Debug, Default)]
+struct Inherited {
+    read_only: bool,
+    auto_read_only: bool,
+    force_share: bool,
+    direct: bool,
+    no_flush: bool,
+}
+
+impl Inherited {
+    fn read(arguments: &mut Arguments, above: Self) -> Result<Self, Error> {
+        let mut flag = |key: &str, default: bool| -> Result<bool, Error> {
+            Ok(arguments.optional(key)?.unwrap_or(default))
+        };
+        let mut own = Self {
+            read_only: flag("read-only", above.read_only)?,
+            auto_read_only: flag("auto-read-only", above.auto_read_only)?,
+            force_share: flag("force-share", above.force_share)?,
+            ..above
+        };
+        if own.force_share && !own.read_only {
+            return Err(Error::generic("force-share=on can only be used with read-only images"));
+        }
+        if let Some(mut cache) = arguments.object("cache")? {
+            own.direct = cache.optional("direct")?.unwrap_or(above.direct);
+            own.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
+            if own.direct && own.no_flush {
+                return Err(Error::rule(&cache.name_of("no-flush"), "does not go with 'direct' (give one)"));
+            }
+            cache.finish()?;
+        }
+        Ok(own)
+    }
+
+    fn cache_mode(self) -> CacheMode {
+        match (self.direct, self.no_flush) {
+            (true, _) => CacheMode::None,
+            (false, true) => CacheMode::Unsafe,
+            (false, false) => CacheMode::Writeback,
+        }
+    }
+}
+
+/// A choice of QEMU's that weir has made: only `possible` may be asked for.
+fn always(arguments: &mut Arguments, key: &str, words: &[&str], possible: &[&str]) -> Result<(), Error> {
+    match arguments.choice(key, words)? {
+        Some(place) if !possible.contains(&words[place]) => Err(Error::rule(
+            &arguments.name_of(key),
+            format!("is always '{}' here; '{}' is not to be had", possible[0], words[place]),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn driver(arguments: &mut Arguments) -> Result<&'static str, Error> {
+    let place = arguments.choice("driver", &DRIVERS)?;
+    place.map(|place| DRIVERS[place]).ok_or_else(|| Error::missing(&arguments.name_of("driver")))
+}
+
+fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<Bottom, Error> {
+    let (mut latency, mut device) = (None, None);
+    let (mut reconnect_delay, mut open_timeout) = (Duration::ZERO, Duration::ZERO);
+    let spec = match driver {
+        "rbd" => rbd(arguments)?,
+        "file" | "host_device" => {
+            device = Some(driver == "host_device");
+            let path: String = arguments.required("filename")?;
+            always(arguments, "locking", &["on", "auto", "off"], &["on", "auto"])?;
+            // How QEMU would reach the file; here it is io_uring.
+            arguments.choice("aio", &["io_uring", "threads", "native"])?;
+            format!("file:{path}")
+        }
+        "nbd" => {
+            for (key, time) in
+                [("reconnect-delay", &mut reconnect_delay), ("open-timeout", &mut open_timeout)]
+            {
+                *time = Duration::from_secs(arguments.number(key, 0..=MOST_SECONDS)?.unwrap_or(0));
+            }
+            super::remote::address(arguments)?
+        }
+        "null-co" => {
+            let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);
+            latency = nanos.map(Duration::from_nanos);
+            // Without it what is read is undefined: zeroes will do.
+            let _: Option<bool> = arguments.optional("read-zeroes")?;
+            format!("null:{}", size(arguments)?.unwrap_or(NULL_BYTES))
+        }
+        _ => {
+            let bytes = size(arguments)?.ok_or_else(|| Error::missing(&arguments.name_of("size")))?;
+            format!("memory:{bytes}")
+        }
+    };
+    let image = spec.parse().map_err(|error| Error::generic(format!("{error}")))?;
+    Ok(Bottom::Storage(StorageNode {
+        image,
+        device,
+        cache: common.cache_mode(),
+        read_only: common.read_only,
+        auto_read_only: common.auto_read_only,
+        force_share: common.force_share,
+        latency,
+        reconnect_delay,
+        open_timeout,
+        handover: false,
+        discards: Discards::default(),
+        detect_zeroes: DetectZeroes::default(),
+    }))
+}
+
+/// As QEMU's `BlockdevOptionsRbd` has it: where the image is, and how its cluster is reached. A key
+/// is in a keyring, where nobody sees it on the way: `key-secret` is none that is known.
+fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
+    let mut address = Address {
+        pool: arguments.required("pool")?,
+        namespace: arguments.optional("namespace")?,
+        image: arguments.required("image")?,
+        snapshot: arguments.optional("snapshot")?,
+        config: arguments.optional::<String>("conf")?.map(Into::into),
+        user: arguments.optional("user")?,
+        keyring: None,
+        monitors: None,
+    };
+    let mut monitors = Vec::new();
+    for mut server in arguments.objects("server")? {
+        let (host, port): (String, String) = (server.required("host")?, server.required("port")?);
+        server.finish()?;
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
+        monitors.push(format!("{host}:{port}"));
+    }
+    if !monitors.is_empty() {
+        address.monitors = Some(monitors.join(","));
+    }
+    Ok(address.to_string())
+}
+
+/// As QEMU's `BlockdevOptionsRaw` has it.
+fn part(arguments: &mut Arguments) -> Result<Option<Part>, Error> {
+    let offset = arguments.optional("offset")?;
+    let size = arguments.number("size", 1..=u64::MAX)?;
+    let is_said = offset.is_some() || size.is_some();
+    Ok(is_said.then(|| Part { offset: offset.unwrap_or_default(), size }))
+}
+
+fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
+    let no_backing = arguments.take_null("backing");
+    if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
+        let rule = "is what the image says, or null; backing files are no nodes here";
+        return Err(Error::rule(&arguments.name_of("backing"), rule));
+    }
+    let caches = CacheChanges::read(arguments)?.apply_to(CacheSettings::default());
+    let mut key_secret = None;
+    if let Some(mut encrypt) = arguments.object("encrypt")? {
+        if encrypt.choice("format", &["aes", "luks"])? == Some(0) {
+            let rule = "is 'luks' here; the old 'aes' is broken and not supported";
+            return Err(Error::rule(&encrypt.name_of("format"), rule));
+        }
+        key_secret = encrypt.optional("key-secret")?;
+        encrypt.finish()?;
+    }
+    let snapshot = arguments.optional("x-weir-snapshot")?;
+    Ok(Qcow2Node { caches, no_backing, key_secret, snapshot })
+}
+
+fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
+    arguments.number("size", 1..=1 << 63)
+}
+
+/// As QEMU judges a node's name.
+fn check_name(name: &str) -> Result<(), Error> {
+    if !identifier::is_well_formed(name) {
+        return Err(Error::generic(format!("Invalid node-name: '{}' {}", shown(name), identifier::RULE)));
+    }
+    if name.len() > MAX_NODE_NAME {
+        return Err(Error::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(value: Value) -> Result<Chain, String> {
+        Arguments::read_all(value, |arguments| Chain::read(arguments, None))
+    }
+
+    #[track_caller]
+    fn refused(value: Value, expected: &str) {
+        assert_eq!(read(value).unwrap_err(), expected);
+    }
+
+    #[test]
+    fn a_chain_is_read_to_its_bottom() {
+        let chain = read(json!({
+            "driver": "throttle", "node-name": "t0", "throttle-group": "gold", "read-only": true,
+            "file": {
+                "driver": "raw", "cache": {"direct": true},
+                "file": {"driver": "file", "node-name": "f0", "filename": "memory:1", "aio": "io_uring"},
+            },
+        }))
+        .unwrap();
+        assert_eq!(chain.names, ["t0", "f0"]);
+        assert_eq!(chain.group.as_deref(), Some("gold"));
+        assert!(chain.read_only);
+        let options = chain.open_options(None, None).storage;
+        assert_eq!(
+            (options.cache, options.format, options.read_only),
+            (CacheMode::None, Some(Format::Raw), true)
+        );
+        let Bottom::Storage(StorageNode { image, device: Some(false), .. }) = chain.bottom else {
+            panic!("{chain:?}")
+        };
+        assert_eq!(
+            image.path().unwrap().to_str(),
+            Some("memory:1"),
+            "a file name is one, whatever it looks like"
+        );
+    }
+
+    #[test]
+    fn a_qcow2_node_has_caches_and_a_file() {
+        let file = json!({"driver": "file", "filename": "a.qcow2"});
+        let chain = read(json!({
+            "driver": "qcow2", "node-name": "q", "backing": null, "l2-cache-size": 4096, "cache-clean-interval": 5,
+            "encrypt": {"format": "luks", "key-secret": "s"}, "file": file,
+        }))
+        .unwrap();
+        let node = chain.qcow2.as_ref().unwrap();
+        assert_eq!((node.no_backing, node.key_secret.as_deref()), (true, Some("s")));
+        assert_eq!(chain.caches().l2, Some(image::qcow2::L2Size::Bytes(4096)));
+        assert_eq!(chain.open_options(None, None).storage.format, Some(Format::Qcow2));
+        let with = |key: &str, value: Value| {
+            let mut arguments = json!({"driver": "qcow2", "node-name": "q", "file": file});
+            arguments[key] = value;
+            arguments
+        };
+        refused(
+            with("backing", json!("base")),
+            "Parameter 'backing' is what the image says, or null; backing files are no nodes here",
+        );
+        refused(
+            with("encrypt", json!({"format": "aes"})),
+            "Parameter 'encrypt.format' is 'luks' here; the old 'aes' is broken and not supported",
+        );
+        let over = read(with("file", json!("f0"))).unwrap();
+        assert!(over.is_opened_anew() && over.bottom == Bottom::Node("f0".to_owned()));
+        refused(
+            with("file", with("node-name", json!("inner"))),
+            "Parameter 'file.driver' does not go into another 'qcow2' (one image, one node)",
+        );
+    }
+
+    #[test]
+    fn a_bottom_may_be_there_already() {
+        let chain = read(json!({"driver": "raw", "node-name": "r0", "file": "f0"})).unwrap();
+        assert_eq!((chain.names, chain.bottom), (vec!["r0".to_owned()], Bottom::Node("f0".to_owned())));
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused_in_qemus_words() {
+        refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
+        refused(
+            json!({"driver": "qcow", "node-name": "a"}),
+            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, nbd, null-co, qcow2, raw, rbd, throttle, x-weir-memory)",
+        );
+        let file = |key: &str, value: Value| {
+            let mut arguments = json!({"driver": "file", "node-name": "a", "filename": "x"});
+            arguments[key] = value;
+            arguments
+        };
+        assert_eq!(read(file("discard", json!("ignore"))).unwrap().discards, Discards::Ignore);
+        assert_eq!(read(file("discard", json!("unmap"))).unwrap().discards, Discards::Unmap);
+        for mode in DetectZeroes::ALL {
+            let chain = read(file("detect-zeroes", json!(mode.name()))).unwrap();
+            assert_eq!(chain.detect_zeroes, mode);
+        }
+        refused(
+            json!({"driver": "raw", "node-name": "a", "discard": "ignore", "file": "b"}),
+            "Parameter 'discard' is said where the image is opened; 'ignore' is not to be had here",
+        );
+        refused(json!({"driver": "null-co"}), "'node-name' must be specified for the root node");
+        refused(
+            file("node-name", json!("1x")),
+            "Invalid node-name: '1x' (a letter, then letters, digits, '-', '.' and '_')",
+        );
+        refused(file("node-name", json!("a".repeat(32))), "Node name too long (it has 31 bytes at most)");
+        refused(file("bogus", json!(1)), "Parameter 'bogus' is unexpected");
+        refused(file("force-share", json!(true)), "force-share=on can only be used with read-only images");
+        refused(
+            file("cache", json!({"direct": true, "no-flush": true})),
+            "Parameter 'cache.no-flush' does not go with 'direct' (give one)",
+        );
+        refused(
+            file("locking", json!("off")),
+            "Parameter 'locking' is always 'on' here; 'off' is not to be had",
+        );
+        refused(
+            json!({"driver": "raw", "node-name": "a", "file": 5}),
+            "Invalid parameter type for 'file', expected: BlockdevRef",
+        );
+        refused(json!({"driver": "raw", "node-name": "a"}), "Parameter 'file' is missing");
+        refused(
+            json!({"driver": "raw", "node-name": "a", "file": {"driver": "null-co", "sise": 5}}),
+            "Parameter 'file.sise' is unexpected (did you mean 'size'?)",
+        );
+        refused(json!({"driver": "x-weir-memory", "node-name": "a"}), "Parameter 'size' is missing");
+    }
+}

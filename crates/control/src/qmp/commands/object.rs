@@ -1,0 +1,463 @@
+//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`,
+//! `qom-get`, `qom-set`.
+//!
+//! ```text
+//!   /                    container
+//!   └─ objects           container
+//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret, tls-creds-…, authz-…
+//! ```
+//!
+//! Every group is an object, also one of the config file. Beside them there are passphrases
+//! (`secret`), keys of TLS for servers (`tls-creds-x509`, `tls-creds-psk`) and rules about names of
+//! clients (`authz-simple`, `authz-list`), which can be made and deleted, and never looked into.
+
+use std::{path::Path, rc::Rc};
+
+use ::settings::Credentials;
+use block::layer::throttle::{Group, GroupSettings};
+use export::nbd::TlsServer;
+use image::Secret;
+use policy::{
+    access::{Names, Rule},
+    throttle::Setting,
+};
+use reactor::regular;
+use serde_json::{Map, Value, json};
+
+use super::weir;
+use crate::{
+    change::Change,
+    inventory::{Inventory, NamedObject},
+    qmp::{
+        arguments::Arguments,
+        command::Command,
+        error::{Class, Error},
+        identifier,
+        json::shown,
+        settings::{self, Changes, LimitChanges, Naming},
+    },
+};
+
+const TYPE: &str = "throttle-group";
+const SECRET: &str = "secret";
+const X509: &str = "tls-creds-x509";
+const PSK: &str = "tls-creds-psk";
+const SIMPLE: &str = "authz-simple";
+const LIST: &str = "authz-list";
+const TYPES: [&str; 6] = [LIST, SIMPLE, SECRET, TYPE, PSK, X509];
+const MAX_LEVELS: usize = 8;
+/// weir's own properties, with their types.
+const OWN: [(&str, &str); 5] = [
+    ("x-weir-weight", "int"),
+    ("x-weir-iops-reservation", "int"),
+    ("x-weir-bps-reservation", "int"),
+    ("x-weir-watermark", "int"),
+    ("x-weir-parent", "string"),
+];
+
+#[derive(Debug)]
+pub(super) enum ObjectAdd {
+    /// One that is sent is on no command line.
+    Group {
+        id: String,
+        parent: Option<String>,
+        changes: Changes,
+        is_sent: bool,
+    },
+    Secret {
+        id: String,
+        from: SecretFrom,
+    },
+    Credentials {
+        id: String,
+        of: Credentials,
+    },
+    Names {
+        id: String,
+        names: Names,
+    },
+}
+
+#[derive(Debug)]
+pub(super) enum SecretFrom {
+    Data(Secret),
+    File(String),
+}
+
+impl ObjectAdd {
+    pub(super) fn id(&self) -> &str {
+        let (Self::Group { id, .. }
+        | Self::Secret { id, .. }
+        | Self::Credentials { id, .. }
+        | Self::Names { id, .. }) = self;
+        id
+    }
+}
+
+impl Command for ObjectAdd {
+    const NAME: &'static str = "object-add";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let is_sent = arguments.sent().is_some();
+        // In QEMU's order, so that of two slips the same one is named.
+        let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
+        match TYPES[kind] {
+            SECRET => return read_secret(arguments),
+            kind @ (X509 | PSK) => return read_credentials(kind, arguments),
+            kind @ (SIMPLE | LIST) => return read_names(kind, arguments),
+            _ => {}
+        }
+        let id: String = arguments.required("id")?;
+        identifier::check("id", &id)?;
+        let mut limits = LimitChanges::default();
+        if let Some(mut inner) = arguments.object("limits")? {
+            limits = LimitChanges::read(&mut inner, Naming::Plain)?;
+            inner.finish()?;
+        }
+        let properties = LimitChanges::read(arguments, Naming::Property)?;
+        let own = Changes::read_own(arguments, "x-weir-")?;
+        let parent = arguments.optional("x-weir-parent")?;
+        Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)), is_sent })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let (id, parent, changes, is_sent) = match self {
+            Self::Group { id, parent, changes, is_sent } => (id, parent, changes, is_sent),
+            Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
+            Self::Credentials { id, of } => return add_credentials(&inventory, &id, of).await,
+            Self::Names { id, names } => {
+                check_id(&inventory, &id)?;
+                inventory.add_object(&id, NamedObject::Names(names))?;
+                return Ok(json!({}));
+            }
+        };
+        let parent = parent.map(|name| inventory.group(&name)).transpose()?;
+        let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
+        if above >= MAX_LEVELS {
+            let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
+            return Err(Error::rule("x-weir-parent", rule));
+        }
+        let settings = changes.apply_to(GroupSettings::default())?;
+        // Before it takes its reservation from its parent.
+        check_id(&inventory, &id)?;
+        inventory.check_name(&id)?;
+        let group = Group::new(&id, settings, parent.as_ref())?;
+        inventory.add_group(&group)?;
+        if let Err(why) = weir::settle(&inventory).await {
+            inventory.remove_group(&id)?;
+            drop(group);
+            weir::unsettle(&inventory);
+            return Err(why);
+        }
+        if is_sent {
+            inventory.added_groups.borrow_mut().insert(id);
+        }
+        Ok(json!({}))
+    }
+}
+
+fn check_id(inventory: &Inventory, id: &str) -> Result<(), Error> {
+    if inventory.group(id).is_ok() || inventory.has_object(id) { Err(duplicate(id)) } else { Ok(()) }
+}
+
+fn duplicate(id: &str) -> Error {
+    Error::generic(format!(
+        "attempt to add duplicate property '{id}' to object (type 'container'): something of this name is \
+         there already (choose another)"
+    ))
+}
+
+/// All but the type.
+pub(super) fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    if arguments.choice("format", &["raw", "base64"])? == Some(1) {
+        return Err(Error::rule("format", "is always 'raw' here; 'base64' is not to be had"));
+    }
+    let data: Option<String> = arguments.optional("data")?;
+    let data = data.map(|text| Secret::new(text.into_bytes()));
+    let from = match (data, arguments.optional("file")?) {
+        (Some(data), None) => SecretFrom::Data(data),
+        (None, Some(file)) => SecretFrom::File(file),
+        (Some(_), Some(_)) => return Err(Error::generic("'file' and 'data' are mutually exclusive")),
+        (None, None) => return Err(Error::generic("Must provide 'file' or 'data'")),
+    };
+    Ok(ObjectAdd::Secret { id, from })
+}
+
+async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result<Value, Error> {
+    let secret = match from {
+        SecretFrom::Data(secret) => secret,
+        SecretFrom::File(path) => {
+            let (opened, root) = (path.clone(), inventory.image_root().cloned());
+            let read = move || {
+                let file = match root {
+                    Some(root) => root.read(Path::new(&opened)).map_err(|error| error.why)?,
+                    None => regular::open(Path::new(&opened)).map_err(|error| error.to_string())?,
+                };
+                Secret::read(file).map_err(|error| error.to_string())
+            };
+            let read = reactor::blocking(read).await;
+            read.map_err(|why| Error::generic(format!("Unable to read {}: {why}", shown(&path))))?
+        }
+    };
+    check_id(inventory, id)?;
+    inventory.add_object(id, NamedObject::Secret(secret))?;
+    Ok(json!({}))
+}
+
+/// As QEMU's `TlsCredsX509Properties` and `TlsCredsPskProperties`, for servers alone.
+fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    let ends = ["client", "server"];
+    // QEMU's default is the client's end.
+    if arguments.choice("endpoint", &ends)? != Some(1) {
+        return Err(Error::rule("endpoint", "is 'server' here, where nobody is a client"));
+    }
+    let directory: String = arguments.required("dir")?;
+    let verify_peer = arguments.optional("verify-peer")?.unwrap_or(true);
+    // weir looks at each file anyway.
+    let _: Option<bool> = arguments.optional("sanity-check")?;
+    let of = match kind {
+        X509 => Credentials::Certificates { directory: directory.into(), verify_peer },
+        _ => Credentials::PreShared(directory.into()),
+    };
+    Ok(ObjectAdd::Credentials { id, of })
+}
+
+/// As QEMU's `AuthZSimpleProperties` and `AuthZListProperties`.
+fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    if kind == SIMPLE {
+        let rule = Rule { pattern: arguments.required("identity")?, is_glob: false, allows: true };
+        return Ok(ObjectAdd::Names { id, names: Names { rules: vec![rule], otherwise: false } });
+    }
+    let otherwise = arguments.choice("policy", &["deny", "allow"])? == Some(1);
+    let mut rules = Vec::new();
+    for mut rule in arguments.objects("rules")? {
+        let pattern = rule.required("match")?;
+        let allows = match rule.choice("policy", &["deny", "allow"])? {
+            Some(policy) => policy == 1,
+            None => return Err(Error::missing(&rule.name_of("policy"))),
+        };
+        let is_glob = rule.choice("format", &["exact", "glob"])? == Some(1);
+        rule.finish()?;
+        rules.push(Rule { pattern, is_glob, allows });
+    }
+    Ok(ObjectAdd::Names { id, names: Names { rules, otherwise } })
+}
+
+async fn add_credentials(inventory: &Inventory, id: &str, of: Credentials) -> Result<Value, Error> {
+    let read = move || match of {
+        Credentials::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
+        Credentials::PreShared(directory) => TlsServer::psk(&directory),
+    };
+    let keys = reactor::blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
+    check_id(inventory, id)?;
+    inventory.add_object(id, NamedObject::Credentials(keys))?;
+    Ok(json!({}))
+}
+
+#[derive(Debug)]
+pub(super) struct ObjectDel {
+    id: String,
+}
+
+impl Command for ObjectDel {
+    const NAME: &'static str = "object-del";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { id: arguments.required("id")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let id = &self.id;
+        if inventory.remove_object(id) {
+            return Ok(json!({}));
+        }
+        let Ok(group) = inventory.group(&self.id) else {
+            return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
+        };
+        if group.members() > 0 {
+            let members = match inventory.members_of(&group) {
+                names if names.is_empty() => group.members().to_string(),
+                names => names.join(", "),
+            };
+            let why = format!(
+                "object '{}' is in use, can not be deleted: {members} in it (give them another group first, \
+                 or none)",
+                self.id
+            );
+            return Err(Error::generic(why));
+        }
+        drop(group);
+        inventory.remove_group(&self.id)?;
+        Ok(json!({}))
+    }
+}
+
+enum Place {
+    Root,
+    Objects,
+    Group(String),
+}
+
+/// Resolves an absolute path, or the name of a group alone, as QEMU does.
+fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
+    let not_found = || Error::new(Class::DeviceNotFound, format!("Device '{}' not found", shown(path)));
+    let name = match path.strip_prefix('/') {
+        Some("") => return Ok(Place::Root),
+        Some("objects" | "objects/") => return Ok(Place::Objects),
+        Some(inner) => inner.strip_prefix("objects/").ok_or_else(not_found)?,
+        None if path == "objects" => return Ok(Place::Objects),
+        None => path.strip_prefix("objects/").unwrap_or(path),
+    };
+    if inventory.group(name).is_err() {
+        return Err(not_found());
+    }
+    Ok(Place::Group(name.to_owned()))
+}
+
+#[derive(Debug)]
+pub(super) struct QomList {
+    path: String,
+}
+
+impl Command for QomList {
+    const NAME: &'static str = "qom-list";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { path: arguments.required("path")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let property = |name: &str, kind: &str| json!({ "name": name, "type": kind });
+        let mut list = vec![property("type", "string")];
+        match resolve(&inventory, &self.path)? {
+            Place::Root => list.push(property("objects", "child<container>")),
+            Place::Objects => {
+                list.extend(
+                    inventory.groups().iter().map(|group| property(group.name(), "child<throttle-group>")),
+                );
+                list.extend(inventory.secrets().iter().map(|id| property(id, "child<secret>")));
+            }
+            Place::Group(_) => {
+                list.push(property("limits", "ThrottleLimits"));
+                let settings = Setting::ALL.iter();
+                list.extend(settings.map(|setting| property(&Naming::Property.name(*setting), "int")));
+                list.extend(OWN.iter().map(|(name, kind)| property(name, kind)));
+            }
+        }
+        Ok(Value::Array(list))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct QomGet {
+    path: String,
+    property: String,
+}
+
+impl Command for QomGet {
+    const NAME: &'static str = "qom-get";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { path: arguments.required("path")?, property: arguments.required("property")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let property = self.property.as_str();
+        let group = match resolve(&inventory, &self.path)? {
+            Place::Root | Place::Objects if property == "type" => return Ok(json!("container")),
+            Place::Root | Place::Objects => return Err(no_property("container", property)),
+            Place::Group(name) => inventory.group(&name)?,
+        };
+        let GroupSettings { limits, share, watermark } = group.settings();
+        Ok(match property {
+            "type" => json!(TYPE),
+            "limits" => settings::all(&limits),
+            "x-weir-weight" => json!(share.weight()),
+            "x-weir-iops-reservation" => json!(share.iops_reservation()),
+            "x-weir-bps-reservation" => json!(share.bps_reservation()),
+            "x-weir-watermark" => json!(watermark.percent()),
+            "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
+            _ => match limit_property(property) {
+                Some(setting) => json!(limits.get(setting)),
+                None => return Err(no_property(TYPE, property)),
+            },
+        })
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct QomSet {
+    path: String,
+    property: String,
+    value: Value,
+}
+
+impl Command for QomSet {
+    const NAME: &'static str = "qom-set";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self {
+            path: arguments.required("path")?,
+            property: arguments.required("property")?,
+            value: arguments.required("value")?,
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let group = match resolve(&inventory, &self.path)? {
+            Place::Root | Place::Objects if self.property == "type" => {
+                return Err(read_only("container", "type"));
+            }
+            Place::Root | Place::Objects => return Err(no_property("container", &self.property)),
+            Place::Group(name) => inventory.group(&name)?,
+        };
+        let changes = changes(self.property, self.value)?;
+        weir::set_group(&inventory, &group, changes.apply_to(group.settings())?).await?;
+        inventory.tell(&Change::SettingsChanged { name: group.name().to_owned() });
+        Ok(json!({}))
+    }
+}
+
+/// What setting a property changes. The `x-` limits are for creation alone, as in QEMU.
+fn changes(property: String, value: Value) -> Result<Changes, Error> {
+    if property == "type" || property == "x-weir-parent" {
+        return Err(read_only(TYPE, &property));
+    }
+    if limit_property(&property).is_some() {
+        return Err(Error::generic("Property cannot be set after initialization"));
+    }
+    let is_limits = property == "limits";
+    if !is_limits && !OWN.iter().any(|(name, _)| *name == property) {
+        return Err(no_property(TYPE, &property));
+    }
+    let mut arguments = Arguments::new(Map::from_iter([(property, value)]));
+    let changes = match arguments.object("limits") {
+        Ok(Some(mut inner)) => {
+            let limits = LimitChanges::read(&mut inner, Naming::Plain)?;
+            inner.finish()?;
+            Changes::default().with_limits(limits)
+        }
+        Ok(None) => Changes::read_own(&mut arguments, "x-weir-")?,
+        Err(wrong) => return Err(wrong),
+    };
+    arguments.finish()?;
+    Ok(changes)
+}
+
+fn limit_property(property: &str) -> Option<Setting> {
+    Setting::from_name(property.strip_prefix("x-")?)
+}
+
+fn no_property(kind: &str, property: &str) -> Error {
+    Error::generic(format!("Property '{kind}.{}' not found", shown(property)))
+}
+
+fn read_only(kind: &str, property: &str) -> Error {
+    Error::generic(format!("Property '{kind}.{property}' is not writable"))
+}

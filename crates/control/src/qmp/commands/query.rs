@@ -1,0 +1,200 @@
+//! What a client may ask about disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
+//!
+//! A disk is a device and a node at once, both called by its name. What weir does not know is
+//! absent.
+
+use std::rc::Rc;
+
+use ::settings::image_info::{beside, describe};
+use block::{
+    image::{
+        Image,
+        qcow2::header::{Crypt, Header},
+    },
+    reactor,
+};
+use policy::time::Duration;
+use serde_json::{Value, json};
+
+use crate::{
+    inventory::{Inventory, RunningDisk},
+    qmp::{arguments::Arguments, command::Command, error::Error, errors, settings},
+};
+
+/// Time that a query waits for the file system of a disk, before it returns the last known figure.
+const TO_SEE_SIZE: Duration = Duration::from_secs(1);
+
+/// Nodes of all disks, queried concurrently: several unresponsive file systems cost the time of
+/// one.
+async fn nodes(inventory: &Inventory) -> Vec<(Rc<RunningDisk>, Value)> {
+    let begin = |running: Rc<RunningDisk>| {
+        let of_task = Rc::clone(&running);
+        (running, reactor::spawn_joinable(async move { node(&of_task).await }))
+    };
+    let begun: Vec<_> = inventory.disks().into_iter().map(begin).collect();
+    let mut nodes = Vec::new();
+    for (running, node) in begun {
+        nodes.push((running, node.await));
+    }
+    nodes
+}
+
+query!(QueryBlock, "query-block", |inventory| {
+    let mut list = Vec::new();
+    for (running, node) in nodes(&inventory).await {
+        let mut entry = json!({
+            "device": &**running.disk.name(),
+            // QEMU's own answer to everything.
+            "type": "unknown",
+            "removable": false,
+            "locked": false,
+            "inserted": node,
+        });
+        if let Some(status) = errors::io_status(running.disk.failures()) {
+            entry["io-status"] = json!(status);
+        }
+        list.push(entry);
+    }
+    Value::Array(list)
+});
+
+#[derive(Debug)]
+pub(super) struct QueryNamedBlockNodes;
+
+impl Command for QueryNamedBlockNodes {
+    const NAME: &'static str = "query-named-block-nodes";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        // Leaves out backing images, of which there are none.
+        arguments.optional::<bool>("flat")?;
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let list = nodes(&inventory).await.into_iter().map(|(_, node)| node).collect();
+        Ok(Value::Array(list))
+    }
+}
+
+/// A `BlockDeviceInfo`.
+async fn node(running: &RunningDisk) -> Value {
+    let disk = &running.disk;
+    let own = disk.throttle().settings().limits;
+    // QEMU knows one level of limits: the disk's own, or else its group's.
+    let group = disk.throttle().group().filter(|_| own.is_unlimited());
+    let limits = group.as_ref().map_or(own, |group| group.settings().limits);
+    let mut info = settings::of_device(&limits);
+    if let Some(group) = group {
+        info.insert("group".to_owned(), json!(group.name()));
+    } else if !own.is_unlimited() {
+        info.insert("group".to_owned(), json!(&**disk.name()));
+    }
+    let cache = running.config.cache;
+    let file = running.config.image.to_string();
+    let header = header(disk.image());
+    let others = json!({
+        "node-name": &**disk.name(),
+        "drv": driver(running),
+        "file": file,
+        "ro": disk.image().is_read_only(),
+        "active": true,
+        "encrypted": header.as_ref().is_some_and(|header| header.crypt != Crypt::None),
+        "detect_zeroes": disk.detect_zeroes().name(),
+        "write_threshold": 0,
+        "backing_file_depth": depth(disk.image()),
+        "cache": {
+            "writeback": cache.has_write_cache(),
+            "direct": cache.is_direct(),
+            "no-flush": cache == storage::CacheMode::Unsafe,
+        },
+        "image": image(running, &file).await,
+    });
+    if let Value::Object(others) = others {
+        info.extend(others);
+    }
+    if let Some(backing) = header.as_ref().and_then(|header| header.backing.as_ref()) {
+        info.insert("backing_file".to_owned(), json!(backing.name));
+    }
+    Value::Object(info)
+}
+
+fn header(image: &Image) -> Option<Header> {
+    match image {
+        Image::Qcow2(qcow2) => Some(qcow2.header()),
+        Image::Raw(_) => None,
+    }
+}
+
+fn depth(image: &Image) -> usize {
+    image.chain().skip(1).count()
+}
+
+/// An `ImageInfo`, without those of the images behind it.
+async fn image(running: &RunningDisk, file: &str) -> Value {
+    let mut info = json!({
+        "filename": file,
+        "format": driver(running),
+        "virtual-size": running.disk.size_bytes(),
+    });
+    if let Some(header) = header(running.disk.image()) {
+        describe(&header, &mut info);
+        if let (Some(path), Some(backing)) = (running.config.image.path(), &header.backing) {
+            info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
+        }
+    }
+    let deadline = reactor::now() + TO_SEE_SIZE;
+    if let Some(bytes) = running.disk.image().storage().allocated_bytes_before(deadline).await {
+        info["actual-size"] = json!(bytes);
+    }
+    info
+}
+
+/// QEMU's name, or weir's own.
+fn driver(running: &RunningDisk) -> &'static str {
+    match running.config.image.to_string().split(':').next() {
+        _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
+        _ if running.config.image.path().is_some() => "raw",
+        _ if running.config.image.remote().is_some() => "nbd",
+        Some("null") => "null-co",
+        _ => "x-weir-memory",
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct QueryBlockstats;
+
+impl Command for QueryBlockstats {
+    const NAME: &'static str = "query-blockstats";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        // Asks for nodes that no device shows; here every node is a device.
+        arguments.optional::<bool>("query-nodes")?;
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        Ok(inventory.disks().iter().map(|running| statistics(running)).collect())
+    }
+}
+
+/// A `BlockStats`. Operations and bytes are as clients asked, discards among the writes; what was
+/// held and failed again has failed twice.
+fn statistics(running: &RunningDisk) -> Value {
+    let totals = running.disk.totals();
+    let errors = running.disk.failures().errors();
+    json!({
+        "device": &**running.disk.name(),
+        "node-name": &**running.disk.name(),
+        "stats": {
+            "rd_operations": totals.reads,
+            "wr_operations": totals.writes,
+            "rd_bytes": totals.read_bytes,
+            "wr_bytes": totals.written_bytes,
+            "failed_rd_operations": errors.reads,
+            "failed_wr_operations": errors.writes,
+            "failed_flush_operations": errors.flushes,
+            "failed_unmap_operations": errors.discards,
+            "x-weir-merged": totals.merged_requests,
+        },
+    })
+}

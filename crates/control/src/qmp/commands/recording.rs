@@ -1,0 +1,86 @@
+//! `weir record`: recordings of disks, to a descriptor that the client has passed with `getfd`.
+
+use std::{os::fd::OwnedFd, rc::Rc};
+
+use serde_json::{Value, json};
+
+use crate::{
+    inventory::Inventory,
+    qmp::{arguments::Arguments, command::Command, error::Error},
+    recording::Running,
+};
+
+#[derive(Debug)]
+pub(super) struct Start {
+    of: Vec<String>,
+    file: OwnedFd,
+}
+
+impl Command for Start {
+    const NAME: &'static str = "x-weir-record-start";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let name: String = arguments.required("fdname")?;
+        let of = arguments.optional("of")?.unwrap_or_default();
+        Ok(Self { of, file: arguments.passed().find(&name)?.into_owned() })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        for name in &self.of {
+            if inventory.disk(name).is_err() && inventory.group(name).is_err() {
+                let rule = "no disk and no group has this name (`weir status` lists them)";
+                return Err(Error::generic(format!("{name}: {rule}")));
+            }
+        }
+        let id = inventory.recordings.begin(self.of, self.file).await;
+        Ok(json!({ "id": id.map_err(|error| Error::generic(format!("{error:#}")))? }))
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Stop {
+    id: u64,
+}
+
+impl Command for Stop {
+    const NAME: &'static str = "x-weir-record-stop";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { id: arguments.number("id", 0..=u64::MAX)?.ok_or_else(|| Error::missing("id"))? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let running = inventory.recordings.running();
+        let is_own = |(id, running): &(u64, Rc<Running>)| *id == self.id && running.directory.is_some();
+        if running.iter().any(is_own) {
+            let rule = "is the daemon's own (take `record` out of what it was started with)";
+            return Err(Error::generic(format!("recording {} {rule}", self.id)));
+        }
+        let ended = inventory.recordings.end(self.id).await;
+        let ended = ended.ok_or_else(|| Error::generic(format!("there is no recording {}", self.id)))?;
+        Ok(told(self.id, &ended))
+    }
+}
+
+query!(QueryRecordings, "x-weir-query-recordings", |inventory| {
+    let running = inventory.recordings.running();
+    Value::Array(running.iter().map(|(id, running)| told(*id, running)).collect())
+});
+
+fn told(id: u64, running: &Running) -> Value {
+    let progress = &running.progress;
+    let mut told = json!({
+        "id": id,
+        "of": running.of,
+        "requests": progress.requests(),
+        "lost": progress.lost(),
+        "bytes": progress.bytes(),
+    });
+    if let Some(directory) = &running.directory {
+        told["directory"] = json!(directory);
+    }
+    if let Some(error) = progress.error() {
+        told["error"] = json!(error);
+    }
+    told
+}

@@ -1,0 +1,29 @@
+//! `x-weir-reload`: what SIGHUP does, with an answer; or the answer alone.
+
+use std::rc::Rc;
+
+use serde_json::Value;
+
+use crate::{
+    inventory::Inventory,
+    qmp::{arguments::Arguments, command::Command, error::Error},
+    reload::{foresee, reload},
+};
+
+#[derive(Debug)]
+pub(super) struct Reload {
+    is_dry_run: bool,
+}
+
+impl Command for Reload {
+    const NAME: &'static str = "x-weir-reload";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { is_dry_run: arguments.optional("dry-run")?.unwrap_or(false) })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let changes = if self.is_dry_run { foresee(&inventory).await } else { reload(&inventory).await };
+        changes.map(Value::Array).map_err(|error| Error::generic(format!("{error:#}")))
+    }
+}

@@ -1,0 +1,83 @@
+//! The driver `nbd` of `blockdev-add`: a disk that another server has.
+//!
+//! ```text
+//!   {"driver": "nbd", "server": {"type": "inet", "host": "h", "port": "10809"}, "export": "vm1"}
+//!      ──►  nbd://h:10809/vm1
+//! ```
+//!
+//! QEMU's `reconnect-delay` and `open-timeout` are read beside it. What QEMU says by an object of
+//! TLS credentials is said in a URI here, `x-weir-uri`. Never connects.
+//!
+//! Source: `BlockdevOptionsNbd` of QEMU's `qapi/block-core.json`.
+
+use nbd::uri;
+
+use crate::qmp::{arguments::Arguments, error::Error};
+
+/// The export as a URI.
+pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
+    for (key, rule) in [
+        ("tls-creds", "is said by 'x-weir-uri' here (nbds://HOST/EXPORT?tls-certificates=DIR)"),
+        ("tls-hostname", "is said by 'x-weir-uri' here (nbds://HOST/EXPORT?tls-hostname=NAME)"),
+        ("x-dirty-bitmap", "is not to be had; base:allocation is asked for alone"),
+    ] {
+        if arguments.optional::<String>(key)?.is_some() {
+            return Err(Error::rule(&arguments.name_of(key), rule));
+        }
+    }
+    let export: Option<String> = arguments.optional("export")?;
+    let server = arguments.object("server")?;
+    let Some(mut server) = server else {
+        let uri: Option<String> = arguments.optional("x-weir-uri")?;
+        if export.is_some() && uri.is_some() {
+            return Err(Error::rule("export", "is in 'x-weir-uri' already (give one)"));
+        }
+        return uri.ok_or_else(|| Error::missing(&arguments.name_of("server")));
+    };
+    let export = export.unwrap_or_default();
+    let place = match server.choice("type", &["inet", "unix"])? {
+        Some(0) => {
+            let host: String = server.required("host")?;
+            let port: String = server.required("port")?;
+            uri::of_inet(&host, &port, &export)
+        }
+        Some(_) => uri::of_unix(&server.required::<String>("path")?, &export),
+        None => return Err(Error::missing(&server.name_of("type"))),
+    };
+    server.finish()?;
+    Ok(place)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(value: Value) -> Result<String, String> {
+        Arguments::read_all(value, address)
+    }
+
+    #[test]
+    fn qemus_arguments_become_a_uri() {
+        let inet = json!({"server": {"type": "inet", "host": "::1", "port": "7"}, "export": "a b"});
+        assert_eq!(read(inet), Ok("nbd://[::1]:7/a%20b".to_owned()));
+        let unix = json!({"server": {"type": "unix", "path": "/run/s&1"}});
+        assert_eq!(read(unix), Ok("nbd+unix:///?socket=/run/s%261".to_owned()));
+        assert_eq!(read(json!({"x-weir-uri": "nbds://h/x"})), Ok("nbds://h/x".to_owned()));
+    }
+
+    #[test]
+    fn what_is_missing_or_not_to_be_had_is_named() {
+        for (value, expected) in [
+            (json!({}), "Parameter 'server' is missing"),
+            (json!({"server": {"host": "h"}}), "Parameter 'server.type' is missing"),
+            (json!({"server": {"type": "unix"}}), "Parameter 'server.path' is missing"),
+            (json!({"tls-creds": "t"}), "Parameter 'tls-creds' is said by 'x-weir-uri' here"),
+            (json!({"x-weir-uri": "nbd://h/x", "export": "y"}), "Parameter 'export' is in 'x-weir-uri'"),
+        ] {
+            let refused = read(value).unwrap_err();
+            assert!(refused.starts_with(expected), "{refused}");
+        }
+    }
+}

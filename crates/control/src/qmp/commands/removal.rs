@@ -1,0 +1,46 @@
+//! `x-weir-remove-disk`: a disk and all its exports, where nobody uses any of them.
+//!
+//! QEMU's commands remove one thing each, and a client that comes in between would be in the way
+//! of the rest.
+
+use std::rc::Rc;
+
+use export::nbd::Removal;
+use serde_json::{Value, json};
+
+use crate::{
+    inventory::Inventory,
+    qmp::{arguments::Arguments, command::Command, error::Error},
+};
+
+#[derive(Debug)]
+pub(super) struct RemoveDisk {
+    name: String,
+}
+
+impl Command for RemoveDisk {
+    const NAME: &'static str = "x-weir-remove-disk";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { name: arguments.required("name")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        if inventory.give_up_unopened(&self.name) {
+            return Ok(json!({}));
+        }
+        let disk = inventory.disk(&self.name)?;
+        if disk.below.iter().any(|node| node.stays) {
+            let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);
+            return Err(Error::generic(why));
+        }
+        drop(disk);
+        // Clients of an export that was removed before are disconnected. Only their requests are
+        // left.
+        for export in inventory.exports_of(&self.name).iter().filter(|export| !export.is_ending()) {
+            export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
+        }
+        inventory.remove_disk_and_exports(&self.name, Removal::Safe).await?;
+        Ok(json!({}))
+    }
+}

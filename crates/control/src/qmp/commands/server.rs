@@ -1,0 +1,229 @@
+//! `nbd-server-start` and `nbd-server-stop`: an NBD server for exports that are added later, where
+//! the daemon was not told of any.
+//!
+//! An address is written as QMP has it here (`{"type": "unix", "data": {"path": …}}`), or without
+//! `data`, as on a command line.
+
+use std::{os::fd::OwnedFd, rc::Rc};
+
+use export::nbd::{self, Terms, Tls};
+use policy::time::Duration;
+use reactor::op::ForeignFd;
+use serde_json::{Value, json};
+use settings::{Address, Endpoint};
+
+use crate::{
+    inventory::{DoorTerms, Inventory},
+    listen::{self, Inherited},
+    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+    serving::{Added, Serving},
+};
+
+#[derive(Debug)]
+enum Place {
+    Address(Address),
+    /// A socket by its name, passed just now, or else to the daemon.
+    Passed(String, Option<OwnedFd>),
+}
+
+#[derive(Debug)]
+pub(super) struct NbdServerStart {
+    place: Place,
+    credentials: Option<String>,
+    /// The id of rules about names.
+    names: Option<String>,
+    max_connections: usize,
+    /// Not on the command line.
+    is_sent: bool,
+}
+
+impl Command for NbdServerStart {
+    const NAME: &'static str = "nbd-server-start";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let is_sent = arguments.sent().is_some();
+        let mut addr = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
+        let place = address(&mut addr)?;
+        addr.finish()?;
+        let most = arguments.number("max-connections", 0..=u32::MAX.into())?;
+        let credentials: Option<String> = arguments.optional("tls-creds")?;
+        let names: Option<String> = arguments.optional("tls-authz")?;
+        if names.is_some() && credentials.is_none() {
+            return Err(Error::rule("tls-authz", "needs tls-creds, which prove the name of a client"));
+        }
+        Ok(Self {
+            place,
+            credentials,
+            names,
+            is_sent,
+            max_connections: match most {
+                None => Terms::default().max_connections,
+                // Fits.
+                Some(most) => most as usize,
+            },
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let generic = |error: anyhow::Error| Error::generic(format!("{error:#}"));
+        refuse_second(&inventory)?;
+        let required = |id: &String| {
+            let keys = inventory.credentials(id);
+            let keys =
+                keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
+            keys.map(|keys| Tls { required: true, keys })
+        };
+        let tls = self.credentials.as_ref().map(required).transpose()?;
+        let names = self.names.as_ref().map(|id| {
+            let names = inventory.names(id);
+            names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
+        });
+        let names = names.transpose()?;
+        let DoorTerms { workers, access, nbd: standard, inherited, .. } =
+            inventory.door_terms().map_err(generic)?;
+        let (at, listeners) = match self.place {
+            Place::Address(address) => {
+                if let Some(sandbox) = inventory.sandbox() {
+                    sandbox.check_address(&address).map_err(generic)?;
+                }
+                let (endpoint, access) = (Endpoint::Address(address), access.clone());
+                let at = endpoint.clone();
+                let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
+                (at, reactor::blocking(open).await.map_err(generic)?)
+            }
+            Place::Passed(name, socket) => {
+                let mut passed = inherited.borrow_mut();
+                if let Some(socket) = socket {
+                    passed.add(&name, socket);
+                }
+                (Endpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
+            }
+        };
+        refuse_second(&inventory)?;
+        let added =
+            Added { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
+        let mut terms = Terms { max_connections: self.max_connections, ..standard.clone() };
+        if names.is_some() {
+            terms.access.names = names;
+        }
+        let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
+        serving.standard.set(Some(false));
+        serving.added.set(self.is_sent.then_some(added));
+        inventory.add_server(&serving);
+        inventory.accept(&serving);
+        Ok(json!({}))
+    }
+}
+
+fn refuse_second(inventory: &Inventory) -> Result<(), Error> {
+    match inventory.servers().is_empty() {
+        true => Ok(()),
+        false => Err(Error::generic("NBD server already running")),
+    }
+}
+
+/// As QEMU's `SocketAddress` and `SocketAddressLegacy`.
+fn address(addr: &mut Arguments) -> Result<Place, Error> {
+    let kind = addr.choice("type", &["inet", "unix", "fd"])?;
+    let kind = kind.ok_or_else(|| Error::missing(&addr.name_of("type")))?;
+    match addr.object("data")? {
+        Some(mut data) => {
+            let place = place(&mut data, kind)?;
+            data.finish()?;
+            Ok(place)
+        }
+        None => place(addr, kind),
+    }
+}
+
+fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
+    if kind == 2 {
+        let name: String = inside.required("str")?;
+        let socket = inside.passed().take(&name).map(ForeignFd::into_owned);
+        return Ok(Place::Passed(name, socket));
+    }
+    if kind == 1 {
+        let path: String = inside.required("path")?;
+        let path = settings::socket(&format!("unix:{path}"));
+        return path
+            .map(|path| Place::Address(Address::Unix(path)))
+            .map_err(|rule| Error::rule(&inside.name_of("path"), rule));
+    }
+    let host: String = inside.required("host")?;
+    let port: String = inside.required("port")?;
+    let written = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+    written.parse().map(Place::Address).map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
+}
+
+/// Time that `nbd-server-stop` waits for the requests in flight, which do not end while a file
+/// system does not answer.
+const TO_STOP: Duration = Duration::from_secs(20);
+
+#[derive(Debug)]
+pub(super) struct NbdServerStop;
+
+impl Command for NbdServerStop {
+    const NAME: &'static str = "nbd-server-stop";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        match &*inventory.servers() {
+            [] => Err(Error::generic("NBD server not running")),
+            [only] => {
+                let (inventory, only) = (Rc::clone(&inventory), Rc::clone(only));
+                let stopping = reactor::spawn_to_end(async move { inventory.stop_server(&only).await });
+                match reactor::timeout(TO_STOP, stopping).await {
+                    Ok(_) => Ok(json!({})),
+                    Err(_) => Err(Error::generic(format!(
+                        "NBD server stopped, but requests of its clients have been in flight for {} s",
+                        TO_STOP.as_secs()
+                    ))),
+                }
+            }
+            several => {
+                let count = several.len();
+                Err(Error::generic(format!("there are {count} servers, and none that is meant")))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(value: Value) -> Result<String, String> {
+        Arguments::read_all(value, NbdServerStart::read).map(|command| match command.place {
+            Place::Address(address) => address.to_string(),
+            Place::Passed(name, _) => format!("fd:{name}"),
+        })
+    }
+
+    #[test]
+    fn addresses_are_qemus() {
+        let with = |addr: Value| read(json!({ "addr": addr }));
+        assert_eq!(with(json!({"type": "unix", "data": {"path": "/a"}})).unwrap(), "unix:/a");
+        assert_eq!(with(json!({"type": "unix", "path": "/a"})).unwrap(), "unix:/a");
+        let inet = json!({"type": "inet", "data": {"host": "::1", "port": "7"}});
+        assert_eq!(with(inet).unwrap(), "[::1]:7");
+        assert_eq!(with(json!({"type": "fd", "data": {"str": "nbd"}})).unwrap(), "fd:nbd");
+        for (addr, expect) in [
+            (
+                json!({"type": "vsock"}),
+                "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix, fd)",
+            ),
+            (json!({"type": "unix", "data": {}}), "Parameter 'addr.data.path' is missing"),
+            (json!({"type": "inet", "host": "a"}), "Parameter 'addr.port' is missing"),
+            (json!({"type": "inet", "host": "a", "port": "1", "to": 5}), "Parameter 'addr.to' is unexpected"),
+        ] {
+            assert_eq!(with(addr).unwrap_err(), expect);
+        }
+        let authz = json!({"addr": {"type": "unix", "path": "/a"}, "tls-authz": "x"});
+        assert!(read(authz).unwrap_err().starts_with("Parameter 'tls-authz' needs tls-creds"));
+    }
+}

@@ -1,0 +1,35 @@
+//! `x-weir-takeover`: what `weir serve --takeover` asks for. Beside it comes the socket on which
+//! both daemons then speak.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use crate::{
+    inventory::Inventory,
+    qmp::{arguments::Arguments, command::Command, error::Error},
+    takeover::{
+        COMMAND,
+        leaving::{self, Asked},
+    },
+};
+
+#[derive(Debug)]
+pub(super) struct TakeOver(Asked);
+
+impl Command for TakeOver {
+    const NAME: &'static str = COMMAND;
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self(Asked {
+            socket: arguments.passed().next()?.into_owned(),
+            format: arguments.required("format")?,
+            version: arguments.required("version")?,
+        }))
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let begun = leaving::begin(&inventory, self.0).await;
+        begun.map(|()| json!({})).map_err(|error| Error::generic(format!("{error:#}")))
+    }
+}

@@ -1,0 +1,137 @@
+//! `block_set_io_throttle`: QEMU's oldest way to limit a disk, which libvirt and Proxmox use.
+//!
+//! ```text
+//!   group given ────────► the disk enters it (it is made if it is not there), and these are the group's limits
+//!   else, in a group ───► these are the limits of the group it is in
+//!   else ───────────────► these are the disk's own limits
+//!   all six zero ───────► the disk leaves its group and has no limits
+//! ```
+//!
+//! In QEMU a disk without a group is a group of its own, named after it, so the disk's own name as
+//! `group` means the disk alone. Limits above its group stay in force.
+
+use std::{rc::Rc, sync::Arc};
+
+use block::{
+    disk::Disk,
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+};
+use policy::throttle::{LimitKind, Limits, Part, Setting};
+use serde_json::{Value, json};
+
+use super::weir;
+use crate::{
+    change::Change,
+    inventory::Inventory,
+    qmp::{
+        arguments::Arguments,
+        command::Command,
+        error::Error,
+        identifier,
+        settings::{LimitChanges, Naming},
+    },
+};
+
+#[derive(Debug)]
+pub(super) struct BlockSetIoThrottle {
+    disk: String,
+    group: Option<String>,
+    changes: LimitChanges,
+}
+
+impl Command for BlockSetIoThrottle {
+    const NAME: &'static str = "block_set_io_throttle";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let disk = device(arguments)?;
+        let group = arguments.optional::<String>("group")?;
+        if let Some(group) = &group {
+            identifier::check_name("group", group)?;
+        }
+        let changes = LimitChanges::read(arguments, Naming::Device)?;
+        for kind in LimitKind::ALL {
+            let mandatory = Setting::Limit(kind, Part::Rate);
+            if !changes.contains(mandatory) {
+                return Err(Error::missing(&Naming::Device.name(mandatory)));
+            }
+        }
+        Ok(Self { disk, group, changes })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let running = inventory.disk(&self.disk)?;
+        let disk = &running.disk;
+        let limits = self.changes.apply_to(Limits::default())?;
+        let current = disk.throttle().group();
+        let placed = (disk.throttle().settings(), current.clone());
+        let entered = self.group.as_ref().and_then(|name| inventory.group(name).ok());
+        let entered = entered.map(|group| (group.settings(), group));
+        let changed = match (&self.group, current) {
+            _ if limits.is_unlimited() => alone(disk, limits)?,
+            (Some(name), _) if *name == self.disk => alone(disk, limits)?,
+            (None, None) => alone(disk, limits)?,
+            (Some(name), _) => enter(&inventory, disk, name, limits)?,
+            (None, Some(group)) => set_group(&group, limits)?,
+        };
+        if let Err(why) = weir::settle(&inventory).await {
+            disk.throttle().place(placed.0, placed.1.as_ref())?;
+            if let Some((before, group)) = entered {
+                group.set(before)?;
+            }
+            weir::unsettle(&inventory);
+            return Err(why);
+        }
+        // The event may name the group alone, and the disk may have entered or left one.
+        if changed != self.disk
+            && let Err(error) = inventory.check_device_of(&self.disk)
+        {
+            tracing::warn!("{error:#}");
+        }
+        inventory.tell(&Change::SettingsChanged { name: changed });
+        Ok(json!({}))
+    }
+}
+
+/// The disk that `device` or `id` names: both are its name here.
+pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
+    let device = arguments.optional("device")?;
+    let id = arguments.optional("id")?;
+    match (device, id) {
+        (Some(name), None) | (None, Some(name)) => Ok(name),
+        _ => Err(Error::generic("Need exactly one of 'device' and 'id'")),
+    }
+}
+
+/// In no group. Returns whose settings have changed, as the others do.
+fn alone(disk: &Disk, limits: Limits) -> Result<String, Error> {
+    let member = disk.throttle();
+    member.place(DiskSettings { limits, ..member.settings() }, None)?;
+    Ok(disk.name().to_string())
+}
+
+fn set_group(group: &Arc<Group>, limits: Limits) -> Result<String, Error> {
+    group.set(GroupSettings { limits, ..group.settings() })?;
+    Ok(group.name().to_owned())
+}
+
+/// With the group's limits alone: those before were of the disk's group of one.
+fn enter(inventory: &Inventory, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
+    let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
+    let Ok(group) = inventory.group(name) else {
+        let group = Group::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
+        inventory.add_group(&group)?;
+        if let Err(refused) = disk.throttle().place(own, Some(&group)) {
+            inventory.remove_group(name)?;
+            return Err(refused.into());
+        }
+        return Ok(name.to_owned());
+    };
+    let before = group.settings();
+    group.set(GroupSettings { limits, ..before })?;
+    if let Err(refused) = disk.throttle().place(own, Some(&group)) {
+        let restored = group.set(before);
+        debug_assert!(restored.is_ok(), "{restored:?}");
+        return Err(refused.into());
+    }
+    Ok(name.to_owned())
+}

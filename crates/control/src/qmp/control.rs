@@ -1,0 +1,88 @@
+//! The control sockets of a daemon: connects what runs, the commands that change it, and the server
+//! that clients speak to. Changes become events here.
+
+use std::{cell::RefCell, rc::Rc};
+
+use policy::request::Direction;
+use reactor::{JoinHandle, op::Fd};
+use serde_json::{Value, json};
+
+use super::{
+    command::Commands,
+    commands::TABLE,
+    event::Events,
+    server::{Ending, Server},
+};
+use crate::{
+    change::Change,
+    inventory::Inventory,
+    listen::{Listener, SocketFile},
+};
+
+pub struct Control {
+    server: Rc<Server>,
+    /// Dropping one ends the accepting and removes the socket's file.
+    accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
+    inventory: Rc<Inventory>,
+    _telling: JoinHandle<()>,
+}
+
+impl Control {
+    pub fn start(inventory: &Rc<Inventory>, listeners: Vec<Listener>) -> Self {
+        let events = Events::default();
+        let commands = Rc::new(Commands { table: TABLE, inventory: Rc::clone(inventory) });
+        let server = Server::new(commands, events.clone());
+        let told = events.clone();
+        let telling = inventory.events.each(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
+        inventory.listen(move |change| tell(&events, change));
+        let accept = |Listener { socket, authority, file }| {
+            let (server, address) = (Rc::clone(&server), authority.to_string());
+            let socket = Fd::from(socket);
+            let path = file.as_ref().map(|file| file.path().to_owned());
+            inventory.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
+            let accepting = reactor::spawn_joinable(async move {
+                // The disks are served on: a daemon that cannot be steered is better than none.
+                if let Err(error) = server.listen(socket).await {
+                    tracing::error!(address, %error, "QMP clients cannot be accepted any more (restart weir)");
+                }
+            });
+            (accepting, file)
+        };
+        let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
+        Self { server, accepting, inventory: Rc::clone(inventory), _telling: telling }
+    }
+
+    /// Lets nobody in any more, tells every client why, and returns when the last is gone.
+    pub async fn stop(&self, ending: Ending) {
+        self.accepting.take();
+        self.inventory.control.take();
+        self.server.stop(ending).await;
+    }
+}
+
+fn tell(events: &Events, change: &Change) {
+    match change {
+        Change::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
+        Change::Failed { disk, failure } => {
+            let nospace = failure.error == reactor::error::Error::NO_SPACE;
+            events.emit(
+                "BLOCK_IO_ERROR",
+                json!({
+                    // No device of a guest's is known here; QEMU says as much of such.
+                    "qom-path": "",
+                    "device": disk,
+                    "node-name": disk,
+                    "operation": match failure.direction { Direction::Read => "read", Direction::Write => "write" },
+                    "action": if failure.stops { "stop" } else { "report" },
+                    "nospace": nospace,
+                    "reason": failure.error.to_string(),
+                }),
+            );
+        }
+        Change::Stopped => events.emit("STOP", Value::Null),
+        Change::Resumed { all: true } => events.emit("RESUME", Value::Null),
+        // QEMU has no event for it.
+        Change::Listed { .. } | Change::Reloaded | Change::Resumed { all: false } => {}
+        Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
+    }
+}

@@ -1,0 +1,99 @@
+//! What a command is refused with: one of QMP's classes, and a sentence in QEMU's own words that
+//! names the key and the rule.
+
+use std::fmt;
+
+use serde_json::{Value, json};
+
+use super::json::shown;
+use crate::inventory::Refused;
+
+/// QMP's `QapiErrorClass`, as far as weir has a use for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Class {
+    Generic,
+    /// No command has this name, or not now.
+    CommandNotFound,
+    /// No disk, group or object has this name.
+    DeviceNotFound,
+    /// It is there, and not in a state to do this.
+    DeviceNotActive,
+}
+
+impl Class {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Generic => "GenericError",
+            Self::CommandNotFound => "CommandNotFound",
+            Self::DeviceNotFound => "DeviceNotFound",
+            Self::DeviceNotActive => "DeviceNotActive",
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Error {
+    class: Class,
+    description: String,
+}
+
+impl Error {
+    pub(crate) fn new(class: Class, description: impl Into<String>) -> Self {
+        Self { class, description: description.into() }
+    }
+
+    pub(crate) fn generic(description: impl Into<String>) -> Self {
+        Self::new(Class::Generic, description)
+    }
+
+    pub(crate) fn no_device(name: &str) -> Self {
+        Self::new(Class::DeviceNotFound, format!("Device '{name}' not found"))
+    }
+
+    pub(crate) fn missing(key: &str) -> Self {
+        Self::generic(format!("Parameter '{key}' is missing"))
+    }
+
+    /// `expected` is QMP's name of a type: `string`, `integer`, `boolean`, `array`, `object`.
+    pub(crate) fn wrong_type(key: &str, expected: &str) -> Self {
+        Self::generic(format!("Invalid parameter type for '{key}', expected: {expected}"))
+    }
+
+    pub(crate) fn not_accepted(key: &str, value: &str, accepted: &[&str]) -> Self {
+        let list = accepted.join(", ");
+        Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
+    }
+
+    /// `rule` is the predicate of a sentence whose subject is the argument.
+    pub(crate) fn rule(key: &str, rule: impl fmt::Display) -> Self {
+        Self::generic(format!("Parameter '{key}' {rule}"))
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        json!({ "class": self.class.name(), "desc": self.description })
+    }
+}
+
+/// What does not exist has a class of its own, as clients expect it.
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::NoDisk(name) | Refused::NoGroup(name) => Self::no_device(&shown(&name)),
+            other => Self::generic(other.to_string()),
+        }
+    }
+}
+
+impl From<policy::throttle::Refused> for Error {
+    fn from(refused: policy::throttle::Refused) -> Self {
+        Self::generic(refused.to_string())
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.description)
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,206 @@
+//! What the fuzz targets, and tests, do with bytes of a client, and what has to hold whatever they
+//! are. Commands work on disks in memory, on a simulated reactor.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use block::{
+    disk::Disk,
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor,
+    storage::OpenOptions,
+};
+use image::open_raw;
+use serde_json::Value;
+use settings::DiskConfig;
+
+use super::{
+    arguments::Arguments,
+    command::Commands,
+    commands::TABLE,
+    error::{Class, Error},
+    json,
+    server::Execute as _,
+    session::{Session, Turn},
+    stream::{Item, MAX_MESSAGE_BYTES, Stream},
+};
+use crate::inventory::{Inventory, Opening, RunningDisk};
+
+/// Commands that reach beyond the process: they open files and listen on sockets.
+const OUTSIDE: [&str; 5] =
+    ["blockdev-add", "block-export-add", "block_resize", "nbd-server-start", "nbd-server-stop"];
+/// The longest error that may come of any input: a client's own text is repeated in parts only.
+const MAX_ERROR_BYTES: usize = 4096;
+
+/// Bytes to values: the same ones however they are cut. The first byte says where to cut.
+pub fn qmp_stream(data: &[u8]) {
+    let Some((&piece, text)) = data.split_first() else { return };
+    let whole = items(text, text.len().max(1));
+    let cut = items(text, usize::from(piece).max(1));
+    assert_eq!(whole, cut, "in pieces of {piece}");
+    for item in &whole {
+        match item {
+            // What was understood is understood again, as the same.
+            Item::Value(value) => assert_eq!(json::parse(value.to_string().as_bytes()).as_ref(), Ok(value)),
+            Item::Broken(why) => assert!(why.len() < MAX_ERROR_BYTES, "{} bytes", why.len()),
+        }
+    }
+}
+
+fn items(text: &[u8], piece: usize) -> Vec<Item> {
+    let mut stream = Stream::default();
+    let mut items = Vec::new();
+    for mut input in text.chunks(piece) {
+        while let Some(item) = stream.advance(&mut input) {
+            items.push(item);
+        }
+        assert!(stream.held_bytes() <= MAX_MESSAGE_BYTES);
+    }
+    items
+}
+
+/// A conversation: every request gets one well-formed answer, and what runs stays consistent.
+pub fn qmp_session(data: &[u8]) {
+    let text = [br#"{"execute":"qmp_capabilities"}"#, data].concat();
+    reactor::sim::run(0, async move {
+        let inventory = inventory();
+        let commands = Commands { table: TABLE, inventory: Rc::clone(&inventory) };
+        let mut session = Session::default();
+        let mut input = &text[..];
+        while let Some(turn) = session.advance(&mut input) {
+            check_answer(&match turn {
+                Turn::Answer(answer) => answer,
+                Turn::Execute(call) if OUTSIDE.contains(&call.name.as_str()) => continue,
+                Turn::Execute(call) => {
+                    let result = execute(&commands, &call.name, call.arguments).await;
+                    call.id.answer(result)
+                }
+            });
+        }
+        check_inventory(&inventory, &commands).await;
+    });
+}
+
+async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Result<Value, Error> {
+    commands.execute(name, arguments)?.await
+}
+
+/// Two disks, one in a group within a group, with limits everywhere.
+fn inventory() -> Rc<Inventory> {
+    let inventory = Inventory::new(None, Rc::new(|_| ()));
+    let outer = Group::new("outer", GroupSettings::default(), None).expect("no settings");
+    let inner = Group::new("inner", GroupSettings::default(), Some(&outer)).expect("no settings");
+    for group in [&outer, &inner] {
+        inventory.add_group(group).expect("a new name");
+    }
+    for (name, group) in [("a", Some(&inner)), ("b", None)] {
+        let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
+        let disk = Disk::new(name, image, DiskSettings::default(), group).expect("no settings");
+        let running = RunningDisk {
+            disk: Arc::new(disk),
+            config: DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() },
+            caches: Cell::default(),
+            only_here: None,
+            below: Vec::new(),
+            storage: None,
+            told: None,
+        };
+        inventory.add_disk(running).expect("a new name");
+    }
+    inventory
+}
+
+/// One of `return` and `error`, an `id` perhaps, nothing else; an error of a known class that is
+/// not too long.
+fn check_answer(answer: &Value) {
+    let members = answer.as_object().expect("an object");
+    assert!(members.keys().all(|key| ["return", "error", "id"].contains(&key.as_str())), "{answer}");
+    assert_ne!(members.contains_key("return"), members.contains_key("error"), "{answer}");
+    let Some(error) = members.get("error") else { return };
+    let classes = [Class::Generic, Class::CommandNotFound, Class::DeviceNotFound, Class::DeviceNotActive]
+        .map(Class::name);
+    assert!(classes.contains(&error["class"].as_str().unwrap_or_default()), "{answer}");
+    let description = error["desc"].as_str().expect("a text");
+    assert!(!description.is_empty() && description.len() < MAX_ERROR_BYTES, "{answer}");
+}
+
+/// Whatever was done to it, limits obey their rules and every question has an answer.
+async fn check_inventory(inventory: &Rc<Inventory>, commands: &Commands) {
+    for group in inventory.groups() {
+        group.settings().limits.validate().expect("limits in force are valid");
+    }
+    for running in inventory.disks() {
+        running.disk.throttle().settings().limits.validate().expect("limits in force are valid");
+        running.disk.prefetch().settings().check().expect("settings in force are valid");
+    }
+    for question in [
+        "query-block",
+        "query-named-block-nodes",
+        "query-blockstats",
+        "query-commands",
+        "x-weir-query-status",
+    ] {
+        execute(commands, question, Arguments::default()).await.expect("an answer");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection::vec, prelude::*, sample::select};
+
+    use super::*;
+
+    /// Pieces of conversations, right ones and wrong ones.
+    const MARKS: [&str; 18] = [
+        "{", "}", "[", "]", ",", ":", "\"", "\\", " ", "\n", "\u{1}", "null", "true", "1", "-1", "1.5",
+        "1e99", "é",
+    ];
+    const WORDS: [&str; 5] =
+        ["18446744073709551615", "\"execute\":", "\"arguments\":", "\"id\":7", "{\"execute\":\""];
+    /// Whole requests, one a line.
+    const REQUESTS: &str = r#"
+{"execute":"query-block"}
+{"execute":"quit"}
+{"execute":"nope"}
+{"execute":"qom-list","arguments":{"path":"/objects"}}
+{"execute":"qom-get","arguments":{"path":"inner","property":"limits"}}
+{"execute":"qom-set","arguments":{"path":"inner","property":"limits","value":{"iops-total":5}}}
+{"execute":"qom-set","arguments":{"path":"outer","property":"x-weir-weight","value":0}}
+{"execute":"object-add","arguments":{"qom-type":"throttle-group","id":"g","x-weir-parent":"inner","x-weir-iops-reservation":3}}
+{"execute":"object-del","arguments":{"id":"g"}}
+{"execute":"block_set_io_throttle","arguments":{"device":"a","bps":0,"bps_rd":0,"bps_wr":0,"iops":9,"iops_rd":0,"iops_wr":0}}
+{"execute":"block_set_io_throttle","arguments":{"id":"b","bps":5,"bps_rd":0,"bps_wr":0,"iops":9,"iops_rd":0,"iops_wr":0,"group":"new"}}
+{"execute":"block_set_io_throttle","arguments":{"id":"b","bps":0,"bps_rd":0,"bps_wr":0,"iops":0,"iops_rd":0,"iops_wr":0}}
+{"execute":"x-weir-set","arguments":{"name":"a","group":"g","iops-reservation":2}}
+{"execute":"x-weir-set","arguments":{"name":"b","group":"inner","iops-reservation":4,"weight":7}}
+{"execute":"x-weir-set","arguments":{"name":"a","group":""}}
+{"execute":"x-weir-set","arguments":{"name":"inner","watermark":90,"bps-read":1}}
+{"execute":"x-weir-set","arguments":{"name":"a","prefetch":"on","prefetch-window-min":4194304}}
+{"execute":"x-weir-set","arguments":{"name":"b","prefetch":"off","prefetch-window-max":65536,"prefetch-memory":262144}}
+{"execute":"x-weir-query-status"}
+"#;
+
+    fn piece() -> impl Strategy<Value = &'static str> {
+        prop_oneof![18 => select(&MARKS[..]), 5 => select(&WORDS[..]), 23 => request()]
+    }
+
+    fn request() -> impl Strategy<Value = &'static str> {
+        select(REQUESTS.trim().lines().collect::<Vec<_>>())
+    }
+
+    proptest! {
+        #[test]
+        fn a_stream_is_cut_anywhere(piece: u8, pieces in vec(piece(), 0..40), tail in vec(any::<u8>(), 0..20)) {
+            qmp_stream(&[&[piece], pieces.concat().as_bytes(), &tail].concat());
+        }
+
+        #[test]
+        fn a_session_survives_anything(pieces in vec(piece(), 0..40)) {
+            qmp_session(pieces.concat().as_bytes());
+        }
+
+        #[test]
+        fn a_session_survives_whole_commands_in_any_order(pieces in vec(request(), 0..60)) {
+            qmp_session(pieces.concat().as_bytes());
+        }
+    }
+}

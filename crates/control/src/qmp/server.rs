@@ -1,0 +1,336 @@
+//! The QMP socket: who may connect, how many, and what becomes of each connection.
+//!
+//! ```text
+//!   listener ─► accept ─► root or ourselves? ─► one of few? ─► greeting ─► session ⇄ commands
+//!                                                                             │
+//!                                                              outbox ─► task that sends
+//! ```
+//!
+//! Everything happens on the thread that listens, which also changes what runs: a command is never
+//! half done when another client's begins, unless it waits. A client that does not read holds up
+//! its own session alone, for [`PATIENCE`] at most.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::HashMap,
+    io,
+    os::fd::{AsFd, AsRawFd as _, OwnedFd},
+    pin::Pin,
+    rc::Rc,
+};
+
+use block::{
+    buffer::Buffer,
+    reactor::{
+        self,
+        op::{self, Fd},
+    },
+};
+use cluster::actor::Actor;
+use nix::{
+    errno::Errno,
+    sys::socket::{Shutdown, getsockopt, shutdown, sockopt::PeerCredentials},
+    unistd::{Uid, geteuid},
+};
+use policy::time::Duration;
+use reactor::{
+    buffer::Buffer,
+    op::{self, Fd},
+};
+use serde_json::{Value, json};
+
+use super::{
+    arguments::Arguments,
+    descriptors::Passed,
+    error::Error,
+    event::Events,
+    outbox::Outbox,
+    session::{Id, Session, Turn, greeting},
+};
+
+const MAX_CLIENTS: usize = 64;
+/// How long a client may leave unread what it asked for.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The same once everything ends.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// How long commands may go on then.
+const TO_ANSWER: Duration = Duration::from_secs(10);
+/// How often it is looked again whether clients may come.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+const INTAKE_BYTES: usize = 16 << 10;
+const SEND_BYTES: usize = 256 << 10;
+
+pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
+
+pub(crate) trait Execute {
+    /// Errors: no such command, or wrong arguments; then nothing has happened.
+    fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
+
+    /// Whether nobody is let in for now.
+    fn is_closed(&self) -> bool {
+        false
+    }
+}
+
+/// Why the daemon ends, in QEMU's words (`ShutdownCause`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    Signal,
+    Quit,
+    Failure,
+}
+
+impl Ending {
+    const fn reason(self) -> &'static str {
+        match self {
+            Self::Signal => "host-signal",
+            Self::Quit => "host-qmp-quit",
+            Self::Failure => "host-error",
+        }
+    }
+}
+
+pub(crate) struct Server {
+    commands: Rc<dyn Execute>,
+    events: Events,
+    stopping: Cell<bool>,
+    /// By number.
+    clients: RefCell<HashMap<u64, Fd>>,
+    next_number: Cell<u64>,
+    /// Raised when the last client has gone.
+    empty: reactor::Signal,
+}
+
+impl Server {
+    pub(crate) fn new(commands: Rc<dyn Execute>, events: Events) -> Rc<Self> {
+        Rc::new(Self {
+            commands,
+            events,
+            stopping: Cell::new(false),
+            clients: RefCell::default(),
+            next_number: Cell::new(1),
+            empty: reactor::Signal::default(),
+        })
+    }
+
+    pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
+        while !self.stopping.get() {
+            if self.commands.is_closed() {
+                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+                continue;
+            }
+            match op::accept(&listener).await {
+                Ok(socket) => reactor::spawn(Rc::clone(&self).welcome(socket)),
+                Err(_) if self.stopping.get() => break,
+                Err(error) => match error.raw_os_error().map(Errno::from_raw) {
+                    Some(Errno::EBADF | Errno::EINVAL | Errno::ENOTSOCK | Errno::EOPNOTSUPP) => {
+                        return Err(error);
+                    }
+                    // Nobody is let in for now, or the client gave up before it was accepted.
+                    Some(Errno::ECANCELED | Errno::ECONNABORTED | Errno::EINTR | Errno::EAGAIN) => {}
+                    // Out of descriptors or memory. It passes, and nothing says when.
+                    _ => {
+                        tracing::warn!(%error, "cannot accept a QMP client, trying again");
+                        reactor::sleep_until(reactor::now() + Duration::from_secs(1)).await;
+                    }
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells every client that the daemon ends, and returns when the last has been answered and is
+    /// gone; those that do not read are cut off after [`FAREWELL`]. A command that does not end in
+    /// [`TO_ANSWER`] is left: it may wait for storage that never answers, and the disks are to be
+    /// flushed before somebody kills the daemon.
+    pub(crate) async fn stop(&self, ending: Ending) {
+        self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
+        self.stopping.set(true);
+        for socket in self.clients.borrow().values() {
+            // Wakes who waits for a command; an answer still goes out.
+            hang_up(socket, Shutdown::Read);
+        }
+        let all_gone = async {
+            while !self.clients.borrow().is_empty() {
+                self.empty.wait().await;
+            }
+        };
+        if reactor::timeout(TO_ANSWER, all_gone).await.is_err() {
+            let commands = self.clients();
+            tracing::warn!(commands, "ends although commands of clients are at work still");
+        }
+    }
+
+    pub(crate) fn clients(&self) -> usize {
+        self.clients.borrow().len()
+    }
+
+    async fn welcome(self: Rc<Self>, socket: OwnedFd) {
+        let admitted = self.admit(&socket);
+        let socket = Fd::from(socket);
+        let hold = socket.clone();
+        let outbox = Rc::new(Outbox::new(move || hang_up(&hold, Shutdown::Both)));
+        let sending = reactor::spawn_joinable(send_all(socket.clone(), Rc::clone(&outbox)));
+        match admitted {
+            Ok(()) => {
+                let number = self.next_number.get();
+                self.next_number.set(number + 1);
+                self.clients.borrow_mut().insert(number, socket.clone());
+                tracing::debug!(client = number, "QMP client connected");
+                let _registered = Registered { server: &self, number };
+                outbox.push(&greeting());
+                self.converse(&socket, &outbox).await;
+                finish(&outbox, sending).await;
+                tracing::debug!(client = number, "QMP client gone");
+            }
+            Err(error) => {
+                outbox.push(&Id::default().answer(Err(error)));
+                finish(&outbox, sending).await;
+            }
+        }
+    }
+
+    fn admit(&self, socket: &OwnedFd) -> Result<(), Error> {
+        let peer = getsockopt(socket, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
+        if !peer.is_ok_and(is_trusted) {
+            tracing::warn!(?peer, "a QMP client of another user was refused");
+            let us = geteuid();
+            let why =
+                format!("this socket is for root and the user with the number {us} (run as one of them)");
+            return Err(Error::generic(why));
+        }
+        if self.clients() >= MAX_CLIENTS {
+            let why = format!("there are {MAX_CLIENTS} clients already (end one of them first)");
+            return Err(Error::generic(why));
+        }
+        if self.stopping.get() { Err(Error::generic("weir is stopping")) } else { Ok(()) }
+    }
+
+    async fn converse(&self, socket: &Fd, outbox: &Rc<Outbox>) {
+        let mut session = Session::default();
+        let passed = Rc::new(Passed::default());
+        let actor = actor(socket);
+        let mut buffer = vec![0; INTAKE_BYTES];
+        loop {
+            let mut input = match passed.receive(socket, &mut buffer).await {
+                Ok(0) | Err(_) => return,
+                Ok(count) => &buffer[..count],
+            };
+            while let Some(answer) =
+                self.next_answer(&mut session, &mut input, (&passed, &actor), outbox).await
+            {
+                outbox.push(&answer);
+                if !matches!(reactor::timeout(PATIENCE, outbox.room()).await, Ok(true)) {
+                    tracing::info!("a QMP client that does not read was cut off");
+                    return outbox.give_up();
+                }
+                // Many commands may have come at once, and others are waiting for this thread too.
+                reactor::yield_now().await;
+            }
+            if self.stopping.get() {
+                return;
+            }
+        }
+    }
+
+    async fn next_answer(
+        &self,
+        session: &mut Session,
+        input: &mut &[u8],
+        (passed, actor): (&Rc<Passed>, &Actor),
+        outbox: &Rc<Outbox>,
+    ) -> Option<Value> {
+        if self.stopping.get() {
+            return None;
+        }
+        let was_negotiated = session.is_negotiated();
+        let turn = session.advance(input)?;
+        if session.is_negotiated() && !was_negotiated {
+            self.events.subscribe(outbox);
+        }
+        Some(match turn {
+            Turn::Answer(answer) => answer,
+            Turn::Execute(call) => {
+                let result = match self.commands.execute(&call.name, call.arguments.of_client(passed)) {
+                    Ok(running) => actor.clone().run(running).await,
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = &result {
+                    tracing::debug!(command = call.name, %error, "QMP command failed");
+                }
+                call.id.answer(result)
+            }
+        })
+    }
+}
+
+struct Registered<'a> {
+    server: &'a Server,
+    number: u64,
+}
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        let gone = self.server.clients.borrow_mut().remove(&self.number);
+        drop(gone);
+        if self.server.clients.borrow().is_empty() {
+            self.server.empty.raise();
+        }
+    }
+}
+
+/// Who a client is, as it was when it connected.
+fn actor(socket: &Fd) -> Actor {
+    let peer = getsockopt(&socket.as_fd(), PeerCredentials);
+    let (pid, uid) = peer.map_or((0, 0), |peer| (peer.pid(), peer.uid()));
+    Actor::Qmp { pid, uid }
+}
+
+fn is_trusted(peer: Uid) -> bool {
+    peer.is_root() || peer == geteuid()
+}
+
+/// Sends what is left, if the client takes it in time.
+async fn finish(outbox: &Outbox, sending: reactor::JoinHandle<()>) {
+    outbox.close();
+    if reactor::timeout(FAREWELL, sending).await.is_err() {
+        outbox.give_up();
+    }
+}
+
+async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
+    while let Some(bytes) = outbox.next().await {
+        for piece in bytes.chunks(SEND_BYTES) {
+            if send(&socket, piece).await.is_err() {
+                return outbox.give_up();
+            }
+        }
+    }
+    hang_up(&socket, Shutdown::Both);
+}
+
+async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
+    let mut left = Buffer::copy_of(bytes).into();
+    loop {
+        let (sent, rest) = op::send(socket, left).await;
+        left = rest;
+        match sent {
+            Ok(count) => left.advance(count),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        if left.is_empty() {
+            return Ok(());
+        }
+    }
+}
+
+/// Ends one or both directions; wakes who waits there.
+fn hang_up(socket: &Fd, how: Shutdown) {
+    // Fails only where the client has done so already.
+    let _ = shutdown(socket.as_fd().as_raw_fd(), how);
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,243 @@
+//! One client's conversation, without its socket: bytes in, requests and answers out, in the order
+//! they were sent.
+//!
+//! ```text
+//!   greeting ─► negotiating ── qmp_capabilities ─► commands
+//! ```
+//!
+//! The caller executes and answers each request before it calls [`Session::advance`] again, so a
+//! client's commands happen in their order. Knows no command but the one that negotiates.
+
+use serde_json::{Map, Value, json};
+
+use super::{
+    arguments::Arguments,
+    error::{Class, Error},
+    json::shown,
+    stream::{Item, Stream},
+};
+
+/// The release of QEMU whose schema the commands follow; clients such as libvirt decide by it.
+const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
+
+/// That release, as QEMU's programs write it.
+pub fn qemu_release() -> String {
+    let (major, minor, micro) = QEMU_VERSION;
+    format!("{major}.{minor}.{micro}")
+}
+
+pub(super) const NEGOTIATE: &str = "qmp_capabilities";
+
+pub(super) fn version() -> Value {
+    let (major, minor, micro) = QEMU_VERSION;
+    json!({
+        "qemu": { "major": major, "minor": minor, "micro": micro },
+        "package": concat!("weir ", env!("CARGO_PKG_VERSION")),
+    })
+}
+
+/// weir offers no capability: commands are never executed out of order.
+pub(super) fn greeting() -> Value {
+    json!({ "QMP": { "version": version(), "capabilities": [] } })
+}
+
+#[derive(Debug)]
+pub enum Turn {
+    Answer(Value),
+    Execute(Call),
+}
+
+#[derive(Debug)]
+pub(super) struct Call {
+    pub(super) name: String,
+    pub(super) arguments: Arguments,
+    pub(super) id: Id,
+}
+
+/// What a client gave to recognise an answer by: any value, or none.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Id(Option<Value>);
+
+impl Id {
+    pub(super) fn answer(self, result: Result<Value, Error>) -> Value {
+        let mut answer = Map::new();
+        match result {
+            Ok(value) => answer.insert("return".to_owned(), value),
+            Err(error) => answer.insert("error".to_owned(), error.to_json()),
+        };
+        if let Some(id) = self.0 {
+            answer.insert("id".to_owned(), id);
+        }
+        Value::Object(answer)
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Session {
+    stream: Stream,
+    negotiated: bool,
+}
+
+impl Session {
+    /// Takes bytes off the front of `input`; `None` once all are taken.
+    pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<Turn> {
+        let item = self.stream.advance(input)?;
+        Some(match item {
+            Item::Value(value) => self.request(value),
+            Item::Broken(reason) => Turn::Answer(Id::default().answer(Err(Error::generic(reason)))),
+        })
+    }
+
+    pub(super) fn is_negotiated(&self) -> bool {
+        self.negotiated
+    }
+
+    fn request(&mut self, value: Value) -> Turn {
+        let Value::Object(mut members) = value else {
+            let error = Error::generic("QMP input must be a JSON object");
+            return Turn::Answer(Id::default().answer(Err(error)));
+        };
+        let id = Id(members.remove("id"));
+        match command(members) {
+            Err(error) => Turn::Answer(id.answer(Err(error))),
+            Ok((name, arguments)) if name == NEGOTIATE => {
+                Turn::Answer(id.answer(self.negotiate(arguments).map(|()| json!({}))))
+            }
+            Ok((name, arguments)) if self.negotiated => Turn::Execute(Call { name, arguments, id }),
+            Ok(_) => Turn::Answer(id.answer(Err(Error::new(
+                Class::CommandNotFound,
+                "Expecting capabilities negotiation with 'qmp_capabilities'",
+            )))),
+        }
+    }
+
+    fn negotiate(&mut self, mut arguments: Arguments) -> Result<(), Error> {
+        if self.negotiated {
+            let why = "Capabilities negotiation is already complete, command ignored";
+            return Err(Error::new(Class::CommandNotFound, why));
+        }
+        let wanted: Vec<String> = arguments.optional("enable")?.unwrap_or_default();
+        arguments.finish()?;
+        if let Some(capability) = wanted.first() {
+            let rule = format!("asks for '{}', which the greeting does not offer", shown(capability));
+            return Err(Error::rule("enable", rule));
+        }
+        self.negotiated = true;
+        Ok(())
+    }
+}
+
+fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error> {
+    let member = |name: &str, rule: &str| Error::generic(format!("QMP input member '{name}' {rule}"));
+    let name = members.remove("execute");
+    let arguments = members.remove("arguments");
+    if members.contains_key("exec-oob") {
+        let rule = "is unexpected, because the greeting does not offer 'oob' (use 'execute')";
+        return Err(member("exec-oob", rule));
+    }
+    if let Some(key) = members.keys().next() {
+        return Err(member(&shown(key), "is unexpected"));
+    }
+    let name = match name {
+        Some(Value::String(name)) => name,
+        Some(_) => return Err(member("execute", "must be a string")),
+        None => return Err(Error::generic("QMP input lacks member 'execute'")),
+    };
+    match arguments {
+        None => Ok((name, Arguments::default())),
+        Some(Value::Object(arguments)) => Ok((name, Arguments::new(arguments))),
+        Some(_) => Err(member("arguments", "must be an object")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a session that was greeted answers; a command that would be executed is answered with
+    /// its name.
+    fn answers(session: &mut Session, text: &str) -> Vec<Value> {
+        let mut input = text.as_bytes();
+        let mut answers = Vec::new();
+        while let Some(turn) = session.advance(&mut input) {
+            answers.push(match turn {
+                Turn::Answer(answer) => answer,
+                Turn::Execute(call) => call.id.answer(Ok(json!(call.name))),
+            });
+        }
+        answers
+    }
+
+    #[track_caller]
+    fn check(text: &str, expected: Value) {
+        let mut session = Session::default();
+        answers(&mut session, r#"{"execute":"qmp_capabilities"}"#);
+        assert_eq!(answers(&mut session, text), [expected], "{text}");
+    }
+
+    fn error(class: &str, description: &str) -> Value {
+        json!({ "error": { "class": class, "desc": description } })
+    }
+
+    #[test]
+    fn nothing_is_executed_before_the_negotiation() {
+        let mut session = Session::default();
+        let expecting =
+            error("CommandNotFound", "Expecting capabilities negotiation with 'qmp_capabilities'");
+        assert_eq!(answers(&mut session, r#"{"execute":"quit"}"#), [expecting]);
+        assert!(!session.is_negotiated());
+        let enable = r#"{"execute":"qmp_capabilities","arguments":{"enable":["oob"]}}"#;
+        let refused = "Parameter 'enable' asks for 'oob', which the greeting does not offer";
+        assert_eq!(answers(&mut session, enable), [error("GenericError", refused)]);
+        let unexpected = r#"{"execute":"qmp_capabilities","arguments":{"x":1}}"#;
+        assert_eq!(answers(&mut session, unexpected), [error("GenericError", "Parameter 'x' is unexpected")]);
+        assert!(!session.is_negotiated());
+        let nothing = r#"{"execute":"qmp_capabilities","arguments":{"enable":[]},"id":0}"#;
+        assert_eq!(answers(&mut session, nothing), [json!({"return": {}, "id": 0})]);
+        assert!(session.is_negotiated());
+        let again = "Capabilities negotiation is already complete, command ignored";
+        let asked = answers(&mut session, r#"{"execute":"qmp_capabilities"}"#);
+        assert_eq!(asked, [error("CommandNotFound", again)]);
+        assert_eq!(answers(&mut session, r#"{"execute":"quit"}"#), [json!({"return": "quit"})]);
+    }
+
+    #[test]
+    fn the_id_comes_back_as_it_was_also_with_an_error() {
+        let id = json!({"a": [1, 2.5, "x", null, false]});
+        check(&format!(r#"{{"execute":"x","id":{id}}}"#), json!({"return": "x", "id": id}));
+        check(
+            r#"{"id":null}"#,
+            json!({"id": null, "error": {"class": "GenericError", "desc": "QMP input lacks member 'execute'"}}),
+        );
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused_in_qemus_words() {
+        let generic = |description: &str| error("GenericError", description);
+        check("[1]", generic("QMP input must be a JSON object"));
+        check("5 ", generic("QMP input must be a JSON object"));
+        check(r#"{"execute":5}"#, generic("QMP input member 'execute' must be a string"));
+        check(r#"{"execute":"x","arguments":5}"#, generic("QMP input member 'arguments' must be an object"));
+        check(r#"{"execute":"x","foo":1}"#, generic("QMP input member 'foo' is unexpected"));
+        check(
+            r#"{"exec-oob":"x"}"#,
+            generic(
+                "QMP input member 'exec-oob' is unexpected, because the greeting does not offer 'oob' (use 'execute')",
+            ),
+        );
+        check(
+            r#"{"execute":"x","execute":"x"}"#,
+            generic("JSON parse error, duplicate key 'execute' at line 1 column 24"),
+        );
+    }
+
+    #[test]
+    fn a_request_after_a_broken_one_is_heard() {
+        let mut session = Session::default();
+        let both = answers(&mut session, "{\"execute\": '}\n{\"execute\":\"qmp_capabilities\",\"id\":1}");
+        assert_eq!(
+            both,
+            [error("GenericError", "JSON parse error, stray '''"), json!({"return": {}, "id": 1})]
+        );
+    }
+}

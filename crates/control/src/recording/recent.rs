@@ -1,0 +1,366 @@
+//! The last minutes of all disks, in memory: what the page asks for before a limit is changed.
+//!
+//! ```text
+//!   requests ─► a chunk of each disk ─► full: behind all others ─► the oldest of all is dropped
+//! ```
+//!
+//! There is one bound for all, and what is dropped is the oldest, whichever disk it is of: so there
+//! is as long a time of each. Never written anywhere.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use ::recording::{Op, Past};
+use block::recorder::{Finished, Operation};
+use policy::time::{Duration, Instant};
+
+use super::{engine::Output, limits::LimitsByOwner, names::Named};
+
+/// Of what is older, nothing is told.
+pub(crate) const LONGEST: Duration = Duration::from_secs(600);
+/// Requests that are allocated at a time.
+const CHUNK: usize = 256;
+/// Chunks that are full, of all disks: 1.5 million requests, of 32 bytes each.
+const MOST_CHUNKS: usize = 6144;
+
+/// A request that has come to its end, in 32 bytes.
+#[derive(Clone, Copy, Debug)]
+struct Kept {
+    arrived: Instant,
+    wait_ns: u64,
+    /// Longer ones count as four seconds.
+    service_ns: u32,
+    /// Of each.
+    length: u32,
+    /// A client's that were merged: a limit counts each.
+    requests: u16,
+    operation: Operation,
+}
+
+type Chunk = Arc<[Kept]>;
+
+/// Shared by the thread that records and by who asks.
+#[derive(Debug, Default)]
+pub struct Recent(Mutex<All>);
+
+#[derive(Debug, Default)]
+struct All {
+    disks: HashMap<Arc<str>, VecDeque<Chunk>>,
+    /// Whose chunks there are, the oldest first.
+    order: VecDeque<Arc<str>>,
+    /// Of each disk, what fills no chunk yet.
+    open: HashMap<Arc<str>, Vec<Kept>>,
+    /// When something was lost last, or the recording began: nothing is told of before.
+    lost: Option<Instant>,
+}
+
+impl Recent {
+    fn all(&self) -> MutexGuard<'_, All> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What these disks were asked of late, `most` requests in all, the latest; from an instant on
+    /// from which all of them is known.
+    pub fn tell(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<Past>>) {
+        // Only what is shared is taken under the lock: it is copied once that is free again.
+        let (lost, kept): (_, Vec<_>) = {
+            let all = self.all();
+            let of = |disk: &Arc<str>| {
+                let whole: Vec<Chunk> = all.disks.get(disk).into_iter().flatten().cloned().collect();
+                (whole, all.open.get(disk).cloned().unwrap_or_default())
+            };
+            (all.lost, disks.iter().map(of).collect())
+        };
+        let least = Instant::from_nanos(now.as_nanos().saturating_sub(LONGEST.as_nanos() as u64));
+        let mut since = least.max(lost.unwrap_or(least));
+        let each = |(whole, open): &(Vec<Chunk>, Vec<Kept>)| -> Vec<Kept> {
+            whole.iter().flat_map(|chunk| chunk.iter()).chain(open).copied().collect()
+        };
+        let mut kept: Vec<Vec<Kept>> = kept.iter().map(each).collect();
+        let arrivals = kept.iter().flatten().map(|kept| (kept.arrived, kept.requests));
+        let arrivals: Vec<_> = arrivals.filter(|(at, _)| *at >= since).collect();
+        since = first_of_latest(arrivals, most).unwrap_or(since);
+        kept.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
+        (since, kept.into_iter().map(|kept| kept.iter().flat_map(Kept::past).collect()).collect())
+    }
+}
+
+/// When the first of the latest `most` came; none where there are no more than that.
+fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Instant> {
+    let sum = |of: &[(Instant, u16)]| of.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
+    if sum(&arrivals) <= most {
+        return None;
+    }
+    // Each is one at least, so no more of them are put in order.
+    let surplus = arrivals.len().saturating_sub(most);
+    if surplus > 0 {
+        arrivals.select_nth_unstable(surplus);
+        arrivals.drain(..surplus);
+    }
+    arrivals.sort_unstable_by(|one, other| other.cmp(one));
+    let mut count = 0;
+    let within = arrivals.iter().take_while(|(_, requests)| {
+        count += usize::from(*requests);
+        count <= most
+    });
+    within.last().or_else(|| arrivals.first()).map(|(at, _)| *at)
+}
+
+impl Kept {
+    fn of(finished: &Finished) -> Self {
+        let &Finished { arrived, admitted, ended, length, requests, operation, .. } = finished;
+        let requests = u16::try_from(requests.max(1)).unwrap_or(u16::MAX);
+        let (wait_ns, service_ns) = (admitted.nanos_since(arrived), ended.nanos_since(admitted));
+        Self {
+            arrived,
+            wait_ns,
+            service_ns: u32::try_from(service_ns).unwrap_or(u32::MAX),
+            // No client asks for more at once.
+            length: u32::try_from(length / u64::from(requests)).unwrap_or(u32::MAX),
+            requests,
+            operation,
+        }
+    }
+
+    /// Each that was merged came by itself and was answered with the others.
+    fn past(&self) -> impl Iterator<Item = Past> {
+        let op = match self.operation {
+            Operation::Read => Op::Read,
+            Operation::Write => Op::Write,
+            Operation::WriteZeroes => Op::WriteZeroes,
+            Operation::Flush => Op::Flush,
+            Operation::Discard => Op::Discard,
+        };
+        let past = Past {
+            arrived_ns: self.arrived.as_nanos(),
+            wait_ns: self.wait_ns,
+            service_ns: self.service_ns.into(),
+            length: self.length.into(),
+            op,
+        };
+        std::iter::repeat_n(past, self.requests.into())
+    }
+}
+
+impl All {
+    fn add(&mut self, disk: &Arc<str>, kept: Kept) {
+        let open = match self.open.get_mut(disk) {
+            Some(open) => open,
+            None => self.open.entry(Arc::clone(disk)).or_insert_with(|| Vec::with_capacity(CHUNK)),
+        };
+        open.push(kept);
+        if open.len() < CHUNK {
+            return;
+        }
+        let chunk: Chunk = open.as_slice().into();
+        open.clear();
+        self.disks.entry(Arc::clone(disk)).or_default().push_back(chunk);
+        self.order.push_back(Arc::clone(disk));
+        if self.order.len() > MOST_CHUNKS
+            && let Some(newest) = self.drop_oldest()
+        {
+            self.lose(newest);
+        }
+    }
+
+    /// When the last of it came.
+    fn drop_oldest(&mut self) -> Option<Instant> {
+        let disk = self.order.pop_front()?;
+        let chunks = self.disks.get_mut(&disk)?;
+        let chunk = chunks.pop_front()?;
+        if chunks.is_empty() {
+            self.disks.remove(&disk);
+        }
+        newest(&chunk)
+    }
+
+    /// Of what came until then not all is known.
+    fn lose(&mut self, until: Instant) {
+        self.lost = Some(self.lost.map_or(until, |before| before.max(until)));
+    }
+
+    /// Drops what nobody is told any more.
+    fn forget(&mut self, before: Instant) {
+        while let Some(disk) = self.order.front() {
+            let oldest = self.disks.get(disk).and_then(|chunks| chunks.front());
+            if oldest.and_then(|chunk| newest(chunk)).is_some_and(|newest| newest >= before) {
+                break;
+            }
+            self.drop_oldest();
+        }
+        self.open.retain(|_, open| newest(open).is_some_and(|newest| newest >= before));
+    }
+}
+
+fn newest(chunk: &[Kept]) -> Option<Instant> {
+    chunk.iter().map(|kept| kept.arrived).max()
+}
+
+/// The recorder's end of a [`Recent`].
+pub(super) struct Keeping {
+    recent: Arc<Recent>,
+    /// Since the last turn.
+    new: Vec<(Arc<str>, Kept)>,
+    forgot: Instant,
+    has_ended: bool,
+}
+
+impl Keeping {
+    /// How often it is looked for what is too old.
+    const PAUSE: Duration = Duration::from_secs(1);
+
+    pub(super) fn new(recent: Arc<Recent>, now: Instant) -> Self {
+        recent.all().lose(now);
+        Self { recent, new: Vec::new(), forgot: now, has_ended: false }
+    }
+
+    fn turn_at(&mut self, lost: u64, now: Instant) {
+        if lost == 0 && self.new.is_empty() && now.nanos_since(self.forgot) < Self::PAUSE.as_nanos() as u64 {
+            return;
+        }
+        let mut all = self.recent.all();
+        for (disk, kept) in self.new.drain(..) {
+            all.add(&disk, kept);
+        }
+        if lost > 0 {
+            all.lose(now);
+        }
+        if now.nanos_since(self.forgot) >= Self::PAUSE.as_nanos() as u64 {
+            all.forget(Instant::from_nanos(now.as_nanos().saturating_sub(LONGEST.as_nanos() as u64)));
+            self.forgot = now;
+        }
+    }
+}
+
+impl Output for Keeping {
+    fn take(&mut self, finished: &Finished, named: &Named, _: &LimitsByOwner) {
+        if !finished.has_failed {
+            self.new.push((Arc::clone(&named.name), Kept::of(finished)));
+        }
+    }
+
+    fn turn(&mut self, lost: u64) {
+        self.turn_at(lost, reactor::real_time());
+    }
+
+    fn end(&mut self) {
+        self.has_ended = true;
+    }
+
+    fn has_ended(&mut self) -> bool {
+        self.has_ended
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Instant {
+        Instant::from_nanos(ms * 1_000_000)
+    }
+
+    fn read(ms: u64) -> Finished {
+        Finished {
+            disk: 0,
+            operation: Operation::Read,
+            offset: 0,
+            length: 4096,
+            requests: 1,
+            has_failed: false,
+            arrived: at(ms),
+            admitted: at(ms + 1),
+            held: None,
+            ended: at(ms + 3),
+        }
+    }
+
+    fn keeping() -> (Arc<Recent>, Keeping) {
+        let recent = Arc::<Recent>::default();
+        (Arc::clone(&recent), Keeping::new(recent, at(0)))
+    }
+
+    #[test]
+    fn what_was_asked_is_told_as_it_was() {
+        let (recent, mut keeping) = keeping();
+        let (a, b) = (Named::alone(0, "a"), Named::alone(1, "b"));
+        for ms in 1..=600 {
+            keeping.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
+        }
+        keeping.take(&Finished { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
+        keeping.turn_at(0, at(700));
+        let (since, past) = recent.tell(&["a".into(), "b".into(), "c".into()], at(700), 1000);
+        assert_eq!((since, [past[0].len(), past[1].len(), past[2].len()]), (at(0), [400, 200, 0]));
+        let first = Past {
+            arrived_ns: 1_000_000,
+            wait_ns: 1_000_000,
+            service_ns: 2_000_000,
+            length: 4096,
+            op: Op::Read,
+        };
+        assert_eq!(past[0][0], first);
+        // The latest, of all of them.
+        let (since, past) = recent.tell(&["a".into(), "b".into()], at(700), 30);
+        assert_eq!((since, past[0].len(), past[1].len()), (at(571), 20, 10));
+    }
+
+    #[test]
+    fn what_was_merged_is_told_one_by_one() {
+        let (recent, mut keeping) = keeping();
+        let a = Named::alone(0, "a");
+        for ms in 1..=100 {
+            keeping.take(&Finished { length: 8 * 4096, requests: 8, ..read(ms) }, &a, &LimitsByOwner::new());
+        }
+        keeping.turn_at(0, at(200));
+        let (since, past) = recent.tell(&["a".into()], at(200), 10_000);
+        assert_eq!((since, past[0].len()), (at(0), 800));
+        assert!(past[0].iter().all(|past| past.length == 4096 && past.service_ns == 2_000_000));
+        // Of the latest 20, two times eight; and of fewer than were merged at once, those.
+        for (most, from, told) in [(20, 99, 16), (3, 100, 8)] {
+            let (since, past) = recent.tell(&["a".into()], at(200), most);
+            assert_eq!((since, past[0].len()), (at(from), told), "{most}");
+        }
+    }
+
+    #[test]
+    fn of_what_is_too_old_or_lost_nothing_is_told() {
+        let (recent, mut keeping) = keeping();
+        let a = Named::alone(0, "a");
+        let longest_ms = LONGEST.as_millis() as u64;
+        for ms in (0..3000).chain(longest_ms..longest_ms + 100) {
+            keeping.take(&read(ms), &a, &LimitsByOwner::new());
+        }
+        keeping.turn_at(0, at(longest_ms + 2000));
+        let (since, past) = recent.tell(&["a".into()], at(longest_ms + 2000), usize::MAX);
+        assert_eq!((since, past[0].len()), (at(2000), 1100));
+        keeping.turn_at(5, at(longest_ms + 2001));
+        let (since, past) = recent.tell(&["a".into()], at(longest_ms + 2002), usize::MAX);
+        assert_eq!((since, past[0].len()), (at(longest_ms + 2001), 0));
+        keeping.turn_at(0, at(2 * longest_ms + 3000));
+        let all = recent.all();
+        assert!(all.disks.is_empty() && all.order.is_empty() && all.open.is_empty());
+    }
+
+    #[test]
+    fn there_is_one_bound_for_all_disks() {
+        assert_eq!(size_of::<Kept>(), 32);
+        let (recent, mut keeping) = keeping();
+        let disks = ["a", "b"].map(|name| Named::alone(0, name));
+        let most = MOST_CHUNKS * CHUNK;
+        for number in 0..most + most / 2 {
+            keeping.take(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
+            if number % 10_000 == 0 {
+                keeping.turn_at(0, at(number as u64 / 8));
+            }
+        }
+        let now = at((most + most / 2) as u64 / 8);
+        keeping.turn_at(0, now);
+        assert_eq!(recent.all().order.len(), MOST_CHUNKS);
+        let (since, past) = recent.tell(&["a".into(), "b".into()], now, usize::MAX);
+        let all = past[0].len() + past[1].len();
+        assert!(since > at(0) && all <= most && all > most - 4 * CHUNK, "{all}");
+        assert!(past[0].len().abs_diff(past[1].len()) <= 8);
+    }
+}

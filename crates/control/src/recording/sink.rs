@@ -1,0 +1,388 @@
+//! Where a recording goes: a file, a pipe or a socket, which is never waited for.
+//!
+//! A block is encoded once a second, or when it is full. What the file does not take at once waits
+//! in memory, up to [`MOST_BEHIND`]; past that, requests are lost until there is room.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io::{self, ErrorKind, Write},
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use block::recorder::{Finished, Operation};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use policy::time::{Duration, Instant};
+use recording::{Entry, LimitChange, Op, Times, Writer};
+
+use super::{
+    engine::Output,
+    limits::{LimitKey, LimitsByOwner, LimitsInForce},
+    names::Named,
+};
+
+/// Bytes that wait to be written: some seconds of half a million requests a second.
+const MOST_BEHIND: usize = 32 << 20;
+/// A block is at most so old when it is written: what a killed daemon loses.
+const BLOCK: Duration = Duration::from_secs(1);
+/// How long a reader may take for the rest.
+const TO_END: Duration = Duration::from_secs(10);
+
+/// How far a recording is; told while it runs and after.
+#[derive(Debug, Default)]
+pub struct Progress {
+    requests: AtomicU64,
+    lost: AtomicU64,
+    bytes: AtomicU64,
+    error: Mutex<Option<String>>,
+}
+
+impl Progress {
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Relaxed)
+    }
+
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Relaxed)
+    }
+
+    /// That were written.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// Why it has ended by itself.
+    pub(crate) fn error(&self) -> Option<String> {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// So many that counted as recorded are not.
+    pub(super) fn take_back(&self, requests: u64) {
+        self.requests.fetch_sub(requests, Relaxed);
+    }
+
+    /// So many are not to be had.
+    pub(super) fn lose(&self, requests: u64) {
+        self.lost.fetch_add(requests, Relaxed);
+    }
+
+    fn fail(&self, error: &io::Error) {
+        let why = match error.kind() {
+            ErrorKind::BrokenPipe => "its reader has gone".to_owned(),
+            _ => error.to_string(),
+        };
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
+    }
+}
+
+pub(super) struct Sink {
+    writer: Writer<Behind>,
+    began: Instant,
+    block_began: Instant,
+    ends_by: Option<Instant>,
+    /// Latest limits of each disk and group that changed while the file was too far behind.
+    withheld: HashMap<LimitKey, LimitChange>,
+    /// Requests since all was written that there was.
+    unwritten: u64,
+    is_empty: bool,
+    error: Option<io::Error>,
+    progress: Arc<Progress>,
+}
+
+impl Sink {
+    /// Time 0 is `now`.
+    pub(super) fn new(file: OwnedFd, now: Instant, progress: Arc<Progress>) -> io::Result<Self> {
+        // A regular file takes everything at once; a pipe whose reader is slow is not waited for.
+        let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
+        fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let behind = Behind { file: file.into(), waiting: VecDeque::new(), written: 0, whole: 0 };
+        let writer = Writer::new(behind, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
+        let (ends_by, error) = (None, None);
+        Ok(Self {
+            writer,
+            began: now,
+            block_began: now,
+            ends_by,
+            withheld: HashMap::new(),
+            unwritten: 0,
+            is_empty: true,
+            error,
+            progress,
+        })
+    }
+
+    /// Why it takes nothing any more.
+    pub(super) fn take_error(&mut self) -> Option<io::Error> {
+        self.error.take()
+    }
+
+    /// At least so many requests as were taken and are not in the file.
+    pub(super) fn unwritten(&self) -> u64 {
+        self.unwritten
+    }
+
+    /// Whether no request is in the file.
+    pub(super) fn is_empty(&self) -> bool {
+        self.is_empty
+    }
+
+    /// That the file has.
+    pub(super) fn bytes(&self) -> u64 {
+        self.writer.out().written
+    }
+
+    /// Removes from a regular file what has come into it since all was written that there was: part
+    /// of a block, which would end it for whoever reads it.
+    pub(super) fn back_to_whole_blocks(&self) -> io::Result<()> {
+        let Behind { file, whole, .. } = self.writer.out();
+        file.set_len(*whole)
+    }
+
+    /// Counts them, and has the file tell that they are not in it.
+    pub(super) fn lose(&mut self, requests: u64) {
+        self.progress.lose(requests);
+        self.tell_lost(requests);
+    }
+
+    /// Has the file tell it.
+    pub(super) fn tell_lost(&mut self, requests: u64) {
+        self.writer.lose(requests);
+    }
+
+    pub(super) fn take(&mut self, finished: &Finished, named: &Named) {
+        let parts = u64::from(finished.requests.max(1));
+        if self.error.is_some() || self.writer.out().waiting.len() > MOST_BEHIND {
+            return self.lose(parts);
+        }
+        let nanos = |from: Instant, to: Instant| to.nanos_since(from);
+        let limit = finished.held.and_then(|held| named.limit(held));
+        let length = finished.length / parts;
+        let times = Times {
+            wait_ns: nanos(finished.arrived, finished.admitted),
+            service_ns: nanos(finished.admitted, finished.ended),
+        };
+        for part in 0..parts {
+            let offset = finished.offset + part * length;
+            let entry = Entry {
+                arrival_ns: nanos(self.began, finished.arrived),
+                times: Some(times),
+                offset,
+                length,
+                op: op(finished.operation),
+                has_failed: finished.has_failed,
+                disk: finished.disk,
+                limit: limit.map(|(number, _)| number),
+            };
+            let written = self.writer.push(entry, || &named.name, || limit.map_or("", |(_, name)| name));
+            self.note(written);
+        }
+        self.unwritten += parts;
+        self.progress.requests.fetch_add(parts, Relaxed);
+    }
+
+    /// Adds limits that are in force from an instant on.
+    pub(super) fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+        let change = limits.change(at.nanos_since(self.began));
+        self.withheld.insert(limits.key(), change);
+        self.write_limits();
+    }
+
+    /// Hands the writer the limits that it does not have, if there is room for them.
+    fn write_limits(&mut self) {
+        if self.error.is_some() || self.writer.out().waiting.len() > MOST_BEHIND {
+            return;
+        }
+        for (_, change) in std::mem::take(&mut self.withheld) {
+            let written = self.writer.change_limits(change);
+            self.note(written);
+        }
+    }
+
+    /// Makes a block of what there is.
+    pub(super) fn cut(&mut self) {
+        self.block_began = reactor::real_time();
+        let written = self.writer.cut();
+        self.note(written);
+    }
+
+    /// Writes what is to be written by now.
+    pub(super) fn turn(&mut self) {
+        self.write_limits();
+        let age = reactor::real_time().nanos_since(self.block_began);
+        if age >= u64::try_from(BLOCK.as_nanos()).unwrap_or(u64::MAX) {
+            self.cut();
+        }
+        if self.error.is_none() {
+            let written = self.writer.out_mut().catch_up(&self.progress);
+            self.note(written);
+        }
+        if self.writer.is_cut() && self.writer.out().waiting.is_empty() && self.error.is_none() {
+            self.is_empty &= self.unwritten == 0;
+            self.unwritten = 0;
+            let behind = self.writer.out_mut();
+            behind.whole = behind.written;
+        }
+    }
+
+    fn note(&mut self, written: io::Result<()>) {
+        if let Err(error) = written {
+            self.error.get_or_insert(error);
+        }
+    }
+}
+
+/// Of a recording that somebody reads while it is made.
+impl Output for Sink {
+    fn take(&mut self, finished: &Finished, named: &Named, _: &LimitsByOwner) {
+        self.take(finished, named);
+    }
+
+    fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
+        self.limits(limits, at);
+    }
+
+    fn turn(&mut self, lost: u64) {
+        if lost > 0 {
+            self.lose(lost);
+        }
+        self.turn();
+    }
+
+    fn end(&mut self) {
+        self.cut();
+        self.ends_by = Some(reactor::real_time() + TO_END);
+    }
+
+    fn has_ended(&mut self) -> bool {
+        let is_whole = self.writer.out().waiting.is_empty();
+        if !is_whole && self.ends_by.is_some_and(|by| reactor::real_time() >= by) {
+            self.note(Err(io::Error::other("its reader has not taken all of it")));
+        }
+        if let Some(error) = &self.error {
+            self.progress.fail(error);
+        }
+        self.error.is_some() || self.ends_by.is_some() && is_whole
+    }
+}
+
+/// What a file has not taken yet.
+struct Behind {
+    file: std::fs::File,
+    waiting: VecDeque<u8>,
+    written: u64,
+    /// Of these, what ends with a block.
+    whole: u64,
+}
+
+impl Behind {
+    fn catch_up(&mut self, progress: &Progress) -> io::Result<()> {
+        while !self.waiting.is_empty() {
+            let (first, _) = self.waiting.as_slices();
+            match self.file.write(first) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    self.waiting.drain(..count);
+                    self.written += count as u64;
+                    progress.bytes.fetch_add(count as u64, Relaxed);
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Write for Behind {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.waiting.extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn op(operation: Operation) -> Op {
+    match operation {
+        Operation::Read => Op::Read,
+        Operation::Write => Op::Write,
+        Operation::WriteZeroes => Op::WriteZeroes,
+        Operation::Flush => Op::Flush,
+        Operation::Discard => Op::Discard,
+    }
+}
+
+#[cfg(test)]
+impl Sink {
+    /// Has the file take half of what it is given, and no more.
+    pub(super) fn tear(&mut self) {
+        self.cut();
+        let behind = self.writer.out_mut();
+        let half = behind.waiting.len() / 2;
+        assert!(half > 0, "there is a block to be written");
+        let part: Vec<u8> = behind.waiting.drain(..half).collect();
+        behind.file.write_all(&part).expect("there is room");
+        self.note(Err(ErrorKind::StorageFull.into()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, io::Read as _, thread};
+
+    use nix::unistd::pipe;
+
+    use super::*;
+
+    #[test]
+    fn a_reader_that_does_not_read_costs_requests_and_bounded_memory() {
+        let (reader, writer) = pipe().unwrap();
+        let progress = Arc::<Progress>::default();
+        let mut sink = Sink::new(writer, Instant::ZERO, Arc::clone(&progress)).unwrap();
+        let named = Named::alone(0, "vm1");
+        let mut place = 1_u64;
+        let mut asked = 0;
+        while progress.lost() < 1000 {
+            // Knuth's MMIX, so that nothing of it can be foretold.
+            place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let at = |nanos: u64| Instant::from_nanos(asked * 1000 + nanos % 1_000_000);
+            sink.take(
+                &Finished {
+                    disk: 0,
+                    operation: Operation::Read,
+                    offset: place >> 20 << 9,
+                    length: 512,
+                    requests: 1,
+                    has_failed: false,
+                    arrived: at(0),
+                    admitted: at(place >> 44),
+                    held: None,
+                    ended: at(1_000_000 + (place >> 30)),
+                },
+                &named,
+            );
+            asked += 1;
+            if asked % 10_000 == 0 {
+                Output::turn(&mut sink, 0);
+            }
+        }
+        assert!(sink.writer.out().waiting.capacity() < 3 * MOST_BEHIND);
+        assert_eq!(progress.requests() + progress.lost(), asked);
+        // Read in the end, what was kept is all there.
+        let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());
+        sink.end();
+        while !sink.has_ended() {
+            Output::turn(&mut sink, 0);
+        }
+        drop(sink);
+        assert_eq!((read.join().unwrap() as u64, progress.error()), (progress.bytes(), None));
+    }
+}

@@ -1,0 +1,320 @@
+//! What is different between what runs and what the config file says now; and what of that cannot
+//! be while it runs.
+//!
+//! What came and went over the control socket is not the file's: a disk that neither the old file
+//! nor the new one has stays. Settings are compared with those in force, so that a change that was
+//! not saved is taken back.
+//!
+//! Changes nothing.
+
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{Context as _, bail, ensure};
+use settings::{
+    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedGroup, Plan, Said, Service, ServiceDraft,
+    TlsDraft, key::Change,
+};
+
+use crate::{
+    inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
+    wanted::{Running, Wanted, Way},
+};
+
+const REMEDY: &str = "take the disk out of the file and reload, and put it back then; or restart weir";
+
+/// By their index in the plan, or by name where it is not in there any more.
+#[derive(Debug, Default)]
+pub(super) struct Difference {
+    pub(super) new_groups: Vec<usize>,
+    /// Those inside others first.
+    pub(super) old_groups: Vec<String>,
+    pub(super) new_disks: Vec<usize>,
+    pub(super) kept_disks: Vec<usize>,
+    pub(super) old_disks: Vec<String>,
+    pub(super) new_exports: Vec<Wanted>,
+    pub(super) old_exports: Vec<Wanted>,
+}
+
+impl Difference {
+    /// Between what runs, of which `before` came from the file, and what `plan` says.
+    ///
+    /// # Errors
+    /// What cannot be changed, with its place; what is in use.
+    pub(super) async fn find(
+        inventory: &Inventory,
+        before: &Plan,
+        (draft, plan): (&Draft, &Plan),
+    ) -> anyhow::Result<Self> {
+        check_service(&before.service, &plan.service, &draft.service)?;
+        let mut found = Self::default();
+        found.of_groups(inventory, before, plan)?;
+        found.of_disks(inventory, before, plan)?;
+        let (old, new) = (Wanted::all(before), Wanted::all(plan));
+        let (of_old, of_new) = (by_disk(&old), by_disk(&new));
+        let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
+            all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
+        };
+        let running = Running::of(inventory);
+        let is_there = |wanted: &Wanted| running.find(wanted).is_some();
+        let is_old = |one: &&Wanted| !is_in(&of_new, one) && is_there(one);
+        found.old_exports = old.iter().filter(is_old).cloned().collect();
+        let is_new = |one: &&Wanted| !is_in(&of_old, one) || !is_there(one);
+        found.new_exports = new.iter().filter(is_new).cloned().collect();
+        // What came over the control socket may be what the file asks for.
+        found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
+        found.check_unused(inventory, &running, plan).await?;
+        Ok(found)
+    }
+
+    fn of_groups(&mut self, inventory: &Inventory, before: &Plan, plan: &Plan) -> anyhow::Result<()> {
+        for (index, group) in plan.groups.iter().enumerate() {
+            let place = group.own_place();
+            let Ok(running) = inventory.group(&group.name) else {
+                inventory.check_name(&group.name).with_context(|| place.to_string())?;
+                self.new_groups.push(index);
+                continue;
+            };
+            ensure!(
+                inventory.cluster_of(&group.name).is_some() == group.cluster,
+                "{}: cluster: cannot be changed while the group is there (give it another name, and its disks that as their group; or restart weir)",
+                place
+            );
+            ensure!(
+                running.parent().map(|parent| parent.name()) == group.group.as_deref(),
+                "{}: group: a group stays in the one that it was made in (give it another name, and its disks that as their group)",
+                place
+            );
+        }
+        let is_old = |group: &&PlacedGroup| plan.groups.iter().all(|new| new.name != group.name);
+        let old = before.groups.iter().filter(is_old).map(|group| group.name.clone());
+        self.old_groups = old.filter(|name| inventory.group(name).is_ok()).collect();
+        // A plan has them in the order in which they can be made.
+        self.old_groups.reverse();
+        Ok(())
+    }
+
+    fn of_disks<'p>(
+        &mut self,
+        inventory: &Inventory,
+        before: &'p Plan,
+        plan: &'p Plan,
+    ) -> anyhow::Result<()> {
+        let named = |plan: &'p Plan| plan.disks.iter().map(|disk| (disk.name.as_str(), disk));
+        let (known, new): (HashMap<_, _>, HashMap<_, _>) = (named(before).collect(), named(plan).collect());
+        let old = before.disks.iter().map(|disk| disk.name.clone());
+        let old = old.filter(|name| !new.contains_key(name.as_str()));
+        self.old_disks = old.filter(|name| inventory.disk(name).is_ok()).collect();
+        for (index, disk) in plan.disks.iter().enumerate() {
+            let place = disk.place("name");
+            let Ok(running) = inventory.disk(&disk.name) else {
+                inventory.check_name(&disk.name).with_context(|| place.to_string())?;
+                let has_image = |old: &&String| {
+                    disk.image.path().is_some()
+                        && inventory.disk(old).is_ok_and(|old| old.config.image == disk.image)
+                };
+                if let Some(old) = self.old_disks.iter().find(has_image) {
+                    bail!(disk.place("image").wrong(format!(
+                        "the disk {old:?} has this image until it is removed (take that out and reload first)"
+                    )));
+                }
+                self.new_disks.push(index);
+                continue;
+            };
+            let old = known.get(disk.name.as_str());
+            let keys = old.map_or_else(|| fixed_of_running(&running, disk), |old| fixed(old, disk));
+            if !keys.is_empty() {
+                let rule =
+                    format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
+                bail!(place.wrong(rule));
+            }
+            self.kept_disks.push(index);
+        }
+        Ok(())
+    }
+
+    /// Nobody uses what is to go.
+    async fn check_unused(
+        &self,
+        inventory: &Inventory,
+        running: &Running,
+        plan: &Plan,
+    ) -> anyhow::Result<()> {
+        let mut old = Vec::new();
+        for one in &self.old_exports {
+            let Some(export) = running.find(one) else { continue };
+            let unused = export.check_unused().await;
+            match self.new_exports.iter().find(|new| new.is_at(one)) {
+                Some(new) => unused.with_context(|| {
+                    let keys = one.differences(new).join(", ");
+                    format!("{}: {keys}: cannot be changed now", shown(place_of(plan, new)))
+                })?,
+                None => unused?,
+            }
+            old.push(export);
+        }
+        for name in &self.old_disks {
+            let stays = |export: &&Rc<RunningExport>| {
+                !export.is_ending() && !old.iter().any(|old| Rc::ptr_eq(old, export))
+            };
+            if let Some(export) = inventory.exports_of(name).iter().find(stays) {
+                bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
+            }
+        }
+        let planned: HashMap<_, _> = plan.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
+        let removed: HashSet<_> = self.old_disks.iter().chain(&self.old_groups).collect();
+        let leaves = |member: &String, group: &str| {
+            let disk = planned.get(member.as_str());
+            let moves = disk.is_some_and(|disk| disk.group.as_deref() != Some(group));
+            moves || removed.contains(member)
+        };
+        let mut all_members = inventory.members();
+        for name in &self.old_groups {
+            let members = all_members.remove(&Arc::as_ptr(&inventory.group(name)?)).unwrap_or_default();
+            if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
+                bail!(Refused::HasMembers { group: name.clone(), member });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
+    let mut by_disk: HashMap<_, Vec<_>> = HashMap::new();
+    for wanted in all {
+        by_disk.entry(wanted.disk.as_str()).or_default().push(wanted);
+    }
+    by_disk
+}
+
+/// Where the file asks for an export.
+pub(super) fn place_of<'p>(plan: &'p Plan, wanted: &Wanted) -> Option<&'p Place> {
+    let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
+    let is_it = |export: &ExportConfig| match (export, &wanted.way) {
+        (ExportConfig::Own(door), Way::Own(wanted)) => door == wanted,
+        (ExportConfig::Nbd(export), Way::Nbd { endpoint, .. }) => export.listen == *endpoint,
+        _ => false,
+    };
+    let place = disk.exports.iter().position(is_it).and_then(|index| disk.item("export", index, ""));
+    Some(place.unwrap_or_else(|| disk.place("name")))
+}
+
+fn shown(place: Option<&Place>) -> String {
+    place.map(Place::to_string).unwrap_or_default()
+}
+
+/// The keys by which a disk differs that cannot be changed while it is served.
+pub(super) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
+    old.differences(new).filter(|key| key.change == Change::Never).map(|key| key.name).collect()
+}
+
+/// The same of a disk that was added over the control socket. The file may leave the format open,
+/// and name the passphrase that was a secret object there.
+fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str> {
+    let old = &running.config;
+    let is_same_file = match (old.image.path(), new.image.path()) {
+        (Some(old), Some(new)) => std::path::absolute(old).ok() == std::path::absolute(new).ok(),
+        _ => false,
+    };
+    let mut new = DiskConfig { format: new.format.or(old.format), ..new.clone() };
+    if is_same_file {
+        new.image.clone_from(&old.image);
+    }
+    let has_secret = running.only_here == Some("key-secret") && !new.qcow2.secrets.is_empty();
+    if has_secret {
+        new.qcow2.secrets.clone_from(&old.qcow2.secrets);
+    }
+    fixed(old, &new).into_iter().chain(running.only_here.filter(|_| !has_secret)).collect()
+}
+
+/// Of the process, nothing can be changed but where disks are served that say nothing, and what is
+/// recorded. `said` is where the new ones were.
+fn check_service(old: &Service, new: &Service, said: &ServiceDraft) -> anyhow::Result<()> {
+    let Service {
+        workers,
+        poll,
+        max_connections,
+        max_connections_per_address,
+        access,
+        memory,
+        sockets,
+        exit_when_idle,
+        qmp,
+        control,
+        metrics,
+        on_event,
+        http,
+        tls,
+        log,
+        pid_file,
+        state,
+        image_root,
+        cgroup_limits,
+        cluster,
+        // Of this, all can be.
+        record: _,
+        sandbox,
+        user,
+    } = old;
+    fn at<T>(said: &Option<Said<T>>) -> Option<&Place> {
+        said.as_ref().map(|said| &said.place)
+    }
+    fn first<T>(said: &[Said<T>]) -> Option<&Place> {
+        said.first().map(|said| &said.place)
+    }
+    let sockets_at = [at(&said.socket_mode), at(&said.socket_owner)];
+    let networks_at = [first(&said.access.allow), first(&said.access.deny)];
+    let http_at = [at(&said.http), at(&said.http_token_file), first(&said.http_name)];
+    let log_at = [at(&said.log), at(&said.log_format), at(&said.log_file)];
+    let TlsDraft { mode, certificates, verify_peer, psk } = &said.tls;
+    let tls_at = [at(mode), at(certificates), at(verify_peer), at(psk)];
+    let all: [(&str, bool, &[Option<&Place>]); 23] = [
+        ("workers", *workers != new.workers, &[at(&said.workers)]),
+        ("poll", *poll != new.poll, &[at(&said.poll)]),
+        ("max-connections", *max_connections != new.max_connections, &[at(&said.max_connections)]),
+        (
+            "max-connections-per-address",
+            *max_connections_per_address != new.max_connections_per_address,
+            &[at(&said.max_connections_per_address)],
+        ),
+        ("allow or deny", access.networks != new.access.networks, &networks_at),
+        ("tls-authz", access.names != new.access.names, &[first(&said.access.tls_authz)]),
+        ("memory", *memory != new.memory, &[at(&said.memory)]),
+        ("socket-mode or socket-owner", *sockets != new.sockets, &sockets_at),
+        ("exit-when-idle", *exit_when_idle != new.exit_when_idle, &[at(&said.exit_when_idle)]),
+        ("qmp", *qmp != new.qmp, &[first(&said.qmp)]),
+        ("control", *control != new.control, &[at(&said.control)]),
+        ("metrics", *metrics != new.metrics, &[at(&said.metrics)]),
+        ("on-event", *on_event != new.on_event, &[at(&said.on_event)]),
+        ("http, http-token-file or http-name", *http != new.http, &http_at),
+        ("tls", *tls != new.tls, &tls_at),
+        ("log, log-format or log-file", *log != new.log, &log_at),
+        ("pid-file", *pid_file != new.pid_file, &[at(&said.pid_file)]),
+        ("state", *state != new.state, &[at(&said.state)]),
+        ("image-root", *image_root != new.image_root, &[at(&said.image_root)]),
+        ("cgroup-limits", *cgroup_limits != new.cgroup_limits, &[at(&said.cgroup_limits)]),
+        ("[cluster]", *cluster != new.cluster, &[at(&said.cluster)]),
+        ("sandbox", *sandbox != new.sandbox, &[at(&said.sandbox)]),
+        ("user", *user != new.user, &[at(&said.user)]),
+    ];
+    let keys = all.into_iter().filter(|(_, differs, _)| *differs).map(|(key, _, places)| {
+        let told = places.iter().flatten().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        match (told.is_empty(), places) {
+            // It is not in the file any more.
+            (true, _) => format!("daemon: {key}"),
+            (false, [_]) => told,
+            // Which of them it is nobody knows here.
+            (false, _) => format!("daemon: {key} ({told})"),
+        }
+    });
+    let keys: Vec<_> = keys.collect();
+    ensure!(
+        keys.is_empty(),
+        "{}: cannot be changed while weir runs (restart it, or put back what was there)",
+        keys.join(", ")
+    );
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! What a reload would change, told beforehand. Nothing is changed, opened to be written to, or
+//! listened at; so what only the deed shows is not foreseen: that somebody listens at a new
+//! address, that a device was measured to do less than is promised, promises beside those of what
+//! was added over the control socket, caches that have no room, bitmaps that are not there.
+
+use std::{collections::BTreeSet, path::Path};
+
+use anyhow::Context as _;
+use serde_json::Value;
+use settings::{Address, Endpoint};
+
+use super::{
+    Difference, Work, check_secrets,
+    seats::{Node, Seat},
+    told,
+};
+use crate::{
+    assemble::{self, Assembly},
+    doors,
+    listen::{self, Others},
+    looking,
+    opening::Trial,
+    wanted::{self, Wanted, Way},
+};
+
+impl Work<'_> {
+    /// What a reload would tell, in its order.
+    ///
+    /// # Errors
+    /// What it would be refused for.
+    pub(super) async fn foresee(&self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
+        self.check_doors(difference)?;
+        let silent = self.look_at_images(difference).await?;
+        self.look_at_sockets(difference)?;
+        let mut all = Vec::new();
+        for &index in &difference.kept_disks {
+            let planned = &self.plan.disks[index];
+            let now = told::of_disk_alone(&self.inventory.disk(&planned.name)?.current_config());
+            all.extend(told::settings("disk", &planned.name, now, told::of_disk_alone(planned)));
+        }
+        let groups = &self.plan.groups;
+        for (index, planned) in groups.iter().enumerate() {
+            if difference.new_groups.contains(&index) {
+                all.push(told::listed("group", &planned.name, "added"));
+            }
+        }
+        for (index, planned) in groups.iter().enumerate() {
+            if !difference.new_groups.contains(&index) {
+                let node = Node::Group(self.inventory.group(&planned.name)?);
+                // It stays where it is.
+                let now = Seat::now(&node);
+                let wanted = Seat { settings: self.of_group(planned, &now.settings), ..now.clone() };
+                all.extend(told::settings("group", &planned.name, now.values(), wanted.values()));
+            }
+        }
+        for &index in &difference.kept_disks {
+            let planned = &self.plan.disks[index];
+            let now = Seat::now(&Node::Disk(self.inventory.disk(&planned.name)?.disk.clone()));
+            let group = planned.group.as_deref().unwrap_or("");
+            let wanted = told::of_throttle(&self.of_disk(planned), group);
+            all.extend(told::settings("disk", &planned.name, now.values(), wanted));
+        }
+        let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
+        let becomes = |name| if silent.contains(name) { "unopened" } else { "added" };
+        all.extend(new_disks.map(|name| told::listed("disk", name, becomes(name))));
+        let is_open = |one: &&Wanted| !silent.contains(&one.disk);
+        let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();
+        let exports = [(&difference.old_exports, "removed"), (&new_exports, "added")];
+        for (wanted, change) in
+            exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
+        {
+            all.push(told::exported(wanted.told(self.inventory), &wanted.disk, change));
+        }
+        all.extend(difference.old_disks.iter().map(|name| told::listed("disk", name, "removed")));
+        all.extend(difference.old_groups.iter().map(|name| told::listed("group", name, "removed")));
+        Ok(all)
+    }
+
+    /// The new disks that nobody answers for.
+    async fn look_at_images(&self, difference: &Difference) -> anyhow::Result<BTreeSet<String>> {
+        let mut silent = BTreeSet::new();
+        let root = self.inventory.image_root().cloned();
+        let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
+        let mut files = looking::Files::of(self.inventory);
+        for &index in &difference.new_disks {
+            let planned = &self.plan.disks[index];
+            let place = || planned.place("image").to_string();
+            self.inventory.check_image(&planned.image).await.with_context(place)?;
+            check_secrets(planned).await?;
+            let looked = looking::alone(planned);
+            let trial = Trial::begin(assembly.opening(&looked).await.with_context(place)?, false);
+            let Ok(image) = trial.outcome().await else {
+                silent.insert(planned.name.clone());
+                continue;
+            };
+            let image = image.with_context(place)?;
+            looking::check_marks(planned, &image).with_context(place)?;
+            files.take(planned, &image).with_context(place)?;
+            let path = planned.image.path().filter(|_| !planned.force_share && !planned.handover);
+            if let Some(path) = path.map(Path::to_owned) {
+                let read_only = planned.read_only;
+                let in_use = reactor::blocking(move || storage::in_use(&path, read_only)).await;
+                in_use.map_or(Ok(()), Err).with_context(place)?;
+            }
+            let running = assemble::disk(&looked, None, image)?;
+            for export in self.plan.doors.iter().filter(|export| export.disk == index) {
+                doors::check_size(&running.disk, &export.door)?;
+            }
+        }
+        Ok(silent)
+    }
+
+    fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {
+        for server in &self.plan.servers {
+            let Endpoint::Address(address) = &server.endpoint else { continue };
+            if wanted::server(self.inventory, &server.endpoint).is_some() {
+                continue;
+            }
+            let place = || self.place_of_first(server);
+            if let Some(sandbox) = self.inventory.sandbox() {
+                sandbox.check_address(address).with_context(place)?;
+            }
+            listen::check(address, Others::MayHave).with_context(place)?;
+        }
+        for wanted in &difference.new_exports {
+            if let Way::Own(settings::Door::VhostUserBlk(machine)) = &wanted.way
+                && let Some(path) = machine.socket.path().filter(|_| !machine.client)
+            {
+                let address = Address::Unix(path.to_owned());
+                if let Some(sandbox) = self.inventory.sandbox() {
+                    sandbox.check_address(&address).map_err(|error| self.at(wanted, error))?;
+                }
+                listen::check(&address, Others::MayHave).map_err(|error| self.at(wanted, error))?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,72 @@
+//! Disks that are not open yet when the config file is read again: nothing of them runs that could
+//! differ from it. What it says of them holds once they are.
+
+use std::{collections::BTreeMap, rc::Rc};
+
+use anyhow::Context as _;
+use serde_json::Value;
+use settings::{PlacedDisk, Plan};
+
+use super::{check_secrets, difference::fixed, told};
+use crate::{assemble::Assembly, inventory::Inventory, loaded::Loaded, opening::Opening};
+
+/// What the file says of them.
+pub(super) struct Said {
+    /// With them.
+    pub(super) plan: Rc<Plan>,
+    /// Those that are to be opened in another way than so far.
+    openings: BTreeMap<String, Opening>,
+}
+
+/// Leaves those out that the file still has.
+///
+/// # Errors
+/// One that is to be opened in another way cannot be.
+pub(super) async fn leave_out(
+    inventory: &Inventory,
+    loaded: &Loaded,
+    plan: &mut Plan,
+) -> anyhow::Result<Said> {
+    let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
+    let mut assembly = Assembly::new(inventory.image_root().cloned(), loaded.budgets.clone());
+    let mut out = Vec::new();
+    for before in inventory.unopened_disks() {
+        let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
+        if !difference::fixed(&before, planned).is_empty() {
+            let place = || planned.place("image").to_string();
+            inventory.check_image(&planned.image).await.with_context(place)?;
+            check_secrets(planned).await?;
+            said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
+        }
+        out.push(before.name.clone());
+    }
+    plan.leave_out(|disk| out.iter().any(|name| name == disk));
+    Ok(said)
+}
+
+impl Said {
+    fn has(&self, disk: &str) -> bool {
+        self.plan.disks.iter().any(|planned| planned.name == disk)
+    }
+
+    /// What is told of them: they are not open yet, or given up.
+    pub(super) fn told(&self, inventory: &Inventory) -> Vec<Value> {
+        let tell = |disk: PlacedDisk| {
+            told::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
+        };
+        inventory.unopened_disks().into_iter().map(tell).collect()
+    }
+
+    /// Puts it in force; returns the plan with all disks.
+    pub(super) fn settle(mut self, inventory: &Rc<Inventory>) -> Rc<Plan> {
+        for disk in inventory.unopened_disks() {
+            let name = &disk.name;
+            if self.has(name) {
+                inventory.plan_unopened(name, Rc::clone(&self.plan), self.openings.remove(name));
+            } else {
+                inventory.give_up_unopened(name);
+            }
+        }
+        self.plan
+    }
+}

@@ -1,0 +1,181 @@
+//! A disk that runs, with what it was opened with and the names that it keeps from others.
+//!
+//! Only data: who looks after it is the inventory.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use block::{
+    disk::{DetectZeroes, Discards, Disk},
+    image::qcow2::CacheSettings,
+    layer::throttle::{DiskSettings, GroupSettings},
+    storage::CacheMode,
+};
+use policy::time::Duration;
+use serde_json::{Map, Value};
+use settings::{DiskConfig, Image, KeySet as _, Settings};
+
+/// Time that the removal of a disk waits for its files to be closed.
+const TO_BE_FREE: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+pub struct RunningDisk {
+    pub disk: Arc<Disk>,
+    pub image: Image,
+    pub cache: CacheMode,
+    /// What was asked for, not what it comes to.
+    pub(crate) caches: Cell<CacheSettings>,
+    /// An option of `blockdev-add` that is no key of a disk, and has a meaning on this host alone.
+    pub(crate) only_here: Option<&'static str>,
+    /// The nodes that `blockdev-add` named below the disk's own, topmost first.
+    pub(crate) below: Vec<NodeBelow>,
+    /// Of a node that `blockdev-add` has opened as it lies.
+    pub(crate) storage: Option<Rc<StorageNode>>,
+    /// The arguments of each `blockdev-add` that made it, the lowest node's first; none where a
+    /// config file or a command line has it.
+    pub(crate) told: Option<Vec<Map<String, Value>>>,
+}
+
+impl RunningDisk {
+    /// The config with everything that can be changed at run time as it is now.
+    pub(crate) fn current_config(&self) -> DiskConfig {
+        let throttle = self.disk.throttle();
+        let DiskSettings { limits, share, watermark } = throttle.settings();
+        let mut config = self.config.clone();
+        config.settings = Settings::running(&GroupSettings { limits, share, watermark });
+        config.group = throttle.group().map(|group| group.name().to_owned());
+        config.prefetch = self.disk.prefetch().settings();
+        config.on_error = self.disk.failures().policies();
+        config.qcow2.caches = self.caches.get();
+        config
+    }
+
+    /// The keys of qcow2 images, where the image is one, and all others.
+    pub(crate) fn has_key(&self, name: &str) -> bool {
+        let is_raw = matches!(self.disk.image(), block::image::Image::Raw(_));
+        !is_raw || DiskConfig::key(name).is_none_or(|key| key.heading != "qcow2")
+    }
+
+    /// Flushes and closes it. What fails is only logged: it would keep the disk for ever.
+    pub(crate) async fn close(&self) {
+        let disk = self.disk.name();
+        self.disk.failures().lift();
+        let ending = async {
+            if let Err(error) = self.disk.flush().await {
+                tracing::error!(%disk, %error, "the last flush of a disk that is removed failed");
+            }
+            if let Err(error) = self.disk.close().await {
+                tracing::error!(%disk, %error, "a disk that is removed could not be closed");
+            }
+        };
+        self.disk.unless_silent(ending).await;
+    }
+
+    /// Waits until the files of a disk that was closed are free for other programs, for
+    /// [`TO_BE_FREE`] at most: a file system that does not answer keeps them open. The caller has
+    /// the last reference to the disk.
+    pub(crate) async fn until_free(self) {
+        let (name, closed) = (Arc::clone(self.disk.name()), self.disk.closed());
+        drop(self);
+        if !closed.within(TO_BE_FREE).await {
+            tracing::warn!(disk = %name, "the files of a disk that was removed are still open: its file system does not answer");
+        }
+    }
+}
+
+/// How a disk's image was opened, as far as neither the disk nor the image tells it: another host
+/// that is to have the disk has to open it so.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Opening {
+    /// The part of a raw image that is the disk.
+    pub(crate) part: Option<Part>,
+    /// How long requests wait for an NBD server that has gone.
+    pub(crate) reconnect_delay: Duration,
+    /// How long it is tried to reach one at first.
+    pub(crate) open_timeout: Duration,
+    /// What else was said, by its name: it means something here alone.
+    pub(crate) only_here: Option<&'static str>,
+}
+
+/// The first of these that is so.
+pub fn first_of(said: impl IntoIterator<Item = (&'static str, bool)>) -> Option<&'static str> {
+    said.into_iter().find(|(_, is_so)| *is_so).map(|(name, _)| name)
+}
+
+impl From<&settings::Disk> for Opening {
+    fn from(disk: &settings::Disk) -> Self {
+        // Whoever adds a key decides here whether another host has to know it, and from where.
+        let settings::Disk {
+            // What runs is asked for these.
+            name: _,
+            image: _,
+            format: _,
+            cache: _,
+            qcow2: Qcow2Settings { caches: _, secrets, bitmaps: _, said: _ },
+            prefetch: _,
+            on_error: _,
+            read_only: _,
+            handover: _,
+            discard: _,
+            detect_zeroes: _,
+            settings: _,
+            group: _,
+            // As are its exports for these, and for the bitmaps.
+            description: _,
+            access: _,
+            part,
+            snapshot,
+            force_share,
+            reconnect_delay,
+            open_timeout,
+            delay,
+            rate,
+            faults,
+        } = disk;
+        Self {
+            part: *part,
+            reconnect_delay: *reconnect_delay,
+            open_timeout: *open_timeout,
+            only_here: first_of([
+                ("snapshot", snapshot.is_some()),
+                ("secret-file", !secrets.is_empty()),
+                ("force-share", *force_share),
+                ("delay", delay.is_some()),
+                ("rate", rate.is_some()),
+                ("fault", !faults.is_empty()),
+            ]),
+        }
+    }
+}
+
+/// How `blockdev-add` opens the node that has the bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StorageNode {
+    pub(crate) image: Image,
+    /// Whether the path must be a block device's (true) or a regular file's (false).
+    pub(crate) device: Option<bool>,
+    pub(crate) cache: CacheMode,
+    pub(crate) read_only: bool,
+    /// Open it read-only where it cannot be written.
+    pub(crate) auto_read_only: bool,
+    pub(crate) force_share: bool,
+    pub(crate) latency: Option<Duration>,
+    /// How long requests wait for an NBD server that has gone.
+    pub(crate) reconnect_delay: Duration,
+    /// How long it is tried to reach one at first.
+    pub(crate) open_timeout: Duration,
+    /// Another daemon may take it over: see `--handover`.
+    pub(crate) handover: bool,
+    pub(crate) discards: Discards,
+    pub(crate) detect_zeroes: DetectZeroes,
+}
+
+/// A node below a disk, which has no life of its own but keeps its name from being given again.
+#[derive(Clone, Debug)]
+pub struct NodeBelow {
+    pub(crate) name: String,
+    /// It was a disk before another was put over it, and is one again when that goes.
+    pub(crate) stays: bool,
+    /// It was closed, because what is above takes the bytes for another format: how to open it
+    /// again.
+    pub(crate) closed: Option<Rc<StorageNode>>,
+}

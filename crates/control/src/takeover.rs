@@ -1,0 +1,106 @@
+//! Another daemon goes on where this one stops, and no client sees it: an upgrade.
+//!
+//! ```text
+//!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
+//!   leaving     the daemon that runs: offers, stands still, ends; or goes on
+//!   devices     of that, devices and files of this host, on both sides
+//!   identity    whether a disk is the one that the other serves
+//!   added       what no config has, as it is told
+//!   again       the newcomer has that too
+//!   told        what they tell each other
+//!   counted     of that, what was counted
+//!   unsaved     of that, what is set, for the newcomer's log
+//!   channel     how that and descriptors pass between them
+//! ```
+//!
+//! The newcomer asks at the control socket. All that can fail is tried while the old one serves;
+//! then the old one stands still for some milliseconds. Until it gives up its place in so many
+//! words it goes on, whatever becomes of the newcomer.
+//!
+//! Never decides what runs: the newcomer has its own config, and takes over what that has, and what
+//! clients of the control socket have added.
+
+mod added;
+mod again;
+mod channel;
+mod counted;
+mod devices;
+mod identity;
+pub(crate) mod leaving;
+pub mod newcomer;
+mod told;
+mod unsaved;
+
+use std::sync::Arc;
+
+use block::disk::Disk;
+use policy::time::Duration;
+use settings::{Address, Endpoint};
+use told::Origin;
+pub(crate) use told::{Buckets, FORMAT};
+
+use super::inventory::Inventory;
+
+/// The command that asks for it.
+pub(crate) const COMMAND: &str = "x-weir-takeover";
+
+/// What both call a place where clients connect, from whatever directory each sees it.
+fn name(endpoint: &Endpoint) -> String {
+    endpoint.whole().to_string()
+}
+
+/// The same of a place where figures are asked for, `metrics` or `http`.
+pub fn told_name(what: &str, address: &Address) -> String {
+    format!("{what} at {address}")
+}
+
+/// What runs and is not here, with what to do about it.
+fn remedied<T>(what: String, origin: &Origin<T>, inventory: &Inventory) -> String {
+    let why = match origin {
+        Origin::Bound(why) => format!(", and cannot come along: {why}"),
+        Origin::Config | Origin::Added(_) => String::new(),
+    };
+    let place = match &inventory.config {
+        Some(file) => file.display().to_string(),
+        None => "this command line".to_owned(),
+    };
+    format!("{what}{why} (add it to {place}, or remove it first)")
+}
+
+/// For a disk that is handed over, and was held so that it stays in place while its rings stood
+/// still: lets it go once they hold it again. If they come later, they take it as ever.
+fn let_go_soon(disk: Arc<Disk>) {
+    const RINGS_BEGIN: Duration = Duration::from_secs(1);
+    reactor::spawn(async move {
+        reactor::sleep_until(reactor::now() + RINGS_BEGIN).await;
+        disk.let_go().await;
+    });
+}
+
+/// Nanoseconds on a clock that all processes have.
+fn clock_ns() -> u64 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+    let now = now.map_or(Duration::ZERO, Into::into);
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// As the other reads what is told.
+#[cfg(test)]
+fn there_and_back<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
+    serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_is_the_same_from_whatever_directory_it_is_seen() {
+        let called = |path: std::path::PathBuf| name(&Endpoint::Address(Address::Unix(path)));
+        let here = std::env::current_dir().unwrap();
+        let whole = called(here.join("w.sock"));
+        assert_eq!(called("w.sock".into()), whole);
+        assert_eq!(called("./w.sock".into()), whole);
+        assert_ne!(called("v.sock".into()), whole);
+    }
+}

@@ -1,0 +1,150 @@
+//! What clients of the control socket have added to the other daemon, done again by the newcomer
+//! of a takeover.
+//!
+//! It does so in its sandbox: whatever it is told, it does no more than a client of its control
+//! socket could have it do.
+
+use std::rc::Rc;
+
+use anyhow::Context as _;
+use export::nbd;
+use reactor::Worker;
+use serde_json::{Map, Value, json};
+use settings::Endpoint;
+use storage::Passed;
+
+use super::{
+    added::read_door,
+    newcomer::{Newcomer, export, machine},
+    told::{AddedDisk, AddedExport, OfferedDevice, OfferedExport, OfferedMachine, Origin},
+};
+use crate::{
+    bitmaps,
+    inventory::{Inventory, NewExport},
+    serving::{Added, Serving},
+};
+
+impl Newcomer {
+    /// Has what was added to the other, and is not in this config; returns what that is. `perform`
+    /// does what a client of the control socket could ask for, `add_disk` has a disk as these nodes
+    /// make it, of files that were passed.
+    ///
+    /// # Errors
+    /// What cannot be had here.
+    pub async fn have_added(
+        &mut self,
+        inventory: &Rc<Inventory>,
+        workers: &Rc<Vec<Worker>>,
+        perform: impl AsyncFn(&str, Map<String, Value>) -> Result<(), String>,
+        add_disk: impl AsyncFn(&[Map<String, Value>], Passed) -> Result<(), String>,
+    ) -> anyhow::Result<Vec<String>> {
+        let mut had = Vec::new();
+        for group in &self.offer.groups {
+            if inventory.group(&group.name).is_ok() {
+                continue;
+            }
+            let named = || format!("group {}: it was added, and cannot be had here", group.name);
+            let mut made = Map::from_iter([
+                ("qom-type".to_owned(), json!("throttle-group")),
+                ("id".to_owned(), json!(group.name)),
+            ]);
+            if let Some(parent) = &group.parent {
+                made.insert("x-weir-parent".to_owned(), json!(parent));
+            }
+            for (command, arguments) in [("object-add", made), ("x-weir-set", group.settings.clone())] {
+                let done = perform(command, arguments).await;
+                done.map_err(anyhow::Error::msg).with_context(named)?;
+            }
+            had.push(format!("group {}", group.name));
+        }
+        for at in 0..self.offer.servers.len() {
+            let address = self.offer.servers[at].endpoint.clone();
+            let Origin::Added(max_connections) = self.offer.servers[at].origin else { continue };
+            if self.sockets[at].is_empty() {
+                continue;
+            }
+            let endpoint = match address.strip_prefix("fd:") {
+                Some(name) => Endpoint::Passed(name.to_owned()),
+                None => Endpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
+            };
+            let listeners = self.listeners(&endpoint)?.context("a server came without its sockets")?;
+            let standard = inventory.door_terms()?.nbd.clone();
+            let server = nbd::Server::new(None, nbd::Terms { max_connections, ..standard });
+            let serving = Serving::new(server, endpoint, listeners, workers);
+            serving.added.set(Some(Added { max_connections, has_objects: false }));
+            serving.standard.set(Some(false));
+            inventory.add_server(&serving);
+            had.push(format!("server {address}"));
+        }
+        for offered in &self.offer.disks {
+            let Origin::Added(AddedDisk { nodes, settings }) = &offered.origin else { continue };
+            if inventory.disk(&offered.name).is_ok() {
+                continue;
+            }
+            let named = || format!("disk {}: it was added, and cannot be had here", offered.name);
+            let made = add_disk(nodes, self.passed.clone()).await;
+            made.map_err(anyhow::Error::msg).with_context(named)?;
+            let set = perform("x-weir-set", settings.clone()).await;
+            set.map_err(anyhow::Error::msg).with_context(named)?;
+            had.push(format!("disk {}", offered.name));
+        }
+        for offered in &self.offer.exports {
+            let Origin::Added(told) = &offered.origin else { continue };
+            if export(inventory, &offered.endpoint, &offered.name).is_none() {
+                let named = || format!("export {}: it was added, and cannot be had here", told.id);
+                had.push(add_export(inventory, offered, told).await.with_context(named)?);
+            }
+        }
+        for offered in &self.offer.machines {
+            let Origin::Added(text) = &offered.origin else { continue };
+            if machine(inventory, offered).is_none() {
+                let named = || format!("export {}: it was added, and cannot be had here", offered.id);
+                had.push(add_machine(inventory, offered, text).await.with_context(named)?);
+            }
+        }
+        for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.have_added(inventory)? {
+            had.push(format!(
+                "export {id} ({kind} of disk {disk}{})",
+                if read_only { ", read-only" } else { "" }
+            ));
+        }
+        Ok(had)
+    }
+}
+
+async fn add_export(
+    inventory: &Rc<Inventory>,
+    offered: &OfferedExport,
+    told: &AddedExport,
+) -> anyhow::Result<String> {
+    let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
+    let serving = inventory.servers().into_iter().find(|serving| super::name(&serving.endpoint) == *endpoint);
+    let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
+    let id = inventory.free_id(&told.id, &serving.address());
+    let running = inventory.disk(disk)?;
+    let new = NewExport {
+        id: id.clone(),
+        name: name.clone(),
+        description: told.description.clone(),
+        access: told.access.access()?,
+        disk: disk.clone(),
+        read_only: *read_only,
+        bitmaps: bitmaps::of_image(&running, bitmaps).await?,
+    };
+    inventory.add_export(&serving, new)?;
+    inventory.export(&id)?.added.set(true);
+    Ok(format!("export {id}"))
+}
+
+async fn add_machine(
+    inventory: &Rc<Inventory>,
+    offered: &OfferedMachine,
+    text: &str,
+) -> anyhow::Result<String> {
+    let OfferedMachine { id, disk, read_only, .. } = offered;
+    let door = read_door("vhost-user-blk", text)?;
+    let id = inventory.free_id(id, &door.address());
+    inventory.add_door(id.clone(), inventory.disk(disk)?, *read_only, &door, None).await?;
+    inventory.export(&id)?.added.set(true);
+    Ok(format!("export {id}"))
+}

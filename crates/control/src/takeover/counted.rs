@@ -1,0 +1,312 @@
+//! What was counted so far, as it is told: the newcomer counts on from there, so that no counter
+//! falls, and `weir status` goes on.
+//!
+//! Counters of the process itself (its time, its workers, its caches) begin anew with it.
+
+use std::{collections::BTreeMap, rc::Rc};
+
+use api::ExportCounters;
+use block::{
+    disk::{Disk, Errors, Totals},
+    layer::throttle::Group,
+    measures::{Measured, Measures, Spread},
+};
+use export::nbd::Refused;
+use policy::{
+    prefetch,
+    throttle::{self, Counters, Kept},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::{
+    doors::Figures,
+    events::{Deliveries, Event, Kind},
+    inventory::{Inventory, RunningExport},
+};
+
+/// Of a disk.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfDisk {
+    /// Reads, writes, bytes of both, merged requests.
+    totals: [u64; 5],
+    /// Reads, writes, flushes, discards.
+    errors: [u64; 4],
+    throttle: OfThrottle,
+    /// In the order of [`prefetch::Stats`].
+    read_ahead: [u64; 9],
+    /// None where nobody has measured it.
+    measures: Option<OfMeasures>,
+}
+
+impl OfDisk {
+    pub(super) fn of(disk: &Disk) -> Self {
+        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = disk.totals();
+        let totals = [reads, writes, read_bytes, written_bytes, merged_requests];
+        let Errors { reads, writes, flushes, discards } = disk.failures().errors();
+        Self {
+            totals,
+            errors: [reads, writes, flushes, discards],
+            throttle: disk.throttle().counted().into(),
+            read_ahead: told(&disk.prefetch().stats()),
+            measures: disk.measured().map(Into::into),
+        }
+    }
+
+    pub(super) fn count_on(self, disk: &Disk) {
+        let Self { totals, errors, throttle, read_ahead, measures } = self;
+        let [reads, writes, read_bytes, written_bytes, merged_requests] = totals;
+        disk.count_on(&Totals { reads, writes, read_bytes, written_bytes, merged_requests });
+        let [reads, writes, flushes, discards] = errors;
+        disk.failures().count_on(Errors { reads, writes, flushes, discards });
+        disk.throttle().count_on(&throttle.into());
+        disk.prefetch().count_on(&heard(read_ahead));
+        if let Some(measures) = measures {
+            Measures::count_on(disk.measure(), &measures.into());
+        }
+    }
+}
+
+fn told(stats: &prefetch::Stats) -> [u64; 9] {
+    let prefetch::Stats {
+        hits,
+        partial_hits,
+        misses,
+        skipped,
+        waited,
+        hit_bytes,
+        read_ahead_bytes,
+        used_bytes,
+        wasted_bytes,
+        memory_bytes: _,
+        streams: _,
+        closed: _,
+    } = *stats;
+    [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes]
+}
+
+fn heard(told: [u64; 9]) -> prefetch::Stats {
+    let [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes] =
+        told;
+    prefetch::Stats {
+        hits,
+        partial_hits,
+        misses,
+        skipped,
+        waited,
+        hit_bytes,
+        read_ahead_bytes,
+        used_bytes,
+        wasted_bytes,
+        ..prefetch::Stats::default()
+    }
+}
+
+/// Of a disk or a group, where requests pass.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfThrottle {
+    /// By direction: requests, bytes, those that waited, nanoseconds.
+    passed: [[u64; 4]; 2],
+    limited_ns: u64,
+    /// Nanoseconds in which a promise was kept, and in which it was not.
+    kept: Option<[u64; 2]>,
+    waits: Vec<(u16, u32)>,
+    longest_wait_ns: u64,
+}
+
+impl OfThrottle {
+    pub(super) fn of(group: &Group) -> Self {
+        group.counted().into()
+    }
+
+    pub(super) fn count_on(self, group: &Group) {
+        group.count_on(&self.into());
+    }
+}
+
+impl From<throttle::Counted> for OfThrottle {
+    fn from(counted: throttle::Counted) -> Self {
+        let throttle::Counted { passed, limited_ns, kept, waits, longest_wait_ns } = counted;
+        let numbers =
+            |Counters { requests, bytes, throttled, waited_ns }| [requests, bytes, throttled, waited_ns];
+        let kept = kept.map(|Kept { met_ns, missed_ns }| [met_ns, missed_ns]);
+        Self { passed: passed.map(numbers), limited_ns, kept, waits, longest_wait_ns }
+    }
+}
+
+impl From<OfThrottle> for throttle::Counted {
+    fn from(told: OfThrottle) -> Self {
+        let OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns } = told;
+        let counters = |[requests, bytes, throttled, waited_ns]: [u64; 4]| Counters {
+            requests,
+            bytes,
+            throttled,
+            waited_ns,
+        };
+        let kept = kept.map(|[met_ns, missed_ns]| Kept { met_ns, missed_ns });
+        Self { passed: passed.map(counters), limited_ns, kept, waits, longest_wait_ns }
+    }
+}
+
+/// How long the requests of a disk took, and what held them back.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct OfMeasures {
+    latency: [OfSpread; 3],
+    waits: [OfSpread; 2],
+    waiting_ns: [u64; 2],
+    held_ns: [[[u64; 2]; 6]; 3],
+}
+
+/// How many are in each bucket that is not empty, and the sum of all in nanoseconds.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct OfSpread {
+    counts: BTreeMap<u16, u64>,
+    sum_ns: u64,
+}
+
+impl From<Measured> for OfMeasures {
+    fn from(measured: Measured) -> Self {
+        let Measured { latency, waits, waiting_ns, held_ns } = measured;
+        let spread = |spread: Spread| {
+            let counts = (0..).zip(spread.counts().iter().copied()).filter(|(_, count)| *count > 0);
+            OfSpread { counts: counts.collect(), sum_ns: spread.sum_ns }
+        };
+        Self { latency: latency.map(spread), waits: waits.map(spread), waiting_ns, held_ns }
+    }
+}
+
+impl From<OfMeasures> for Measured {
+    fn from(told: OfMeasures) -> Self {
+        let OfMeasures { latency, waits, waiting_ns, held_ns } = told;
+        let spread = |OfSpread { counts, sum_ns }: OfSpread| {
+            let mut all = vec![0; counts.last_key_value().map_or(0, |(last, _)| usize::from(*last) + 1)];
+            counts.into_iter().for_each(|(place, count)| all[usize::from(place)] = count);
+            Spread::new(all, sum_ns)
+        };
+        Self { latency: latency.map(spread), waits: waits.map(spread), waiting_ns, held_ns }
+    }
+}
+
+/// Of the daemon: of its servers, doors and events.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfDaemon {
+    /// By where they listen: clients that were refused for their network, for connections, names
+    /// and exports.
+    servers: BTreeMap<String, [u64; 4]>,
+    /// By their exports' ids: requests, kicks, calls, copies, and bytes that were copied.
+    doors: BTreeMap<String, [u64; 5]>,
+    /// By kind: told, left out.
+    event_counts: BTreeMap<String, [u64; 2]>,
+    /// As clients are told, the oldest first.
+    events: Vec<Value>,
+    /// Delivered, failed, skipped.
+    deliveries: Option<[u64; 3]>,
+}
+
+impl OfDaemon {
+    pub(super) fn of(inventory: &Inventory) -> Self {
+        let servers = inventory.servers().into_iter().map(|serving| {
+            let Refused { networks, connections, names, exports } = serving.server.refused();
+            (super::name(&serving.endpoint), [networks, connections, names, exports])
+        });
+        let doors = inventory.exports().into_iter().filter_map(|export| {
+            let ExportCounters { requests, kicks, calls, copies, copied_bytes, .. } =
+                export.entrance()?.server.counters();
+            let [kicks, calls, copies, copied] =
+                [kicks, calls, copies, copied_bytes].map(|count| count.unwrap_or(0));
+            Some((export.id.clone(), [requests?, kicks, calls, copies, copied]))
+        });
+        let counts = inventory.events.counts().into_iter();
+        let deliveries = inventory.deliveries.get().map(|counts| counts.numbers());
+        Self {
+            servers: servers.collect(),
+            doors: doors.collect(),
+            event_counts: counts.map(|(kind, counts)| (kind.name().to_owned(), counts)).collect(),
+            events: inventory.events.since(0).iter().map(|event| event.to_json()).collect(),
+            deliveries,
+        }
+    }
+
+    /// All but what doors have counted: see [`OfDaemon::count_on_at`].
+    pub(super) fn count_on(&mut self, inventory: &Inventory) {
+        for serving in inventory.servers() {
+            if let Some([networks, connections, names, exports]) =
+                self.servers.remove(&super::name(&serving.endpoint))
+            {
+                serving.server.count_on(Refused { networks, connections, names, exports });
+            }
+        }
+        let counts = std::mem::take(&mut self.event_counts);
+        // A kind that this one does not know is none of its own.
+        let counts = counts.iter().filter_map(|(name, counts)| Some((Kind::named(name)?, *counts)));
+        let events = self.events.drain(..).filter_map(|told| Event::from_json(&told));
+        inventory.events.go_on_from(events.collect(), counts);
+        if let Some(deliveries) = self.deliveries.take() {
+            inventory.deliveries.get_or_init(Rc::<Deliveries>::default).count_on(deliveries);
+        }
+    }
+
+    /// The same for the door of an export, which the other called so.
+    pub(super) fn count_on_at(&mut self, called: &str, export: &RunningExport) {
+        if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.entrance()) {
+            let [requests, kicks, calls, copies, copied_bytes] = told.map(Some);
+            let before =
+                ExportCounters { requests, kicks, calls, copies, copied_bytes, ..ExportCounters::default() };
+            entrance.server.count_on(&before);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::takeover::there_and_back;
+
+    proptest! {
+        #[test]
+        fn what_was_measured_comes_back(
+            spreads in proptest::collection::vec(
+                (proptest::collection::vec(prop_oneof![Just(0), any::<u64>()], 0..200), any::<u64>()),
+                5,
+            ),
+            waiting_ns: [u64; 2],
+            held_ns: [[[u64; 2]; 6]; 3],
+        ) {
+            let spread = |at: usize| {
+                let (mut counts, sum_ns) = spreads[at].clone();
+                // Those at the end are not told.
+                counts.truncate(counts.iter().rposition(|count| *count > 0).map_or(0, |last| last + 1));
+                Spread::new(counts, sum_ns)
+            };
+            let (latency, waits) = ([0, 1, 2].map(spread), [3, 4].map(spread));
+            let measured = Measured { latency, waits, waiting_ns, held_ns };
+            let told = there_and_back(&OfMeasures::from(measured.clone()));
+            prop_assert_eq!(Measured::from(told), measured);
+        }
+
+        #[test]
+        fn what_passed_comes_back(
+            passed: [[u64; 4]; 2],
+            limited_ns: u64,
+            kept: Option<[u64; 2]>,
+            waits: Vec<(u16, u32)>,
+            longest_wait_ns: u64,
+        ) {
+            let counted = throttle::Counted::from(OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns });
+            let told = there_and_back(&OfThrottle::from(counted.clone()));
+            prop_assert_eq!(throttle::Counted::from(told), counted);
+        }
+
+        #[test]
+        fn what_was_read_ahead_comes_back(counts: [u64; 9]) {
+            prop_assert_eq!(told(&heard(counts)), counts);
+        }
+    }
+}

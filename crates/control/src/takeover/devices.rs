@@ -1,0 +1,268 @@
+//! Devices and files of this host in a takeover, on both sides.
+//!
+//! ```text
+//!   nbd-device   our ends of the sockets go over; the kernel sees nothing of it
+//!   fuse         the descriptor that its requests come from goes over
+//!   ublk         stays the old daemon's until it has ended; then the other recovers it, as after a
+//!                kill, and the kernel gives it all that was not answered
+//! ```
+//!
+//! The newcomer opens none of them before it knows how they stand. Those of ublk it has only once
+//! nobody else has them: where that fails, the device waits, and the next start has it.
+
+use std::{
+    cell::RefCell,
+    os::fd::{AsFd as _, OwnedFd},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, ensure};
+use export::{
+    fuse::{self, Owner, Standing},
+    nbd::kernel::{self, RestedConnection},
+};
+
+use super::{
+    added,
+    channel::Pieces,
+    remedied,
+    told::{OfferedDevice, Origin, StandingConnection, StandingDevice, StandingKind},
+};
+use crate::{
+    doors::{Host, Taken},
+    inventory::{Inventory, RunningExport},
+    wanted::{Wanted, Way},
+};
+
+/// What the other is told before anything stands still.
+///
+/// # Errors
+/// It cannot be taken over.
+pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<OfferedDevice> {
+    let id = &export.id;
+    if let Host::Ublk(server) = host {
+        ensure!(
+            server.survives(),
+            "export {id}: this kernel's ublk devices end with their process (restart weir)"
+        );
+    }
+    let said = export.said.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
+    Ok(OfferedDevice {
+        id: id.clone(),
+        kind: said.kind().to_owned(),
+        address: said.address(),
+        disk: export.disk.disk.name().to_string(),
+        read_only: export.read_only,
+        origin: added::door(export),
+    })
+}
+
+/// How it stands, once it has come to rest: what goes along behind the other bytes and descriptors.
+pub(super) fn standing(
+    id: &str,
+    host: &Host,
+    bytes: &mut Vec<u8>,
+    descriptors: &mut Vec<OwnedFd>,
+) -> anyhow::Result<Option<StandingDevice>> {
+    let kind = match host {
+        Host::Ublk(_) => return Ok(None),
+        Host::NbdDevice(server) => {
+            let kernel::Rested { number, connections } = server.rested();
+            let mut standing = Vec::new();
+            for RestedConnection { socket, bytes: received, skip } in connections {
+                descriptors.push(socket.as_fd().try_clone_to_owned()?);
+                standing.push(StandingConnection { received: received.len(), skip });
+                bytes.extend(received);
+            }
+            StandingKind::NbdDevice { number, connections: standing }
+        }
+        Host::Fuse(server) => {
+            let Some(fuse::Rested { mount, standing }) = server.rested()? else { return Ok(None) };
+            let Standing { owner, modified, openers, file_bytes, messages } = standing;
+            descriptors.push(mount.device);
+            let has_watcher = mount.watcher.is_some();
+            descriptors.extend(mount.watcher);
+            let kind = StandingKind::Fuse {
+                path: mount.path,
+                by_helper: mount.by_helper,
+                mount: mount.number,
+                has_watcher,
+                permissions: owner.permissions,
+                uid: owner.uid,
+                gid: owner.gid,
+                modified,
+                openers,
+                file_bytes,
+                bytes: messages.len(),
+            };
+            bytes.extend(messages);
+            kind
+        }
+    };
+    Ok(Some(StandingDevice { id: id.to_owned(), kind }))
+}
+
+/// What the newcomer is to have, each with what its own config says of it.
+pub(super) struct Awaited(RefCell<Vec<(OfferedDevice, Option<Wanted>)>>);
+
+impl Awaited {
+    pub(super) fn new(offered: Vec<OfferedDevice>) -> Self {
+        Self(RefCell::new(offered.into_iter().map(|device| (device, None)).collect()))
+    }
+
+    /// Whether the other has it, so that it is opened later.
+    pub(super) fn puts_off(&self, wanted: &Wanted, inventory: &Inventory) -> bool {
+        let Way::Own(door) = &wanted.way else { return false };
+        let mut awaited = self.0.borrow_mut();
+        let found = awaited.iter_mut().find(|(offered, by)| {
+            by.is_none()
+                && offered.kind == door.kind()
+                && offered.address == door.address()
+                && offered.disk == wanted.disk
+        });
+        let Some((offered, by)) = found else { return false };
+        *by = Some(wanted.clone());
+        inventory.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+        true
+    }
+
+    /// Has those that were added to the other, and are not in this config, opened later too; which
+    /// these are.
+    ///
+    /// # Errors
+    /// One that cannot be opened here.
+    pub(super) fn have_added(&self, inventory: &Inventory) -> anyhow::Result<Vec<OfferedDevice>> {
+        let mut had = Vec::new();
+        for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
+            let Origin::Added(text) = &offered.origin else { continue };
+            let named = || format!("export {}: it was added, and cannot be had here", offered.id);
+            let wanted = added::device(offered, text).with_context(named)?;
+            let Way::Own(door) = &wanted.way else { continue };
+            inventory.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door)).with_context(named)?;
+            inventory.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+            *by = Some(wanted);
+            had.push(offered.clone());
+        }
+        Ok(had)
+    }
+
+    /// Of their exports.
+    pub(super) fn ids(&self) -> Vec<String> {
+        self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
+    }
+
+    /// Whether the newcomer's config has all of them, but for what may come: added or not, of a
+    /// disk.
+    pub(super) fn check(
+        &self,
+        inventory: &Inventory,
+        may_come: impl Fn(bool, &str) -> bool,
+    ) -> anyhow::Result<()> {
+        for (OfferedDevice { id, address, disk, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
+            if wanted.is_none() && may_come(origin.is_added(), disk) {
+                continue;
+            }
+            let wanted = wanted.as_ref();
+            let wanted = wanted.with_context(|| {
+                let what = format!("export {id}: {address} runs, and is not in this config");
+                remedied(what, origin, inventory)
+            })?;
+            ensure!(
+                wanted.is_read_only(inventory)? == *read_only,
+                "export {id}: {address} runs with another access"
+            );
+        }
+        Ok(())
+    }
+
+    /// Goes on with those that have come, but for serving; those of ublk are left.
+    pub(super) async fn take_up(
+        &self,
+        standing: Vec<StandingDevice>,
+        pieces: &mut Pieces<'_>,
+        inventory: &Rc<Inventory>,
+    ) -> anyhow::Result<()> {
+        for StandingDevice { id, kind } in standing {
+            let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
+            let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
+            inventory.awaited.borrow_mut().remove(&id);
+            let (wanted, is_added) = wanted;
+            let opened = wanted.add_as(inventory, id.clone(), taken).await;
+            opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
+            inventory.export(&id)?.added.set(is_added);
+        }
+        // Somebody has unmounted it meanwhile.
+        self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
+        let left = self.0.borrow();
+        let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
+        inventory.awaited.borrow_mut().retain(|id, _| is_left(id));
+        Ok(())
+    }
+
+    /// Recovers those of ublk, now that the other has ended; how many.
+    pub(super) async fn recover(self, inventory: &Rc<Inventory>) -> usize {
+        let mut recovered = 0;
+        for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
+            inventory.awaited.borrow_mut().remove(&id);
+            let Some(wanted) = wanted else { continue };
+            match wanted.add_as(inventory, id.clone(), Taken::Ublk).await {
+                Ok(_) => {
+                    recovered += 1;
+                    if let Ok(export) = inventory.export(&id) {
+                        export.added.set(origin.is_added());
+                    }
+                }
+                Err(error) => {
+                    let what = "its users wait until weir is restarted";
+                    tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({what})");
+                }
+            }
+        }
+        recovered
+    }
+
+    /// Also whether it was added.
+    fn take(&self, id: &str) -> Option<(Wanted, bool)> {
+        let mut awaited = self.0.borrow_mut();
+        let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK)?;
+        let (offered, wanted) = awaited.remove(at);
+        Some((wanted?, offered.origin.is_added()))
+    }
+}
+
+const UBLK: &str = "ublk";
+
+fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
+    Ok(match kind {
+        StandingKind::NbdDevice { number, connections } => {
+            ensure!(!connections.is_empty(), "it came without its sockets");
+            let mut rested = Vec::new();
+            for StandingConnection { received, skip } in connections {
+                let socket = pieces.descriptor()?.into();
+                rested.push(RestedConnection { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
+            }
+            Taken::NbdDevice(kernel::Rested { number, connections: rested })
+        }
+        StandingKind::Fuse {
+            path,
+            by_helper,
+            mount: number,
+            has_watcher,
+            permissions,
+            uid,
+            gid,
+            modified,
+            openers,
+            file_bytes,
+            bytes,
+        } => {
+            let device = pieces.descriptor()?;
+            let watcher = has_watcher.then(|| pieces.descriptor()).transpose()?;
+            let messages = pieces.bytes(bytes)?.to_vec();
+            let mount = fuse::Told { path, device, by_helper, number, watcher };
+            let owner = Owner { permissions, uid, gid };
+            let standing = Standing { owner, modified, openers, file_bytes, messages };
+            Taken::Fuse(fuse::Rested { mount, standing })
+        }
+    })
+}

@@ -1,0 +1,668 @@
+//! The daemon that runs, while another takes over from it.
+//!
+//! ```text
+//!   offer ─► flush ─► nobody new is let in ─► stand still ─► lay down images ─► state ─► end
+//!            └─ still serves ──────────────┘  └─ nobody is served: some milliseconds ─┘
+//! ```
+//!
+//! Whatever goes wrong before the end, it goes on where it stopped: connections from the bytes that
+//! they had, images from their files. Never ends anything tidily after it has said that the other
+//! serves: files, locks and sockets are the other's.
+
+use std::{
+    io,
+    os::fd::{AsFd as _, OwnedFd},
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{disk::Disk, error::Error, layer::throttle::Group, reactor};
+use console::logging;
+use export::vhost_user_blk::{self, Rested, Said};
+use nix::errno::Errno;
+use policy::time::Duration;
+use sd_notify::NotifyState;
+
+use super::{
+    added,
+    channel::Channel,
+    clock_ns,
+    counted::{OfDaemon, OfDisk, OfThrottle},
+    devices,
+    identity::Identity,
+    let_go_soon, name,
+    told::{
+        Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine,
+        OfferedServer, Origin, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
+    },
+    unsaved,
+};
+use crate::{
+    doors::Host,
+    inventory::{Door, Inventory, RunningDisk, RunningExport},
+    listen::Listening,
+    notify,
+    serving::Serving,
+};
+
+/// How long the other may take to open everything: keys of encrypted images are derived.
+const TO_PREPARE: Duration = Duration::from_secs(60);
+/// How long it may take while nobody is served.
+const TO_BE_READY: Duration = Duration::from_secs(10);
+/// How long clients may shake hands when nobody else is let in any more.
+const HANDSHAKES: Duration = Duration::from_secs(1);
+/// How long what is in flight may take.
+const IN_FLIGHT: Duration = Duration::from_secs(5);
+/// For so long a service manager may take to hear who goes on: this process's end would be the
+/// service's.
+const MANAGER_READS: Duration = Duration::from_secs(10);
+/// How long a client may take nothing of a reply while everybody is served.
+const UNREAD: Duration = Duration::from_secs(5);
+/// The same while others wait.
+const UNREAD_AT_REST: Duration = Duration::from_secs(1);
+/// Descriptors of a front end: its socket and its memory. Each ring has two more.
+const OF_A_FRONT_END: u64 = 10;
+/// How long everybody waits for an image that is to be had back.
+const TO_BE_BACK: Duration = Duration::from_secs(5);
+/// How often an image that could not be read is tried again.
+const READ_AGAIN: Duration = Duration::from_secs(1);
+
+/// What a newcomer says of itself.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    /// Where it speaks: the sandbox calls nobody.
+    pub(crate) socket: OwnedFd,
+    pub(crate) format: u64,
+    pub(crate) version: String,
+}
+
+/// Begins to leave, if that can be; what becomes of it the log tells, and the newcomer.
+///
+/// # Errors
+/// What cannot be taken over.
+pub(crate) async fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
+    let sizes = look_at_sizes(inventory).await;
+    sizes.and_then(|()| begin_or_refuse(inventory, asked)).inspect_err(|error| {
+        tracing::warn!("another weir cannot take over, and all goes on: {error:#}");
+    })
+}
+
+/// The new process receives the sizes that clients would receive now.
+async fn look_at_sizes(inventory: &Inventory) -> anyhow::Result<()> {
+    let look = |running: Rc<RunningDisk>| {
+        reactor::spawn_joinable(async move {
+            let size = running.disk.refresh_size_within(IN_FLIGHT).await;
+            size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
+        })
+    };
+    let looking: Vec<_> = inventory.disks().into_iter().map(look).collect();
+    for looked in looking {
+        looked.await?;
+    }
+    Ok(())
+}
+
+fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
+    ensure!(
+        asked.format == FORMAT,
+        "weir {} takes over in the format {}, and this is weir {}, which has {FORMAT} (restart it)",
+        asked.version,
+        asked.format,
+        env!("CARGO_PKG_VERSION")
+    );
+    ensure!(!inventory.leaving.get(), "another is taking over already (wait for it)");
+    ensure!(!inventory.ending.get(), "weir is stopping");
+    ensure!(!inventory.turns.is_taken(), "the config file is being read (try again)");
+    // From then on nobody begins with that.
+    if let Some((disk, what)) = inventory.in_between() {
+        bail!("disk {disk} is being {what} at this moment (try again once that is done)");
+    }
+    let (offer, descriptors) = offer(inventory).map_err(of_descriptors)?;
+    let channel = Channel::passed(asked.socket)?;
+    tracing::info!(
+        version = asked.version,
+        process = channel.process(),
+        "another weir is about to take over"
+    );
+    inventory.leaving.set(true);
+    let inventory = Rc::clone(inventory);
+    reactor::spawn(async move {
+        let ended = leave(&inventory, channel, offer, descriptors).await;
+        let Err(error) = ended;
+        tracing::warn!("nobody has taken over, and all goes on: {error:#}");
+        inventory.leaving.set(false);
+    });
+    Ok(())
+}
+
+/// That descriptors ran out on this side: whoever is told would look for it on his own.
+fn of_descriptors(error: anyhow::Error) -> anyhow::Error {
+    let is_out = |cause: &(dyn std::error::Error + 'static)| {
+        let of_system = cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+        of_system.or(cause.downcast_ref().copied().map(Error::errno)) == Some(Errno::EMFILE as i32)
+    };
+    match error.chain().any(is_out) {
+        true => anyhow!(
+            "the weir that runs may open no more descriptors, and has to for all that goes over (`prlimit --pid {} --nofile=NUMBER` raises that while it runs)",
+            std::process::id()
+        ),
+        false => error,
+    }
+}
+
+/// Everything that there is.
+fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
+    let mut descriptors = Vec::new();
+    let mut servers = Vec::new();
+    for serving in inventory.servers() {
+        let origin = added::server(&serving);
+        servers.push(server(name(&serving.endpoint), &serving.sockets(), origin, &mut descriptors)?);
+    }
+    for (name, listening) in &*inventory.told.borrow() {
+        servers.push(server(name.clone(), listening, Origin::Config, &mut descriptors)?);
+    }
+    let mut control = Vec::new();
+    for (path, socket) in inventory.control.borrow().iter() {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+        control.push(path.clone());
+    }
+    let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut devices = Vec::new();
+    for export in inventory.exports() {
+        let serving = match &export.door {
+            Door::Nbd(serving, _) => serving,
+            Door::Own(entrance) => {
+                if let Some(host) = entrance.host() {
+                    devices.push(devices::offered(&export, host)?);
+                    continue;
+                }
+                let machine = entrance.machine().context("it is nobody's")?;
+                let listening = machine.listening.as_ref().map(|(name, (socket, file))| {
+                    doors.push(socket.clone());
+                    (name.clone(), file.clone())
+                });
+                machines.push(OfferedMachine {
+                    id: export.id.clone(),
+                    disk: export.disk.disk.name().to_string(),
+                    read_only: export.read_only,
+                    listening,
+                    origin: added::door(&export),
+                });
+                continue;
+            }
+        };
+        let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
+        exports.push(OfferedExport {
+            endpoint: name(&serving.endpoint),
+            name: export.name.clone(),
+            disk: export.disk.disk.name().to_string(),
+            read_only: export.read_only,
+            bitmaps: bitmaps.map(|bitmap| bitmap.name().to_string()).collect(),
+            origin: added::export(&export),
+        });
+    }
+    let mut disks = Vec::new();
+    for running in inventory.disks() {
+        let disk = &running.disk;
+        let can_be = disk.check_takeover();
+        can_be.with_context(|| {
+            format!(
+                "disk {}: cannot be taken over (remove it with `weir disk remove`, or restart weir)",
+                disk.name()
+            )
+        })?;
+        let files = disk.descriptors()?;
+        let (name, identity) = (disk.name().to_string(), Identity::of(disk));
+        disks.push(OfferedDisk { name, files: files.len(), identity, origin: added::disk(&running) });
+        descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
+    }
+    for socket in doors {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+    }
+    let version = env!("CARGO_PKG_VERSION").to_owned();
+    let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
+    let clients = inventory.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
+    let front_ends = inventory.exports().iter().map(|export| of_front_end(export)).sum::<u64>();
+    let to_come = clients + front_ends;
+    Ok((
+        Offer {
+            version,
+            watchdog_ns,
+            descriptors: to_come,
+            servers,
+            control,
+            groups: added::groups(inventory),
+            disks,
+            exports,
+            machines,
+            devices,
+        },
+        descriptors,
+    ))
+}
+
+/// About how many descriptors go over with whoever uses a door of its own.
+fn of_front_end(export: &RunningExport) -> u64 {
+    let Door::Own(entrance) = &export.door else { return 0 };
+    match entrance.machine() {
+        Some(machine) if machine.server.connections() > 0 => {
+            OF_A_FRONT_END + 2 * machine.server.statistics().queues as u64
+        }
+        Some(_) => 0,
+        None => 1,
+    }
+}
+
+/// A place where clients connect, and its sockets behind the other descriptors.
+fn server(
+    endpoint: String,
+    listening: &[Listening],
+    origin: Origin<usize>,
+    descriptors: &mut Vec<OwnedFd>,
+) -> anyhow::Result<OfferedServer> {
+    for (socket, _) in listening {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+    }
+    Ok(OfferedServer { endpoint, sockets: listening.iter().map(|(_, file)| file.clone()).collect(), origin })
+}
+
+/// Returns only with the reason why it goes on.
+async fn leave(
+    inventory: &Rc<Inventory>,
+    channel: Channel,
+    offer: Offer,
+    descriptors: Vec<OwnedFd>,
+) -> anyhow::Result<std::convert::Infallible> {
+    let process = channel.process();
+    let channel = channel.say(offer, Vec::new(), descriptors).await?;
+    let mut heirs = Vec::new();
+    let prepared = hear_prepared(channel, &mut heirs).await;
+    let channel = match prepared {
+        Ok(Ok(channel)) => channel,
+        // In order: it closes what it has open.
+        Ok(Err(why)) => bail!("{why}"),
+        Err(error) => {
+            shut_out(inventory, &heirs).await;
+            return Err(error);
+        }
+    };
+    let machines = inventory.exports().into_iter().filter_map(|export| match &export.door {
+        Door::Own(entrance) => Some((export.id.clone(), Arc::clone(&entrance.machine()?.server))),
+        Door::Nbd(..) => None,
+    });
+    let hosts = inventory.exports().into_iter().filter_map(|export| match &export.door {
+        Door::Own(entrance) => Some((export.id.clone(), entrance.host()?.clone())),
+        Door::Nbd(..) => None,
+    });
+    let mut still = Still {
+        servers: inventory.servers(),
+        machines: machines.collect(),
+        hosts: hosts.collect(),
+        kept: Vec::new(),
+        laid_down: Vec::new(),
+        heirs,
+        is_told: false,
+    };
+    let again = channel.again()?;
+    let given = give(inventory, channel, &mut still).await;
+    let (_channel, disconnected) = match given {
+        Ok(given) => given,
+        Err(error) => {
+            still.go_on().await;
+            inventory.close_control(false);
+            // Where it cannot be told, it hears of the end.
+            let _ = again.say(Standing::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
+            return Err(error);
+        }
+    };
+    drop(again);
+    // From here on the other serves.
+    let clients = inventory.connections();
+    each(&still.servers, |server| async move { server.leave().await }).await;
+    // What was served here is in them; the other has its own.
+    inventory.recordings.end_all().await;
+    // Others that look would take it for one that uses them.
+    let disks =
+        inventory.disks().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
+    let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.leave().await }));
+    for leaving in leaving.collect::<Vec<_>>() {
+        leaving.await;
+    }
+    let process = process.unwrap_or_default();
+    if disconnected > 0 {
+        tracing::info!(
+            clients = disconnected,
+            "disconnected in order: their TLS cannot move (they can connect again)"
+        );
+    }
+    let clients = clients.saturating_sub(disconnected);
+    tracing::info!(process, clients, "another weir has taken over");
+    // To be told before this process ends, or its end would be the service's.
+    notify::tell(&[NotifyState::MainPid(process)]);
+    let _ = reactor::timeout(MANAGER_READS, notify::all_told()).await;
+    reactor::blocking(logging::flush).await;
+    // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
+    // the channel.
+    std::process::exit(0)
+}
+
+/// Waits until all is prepared, or for why it cannot be, and for how clusters call the other.
+async fn hear_prepared(
+    mut channel: Channel,
+    heirs: &mut Vec<u64>,
+) -> anyhow::Result<Result<Channel, String>> {
+    let end = reactor::now() + TO_PREPARE;
+    loop {
+        let (next, word, _) = channel.hear(end - reactor::now()).await?;
+        channel = next;
+        match word {
+            Word::OpensAs(client) => heirs.push(client),
+            Word::Prepared => return Ok(Ok(channel)),
+            Word::Refused(why) => return Ok(Err(why)),
+            other => bail!("the other said {other:?} too early"),
+        }
+    }
+}
+
+/// Of a newcomer that has ended without a word: clusters would still see it for 30 s, and everybody
+/// who asks all that have an image open waits for it.
+async fn shut_out(inventory: &Inventory, heirs: &[u64]) {
+    for running in inventory.disks() {
+        let disk = &running.disk;
+        let shut_out = reactor::timeout(TO_BE_BACK, disk.shut_out(heirs)).await;
+        if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
+            tracing::warn!(disk = %disk.name(), %error, "the newcomer cannot be shut out of its cluster");
+        }
+    }
+}
+
+/// Stands still and gives everything away. The other serves once this has returned. Also says how
+/// many clients it cannot have.
+async fn give(
+    inventory: &Rc<Inventory>,
+    channel: Channel,
+    still: &mut Still,
+) -> anyhow::Result<(Channel, usize)> {
+    let disks = inventory.disks();
+    // What another process may have is not even read.
+    let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_let_go()).collect();
+    let answering = in_use.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
+    let answering: Vec<_> = answering.collect();
+    for (running, answers) in in_use.iter().zip(answering) {
+        ensure!(
+            answers.await,
+            "disk {}: its image has answered no read for {} s, so what is in flight would not end (see to it, or restart weir)",
+            running.disk.name(),
+            IN_FLIGHT.as_secs()
+        );
+    }
+    for running in in_use {
+        // What is written now need not be while everybody waits.
+        running.disk.lighten().await.map_err(|error| not_written(&running.disk, error))?;
+    }
+    for client in each(&still.servers, |server| async move { server.push_out_unread(UNREAD).await }).await {
+        client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
+    }
+    inventory.close_control(true);
+    each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
+    let began_ns = clock_ns();
+    for running in &disks {
+        if running.disk.keep_held().await {
+            still.kept.push(Arc::clone(&running.disk));
+        }
+    }
+    let machines = still.machines.iter().map(|(_, server)| {
+        let server = Arc::clone(server);
+        reactor::spawn_joinable(async move { server.come_to_rest(IN_FLIGHT).await })
+    });
+    let machines: Vec<_> = machines.collect();
+    let hosts = still.hosts.iter().map(|(_, host)| {
+        let host = host.clone();
+        reactor::spawn_joinable(async move { host.come_to_rest(IN_FLIGHT).await })
+    });
+    let hosts: Vec<_> = hosts.collect();
+    let rested = each(&still.servers, |server| async move { come_to_rest(&server).await }).await;
+    for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
+        ensure!(
+            is_at_rest.await,
+            "export {id}: what its machine has in flight takes longer than {} s",
+            IN_FLIGHT.as_secs()
+        );
+    }
+    for ((id, _), is_at_rest) in still.hosts.iter().zip(hosts) {
+        ensure!(
+            is_at_rest.await,
+            "export {id}: what its users have in flight takes longer than {} s",
+            IN_FLIGHT.as_secs()
+        );
+    }
+    for (serving, is_at_rest) in still.servers.iter().zip(rested) {
+        ensure!(
+            is_at_rest,
+            "{} at {}: what it has in flight takes longer than {} s",
+            serving.server.restless().unwrap_or_else(|| "a client".to_owned()),
+            serving.address(),
+            IN_FLIGHT.as_secs()
+        );
+    }
+    for running in &disks {
+        let disk = &running.disk;
+        disk.check_takeover().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
+    }
+    let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_let_go());
+    still.laid_down = in_use.cloned().collect();
+    // All at once, as each may wait for another storage.
+    let laying = still.laid_down.iter().map(|disk| {
+        let disk = Arc::clone(disk);
+        reactor::spawn_joinable(
+            async move { disk.lay_down().await.map_err(|error| not_written(&disk, error)) },
+        )
+    });
+    let mut all = Ok(());
+    for laying in laying.collect::<Vec<_>>() {
+        all = all.and(laying.await);
+    }
+    all?;
+    let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut left = 0;
+    for serving in &still.servers {
+        let endpoint = name(&serving.endpoint);
+        for (export, rested) in serving.server.rested() {
+            if !rested.tls {
+                let received = rested.bytes.len() as u64;
+                clients.push(Client::new(&endpoint, &export, &rested.session, received, rested.skip));
+                bytes.extend(rested.bytes);
+                descriptors.push(rested.socket.as_fd().try_clone_to_owned()?);
+            } else {
+                left += 1;
+            }
+        }
+    }
+    let mut machines = Vec::new();
+    for (id, server) in &still.machines {
+        let Some(rested) = server.take_rested() else { continue };
+        let Rested { socket, said, bytes: begun, descriptors: with_begun, used_ns } = rested;
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+        let mut messages = Vec::new();
+        for Said { code, payload, descriptors: with } in said {
+            messages.push(Message { code, bytes: payload.len(), descriptors: with.len() });
+            bytes.extend(payload);
+            descriptors.extend(with);
+        }
+        let sizes = Begun { bytes: begun.len(), descriptors: with_begun.len() };
+        bytes.extend(begun);
+        descriptors.extend(with_begun);
+        machines.push(StandingMachine { id: id.clone(), said: messages, begun: sizes, used_ns });
+    }
+    let mut devices = Vec::new();
+    for (id, host) in &still.hosts {
+        devices.extend(devices::standing(id, host, &mut bytes, &mut descriptors)?);
+    }
+    let disks = disks.iter().map(|running| StandingDisk {
+        name: running.disk.name().to_string(),
+        size_bytes: running.disk.size_bytes(),
+        is_laid_down: !running.disk.is_let_go(),
+        counted: OfDisk::of(&running.disk),
+        filled: running.disk.throttle().filled().map(Into::into),
+        set: Some(unsaved::of_disk(running)),
+        bitmaps: running.disk.image().recorded_bitmaps(),
+    });
+    let groups = inventory.groups();
+    let groups = groups.iter().map(|group| StandingGroup {
+        name: group.name().to_owned(),
+        counted: OfThrottle::of(group),
+        filled: filled(group),
+        set: Some(unsaved::of_group(group)),
+    });
+    let (disks, groups) = (disks.collect(), groups.collect());
+    let last_event = inventory.events.last();
+    let counted = OfDaemon::of(inventory);
+    let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups, counted });
+    still.is_told = true;
+    let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
+    let (channel, word, _) = channel.hear(TO_BE_READY).await?;
+    match word {
+        Word::Ready if !inventory.ending.get() => {}
+        Word::Ready => bail!("weir is stopping"),
+        Word::Refused(why) => bail!("{why}"),
+        other => bail!("the other said {other:?} too early"),
+    }
+    channel.say(Word::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
+}
+
+fn not_written(disk: &Disk, error: Error) -> anyhow::Error {
+    let name = disk.name();
+    match error {
+        Error::TIMED_OUT => {
+            anyhow!(
+                "disk {name}: its storage takes too long to write what it has (see to it, or restart weir)"
+            )
+        }
+        error => anyhow!(error).context(format!("disk {name}: its image cannot be written")),
+    }
+}
+
+/// Whether an image answers in the time that what is in flight may take: one that does not would
+/// have everybody stand still for nothing.
+async fn answers(disk: Arc<Disk>) -> bool {
+    /// Enough for any device.
+    const BYTES: u64 = 512;
+    let length = disk.size_bytes().min(BYTES) as usize;
+    // That it fails is an answer too.
+    length == 0 || reactor::timeout(IN_FLIGHT, disk.image().read(0, length)).await.is_ok()
+}
+
+/// Has all clients of a server come to rest; those that have stopped reading only now do not keep
+/// the others for long.
+async fn come_to_rest(server: &Arc<export::nbd::Server>) -> bool {
+    let reading = Arc::clone(server);
+    let pushing_out = reactor::spawn_joinable(async move {
+        let told = |client: String| pushed_out(&client, UNREAD_AT_REST);
+        reading.keep_pushing_out_unread(UNREAD_AT_REST, told).await;
+    });
+    let is_at_rest = server.come_to_rest(IN_FLIGHT).await;
+    pushing_out.cancel().await;
+    is_at_rest
+}
+
+fn pushed_out(client: &str, patience: Duration) {
+    let what = "disconnected: it takes no replies, and so cannot go over";
+    tracing::warn!(client, patience_s = patience.as_secs(), "{what}");
+}
+
+/// Has something done for all servers at once, and waits for all.
+async fn each<T: 'static, F: Future<Output = T> + 'static>(
+    servers: &[Rc<Serving>],
+    what: impl Fn(Arc<export::nbd::Server>) -> F,
+) -> Vec<T> {
+    let started = servers.iter().map(|serving| reactor::spawn_joinable(what(Arc::clone(&serving.server))));
+    let started: Vec<_> = started.collect();
+    let mut done = Vec::new();
+    for task in started {
+        done.push(task.await);
+    }
+    done
+}
+
+/// What has stopped and is to go on if the other does not.
+struct Still {
+    servers: Vec<Rc<Serving>>,
+    /// By their exports.
+    machines: Vec<(String, Arc<vhost_user_blk::Server>)>,
+    hosts: Vec<(String, Host)>,
+    /// That are handed over, and somebody held.
+    kept: Vec<Arc<Disk>>,
+    laid_down: Vec<Arc<Disk>>,
+    /// What clusters call the other.
+    heirs: Vec<u64>,
+    /// The other may have gone on with them.
+    is_told: bool,
+}
+
+impl Still {
+    async fn go_on(self) {
+        let tried = self.laid_down.into_iter().map(|disk| {
+            // One that was told nothing has nothing.
+            let heirs = if self.is_told { self.heirs.clone() } else { Vec::new() };
+            let (trying, tried) = async_channel::bounded::<()>(1);
+            reactor::spawn(take_back(disk, heirs, trying));
+            tried
+        });
+        let tried: Vec<_> = tried.collect();
+        // A disk whose cluster does not answer waits alone.
+        let all = async {
+            for tried in tried {
+                // Closed once it was.
+                let _ = tried.recv().await;
+            }
+        };
+        let _ = reactor::timeout(TO_BE_BACK, all).await;
+        for serving in self.servers {
+            serving.server.go_on();
+        }
+        for (_, server) in self.machines {
+            server.go_on();
+        }
+        for (_, host) in self.hosts {
+            host.go_on();
+        }
+        self.kept.into_iter().for_each(let_go_soon);
+    }
+}
+
+/// Has an image back that was laid down, as often as that takes; `trying` is dropped once it was
+/// tried. The other has served nobody, so what is in memory is right, but for what an opening
+/// changes; and of an image in a cluster, requests that write wait for its lock.
+async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Sender<()>) {
+    let Err(error) = disk.take_up(&heirs).await else { return };
+    drop(trying);
+    if disk.is_lost() {
+        // The log has it.
+        return;
+    }
+    let error = anyhow!(error);
+    let until_then = match disk.image().storage().is_in_cluster() {
+        true => "its writes wait",
+        false => "it goes on with what it knows, and reads nothing ahead",
+    };
+    tracing::error!(
+        disk = %disk.name(),
+        "its image cannot be read again after the takeover that failed, which is tried each second; until \
+         then {until_then}: {error:#}"
+    );
+    loop {
+        reactor::sleep_until(reactor::now() + READ_AGAIN).await;
+        match disk.take_up(&heirs).await {
+            Ok(()) => break,
+            Err(_) if disk.is_lost() => return,
+            Err(_) => {}
+        }
+    }
+    tracing::info!(disk = %disk.name(), "its image is read again, and can be taken over");
+}
+
+/// What its buckets hold; of limits of a cluster nothing: a new run begins at its safe share, full.
+fn filled(group: &Group) -> Option<Buckets> {
+    group.filled().filter(|_| group.lent().is_none()).map(Into::into)
+}

@@ -1,0 +1,626 @@
+//! `weir serve --takeover`: a daemon that takes over from the one that runs.
+//!
+//! ```text
+//!   ask ─► offer ─► images by the descriptors that came, groups, servers: as every start
+//!                   └─ all that the other has must be here ─► prepared
+//!   state ─► tables are read, buckets filled, clients sorted ─► ready ─► yours ─► serves
+//! ```
+//!
+//! What clients of the control socket have added to the other is made anew in between: see
+//! [`again`](super::again).
+//!
+//! Whatever fails before the other gives up its place has no effect on it: locks, sockets' files
+//! and images are left as they are.
+
+use std::{
+    collections::{BTreeSet, HashMap, VecDeque},
+    io::{self, BufRead as _, BufReader, Write as _},
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::Path,
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use export::{
+    nbd::{Rested, Server},
+    vhost_user_blk,
+};
+use reactor::{Worker, op};
+use serde_json::{Value, json};
+use settings::{Address, Endpoint};
+use storage::{Passed, PassedFile};
+
+use super::{
+    COMMAND, FORMAT,
+    channel::{Channel, Luggage, check_listener, send_with},
+    clock_ns,
+    counted::OfDaemon,
+    devices::Awaited,
+    identity::Identity,
+    let_go_soon, name, remedied,
+    told::{Message, Offer, OfferedMachine, Origin, Standing, StandingDisk, StandingMachine, State, Word},
+    told_name, unsaved,
+};
+use crate::{
+    bitmaps,
+    doors::Entrance,
+    inventory::{Door, Inventory, RunningExport},
+    listen::{Inherited, Listener},
+    wanted::Wanted,
+};
+
+/// How long the other may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long it may take to stand still: handshakes, what is in flight, flushes.
+const TO_STAND_STILL: Duration = Duration::from_secs(60);
+/// How long until it has ended.
+const TO_END: Duration = Duration::from_secs(15);
+
+/// A daemon that another has offered everything.
+pub struct Newcomer {
+    channel: Channel,
+    pub(super) offer: Offer,
+    /// Of each server, in the order of the offer.
+    pub(super) sockets: Vec<VecDeque<OwnedFd>>,
+    control: VecDeque<OwnedFd>,
+    /// Of each machine that connects, in the order of the offer.
+    machines: VecDeque<OwnedFd>,
+    pub(super) devices: Awaited,
+    pub(super) passed: Passed,
+}
+
+/// The daemon that was taken over from, on its way out.
+pub struct Before {
+    channel: Channel,
+    devices: Awaited,
+    began_ns: u64,
+    in_use: BTreeSet<String>,
+    clients: usize,
+    /// Of doors that are not open yet.
+    counted: OfDaemon,
+}
+
+impl Before {
+    /// Clients and front ends that have come from it.
+    pub fn clients(&self) -> usize {
+        self.clients
+    }
+
+    /// Waits until it has ended, and has the devices that it had until then. Returns the exports
+    /// with a door of their own whose users came from it.
+    pub async fn end(mut self, inventory: &Rc<Inventory>) -> BTreeSet<String> {
+        self.channel.wait_for_end(TO_END).await;
+        if self.devices.recover(inventory).await > 0 {
+            count_on_at_devices(&mut self.counted, inventory);
+            let pause_us = since_us(self.began_ns);
+            tracing::info!(pause_us, "recovered the devices of ublk");
+        }
+        self.in_use
+    }
+}
+
+/// Microseconds since then.
+fn since_us(began_ns: u64) -> u64 {
+    clock_ns().saturating_sub(began_ns) / 1000
+}
+
+/// For a newcomer that comes to nothing.
+pub struct Regrets(Channel);
+
+impl Regrets {
+    /// Tells the other why, so that its log has it too.
+    pub fn tell(self, why: &anyhow::Error) {
+        // Where it cannot be told, it hears of the end.
+        let _ = self.0.say_now(&Word::Refused(format!("{why:#}")));
+    }
+}
+
+impl Newcomer {
+    /// To be told if this one comes to nothing.
+    pub fn regrets(&self) -> io::Result<Regrets> {
+        self.channel.again().map(Regrets)
+    }
+
+    /// Asks the daemon at a control socket, and hears what it has.
+    ///
+    /// `user` is whom this process goes on as.
+    ///
+    /// # Errors
+    /// Nobody is there, or somebody who is not believed, or it refuses.
+    pub fn ask(control: &Path, user: Option<&str>) -> anyhow::Result<Self> {
+        let about = || format!("taking over from unix:{}", control.display());
+        let (channel, other) = Channel::pair()?;
+        command(control, user, other).with_context(about)?;
+        let (channel, offer, luggage): (_, Offer, _) = channel.hear_now(PATIENCE).with_context(about)?;
+        Self::new(channel, offer, luggage).with_context(about)
+    }
+
+    fn new(channel: Channel, offer: Offer, luggage: Luggage) -> anyhow::Result<Self> {
+        let mut descriptors = VecDeque::from(luggage.descriptors);
+        let mut some = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
+            ensure!(descriptors.len() >= count, "fewer descriptors came than were told of");
+            Ok(descriptors.drain(..count).collect())
+        };
+        let sockets = offer.servers.iter().map(|server| some(server.sockets.len()));
+        let sockets = sockets.collect::<anyhow::Result<_>>()?;
+        let control = some(offer.control.len())?;
+        let mut files = Vec::new();
+        for disk in &offer.disks {
+            for _ in 0..disk.files {
+                let mut pair = some(2)?.into_iter();
+                if let (Some(main), Some(buffered)) = (pair.next(), pair.next()) {
+                    files.push(PassedFile { main, buffered });
+                }
+            }
+        }
+        let machines = some(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
+        let mut offer = offer;
+        let devices = Awaited::new(std::mem::take(&mut offer.devices));
+        let images = offer.disks.iter().flat_map(|disk| disk.identity.written()).map(str::to_owned);
+        let announcing = channel.again()?;
+        let passed = Passed::new(files, images, move |client| {
+            // Where it cannot be told the other has gone.
+            let _ = announcing.say_now(&Word::OpensAs(client));
+        });
+        Ok(Self { channel, sockets, control, machines, devices, passed, offer })
+    }
+
+    /// How many sockets of the service manager the other has.
+    pub fn inherited(&self) -> usize {
+        let inherited =
+            self.offer.servers.iter().filter(|server| server.endpoint == Endpoint::Inherited.to_string());
+        inherited.map(|server| server.sockets.len()).sum()
+    }
+
+    /// How often the service manager wants to hear of the daemon that goes on.
+    pub fn watchdog(&self) -> Option<Duration> {
+        self.offer.watchdog_ns.map(Duration::from_nanos)
+    }
+
+    /// The files that came.
+    pub fn passed(&self) -> &Passed {
+        &self.passed
+    }
+
+    /// The sockets at this address, if the other has them.
+    pub fn listeners(&mut self, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&name(endpoint), endpoint)
+    }
+
+    /// Whether the other listens there.
+    pub fn has_server(&self, endpoint: &Endpoint) -> bool {
+        let name = name(endpoint);
+        self.offer.servers.iter().any(|server| server.endpoint == name)
+    }
+
+    /// Whether the other has a disk of this name.
+    pub fn has_disk(&self, name: &str) -> bool {
+        self.offer.disks.iter().any(|disk| disk.name == name)
+    }
+
+    /// The other's.
+    pub fn version(&self) -> &str {
+        &self.offer.version
+    }
+
+    /// The sockets where figures are asked for, if the other has them at this address for the same.
+    pub fn told(&mut self, what: &str, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&told_name(what, address), &Endpoint::Address(address.clone()))
+    }
+
+    fn adopt(&mut self, name: &str, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+        let Some(at) = self.offer.servers.iter().position(|server| server.endpoint == name) else {
+            return Ok(None);
+        };
+        let files = &self.offer.servers[at].sockets;
+        let adopted = files.iter().zip(self.sockets[at].drain(..)).enumerate();
+        let adopt = |(number, (file, socket)): (usize, (&Option<_>, OwnedFd))| {
+            Listener::adopt(socket, endpoint, number, file.as_deref(), &self.passed)
+        };
+        adopted.map(adopt).collect::<anyhow::Result<_>>().map(Some)
+    }
+
+    /// Has the sockets of virtual machines' doors ready for whoever opens these.
+    pub fn pass_machines(&mut self, inherited: &mut Inherited) -> anyhow::Result<()> {
+        let listening = self.offer.machines.iter().filter_map(|machine| machine.listening.as_ref());
+        for (number, ((name, file), socket)) in listening.zip(self.machines.drain(..)).enumerate() {
+            let file = file.as_deref();
+            inherited.adopt(name, Listener::adopt(socket, &Endpoint::Inherited, number, file, &self.passed)?);
+        }
+        Ok(())
+    }
+
+    /// Whether the other has this device of the host, so that it is opened once that has given it.
+    pub fn puts_off(&self, wanted: &Wanted, inventory: &Inventory) -> bool {
+        self.devices.puts_off(wanted, inventory)
+    }
+
+    /// The control socket at this path, if the other has it.
+    pub fn control(&mut self, path: &Path) -> anyhow::Result<Option<Listener>> {
+        let path = std::path::absolute(path)?;
+        let Some(at) = self.offer.control.iter().position(|known| *known == path) else { return Ok(None) };
+        self.offer.control.remove(at);
+        let socket = self.control.remove(at).context("a control socket came without its descriptor")?;
+        let endpoint = Endpoint::Address(Address::Unix(path.clone()));
+        Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
+    }
+
+    /// Whether everything that the other has is here, but for what comes once this process has
+    /// given up its rights: what was added to the other, and what has these disks.
+    ///
+    /// # Errors
+    /// What is not.
+    pub fn check_config(&self, inventory: &Inventory, is_late: impl Fn(&str) -> bool) -> anyhow::Result<()> {
+        self.check_but(inventory, |is_added, disk| is_added || is_late(disk))
+    }
+
+    /// The same, with what was added.
+    ///
+    /// # Errors
+    /// What is not here.
+    pub fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
+        self.check_but(inventory, |_, _| false)
+    }
+
+    /// `may_come` says whether something may come later, that was added or not, of this disk.
+    fn check_but(&self, inventory: &Inventory, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
+        let left = self
+            .offer
+            .servers
+            .iter()
+            .zip(&self.sockets)
+            .find(|(server, left)| !(left.is_empty() || may_come(server.origin.is_added(), "")));
+        let left = left.map(|(server, _)| (server.endpoint.clone(), &server.origin));
+        let control = || Some((format!("unix:{}", self.offer.control.first()?.display()), &Origin::Config));
+        let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
+            let what = format!("{left}: it is open, and is not in this config");
+            Err(anyhow!("{}", remedied(what, origin, inventory)))
+        });
+        check(&self.offer, inventory, &may_come)?;
+        ensure!(
+            may_come(true, "") || self.passed.left() == 0,
+            "images are in use that this config does not have"
+        );
+        let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
+        ensure!(
+            to_come < free,
+            "descriptors that come with its clients: {to_come}, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
+        );
+        self.devices.check(inventory, &may_come)?;
+        sockets
+    }
+
+    /// Takes over: when this returns the other does not go on, and every client that came is
+    /// served.
+    ///
+    /// # Errors
+    /// The other does not give it, or what it gave cannot be taken up. It goes on then.
+    pub async fn finish(self, inventory: &Rc<Inventory>, workers: &[Worker]) -> anyhow::Result<Before> {
+        let Self { channel, offer, devices, passed, .. } = self;
+        let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
+        let (channel, standing, luggage): (_, Standing, _) =
+            channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
+        let state = match standing {
+            Standing::Still(state) => *state,
+            Standing::Refused(why) => bail!("the other goes on: {why}"),
+        };
+        inventory.events.go_on_after(state.last_event);
+        let (began_ns, device_ids) = (state.began_ns, devices.ids());
+        let set_otherwise = unsaved::set_otherwise(&state, inventory);
+        let (clients, machines, counted) =
+            take_up(state, luggage, (&offer.machines, &devices), inventory).await?;
+        let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
+        let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
+        match word {
+            Word::Yours => {}
+            Word::Refused(why) => bail!("the other goes on: {why}"),
+            other => bail!("the other said {other:?} instead of giving up its place"),
+        }
+        passed.settle();
+        let disks = inventory.disks();
+        let held = disks.iter().filter(|running| running.disk.is_handed_over() && !running.disk.is_let_go());
+        held.for_each(|running| let_go_soon(Arc::clone(&running.disk)));
+        let count = clients.len() + machines.len();
+        for (number, (server, client)) in clients.into_iter().enumerate() {
+            server.take_in(client, &workers[number % workers.len()]);
+        }
+        let pause_us = since_us(began_ns);
+        tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
+        set_otherwise.iter().for_each(|line| tracing::warn!("{line}"));
+        let in_use = machines.into_iter().chain(device_ids).collect();
+        Ok(Before { channel, devices, began_ns, in_use, clients: count, counted })
+    }
+}
+
+/// Whether everything that the other has is here, but for what may come.
+fn check(offer: &Offer, inventory: &Inventory, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
+    for offered in &offer.disks {
+        let disk = inventory.disk(&offered.name);
+        if disk.is_err() && may_come(offered.origin.is_added(), &offered.name) {
+            continue;
+        }
+        let disk = disk.map_err(|_| {
+            let what = format!("disk {}: it runs, and is not in this config", offered.name);
+            anyhow!("{}", remedied(what, &offered.origin, inventory))
+        })?;
+        if let Some(difference) = offered.identity.difference(&Identity::of(&disk.disk)) {
+            bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
+        }
+        let is_elsewhere = disk.disk.image().storage().is_in_cluster() && !disk.disk.image().is_read_only();
+        ensure!(
+            offered.files == 0 && !is_elsewhere || disk.disk.is_passed(),
+            "disk {}: its image is open here in another way",
+            offered.name
+        );
+    }
+    for offered in &offer.exports {
+        let export = export(inventory, &offered.endpoint, &offered.name);
+        if export.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
+            continue;
+        }
+        let (_, _, export) = export.with_context(|| {
+            let (name, endpoint) = (&offered.name, &offered.endpoint);
+            let what = format!("export {name} at {endpoint}: it runs, and is not in this config");
+            remedied(what, &offered.origin, inventory)
+        })?;
+        let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
+        ensure!(
+            export.disk.disk.name().as_ref() == offered.disk
+                && export.read_only == offered.read_only
+                && bitmaps
+                    .map(|bitmap| bitmap.name().as_ref())
+                    .eq(offered.bitmaps.iter().map(String::as_str)),
+            "export {} at {}: another disk, other bitmaps or another access runs",
+            offered.name,
+            offered.endpoint
+        );
+    }
+    for offered in &offer.machines {
+        let here = machine(inventory, offered);
+        if here.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
+            continue;
+        }
+        let (export, _) = here.with_context(|| {
+            let what =
+                format!("export {} at {}: it runs, and is not in this config", offered.id, offered.place());
+            remedied(what, &offered.origin, inventory)
+        })?;
+        ensure!(
+            export.disk.disk.name().as_ref() == offered.disk && export.read_only == offered.read_only,
+            "export {}: another disk or another access runs at {}",
+            offered.id,
+            offered.place()
+        );
+    }
+    Ok(())
+}
+
+/// An export of a virtual machine, and its door: by where the machine connects, and where weir does
+/// that by its id.
+pub(super) fn machine(
+    inventory: &Inventory,
+    offered: &OfferedMachine,
+) -> Option<(Rc<RunningExport>, Rc<Entrance>)> {
+    inventory.exports().into_iter().find_map(|export| {
+        let Door::Own(entrance) = &export.door else { return None };
+        let listening = entrance.machine()?.listening.as_ref().map(|(name, _)| name);
+        let is_it = match &offered.listening {
+            Some((name, _)) => listening == Some(name),
+            None => listening.is_none() && export.id == offered.id,
+        };
+        let entrance = Rc::clone(entrance);
+        is_it.then_some((export, entrance))
+    })
+}
+
+/// An export by where it is and its name: its server, its number there, itself.
+pub(super) fn export(
+    inventory: &Inventory,
+    endpoint: &str,
+    called: &str,
+) -> Option<(Arc<Server>, usize, Rc<RunningExport>)> {
+    inventory.exports().into_iter().find_map(|export| match &export.door {
+        // The endpoint's name is made for the comparison, so the other one first: clients wait.
+        Door::Nbd(serving, number) if export.name == called && name(&serving.endpoint) == endpoint => {
+            Some((Arc::clone(&serving.server), *number, export))
+        }
+        _ => None,
+    })
+}
+
+/// Goes on where the other stands, but for serving; returns the clients and where they belong, the
+/// exports of the machines that have come, and what is left of what was counted. A machine whose
+/// memory cannot be had any more is left behind alone: it is disconnected when the other ends.
+async fn take_up(
+    state: State,
+    mut luggage: Luggage,
+    (offered, devices): (&[OfferedMachine], &Awaited),
+    inventory: &Rc<Inventory>,
+) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>, OfDaemon)> {
+    let standing: HashMap<&str, &StandingDisk> =
+        state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
+    // All at once, as each may wait for another storage.
+    let taking = inventory.disks().into_iter().map(|running| {
+        let standing = standing.get(&**running.disk.name()).copied();
+        let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
+        let disk = is_to_be.then(|| Arc::clone(&running.disk));
+        let taking = disk.map(|disk| reactor::spawn_joinable(async move { disk.take_up(&[]).await }));
+        (running, standing, taking)
+    });
+    let mut taken = Vec::new();
+    for (running, standing, taking) in taking.collect::<Vec<_>>() {
+        let done = match taking {
+            Some(taking) => taking.await,
+            None => Ok(()),
+        };
+        taken.push((running, standing, done));
+    }
+    for (running, standing, done) in taken {
+        let disk = &running.disk;
+        done.with_context(|| format!("disk {}", disk.name()))?;
+        let before = standing.map_or(0, |standing| standing.size_bytes);
+        ensure!(
+            disk.size_bytes() >= before || disk.is_let_go(),
+            "disk {}: it has become longer meanwhile, which cannot be seen here (try again)",
+            disk.name()
+        );
+    }
+    check_bitmaps(&state.disks, inventory).await?;
+    for group in state.groups {
+        let Ok(here) = inventory.group(&group.name) else { continue };
+        group.counted.count_on(&here);
+        if let Some(filled) = &group.filled {
+            here.fill(&filled.filled()?)
+                .map_err(|invalid| anyhow!("group {}: {}", group.name, invalid.rule))?;
+        }
+    }
+    for disk in state.disks {
+        let here = inventory.disk(&disk.name)?;
+        disk.counted.count_on(&here.disk);
+        if let Some(filled) = &disk.filled {
+            let filled = here.disk.throttle().fill(&filled.filled()?);
+            filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;
+        }
+    }
+    let mut counted = state.counted;
+    counted.count_on(inventory);
+    let mut pieces = luggage.pieces();
+    let sockets = pieces.descriptors(state.clients.len())?;
+    let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
+    let mut clients = Vec::new();
+    for (client, socket) in state.clients.iter().zip(sockets) {
+        let place = (client.endpoint.clone(), client.export.clone());
+        let (server, number) = match places.get(&place) {
+            Some(known) => known.clone(),
+            None => {
+                let found = export(inventory, &client.endpoint, &client.export);
+                let (server, number, _) = found.context("a client of an export that is not here")?;
+                places.insert(place, (Arc::clone(&server), number));
+                (server, number)
+            }
+        };
+        let own = usize::try_from(client.received).ok().and_then(|count| pieces.bytes(count).ok());
+        let own = own.context("a client came without what it sent")?;
+        let (socket, session) = (socket.into(), client.session(number)?);
+        clients
+            .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
+    }
+    let mut machines = Vec::new();
+    for StandingMachine { id, said: messages, begun, used_ns } in state.machines {
+        let here = offered.iter().find(|offered| offered.id == id);
+        let here = here.and_then(|offered| machine(inventory, offered));
+        let (export, entrance) = here.context("a front end of an export that is not here")?;
+        let machine = entrance.machine().context("it is no virtual machine's")?;
+        let socket = pieces.descriptor()?.into();
+        let mut said = Vec::new();
+        for Message { code, bytes, descriptors } in messages {
+            let payload = pieces.bytes(bytes).context("a message came without its bytes")?.to_vec();
+            let descriptors = pieces.descriptors(descriptors)?;
+            said.push(vhost_user_blk::Said { code, payload, descriptors });
+        }
+        let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
+        let descriptors = pieces.descriptors(begun.descriptors)?;
+        match machine.server.take_over(vhost_user_blk::Rested { socket, said, bytes, descriptors, used_ns }) {
+            Ok(()) => machines.push(export.id.clone()),
+            Err(why) if why.is_of_its_files() => {
+                let what = "its machine is disconnected: memory that it has lent is no longer there";
+                tracing::warn!(export = id, %why, "{what} (it can connect again)");
+            }
+            Err(why) => {
+                return Err(why).with_context(|| format!("export {id}: its machine cannot be taken over"));
+            }
+        }
+    }
+    // Where nobody is connected, too.
+    for offered in offered {
+        if let Some((export, _)) = machine(inventory, offered) {
+            counted.count_on_at(&offered.id, &export);
+        }
+    }
+    devices.take_up(state.devices, &mut pieces, inventory).await?;
+    count_on_at_devices(&mut counted, inventory);
+    Ok((clients, machines, counted))
+}
+
+/// Of devices of this host, which are called as they were, those that are open now.
+fn count_on_at_devices(counted: &mut OfDaemon, inventory: &Inventory) {
+    for export in inventory.exports() {
+        if export.entrance().is_some_and(|entrance| entrance.host().is_some()) {
+            counted.count_on_at(&export.id, &export);
+        }
+    }
+}
+
+/// Whether every bitmap records that did, and those that exports show are the ones that were found
+/// while the other had the images.
+async fn check_bitmaps(disks: &[StandingDisk], inventory: &Inventory) -> anyhow::Result<()> {
+    for disk in disks {
+        // What came while this one started is not here.
+        let here = inventory.disk(&disk.name).map_err(|_| {
+            anyhow!("disk {}: it was added while this weir started, and is not here (try again)", disk.name)
+        })?;
+        let here = here.disk.image().recorded_bitmaps();
+        if let Some(missing) = disk.bitmaps.iter().find(|bitmap| !here.contains(bitmap)) {
+            bail!("disk {}: its bitmap {missing:?} records, and cannot be read here", disk.name);
+        }
+    }
+    for export in inventory.exports() {
+        let found = export.new.as_ref().map(|new| Arc::clone(&new.bitmaps)).unwrap_or_default();
+        let names: Vec<_> = found.iter().map(|bitmap| bitmap.name().to_string()).collect();
+        let now = bitmaps::of_image(&export.disk, &names).await?;
+        if let Some((bitmap, _)) =
+            found.iter().zip(&*now).find(|(one, other)| !one.is_of_the_same_image(other))
+        {
+            let (disk, name) = (export.disk.disk.name(), bitmap.name());
+            bail!(
+                "disk {disk}: bitmap {name:?} is in another image of its chain than a moment ago (try again)"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Asks a daemon to take over from it, by what both then speak on, and waits for its answer.
+fn command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::Result<()> {
+    /// Longest line that is read.
+    const MOST: u64 = 1 << 20;
+    let socket = UnixStream::connect(control).map_err(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            anyhow!("no permission to ask the daemon there (be root, or the daemon's own user)")
+        }
+        _ => anyhow!(error).context("nobody listens there (start without --takeover)"),
+    })?;
+    check_listener(&socket, user)?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    let mut lines = BufReader::new(io::Read::take(&socket, MOST));
+    let mut next = || -> anyhow::Result<Value> {
+        loop {
+            let mut line = String::new();
+            lines.read_line(&mut line).map_err(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => {
+                    anyhow!("no answer in time (is the daemon stopped, or something else listening there?)")
+                }
+                _ => anyhow!(error).context("the daemon there gives no answer"),
+            })?;
+            let message: Value = serde_json::from_str(&line).context("what listens there is not weir")?;
+            if message.get("event").is_none() {
+                return Ok(message);
+            }
+        }
+    };
+    let refusal = |answer: &Value| match answer["error"]["desc"].as_str() {
+        Some(why) => Err(anyhow!("{why}")),
+        None => Ok(()),
+    };
+    refusal(&next()?)?;
+    writeln!(&socket, "{}", json!({ "execute": "qmp_capabilities" }))?;
+    refusal(&next()?)?;
+    let arguments = json!({ "format": FORMAT, "version": env!("CARGO_PKG_VERSION") });
+    let line = format!("{}\n", json!({ "execute": COMMAND, "arguments": arguments }));
+    let sent = send_with(&socket, line.as_bytes(), &[passed])?;
+    ensure!(sent == line.len(), "the socket takes no command");
+    refusal(&next()?)
+}

@@ -1,0 +1,243 @@
+//! An export as the config file or the command line has it, and how it comes to run.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, bail};
+use policy::access::Access;
+use settings::{Door, DoorExport, Endpoint, Plan, Socket, Tls, VhostUserBlk};
+
+use super::{
+    bitmaps,
+    doors::{Machine, Taken},
+    inventory::{self, Inventory, NewExport, RunningExport},
+    serving::Serving,
+};
+
+/// An export that a plan has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    pub disk: String,
+    pub(crate) read_only: bool,
+    pub(crate) way: Way,
+}
+
+/// How clients are to reach it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Nbd { endpoint: Endpoint, name: String, description: String, access: Access, bitmaps: Vec<String> },
+    Own(Door),
+}
+
+impl Wanted {
+    /// All that a plan has, those over NBD first.
+    pub fn all(plan: &Plan) -> Vec<Self> {
+        let of_disk = |index: usize, read_only, way| {
+            let disk = &plan.disks[index];
+            Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
+        };
+        let nbd = plan.servers.iter().flat_map(|server| {
+            server.exports.iter().map(|export| {
+                let disk = &plan.disks[export.disk];
+                let way = Way::Nbd {
+                    endpoint: server.endpoint.clone(),
+                    name: export.name.clone(),
+                    description: disk.description.clone(),
+                    access: disk.access.clone(),
+                    bitmaps: disk.qcow2.bitmaps.clone(),
+                };
+                of_disk(export.disk, export.read_only, way)
+            })
+        });
+        let own = plan.doors.iter();
+        let own = own.map(|DoorExport { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
+        nbd.chain(own).collect()
+    }
+
+    /// Whether this export is the one, and not on its way out.
+    fn is(&self, export: &RunningExport) -> bool {
+        let is_there = match (&self.way, &export.door) {
+            (Way::Nbd { endpoint, name, .. }, inventory::Door::Nbd(serving, _)) => {
+                serving.endpoint == *endpoint && export.name == *name
+            }
+            (Way::Own(door), inventory::Door::Own(..)) => export.said.as_ref() == Some(door),
+            _ => false,
+        };
+        is_there && !export.is_ending()
+    }
+
+    /// Whether the other is for the same name at the same server, or behind the same door.
+    pub(crate) fn is_at(&self, other: &Self) -> bool {
+        match (&self.way, &other.way) {
+            (
+                Way::Nbd { endpoint, name, .. },
+                Way::Nbd { endpoint: other_endpoint, name: other_name, .. },
+            ) => (endpoint, name) == (other_endpoint, other_name),
+            (Way::Own(door), Way::Own(other)) => {
+                let place = (door.path(), door.passed());
+                place != (None, None) && place == (other.path(), other.passed())
+            }
+            _ => false,
+        }
+    }
+
+    /// The keys by which another differs that is for the same disk at the same place.
+    pub(crate) fn differences(&self, other: &Self) -> Vec<String> {
+        let mut keys = Vec::new();
+        let mut add = |key: &str, differs: bool| keys.extend(differs.then(|| key.to_owned()));
+        add("disk", self.disk != other.disk);
+        add("read-only", self.read_only != other.read_only);
+        match (&self.way, &other.way) {
+            (
+                Way::Nbd { description, access, bitmaps, .. },
+                Way::Nbd {
+                    description: other_description, access: other_access, bitmaps: other_bitmaps, ..
+                },
+            ) => {
+                add("description", description != other_description);
+                add("allow, deny, tls-authz", access != other_access);
+                add("bitmap", bitmaps != other_bitmaps);
+            }
+            (Way::Own(door), Way::Own(other)) => {
+                // As on the command line: the place, and each key that is not as it is by itself.
+                let said = |door: &Door| door.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
+                for word in one.symmetric_difference(&other) {
+                    let key = word.split('=').next().unwrap_or_default().to_owned();
+                    if !keys.contains(&key) {
+                        keys.push(key);
+                    }
+                }
+            }
+            _ => {}
+        }
+        keys
+    }
+
+    /// Has it run, at a server that runs or behind a door of its own.
+    pub async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<Rc<RunningExport>> {
+        let id = match &self.way {
+            Way::Nbd { endpoint, name, .. } => {
+                let name = if name.is_empty() { &self.disk } else { name };
+                inventory.free_id(name, &serving(inventory, endpoint)?.address())
+            }
+            Way::Own(door) => inventory.free_id(&self.disk, &door.address()),
+        };
+        self.add_by(inventory, id).await
+    }
+
+    /// The same, by an id that nobody has.
+    pub(crate) async fn add_by(
+        &self,
+        inventory: &Rc<Inventory>,
+        id: String,
+    ) -> anyhow::Result<Rc<RunningExport>> {
+        let disk = inventory.disk(&self.disk)?;
+        match &self.way {
+            Way::Nbd { endpoint, name, description, access, bitmaps } => {
+                let new = NewExport {
+                    id: id.clone(),
+                    name: name.clone(),
+                    description: description.clone(),
+                    access: access.clone(),
+                    disk: self.disk.clone(),
+                    read_only: self.read_only,
+                    bitmaps: bitmaps::of_image(&disk, bitmaps).await?,
+                };
+                inventory.add_export(&serving(inventory, endpoint)?, new)?;
+            }
+            Way::Own(door) => {
+                inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
+            }
+        }
+        Ok(inventory.export(&id)?)
+    }
+
+    /// Has a door of its own open, by this id, and made of what another daemon had.
+    pub(crate) async fn add_as(
+        &self,
+        inventory: &Rc<Inventory>,
+        id: String,
+        taken: Taken,
+    ) -> anyhow::Result<String> {
+        let Way::Own(door) = &self.way else { bail!("it has no door of its own") };
+        inventory.add_door(id, inventory.disk(&self.disk)?, self.read_only, door, Some(taken)).await
+    }
+
+    /// Whether a door of its own lets nobody write.
+    pub(crate) fn is_read_only(&self, inventory: &Inventory) -> anyhow::Result<bool> {
+        let of_door = matches!(&self.way, Way::Own(door) if door.read_only());
+        Ok(self.read_only || of_door || inventory.disk(&self.disk)?.disk.image().is_read_only())
+    }
+
+    /// What clients ask for, and where: of a door of its own the disk, and the door.
+    pub fn told(&self, inventory: &Inventory) -> (String, String) {
+        match &self.way {
+            Way::Nbd { endpoint, name, .. } => {
+                let address = match endpoint {
+                    Endpoint::Address(address) => address.to_string(),
+                    Endpoint::Inherited | Endpoint::Passed(_) => {
+                        server(inventory, endpoint).map_or_else(String::new, |serving| serving.address())
+                    }
+                };
+                (name.clone(), address)
+            }
+            Way::Own(door) => (self.disk.clone(), door.address()),
+        }
+    }
+}
+
+/// The exports that there were at one moment, to find those in that are wanted.
+pub(crate) struct Running(HashMap<String, Vec<Rc<RunningExport>>>);
+
+impl Running {
+    pub(crate) fn of(inventory: &Inventory) -> Self {
+        let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
+        for export in inventory.exports() {
+            of_disks.entry(export.disk.disk.name().to_string()).or_default().push(export);
+        }
+        Self(of_disks)
+    }
+
+    pub(crate) fn find(&self, wanted: &Wanted) -> Option<Rc<RunningExport>> {
+        let of_disk = self.0.get(&wanted.disk)?;
+        of_disk.iter().find(|export| wanted.is(export)).cloned()
+    }
+}
+
+/// How clients call an export that runs.
+pub fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
+    let entrance = match &export.door {
+        inventory::Door::Nbd(serving, _) => {
+            // The config's TLS is that of its own servers.
+            let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
+            return serving.uris(&export.name, if is_plain { &Tls::Off } else { tls });
+        }
+        inventory::Door::Own(entrance) => entrance,
+    };
+    let address = entrance.address();
+    vec![match &export.said {
+        // Where the machine listens, only weir is to connect.
+        Some(Door::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
+        Some(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(_), .. })) => {
+            address.replacen("unix:", "vhost-user:", 1)
+        }
+        // Of one that was passed, the kernel knows where it is.
+        Some(Door::VhostUserBlk(_)) => match entrance.machine().and_then(Machine::path) {
+            Some(path) => format!("vhost-user:{}", path.display()),
+            None => address.to_owned(),
+        },
+        _ => address.to_owned(),
+    }]
+}
+
+fn serving(inventory: &Inventory, endpoint: &Endpoint) -> anyhow::Result<Rc<Serving>> {
+    server(inventory, endpoint).context("no server listens there")
+}
+
+/// The server of an endpoint.
+pub(crate) fn server(inventory: &Inventory, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+    inventory.server_at(endpoint)
+}

@@ -1,0 +1,365 @@
+//! Watches what runs, and tells of what happens to it: the one place where events are made, but for
+//! clients of NBD and virtual machines, whom their servers tell of. Who is held back by limits is
+//! told to the log alone.
+//!
+//! ```text
+//!   each second   disks, groups, devices ─► events::judge ─┐
+//!   each change   Inventory::tell, by events::actor ───────┴─► Events::tell
+//! ```
+//!
+//! A look takes a few hundred nanoseconds for each disk, on the main thread. While all threads
+//! sleep, and nothing is under way that time alone could change, nobody looks: an idle daemon does
+//! not wake up.
+//!
+//! Never takes a lock that is held for longer, and never asks the kernel for more than a device's
+//! statistics.
+
+mod conditions;
+pub(super) mod settings;
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+    convert::Infallible,
+    rc::{Rc, Weak},
+};
+
+use block::{
+    disk::Failure,
+    reactor::{self, JoinHandle},
+};
+use cluster::actor;
+use conditions::{Conditions, Devices};
+use policy::{
+    request::Direction,
+    time::{Duration, Instant},
+};
+use reactor::JoinHandle;
+use serde_json::json;
+use settings::{Changed, Settings};
+
+use super::{
+    change::Change,
+    held_back::HeldBack,
+    inventory::{Door, Inventory},
+};
+use crate::events::{Kind, News};
+
+const SECOND: Duration = Duration::from_secs(1);
+/// A storage that has not answered for so long is told of.
+const LATE: Duration = Duration::from_secs(10);
+
+/// Looks each second in which somebody does something, and at each change, until this is dropped,
+/// or the inventory is. The exports `in_use` have users that came from another daemon, which are no
+/// news.
+pub fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> JoinHandle<()> {
+    let watch =
+        Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(inventory), ..Watch::default() }));
+    watch.borrow_mut().look(inventory);
+    watch.borrow_mut().adopt(inventory);
+    let (listening, listener) = (Rc::downgrade(inventory), Rc::downgrade(&watch));
+    inventory.listen(move |change| {
+        if let (Some(inventory), Some(watch)) = (listening.upgrade(), listener.upgrade()) {
+            watch.borrow_mut().follow(&inventory, change);
+        }
+    });
+    let inventory = Rc::downgrade(inventory);
+    let look = move || Some(watch.borrow_mut().look(&*Weak::upgrade(&inventory)?));
+    reactor::spawn_joinable(async move {
+        let _gone: Option<Infallible> = look_on(look).await;
+    })
+}
+
+/// Until there is nothing to look at any more; `look` says whether all is still.
+async fn look_on(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
+    loop {
+        reactor::sleep_until(reactor::now() + SECOND).await;
+        let looked = reactor::now();
+        // Before the look: whoever wakes up after it may have been missed.
+        let somebody_wakes = reactor::next_to_wake();
+        if !look()? {
+            continue;
+        }
+        somebody_wakes.await;
+        if reactor::now() - looked > SECOND {
+            // What begins now is measured from here.
+            look()?;
+        }
+    }
+}
+
+/// What a name is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Of {
+    Disk,
+    Group,
+}
+
+impl Of {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::Group => "group",
+        }
+    }
+
+    fn about(self, name: &str, news: News) -> News {
+        match self {
+            Self::Disk => news.of_disk(name),
+            Self::Group => news.of_group(name),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Watch {
+    known: BTreeMap<String, (Of, Settings)>,
+    conditions: Conditions,
+    devices: Devices,
+    stopped: BTreeSet<String>,
+    backing_changed: BTreeSet<String>,
+    /// Disks whose storage, in a cluster or at a server, owes an answer; whether that was told.
+    unanswered: BTreeMap<String, bool>,
+    /// What a reload has changed that is at work.
+    put_off: Vec<String>,
+    held_back: HeldBack,
+    /// Devices and files of this host that are used, by their exports' ids.
+    used: BTreeMap<String, InUse>,
+    /// Of these, those that are seen first have not come now.
+    in_use: BTreeSet<String>,
+}
+
+/// A device or a file of this host that is used: a device by the kernel, a file by who has it open.
+struct InUse {
+    disk: String,
+    kind: &'static str,
+    clients: usize,
+    since: Instant,
+}
+
+impl InUse {
+    fn news(&self, kind: Kind, export: &str) -> News {
+        let verb = if kind == Kind::ClientIn { "uses" } else { "has left" };
+        let message = format!("a client of {} {verb} disk {}", self.kind, self.disk);
+        News::new(kind, message).of_disk(&self.disk).with("export", export).with("type", self.kind)
+    }
+
+    fn gone(&self, export: &str, connections: usize, now: Instant) -> News {
+        let news = self.news(Kind::ClientOut, export).with("connections", connections);
+        news.with("seconds", (now - self.since).as_secs())
+    }
+}
+
+fn answers(disk: &str) -> News {
+    News::new(Kind::StorageAnswers, format!("the storage of disk {disk} answers again")).of_disk(disk)
+}
+
+impl Watch {
+    /// What is there already is no news.
+    fn adopt(&mut self, inventory: &Inventory) {
+        for running in inventory.disks() {
+            let settings = Settings::of_disk(&running);
+            self.known.insert(running.disk.name().to_string(), (Of::Disk, settings));
+        }
+        for group in inventory.groups() {
+            self.known.insert(group.name().to_owned(), (Of::Group, Settings::of_group(&group)));
+        }
+    }
+
+    /// Whether nothing has to be looked at again before somebody wakes up.
+    fn look(&mut self, inventory: &Inventory) -> bool {
+        let now = reactor::now();
+        let events = &inventory.events;
+        self.conditions.look(inventory, now);
+        self.devices.look(inventory, now);
+        for running in inventory.disks() {
+            let name = &**running.disk.name();
+            if !running.disk.image().has_changed_below() {
+                self.backing_changed.remove(name);
+            } else if self.backing_changed.insert(name.to_owned()) {
+                let message = format!("somebody changed a file below the image of disk {name}");
+                events.tell(News::new(Kind::BackingFileChanged, message).of_disk(name));
+            }
+        }
+        self.look_at_devices(inventory);
+        let all_is_told = self.look_for_answers(inventory);
+        let limited_ns = self.conditions.limited_ns();
+        self.held_back.look(inventory, limited_ns, now);
+        let is_told = all_is_told && self.held_back.has_told(limited_ns);
+        self.conditions.are_still() && self.devices.are_still() && is_told
+    }
+
+    /// Whether no storage that is far away owes an answer, but for those of which that was told.
+    fn look_for_answers(&mut self, inventory: &Inventory) -> bool {
+        let mut before = std::mem::take(&mut self.unanswered);
+        for running in inventory.disks() {
+            let storage = running.disk.image().storage();
+            let Some(age) = storage.oldest_request().filter(|_| storage.is_far()) else { continue };
+            let name = running.disk.name().to_string();
+            let was_told = before.remove(&name).unwrap_or(false);
+            // Of one that was told, others may be waited for still.
+            let is_late = age >= LATE;
+            if is_late && !was_told {
+                let seconds = age.as_secs();
+                let message =
+                    format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
+                let news = News::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
+                let connected = storage.remote().map(|remote| remote.is_connected);
+                inventory.events.tell(news.with("connected", connected));
+            } else if was_told && !is_late {
+                inventory.events.tell(answers(&name));
+            }
+            self.unanswered.insert(name, is_late);
+        }
+        for (name, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
+            inventory.events.tell(answers(&name));
+        }
+        self.unanswered.values().all(|is_told| *is_told)
+    }
+
+    /// Devices and files come and go seldom: who comes and goes within a second is not seen.
+    fn look_at_devices(&mut self, inventory: &Inventory) {
+        let now = reactor::now();
+        let mut before = std::mem::take(&mut self.used);
+        for export in inventory.exports() {
+            let Door::Own(entrance) = &export.door else { continue };
+            let clients = entrance.server.connections();
+            if entrance.device().is_none() || clients == 0 {
+                continue;
+            }
+            let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
+            let seen = before.remove(&export.id).unwrap_or(InUse { disk, kind, clients: 0, since: now });
+            if clients > seen.clients && !self.in_use.remove(&export.id) {
+                inventory.events.tell(seen.news(Kind::ClientIn, &export.id).with("connections", clients));
+            } else if clients < seen.clients {
+                inventory.events.tell(seen.gone(&export.id, clients, now));
+            }
+            self.used.insert(export.id.clone(), InUse { clients, ..seen });
+        }
+        for (id, seen) in before {
+            inventory.events.tell(seen.gone(&id, 0, now));
+        }
+    }
+
+    fn follow(&mut self, inventory: &Inventory, change: &Change) {
+        match change {
+            // It may be undone, and then nothing has happened.
+            Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
+                self.put_off.push(name.clone());
+            }
+            Change::Listed { name } if inventory.is_arriving(name) => {}
+            Change::Listed { name } => self.listed(inventory, name),
+            Change::SettingsChanged { name } => self.settings_changed(inventory, name),
+            Change::Reloaded => {
+                let mut told = BTreeSet::new();
+                for name in std::mem::take(&mut self.put_off) {
+                    if !told.insert(name.clone()) {
+                        continue;
+                    }
+                    match self.known.contains_key(&name) == Self::find(inventory, &name).is_some() {
+                        true => self.settings_changed(inventory, &name),
+                        false => self.listed(inventory, &name),
+                    }
+                }
+            }
+            Change::Failed { disk, failure } => self.failed(inventory, disk, failure),
+            Change::Resumed { .. } => self.resumed(inventory),
+            Change::ExportDeleted { .. } | Change::Stopped => {}
+        }
+    }
+
+    fn listed(&mut self, inventory: &Inventory, name: &str) {
+        let now = Self::find(inventory, name);
+        let before = self.known.remove(name);
+        let (kind, of) = match (&before, &now) {
+            (None, Some((of, _))) => (added(*of), *of),
+            (Some((of, _)), None) => (removed(*of), *of),
+            // It was put back as it was.
+            _ => {
+                self.known.extend(now.map(|now| (name.to_owned(), now)));
+                return;
+            }
+        };
+        self.known.extend(now.map(|now| (name.to_owned(), now)));
+        self.stopped.remove(name);
+        let verb = if before.is_none() { "added" } else { "removed" };
+        let news = by(News::new(kind, format!("{} {name} was {verb}", of.name())));
+        inventory.events.tell(of.about(name, news));
+    }
+
+    fn find(inventory: &Inventory, name: &str) -> Option<(Of, Settings)> {
+        if let Ok(running) = inventory.disk(name) {
+            return Some((Of::Disk, Settings::of_disk(&running)));
+        }
+        inventory.group(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
+    }
+
+    fn settings_changed(&mut self, inventory: &Inventory, name: &str) {
+        let Some((of, now)) = Self::find(inventory, name) else { return };
+        let Some((_, before)) = self.known.insert(name.to_owned(), (of, now.clone())) else { return };
+        let changes = now.since(&before);
+        if changes.is_empty() {
+            return;
+        }
+        let who = actor::now_acting().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
+        let news = Changed::news(&format!("{} {name} was changed{who}", of.name()), &changes);
+        inventory.events.tell(of.about(name, by(news)));
+    }
+
+    fn failed(&mut self, inventory: &Inventory, disk: &str, failure: &Failure) {
+        let operation = match failure.direction {
+            Direction::Read => "read",
+            Direction::Write => "write",
+        };
+        let reason = failure.error.to_string();
+        let message = format!("the device failed a {operation} of disk {disk}: {reason}");
+        let news = News::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
+        inventory.events.tell(news.with("reason", reason.as_str()));
+        let is_stopped =
+            inventory.disk(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
+        if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
+            let message =
+                format!("disk {disk} has stopped at an error: {reason} (`weir resume` lets it go on)");
+            let news = News::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
+            inventory.events.tell(news.with("reason", reason));
+        }
+    }
+
+    fn resumed(&mut self, inventory: &Inventory) {
+        let goes_on = |name: &String| {
+            inventory.disk(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
+        };
+        let (resumed, stopped): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.stopped).into_iter().partition(goes_on);
+        self.stopped.extend(stopped);
+        for name in resumed {
+            let news = by(News::new(Kind::DiskResumed, format!("disk {name} goes on")));
+            inventory.events.tell(news.of_disk(&name));
+        }
+    }
+}
+
+const fn added(of: Of) -> Kind {
+    match of {
+        Of::Disk => Kind::DiskAdded,
+        Of::Group => Kind::GroupAdded,
+    }
+}
+
+const fn removed(of: Of) -> Kind {
+    match of {
+        Of::Disk => Kind::DiskRemoved,
+        Of::Group => Kind::GroupRemoved,
+    }
+}
+
+/// Whether the config file is at work, being read again.
+fn is_reload() -> bool {
+    matches!(actor::now_acting(), Some(actor::Actor::Reload(_)))
+}
+
+/// Who is at work, if anybody is.
+fn by(news: News) -> News {
+    let who = actor::now_acting().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
+    news.with("by", who)
+}

@@ -1,0 +1,256 @@
+//! What comes and goes: limits that are hit, reservations that are missed, watermarks, devices that
+//! are slow. What was measured goes to `events::judge`, which decides.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    sync::Arc,
+};
+
+use block::{
+    device::{CapacitySource, Device, Statistics},
+    layer::throttle::Group,
+};
+use policy::{
+    throttle::{Brief, Enforcement, Part, Setting},
+    time::{Duration, Instant},
+};
+use serde_json::Value;
+
+use super::Of;
+use crate::{
+    events::{
+        Events, Kind, News,
+        judge::{self, Condition, Done, Sample, Turn},
+    },
+    inventory::Inventory,
+};
+
+/// How often devices are looked at.
+const DEVICES: Duration = Duration::from_secs(10);
+
+/// Of disks and groups, by name.
+#[derive(Default)]
+pub(super) struct Conditions(HashMap<String, Subject>);
+
+struct Subject {
+    of: Of,
+    /// Those that were not looked at have gone.
+    at: Instant,
+    brief: Brief,
+    limit: Condition,
+    reservation: Condition,
+    watermark: Condition,
+    /// The limit that was hit.
+    binding: Option<&'static str>,
+    /// What its device does counts, whoever does it.
+    has_watermark: bool,
+}
+
+/// What is measured of a disk or a group.
+struct Measured {
+    brief: Brief,
+    enforcement: Enforcement,
+    has_watermark: bool,
+}
+
+impl Conditions {
+    pub(super) fn look(&mut self, inventory: &Inventory, now: Instant) {
+        for running in inventory.disks() {
+            let member = running.disk.throttle();
+            let measured = Measured {
+                brief: member.brief(),
+                enforcement: member.enforcement(),
+                has_watermark: member.watermark().percent() > 0,
+            };
+            self.judge(Of::Disk, running.disk.name(), measured, now, &inventory.events);
+        }
+        for group in inventory.groups() {
+            let group: &Group = &group;
+            let measured = Measured {
+                brief: group.brief(),
+                enforcement: group.enforcement(),
+                has_watermark: group.watermark().percent() > 0,
+            };
+            self.judge(Of::Group, group.name(), measured, now, &inventory.events);
+        }
+        self.0.retain(|_, subject| subject.at == now);
+    }
+
+    /// Whether none of them changes by time alone.
+    pub(super) fn are_still(&self) -> bool {
+        self.0.values().all(|subject| {
+            let conditions = [&subject.limit, &subject.reservation, &subject.watermark];
+            let waits = subject.brief.waiting != [0; 2];
+            !waits && !subject.has_watermark && conditions.into_iter().all(Condition::is_settled)
+        })
+    }
+
+    /// For how long all of them were limited so far.
+    pub(super) fn limited_ns(&self) -> u64 {
+        self.0.values().fold(0, |sum, subject| sum.saturating_add(subject.brief.limited_ns))
+    }
+
+    fn judge(&mut self, of: Of, name: &str, measured: Measured, now: Instant, events: &Events) {
+        let subject = match self.0.get_mut(name) {
+            Some(subject) if subject.of == of => subject,
+            _ => {
+                let subject = Subject::new(of, &measured, now);
+                self.0.insert(name.to_owned(), subject);
+                return;
+            }
+        };
+        subject.look(name, measured, now, events);
+    }
+}
+
+impl Subject {
+    fn new(of: Of, measured: &Measured, now: Instant) -> Self {
+        let (limit, reservation, watermark) = Default::default();
+        let has_watermark = measured.has_watermark;
+        Self {
+            of,
+            at: now,
+            brief: measured.brief,
+            limit,
+            reservation,
+            watermark,
+            binding: None,
+            has_watermark,
+        }
+    }
+
+    fn look(&mut self, name: &str, measured: Measured, now: Instant, events: &Events) {
+        let Measured { brief, enforcement, has_watermark } = measured;
+        self.has_watermark = has_watermark;
+        let before = std::mem::replace(&mut self.brief, brief);
+        let elapsed = now - std::mem::replace(&mut self.at, now);
+        let tell = |news: News| events.tell(self.of.about(name, news));
+        let whose = format!("{} {name}", self.of.name());
+
+        let percent = judge::limited_percent(&before, &brief, elapsed);
+        if let Some(kind) = brief.binding {
+            self.binding = Some(Setting::Limit(kind, Part::Rate).name());
+        }
+        let limit = self.binding.unwrap_or("a limit");
+        match self.limit.observe(judge::limit(percent), judge::LIMITS, now) {
+            Some(Turn::Begins) => {
+                let message =
+                    format!("{whose} is at its limit: {limit} holds requests in {percent} % of the time");
+                let news = News::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
+                tell(news.with("waiting", brief.waiting.iter().sum::<usize>()));
+            }
+            Some(Turn::Ends(lasted)) => {
+                let message = format!("{whose} is at its limit no longer, after {} s", lasted.as_secs());
+                tell(
+                    News::new(Kind::LimitReleased, message)
+                        .with("limit", limit)
+                        .with("seconds", seconds(lasted)),
+                );
+            }
+            None => {}
+        }
+
+        let sample = judge::reservation(&before, &brief);
+        match sample.and_then(|sample| self.reservation.observe(sample, judge::RESERVATIONS, now)) {
+            Some(Turn::Begins) => {
+                let message = format!("{whose} waits and has less than its reservation");
+                tell(News::new(Kind::ReservationMissed, message));
+            }
+            Some(Turn::Ends(lasted)) => {
+                let message = format!("{whose} has its reservation again, after {} s", lasted.as_secs());
+                tell(News::new(Kind::ReservationMet, message).with("seconds", seconds(lasted)));
+            }
+            None => {}
+        }
+
+        let sample = match enforcement {
+            _ if !has_watermark => Sample::Between,
+            Enforcement::Lifted => Sample::Under,
+            Enforcement::Enforced | Enforcement::Scaled(_) => Sample::Over,
+        };
+        match self.watermark.observe(sample, judge::WATERMARKS, now) {
+            Some(Turn::Begins) => {
+                let message = format!("the device of {whose} is used above its watermark: limits hold");
+                tell(News::new(Kind::WatermarkReached, message));
+            }
+            Some(Turn::Ends(lasted)) => {
+                let message = format!("the device of {whose} is used below its watermark: limits are lifted");
+                tell(News::new(Kind::WatermarkLeft, message).with("seconds", seconds(lasted)));
+            }
+            None => {}
+        }
+    }
+}
+
+fn seconds(lasted: Duration) -> Value {
+    lasted.as_secs().into()
+}
+
+/// Whether they do what was measured.
+#[derive(Default)]
+pub(super) struct Devices {
+    looked: Option<Instant>,
+    known: HashMap<String, (Instant, Statistics, Condition)>,
+}
+
+impl Devices {
+    /// Whether none was measured, so that it would be looked at.
+    pub(super) fn are_still(&self) -> bool {
+        self.known.is_empty()
+    }
+
+    pub(super) fn look(&mut self, inventory: &Inventory, now: Instant) {
+        if self.looked.is_some_and(|looked| now - looked < DEVICES) {
+            return;
+        }
+        self.looked = Some(now);
+        for listed in inventory.devices() {
+            self.look_at(&listed.device, &inventory.events, now);
+        }
+        self.known.retain(|_, (at, ..)| *at == now);
+    }
+
+    fn look_at(&mut self, device: &Arc<Device>, events: &Events, now: Instant) {
+        // One that is imitated was not measured: it is as it was asked for.
+        let capacity = device.capacity().filter(|_| device.capacity_source() == CapacitySource::Probe);
+        let (Some(capacity), Ok(statistics)) = (capacity, device.statistics(now)) else { return };
+        let known = match self.known.entry(device.name().to_owned()) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                new.insert((now, statistics, Condition::default()));
+                return;
+            }
+        };
+        let (at, before, condition) = known;
+        let elapsed = now - std::mem::replace(at, now);
+        let Some(done) = done(&std::mem::replace(before, statistics), &statistics, elapsed) else { return };
+        let Some(percent) = judge::done_percent(&capacity, &done) else { return };
+        let (name, queue) = (device.name(), done.queue);
+        let kind = match condition.observe(judge::device(percent, queue), judge::DEVICES, now) {
+            Some(Turn::Begins) => Kind::DeviceSlow,
+            Some(Turn::Ends(_)) => Kind::DeviceRecovered,
+            None => return,
+        };
+        let message = match kind {
+            Kind::DeviceSlow => format!(
+                "device {name} has {queue:.0} requests at a time and does {percent} % of what was measured"
+            ),
+            _ => format!("device {name} is no slower than measured any more"),
+        };
+        let news = News::new(kind, message).with("device", name).with("percent", percent);
+        events.tell(news.with("queue", (queue * 10.0).round() / 10.0));
+    }
+}
+
+/// Rates between two looks; `None` if totals fell.
+fn done(before: &Statistics, after: &Statistics, elapsed: Duration) -> Option<Done> {
+    let done = after.since(before)?;
+    let a_second = |amount: u64| {
+        u64::try_from(u128::from(amount) * 1_000_000_000 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX)
+    };
+    Some(Done {
+        iops: [a_second(done.reads), a_second(done.writes)],
+        bps: [a_second(done.read_bytes), a_second(done.written_bytes)],
+        queue: done.queued_ms as f64 / 1000.0 / elapsed.as_secs_f64().max(1e-9),
+    })
+}

@@ -1,0 +1,97 @@
+//! What is set of a disk or a group, to tell what of it has changed.
+
+use std::fmt;
+
+use block::layer::throttle::Group;
+use policy::throttle::Limits;
+use serde_json::{Value, json};
+
+use crate::{
+    events::{Kind, News},
+    reload::told::{self, Care, Named},
+    running::RunningDisk,
+};
+
+/// By their names in the config file.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Settings(Vec<Named>);
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Changed {
+    setting: &'static str,
+    before: Value,
+    after: Value,
+}
+
+impl Settings {
+    pub(super) fn of_disk(running: &RunningDisk) -> Self {
+        Self(told::of_disk(&running.current_config()))
+    }
+
+    pub(super) fn of_group(group: &Group) -> Self {
+        Self(told::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
+    }
+
+    pub(crate) fn of_limits(limits: &Limits) -> Self {
+        Self(told::of_limits(limits))
+    }
+
+    pub(crate) fn since(&self, before: &Self) -> Vec<Changed> {
+        let both = before.0.iter().zip(&self.0);
+        let changed = both.filter(|((_, before), (_, after))| before != after);
+        changed
+            .map(|((setting, before), (_, after))| Changed {
+                setting,
+                before: before.clone(),
+                after: after.clone(),
+            })
+            .collect()
+    }
+}
+
+impl Changed {
+    fn to_json(&self) -> Value {
+        json!({ "setting": self.setting, "before": self.before, "after": self.after })
+    }
+
+    /// That `what` was so changed.
+    pub(crate) fn news(what: &str, changes: &[Self]) -> News {
+        let said: Vec<_> = changes.iter().map(Self::to_string).collect();
+        let told: Vec<_> = changes.iter().map(Self::to_json).collect();
+        News::new(Kind::ConfigChanged, format!("{what}: {}", said.join(", "))).with("changes", told)
+    }
+}
+
+/// `iops-total 1000, was 500`.
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let said = |value: &Value| match value.as_str() {
+            Some("") => "none".to_owned(),
+            Some(text) => text.to_owned(),
+            None => value.to_string(),
+        };
+        write!(f, "{} {} (was {})", self.setting, said(&self.after), said(&self.before))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle::{LimitKind, Part, Setting};
+
+    use block::layer::throttle::GroupSettings;
+
+    use super::*;
+
+    #[test]
+    fn what_has_changed_is_told_with_both_values() {
+        let mut wanted = GroupSettings::default();
+        let before = Settings(told::of_throttle(&wanted, ""));
+        assert_eq!(before.since(&before), []);
+        wanted.limits.set(Setting::Limit(LimitKind::IopsTotal, Part::Rate), 500).unwrap();
+        let changes = Settings(told::of_throttle(&wanted, "")).since(&before);
+        let said: Vec<_> = changes.iter().map(Changed::to_string).collect();
+        assert_eq!(said, ["iops-total 500 (was 0)"]);
+        assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));
+    }
+}

@@ -1,0 +1,198 @@
+//! What can be asked for at `--http`: the page, and the same as JSON.
+//!
+//! `docs/reference/openapi.json` describes the answers, and a test holds it to the routes here.
+//! Names are parts of paths, so one with a slash is written with `%2F`.
+
+use std::sync::Arc;
+
+use axum::{
+    Extension, Router,
+    body::Body,
+    extract::{Path, State},
+    http::{
+        StatusCode, Uri,
+        header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER},
+    },
+    middleware,
+    response::{IntoResponse, Response},
+    routing::{get, patch, post},
+};
+
+use super::{
+    access::{self, Guard},
+    answers::{answer, failure, in_one_form, silent, written},
+    assets, change,
+    connections::Connection,
+    desk::Of,
+    history::Span,
+    peer::Peer,
+    preview,
+    site::Site,
+    stream::{MOST_OF_A_PEER, Refused},
+    watch::LONGEST,
+};
+
+pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
+    let changes = Router::new()
+        .route(
+            "/api/v1/disks/{name}/limits",
+            patch(async |at, by, of, body| change::change(at, Of::Disk, by, of, body).await),
+        )
+        .route(
+            "/api/v1/groups/{name}/limits",
+            patch(async |at, by, of, body| change::change(at, Of::Group, by, of, body).await),
+        )
+        .route(
+            "/api/v1/disks/{name}/preview",
+            post(async |at, by, of, body| preview::preview(at, Of::Disk, by, of, body).await),
+        )
+        .route(
+            "/api/v1/groups/{name}/preview",
+            post(async |at, by, of, body| preview::preview(at, Of::Group, by, of, body).await),
+        )
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&guard), access::check_token));
+    changes
+        .route("/", get(assets::index))
+        .route("/assets/{name}", get(assets::asset))
+        .route("/api/v1/overview", get(overview))
+        .route("/api/v1/stream", get(stream))
+        .route("/api/v1/events", get(events))
+        .route("/api/v1/openapi.json", get(openapi))
+        .route("/api/v1/disks/{name}/history", get(async |at, of, uri| history(at, Of::Disk, of, uri).await))
+        .route(
+            "/api/v1/groups/{name}/history",
+            get(async |at, of, uri| history(at, Of::Group, of, uri).await),
+        )
+        .fallback(async || {
+            failure(StatusCode::NOT_FOUND, "there is nothing of this name (see /api/v1/openapi.json)")
+        })
+        .method_not_allowed_fallback(async || {
+            failure(StatusCode::METHOD_NOT_ALLOWED, "it takes no such method")
+        })
+        .layer(middleware::map_response(in_one_form))
+        .layer(middleware::from_fn_with_state(guard, access::check))
+        .with_state(site)
+}
+
+/// What the routes are, for generators of clients.
+const OPENAPI: &str = include_str!("../../../docs/reference/openapi.json");
+
+async fn openapi() -> Response {
+    ([(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-cache")], OPENAPI).into_response()
+}
+
+/// What happened, the last of it.
+async fn events(State(site): State<Arc<Site>>, uri: Uri) -> Response {
+    match said(&uri, "since").map_or(Ok(0), str::parse) {
+        Ok(id) => answer(&site.events.since(id).iter().map(|event| event.to_json()).collect()),
+        Err(_) => failure(StatusCode::BAD_REQUEST, "since: is no number of an event"),
+    }
+}
+
+async fn overview(State(site): State<Arc<Site>>) -> Response {
+    match site.watch.told().await {
+        Ok(told) => written(told),
+        Err(why) => silent(why),
+    }
+}
+
+async fn stream(
+    State(site): State<Arc<Site>>,
+    Extension(peer): Extension<Peer>,
+    Extension(connection): Extension<Connection>,
+) -> Response {
+    match site.watch.listen(peer).await {
+        Ok(Ok(streamed)) => {
+            connection.becomes_stream();
+            let kind = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
+            (kind, Body::new(streamed)).into_response()
+        }
+        Ok(Err(Refused::All)) => silent("too many listen already (close some pages)"),
+        Ok(Err(Refused::Peer)) => {
+            let from = match peer {
+                Peer::Address(_) => "your address",
+                Peer::User(_) => "your user",
+            };
+            let why = format!(
+                "{MOST_OF_A_PEER} pages of {from} listen already, and others are to have room (close some)"
+            );
+            ([(RETRY_AFTER, "5")], failure(StatusCode::TOO_MANY_REQUESTS, &why)).into_response()
+        }
+        Err(why) => silent(why),
+    }
+}
+
+async fn history(State(site): State<Arc<Site>>, of: Of, Path(name): Path<String>, uri: Uri) -> Response {
+    let asked = said(&uri, "span");
+    let span = match asked {
+        None => Some(Span::TenMinutes),
+        Some(asked) => Span::ALL.into_iter().find(|(known, _)| *known == asked).map(|(_, span)| span),
+    };
+    let Some(span) = span else {
+        return failure(StatusCode::BAD_REQUEST, "span: there are 10m, 2h and 2d");
+    };
+    let Ok(since_ms) = said(&uri, "since").map_or(Ok(0), str::parse::<u64>) else {
+        return failure(StatusCode::BAD_REQUEST, "since: is no time in milliseconds since 1970");
+    };
+    match site.watch.look(LONGEST).await {
+        Ok(state) => {
+            let histories = match of {
+                Of::Disk => &state.disks,
+                Of::Group => &state.groups,
+            };
+            match histories.get(&*name) {
+                Some(history) => answer(&history.tell(span, since_ms, state.set_s)),
+                None => failure(StatusCode::NOT_FOUND, &change::unknown(of, &name)),
+            }
+        }
+        Err(why) => silent(why),
+    }
+}
+
+/// What the query says of a key, as it is written; nothing here needs an encoding.
+fn said<'a>(uri: &'a Uri, key: &str) -> Option<&'a str> {
+    let pairs = uri.query()?.split('&').filter_map(|pair| pair.split_once('='));
+    pairs.filter(|(known, _)| *known == key).map(|(_, value)| value).next()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn the_description_has_every_route_and_no_other() {
+        let described: Value = serde_json::from_str(OPENAPI).unwrap();
+        let methods = ["get", "patch", "post"];
+        let described: BTreeSet<_> = described["paths"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .flat_map(|(path, item)| {
+                let known = methods.into_iter().filter(|method| item.get(*method).is_some());
+                known.map(|method| (path.clone(), method))
+            })
+            .collect();
+        // As they are written here: a router does not tell its routes.
+        let source = include_str!("api.rs");
+        let routes = source.split("#[cfg(test)]").next().unwrap().split(".route(").skip(1);
+        let routes: BTreeSet<_> = routes
+            .filter_map(|route| {
+                let path = route.split('"').nth(1)?;
+                let method = methods.into_iter().find(|method| route.contains(&format!("{method}(")))?;
+                path.starts_with("/api/").then(|| (path.to_owned(), method))
+            })
+            .collect();
+        assert!(routes.len() > 8, "{routes:?}");
+        assert_eq!(described, routes);
+    }
+
+    #[test]
+    fn queries_are_read_as_they_are_written() {
+        let uri = Uri::from_static("/x?a=1&span=2h&b&span=2d");
+        assert_eq!((said(&uri, "span"), said(&uri, "b"), said(&uri, "c")), (Some("2h"), None, None));
+    }
+}

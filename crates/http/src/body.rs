@@ -1,0 +1,121 @@
+//! What the body of a request wants set, whether it is done or only looked at beforehand.
+//!
+//! What may be said is what `weir throttle` may: limits, weight, reservations and the watermark, by
+//! their own names. A number may be a text, of bytes with a unit (`"10M"`). Never decides a rule,
+//! and never waits long for a client.
+
+use std::time::Duration;
+
+use axum::{
+    body::{Body, to_bytes},
+    http::StatusCode,
+    response::Response,
+};
+use policy::throttle::Setting;
+use serde_json::{Map, Value};
+use settings::suggest;
+use tokio::time::timeout;
+
+use super::{
+    answers::failure,
+    desk::{Of, Wanted},
+    peer::Peer,
+    said::{self, Members},
+};
+
+/// Of a body, in bytes: every setting there is takes less than one KiB.
+const MOST_BODY: usize = 16 << 10;
+/// How long a client may take to send it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Beside the limits'.
+const OTHERS: [&str; 4] = ["weight", "iops-reservation", "bps-reservation", "watermark"];
+
+/// What a body wants set of this disk or group.
+///
+/// # Errors
+/// The answer, with the status that says what kind of mistake it is.
+pub(super) async fn read(of: Of, name: String, peer: Peer, body: Body) -> Result<Wanted, Response> {
+    match numbers(body).await {
+        Ok(settings) => Ok(Wanted { of, name, settings, who: peer.to_string() }),
+        Err((status, why)) => Err(failure(status, &why)),
+    }
+}
+
+/// In numbers.
+async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)> {
+    let whole = timeout(PATIENCE, to_bytes(body, MOST_BODY)).await;
+    let whole =
+        whole.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not come in time".to_owned()))?;
+    let whole = whole.map_err(|_| {
+        (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is cut off, or longer than {MOST_BODY} bytes"))
+    })?;
+    parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
+}
+
+/// What can be set.
+fn known() -> impl Iterator<Item = &'static str> {
+    Setting::ALL.into_iter().map(Setting::name).chain(OTHERS)
+}
+
+fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
+    let Members(members) = serde_json::from_slice(body)
+        .map_err(|error| format!("the body is no JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
+    let number = |(key, value): (String, Value)| {
+        if !known().any(|name| name == key) {
+            let near = suggest::nearest(&key, known());
+            let near = near.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
+            return Err(format!("{key:?}: nothing of this name can be set here{near}"));
+        }
+        let value = said::number(&key, value)?;
+        Ok((key, value))
+    };
+    members.into_iter().map(number).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn numbers_may_have_units() {
+        let read = parse(br#"{"bps-total": "10M", "iops-total": 2000, "weight": 300}"#).unwrap();
+        assert_eq!(Value::Object(read), json!({"bps-total": 10 << 20, "iops-total": 2000, "weight": 300}));
+    }
+
+    #[test]
+    fn what_can_be_set_is_described_and_nothing_else() {
+        let described: Value =
+            serde_json::from_str(include_str!("../../../docs/reference/openapi.json")).unwrap();
+        let changes = &described["components"]["schemas"]["Changes"];
+        let mut names: Vec<_> = known().collect();
+        names.sort_unstable();
+        let mut told: Vec<_> = changes["properties"].as_object().unwrap().keys().collect();
+        told.sort_unstable();
+        assert_eq!(told, names);
+        assert_eq!(changes["additionalProperties"], false);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        for (body, why) in [
+            ("", "no JSON object: EOF"),
+            ("[1]", "no JSON object"),
+            (
+                r#"{"iops-totl": 1}"#,
+                "\"iops-totl\": nothing of this name can be set here (did you mean iops-total?)",
+            ),
+            (r#"{"l2-cache-size": 1}"#, "\"l2-cache-size\": nothing of this name can be set here"),
+            (r#"{"name": "other"}"#, "\"name\": nothing of this name"),
+            (r#"{"bps-total": "lots"}"#, "bps-total=lots is not a size"),
+            (r#"{"iops-total": "0.4"}"#, "iops-total=0.4 is not a whole number of 0 or more"),
+            (r#"{"iops-total": 100, "iops-total": 200}"#, "\"iops-total\" is there twice"),
+        ] {
+            let error = parse(body.as_bytes()).unwrap_err();
+            assert!(error.contains(why), "{body}: {error}");
+        }
+        let deep = "[".repeat(10_000);
+        assert!(parse(deep.as_bytes()).is_err());
+    }
+}

@@ -1,0 +1,662 @@
+//! Disks, groups and devices as the page and programs are told of them: JSON objects, with the
+//! figures of the last second.
+//!
+//! `docs/page.md` and `openapi.json` describe them. Names are those of metrics and of `weir
+//! status`; every member is always there, and null where there is nothing to tell, so that a change
+//! is a new value and never a member that is gone.
+
+use std::{
+    array,
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::{Instant, SystemTime, UNIX_EPOCH},
+};
+
+use api::ExportCounters;
+use block::{
+    device::Statistics,
+    disk::Totals,
+    measures::{Spread, Timed, Whose},
+};
+use control::doors::Figures;
+use export::vhost_user_blk::Process;
+use policy::{
+    counter::{self, Growth},
+    request::Direction,
+    throttle::{Counters, Enforcement, Level, LimitKind, Limits, Part, Setting, Stats},
+};
+use serde_json::{Map, Value, json};
+
+use super::{
+    desk::Of,
+    lately::Lately,
+    sample::{Latencies, Sample, rounded},
+    snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
+};
+
+pub(super) type Object = Map<String, Value>;
+
+/// All there is, at one moment.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Objects {
+    pub(super) time_ms: u64,
+    pub(super) started_ms: u64,
+    pub(super) disks: BTreeMap<Arc<str>, Object>,
+    pub(super) groups: BTreeMap<Arc<str>, Object>,
+    pub(super) devices: BTreeMap<Arc<str>, Object>,
+}
+
+/// What has to be known of before, to tell of the last second.
+#[derive(Debug, Default)]
+pub(super) struct Before {
+    disks: HashMap<Arc<str>, DiskBefore>,
+    groups: HashMap<Arc<str>, GroupBefore>,
+    devices: HashMap<Arc<str>, Lately<5>>,
+}
+
+#[derive(Debug, Default)]
+struct DiskBefore {
+    totals: Lately<10>,
+    last: LastSecond,
+}
+
+#[derive(Debug, Default)]
+struct GroupBefore {
+    limited: Lately<1>,
+    took: Took,
+    wait_p99_ns: Option<u64>,
+}
+
+/// What is looked at once a second, since it is long: latencies, and what held a disk back.
+#[derive(Debug, Default)]
+struct LastSecond {
+    /// Reads and writes by how long they took, modulo 2³²: half of what they are.
+    counts: Vec<u32>,
+    /// Counts of requests by wait for limits.
+    waits: Vec<u32>,
+    /// By owner, limit and direction.
+    held: Option<[u64; HELD]>,
+    took: Took,
+    wait_p99_ns: Option<u64>,
+    held_longest: Option<(Whose, LimitKind)>,
+}
+
+/// Growth of a disk's counts in the last second, by bucket: of latencies and of waits.
+#[derive(Clone, Debug, Default)]
+struct LastCounts {
+    took: Vec<u64>,
+    waited: Vec<u64>,
+}
+
+impl LastCounts {
+    fn add(&mut self, other: &Self) {
+        for (sums, more) in [(&mut self.took, &other.took), (&mut self.waited, &other.waited)] {
+            sums.resize(more.len(), 0);
+            sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
+        }
+    }
+}
+
+/// How long the requests of a second took; none where that is not known.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Took {
+    p50_ns: Option<u64>,
+    p99_ns: Option<u64>,
+    latencies: Option<Latencies>,
+}
+
+/// Bytes kept for each disk, at most: both counts have 135 buckets.
+#[cfg(test)]
+pub(super) const MOST_OF_A_DISK: usize =
+    size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;
+
+pub(super) fn milliseconds(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Before {
+    /// Objects of what was taken, which is newer than all before; whether another second has begun
+    /// since then.
+    pub(super) fn tell(&mut self, snapshot: &Snapshot, is_another: bool) -> Objects {
+        let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
+        for export in &snapshot.exports {
+            exports.entry(&export.disk).or_default().push(export);
+        }
+        let groups: HashMap<&str, &GroupFigures> =
+            snapshot.groups.iter().map(|group| (&*group.name, group)).collect();
+        let mut objects = Objects {
+            time_ms: milliseconds(SystemTime::now()),
+            started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
+            ..Objects::default()
+        };
+        let mut of_groups: HashMap<&str, OfDisks> = HashMap::new();
+        for figures in &snapshot.disks {
+            let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
+            let grown = if is_another { before.last.look(figures) } else { None };
+            let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
+            let (object, passed) = disk(figures, exports, &groups, before, snapshot.taken);
+            objects.disks.insert(Arc::clone(&figures.name), object);
+            let own = groups.get(&*figures.group).copied();
+            for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
+                of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
+            }
+        }
+        for figures in &snapshot.groups {
+            let name: Arc<str> = figures.name.as_str().into();
+            let before = self.groups.entry(Arc::clone(&name)).or_default();
+            let OfDisks { passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
+            if is_another {
+                before.took = Took::of(grown.as_ref().map(|grown| &*grown.took));
+                before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
+            }
+            objects.groups.insert(name, group(figures, &passed, before, snapshot.taken));
+        }
+        for figures in &snapshot.devices {
+            let name: Arc<str> = figures.name.as_str().into();
+            let before = self.devices.entry(Arc::clone(&name)).or_default();
+            objects.devices.insert(name, device(figures, before, snapshot.taken));
+        }
+        // What is gone begins anew if it comes again.
+        self.disks.retain(|name, _| objects.disks.contains_key(name));
+        self.groups.retain(|name, _| objects.groups.contains_key(name));
+        self.devices.retain(|name, _| objects.devices.contains_key(name));
+        objects
+    }
+}
+
+fn ratio(value: Option<f64>) -> Value {
+    value.map_or(Value::Null, |value| rounded((value * 1000.0).round() / 1000.0))
+}
+
+fn insert(object: &mut Object, members: impl IntoIterator<Item = (&'static str, Value)>) {
+    object.extend(members.into_iter().map(|(name, value)| (name.to_owned(), value)));
+}
+
+/// What disks have done. A limit that is set on none of them counts nothing, so what a group has
+/// let pass is told of its disks and not of its own counters.
+#[derive(Clone, Copy, Debug, Default)]
+struct Passed {
+    totals: Totals,
+    per_second: [f64; 4],
+    /// The part of the last second in which some request was held back.
+    held: f64,
+}
+
+impl Passed {
+    fn add(&mut self, other: &Self) {
+        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = &mut self.totals;
+        for (sum, more) in [
+            (reads, other.totals.reads),
+            (writes, other.totals.writes),
+            (read_bytes, other.totals.read_bytes),
+            (written_bytes, other.totals.written_bytes),
+            (merged_requests, other.totals.merged_requests),
+        ] {
+            *sum = sum.saturating_add(more);
+        }
+        self.per_second.iter_mut().zip(other.per_second).for_each(|(sum, more)| *sum += more);
+        // Of two that are, nobody knows whether it was at one time.
+        self.held = self.held.max(other.held);
+    }
+
+    /// Of those requests, what the counters of limits say had to wait.
+    fn tell(&self, object: &mut Object, stats: &Stats) {
+        let Totals { reads, writes, read_bytes, written_bytes, .. } = self.totals;
+        let passed = |requests: u64, bytes: u64, counters: &Counters| json!({ "requests": requests, "bytes": bytes, "throttled": counters.throttled });
+        let members = [
+            ("reads", passed(reads, read_bytes, &stats.reads)),
+            ("writes", passed(writes, written_bytes, &stats.writes)),
+        ];
+        insert(object, members);
+        rates(object, self.per_second);
+    }
+}
+
+/// What the disks in and below a group have done.
+#[derive(Debug, Default)]
+struct OfDisks {
+    passed: Passed,
+    grown: Option<LastCounts>,
+}
+
+impl OfDisks {
+    fn add(&mut self, passed: &Passed, grown: Option<&LastCounts>) {
+        self.passed.add(passed);
+        if let Some(grown) = grown {
+            self.grown.get_or_insert_default().add(grown);
+        }
+    }
+}
+
+/// Of counters in this order: operations, then bytes; reads, then writes.
+fn per_second<const N: usize>(growth: Option<&Growth<N>>) -> [f64; 4] {
+    array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
+}
+
+fn rates(object: &mut Object, per_second: [f64; 4]) {
+    let names = [
+        "read_operations_per_second",
+        "write_operations_per_second",
+        "read_bytes_per_second",
+        "write_bytes_per_second",
+    ];
+    insert(object, names.into_iter().zip(per_second.map(rounded)));
+}
+
+fn disk(
+    figures: &DiskFigures,
+    exports: &[&ExportFigures],
+    groups: &HashMap<&str, &GroupFigures>,
+    before: &mut DiskBefore,
+    now: Instant,
+) -> (Object, Passed) {
+    let DiskFigures { totals, errors, throttle: ThrottleFigures { stats, .. }, .. } = figures;
+    let prefetch = figures.prefetch.as_ref();
+    let hits = prefetch.map_or([0; 2], |stats| {
+        [stats.hits, stats.misses.saturating_add(stats.partial_hits).saturating_add(stats.skipped)]
+    });
+    let l2 = figures.caches.as_ref().map(|(l2, _)| l2);
+    let lookups = l2.map_or([0; 2], |l2| [l2.hits, l2.misses]);
+    let counts = [
+        totals.reads,
+        totals.writes,
+        totals.read_bytes,
+        totals.written_bytes,
+        figures.measures.waiting_ns(Direction::Read),
+        figures.measures.waiting_ns(Direction::Write),
+        hits[0],
+        hits[1],
+        lookups[0],
+        lookups[1],
+    ];
+    let growth = before.totals.look(now, counts);
+    let waiting: usize = stats.waiting.iter().sum();
+    let waited = growth.map_or(0.0, |growth| growth.share_of_time(4).max(growth.share_of_time(5)));
+    // What waits for longer than a second has not been counted yet.
+    let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
+    let held = if is_stuck { 1.0 } else { waited };
+    let mut object = Object::new();
+    insert(&mut object, [
+        ("name", json!(*figures.name)),
+        ("group", if figures.group.is_empty() { Value::Null } else { json!(figures.group) }),
+        ("format", json!(figures.format)),
+        ("cache_mode", json!(figures.cache)),
+        ("size_bytes", json!(figures.size_bytes)),
+        ("latency_p50_ns", json!(before.last.took.p50_ns)),
+        ("latency_p99_ns", json!(before.last.took.p99_ns)),
+        ("wait_p99_ns", json!(before.last.wait_p99_ns)),
+        ("wait_ratio", ratio(Some(held))),
+        ("held_by", held_by(figures, groups, before.last.held_longest)),
+        ("is_stopped", json!(figures.is_stopped)),
+        ("has_backing_changed", json!(figures.has_changed_below)),
+        ("errors", json!({
+            "reads": errors.reads, "writes": errors.writes,
+            "flushes": errors.flushes, "discards": errors.discards,
+        })),
+        ("exports", exports.iter().map(|export| self::export(export)).collect()),
+        ("prefetch", prefetch.map_or(Value::Null, |stats| json!({
+            "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(6, 7))),
+            "memory_bytes": stats.memory_bytes,
+            "streams": stats.streams,
+            "is_closed": stats.closed,
+        }))),
+        ("cache", l2.map_or(Value::Null, |l2| json!({
+            "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(8, 9))),
+            "covered_ratio": ratio(Some((l2.covered_bytes as f64 / figures.size_bytes.max(1) as f64).min(1.0))),
+        }))),
+        ("memory_bytes", json!(figures.reserved_bytes.saturating_add(figures.requests_bytes))),
+    ]);
+    let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()), held };
+    passed.tell(&mut object, stats);
+    throttle(&mut object, &figures.throttle);
+    (object, passed)
+}
+
+fn export(figures: &ExportFigures) -> Value {
+    let ExportFigures { id, kind, connections, counters, .. } = figures;
+    let ExportCounters { requests, in_flight, kicks, calls, copies, front_end, .. } = counters;
+    json!({
+        "id": id, "type": kind, "connections": connections, "front_end": front_end,
+        "queues": counters.kernel_queues(), "requests": requests, "in_flight_requests": in_flight,
+        "kicks": kicks, "calls": calls, "copies": copies,
+    })
+}
+
+fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now: Instant) -> Object {
+    let growth = before.limited.look(now, [figures.throttle.stats.limited_ns]);
+    let mut object = Object::new();
+    insert(
+        &mut object,
+        [
+            ("name", json!(figures.name)),
+            ("parent", json!(figures.parent)),
+            ("latency_p50_ns", json!(before.took.p50_ns)),
+            ("latency_p99_ns", json!(before.took.p99_ns)),
+            ("wait_p99_ns", json!(before.wait_p99_ns)),
+            (
+                "wait_ratio",
+                ratio(Some(passed.held.max(growth.map_or(0.0, |growth| growth.share_of_time(0))))),
+            ),
+            (
+                "limit",
+                limit_name(
+                    figures.throttle.stats.binding.filter(|_| growth.is_some_and(|growth| growth.by[0] > 0)),
+                ),
+            ),
+        ],
+    );
+    passed.tell(&mut object, &figures.throttle.stats);
+    throttle(&mut object, &figures.throttle);
+    let lent = figures.lent.as_ref();
+    let cluster = lent.map(|(whole, is_leased)| json!({ "limits": set(whole), "is_leased": is_leased }));
+    insert(&mut object, [("cluster", json!(cluster))]);
+    object
+}
+
+fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Object {
+    let growth = figures.statistics.as_ref().and_then(|statistics| {
+        let Statistics { reads, writes, read_bytes, written_bytes, busy_ms, .. } = *statistics;
+        before.look(now, [reads, writes, read_bytes, written_bytes, busy_ms.saturating_mul(1_000_000)])
+    });
+    let capacity = figures.capacity.as_ref().map_or(Value::Null, |can| {
+        json!({
+            "read_operations_per_second": can.read_iops,
+            "write_operations_per_second": can.write_iops,
+            "read_bytes_per_second": can.read_bps,
+            "write_bytes_per_second": can.write_bps,
+        })
+    });
+    let mut object = Object::new();
+    insert(
+        &mut object,
+        [
+            ("name", json!(figures.name)),
+            ("disks", json!(figures.disks)),
+            ("capacity", capacity),
+            ("busy_ratio", ratio(growth.map(|growth| growth.share_of_time(4)))),
+        ],
+    );
+    rates(&mut object, per_second(growth.as_ref()));
+    object
+}
+
+/// What disks and groups have alike.
+fn throttle(object: &mut Object, figures: &ThrottleFigures) {
+    let ThrottleFigures { stats, limits, share, watermark, enforcement } = figures;
+    let reservation =
+        [("iops-reservation", share.iops_reservation()), ("bps-reservation", share.bps_reservation())];
+    let reservation = reservation.into_iter().filter(|(_, promised)| *promised > 0);
+    let reservation: Object =
+        reservation.map(|(name, promised)| (name.to_owned(), json!(promised))).collect();
+    let (word, scale) = match enforcement {
+        Enforcement::Enforced => ("enforced", None),
+        Enforcement::Lifted => ("lifted", None),
+        Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
+    };
+    let is_watched = *watermark > 0;
+    insert(
+        object,
+        [
+            ("limits", set(limits)),
+            ("weight", json!(share.weight())),
+            ("reservation", Value::Object(reservation)),
+            ("watermark", if is_watched { json!(watermark) } else { Value::Null }),
+            ("enforcement", if is_watched { json!(word) } else { Value::Null }),
+            ("scale_ratio", ratio(scale.filter(|_| is_watched))),
+            ("waiting_requests", json!(stats.waiting.iter().sum::<usize>())),
+            ("bucket_level_ratio", ratio(bucket_level(stats))),
+            ("buckets", buckets(stats)),
+        ],
+    );
+}
+
+/// Those that are set, by their own names.
+fn set(limits: &Limits) -> Value {
+    let is_set = |setting: &&Setting| match setting {
+        Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
+        setting => limits.get(**setting) > 0,
+    };
+    let entry = |setting: &Setting| (setting.name().to_owned(), json!(limits.get(*setting)));
+    Setting::ALL.iter().filter(is_set).map(entry).collect()
+}
+
+/// How full the fullest bucket is; none without limits.
+fn bucket_level(stats: &Stats) -> Option<f64> {
+    stats.levels.iter().flatten().map(Level::ratio).max_by(f64::total_cmp)
+}
+
+/// Level and capacity of each bucket, by the name of its limit.
+fn buckets(stats: &Stats) -> Value {
+    let bucket = |kind: LimitKind| {
+        let level = stats.levels[kind.index()]?;
+        let told =
+            json!({ "level": level.units, "capacity": level.capacity, "ratio": ratio(Some(level.ratio())) });
+        Some((Setting::Limit(kind, Part::Rate).name().to_owned(), told))
+    };
+    Value::Object(LimitKind::ALL.into_iter().filter_map(bucket).collect())
+}
+
+fn limit_name(kind: Option<LimitKind>) -> Value {
+    kind.map_or(Value::Null, |kind| json!(Setting::Limit(kind, Part::Rate).name()))
+}
+
+const HELD: usize = Whose::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
+
+/// By owner, limit and direction.
+fn held(figures: &DiskFigures) -> [u64; HELD] {
+    let mut all = [0; HELD];
+    let each = Whose::ALL.into_iter().flat_map(|whose| {
+        LimitKind::ALL
+            .into_iter()
+            .flat_map(move |kind| Direction::ALL.into_iter().map(move |direction| (whose, kind, direction)))
+    });
+    for (place, (whose, kind, direction)) in all.iter_mut().zip(each) {
+        *place = figures.measures.held_ns(whose, kind, direction);
+    }
+    all
+}
+
+/// The limit that held it back longest in the last second, or that it waits for now.
+fn held_by(
+    figures: &DiskFigures,
+    groups: &HashMap<&str, &GroupFigures>,
+    longest: Option<(Whose, LimitKind)>,
+) -> Value {
+    let above = |whose: Whose| {
+        let group = groups.get(&*figures.group).copied();
+        match whose {
+            Whose::Disk => None,
+            Whose::Group => group,
+            Whose::Above => {
+                let above =
+                    std::iter::successors(group, |group| groups.get(group.parent.as_deref()?).copied());
+                let mut above = above.skip(1);
+                let first = above.clone().next();
+                above.find(|group| group.throttle.stats.binding.is_some()).or(first)
+            }
+        }
+    };
+    let tell = |whose: Whose, kind: LimitKind| {
+        let name = above(whose).map_or(&*figures.name, |group| &*group.name);
+        let of = match whose {
+            Whose::Disk => "disk",
+            Whose::Group => "group",
+            Whose::Above => "above",
+        };
+        json!({ "of": of, "name": name, "limit": Setting::Limit(kind, Part::Rate).name() })
+    };
+    if let Some((whose, kind)) = longest {
+        return tell(whose, kind);
+    }
+    let waits = |stats: &Stats| stats.binding.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
+    if figures.throttle.stats.waiting == [0, 0] {
+        return Value::Null;
+    }
+    if let Some(kind) = waits(&figures.throttle.stats) {
+        return tell(Whose::Disk, kind);
+    }
+    for whose in [Whose::Group, Whose::Above] {
+        if let Some(kind) = above(whose).and_then(|group| waits(&group.throttle.stats)) {
+            return tell(whose, kind);
+        }
+    }
+    Value::Null
+}
+
+impl LastSecond {
+    /// What has been counted since the look before; none of the first.
+    fn look(&mut self, figures: &DiskFigures) -> Option<LastCounts> {
+        let measures = &figures.measures;
+        let took = grown(&mut self.counts, [Timed::Read, Timed::Write].map(|of| measures.latency(of)));
+        let waited = grown(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
+        self.took = Took::of(took.as_deref());
+        self.wait_p99_ns = waited.as_deref().and_then(wait_p99_ns);
+        let now = held(figures);
+        self.held_longest = self.held.replace(now).and_then(|before| {
+            let grown = counter::growths(&before, &now)?;
+            let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
+            let place = (ns > 0).then_some(place / Direction::ALL.len())?;
+            Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
+        });
+        Some(LastCounts { took: took?, waited: waited? })
+    }
+}
+
+/// Time that 99 of 100 requests waited at most, of their counts by bucket; 0 in the first bucket,
+/// which has those that did not wait. `None` where there were no requests.
+fn wait_p99_ns(counts: &[u64]) -> Option<u64> {
+    let (_, first_at_most_ns) = Spread::bounds_ns(0);
+    let p99_ns = Spread::rank_ns(counts, 0.99)?;
+    Some(if Some(p99_ns) > first_at_most_ns { p99_ns } else { 0 })
+}
+
+/// Growth of both together since the counts of the look before, which they replace. None of the
+/// first look, and none where another disk of the same name has counted since.
+fn grown(before: &mut Vec<u32>, [reads, writes]: [Spread; 2]) -> Option<Vec<u64>> {
+    let sums = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
+    let now: Vec<u32> = sums.map(|count| count as u32).collect();
+    let before = std::mem::replace(before, now.clone());
+    let both = before.iter().zip(&now);
+    let grown = both.map(|(before, now)| counter::growth_of_32_bits((*before).into(), (*now).into()));
+    if before.is_empty() { None } else { grown.collect() }
+}
+
+impl Took {
+    /// Of so many by how long they took.
+    fn of(grown: Option<&[u64]>) -> Self {
+        let rank = |part| grown.and_then(|grown| Spread::rank_ns(grown, part));
+        let latencies = grown.map(|grown| {
+            let round = Spread::round_of(grown);
+            let mut rows = Latencies::default();
+            for (place, count) in round.into_iter().enumerate() {
+                let row = &mut rows[place.min(Latencies::default().len() - 1)];
+                *row = row.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+            }
+            rows
+        });
+        Self { p50_ns: rank(0.5), p99_ns: rank(0.99), latencies }
+    }
+}
+
+impl Before {
+    /// How many requests of a disk or a group took how long in the last second.
+    pub(super) fn latencies(&self, of: Of, name: &str) -> Option<&Latencies> {
+        let took = match of {
+            Of::Disk => self.disks.get(name).map(|disk| &disk.last.took),
+            Of::Group => self.groups.get(name).map(|group| &group.took),
+        };
+        took?.latencies.as_ref()
+    }
+}
+
+/// A disk's or a group's second, of what is told of it.
+pub(super) fn sample(object: &Object) -> Sample {
+    let number = |key: &str| object.get(key).and_then(Value::as_f64);
+    let within = |key: &str| object.get(key)?.get("hit_ratio")?.as_f64();
+    Sample {
+        rates: [
+            number("read_operations_per_second"),
+            number("write_operations_per_second"),
+            number("read_bytes_per_second"),
+            number("write_bytes_per_second"),
+        ],
+        latency_ns: [number("latency_p50_ns"), number("latency_p99_ns")],
+        waiting: number("waiting_requests"),
+        ratios: [number("wait_ratio"), number("bucket_level_ratio"), within("prefetch"), within("cache")],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use block::measures::Measures;
+    use policy::throttle::WaitSummary;
+
+    use super::*;
+
+    #[test]
+    fn the_second_bucket_of_a_burst_does_not_count_as_its_level() {
+        let mut stats = Stats {
+            reads: Counters::default(),
+            writes: Counters::default(),
+            waits: WaitSummary::default(),
+            recent_waits: WaitSummary::default(),
+            limited_ns: 0,
+            binding: Some(LimitKind::IopsTotal),
+            tokens: [None; 6],
+            levels: [None; 6],
+            waiting: [8, 0],
+            kept: None,
+        };
+        assert_eq!((bucket_level(&stats), buckets(&stats)), (None, json!({})));
+        // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst's own rate.
+        stats.tokens[LimitKind::IopsTotal.index()] = Some(0);
+        let level = Level { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
+        stats.levels[LimitKind::IopsTotal.index()] = Some(level);
+        assert_eq!(ratio(bucket_level(&stats)), json!(0.104));
+        let told = json!({ "iops-total": { "level": 1245, "capacity": 12_000, "ratio": 0.104 } });
+        assert_eq!(buckets(&stats), told);
+    }
+
+    #[test]
+    fn waits_are_those_of_the_last_second_alone() {
+        let buckets = Measures::default().latency(Timed::Read).counts().len();
+        let spread = |of: &[(usize, u64)]| {
+            let mut counts = vec![0; buckets];
+            of.iter().for_each(|&(place, count)| counts[place] = count);
+            Spread::new(counts, 0)
+        };
+        let (short, long) = (40, 80);
+        let mut before = Vec::new();
+        assert_eq!(grown(&mut before, [spread(&[(long, 100)]), spread(&[])]), None, "the first look");
+        let last = grown(&mut before, [spread(&[(long, 100)]), spread(&[(short, 50)])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), Spread::rank_ns(spread(&[(short, 1)]).counts(), 0.5));
+        let last = grown(&mut before, [spread(&[(long, 100), (0, 900)]), spread(&[(short, 50)])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), Some(0), "none waited");
+        assert_eq!(grown(&mut before, [spread(&[(short, 3)]), spread(&[])]), None, "another disk counts");
+        let last = grown(&mut before, [spread(&[(short, 3)]), spread(&[])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), None, "no request was answered");
+    }
+
+    #[test]
+    fn a_group_s_latencies_are_those_of_all_its_disks() {
+        let buckets = Measures::default().latency(Timed::Read).counts().len();
+        let counts = |place: usize, count| {
+            let mut counts = vec![0; buckets];
+            counts[place] = count;
+            counts
+        };
+        let grown = |took| LastCounts { took, waited: vec![0; buckets] };
+        let mut of_disks = OfDisks::default();
+        // Nothing is known of a disk that has just come.
+        of_disks.add(&Passed::default(), None);
+        assert!(of_disks.grown.is_none());
+        let (short, long) = (20, 60);
+        of_disks.add(&Passed::default(), Some(&grown(counts(short, 900))));
+        of_disks.add(&Passed::default(), Some(&grown(counts(long, 100))));
+        let took = Took::of(Some(&of_disks.grown.unwrap().took));
+        let alone = |place| Spread::rank_ns(&counts(place, 1), 0.5);
+        assert_eq!((took.p50_ns, took.p99_ns), (alone(short), alone(long)));
+        assert_eq!(took.latencies.unwrap().iter().sum::<u32>(), 1000);
+    }
+}

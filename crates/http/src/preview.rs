@@ -1,0 +1,185 @@
+//! What the last minutes would have felt under other limits, before anybody sets them.
+//!
+//! ```text
+//!   body ─► main thread: the settings that there would be, by the rules of a change
+//!        ─► a thread that runs where nobody else wants to: recording's last minutes ─► simulator::preview
+//! ```
+//!
+//! One at a time: who asks again is answered, and the one before is not. Nothing is changed.
+
+use std::{rc::Rc, sync::Arc, time::Duration};
+
+use axum::{
+    Extension,
+    body::Body,
+    extract::{Path, State},
+    http::StatusCode,
+    response::Response,
+};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use control::{
+    inventory::{Inventory, RunningDisk},
+    qmp,
+};
+use serde_json::{Value, json};
+use simulator::preview::{DiskThen, Felt, GroupThen};
+use tokio::time::timeout;
+
+use super::{
+    answers::{answer, failure, silent},
+    body,
+    desk::{Of, Refused, Then, Wanted},
+    peer::Peer,
+    previews::Outcome,
+    sample::rounded,
+    site::Site,
+};
+
+/// How long somebody waits for it.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+pub(super) async fn preview(
+    State(site): State<Arc<Site>>,
+    of: Of,
+    Extension(peer): Extension<Peer>,
+    Path(name): Path<String>,
+    body: Body,
+) -> Response {
+    let wanted = match body::read(of, name, peer, body).await {
+        Ok(wanted) => wanted,
+        Err(refused) => return refused,
+    };
+    let then = match site.desk.foresee(wanted).await {
+        Err(why) => return silent(why),
+        Ok(Err(Refused::Unknown(why))) => return failure(StatusCode::NOT_FOUND, &why),
+        Ok(Err(Refused::Rule(why))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &why),
+        Ok(Ok(then)) => then,
+    };
+    let mut asked = match site.previews.begin(then) {
+        Ok(asked) => asked,
+        Err(error) => return failure(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
+    };
+    let Outcome { past, was, would } = match timeout(PATIENCE, asked.told()).await {
+        Err(_) => return silent("the preview takes too long (try again when there is less to do)"),
+        Ok(Some(Ok(outcome))) => outcome,
+        Ok(Some(Err(error))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
+        Ok(None) => return failure(StatusCode::CONFLICT, "another preview was asked for meanwhile"),
+    };
+    answer(&json!({
+        "seconds": rounded(past.as_secs_f64()),
+        "requests": was.requests(),
+        "now": tell(&was),
+        "then": tell(&would),
+    }))
+}
+
+/// Null where nothing was asked.
+fn tell(felt: &Felt) -> Value {
+    if felt.requests() == 0 {
+        return Value::Null;
+    }
+    json!({
+        "operations_per_second": rounded(felt.operations_per_second()),
+        "bytes_per_second": rounded(felt.bytes_per_second()),
+        "latency_p50_ns": felt.latency_ns(0.5),
+        "latency_p99_ns": felt.latency_ns(0.99),
+        "wait_p50_ns": felt.wait_ns(0.5),
+        "wait_p99_ns": felt.wait_ns(0.99),
+        "waiting_ratio": rounded(felt.waiting_ratio()),
+    })
+}
+
+/// On the main thread: what there would be.
+///
+/// # Errors
+/// As of the change itself.
+pub(super) fn foresee(inventory: &Inventory, wanted: Wanted) -> Result<Then, Refused> {
+    let Wanted { of, name, settings, .. } = wanted;
+    let unknown = |refused: control::inventory::Refused| Refused::Unknown(refused.to_string());
+    let changed = |before| qmp::would_be(before, settings).map_err(Refused::Rule);
+    let disks = inventory.disks();
+    match of {
+        Of::Disk => {
+            let disk = inventory.disk(&name).map_err(unknown)?;
+            let DiskSettings { limits, share, watermark } = disk.disk.throttle().settings();
+            let after = changed(GroupSettings { limits, share, watermark })?;
+            let group = disk.disk.throttle().group();
+            let mut then = match group {
+                Some(group) => Family::of(&inventory.groups(), &outermost(&group)).with(&disks),
+                None => Family::default().with(&[disk]),
+            };
+            then.of.retain(|place| then.disks[*place].name == name);
+            for place in &then.of {
+                then.disks[*place].settings = of_disk(after);
+            }
+            Ok(then)
+        }
+        Of::Group => {
+            let group = inventory.group(&name).map_err(unknown)?;
+            let after = changed(group.settings())?;
+            let family = Family::of(&inventory.groups(), &outermost(&group));
+            let mut then = family.with(&disks);
+            let place = then.groups.iter().position(|known| known.name == name);
+            if let Some(place) = place {
+                then.groups[place].settings = of_disk(after);
+                let is_below = |disk: &DiskThen| {
+                    std::iter::successors(disk.group, |group| then.groups[*group].parent)
+                        .any(|group| group == place)
+                };
+                then.of.retain(|disk| is_below(&then.disks[*disk]));
+            }
+            Ok(then)
+        }
+    }
+}
+
+fn of_disk(GroupSettings { limits, share, watermark }: GroupSettings) -> DiskSettings {
+    DiskSettings { limits, share, watermark }
+}
+
+fn outermost(group: &Arc<Group>) -> Arc<Group> {
+    std::iter::successors(Some(group), |group| group.parent())
+        .last()
+        .cloned()
+        .unwrap_or_else(|| Arc::clone(group))
+}
+
+/// Groups that lie in one, each behind the one it lies in.
+#[derive(Default)]
+struct Family(Vec<(Arc<Group>, Option<usize>)>);
+
+impl Family {
+    fn of(groups: &[Arc<Group>], outermost: &Arc<Group>) -> Self {
+        let mut family = vec![(Arc::clone(outermost), None)];
+        let mut at = 0;
+        while let Some((parent, _)) = family.get(at).cloned() {
+            let is_inside =
+                |group: &&Arc<Group>| group.parent().is_some_and(|above| Arc::ptr_eq(above, &parent));
+            family.extend(groups.iter().filter(is_inside).map(|group| (Arc::clone(group), Some(at))));
+            at += 1;
+        }
+        Self(family)
+    }
+
+    /// With its disks; of no group, with those that are in none.
+    fn with(self, disks: &[Rc<RunningDisk>]) -> Then {
+        let place = |group: &Arc<Group>| self.0.iter().position(|(known, _)| Arc::ptr_eq(known, group));
+        let then = |running: &Rc<RunningDisk>| {
+            let disk = &running.disk;
+            let group = match disk.throttle().group() {
+                Some(group) => Some(place(&group)?),
+                None if self.0.is_empty() => None,
+                None => return None,
+            };
+            let (name, settings) = (disk.name().to_string(), disk.throttle().settings());
+            Some(DiskThen { name, settings, group, past: Vec::new() })
+        };
+        let disks: Vec<_> = disks.iter().filter_map(then).collect();
+        let groups = self.0.iter().map(|(group, parent)| GroupThen {
+            name: group.name().to_owned(),
+            settings: of_disk(group.settings()),
+            parent: *parent,
+        });
+        Then { groups: groups.collect(), of: (0..disks.len()).collect(), disks }
+    }
+}

@@ -1,0 +1,104 @@
+//! What the members of a body say, before anybody asks whether it is allowed: each once, and texts
+//! as the numbers that `weir throttle` has of them.
+//!
+//! A text of which a limit would be made that nobody meant, such as `"0.4"` operations, is refused
+//! and never rounded: 0 is no limit.
+
+use std::fmt;
+
+use control::qmp;
+use policy::throttle::Setting;
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
+use serde_json::{Value, json};
+
+/// The members of an object, in their order.
+pub(super) struct Members(pub(super) Vec<(String, Value)>);
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Object;
+
+        impl<'de> Visitor<'de> for Object {
+            type Value = Members;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
+                let mut members: Vec<(String, Value)> = Vec::new();
+                while let Some((key, value)) = map.next_entry::<String, Value>()? {
+                    // Which of the two was meant, nobody knows. A body is short.
+                    if members.iter().any(|(before, _)| *before == key) {
+                        return Err(A::Error::custom(format!("{key:?} is there twice")));
+                    }
+                    members.push((key, value));
+                }
+                Ok(Members(members))
+            }
+        }
+
+        deserializer.deserialize_map(Object)
+    }
+}
+
+/// A text as its number, and a whole number as one, however it is written; anything else stays as
+/// it is.
+///
+/// # Errors
+/// The rule that the text breaks.
+pub(super) fn number(key: &str, value: Value) -> Result<Value, String> {
+    let text = match value {
+        Value::String(text) => text,
+        Value::Number(number) if number.is_f64() => {
+            let whole = number.as_f64().and_then(qmp::whole);
+            return Ok(whole.map_or(Value::Number(number), |whole| json!(whole)));
+        }
+        other => return Ok(other),
+    };
+    let is_size = key == "bps-reservation" || Setting::from_name(key).is_some_and(Setting::is_size);
+    let read = if is_size { settings::size(&text) } else { settings::count(&text) };
+    read.map(|number| json!(number)).map_err(|rule| format!("{key}={text} {rule}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_take_no_units_and_no_fractions() {
+        let said = |key, text: &str| number(key, json!(text));
+        for key in ["iops-total", "iops-total-max-length", "weight", "iops-reservation", "watermark"] {
+            assert_eq!(said(key, "300"), Ok(json!(300)), "{key}");
+            for text in ["1.5", "8M", "7KB"] {
+                let rule = said(key, text).unwrap_err();
+                assert!(rule.contains("a count takes no suffix and no fraction"), "{rule}");
+            }
+            for text in ["0.4", "-1", "lots", ""] {
+                let rule = said(key, text).unwrap_err();
+                assert!(rule.ends_with("is not a whole number of 0 or more"), "{rule}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_whole_number_is_one_however_it_is_written() {
+        for (said, expected) in
+            [(json!(10.0), json!(10)), (json!(1e3), json!(1000)), (json!(-1.0), json!(-1))]
+        {
+            assert_eq!(number("iops-total", said), Ok(expected));
+        }
+        for said in [json!(0.4), json!(1e30), json!(true)] {
+            assert_eq!(number("iops-total", said.clone()), Ok(said), "which is refused for what it is");
+        }
+    }
+
+    #[test]
+    fn sizes_take_units() {
+        for key in ["bps-total", "bps-read-max", "bps-reservation", "iops-size"] {
+            assert_eq!(number(key, json!("1.5K")), Ok(json!(1536)), "{key}");
+        }
+        let rule = number("bps-total", json!("0.4")).unwrap_err();
+        assert!(rule.starts_with("bps-total=0.4 is less than a byte"), "{rule}");
+    }
+}

@@ -1,0 +1,294 @@
+//! All that runs, as plain values of one moment: what the main thread hands over when it is asked.
+//!
+//! Histograms are the exception: they are shared, and read by whoever tells of them. Takes no lock
+//! for longer than one disk's figures take. Never formats anything.
+
+use std::{
+    collections::HashMap,
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use api::ExportCounters;
+use block::{
+    device::Statistics,
+    disk::{Errors, Totals},
+    layer::throttle::{DiskSettings, GroupSettings},
+    measures::Measures,
+};
+use control::{
+    devices::Listed,
+    doors::Figures,
+    events::Kind,
+    inventory::{Door, Inventory, RunningDisk},
+    recording::Running,
+    serving::Serving,
+};
+use export::nbd::Refused;
+use image::{
+    Image,
+    qcow2::{CacheStatistics, RefcountStatistics},
+};
+use policy::{
+    prefetch,
+    throttle::{Enforcement, Limits, Share, Stats},
+    watermark::Capacity,
+};
+use reactor::{
+    RingTotals, Worker,
+    memory::{Budget, Usage},
+    now,
+};
+use storage::nbd::Remote;
+
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    pub(super) taken: Instant,
+    /// Since the Epoch.
+    pub(super) started: Duration,
+    pub(super) memory: Usage,
+    pub(super) disks: Vec<DiskFigures>,
+    pub(super) groups: Vec<GroupFigures>,
+    pub(super) devices: Vec<DeviceFigures>,
+    pub(super) exports: Vec<ExportFigures>,
+    pub(super) servers: Vec<ServerFigures>,
+    pub(super) workers: Vec<(String, RingTotals)>,
+    pub(super) events: Vec<(Kind, [u64; 2])>,
+    /// The daemon's own recordings.
+    pub(super) recordings: Vec<RecordingFigures>,
+    /// Delivered, failed, skipped; none where events are not handed on.
+    pub(super) deliveries: Option<[u64; 3]>,
+    /// Disks whose images are not open yet.
+    pub(super) unopened: usize,
+    /// None where it is in none.
+    pub(super) cluster: Option<ClusterFigures>,
+}
+
+/// Of the hosts that share limits with this one.
+#[derive(Debug)]
+pub(super) struct ClusterFigures {
+    pub(super) is_connected: bool,
+    pub(super) is_leader: bool,
+    /// Groups, and whether they have more than their safe share.
+    pub(super) leases: Vec<(String, bool)>,
+    /// Hosts that it has not heard of, where it leads.
+    pub(super) silent: Option<usize>,
+    /// Disks and groups that are served without what they are promised.
+    pub(super) left_out: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct DiskFigures {
+    pub(super) name: Arc<str>,
+    pub(super) format: &'static str,
+    pub(super) cache: &'static str,
+    /// Empty where it is in none.
+    pub(super) group: String,
+    pub(super) size_bytes: u64,
+    pub(super) totals: Totals,
+    pub(super) errors: Errors,
+    pub(super) is_stopped: bool,
+    pub(super) has_changed_below: bool,
+    /// How long the oldest request has waited for a storage that is far away; zero for none.
+    pub(super) oldest_request: Option<Duration>,
+    /// Of a disk at an NBD server.
+    pub(super) remote: Option<Remote>,
+    pub(super) reserved_bytes: u64,
+    pub(super) requests_bytes: u64,
+    pub(super) throttle: ThrottleFigures,
+    /// None where nothing is read ahead.
+    pub(super) prefetch: Option<prefetch::Stats>,
+    pub(super) caches: Option<(CacheStatistics, RefcountStatistics)>,
+    pub(super) measures: Arc<Measures>,
+}
+
+/// Of a disk or a group.
+#[derive(Debug)]
+pub(super) struct ThrottleFigures {
+    pub(super) stats: Stats,
+    pub(super) limits: Limits,
+    pub(super) share: Share,
+    /// Percent; 0 is none.
+    pub(super) watermark: u8,
+    pub(super) enforcement: Enforcement,
+}
+
+#[derive(Debug)]
+pub(super) struct GroupFigures {
+    pub(super) name: String,
+    /// The group that it lies in.
+    pub(super) parent: Option<String>,
+    /// Those of a cluster that its limits are a part of; and whether that is more than the safe
+    /// share.
+    pub(super) lent: Option<(Limits, bool)>,
+    pub(super) throttle: ThrottleFigures,
+}
+
+#[derive(Debug)]
+pub(super) struct DeviceFigures {
+    pub(super) name: String,
+    /// Those that lie on it.
+    pub(super) disks: Vec<String>,
+    pub(super) capacity: Option<Capacity>,
+    /// None of one that has gone.
+    pub(super) statistics: Option<Statistics>,
+}
+
+#[derive(Debug)]
+pub(super) struct RecordingFigures {
+    pub(super) directory: String,
+    pub(super) requests: u64,
+    pub(super) lost: u64,
+    pub(super) bytes: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct ExportFigures {
+    pub(super) id: String,
+    pub(super) kind: &'static str,
+    pub(super) disk: Arc<str>,
+    pub(super) connections: usize,
+    pub(super) counters: ExportCounters,
+}
+
+#[derive(Debug)]
+pub(super) struct ServerFigures {
+    pub(super) address: String,
+    pub(super) connections: usize,
+    pub(super) refused: Refused,
+}
+
+impl Snapshot {
+    pub(super) fn take(inventory: &Inventory, workers: &[Worker]) -> Self {
+        let servers = inventory.servers();
+        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self {
+            taken: Instant::now(),
+            started: since_epoch.saturating_sub(inventory.uptime()),
+            memory: Budget::process().usage(),
+            disks: inventory.disks().iter().map(|running| disk(running)).collect(),
+            groups: inventory.groups().iter().map(|one| group(one)).collect(),
+            devices: inventory.devices().into_iter().map(device).collect(),
+            exports: exports(inventory, &servers),
+            servers: servers.iter().map(|one| server(one)).collect(),
+            recordings: inventory.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
+            events: inventory.events.counts(),
+            deliveries: inventory.deliveries.get().map(|counts| counts.numbers()),
+            unopened: inventory.unopened.borrow().len(),
+            workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
+            cluster: inventory.cluster().map(|cluster| ClusterFigures {
+                is_connected: cluster.is_connected(),
+                is_leader: cluster.is_leader(),
+                leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
+                silent: cluster.silent(),
+                left_out: inventory.left_out.borrow().len(),
+            }),
+        }
+    }
+}
+
+/// None of a client's, which it asks for by itself.
+fn recording(running: &Running) -> Option<RecordingFigures> {
+    let progress = &running.progress;
+    Some(RecordingFigures {
+        directory: running.directory.as_ref()?.display().to_string(),
+        requests: progress.requests(),
+        lost: progress.lost(),
+        bytes: progress.bytes(),
+    })
+}
+
+fn disk(running: &RunningDisk) -> DiskFigures {
+    let disk = &running.disk;
+    let (member, storage) = (disk.throttle(), disk.image().storage());
+    let DiskSettings { limits, share, watermark } = member.settings();
+    let caches = match disk.image() {
+        Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
+        Image::Raw(_) => None,
+    };
+    let reads_ahead = disk.prefetch().settings().mode != prefetch::Mode::Off;
+    DiskFigures {
+        name: Arc::clone(disk.name()),
+        format: disk.image().format().name(),
+        cache: running.config.cache.name(),
+        group: member.group().map(|group| group.name().to_owned()).unwrap_or_default(),
+        size_bytes: disk.size_bytes(),
+        totals: disk.totals(),
+        errors: disk.failures().errors(),
+        is_stopped: disk.failures().stopped_by().is_some(),
+        has_changed_below: disk.image().has_changed_below(),
+        oldest_request: storage.is_far().then(|| storage.oldest_request().unwrap_or_default()),
+        remote: storage.remote(),
+        reserved_bytes: disk.memory().reserved(),
+        requests_bytes: disk.memory().used(),
+        throttle: ThrottleFigures {
+            stats: member.stats(),
+            limits,
+            share,
+            watermark: watermark.percent(),
+            enforcement: member.enforcement(),
+        },
+        prefetch: reads_ahead.then(|| disk.prefetch().stats()),
+        caches,
+        measures: Arc::clone(disk.measure()),
+    }
+}
+
+fn group(group: &block::layer::throttle::Group) -> GroupFigures {
+    let GroupSettings { limits, share, watermark } = group.settings();
+    GroupFigures {
+        name: group.name().to_owned(),
+        parent: group.parent().map(|parent| parent.name().to_owned()),
+        lent: group.lent().map(|lent| (lent.whole, limits != lent.safe)),
+        throttle: ThrottleFigures {
+            stats: group.stats(),
+            limits,
+            share,
+            watermark: watermark.percent(),
+            enforcement: group.enforcement(),
+        },
+    }
+}
+
+fn device(Listed { device, disks }: Listed) -> DeviceFigures {
+    DeviceFigures {
+        name: device.name().to_owned(),
+        disks,
+        capacity: device.capacity(),
+        statistics: device.statistics(now()).ok(),
+    }
+}
+
+/// Looks at each server once: it may have thousands of clients, and of exports.
+fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
+    let of_servers: HashMap<_, _> =
+        servers.iter().map(|serving| (Rc::as_ptr(serving), serving.server.connections_by_export())).collect();
+    let connections = |door: &Door| match door {
+        Door::Nbd(serving, number) => of_servers
+            .get(&Rc::as_ptr(serving))
+            .and_then(|of_server| of_server.get(number))
+            .copied()
+            .unwrap_or_default(),
+        Door::Own(entrance) => entrance.server.connections(),
+    };
+    let export = |export: &control::inventory::RunningExport| ExportFigures {
+        id: export.id.clone(),
+        kind: export.door.kind(),
+        disk: Arc::clone(export.disk.disk.name()),
+        connections: connections(&export.door),
+        counters: match &export.door {
+            Door::Own(entrance) => entrance.server.counters(),
+            Door::Nbd(..) => ExportCounters::default(),
+        },
+    };
+    inventory.exports().iter().map(|one| export(one)).collect()
+}
+
+fn server(serving: &Serving) -> ServerFigures {
+    ServerFigures {
+        address: serving.address(),
+        connections: serving.server.connections(),
+        refused: serving.server.refused(),
+    }
+}

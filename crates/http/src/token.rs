@@ -1,0 +1,95 @@
+//! The file with what whoever changes something has to send: read once, at the start.
+
+use std::{fmt, io::Read as _, os::unix::fs::MetadataExt as _, path::Path};
+
+use anyhow::{Context as _, bail, ensure};
+use reactor::regular;
+
+/// Shorter ones can be found by trying.
+const LEAST: usize = 16;
+/// Longer ones do not fit into a request's head.
+const MOST: usize = 4096;
+
+/// Known to whoever may change something.
+pub struct Token(Vec<u8>);
+
+/// Never shows it.
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+impl Token {
+    /// What the file has in its only line.
+    ///
+    /// # Errors
+    /// Where others may read it too, and where it has no line that can be sent.
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        let about = || format!("http-token-file {}", path.display());
+        Self::of(path).with_context(about)
+    }
+
+    fn of(path: &Path) -> anyhow::Result<Self> {
+        let file = regular::open(path)?;
+        let known = file.metadata()?;
+        let mode = known.mode() & 0o777;
+        if known.is_file() && mode & 0o077 != 0 {
+            bail!("mode {mode:04o} lets others than its owner have it (chmod 600 {})", path.display());
+        }
+        let mut text = Vec::new();
+        file.take(MOST as u64 + 2).read_to_end(&mut text)?;
+        let token = text.trim_ascii();
+        ensure!(
+            token.len() <= MOST,
+            "the token is longer than {MOST} characters (`openssl rand -hex 32` makes one)"
+        );
+        ensure!(
+            token.len() >= LEAST && token.iter().all(u8::is_ascii_graphic),
+            "there must be one line of {LEAST} characters or more without spaces (`openssl rand -hex 32` makes one)"
+        );
+        Ok(Self(token.to_owned()))
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt as _};
+
+    use super::*;
+
+    fn read(content: &str, mode: u32) -> Result<Vec<u8>, String> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("token");
+        fs::write(&path, content).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        Token::of(&path).map(|token| token.bytes().to_owned()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_token_is_a_line_that_only_its_owner_reads() {
+        assert_eq!(read("0123456789abcdef\n", 0o600).unwrap(), b"0123456789abcdef");
+        assert_eq!(read("0123456789abcdef", 0o400).unwrap(), b"0123456789abcdef");
+        for (content, mode, why) in [
+            ("0123456789abcdef", 0o640, "mode 0640 lets others"),
+            ("0123456789abcdef", 0o604, "mode 0604 lets others"),
+            ("0123456789abcde", 0o600, "one line of 16 characters"),
+            ("0123456789 abcdef", 0o600, "one line of 16 characters"),
+            ("0123456789abcdef\nanother", 0o600, "one line of 16 characters"),
+            ("", 0o600, "one line of 16 characters"),
+            (&"x".repeat(MOST + 1), 0o600, "longer than 4096"),
+        ] {
+            let error = read(content, mode).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+        let missing = Token::read(Path::new("/nonexistent/token")).unwrap_err();
+        assert!(
+            format!("{missing:#}").starts_with("http-token-file /nonexistent/token: No such file"),
+            "{missing:#}"
+        );
+    }
+}

@@ -1,0 +1,376 @@
+//! Looks at everything again and again, and tells what has changed: once, however many listen.
+//!
+//! ```text
+//!   desk ─► figures ─► objects ─► what is new ─► stream, to all
+//!   once a second; ten times while somebody listens, and less often where there is much to say
+//! ```
+//!
+//! Whoever begins to listen has all there was at some moment of the last second, and what has
+//! changed since then. So thousands who come at once have it made once.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use axum::body::Bytes;
+use control::events::Events;
+use nix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+use tokio::{
+    sync::{Mutex, MutexGuard, Notify},
+    time::{sleep, timeout},
+};
+
+use super::{
+    desk::{Desk, Of, Silent},
+    history::History,
+    lines::drawn,
+    objects::{Before, Object, Objects, milliseconds, sample},
+    peer::Peer,
+    stream::{self, Listeners, Refused, Streamed},
+};
+
+/// The shortest time between two looks.
+pub(super) const SHORTEST: Duration = Duration::from_millis(100);
+/// The time between two where nobody listens, and of history.
+const SECOND: Duration = Duration::from_secs(1);
+/// Between two at most, however much there is to say.
+pub(super) const LONGEST: Duration = Duration::from_secs(5);
+/// What is sent to all listeners together, in bytes a second: this thread does nothing else in
+/// between, and leaves the processor to the workers.
+const MOST_SENT: f64 = (16 << 20) as f64;
+/// A look takes a tenth of the time at most, and so does the main thread's part of it.
+const PART: u32 = 10;
+/// Changes that are kept for who comes, until all is told anew.
+const MOST_CHANGES: usize = 10;
+/// Something is said so often, so that the page knows that it is told all there is.
+const HEARTBEAT: Duration = Duration::from_secs(2);
+
+/// What the daemon is, for whoever asks.
+#[derive(Clone, Debug)]
+pub(super) struct About {
+    pub(super) name: String,
+    /// Whether something can be changed at all.
+    pub(super) has_token: bool,
+}
+
+pub(super) struct Watch {
+    desk: Arc<Desk>,
+    about: About,
+    events: Events,
+    /// Seconds are counted from here on, whatever becomes of the clock: since the Epoch.
+    began_ms: u64,
+    began: Duration,
+    state: Mutex<State>,
+    /// Somebody has begun to listen.
+    listened: Notify,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    before: Before,
+    pub(super) objects: Objects,
+    /// By name.
+    pub(super) disks: HashMap<Arc<str>, History>,
+    pub(super) groups: HashMap<Arc<str>, History>,
+    looked: Option<Instant>,
+    /// The last that was remembered, counted from [`Watch::began_ms`] on.
+    second: u64,
+    /// How far the clock was set forward since it was counted from: seconds, less than 0 if back.
+    pub(super) set_s: i64,
+    listeners: Listeners,
+    /// What newcomers have: all at some moment, and what has changed since.
+    all: Option<Bytes>,
+    changes: VecDeque<Bytes>,
+    /// Of the last message.
+    id: u64,
+    /// Of the last event that was told.
+    event: u64,
+    said: Option<Instant>,
+    pause: Duration,
+    /// How old an overview may be.
+    age: Duration,
+    /// What there is, as an overview tells it: written once for all who ask.
+    overview: Option<Bytes>,
+}
+
+impl Watch {
+    pub(super) fn new(desk: Arc<Desk>, about: About, events: Events) -> Arc<Self> {
+        let began_ms = milliseconds(SystemTime::now());
+        let (began, listened) = (awake_or_not(), Notify::new());
+        // What was before is not new.
+        let state = Mutex::new(State { event: events.last(), ..State::default() });
+        Arc::new(Self { desk, about, events, began_ms, began, state, listened })
+    }
+
+    /// Goes on until the runtime ends.
+    pub(super) async fn run(self: Arc<Self>) {
+        loop {
+            let pause = {
+                let looked = self.look(SHORTEST).await;
+                looked.ok().filter(|state| !state.listeners.is_empty()).map(|state| state.pause)
+            };
+            match pause {
+                Some(pause) => sleep(pause).await,
+                // Whoever comes need not wait for the rest of a second.
+                None => {
+                    let part = self.counted().subsec_nanos();
+                    let rest = SECOND.saturating_sub(Duration::from_nanos(part.into()));
+                    let _ = timeout(rest, self.listened.notified()).await;
+                }
+            }
+        }
+    }
+
+    fn counted(&self) -> Duration {
+        awake_or_not().saturating_sub(self.began)
+    }
+
+    /// Everything, no older than that.
+    pub(super) async fn look(&self, age: Duration) -> Result<MutexGuard<'_, State>, Silent> {
+        let mut state = self.state.lock().await;
+        if state.looked.is_none_or(|looked| looked.elapsed() >= age) {
+            let began = Instant::now();
+            let snapshot = self.desk.figures(SHORTEST.min(age)).await?;
+            let counted = self.counted();
+            let second = self.began_ms / 1000 + counted.as_secs();
+            let counted_ms =
+                self.began_ms.saturating_add(u64::try_from(counted.as_millis()).unwrap_or(u64::MAX));
+            state.set_s = set_forward(state.set_s, milliseconds(SystemTime::now()), counted_ms);
+            let is_another = std::mem::replace(&mut state.second, second) != second;
+            let objects = state.before.tell(&snapshot, is_another);
+            if is_another {
+                state.remember(&objects);
+            }
+            let bytes = state.tell(objects) + state.tell_events(&self.events);
+            state.looked = Some(began);
+            let sent = bytes as f64 * state.listeners.len() as f64;
+            let rest = began.elapsed() * PART;
+            state.pause = Duration::from_secs_f64(sent / MOST_SENT).max(rest).clamp(SHORTEST, LONGEST);
+            state.age = rest.clamp(SHORTEST, SECOND);
+        }
+        Ok(state)
+    }
+
+    /// All there is. However many ask, there is a look at it in a tenth of the time at most.
+    ///
+    /// # Errors
+    /// Where nothing is known.
+    pub(super) async fn told(&self) -> Result<Bytes, Silent> {
+        let age = self.state.lock().await.age;
+        let mut state = self.look(age).await?;
+        if let Some(told) = &state.overview {
+            return Ok(told.clone());
+        }
+        let told = Bytes::from(self.overview(&state.objects).to_string());
+        Ok(state.overview.insert(told).clone())
+    }
+
+    /// All there is.
+    fn overview(&self, objects: &Objects) -> Value {
+        let list =
+            |all: &BTreeMap<Arc<str>, Object>| all.values().cloned().map(Value::Object).collect::<Vec<_>>();
+        json!({
+            "time_ms": objects.time_ms,
+            "daemon": {
+                "version": env!("CARGO_PKG_VERSION"),
+                "started_ms": objects.started_ms,
+                "name": self.about.name,
+            },
+            "access": if self.about.has_token { "change" } else { "read" },
+            "disks": list(&objects.disks),
+            "groups": list(&objects.groups),
+            "devices": list(&objects.devices),
+        })
+    }
+
+    /// All there is, and then what changes.
+    ///
+    /// # Errors
+    /// Where nothing is known, or too many listen.
+    pub(super) async fn listen(&self, peer: Peer) -> Result<Result<Streamed, Refused>, Silent> {
+        let mut state = self.look(LONGEST).await?;
+        if state.all.is_none() {
+            let id = state.id;
+            state.all = Some(stream::message("overview", id, &self.overview(&state.objects)));
+        }
+        let before: Vec<_> = state.all.iter().chain(&state.changes).cloned().collect();
+        let streamed = state.listeners.add(peer, before);
+        self.listened.notify_one();
+        Ok(streamed)
+    }
+}
+
+impl State {
+    /// One second more, of all there is; what is gone is forgotten.
+    fn remember(&mut self, objects: &Objects) {
+        let Self { before, disks, groups, second, .. } = self;
+        for (of, all, histories) in [(Of::Disk, &objects.disks, disks), (Of::Group, &objects.groups, groups)]
+        {
+            histories.retain(|name, _| all.contains_key(name));
+            for (name, object) in all {
+                let latencies = before.latencies(of, name);
+                let history = histories.entry(Arc::clone(name)).or_insert_with(History::new);
+                history.add(*second, &sample(object), latencies, drawn(object, &objects.groups));
+            }
+        }
+    }
+
+    /// Tells all who listen what is new; how many bytes that is for each.
+    fn tell(&mut self, objects: Objects) -> usize {
+        let now = Instant::now();
+        let is_time = self.said.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
+        let nothing = || is_time.then(|| json!({ "time_ms": objects.time_ms }));
+        let news = self.news(&objects).or_else(nothing);
+        (self.objects, self.overview) = (objects, None);
+        let Some(news) = news else { return 0 };
+        self.id += 1;
+        let message = stream::message("delta", self.id, &news);
+        if self.changes.len() >= MOST_CHANGES {
+            (self.all, self.changes) = (None, VecDeque::new());
+        }
+        if self.all.is_some() {
+            self.changes.push_back(message.clone());
+        }
+        self.said = Some(now);
+        let bytes = message.len();
+        self.listeners.send(&message);
+        bytes
+    }
+
+    /// Tells what has happened since the last time; how many bytes that is.
+    fn tell_events(&mut self, events: &Events) -> usize {
+        // All in one: many at once do not make a listener late.
+        let mut all = Vec::new();
+        for event in events.since(self.event) {
+            self.event = event.id;
+            self.id += 1;
+            all.extend_from_slice(&stream::message("event", self.id, &event.to_json()));
+        }
+        let bytes = all.len();
+        if bytes > 0 {
+            self.listeners.send(&Bytes::from(all));
+        }
+        bytes
+    }
+
+    /// None where all is as it was.
+    fn news(&self, objects: &Objects) -> Option<Value> {
+        let (disks, gone_disks) = changes(&self.objects.disks, &objects.disks);
+        let (groups, gone_groups) = changes(&self.objects.groups, &objects.groups);
+        let (devices, gone_devices) = changes(&self.objects.devices, &objects.devices);
+        let all = [&disks, &groups, &devices, &gone_disks, &gone_groups, &gone_devices];
+        all.iter().any(|part| !part.is_empty()).then(|| {
+            json!({
+                "time_ms": objects.time_ms,
+                "disks": disks,
+                "groups": groups,
+                "devices": devices,
+                "gone": { "disks": gone_disks, "groups": gone_groups, "devices": gone_devices },
+            })
+        })
+    }
+}
+
+/// Since the machine started, with the time in which it was suspended: a gap in the history.
+fn awake_or_not() -> Duration {
+    // It is always there (clock_gettime(2)).
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
+}
+
+/// Seconds between two clocks, in milliseconds; as before where it could be no more than rounding,
+/// so that what is told does not waver.
+fn set_forward(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
+    let forward_ms = clock_ms.saturating_sub(counted_ms).cast_signed();
+    let forward_ms = forward_ms - counted_ms.saturating_sub(clock_ms).cast_signed();
+    let has_moved = (forward_ms - before_s.saturating_mul(1000)).unsigned_abs() > 750;
+    if has_moved { (forward_ms + 500).div_euclid(1000) } else { before_s }
+}
+
+/// Of what changed, its name and those members; then the names of what is gone.
+fn changes(
+    before: &BTreeMap<Arc<str>, Object>,
+    after: &BTreeMap<Arc<str>, Object>,
+) -> (Vec<Value>, Vec<Value>) {
+    let changed = after.iter().filter_map(|(name, object)| {
+        let Some(before) = before.get(name) else { return Some(Value::Object(object.clone())) };
+        let differs = |(key, value): &(&String, &Value)| before.get(*key) != Some(*value);
+        let mut changed: Object =
+            object.iter().filter(differs).map(|(key, value)| (key.clone(), value.clone())).collect();
+        if changed.is_empty() {
+            return None;
+        }
+        changed.insert("name".to_owned(), json!(**name));
+        Some(Value::Object(changed))
+    });
+    let gone = before.keys().filter(|name| !after.contains_key(*name)).map(|name| json!(**name));
+    (changed.collect(), gone.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{lines::Lines, objects::MOST_OF_A_DISK},
+        *,
+    };
+
+    fn objects(disks: &[(&str, Value)]) -> Objects {
+        let disk = |(name, value): &(&str, Value)| {
+            let Value::Object(object) = value.clone() else { panic!("an object") };
+            ((*name).into(), object)
+        };
+        Objects { disks: disks.iter().map(disk).collect(), ..Objects::default() }
+    }
+
+    #[test]
+    fn only_what_changed_is_told_and_what_is_gone() {
+        let mut state = State::default();
+        state.tell(objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]));
+        let same = objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]);
+        assert_eq!(state.news(&same), None);
+        let after =
+            objects(&[("a", json!({"name": "a", "x": 1, "y": null})), ("c", json!({"name": "c", "x": 0}))]);
+        let news = state.news(&after).unwrap();
+        assert_eq!(news["disks"], json!([{"name": "a", "y": null}, {"name": "c", "x": 0}]));
+        assert_eq!(news["gone"]["disks"], json!(["b"]));
+        assert_eq!(news["gone"]["groups"], json!([]));
+    }
+
+    #[test]
+    fn a_clock_that_is_set_is_followed_and_one_that_drifts_does_not_waver() {
+        let mut set_s = 0;
+        for (clock_ms, expected) in [
+            (1_000_000, 0),
+            (1_000_700, 0),
+            (1_000_800, 1),
+            (1_000_300, 1),
+            (999_300, -1),
+            (11_800_000, 10_800),
+            (0, -1_000),
+            (1_000_000, 0),
+        ] {
+            set_s = set_forward(set_s, clock_ms, 1_000_000);
+            assert_eq!(set_s, expected, "{clock_ms}");
+        }
+    }
+
+    #[test]
+    fn what_newcomers_have_is_bounded() {
+        let mut state = State { all: Some(Bytes::new()), ..State::default() };
+        for step in 0..100 {
+            state.tell(objects(&[("a", json!({"name": "a", "x": step}))]));
+            assert!(state.changes.len() <= MOST_CHANGES);
+            // Without all there was, changes alone are of no use.
+            assert!(state.all.is_some() || state.changes.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_hundred_disks_take_less_than_4_and_a_half_mib() {
+        // With all lines of limits, and what has to be known of the second before.
+        let all = 100 * (History::new().size_bytes() + Lines::MOST_BYTES + MOST_OF_A_DISK);
+        assert!(all <= 9 << 19, "{all} bytes");
+    }
+}

@@ -1,0 +1,24 @@
+//! Sandbox of the process that starts the command of `--on-event`: no capability, no set-uid
+//! program. Files and sockets are not confined, as the command is the operator's own.
+
+use rustix::thread::CapabilitySet;
+use settings::Owner;
+
+use super::{Part, calls, user};
+
+/// Confines this process, which has one thread. Mechanisms that this kernel lacks are skipped.
+///
+/// # Errors
+/// Where it cannot be another user, or what the kernel has cannot be had.
+pub fn confine(target: &OnEvent, owner: Option<&Owner>, sandboxed: bool) -> anyhow::Result<()> {
+    if let Some(owner) = owner {
+        user::find(owner)?.become_it()?;
+    }
+    if !sandboxed {
+        return Ok(());
+    }
+    Part { ruleset: None, kept: CapabilitySet::empty() }.take()?;
+    // If the kernel lacks seccomp, the daemon logs that.
+    let _ = calls::restrict_command();
+    Ok(())
+}

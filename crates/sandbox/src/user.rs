@@ -1,0 +1,98 @@
+//! Going on as another user than root.
+//!
+//! The C library has every thread of the process follow (nptl(7)); from root to another user the
+//! kernel takes all capabilities away.
+
+use anyhow::{Context as _, anyhow, ensure};
+use nix::unistd::{Gid, Group, Uid, User, geteuid, setgid, setgroups, setuid};
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+use settings::Owner;
+
+pub(super) fn is_root() -> bool {
+    geteuid().is_root()
+}
+
+/// Whom to go on as.
+#[derive(Debug)]
+pub(super) struct Identity {
+    user: Uid,
+    group: Gid,
+    /// Those of the user that the system knows.
+    groups: Vec<Gid>,
+}
+
+/// The numbers of a user and a group, for files that are to be theirs.
+///
+/// # Errors
+/// As [`find`].
+pub fn ids(owner: &Owner) -> anyhow::Result<(u32, u32)> {
+    find(owner).map(|identity| (identity.user.as_raw(), identity.group.as_raw()))
+}
+
+/// # Errors
+/// If there is no such user or group, or the daemon is not root.
+pub(super) fn find(owner: &Owner) -> anyhow::Result<Identity> {
+    let name = owner.user.as_deref().context("user: names no user")?;
+    let known = match name.parse() {
+        Ok(number) => User::from_uid(Uid::from_raw(number))?,
+        Err(_) => Some(User::from_name(name)?.with_context(|| {
+            format!("user: there is no user {name:?} (`useradd --system {name}` makes one)")
+        })?),
+    };
+    let user = known.as_ref().map_or_else(|| name.parse().map(Uid::from_raw), |user| Ok(user.uid))?;
+    ensure!(is_root() || user == geteuid(), "user: only root can go on as another user (leave it out)");
+    let own = known.as_ref().map(|user| user.gid);
+    let group = owner.group.as_deref().map(group).transpose()?.or(own);
+    let group = group.with_context(|| {
+        format!("user: the system does not know the group of user {name} (write {name}:GROUP)")
+    })?;
+    let groups = known.map(|user| groups_of(&user.name)).transpose()?.unwrap_or_default();
+    Ok(Identity { user, group, groups })
+}
+
+fn group(name: &str) -> anyhow::Result<Gid> {
+    if let Ok(number) = name.parse() {
+        return Ok(Gid::from_raw(number));
+    }
+    let known = Group::from_name(name)?;
+    let missing = || anyhow!("user: there is no group {name:?} (`groupadd --system {name}` makes one)");
+    known.map(|group| group.gid).ok_or_else(missing)
+}
+
+fn groups_of(name: &str) -> anyhow::Result<Vec<Gid>> {
+    let name = std::ffi::CString::new(name)?;
+    // The first is told with the others; it is set by itself.
+    Ok(nix::unistd::getgrouplist(&name, Gid::from_raw(u32::MAX))?
+        .into_iter()
+        .filter(|group| group.as_raw() != u32::MAX)
+        .collect())
+}
+
+impl Identity {
+    /// For good.
+    pub(super) fn become_it(&self) -> anyhow::Result<()> {
+        if !is_root() {
+            return Ok(());
+        }
+        setgroups(&self.groups).context("user: the groups cannot be set")?;
+        setgid(self.group).context("user: the group cannot be set")?;
+        setuid(self.user).context("user: it cannot be gone on as")?;
+        // As before: whoever may is to look into the process, and to have a dump of it.
+        set_dumpable_behavior(DumpableBehavior::Dumpable).context("user")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_or_a_group_that_is_missing_is_named_with_what_makes_it() {
+        let refused = |owner: &str| find(&owner.parse().unwrap()).unwrap_err().to_string();
+        assert!(refused("no-such-user").contains("`useradd --system no-such-user`"));
+        let me = geteuid();
+        assert!(refused(&format!("{me}:no-such-group")).contains("`groupadd --system no-such-group`"));
+        let identity = find(&format!("{me}:7").parse().unwrap()).unwrap();
+        assert_eq!((identity.user, identity.group), (me, Gid::from_raw(7)));
+    }
+}
