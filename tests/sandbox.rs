@@ -1,6 +1,6 @@
 //! What the daemon gives up once it serves: that every thread has, that serving goes on as before,
 //! and what it says of what it cannot do any more. What a thread can still do is tried in
-//! `crates/daemon/src/sandbox/tests.rs`.
+//! `crates/sandbox/src/tests.rs`.
 
 use std::{
     fs,

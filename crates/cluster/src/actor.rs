@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 /// Who asked for a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the variants name their fields")]
 pub enum Actor {
     /// A client of a control socket, as the kernel knows it.
     Qmp { pid: i32, uid: u32 },
@@ -62,6 +63,7 @@ impl Actor {
         }
     }
 
+    /// As in events.
     pub fn to_json(&self) -> Value {
         match self {
             Self::Qmp { pid, uid } => json!({ "kind": "qmp", "pid": pid, "uid": uid }),

@@ -114,7 +114,7 @@ struct Member {
 
 /// What has become of a word, or of time.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub(crate) enum Turn {
     /// It has its part again.
     Joined,
     /// Etcd is away, or the name is another's, for this reason; some last until somebody has mended

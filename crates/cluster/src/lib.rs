@@ -330,6 +330,7 @@ impl Cluster {
         self.lending.clone()
     }
 
+    /// Removes a group from this host's part.
     pub fn leave(&self, group: &str) {
         self.hosts.borrow_mut().remove(group);
     }
@@ -506,10 +507,12 @@ impl Cluster {
         }
     }
 
+    /// True while etcd answers.
     pub fn is_connected(&self) -> bool {
         self.is_connected.get()
     }
 
+    /// True while this host is the leader.
     pub fn is_leader(&self) -> bool {
         self.leader.borrow().as_deref() == Some(&self.host)
     }
@@ -519,6 +522,7 @@ impl Cluster {
         self.silent.borrow().as_ref().map(BTreeSet::len)
     }
 
+    /// State of each group that belongs to a cluster-wide limit.
     pub fn standings(&self) -> Vec<Standing> {
         self.hosts.borrow().standings()
     }
@@ -641,6 +645,7 @@ impl Cluster {
         self.ask(|answer| Input::Forget(host, answer)).await
     }
 
+    /// Name of this host.
     pub fn host(&self) -> &str {
         &self.host
     }

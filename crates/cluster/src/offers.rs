@@ -9,6 +9,7 @@ use serde_json::Value;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Offer {
+    /// Host that offers the disk.
     pub from: String,
     /// The revision of that host's key: another run of it has another.
     pub run: i64,
@@ -23,16 +24,20 @@ pub struct Offer {
 /// An offer, of which disk, and when it was written.
 #[derive(Clone, Debug)]
 pub struct Offered {
+    /// Name of the disk.
     pub disk: String,
+    /// The offer as it is in etcd.
     pub offer: Offer,
     pub(crate) revision: i64,
 }
 
+/// Answer to an offer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     pub(crate) by: String,
     /// The offer's.
     pub(crate) number: u64,
+    /// The answer.
     pub said: Said,
     /// Of a disk that was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -45,16 +50,21 @@ pub struct Answer {
     pub settled: bool,
 }
 
+/// What a host answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Said {
+    /// The disk can be migrated.
     Ready,
+    /// It cannot, with the reason.
     Refused(String),
+    /// The host serves the disk.
     Taken,
 }
 
 /// What is to be done in etcd.
 #[derive(Debug)]
+#[expect(missing_docs, reason = "the variants name their fields")]
 pub enum Step {
     /// Done with the offer's revision.
     Ask {
@@ -104,8 +114,10 @@ pub enum Step {
     },
 }
 
+/// Result of a step in etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
+    /// Done, at this revision of etcd.
     Done(i64),
     /// The other host was faster, or this cannot be, for this reason.
     Lost(String),

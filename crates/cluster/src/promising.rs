@@ -23,6 +23,7 @@ pub struct Refusal {
     /// The group and what of it may be promised here, in operations and bytes per second; none
     /// where others were faster each time it was asked.
     pub group: Option<(String, [Option<u64>; 2])>,
+    /// Reason, for the log.
     pub why: String,
 }
 

@@ -20,8 +20,11 @@ use crate::actor::Actor;
 /// Other limits for a group.
 #[derive(Clone, Debug, Default)]
 pub struct Change {
+    /// Name of the group.
     pub group: String,
+    /// Limits to set.
     pub limits: Vec<(Setting, u64)>,
+    /// Number of hosts that share the limit.
     pub hosts: Option<u32>,
     /// None within: all hosts' together are what they are at first.
     pub safe_share_ppm: Option<Option<u32>>,

@@ -220,6 +220,10 @@ fn warn_of_readers(what: &str, path: &Path) {
     }
 }
 
+/// Opens the directory that all images are in.
+///
+/// # Errors
+/// It cannot be opened.
 pub fn root(path: &Path) -> anyhow::Result<Root> {
     Root::open(path).with_context(|| format!("image root {}", path.display()))
 }
@@ -281,6 +285,7 @@ fn options(
     ImageOptions { storage, caches: disk.qcow2.caches, secrets, snapshot, ..ImageOptions::default() }
 }
 
+/// Terms of NBD servers.
 pub fn terms(service: &Service, events: &Events) -> nbd::Terms {
     nbd::Terms {
         // A count that does not fit is more than there can ever be.
@@ -292,6 +297,10 @@ pub fn terms(service: &Service, events: &Events) -> nbd::Terms {
     }
 }
 
+/// Reads the TLS credentials of NBD servers; `None` without any.
+///
+/// # Errors
+/// They cannot be read or used.
 pub fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
     let (required, credentials) = match tls {
         Tls::Off => return Ok(None),

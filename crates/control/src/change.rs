@@ -5,7 +5,9 @@ use std::rc::Rc;
 
 use block::disk::Failure;
 
+/// Change of the running state.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the variants name their fields")]
 pub enum Change {
     /// Its last client is gone.
     ExportDeleted { id: String },

@@ -113,8 +113,10 @@ impl Placements {
     }
 }
 
+/// A device below disks.
 #[derive(Debug)]
 pub struct Listed {
+    /// The device.
     pub device: Arc<Device>,
     /// In the order of their names.
     pub disks: Vec<String>,

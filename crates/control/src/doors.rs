@@ -165,6 +165,7 @@ pub struct Entrance {
     device: Option<PathBuf>,
     /// What the disk's length is a multiple of there.
     block_bytes: Option<u32>,
+    /// The server.
     pub server: Arc<dyn Attended>,
     /// Of virtual machines.
     machine: Option<Machine>,
@@ -346,8 +347,11 @@ impl Machine {
 /// A device or a file of this host, as another daemon takes it over.
 #[derive(Clone)]
 pub enum Host {
+    /// A ublk device.
     Ublk(Arc<export::ublk::Server>),
+    /// An NBD device of the kernel.
     NbdDevice(Arc<export::nbd::kernel::Server>),
+    /// A file over FUSE.
     Fuse(Arc<export::fuse::Server>),
 }
 

@@ -17,11 +17,15 @@ use policy::access::Access;
 use super::{doors::Entrance, running::RunningDisk, serving::Serving};
 use crate::users::Users;
 
+/// An export of a disk.
 pub struct RunningExport {
+    /// Its name.
     pub id: String,
     /// The name clients ask for; unique at its server.
     pub(crate) name: String,
+    /// Its disk.
     pub disk: Rc<RunningDisk>,
+    /// Its endpoint.
     pub door: Door,
     /// What was said of a door of its own.
     pub said: Option<settings::Door>,
@@ -152,6 +156,7 @@ impl RunningExport {
     }
 }
 
+/// An export to be added.
 #[derive(Clone, Debug)]
 pub struct NewExport {
     pub(crate) id: String,

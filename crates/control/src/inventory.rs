@@ -65,6 +65,7 @@ use crate::{
     listen::Listening,
 };
 
+/// Why the daemon ends.
 #[derive(Debug)]
 pub enum End {
     /// A client of the control socket said `quit`.
@@ -78,8 +79,10 @@ pub enum End {
 /// Asks the daemon to end, once the main thread is free: answers before can still be sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
+/// All that the daemon serves.
 pub struct Inventory {
     started: Instant,
+    /// The config file.
     pub config: Option<PathBuf>,
     /// The config file as it was read last.
     pub loaded: RefCell<Option<Rc<Loaded>>>,
@@ -144,7 +147,9 @@ pub struct Inventory {
     /// Sets of descriptors that clients have passed.
     pub(crate) descriptors: Sets,
     listeners: RefCell<Vec<Listener>>,
+    /// Recordings of requests.
     pub recordings: Rc<Recordings>,
+    /// Events.
     pub events: Events,
     /// Where events are handed on.
     pub deliveries: OnceCell<Rc<Deliveries>>,
@@ -254,6 +259,7 @@ impl Inventory {
         }
     }
 
+    /// Time since the start.
     pub fn uptime(&self) -> Duration {
         reactor::now() - self.started
     }
@@ -308,6 +314,7 @@ impl Inventory {
         }
     }
 
+    /// Calls the listener for each change of the running state.
     pub fn listen(&self, listener: impl Fn(&Change) + 'static) {
         self.listeners.borrow_mut().push(Rc::new(listener));
     }
@@ -360,6 +367,7 @@ impl Inventory {
         devices.map_or(Ok(()), |devices| devices.refresh(self.block_disks(), self.groups()))
     }
 
+    /// The devices below disks.
     pub fn devices(&self) -> Vec<Listed> {
         self.devices.get().map(|devices| devices.list(self.block_disks())).unwrap_or_default()
     }
@@ -368,10 +376,15 @@ impl Inventory {
         self.disks.all().iter().map(|running| Arc::clone(&running.disk)).collect()
     }
 
+    /// All open disks, by name.
     pub fn disks(&self) -> Vec<Rc<RunningDisk>> {
         self.disks.all()
     }
 
+    /// The disk with this name.
+    ///
+    /// # Errors
+    /// There is none, or it is not open.
     pub fn disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
         self.disks.get(name).ok_or_else(|| match self.is_unopened(name) {
             true => Refused::NotOpen(name.to_owned()),
@@ -379,6 +392,10 @@ impl Inventory {
         })
     }
 
+    /// Adds a disk.
+    ///
+    /// # Errors
+    /// Its name is in use.
     pub fn add_disk(self: &Rc<Self>, disk: RunningDisk) -> Result<(), Refused> {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
@@ -496,10 +513,15 @@ impl Inventory {
         self.below.borrow().contains(name)
     }
 
+    /// All groups, by name.
     pub fn groups(&self) -> Vec<Arc<Group>> {
         self.groups.all()
     }
 
+    /// The group with this name.
+    ///
+    /// # Errors
+    /// There is none.
     pub fn group(&self, name: &str) -> Result<Arc<Group>, Refused> {
         self.groups.get(name).ok_or_else(|| Refused::NoGroup(name.to_owned()))
     }

@@ -7,6 +7,19 @@
 //!                  the parts of the data path
 //! ```
 //!
+//! ```text
+//!   reload/     the config file read again: its difference to what runs, as one change
+//!   takeover/   another daemon continues where this one stops
+//!   qmp/        the control socket: stream ─► session ─► command ─► commands/, a file a subject
+//!   listen/     the sockets that clients connect to
+//!   events/     what has happened: the last of it, and the actor
+//!   notify      messages to the service manager
+//!   users       openers of devices of this host: mounts, other devices, processes
+//! ```
+//!
+//! The QMP command `block_set_io_throttle` is in `qmp/commands/throttle.rs`; the table of all
+//! commands is in `commands.rs`.
+//!
 //! There is one list of what runs, the [`Inventory`](inventory::Inventory). It belongs to the main
 //! thread; the data path has no need of it.
 

@@ -34,9 +34,12 @@ pub use inherited::Inherited;
 pub use unix::SocketFile;
 pub use uri::Authority;
 
+/// A bound socket.
 #[derive(Debug)]
 pub struct Listener {
+    /// The socket.
     pub socket: OwnedFd,
+    /// Its address.
     pub authority: Authority,
     /// Removes the file of a Unix socket that was made here.
     pub file: Option<SocketFile>,

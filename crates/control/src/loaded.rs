@@ -8,6 +8,7 @@ use export::nbd;
 use settings::{Plan, ServiceDraft};
 use storage::rate::Budgets;
 
+/// The configuration that is in force.
 pub struct Loaded {
     /// As it was named: places in messages and relative paths begin with it.
     pub file: PathBuf,
@@ -15,7 +16,10 @@ pub struct Loaded {
     pub said: ServiceDraft,
     /// How many sockets the service manager passed.
     pub inherited: usize,
+    /// As it was read.
     pub plan: Rc<Plan>,
+    /// TLS credentials of NBD servers.
     pub tls: Option<nbd::Tls>,
+    /// Memory budgets.
     pub budgets: Budgets,
 }

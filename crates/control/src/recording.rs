@@ -52,6 +52,7 @@ pub struct Running {
     pub directory: Option<PathBuf>,
     /// Whether somebody wants it for its own sake; else it is the page's.
     is_listed: bool,
+    /// Counters of the recording.
     pub progress: Arc<Progress>,
     /// Closed once it has ended.
     ended: async_channel::Receiver<Infallible>,

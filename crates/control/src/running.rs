@@ -17,10 +17,14 @@ use settings::{DiskConfig, Image, KeySet as _, Settings};
 /// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);
 
+/// An open disk.
 #[derive(Debug)]
 pub struct RunningDisk {
+    /// The disk.
     pub disk: Arc<Disk>,
+    /// Its image as it was configured.
     pub image: Image,
+    /// Its cache mode.
     pub cache: CacheMode,
     /// What was asked for, not what it comes to.
     pub(crate) caches: Cell<CacheSettings>,

@@ -17,6 +17,7 @@ use settings::{Endpoint, Tls};
 
 use crate::listen::{self, Authority, Listener, Listening, SocketFile};
 
+/// An NBD server with its sockets.
 pub struct Serving {
     /// What it was to listen at.
     pub endpoint: Endpoint,
@@ -25,6 +26,7 @@ pub struct Serving {
     /// For disks that are added and do not say where: whether they are read-only here.
     pub standard: Cell<Option<bool>>,
     authorities: Vec<Authority>,
+    /// The server.
     pub server: Arc<nbd::Server>,
     /// Those where nobody is let in yet.
     closed: RefCell<Vec<Listener>>,

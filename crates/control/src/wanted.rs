@@ -19,6 +19,7 @@ use super::{
 /// An export that a plan has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
+    /// Name of the disk.
     pub disk: String,
     pub(crate) read_only: bool,
     pub(crate) way: Way,

@@ -3,23 +3,12 @@
 //!
 //! ```text
 //!   serve/      start and end: options (arguments/), whether it would start (check), signals
-//!   listen/     the sockets that clients connect to
-//!   cluster/    groups whose limits hold over many hosts: etcd, reports, grants
-//!   control/    what runs (inventory), and how it is changed while it runs
-//!     reload/   the config file read again: its difference to what runs, as one change
-//!     takeover/ another daemon goes on where this one stops
-//!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
-//!   events/     what has happened: the last of it, and who asked for it
-//!   http/       what Prometheus and the page ask for, on a thread of its own
-//!   on_event/   the process that starts a command for each event
-//!   sandbox/    rights that are given up once all is open
-//!   notify      what the service manager is told
+//!   on_event/   the process that hands events on to a webhook or a command
 //!   pid_file    the process's number, for scripts
-//!   users       who has a device of this host: mounts, other devices, processes
 //! ```
 //!
-//! The QMP command `block_set_io_throttle` is in `control/qmp/commands/throttle.rs`; the table of
-//! all commands is in `commands.rs`.
+//! The control sockets, disks, groups and exports are in the crate `control`, metrics and the page
+//! in `http`, quota leases in `cluster`.
 //!
 //! Never touches a request: between a client and its disk there is only what `export` and `block`
 //! do.

@@ -20,7 +20,7 @@ pub(super) const FRESH: Duration = Duration::from_millis(250);
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why nothing was answered; to follow `weir: `.
-pub type Silent = &'static str;
+pub(crate) type Silent = &'static str;
 
 /// What the main thread is asked, with where it answers.
 #[derive(Debug)]

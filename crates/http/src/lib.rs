@@ -10,9 +10,9 @@
 //!      └─ carries out what somebody with a token wants changed
 //! ```
 //!
-//! A part of the daemon and no crate of its own: all that it tells is the inventory's. Apart from
-//! the data path: workers only add to counters, and the inventory belongs to the main thread, which
-//! hands over plain values. Changes nothing but by the commands of the control socket.
+//! All figures are those of `control`'s inventory. The data path is separate: workers add to
+//! counters, and the inventory belongs to the main thread, which passes plain values. Every change
+//! is a command of the control socket.
 
 mod access;
 mod answers;
@@ -86,13 +86,16 @@ pub struct Http {
 pub struct Doors {
     /// Where Prometheus asks.
     pub metrics: Option<Vec<Listener>>,
+    /// The page and the API.
     pub page: Option<Page>,
 }
 
 /// Where the page is, and under which conditions.
 #[derive(Debug)]
 pub struct Page {
+    /// Their sockets.
     pub listeners: Vec<Listener>,
+    /// Host names that requests may give.
     pub names: Vec<String>,
     /// None: nobody may change anything.
     pub token: Option<Token>,
@@ -107,6 +110,7 @@ pub fn bind(what: &'static str, address: &Address, access: &SocketAccess) -> any
 }
 
 impl Doors {
+    /// True if nothing is served over HTTP.
     pub fn is_empty(&self) -> bool {
         self.metrics.is_none() && self.page.is_none()
     }

@@ -1,4 +1,4 @@
-//! The simulator: disks, groups and modelled devices in virtual time, with the decisions of `policy`.
+//! The simulator: disks, groups and modelled devices in virtual time. `policy` decides.
 //!
 //! ```text
 //!   World ──► Engine: clients or recorded requests ─► limits ─► prefetch ─► device ─► Tally

@@ -24,7 +24,7 @@ pub(crate) enum Range {
 
 /// What happened to a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub(crate) enum Event {
     Put(KeyValue),
     Deleted(String),
 }

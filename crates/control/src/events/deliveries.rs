@@ -2,9 +2,12 @@
 
 use std::cell::Cell;
 
+/// Counters of events that were delivered to a command or a web server.
 #[derive(Debug, Default)]
 pub struct Deliveries {
+    /// Delivered events.
     pub delivered: Cell<u64>,
+    /// Events whose delivery failed.
     pub failed: Cell<u64>,
     /// Left out, because others waited.
     pub skipped: Cell<u64>,
@@ -23,6 +26,7 @@ impl Deliveries {
         Self::add(&self.skipped, skipped);
     }
 
+    /// Adds to a counter.
     pub fn add(count: &Cell<u64>, more: u64) {
         count.set(count.get().saturating_add(more));
     }

@@ -49,7 +49,7 @@ pub(crate) enum Sample {
 
 /// What a sample has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub(crate) enum Turn {
     Begins,
     /// It was so for that long.
     Ends(Duration),

@@ -36,12 +36,13 @@ macro_rules! kinds {
         /// What has happened.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Kind {
-            $($kind,)+
+            $(#[doc = $name] $kind,)+
         }
 
         impl Kind {
             pub(crate) const ALL: &[Self] = &[$(Self::$kind,)+];
 
+            /// Name in messages and in JSON.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$kind => $name,)+
@@ -183,6 +184,7 @@ pub struct Event {
 }
 
 impl Event {
+    /// As in QMP, the log and over HTTP.
     pub fn to_json(&self) -> Value {
         let mut told = json!({
             "id": self.id,

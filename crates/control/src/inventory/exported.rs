@@ -66,6 +66,7 @@ impl Inventory {
         }
     }
 
+    /// All NBD servers.
     pub fn servers(&self) -> Vec<Rc<Serving>> {
         self.servers.borrow().clone()
     }
@@ -105,6 +106,7 @@ impl Inventory {
         servers
     }
 
+    /// Adds an NBD server.
     pub fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
         self.servers.borrow_mut().push(Rc::clone(serving));
         let mut servers_at = self.servers_at.borrow_mut();
@@ -159,6 +161,7 @@ impl Inventory {
         self.connections() == 0 && (self.lost_device.get() || served())
     }
 
+    /// Number of connected clients of all exports.
     pub fn connections(&self) -> usize {
         let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
         nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()

@@ -5,6 +5,7 @@ use reactor::memory::NotEnough;
 
 /// Why something was not done. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages name variants and fields")]
 pub enum Refused {
     #[error("disk {0}: there is none of this name (`weir status` lists them)")]
     NoDisk(String),

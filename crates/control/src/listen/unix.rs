@@ -47,6 +47,7 @@ impl SocketFile {
         Self { path: path.to_owned(), identity: identity(path), passed: Some(passed.clone()) }
     }
 
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }

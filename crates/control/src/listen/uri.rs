@@ -14,6 +14,7 @@ use settings::Tls;
 pub enum Authority {
     /// A Unix socket: its path.
     Unix(PathBuf),
+    /// A TCP address.
     Tcp(String),
     /// A socket without a name: an inherited one's number.
     Unnamed(usize),

@@ -19,6 +19,7 @@ use crate::{
     listen::{Listener, SocketFile},
 };
 
+/// The control sockets.
 pub struct Control {
     server: Rc<Server>,
     /// Dropping one ends the accepting and removes the socket's file.
@@ -28,6 +29,7 @@ pub struct Control {
 }
 
 impl Control {
+    /// Accepts clients from now on.
     pub fn start(inventory: &Rc<Inventory>, listeners: Vec<Listener>) -> Self {
         let events = Events::default();
         let commands = Rc::new(Commands { table: TABLE, inventory: Rc::clone(inventory) });

@@ -47,7 +47,7 @@ impl PartialEq for Passed {
 
 impl Passed {
     /// Receives as `recv(2)` does, and keeps what comes beside the bytes.
-    pub async fn receive(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
+    pub(super) async fn receive(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.receive_once(socket, bytes) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => op::readable(socket).await?,

@@ -75,8 +75,11 @@ pub(crate) trait Execute {
 /// Why the daemon ends, in QEMU's words (`ShutdownCause`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
+    /// A signal.
     Signal,
+    /// The command `quit`.
     Quit,
+    /// A failure.
     Failure,
 }
 

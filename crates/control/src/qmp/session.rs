@@ -42,7 +42,7 @@ pub(super) fn greeting() -> Value {
 }
 
 #[derive(Debug)]
-pub enum Turn {
+pub(super) enum Turn {
     Answer(Value),
     Execute(Call),
 }

@@ -242,7 +242,7 @@ pub(super) struct OfferedDevice {
 /// What becomes of it once everything is prepared.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub enum Standing {
+pub(super) enum Standing {
     /// Everybody stands still.
     Still(Box<State>),
     /// The old one goes on: why.

@@ -91,7 +91,7 @@ pub(super) struct Added {
 }
 
 impl Added {
-    pub fn log(&self) {
+    pub(super) fn log(&self) {
         let Self { id, disk, address } = self;
         tracing::info!(export = %id, disk = %disk, at = %address, "an export was added");
     }
