@@ -499,11 +499,14 @@ impl Cluster {
     }
 
     /// For `weir status`.
-    pub fn summary(&self) -> Value {
-        let mut answer =
-            json!({ "name": self.name, "host": self.host, "connected": self.is_connected.get() });
-        if let Some(leader) = &*self.leader.borrow() {
-            answer["leader"] = json!(leader);
+    pub fn summary(&self) -> ClusterStatus {
+        let connected = self.is_connected.get();
+        ClusterStatus {
+            name: self.name.clone(),
+            host: self.host.clone(),
+            connected,
+            leader: self.leader.borrow().clone(),
+            reason: (!connected).then(|| self.reason.borrow().clone()),
         }
     }
 

@@ -8,8 +8,8 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use block::storage::Format;
 use settings::{DiskConfig, Key, KeySet as _, Place, Placed, suggest};
+use storage::Format;
 
 use crate::filesystem::FileSystem;
 

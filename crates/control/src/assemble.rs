@@ -38,15 +38,24 @@ impl Assembly {
     }
 
     /// Opens the image of a disk.
-    pub async fn open(&mut self, planned: &settings::Disk) -> anyhow::Result<Image> {
+    pub async fn open(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Image> {
         self.opening(planned).await?.open().await
     }
 
     /// What it takes to open the image of a disk, with its passphrases.
-    pub async fn opening(&mut self, planned: &settings::Disk) -> anyhow::Result<Opening> {
-        let sources = planned.qcow2.secrets.clone();
-        // On another thread: a pipe says nothing until its other end is closed.
-        let mut secrets = std::mem::take(&mut self.secrets);
+    pub async fn opening(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Opening> {
+        let own = match &*planned.qcow2.secrets {
+            [] => Vec::new(),
+            sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
+        };
+        let mut options = options(planned, &self.budgets, self.root.clone(), own);
+        options.storage.passed = self.passed.clone();
+        let (name, said) = (planned.name.clone(), planned.qcow2_key().cloned());
+        Ok(Opening { name, spec: planned.image.spec()?, options, said })
+    }
+
+    async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
+        let (sources, mut secrets) = (sources.to_vec(), std::mem::take(&mut self.secrets));
         let own;
         // On another thread: a pipe says nothing until its other end is closed.
         (self.secrets, own) = reactor::blocking(move || {
@@ -59,17 +68,12 @@ impl Assembly {
             (secrets, own)
         })
         .await;
-        let own = own.with_context(|| format!("disk {}", planned.name))?;
-        let mut options = options(planned, &self.budgets, self.root.clone(), own);
-        options.storage.passed = self.passed.clone();
-        let (name, said) = (planned.name.clone(), planned.qcow2_key().cloned());
-        Ok(Opening { name, spec: planned.image.spec()?, options, said })
+        own
     }
 }
 
 /// Adds all groups to the inventory, and says what is odd in the plan. In the order of the plan.
-pub fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<Arc<Group>>> {
-    let mut groups = Vec::new();
+pub fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     for planned in &plan.groups {
         let parent = planned.group.as_ref().map(|parent| inventory.group(parent)).transpose()?;
         let of_cluster = inventory.cluster().filter(|_| planned.cluster);
@@ -111,13 +115,12 @@ fn promise(inventory: &Inventory, name: &str, settings: &Settings) -> anyhow::Re
 
 /// What is opened once the daemon is in the sandbox: images of clusters, whose library then has no
 /// thread with more rights than others. Everything else is opened before.
-pub fn is_late(disk: &settings::Disk) -> bool {
+pub fn is_late(disk: &settings::PlacedDisk) -> bool {
     disk.image.is_rbd()
 }
 
 /// What the disks have together that are opened late.
 pub struct Late {
-    groups: Vec<Arc<Group>>,
     assembly: Assembly,
 }
 
@@ -230,7 +233,7 @@ pub fn root(path: &Path) -> anyhow::Result<Root> {
 
 /// A disk of an opened image, in a group or in none.
 pub fn disk(
-    planned: &settings::Disk,
+    planned: &settings::PlacedDisk,
     group: Option<&Arc<Group>>,
     image: Image,
 ) -> anyhow::Result<RunningDisk> {

@@ -17,7 +17,6 @@ use anyhow::{anyhow, ensure};
 use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
-use serde_json::Value;
 use settings::{PlacedDisk, Plan};
 
 use super::{

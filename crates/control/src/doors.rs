@@ -61,34 +61,13 @@ pub trait Attended {
     /// Its counters.
     fn counters(&self) -> ExportCounters;
     /// Counts on from what another daemon has counted.
-    fn count_on(&self, before: &Figures);
-}
-
-/// What a door has counted; none of what its kind does not count.
-#[derive(Clone, Debug, Default)]
-pub struct Figures {
-    /// Rings of a machine, or queues of a device, that are served now.
-    pub queues: Option<u64>,
-    /// Requests that were taken.
-    pub requests: Option<u64>,
-    /// Of these, how many are being carried out.
-    pub in_flight: Option<u64>,
-    /// How often a guest announced requests.
-    pub kicks: Option<u64>,
-    /// How often it was told that requests had ended.
-    pub calls: Option<u64>,
-    /// How often its data was copied.
-    pub copies: Option<u64>,
-    /// Bytes that were copied of a device that need not have any copied.
-    pub copied_bytes: Option<u64>,
-    /// The process that a machine is connected by.
-    pub front_end: Option<Process>,
+    fn count_on(&self, before: &ExportCounters);
 }
 
 /// Each server has these by the same names; only what it tells is its own, and whether it can
 /// leave a device behind.
 macro_rules! attended {
-    ($server:ty, $statistics:expr, $figures:expr, $count_on:expr $(, $leave:ident)?) => {
+    ($server:ty, $counters:expr, $count_on:expr $(, $leave:ident)?) => {
         impl crate::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -121,11 +100,7 @@ macro_rules! attended {
                 $counters(<$server>::statistics(self))
             }
 
-            fn figures(&self) -> crate::doors::Figures {
-                $figures(<$server>::statistics(self))
-            }
-
-            fn count_on(&self, before: &crate::doors::Figures) {
+            fn count_on(&self, before: &api::ExportCounters) {
                 $count_on(self, before);
             }
         }

@@ -27,7 +27,6 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::reactor;
 use event_listener::EventListener;
 use policy::time::Instant;
 

@@ -39,12 +39,16 @@ pub(crate) use exported::DoorTerms;
 use objects::KeptObject;
 pub(crate) use objects::NamedObject;
 use policy::time::{Duration, Instant};
+use reactor::op::{self, Fd};
 pub use refused::Refused;
 use sandbox::{self, Entered};
-use settings::Image;
+use settings::{Endpoint, Image};
+use storage::Root;
 use watches::{look_at_changes, tell_failures, tell_sizes};
 
+pub use super::exports::{Door, NewExport, RunningExport};
 pub use super::running::RunningDisk;
+pub(crate) use super::running::{NodeBelow, StorageNode};
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
@@ -55,10 +59,6 @@ use super::{
     serving::Serving,
     turns::Turns,
     unopened::Unopened,
-};
-pub use super::{
-    exports::{Door, NewExport, RunningExport},
-    running::{NodeBelow, Opening, StorageNode, first_of},
 };
 use crate::{
     events::{Deliveries, Events},

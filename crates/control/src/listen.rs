@@ -22,13 +22,14 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{reactor::op::Fd, storage::Passed};
 use nix::sys::socket::{
     self, AddressFamily, SockFlag, SockType, SockaddrStorage, getsockopt, setsockopt,
     sockopt::{AcceptConn, ReuseAddr},
 };
+use reactor::op::Fd;
 use sandbox::directory_of;
 use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
+use storage::Passed;
 
 pub use inherited::Inherited;
 pub use unix::SocketFile;

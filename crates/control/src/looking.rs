@@ -9,17 +9,16 @@ use storage::{Identity, OpenError};
 use super::inventory::{Inventory, holder::held_by};
 
 /// How the image of a disk is opened to look at it.
-pub fn alone(planned: &settings::Disk) -> settings::Disk {
-    settings::Disk {
-        read_only: true,
-        force_share: planned.image.path().is_some(),
-        handover: false,
-        ..planned.clone()
-    }
+pub fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
+    let mut looked = planned.clone();
+    looked.read_only = true;
+    looked.force_share = planned.image.path().is_some();
+    looked.handover = false;
+    looked
 }
 
 /// Fails where an image that was looked at says that nobody is to write to it.
-pub fn check_marks(planned: &settings::Disk, image: &Image) -> Result<(), OpenError> {
+pub fn check_marks(planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
     if planned.read_only { Ok(()) } else { image.check_marks(&planned.image.to_string()) }
 }
 
@@ -55,7 +54,7 @@ impl Files {
     ///
     /// # Errors
     /// As a start hears it from locks: another disk has one of them, by whatever name.
-    pub fn take(&mut self, planned: &settings::Disk, image: &Image) -> Result<(), OpenError> {
+    pub fn take(&mut self, planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
         if planned.force_share || planned.handover {
             return Ok(());
         }

@@ -16,7 +16,6 @@ mod described;
 mod leaving;
 
 pub use arriving::receive;
-use block::reactor;
 pub(crate) use described::Described;
 pub(crate) use leaving::{Wish, away};
 use policy::time::Duration;

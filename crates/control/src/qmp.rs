@@ -39,7 +39,7 @@ mod stream;
 use std::rc::Rc;
 
 use arguments::Arguments;
-use block::{layer::throttle::GroupSettings, storage::Passed};
+use block::layer::throttle::GroupSettings;
 pub use control::Control;
 pub use json::whole;
 use serde_json::{Map, Value};

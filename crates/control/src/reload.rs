@@ -27,11 +27,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{
-    image::Image,
-    layer::throttle::{Group, GroupSettings},
-    reactor, storage,
-};
+use block::layer::throttle::{Group, GroupSettings};
 use cluster::actor::Actor;
 use difference::Difference;
 use export::nbd::{self, Removal};
@@ -274,7 +270,7 @@ enum Done {
     ServerAdded(Rc<Serving>),
     /// With what is to be told of it once it is not put back.
     ExportRemoved {
-        wanted: Wanted,
+        wanted: Box<Wanted>,
         id: String,
         gone: Option<Change>,
     },
@@ -309,7 +305,11 @@ impl Work<'_> {
             // Images took their time to open.
             export.check_unused().await?;
             let gone = self.inventory.removal(&export.id, Removal::Safe)?.await;
-            self.done.push(Done::ExportRemoved { wanted: wanted.clone(), id: export.id.clone(), gone });
+            self.done.push(Done::ExportRemoved {
+                wanted: Box::new(wanted.clone()),
+                id: export.id.clone(),
+                gone,
+            });
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
         let silent = &self.silent;

@@ -6,13 +6,13 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
     disk::{DetectZeroes, Discards, Disk},
-    image::qcow2::CacheSettings,
     layer::throttle::{DiskSettings, GroupSettings},
-    storage::CacheMode,
 };
+use image::qcow2::CacheSettings;
 use policy::time::Duration;
 use serde_json::{Map, Value};
 use settings::{DiskConfig, Image, KeySet as _, Settings};
+use storage::CacheMode;
 
 /// Time that the removal of a disk waits for its files to be closed.
 const TO_BE_FREE: Duration = Duration::from_secs(5);
@@ -20,13 +20,11 @@ const TO_BE_FREE: Duration = Duration::from_secs(5);
 /// An open disk.
 #[derive(Debug)]
 pub struct RunningDisk {
-    /// The disk.
+    /// The disk itself.
     pub disk: Arc<Disk>,
-    /// Its image as it was configured.
-    pub image: Image,
-    /// Its cache mode.
-    pub cache: CacheMode,
-    /// What was asked for, not what it comes to.
+    /// As it was configured. [`RunningDisk::current_config`] has what was changed since.
+    pub config: DiskConfig,
+    /// Sizes of the metadata caches as they were configured last, not as the image has them.
     pub(crate) caches: Cell<CacheSettings>,
     /// An option of `blockdev-add` that is no key of a disk, and has a meaning on this host alone.
     pub(crate) only_here: Option<&'static str>,
@@ -55,7 +53,7 @@ impl RunningDisk {
 
     /// The keys of qcow2 images, where the image is one, and all others.
     pub(crate) fn has_key(&self, name: &str) -> bool {
-        let is_raw = matches!(self.disk.image(), block::image::Image::Raw(_));
+        let is_raw = matches!(self.disk.image(), image::Image::Raw(_));
         !is_raw || DiskConfig::key(name).is_none_or(|key| key.heading != "qcow2")
     }
 
@@ -82,71 +80,6 @@ impl RunningDisk {
         drop(self);
         if !closed.within(TO_BE_FREE).await {
             tracing::warn!(disk = %name, "the files of a disk that was removed are still open: its file system does not answer");
-        }
-    }
-}
-
-/// How a disk's image was opened, as far as neither the disk nor the image tells it: another host
-/// that is to have the disk has to open it so.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Opening {
-    /// The part of a raw image that is the disk.
-    pub(crate) part: Option<Part>,
-    /// How long requests wait for an NBD server that has gone.
-    pub(crate) reconnect_delay: Duration,
-    /// How long it is tried to reach one at first.
-    pub(crate) open_timeout: Duration,
-    /// What else was said, by its name: it means something here alone.
-    pub(crate) only_here: Option<&'static str>,
-}
-
-/// The first of these that is so.
-pub fn first_of(said: impl IntoIterator<Item = (&'static str, bool)>) -> Option<&'static str> {
-    said.into_iter().find(|(_, is_so)| *is_so).map(|(name, _)| name)
-}
-
-impl From<&settings::Disk> for Opening {
-    fn from(disk: &settings::Disk) -> Self {
-        // Whoever adds a key decides here whether another host has to know it, and from where.
-        let settings::Disk {
-            // What runs is asked for these.
-            name: _,
-            image: _,
-            format: _,
-            cache: _,
-            qcow2: Qcow2Settings { caches: _, secrets, bitmaps: _, said: _ },
-            prefetch: _,
-            on_error: _,
-            read_only: _,
-            handover: _,
-            discard: _,
-            detect_zeroes: _,
-            settings: _,
-            group: _,
-            // As are its exports for these, and for the bitmaps.
-            description: _,
-            access: _,
-            part,
-            snapshot,
-            force_share,
-            reconnect_delay,
-            open_timeout,
-            delay,
-            rate,
-            faults,
-        } = disk;
-        Self {
-            part: *part,
-            reconnect_delay: *reconnect_delay,
-            open_timeout: *open_timeout,
-            only_here: first_of([
-                ("snapshot", snapshot.is_some()),
-                ("secret-file", !secrets.is_empty()),
-                ("force-share", *force_share),
-                ("delay", delay.is_some()),
-                ("rate", rate.is_some()),
-                ("fault", !faults.is_empty()),
-            ]),
         }
     }
 }

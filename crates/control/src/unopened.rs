@@ -6,7 +6,7 @@ use std::{cell::RefCell, rc::Rc};
 
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
-use serde_json::{Value, json};
+use reactor::JoinHandle;
 use settings::{PlacedDisk, Plan};
 
 pub struct Unopened {

@@ -24,10 +24,7 @@ use std::{
     rc::{Rc, Weak},
 };
 
-use block::{
-    disk::Failure,
-    reactor::{self, JoinHandle},
-};
+use block::disk::Failure;
 use cluster::actor;
 use conditions::{Conditions, Devices};
 use policy::{

@@ -3,7 +3,17 @@
 //!
 //! ```text
 //!   serve/      start and end: options (arguments/), whether it would start (check), signals
-//!   on_event/   the process that hands events on to a webhook or a command
+//!   listen/     the sockets that clients connect to
+//!   cluster/    groups whose limits hold over many hosts: etcd, reports, grants
+//!   control/    what runs (inventory), and how it is changed while it runs
+//!     reload/   the config file read again: its difference to what runs, as one change
+//!     takeover/ another daemon goes on where this one stops
+//!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
+//!   events/     what has happened: the last of it, and who asked for it
+//!   http/       what Prometheus and the page ask for, on a thread of its own
+//!   on_event/   the process that starts a command for each event
+//!   sandbox/    rights that are given up once all is open
+//!   notify      what the service manager is told
 //!   pid_file    the process's number, for scripts
 //! ```
 //!

@@ -31,7 +31,6 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use console::{Failure, IN_BACKGROUND};
-use sandbox;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use settings::{OnEvent, Owner, Sandbox, Service};

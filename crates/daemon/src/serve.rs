@@ -20,6 +20,7 @@ mod starting;
 mod steps;
 mod watchdog;
 
+use reactor::op;
 use std::{
     path::{Path, PathBuf},
     rc::Rc,

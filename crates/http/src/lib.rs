@@ -50,7 +50,6 @@ mod writer;
 use std::{rc::Rc, sync::Arc, thread};
 
 use anyhow::Context as _;
-use block::reactor::{self, Worker};
 use control::{
     change::Change,
     events::Events,

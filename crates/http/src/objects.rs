@@ -18,8 +18,6 @@ use block::{
     disk::Totals,
     measures::{Spread, Timed, Whose},
 };
-use control::doors::Figures;
-use export::vhost_user_blk::Process;
 use policy::{
     counter::{self, Growth},
     request::Direction,

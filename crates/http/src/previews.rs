@@ -11,7 +11,6 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::reactor;
 use control::recording::Recent;
 use policy::time::Duration;
 use simulator::preview::{Felt, replay};

@@ -19,7 +19,6 @@ use block::{
 };
 use control::{
     devices::Listed,
-    doors::Figures,
     events::Kind,
     inventory::{Door, Inventory, RunningDisk},
     recording::Running,

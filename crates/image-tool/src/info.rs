@@ -11,26 +11,13 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::{
-    image::{
-        open::LONGEST_CHAIN,
-        qcow2::{
-            self, MetadataError, bitmap,
-            header::{Header, autoclear},
-            luks::{self, KeySlot, LuksHeader},
-            snapshot::Snapshot,
-        },
-    },
-    plain::plain,
-    storage::{Format, Storage},
-};
 use clap::Args;
 use console::{Failure, on_reactor, print};
 use image::{
     open::LONGEST_CHAIN,
     qcow2::{
         self, MetadataError, bitmap,
-        header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+        header::{Header, autoclear},
         luks::{self, KeySlot, LuksHeader},
         snapshot::Snapshot,
     },
@@ -38,6 +25,7 @@ use image::{
 use reactor::plain::plain;
 use serde_json::{Map, Value, json};
 use settings::image_info::describe;
+use storage::{Format, Storage};
 
 use super::{
     Output, OutputArgs,

@@ -4,6 +4,7 @@
 //! A format is guessed only to look at an image: a command that writes was told it, or there is a
 //! signature.
 
+use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use std::{
     collections::BTreeSet,
     ffi::OsStr,
@@ -13,25 +14,22 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::{
-    image::{
-        open::{check_base, resolve},
-        qcow2::{
-            CacheSettings,
-            header::Header,
-            read_header,
-            snapshot::{Snapshot, SnapshotTable},
-        },
-    },
-    storage::{
-        CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
-        probe::{self, Probed},
-        probe_anywhere,
+use image::{
+    open::{check_base, resolve},
+    qcow2::{
+        CacheSettings,
+        header::Header,
+        read_header,
+        snapshot::{Snapshot, SnapshotTable},
     },
 };
-use nbd::uri::Uri;
 use policy::time::Duration;
 pub(super) use settings::image_info::{beside, is_at_server, is_elsewhere};
+use storage::{
+    CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
+    probe::{self, Probed},
+    probe_anywhere,
+};
 
 /// `--help` lists the names alone: a line on each would triple the pages that have one.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {

@@ -41,6 +41,8 @@ use nix::sys::{
     time::TimeValLike as _,
 };
 use policy::{prefetch::Stats, time::Duration};
+use reactor::{error::Error, guest::driver::Slots, now, sleep_until, spawn};
+use storage::{OpenOptions, rbd};
 
 use self::progress::Progress;
 pub(crate) use self::target::BenchTarget;

@@ -67,7 +67,7 @@ pub use rouse::next_to_wake;
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;
-pub(crate) use worker::check_may_block;
+pub use worker::check_may_block;
 pub use worker::{Worker, is_worker, may_block, never_blocks_here};
 
 /// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.

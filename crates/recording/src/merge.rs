@@ -192,6 +192,7 @@ impl Merged {
 
     /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
     #[inline]
+    #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
     pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
         match &mut self.sources[..] {
             [only] => only.reader.next(),

@@ -165,6 +165,7 @@ impl Reader {
 
     /// The next record. An error comes once, after all that could be read.
     #[inline]
+    #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
     pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
         if self.window.len() <= self.held && !self.ended {
             self.refill();

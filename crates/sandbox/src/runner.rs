@@ -9,8 +9,8 @@ use super::{Part, calls, user};
 /// Confines this process, which has one thread. Mechanisms that this kernel lacks are skipped.
 ///
 /// # Errors
-/// Where it cannot be another user, or what the kernel has cannot be had.
-pub fn confine(target: &OnEvent, owner: Option<&Owner>, sandboxed: bool) -> anyhow::Result<()> {
+/// The process cannot change to `owner`, or the kernel refuses a mechanism that it has.
+pub fn confine(owner: Option<&Owner>, sandboxed: bool) -> anyhow::Result<()> {
     if let Some(owner) = owner {
         user::find(owner)?.become_it()?;
     }

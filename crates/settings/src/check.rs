@@ -12,12 +12,10 @@ use std::{
     time::Duration,
 };
 
-use block::{
-    disk::{DetectZeroes, Discards},
-    reactor::Polling,
-    storage::{Format, rate::RateOptions},
-};
+use block::disk::{DetectZeroes, Discards};
 use policy::throttle;
+use reactor::Polling;
+use storage::{Format, rate::RateOptions};
 
 use super::{
     Address, DiskConfig, DoorExport, Draft, Endpoint, Export, LogSettings, Mistakes, Nbd, NbdExport, Place,

@@ -23,14 +23,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::regular;
+use reactor::regular;
 use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
     AccessDraft, Address, Cluster, DiskConfig, Door, Draft, Endpoint, Etcd, ExportConfig, Fuse, GroupConfig,
-    Keyed, Mistakes, Nbd, NbdDevice, NbdExport, OnEvent, Place, Placed, Record, Said, ServiceDraft, Socket,
-    Ublk, VhostUserBlk, WebServer, Webhook, Wrong, cluster, doors, key::ValueKind, log, placed::KeySet,
+    Keyed, Mistakes, Nbd, NbdDevice, NbdExport, Place, Placed, Record, Said, ServiceDraft, Socket, Ublk,
+    VhostUserBlk, Wrong, cluster, doors, key::ValueKind, log, placed::KeySet,
 };
 
 /// Largest config file that is read: some hundred thousand disks.

@@ -6,15 +6,13 @@
 
 use std::{path::PathBuf, sync::LazyLock};
 
-use block::{
-    disk::{DetectZeroes, Discards, ErrorPolicies, OnError},
-    image::qcow2::CacheSettings,
-    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
-};
+use block::disk::{DetectZeroes, Discards, ErrorPolicies, OnError};
+use image::qcow2::CacheSettings;
 use policy::{
     access::{Access, Names},
     time::Duration,
 };
+use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 use crate::{
     Door, Endpoint, Image, Settings,

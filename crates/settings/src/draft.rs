@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use block::reactor::Polling;
+use reactor::Polling;
 
 use super::{
     AccessDraft, Address, Cluster, DiskConfig, GroupConfig, LogFormat, Nbd, OnEvent, Owner, Placed, Record,

@@ -2,10 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use block::{
-    image::qcow2::header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
-    nbd::uri::Uri,
-};
+use image::qcow2::header::{Compression, Crypt, Header, autoclear, compatible, incompatible};
+use nbd::uri::Uri;
 use serde_json::{Value, json};
 
 /// Adds what a header says, as `ImageInfo` has it.

@@ -4,7 +4,7 @@
 
 use std::{fmt, path::PathBuf};
 
-use block::image::qcow2::CacheSettings;
+use image::qcow2::CacheSettings;
 
 /// Settings of a qcow2 image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use super::{
     options::pairs,
     spec::{parse_duration, show_duration},
 };
-use crate::reactor::{now, sleep_until};
+use reactor::{now, sleep_until};
 
 /// Most requests that `parallel` can allow at once; more is no bound at all.
 const MOST_PARALLEL: usize = 65_536;

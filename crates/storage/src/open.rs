@@ -88,7 +88,7 @@ pub fn probe_anywhere(spec: &str) -> Result<Probed, OpenError> {
 fn open_apart(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     let (place, options) = (uri.clone(), of_export(uri, options)?);
     let opening = std::thread::spawn(move || {
-        reactor::run(Polling::Off, async move { super::nbd::open(&place, &options).await })
+        reactor::run(Polling::Off, async move { crate::nbd::open(&place, &options).await })
     });
     let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring to be had?");
     let opened = opening.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
@@ -115,11 +115,11 @@ fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> 
 }
 
 /// As [`open_bottom`], without blocking, on this thread's reactor.
-pub(crate) async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+pub async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     match place(spec)? {
         Spec::Nbd(_) if options.force_share && !options.read_only => Err(shared_by_writers(spec)),
         Spec::Nbd(uri) => {
-            let (nbd, probed) = super::nbd::open(&uri, &of_export(&uri, options)?).await?;
+            let (nbd, probed) = crate::nbd::open(&uri, &of_export(&uri, options)?).await?;
             Ok((Storage::Nbd(nbd), probed))
         }
         // Without a system call that could block, so without another thread.

@@ -290,7 +290,7 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
         ));
     }
     let image = image.clone().relative_to(&from).to_string();
-    let options = described::with_whole_paths(&disk);
+    let options = described::with_whole_paths(disk);
     let ublk = arguments.ublk.as_ref().map(Ublk::to_string).unwrap_or_default();
     Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }

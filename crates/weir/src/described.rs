@@ -11,17 +11,16 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
-use block::{
-    nbd::uri::Uri,
-    storage::{Part, Spec, rbd::Address},
-};
+use api::DiskStatus;
 use clap::{Arg, builder::Resettable};
+use nbd::uri::Uri;
 use serde_json::{Map, Value, json};
 use settings::{
     DiskConfig, Key, KeySet as _,
     arguments::{KeyArgs, KeyOptions},
     key::ValueKind,
 };
+use storage::{Part, Spec, rbd::Address};
 
 use crate::client::{self, Client};
 

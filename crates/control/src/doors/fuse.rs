@@ -42,7 +42,7 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
 }
 
 fn counters(statistics: Statistics) -> ExportCounters {
-    let Statistics { queues, openers, requests, in_flight, over_io_uring: _ } = statistics;
+    let Statistics { queues, openers, requests, in_flight } = statistics;
     ExportCounters {
         queues: Some(queues as u64),
         openers: Some(openers as u64),

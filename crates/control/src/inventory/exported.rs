@@ -13,6 +13,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use export::nbd::{self, NotRemoved, Removal};
+use reactor::Worker;
 use settings::{Endpoint, SocketAccess, Tls};
 
 use super::{End, Inventory, Refused};

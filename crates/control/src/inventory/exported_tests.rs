@@ -2,13 +2,14 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{disk::Disk, image::open_raw, layer::throttle::DiskSettings, reactor, storage::OpenOptions};
+use block::{disk::Disk, layer::throttle::DiskSettings};
 use export::nbd::{Removal, Server, Terms};
 use image::open_raw;
 use policy::access::Access;
 use settings::{DiskConfig, Endpoint};
+use storage::OpenOptions;
 
-use super::{Inventory, NewExport, Opening, Refused, RunningDisk};
+use super::{Inventory, NewExport, Refused, RunningDisk};
 use crate::serving::Serving;
 
 fn add_disk(inventory: &Rc<Inventory>, name: &str) {

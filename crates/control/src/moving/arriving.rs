@@ -3,7 +3,7 @@
 use std::{fs, os::unix::net::UnixListener, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{layer::throttle::Group, reactor};
+use block::layer::throttle::Group;
 use cluster::{
     Cluster,
     offers::{Offered, Outcome, Said, Step},

@@ -18,8 +18,7 @@ use settings::{
 };
 
 use crate::{
-    inventory::{Door, Inventory, NewExport, Opening, RunningDisk, RunningExport},
-    reload::told::{Care, OF_QCOW2, of_throttle},
+    inventory::{Door, Inventory, NewExport, RunningDisk, RunningExport},
     takeover::Buckets,
 };
 

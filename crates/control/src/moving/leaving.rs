@@ -3,7 +3,6 @@
 use std::{cell::Cell, rc::Rc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::reactor;
 use cluster::{
     Cluster,
     offers::{Answer, Offer, Outcome, Said, Step},

@@ -6,12 +6,11 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 use block::{
     disk::Disk,
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor,
-    storage::OpenOptions,
 };
 use image::open_raw;
 use serde_json::Value;
 use settings::DiskConfig;
+use storage::OpenOptions;
 
 use super::{
     arguments::Arguments,
@@ -23,7 +22,7 @@ use super::{
     session::{Session, Turn},
     stream::{Item, MAX_MESSAGE_BYTES, Stream},
 };
-use crate::inventory::{Inventory, Opening, RunningDisk};
+use crate::inventory::{Inventory, RunningDisk};
 
 /// Commands that reach beyond the process: they open files and listen on sockets.
 const OUTSIDE: [&str; 5] =

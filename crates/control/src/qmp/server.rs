@@ -19,13 +19,6 @@ use std::{
     rc::Rc,
 };
 
-use block::{
-    buffer::Buffer,
-    reactor::{
-        self,
-        op::{self, Fd},
-    },
-};
 use cluster::actor::Actor;
 use nix::{
     errno::Errno,

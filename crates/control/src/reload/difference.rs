@@ -20,7 +20,7 @@ use settings::{
 };
 
 use crate::{
-    inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
+    inventory::{Inventory, Refused, RunningDisk, RunningExport},
     wanted::{Running, Wanted, Way},
 };
 

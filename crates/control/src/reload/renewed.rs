@@ -4,7 +4,6 @@
 use std::io;
 
 use anyhow::Context as _;
-use block::reactor;
 use cluster::Proofs;
 use export::nbd;
 use serde_json::Value;

@@ -3,9 +3,7 @@
 use block::layer::throttle::GroupSettings;
 use policy::throttle::Limits;
 use serde_json::{Value, json};
-use settings::on_error;
-
-use crate::inventory::RunningDisk;
+use settings::{DiskConfig, GroupConfig, Key, KeySet, key::Change};
 
 /// That a disk, a group or an export has come or gone: `change` is `added` or `removed`.
 pub(super) fn listed(kind: &str, name: &str, change: &str) -> Value {

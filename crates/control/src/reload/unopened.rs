@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use serde_json::Value;
 use settings::{PlacedDisk, Plan};
 
-use super::{check_secrets, difference::fixed, told};
+use super::{check_secrets, difference, told};
 use crate::{assemble::Assembly, inventory::Inventory, loaded::Loaded, opening::Opening};
 
 /// What the file says of them.

@@ -20,7 +20,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{
-    doors::Figures,
     events::{Deliveries, Event, Kind},
     inventory::{Inventory, RunningExport},
 };

@@ -17,11 +17,12 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, error::Error, layer::throttle::Group, reactor};
+use block::{disk::Disk, layer::throttle::Group};
 use console::logging;
 use export::vhost_user_blk::{self, Rested, Said};
 use nix::errno::Errno;
 use policy::time::Duration;
+use reactor::error::Error;
 use sd_notify::NotifyState;
 
 use super::{

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{
     events::{Kind, News},
-    reload::told::{self, Care, Named},
+    reload::told::{self, Named},
     running::RunningDisk,
 };
 

@@ -7,16 +7,15 @@ use std::{
     sync::Arc,
 };
 
-use policy::time::{Duration, Instant};
-use reactor::{
-    JoinHandle,
-    op::{self, Fd},
-};
 use control::{
     events::{Deliveries, Event, Events},
     inventory::Inventory,
 };
 use policy::time::{Duration, Instant};
+use reactor::{
+    JoinHandle,
+    op::{self, Fd},
+};
 
 use super::{MOST_LINE, PATIENCE, Runner, handed, shown};
 

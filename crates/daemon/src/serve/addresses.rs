@@ -4,7 +4,6 @@
 use std::{collections::HashSet, path::PathBuf, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
-use block::reactor::{Worker, op::Fd};
 use control::{
     assemble::{self, Late},
     inventory::Inventory,

@@ -8,9 +8,9 @@ use std::{
 };
 
 use super::steps::Steps;
-use block::reactor::Polling;
 use clap::{Arg, Args};
 use policy::access::Network;
+use reactor::Polling;
 use settings::{
     AccessDraft, Address, DiskConfig, Door, Draft, ExportConfig, Fuse, GroupConfig, Image, Key, LogFormat,
     Nbd, NbdDevice, NbdExport, OnEvent, Owner, Place, Placed, Record, Said, Sandbox, SecretSource,
@@ -18,7 +18,6 @@ use settings::{
     arguments::{KeyArgs, KeyOptions, shared_group},
     log,
 };
-use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 /// Shown below the options.
 pub const EXAMPLES: &str = concat!(

@@ -1,9 +1,9 @@
 //! What the command line accepts, and what it says to the rest.
 
-use block::storage::Format;
 use clap::Parser as _;
 use policy::throttle::LimitKind;
 use settings::{Endpoint, Plan, Settings};
+use storage::Format;
 
 use super::*;
 

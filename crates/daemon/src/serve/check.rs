@@ -40,6 +40,7 @@ use settings::{
     Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Plan, Said, SecretSource,
     Service, Standard, Wrong, control::ControlSocket,
 };
+use storage::rate::Budgets;
 use weir_http::Token;
 
 use super::{addresses::is_awaited, memory};

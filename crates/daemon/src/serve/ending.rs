@@ -18,7 +18,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{disk::Totals, reactor, storage::rbd};
+use block::disk::Totals;
 use cluster::actor::Actor;
 use console::{logging, signals::Request};
 use control::{

@@ -8,7 +8,6 @@ use reactor::{
     buffer, guest,
     memory::{Budget, Usage},
 };
-use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use settings::{PlacedDisk, Service, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";

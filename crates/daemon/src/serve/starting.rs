@@ -15,11 +15,6 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{
-    error::what_gives_descriptors,
-    reactor::{self, Worker},
-    storage::{OpenError, OwnMount, Passed},
-};
 use cluster::{self, Cluster};
 use console::{figures, signals::Signals};
 use control::{
@@ -36,6 +31,7 @@ use control::{
 };
 use export::fuse;
 use policy::throttle::{Limits, Setting};
+use reactor::{Worker, error::what_gives_descriptors};
 use sandbox;
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};

@@ -21,9 +21,8 @@ use std::{
     },
 };
 
-use block::reactor::{self, Worker, op::Fd};
 use policy::time::Duration;
-use reactor::{Worker, op::Fd, takes_fuse_commands};
+use reactor::{Worker, op::Fd};
 
 use super::{
     channel::{Channel, NoMessage},

@@ -297,7 +297,7 @@ impl ImageFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::image::qcow2::header::tests::header;
+    use crate::qcow2::header::tests::header;
 
     #[test]
     fn zeroes_at_the_end_of_the_first_cluster_take_no_memory() {

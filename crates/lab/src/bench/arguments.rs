@@ -4,7 +4,6 @@
 use std::path::Path;
 
 use anyhow::bail;
-use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 use clap::{Arg, ArgGroup, Args, ValueEnum};
 use policy::{
     prefetch::{Mode, Settings},

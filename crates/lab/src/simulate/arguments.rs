@@ -3,7 +3,6 @@
 
 use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
-use block::storage::{delay::DelayOptions, rate::RateOptions};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use policy::prefetch;
 use settings::{

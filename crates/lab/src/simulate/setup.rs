@@ -22,6 +22,7 @@ use simulator::{
     device::{Place, Service, StationSpec, measured, places},
     world::{Disk, Group, UNKNOWN_SIZE, World},
 };
+use storage::{Spec, delay::DelayOptions, rate::RateOptions};
 
 use super::device_spec::DeviceSpec;
 use crate::{

@@ -2,14 +2,12 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use block::{
-    disk::{DetectZeroes, Discards, OnError},
-    image::qcow2::L2Size,
-    storage::{
-        CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions, show_duration,
-    },
-};
+use block::disk::{DetectZeroes, Discards, OnError};
+use image::qcow2::L2Size;
 use policy::{access::Network, prefetch::Mode};
+use storage::{
+    CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions, show_duration,
+};
 
 use super::{Given, KeyValue, Literal};
 use crate::{Image, SecretSource};

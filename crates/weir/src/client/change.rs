@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use api::MemberSettings;
 use policy::{
     prefetch::{self, Mode},
     throttle::{Part, Setting},

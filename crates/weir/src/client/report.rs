@@ -1,4 +1,5 @@
-//! The daemon's status as this program uses it: lookups by name, and the errors where a lookup fails.
+//! The daemon's status as this program uses it: lookups by name, and the errors where a lookup
+//! fails.
 
 use std::ops::Deref;
 
@@ -89,7 +90,10 @@ impl<'a> Node<'a> {
 
 impl Report {
     pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
-        Ok(Self { status: Status::deserialize(value)?, latencies: Counted::default() })
+        let mut status = Status::deserialize(value)?;
+        // `group` finds them by this order.
+        status.groups.sort_by(|one, other| one.name.cmp(&other.name));
+        Ok(Self { status, latencies: Counted::default() })
     }
 
     pub(crate) fn find(&self, name: &str) -> Option<Node<'_>> {
@@ -98,7 +102,8 @@ impl Report {
     }
 
     pub(crate) fn group(&self, name: &str) -> Option<&GroupStatus> {
-        self.groups.iter().find(|group| group.name == name)
+        let found = self.groups.binary_search_by(|group| group.name.as_str().cmp(name)).ok()?;
+        self.groups.get(found)
     }
 
     /// From its own upwards; at most as many as there are groups, whatever the answer says.

@@ -140,7 +140,7 @@ fn in_words(
 
 /// What cannot be changed while a disk runs, and what is done about errors; as far as a daemon
 /// tells it.
-fn otherwise_opened(runs: &report::Disk, said: &settings::DiskConfig) -> Vec<Difference> {
+fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Difference> {
     let image = said.image.path().and_then(|path| path::absolute(path).ok());
     let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
     let runs_image = runs.path.as_ref().unwrap_or(&runs.image);

@@ -16,6 +16,7 @@ use image::{
 use policy::prefetch;
 use serde_json::{Map, Value, json};
 use settings::DiskConfig;
+use storage::{OpenError, OpenOptions, Passed, ResizeError};
 
 use super::{
     node::{Bottom, Chain},

@@ -18,9 +18,10 @@ use image::{
 };
 use policy::time::Duration;
 use settings::DiskConfig;
+use storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address};
 
 use crate::{
-    inventory::{Opening, StorageNode, first_of},
+    inventory::StorageNode,
     qmp::{
         arguments::{Arguments, Reference},
         caches::CacheChanges,

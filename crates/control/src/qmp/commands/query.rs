@@ -6,12 +6,9 @@
 use std::rc::Rc;
 
 use ::settings::image_info::{beside, describe};
-use block::{
-    image::{
-        Image,
-        qcow2::header::{Crypt, Header},
-    },
-    reactor,
+use image::{
+    Image,
+    qcow2::header::{Crypt, Header},
 };
 use policy::time::Duration;
 use serde_json::{Value, json};

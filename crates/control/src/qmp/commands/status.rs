@@ -25,12 +25,11 @@ use reactor::memory::{Budget, Usage};
 use serde_json::Value;
 
 use crate::{
-    control::{
-        devices::Listed,
-        inventory::{Door, Inventory, RunningDisk, RunningExport},
-        qmp::{arguments::Arguments, caches, command::Command, error::Error, errors, prefetch, settings},
-        serving::Serving,
-    },
+    devices::Listed,
+    inventory::{Door, Inventory, RunningDisk, RunningExport},
+    left_out::LeftOut,
+    qmp::{arguments::Arguments, caches, command::Command, error::Error, errors, prefetch, settings},
+    serving::Serving,
     users::Users,
 };
 
@@ -88,7 +87,7 @@ fn memory() -> MemoryStatus {
         connections,
         requests,
         most_requests,
-        waiting: waiting as u64,
+        waiting,
     }
 }
 
@@ -108,15 +107,16 @@ fn disk(inventory: &Inventory, running: &Rc<RunningDisk>) -> DiskStatus {
     let exports = inventory.exports_of(disk.name());
     DiskStatus {
         name: disk.name().to_string(),
-        image: running.image.to_string(),
+        image: running.config.image.to_string(),
         path: running
+            .config
             .image
             .path()
             .and_then(|path| path::absolute(path).ok())
             .map(|path| path.display().to_string()),
         size: disk.size_bytes(),
         read_only: image.is_read_only(),
-        cache: Some(running.cache.name().to_owned()),
+        cache: Some(running.config.cache.name().to_owned()),
         format: image.format().name().to_owned(),
         l2_cache,
         refcount_cache,
@@ -202,7 +202,7 @@ fn member_settings(
         weight: Some(share.weight().into()),
         iops_reservation: reserved(share.iops_reservation()),
         bps_reservation: reserved(share.bps_reservation()),
-        unmet_reservation: inventory.left_out.borrow().get(name).map(|one| one.status()),
+        unmet_reservation: inventory.left_out.borrow().get(name).map(LeftOut::status),
         watermark: percent.map(u64::from),
         enforcement: percent.map(|_| word.to_owned()),
         scale: scale.filter(|_| percent.is_some()),
