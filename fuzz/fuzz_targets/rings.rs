@@ -5,5 +5,5 @@
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
-    export::virtio::fuzzing::rings(data);
+    virtio::fuzzing::rings(data);
 });

@@ -11,7 +11,8 @@
 //! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
 //! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
 //! [`nbd::client`] is the other side, for measuring servers. [`vhost_user_blk`] sets up the rings
-//! that a virtual machine shares with us; [`virtio`] is those rings, and the requests in them.
+//! that a virtual machine shares with us; the crate `virtio` is those rings, and the requests in
+//! them.
 //! [`ublk`] is a block device of this host, [`fuse`] shows a disk as a file of it.
 //!
 //! A protocol's messages are parsed and validated here, before anything else sees them, so that the
@@ -31,7 +32,6 @@ mod process;
 mod race;
 pub mod ublk;
 pub mod vhost_user_blk;
-pub mod virtio;
 
 #[cfg(test)]
 mod draw;

@@ -37,17 +37,29 @@ impl std::str::FromStr for LogFormat {
     }
 }
 
-/// The program's own modules: in a filter, `weir` is the name of them all.
-const MODULES: [&str; 11] = [
+/// The crates of the program. In a filter, `weir` stands for all of them.
+const MODULES: [&str; 23] = [
     "weir",
     "container",
     "daemon",
+    "weir_http",
+    "control",
+    "cluster",
+    "sandbox",
     "export",
+    "virtio",
     "block",
+    "image",
+    "storage",
+    "nbd",
+    "reactor",
     "cgroup",
     "image_tool",
     "lab",
+    "simulator",
+    "recording",
     "settings",
+    "api",
     "console",
     "policy",
 ];
@@ -92,6 +104,18 @@ fn unknown_module(directive: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_filter_can_name_each_crate() {
+        let dependencies =
+            include_str!("../../../Cargo.toml").split("[workspace.dependencies]").nth(1).unwrap();
+        let crates = dependencies.lines().filter(|line| line.contains("path = \"crates/"));
+        let mut crates: Vec<_> = crates.filter_map(|line| line.split(' ').next()).chain(["weir"]).collect();
+        let mut modules = MODULES;
+        crates.sort_unstable();
+        modules.sort_unstable();
+        assert_eq!(crates, modules);
+    }
 
     #[test]
     fn filters_are_levels_or_levels_of_modules() {

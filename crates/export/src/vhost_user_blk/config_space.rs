@@ -20,7 +20,7 @@
 //! in-flight area records what the guest knows. Smaller blocks are harmless.
 
 use super::features::Offer;
-use crate::virtio::block::SECTOR_BYTES;
+use ::virtio::block::SECTOR_BYTES;
 
 /// Bytes that can be other than zero, rounded up to the structure's alignment.
 const BYTES: usize = 60;

@@ -28,7 +28,7 @@ use super::{
     features::Offer,
     happening::{Happening, Told},
 };
-use crate::virtio::block::{self as requests, ID_BYTES, RangeLimits};
+use ::virtio::block::{self as requests, ID_BYTES, RangeLimits};
 
 /// A guest switches its cache once or twice as it starts; one that does it all day is told of
 /// seldom.

@@ -15,12 +15,10 @@ use super::{
     pieces::is_plain,
     queue::{Incoming, Queue},
 };
-use crate::{
-    intake::Mergeable as _,
-    virtio::{
-        block::{Data, Kind, Request, Status},
-        ring::Ticket,
-    },
+use crate::intake::Mergeable as _;
+use ::virtio::{
+    block::{Data, Kind, Request, Status},
+    ring::Ticket,
 };
 use block::disk::Pass;
 use reactor::{

@@ -30,7 +30,7 @@ use super::{
     features::{MAX_QUEUE_SIZE, MAX_QUEUES},
     message::InflightInfo,
 };
-use crate::virtio::ring::Inflight;
+use ::virtio::ring::Inflight;
 
 /// Why there is no such area.
 #[allow(missing_docs, reason = "each has its message")]

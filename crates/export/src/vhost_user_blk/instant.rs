@@ -10,10 +10,8 @@ use super::{
     pieces::is_plain,
     queue::{Incoming, Queue},
 };
-use crate::{
-    intake::Intake,
-    virtio::block::{Data, Kind},
-};
+use crate::intake::Intake;
+use ::virtio::block::{Data, Kind};
 use block::disk::Pass;
 use reactor::{error::Error, guest::Place};
 

@@ -10,10 +10,8 @@ use std::mem;
 use policy::{request::Direction, throttle::Cost};
 
 use super::queue::{Incoming, Queue};
-use crate::{
-    intake::Mergeable as _,
-    virtio::block::{Data, Kind, SECTOR_BYTES},
-};
+use crate::intake::Mergeable as _;
+use ::virtio::block::{Data, Kind, SECTOR_BYTES};
 use reactor::{
     buffer::{Segments, Target},
     memory::Account,

@@ -39,10 +39,10 @@ use super::{
 use crate::{
     intake::{Intake, Mergeable},
     race::{First, first},
-    virtio::{
-        block::{self as requests, Data, Kind, Request},
-        ring::{Broken, Chain, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
-    },
+};
+use ::virtio::{
+    block::{self as requests, Data, Kind, Request},
+    ring::{Broken, Chain, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
 };
 use block::disk::Patience;
 use reactor::{

@@ -1,12 +1,10 @@
 //! What a queue takes in one go.
 
 use super::*;
-use crate::{
-    vhost_user_blk::{Export, Offer},
-    virtio::ring::{
-        Parts,
-        driver::{Buffer, Driver},
-    },
+use crate::vhost_user_blk::{Export, Offer};
+use ::virtio::ring::{
+    Parts,
+    driver::{Buffer, Driver},
 };
 use block::{disk::Disk, layer::throttle::DiskSettings};
 use image::{Image, Raw};

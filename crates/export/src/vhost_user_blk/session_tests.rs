@@ -9,13 +9,11 @@ use rustix::{
 };
 
 use super::*;
-use crate::{
-    vhost_user_blk::{
-        message::HEADER_BYTES,
-        vring::{RingPlaces, RingSettings},
-    },
-    virtio::block::SECTOR_BYTES,
+use crate::vhost_user_blk::{
+    message::HEADER_BYTES,
+    vring::{RingPlaces, RingSettings},
 };
+use ::virtio::block::SECTOR_BYTES;
 
 const GUEST_BYTES: u64 = 1 << 20;
 /// Where the front end has what the guest has at 0.

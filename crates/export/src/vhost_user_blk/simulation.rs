@@ -36,8 +36,8 @@ use crate::{
     model::Model,
     passed::Passed,
     seeds,
-    virtio::ring::meddler::meddle,
 };
+use ::virtio::ring::meddler::meddle;
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
     layer::throttle::{DiskSettings, Group, GroupSettings},

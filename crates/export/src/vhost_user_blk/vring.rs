@@ -14,7 +14,7 @@ use std::sync::Arc;
 use reactor::{guest::Memory, guest::Place, op::Fd};
 
 use super::{features::virtio, inflight::Loss, message::VringAddresses};
-use crate::virtio::ring::Parts;
+use ::virtio::ring::Parts;
 
 /// The parts of a ring, each wholly in one region and aligned as virtio 1.3 § 2.7 and § 2.8 ask.
 #[derive(Clone, Debug)]

@@ -40,15 +40,13 @@ use rustix::{
 use storage::Storage;
 
 use super::*;
-use crate::{
-    vhost_user_blk::{
-        features::{Offer, virtio},
-        message::{code, numbers},
-        session::EventKind,
-        vring::RingPlaces,
-    },
-    virtio::ring::driver::Buffer as Piece,
+use crate::vhost_user_blk::{
+    features::{Offer, virtio},
+    message::{code, numbers},
+    session::EventKind,
+    vring::RingPlaces,
 };
+use ::virtio::ring::driver::Buffer as Piece;
 
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);

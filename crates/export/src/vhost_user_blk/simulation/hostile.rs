@@ -6,19 +6,17 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 use policy::time::Duration;
 
 use super::{DISK_BYTES, FOREVER, Prey, Tally, chance, count, some_time};
-use crate::{
-    vhost_user_blk::{
-        bell::simulated::Counter,
-        device::Device,
-        features::virtio,
-        queue::{Order, Queue},
-        session::EventKind,
-        vring::{RingPlaces, RingSettings},
-    },
-    virtio::ring::{
-        Inflight, Layout, Parts,
-        driver::{Buffer, Driver},
-    },
+use crate::vhost_user_blk::{
+    bell::simulated::Counter,
+    device::Device,
+    features::virtio,
+    queue::{Order, Queue},
+    session::EventKind,
+    vring::{RingPlaces, RingSettings},
+};
+use ::virtio::ring::{
+    Inflight, Layout, Parts,
+    driver::{Buffer, Driver},
 };
 use reactor::{
     guest::{Memory, Place, Region},

@@ -20,10 +20,10 @@ use crate::{
     passed::Passed,
     race::{First, first},
     vhost_user_blk::{bell::simulated::Counter, device::Device, features::virtio, vring::RingPlaces},
-    virtio::ring::{
-        Inflight, Layout, Parts, Places,
-        driver::{Buffer, Driver, Used},
-    },
+};
+use ::virtio::ring::{
+    Inflight, Layout, Parts, Places,
+    driver::{Buffer, Driver, Used},
 };
 use reactor::{
     guest::{DirtyLog, Memory, Place, Quota, Region},

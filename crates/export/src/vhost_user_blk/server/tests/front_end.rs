@@ -20,12 +20,10 @@ use reactor::{
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use super::{FEATURES, GUARD, MEMORY_BYTES, REQUESTS, SIZE, Server, USER, attend, event, memory_file};
-use crate::{
-    vhost_user_blk::{features::protocol, message::code},
-    virtio::ring::{
-        Layout, Parts,
-        driver::{Buffer as Piece, Driver},
-    },
+use crate::vhost_user_blk::{features::protocol, message::code};
+use ::virtio::ring::{
+    Layout, Parts,
+    driver::{Buffer as Piece, Driver},
 };
 
 /// A ring of the guest, and the front end's events for it.

@@ -11,19 +11,19 @@
 //!
 //! An eventfd is the checker's `Notify`, which keeps one notification.
 
-#[path = "../../src/virtio/ring/split/indices.rs"]
+#[path = "../../src/ring/split/indices.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod indices;
-#[path = "../../src/virtio/ring/driver/packed.rs"]
+#[path = "../../src/ring/driver/packed.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod packed;
-#[path = "../../src/virtio/ring/position.rs"]
+#[path = "../../src/ring/position.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod position;
-#[path = "../../src/virtio/ring/driver/split.rs"]
+#[path = "../../src/ring/driver/split.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod split;
-#[path = "../../src/virtio/ring/packed/turns.rs"]
+#[path = "../../src/ring/packed/turns.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod turns;
 

@@ -32,8 +32,8 @@ mod chain;
 pub mod driver;
 mod inflight;
 mod layout;
-#[cfg(any(test, fuzzing))]
-pub(crate) mod meddler;
+#[cfg(any(test, fuzzing, feature = "meddler"))]
+pub mod meddler;
 mod packed;
 mod position;
 mod regions;

@@ -5,8 +5,10 @@ use std::cell::{Cell, RefCell};
 
 /// What the device is about to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Access {
+pub enum Access {
+    /// It reads a word.
     Load,
+    /// It writes a word.
     Store,
 }
 
@@ -31,7 +33,7 @@ pub(super) fn before(access: Access) {
 }
 
 /// Runs `device` while `hook` is called before each access of this thread to a ring.
-pub(crate) fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T) -> T {
+pub fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T) -> T {
     /// Ends it also where `device` unwinds.
     struct End;
     impl Drop for End {

@@ -46,9 +46,9 @@ pub struct Chain {
     /// To be given back when it is done.
     pub ticket: Ticket,
     /// What the device reads, then what it writes.
-    pub(in crate::virtio) places: Places,
+    pub(crate) places: Places,
     /// How many of them it reads.
-    pub(in crate::virtio) reads: usize,
+    pub(crate) reads: usize,
     /// Descriptors in all, those of an indirect table included.
     pub descriptors: usize,
     /// Why it must not be carried out. Its places are those that could be read.

@@ -4,7 +4,7 @@
 use reactor::guest::{Memory, Region};
 
 use super::world::{BUFFERS, RINGS, SEAM, Shape, layout, memory};
-use crate::virtio::ring::{
+use crate::ring::{
     Broken, Chain, ChainFault, Inflight, Layout, MAX_DESCRIPTORS, Parts, Ring,
     chain::flag::{INDIRECT, NEXT, WRITE},
     driver::{Buffer, Driver},

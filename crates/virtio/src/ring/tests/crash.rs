@@ -9,11 +9,11 @@ use std::{
 
 use super::world::{Held, World};
 use crate::{
-    seeds,
-    virtio::ring::{
+    ring::{
         Ring,
         meddler::{Access, meddle},
     },
+    seeds,
 };
 
 /// The end of a process.

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use super::world::{BUFFERS, Shape, layout, memory, ring_with_inflight};
-use crate::virtio::{
+use crate::{
     block::{Device, Status, parse},
     ring::{
         Ring,

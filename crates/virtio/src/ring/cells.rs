@@ -17,13 +17,13 @@ macro_rules! words {
     ($($load:ident $store:ident $word:ty),*) => {
         $(
             pub(super) fn $load(&self, offset: usize, order: Ordering) -> $word {
-                #[cfg(any(test, fuzzing))]
+                #[cfg(any(test, fuzzing, feature = "meddler"))]
                 super::meddler::before(super::meddler::Access::Load);
                 self.0.$load(offset, order)
             }
 
             pub(super) fn $store(&self, offset: usize, value: $word, order: Ordering) {
-                #[cfg(any(test, fuzzing))]
+                #[cfg(any(test, fuzzing, feature = "meddler"))]
                 super::meddler::before(super::meddler::Access::Store);
                 self.0.$store(offset, value, order);
             }

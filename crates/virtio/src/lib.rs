@@ -17,7 +17,13 @@
 //! judged in the copy. No content of that memory panics, hangs, or chooses the size of an
 //! allocation beyond the ring's own.
 
+#![forbid(unsafe_code)]
+
 pub mod block;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 pub mod ring;
+
+#[cfg(test)]
+#[path = "../../block/tests/simulation/seeds.rs"]
+mod seeds;

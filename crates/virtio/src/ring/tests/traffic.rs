@@ -4,7 +4,7 @@
 use fastrand::Rng;
 
 use super::world::{Held, World};
-use crate::{seeds, virtio::ring::Ring};
+use crate::{ring::Ring, seeds};
 
 /// Both sides, of which each may sleep.
 struct Traffic {

@@ -3,7 +3,7 @@
 use reactor::guest::{Memory, Region};
 
 use super::*;
-use crate::virtio::ring::{
+use crate::ring::{
     Layout, Parts, Ring,
     driver::{Buffer, Driver},
 };
