@@ -189,10 +189,10 @@ mod tests {
             ("nbd://h/a -f qcow2", "-f: is for images"),
             ("nbd://h/a --prefetch on", "--prefetch: is for images"),
             ("nbd://h/a --prefetch-memory 64M", "--prefetch: is for images"),
-            ("nbd://h/a --l2-cache-size 1M", "--l2-cache-size is for images"),
+            ("nbd://h/a --l2-cache-size 1M", "--l2-cache-size 1M is for images"),
             ("nbd://h/a --delay read=1ms", "--delay: is for images"),
             ("vhost-user:a -t none", "-t: is for images"),
-            ("vhost-user:a --l2-cache-size 1M", "--l2-cache-size is for images"),
+            ("vhost-user:a --l2-cache-size 1M", "--l2-cache-size 1M is for images"),
         ] {
             let error = check(&arguments(text)).expect_err(text).to_string();
             assert!(error.starts_with(why), "{text}: {error}");
