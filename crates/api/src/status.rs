@@ -273,6 +273,9 @@ pub struct DiskStatus {
     /// Limits, group, weight and reservations.
     #[serde(flatten)]
     pub settings: MemberSettings,
+    /// Whether the limits are enforced at present.
+    #[serde(flatten)]
+    pub watermark_status: WatermarkStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
     /// Counters of prefetching.
@@ -431,6 +434,9 @@ pub struct GroupStatus {
     /// Limits, parent group, weight and reservations.
     #[serde(flatten)]
     pub settings: MemberSettings,
+    /// Whether the limits are enforced at present.
+    #[serde(flatten)]
+    pub watermark_status: WatermarkStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
     /// The limits of all hosts together, of which `settings` has this host's quota.
@@ -470,17 +476,23 @@ pub struct MemberSettings {
     /// Utilization of the device in percent below which limits are not enforced.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub watermark: Option<u64>,
+    /// Limits in force.
+    pub limits: LimitValues,
+    /// Settings of prefetching; of a disk alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefetch: Option<PrefetchSettings>,
+}
+
+/// Whether limits with a watermark are enforced at present.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
+pub struct WatermarkStatus {
     /// `enforced`, `lifted` or `scaled`. Absent without a watermark.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub enforcement: Option<String>,
     /// Factor of the limits while `scaled`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
-    /// Limits in force.
-    pub limits: LimitValues,
-    /// Settings of prefetching; of a disk alone.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefetch: Option<PrefetchSettings>,
 }
 
 /// Reservations that do not fit into the cluster and are not in force.

@@ -31,7 +31,7 @@ type Tried = (&'static str, io::Result<()>);
 fn a_worker_can_do_what_serving_takes_and_nothing_else() {
     let directory = tempfile::tempdir().expect("a directory");
     let shared = SHARED.map(|name| (name, tempfile::NamedTempFile::new().expect("a file")));
-    passes("sandbox::tests::inside", |process| {
+    passes("tests::inside", |process| {
         process.env(DIRECTORY, directory.path()).envs(shared.iter().map(|(name, file)| (name, file.path())));
     });
 }
@@ -81,7 +81,7 @@ fn inside() {
 
 #[test]
 fn a_daemon_with_a_disk_at_a_server_calls_its_port_and_no_other() {
-    passes("sandbox::tests::inside_with_a_server", |_| {});
+    passes("tests::inside_with_a_server", |_| {});
 }
 
 #[test]

@@ -395,7 +395,7 @@ mod tests {
         // As any child has it until it runs another program; this one until its input ends.
         let inherited = one.try_clone().expect("a descriptor");
         let mut child = Command::new(env::current_exe().expect("this program"))
-            .args(["--exact", "--ignored", "storage::lock::tests::reads_its_input_to_the_end"])
+            .args(["--exact", "--ignored", "lock::tests::reads_its_input_to_the_end"])
             .stdin(Stdio::piped())
             .stdout(inherited)
             .spawn()

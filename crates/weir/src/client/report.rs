@@ -5,7 +5,7 @@ use std::ops::Deref;
 
 use api::{
     DiskStatus, ExportStatus, GroupStatus, MemberSettings, PrefetchSettings, PrefetchStatus, Status,
-    ThrottleStatus,
+    ThrottleStatus, WatermarkStatus,
 };
 use policy::prefetch::{Mode, Setting};
 use serde::Deserialize;
@@ -77,6 +77,13 @@ impl<'a> Node<'a> {
         match self {
             Self::Disk(disk) => &disk.settings,
             Self::Group(group) => &group.settings,
+        }
+    }
+
+    pub(crate) fn watermark_status(self) -> &'a WatermarkStatus {
+        match self {
+            Self::Disk(disk) => &disk.watermark_status,
+            Self::Group(group) => &group.watermark_status,
         }
     }
 

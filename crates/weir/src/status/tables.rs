@@ -375,8 +375,9 @@ fn left_out(report: &Report, shown: &Shown) -> Table {
 /// `90% lifted`, `90% scaled ×3.5`; nothing where limits always hold.
 fn watermark(group: &GroupStatus) -> String {
     let Some(percent) = group.settings.watermark.filter(|&percent| percent > 0) else { return nothing() };
-    let state = group.settings.enforcement.as_deref().unwrap_or_default();
-    let scale = group.settings.scale.filter(|_| state == "scaled").map(|scale| format!(" ×{scale:.1}"));
+    let state = group.watermark_status.enforcement.as_deref().unwrap_or_default();
+    let scale =
+        group.watermark_status.scale.filter(|_| state == "scaled").map(|scale| format!(" ×{scale:.1}"));
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 

@@ -127,8 +127,6 @@ fn in_words(
         iops_reservation: Some(hold.share.iops_reservation()),
         bps_reservation: Some(hold.share.bps_reservation()),
         unmet_reservation: None,
-        enforcement: None,
-        scale: None,
         watermark: Some(hold.watermark.percent().into()),
         limits: policy::throttle::Setting::ALL.map(limit).into(),
         prefetch: prefetch.map(|prefetch| PrefetchSettings {

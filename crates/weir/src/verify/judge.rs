@@ -132,7 +132,7 @@ impl Judge {
             let seen = self.nodes.entry(key(node)).or_insert_with(|| Seen::new(node.settings()));
             seen.unclear = seen.unclear.or_else(|| {
                 let is_enforced =
-                    node.settings().enforcement.as_deref().is_none_or(|word| word == "enforced");
+                    node.watermark_status().enforcement.as_deref().is_none_or(|word| word == "enforced");
                 let changed = seen.settings != *node.settings();
                 changed.then_some(CHANGED).or_else(|| (!is_enforced).then_some(LIFTED))
             });

@@ -9,7 +9,7 @@ use api::{
     BucketLevel, ClusterLimits, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory, DiskStatus,
     DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, MemberSettings, MemoryStatus, RefusedClients,
     RemoteStatus, ReservationStatus, ServerStatus, Status, ThrottleStatus, ThrottledTransfers,
-    WaitPercentiles, WaitingRequests,
+    WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
 use block::{
     disk::{Disk, Failures},
@@ -125,6 +125,10 @@ fn disk(inventory: &Inventory, running: &Rc<RunningDisk>) -> DiskStatus {
         writes: DiskTransfers { requests: totals.writes, bytes: totals.written_bytes },
         merged_requests: totals.merged_requests,
         settings: disk_settings(inventory, disk),
+        watermark_status: watermark_status(
+            disk.throttle().settings().watermark,
+            disk.throttle().enforcement(),
+        ),
         throttle: throttle(&disk.throttle().stats()),
         read_ahead: prefetch::status(&disk.prefetch().stats()),
         errors: errors(failures),
@@ -157,7 +161,7 @@ fn disk_settings(inventory: &Inventory, disk: &Disk) -> MemberSettings {
     MemberSettings {
         group: member.group().map(|group| group.name().to_owned()),
         prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
-        ..member_settings(inventory, disk.name(), &limits, share, (watermark, member.enforcement()))
+        ..member_settings(inventory, disk.name(), &limits, share, watermark)
     }
 }
 
@@ -175,8 +179,9 @@ fn group(
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
         settings: MemberSettings {
             group: group.parent().map(|parent| parent.name().to_owned()),
-            ..member_settings(inventory, group.name(), &limits, share, (watermark, group.enforcement()))
+            ..member_settings(inventory, group.name(), &limits, share, watermark)
         },
+        watermark_status: watermark_status(watermark, group.enforcement()),
         throttle: throttle(&group.stats()),
         cluster: shared,
     }
@@ -189,26 +194,30 @@ fn member_settings(
     name: &str,
     limits: &Limits,
     share: Share,
-    (watermark, enforcement): (Watermark, Enforcement),
+    watermark: Watermark,
 ) -> MemberSettings {
-    let reserved = |amount: u64| (amount > 0).then_some(amount);
+    let set = |amount: u64| (amount > 0).then_some(amount);
+    MemberSettings {
+        weight: Some(share.weight().into()),
+        iops_reservation: set(share.iops_reservation()),
+        bps_reservation: set(share.bps_reservation()),
+        unmet_reservation: inventory.left_out.borrow().get(name).map(LeftOut::status),
+        watermark: set(watermark.percent().into()),
+        limits: settings::set(limits),
+        ..MemberSettings::default()
+    }
+}
+
+fn watermark_status(watermark: Watermark, enforcement: Enforcement) -> WatermarkStatus {
+    if watermark.percent() == 0 {
+        return WatermarkStatus::default();
+    }
     let (word, scale) = match enforcement {
         Enforcement::Enforced => ("enforced", None),
         Enforcement::Lifted => ("lifted", None),
         Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
     };
-    let percent = Some(watermark.percent()).filter(|&percent| percent > 0);
-    MemberSettings {
-        weight: Some(share.weight().into()),
-        iops_reservation: reserved(share.iops_reservation()),
-        bps_reservation: reserved(share.bps_reservation()),
-        unmet_reservation: inventory.left_out.borrow().get(name).map(LeftOut::status),
-        watermark: percent.map(u64::from),
-        enforcement: percent.map(|_| word.to_owned()),
-        scale: scale.filter(|_| percent.is_some()),
-        limits: settings::set(limits),
-        ..MemberSettings::default()
-    }
+    WatermarkStatus { enforcement: Some(word.to_owned()), scale }
 }
 
 fn device(listed: Listed) -> DeviceStatus {

@@ -1,7 +1,7 @@
 //! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held
 //! back over time, and of a disk what was read ahead of its readers.
 
-use api::{DiskStatus, ExportCounters, ExportStatus, GroupStatus, MemberSettings, PrefetchStatus};
+use api::{DiskStatus, ExportCounters, ExportStatus, GroupStatus, PrefetchStatus, WatermarkStatus};
 use console::{
     figures,
     screen::{DIM, HELD},
@@ -74,10 +74,10 @@ fn device(export: &ExportStatus) -> Option<String> {
 }
 
 fn about_group(group: &GroupStatus) -> String {
-    let GroupStatus { disks, settings, .. } = group;
-    let MemberSettings { watermark, enforcement, scale, .. } = settings;
+    let GroupStatus { disks, settings, watermark_status, .. } = group;
+    let WatermarkStatus { enforcement, scale } = watermark_status;
     let mut text = super::count(disks.len(), "disk");
-    if watermark.is_some_and(|percent| percent > 0) {
+    if settings.watermark.is_some_and(|percent| percent > 0) {
         text += &format!(" · limits {}", enforcement.as_deref().unwrap_or("enforced"));
         if let Some(scale) = scale {
             text += &format!(" ×{scale:.1}");
