@@ -74,7 +74,7 @@ fn a_part_of_a_file_is_a_disk() {
         assert_says(&said, &[text(&image), why]);
     }
     let said = Serve::new(&scratch).arg(&image).args(["-o", "size=4K", "-f", "qcow2"]).rejects_usage();
-    assert_says(&said, &["--options: is for raw images"]);
+    assert_says(&said, &["--options size=4K: is for raw images"]);
 }
 
 #[test]
