@@ -27,8 +27,8 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, children, need_root, text, wait_for_programs,
-    weir,
+    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, children, need_root, text, until,
+    wait_for_programs, weir,
 };
 
 /// Something attached by root, which goes with the test.
@@ -237,7 +237,11 @@ fn a_device_is_in_use_by_another_node_and_through_a_loop_device() {
     let over = over.trim_end();
     let held = format!("held by {}", over.trim_start_matches("/dev/"));
     let refused = attached.detach().fails();
+    let backing = format!("/sys/block/{}/loop/backing_file", over.trim_start_matches("/dev/"));
+    let beneath = fs::read_to_string(&backing).expect("it is attached");
     Client::new("losetup").args(["--detach", over]).succeeds();
+    // The kernel detaches it with its last close, and a `losetup` of another test may have it open.
+    until(|| (fs::read_to_string(&backing).ok().as_ref() != Some(&beneath)).then_some(()));
     assert_says(&refused, &["in use", &held]);
     attached.detach().succeeds();
     attached.is_gone();
