@@ -4,11 +4,11 @@
 //!   Key { name, value, default, help, change, transfer, read, write }
 //!     ├─ config file, options of the command line, options of a volume      read
 //!     ├─ what is saved, sent to another host or process, or compared        write
-//!     └─ help, reference, JSON schema                                       the rest
+//!     └─ help                                                               the rest
 //! ```
 //!
 //! A row is all that is written about a key. Everything that needs the keys of a disk or a group
-//! walks the table ([`crate::disk::disk_keys`], [`crate::group::group_keys`]).
+//! walks the table ([`crate::disk`], [`crate::group`]).
 
 mod values;
 
