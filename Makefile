@@ -119,7 +119,7 @@ bench-decisions: ## what one decision of the throttling, one request of a record
 	@scripts/deps build
 	$(CARGO) bench --locked -p weir-policy --bench decide
 	$(CARGO) bench --locked -p weir-recording --bench record
-	$(CARGO) test --release --locked -p weir-export --lib an_indirect_chain_of_three -- --ignored --nocapture
+	$(CARGO) test --release --locked -p weir-virtio --lib an_indirect_chain_of_three -- --ignored --nocapture
 
 bench-hosts: ## one limit over three hosts and three members of etcd, which are killed, stopped and put to sleep: how fast shares follow, and that the limit holds (about 3 minutes)
 	@scripts/deps build clients
@@ -135,11 +135,12 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 # loom and the simulation have that part.
 miri: ## rings and memory of guests under Miri, a few cases each (nightly with its component miri; about 10 minutes)
 	@scripts/deps build
-	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-block -p weir-export --lib -- virtio::ring buffer:: guest::dirty
+	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-virtio --lib -- ring::
+	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-reactor --lib -- buffer:: guest::dirty
 
 soak: ## the properties and the simulation with many more cases and seeds; how often advice is as sure as it says; random operations on files over FUSE; qcow2 in every combination, killed, and in random histories with qemu-img; 20,000 damaged images repaired; taken over; figures scraped for ten minutes; cgroups for longer; machines killed and moved
 	@scripts/deps build clients guest libvirt systemd
-	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
+	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-reactor -p weir-nbd -p weir-storage -p weir-image -p weir-block -p weir-virtio -p weir-export
 	WEIR_SEEDS=$(SOAK_DAYS) $(CARGO) test --release --locked -p weir-lab --lib advise::tests::coverage -- --nocapture
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	WEIR_SEQUENCES=$(SOAK_SEQUENCES) $(CARGO) test --release --locked -p weir --test e2e image_soak
