@@ -6,12 +6,12 @@ use cluster::{Refusal, Surroundings, actor::Actor};
 use policy::throttle::Limits;
 
 use super::{
-    inventory::Inventory,
+    registry::Registry,
     watch::settings::{Changed, Settings},
 };
 use crate::events::{Kind, News};
 
-impl Surroundings for Inventory {
+impl Surroundings for Registry {
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
         let takes_part = |disk: &String| {
             let group = self.disk(disk).ok().and_then(|running| running.disk.throttle().group());

@@ -10,8 +10,8 @@ use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::
 use storage::{OpenOptions, Passed, Root, rate::Budgets, rbd};
 
 use super::{
-    inventory::{Inventory, RunningDisk},
     opening::{Opening, Trial},
+    registry::{Registry, RunningDisk},
 };
 use crate::events::Events;
 
@@ -72,21 +72,21 @@ impl Assembly {
     }
 }
 
-/// Adds all groups to the inventory, and says what is odd in the plan. In the order of the plan.
-pub fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
+/// Adds all groups to the registry, and says what is odd in the plan. In the order of the plan.
+pub fn groups(plan: &Plan, registry: &Registry) -> anyhow::Result<()> {
     for planned in &plan.groups {
-        let parent = planned.group.as_ref().map(|parent| inventory.group(parent)).transpose()?;
-        let of_cluster = inventory.cluster().filter(|_| planned.cluster);
-        let is_shared = of_cluster.is_some() || inventory.shared_group(parent.as_ref()).is_some();
+        let parent = planned.group.as_ref().map(|parent| registry.group(parent)).transpose()?;
+        let of_cluster = registry.cluster().filter(|_| planned.cluster);
+        let is_shared = of_cluster.is_some() || registry.shared_group(parent.as_ref()).is_some();
         let settings = if is_shared { promising_nothing(planned.settings) } else { planned.settings };
         let group = Group::new(&planned.name, settings.of_group(), parent.as_ref())
             .with_context(|| format!("group {}", planned.name))?;
-        inventory.add_group(&group)?;
+        registry.add_group(&group)?;
         if let Some(cluster) = of_cluster {
             cluster.take_part(&group)?;
         }
         if is_shared {
-            promise(inventory, &planned.name, &planned.settings)?;
+            promise(registry, &planned.name, &planned.settings)?;
         }
     }
     for remark in plan.remarks() {
@@ -106,10 +106,10 @@ pub(crate) fn bare(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     bare
 }
 
-fn promise(inventory: &Inventory, name: &str, settings: &Settings) -> anyhow::Result<()> {
+fn promise(registry: &Registry, name: &str, settings: &Settings) -> anyhow::Result<()> {
     match [settings.iops_reservation, settings.bps_reservation] {
         [0, 0] => Ok(()),
-        wanted => inventory.promise_at_start(name, wanted),
+        wanted => registry.promise_at_start(name, wanted),
     }
 }
 
@@ -124,16 +124,16 @@ pub struct Late {
     assembly: Assembly,
 }
 
-/// Opens images and adds all groups and their disks to the inventory, but for what is opened late.
+/// Opens images and adds all groups and their disks to the registry, but for what is opened late.
 /// Of that the library is loaded: later nothing is that can run. `is_awaited` says which disks are
 /// not put off, however long they take.
 pub async fn disks(
     plan: &Rc<Plan>,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     passed: Option<Passed>,
     is_awaited: impl Fn(&str) -> bool,
 ) -> anyhow::Result<Late> {
-    groups(plan, inventory)?;
+    groups(plan, registry)?;
     if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
         let name = &first.name;
         reactor::blocking(rbd::load)
@@ -141,14 +141,14 @@ pub async fn disks(
             .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
     }
     if let Some(path) = &plan.service.image_root {
-        inventory.confine(root(path)?);
+        registry.confine(root(path)?);
     }
-    let root = inventory.image_root().cloned();
+    let root = registry.image_root().cloned();
     let assembly = Assembly::new(root, Budgets::default()).with_files(passed);
     let mut late = Late { assembly };
     let is_remote = |disk: &settings::PlacedDisk| disk.image.remote().is_some();
-    late.open(plan, inventory, |disk| !is_late(disk) && !is_remote(disk)).await?;
-    late.open_at_once(plan, inventory, (is_remote, is_awaited)).await?;
+    late.open(plan, registry, |disk| !is_late(disk) && !is_remote(disk)).await?;
+    late.open_at_once(plan, registry, (is_remote, is_awaited)).await?;
     Ok(late)
 }
 
@@ -157,11 +157,11 @@ impl Late {
     pub(crate) async fn open(
         &mut self,
         plan: &Plan,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         which: impl Fn(&settings::PlacedDisk) -> bool,
     ) -> anyhow::Result<()> {
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
-            list(inventory, planned, self.assembly.open(planned).await)?;
+            list(registry, planned, self.assembly.open(planned).await)?;
         }
         Ok(())
     }
@@ -171,7 +171,7 @@ impl Late {
     pub async fn open_at_once(
         &mut self,
         plan: &Rc<Plan>,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         (which, is_awaited): (impl Fn(&settings::PlacedDisk) -> bool, impl Fn(&str) -> bool),
     ) -> anyhow::Result<()> {
         let mut all = Vec::new();
@@ -182,9 +182,9 @@ impl Late {
         for (planned, trial) in all {
             match trial.outcome().await {
                 Ok(image) => {
-                    list(inventory, planned, image)?;
+                    list(registry, planned, image)?;
                 }
-                Err(silent) => inventory.put_off((&planned.name, Rc::clone(plan)), silent),
+                Err(silent) => registry.put_off((&planned.name, Rc::clone(plan)), silent),
             }
         }
         Ok(())
@@ -198,19 +198,19 @@ impl Late {
 
 /// Lists a disk of the plan once its image is open, with what is promised to it.
 fn list(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     planned: &settings::PlacedDisk,
     image: anyhow::Result<Image>,
 ) -> anyhow::Result<()> {
-    let group = planned.group.as_ref().map(|group| inventory.group(group)).transpose()?;
+    let group = planned.group.as_ref().map(|group| registry.group(group)).transpose()?;
     let group = group.as_ref();
-    let image = image.map_err(|error| inventory.naming_holder_of(error))?;
-    if inventory.shared_group(group).is_none() {
-        return Ok(inventory.add_disk(disk(planned, group, image)?)?);
+    let image = image.map_err(|error| registry.naming_holder_of(error))?;
+    if registry.shared_group(group).is_none() {
+        return Ok(registry.add_disk(disk(planned, group, image)?)?);
     }
     // It comes up also where others leave no room for what it is promised.
-    inventory.add_disk(disk(&bare(planned), group, image)?)?;
-    promise(inventory, &planned.name, &planned.settings)
+    registry.add_disk(disk(&bare(planned), group, image)?)?;
+    promise(registry, &planned.name, &planned.settings)
 }
 
 /// Says that everybody on the machine can read a secret: whoever has it is let in.

@@ -9,7 +9,7 @@ use image::{
     qcow2::bitmap::{BitmapView, NoView},
 };
 
-use super::inventory::RunningDisk;
+use super::registry::RunningDisk;
 
 /// The bitmaps of these names, in their order.
 pub async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {

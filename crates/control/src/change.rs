@@ -1,5 +1,5 @@
 //! What happened to the things that run. A listener is called at once, on the main thread, after
-//! the change is done: it may look at the inventory.
+//! the change is done: it may look at the registry.
 
 use std::rc::Rc;
 

@@ -21,8 +21,8 @@ use settings::{PlacedDisk, Plan};
 
 use super::{
     assemble,
-    inventory::{Door, Inventory, RunningExport},
     opening::{Opened, Opening, Silent, State},
+    registry::{Door, Registry, RunningExport},
     unopened::Unopened,
     wanted::{self, Wanted, Way},
 };
@@ -31,7 +31,7 @@ use crate::events::{Kind, News};
 /// How long until an image is opened again that could not be.
 const AGAIN: Duration = Duration::from_secs(10);
 
-impl Inventory {
+impl Registry {
     /// Goes on without a disk of the plan.
     pub(crate) fn put_off(self: &Rc<Self>, (name, plan): (&str, Rc<Plan>), silent: Silent) {
         let Silent { opening, since, state } = silent;
@@ -181,40 +181,40 @@ impl Inventory {
 
 /// Opens the image, as often as it takes, and lists its disk.
 async fn bring_up(
-    inventory: Weak<Inventory>,
+    registry: Weak<Registry>,
     name: String,
     one: Rc<Unopened>,
     (opening, mut first): (Opening, Option<Opened>),
 ) {
     loop {
         // A host that has died may let go of its lock while the disk is another's.
-        let moved = inventory.upgrade().and_then(|inventory| inventory.cluster()?.moved_to(&name));
+        let moved = registry.upgrade().and_then(|registry| registry.cluster()?.moved_to(&name));
         let opened = match first.take() {
             _ if moved.is_some() => Err(anyhow!("the disk has moved to host {}", moved.unwrap_or_default())),
             Some(first) => first.await,
             None => opening.clone().open().await,
         };
-        let Some(inventory) = inventory.upgrade() else { return };
+        let Some(registry) = registry.upgrade() else { return };
         let listed = {
-            let _turn = inventory.turns.take().await;
-            if inventory.ending.get() || !inventory.awaits(&name, &one) {
+            let _turn = registry.turns.take().await;
+            if registry.ending.get() || !registry.awaits(&name, &one) {
                 return;
             }
             match opened {
-                Ok(image) => inventory.list_unopened(&name, &one, image).await,
+                Ok(image) => registry.list_unopened(&name, &one, image).await,
                 Err(error) => Err(error),
             }
         };
         let Err(error) = listed else { return };
-        if !inventory.awaits(&name, &one) {
-            inventory.wait_again(&name, &one).await;
+        if !registry.awaits(&name, &one) {
+            registry.wait_again(&name, &one).await;
         }
         let why = format!("{error:#}");
         if one.why.borrow().as_ref() != Some(&why) {
             one.why.replace(Some(why));
-            inventory.tell_of_unopened(&name);
+            registry.tell_of_unopened(&name);
         }
-        drop(inventory);
+        drop(registry);
         reactor::sleep_until(reactor::now() + AGAIN).await;
     }
 }

@@ -2,7 +2,7 @@
 //! a watermark.
 //!
 //! ```text
-//!   Inventory ── a change ──► Devices::follow ───► which groups have disks on which device
+//!   Registry ── a change ──► Devices::follow ───► which groups have disks on which device
 //!                start, reload ──► ::refresh │             └──► block's Sampler
 //!                                            └──► measured capacities bound reservations of groups
 //! ```

@@ -1,6 +1,6 @@
 //! An export that runs, and how clients reach it: at a server of NBD, by its name there, or at a
 //! door of its own. Knows nothing of other exports: which names are taken decides the
-//! [inventory](super::inventory). Belongs to the main thread.
+//! [registry](super::registry). Belongs to the main thread.
 
 use std::{
     cell::Cell,

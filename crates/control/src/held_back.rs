@@ -11,7 +11,7 @@ use policy::{
     time::{Duration, Instant},
 };
 
-use super::inventory::Inventory;
+use super::registry::Registry;
 
 const INTERVAL: Duration = Duration::from_secs(10);
 const TARGET: &str = "weir::limits";
@@ -26,20 +26,20 @@ pub(super) struct HeldBack {
 
 impl HeldBack {
     /// Tells in ten seconds for the first time, of what is held back from now on.
-    pub(super) fn from_now(inventory: &Inventory) -> Self {
-        let last = Last::of(inventory);
+    pub(super) fn from_now(registry: &Registry) -> Self {
+        let last = Last::of(registry);
         let limited_ns = last.0.values().fold(0, |sum: u64, seen| sum.saturating_add(seen.limited_ns));
         Self { last, looked: reactor::now(), limited_ns }
     }
 
     /// Tells what there is to tell, if it is time for it. `limited_ns` is the time for which all
     /// disks and groups were limited so far.
-    pub(super) fn look(&mut self, inventory: &Inventory, limited_ns: u64, now: Instant) {
+    pub(super) fn look(&mut self, registry: &Registry, limited_ns: u64, now: Instant) {
         if now - self.looked < INTERVAL {
             return;
         }
         if !self.has_told(limited_ns) && tracing::enabled!(target: TARGET, tracing::Level::DEBUG) {
-            self.last.look(inventory, now - self.looked);
+            self.last.look(registry, now - self.looked);
         }
         (self.looked, self.limited_ns) = (now, limited_ns);
     }
@@ -94,16 +94,16 @@ impl Now {
 }
 
 impl Last {
-    fn of(inventory: &Inventory) -> Self {
-        let (disks, groups) = (inventory.disks(), inventory.groups());
+    fn of(registry: &Registry) -> Self {
+        let (disks, groups) = (registry.disks(), registry.groups());
         let disks =
             disks.iter().map(|running| (running.disk.name().to_string(), running.disk.throttle().stats()));
         let groups = groups.iter().map(|group| (group.name().to_owned(), group.stats()));
         Self(disks.chain(groups).map(|(name, stats)| (name, Seen::of(&stats))).collect())
     }
 
-    fn look(&mut self, inventory: &Inventory, elapsed: Duration) {
-        let (disks, groups) = (inventory.disks(), inventory.groups());
+    fn look(&mut self, registry: &Registry, elapsed: Duration) {
+        let (disks, groups) = (registry.disks(), registry.groups());
         let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
         let of_group = |group: &Arc<Group>| Now::new(group.name(), group.stats(), group.parent().cloned());
         let disks = disks.iter().map(|running| of_disk(&running.disk));

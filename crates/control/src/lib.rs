@@ -1,7 +1,7 @@
 //! What runs, and how it is changed while it runs.
 //!
 //! ```text
-//!   serve ─────────► Inventory ◄───────── control socket
+//!   serve ─────────► Registry ◄───────── control socket
 //!   starts and ends     │ by name: disks, groups, servers, exports
 //!                       ▼
 //!                  the parts of the data path
@@ -20,7 +20,7 @@
 //! The QMP command `block_set_io_throttle` is in `qmp/commands/throttle.rs`; the table of all
 //! commands is in `commands.rs`.
 //!
-//! There is one list of what runs, the [`Inventory`](inventory::Inventory). It belongs to the main
+//! There is one list of what runs, the [`Registry`](registry::Registry). It belongs to the main
 //! thread; the data path has no need of it.
 
 mod around_cluster;
@@ -34,7 +34,6 @@ pub mod events;
 pub mod exports;
 pub mod fdsets;
 mod held_back;
-pub mod inventory;
 mod left_out;
 pub mod listen;
 pub mod loaded;
@@ -45,6 +44,7 @@ pub mod opening;
 mod promises;
 pub mod qmp;
 pub mod recording;
+pub mod registry;
 pub mod reload;
 pub mod running;
 pub mod serving;

@@ -6,7 +6,7 @@ use block::disk::Disk;
 use image::Image;
 use storage::{Identity, OpenError};
 
-use super::inventory::{Inventory, holder::held_by};
+use super::registry::{Registry, holder::held_by};
 
 /// How the image of a disk is opened to look at it.
 pub fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
@@ -36,9 +36,9 @@ struct Taken {
 
 impl Files {
     /// Of the disks that run.
-    pub(crate) fn of(inventory: &Inventory) -> Self {
+    pub(crate) fn of(registry: &Registry) -> Self {
         let mut files = Self::default();
-        for running in inventory.disks() {
+        for running in registry.disks() {
             let disk: &Disk = &running.disk;
             // What is handed over is locked while a machine runs.
             if !disk.is_handed_over() {

@@ -21,7 +21,7 @@ pub(crate) use leaving::{Wish, away};
 use policy::time::Duration;
 use settings::config;
 
-use super::inventory::Inventory;
+use super::registry::Registry;
 
 /// How long a host may take over each answer: an image on a network may have to be opened.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -33,8 +33,8 @@ const APPEARS: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// Whether the config file, as it is now, has a disk of this name; none where that cannot be told.
-async fn is_listed(inventory: &Inventory, disk: &str) -> Option<bool> {
-    let file = inventory.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
+async fn is_listed(registry: &Registry, disk: &str) -> Option<bool> {
+    let file = registry.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
     let draft = reactor::blocking(move || config::load(&file)).await.ok()?;
     Some(draft.disks.iter().any(|said| said.name == disk))
 }

@@ -15,13 +15,13 @@ use policy::throttle::{Refused, Share};
 
 use super::{
     change::Change,
-    inventory::Inventory,
     left_out::{LeftOut, State, reservations, wanted_of},
+    registry::Registry,
     reload::seats::{Node, Seat},
 };
 use crate::events::{Kind, News};
 
-impl Inventory {
+impl Registry {
     /// The group of the cluster's that a group is, or lies in.
     pub(crate) fn shared_group(&self, group: Option<&Arc<Group>>) -> Option<Arc<Group>> {
         let mut above = iter::successors(group.cloned(), |group| group.parent().cloned());
@@ -59,15 +59,15 @@ impl Inventory {
     /// Has what was left out promised as soon as something changes that leaves room for it. In a
     /// cluster that does it.
     pub fn promise_once_there_is_room(self: &Rc<Self>) {
-        let inventory = Rc::downgrade(self);
+        let registry = Rc::downgrade(self);
         self.listen(move |change| {
             let may_leave_room = matches!(change, Change::Listed { .. } | Change::SettingsChanged { .. });
-            if let Some(inventory) = inventory.upgrade()
+            if let Some(registry) = registry.upgrade()
                 && may_leave_room
-                && inventory.cluster().is_none()
+                && registry.cluster().is_none()
             {
-                inventory.make_left_out();
-                inventory.tell_left_out();
+                registry.make_left_out();
+                registry.tell_left_out();
             }
         });
     }

@@ -49,20 +49,20 @@ pub use session::qemu_release;
 use settings::{Changes, LimitChanges, Naming};
 use storage::Passed;
 
-use super::inventory::Inventory;
+use super::registry::Registry;
 
 /// Does what a client could ask for, with arguments as a command line has them: see [`keyval`].
 ///
 /// # Errors
 /// The command's, as a client would be told.
 pub async fn perform(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     command: &str,
     text: &str,
     implied: Option<&str>,
 ) -> Result<(), String> {
     let arguments = keyval::arguments(text, implied).map_err(|error| error.to_string())?;
-    run(inventory, command, arguments).await
+    run(registry, command, arguments).await
 }
 
 /// The same with arguments as a client sends them.
@@ -70,11 +70,11 @@ pub async fn perform(
 /// # Errors
 /// The command's, as a client would be told.
 pub async fn perform_sent(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     command: &str,
     arguments: Map<String, Value>,
 ) -> Result<(), String> {
-    run(inventory, command, Arguments::new(arguments)).await
+    run(registry, command, Arguments::new(arguments)).await
 }
 
 /// See [`commands::block::add_again`].
@@ -82,11 +82,11 @@ pub async fn perform_sent(
 /// # Errors
 /// As a client would be told.
 pub async fn add_again(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     told: &[Map<String, Value>],
     passed: Passed,
 ) -> Result<(), String> {
-    commands::block::add_again(inventory, told, passed).await.map_err(|error| error.to_string())
+    commands::block::add_again(registry, told, passed).await.map_err(|error| error.to_string())
 }
 
 /// What settings would be, once these changes were made, which are `x-weir-set`'s: the same rules,
@@ -104,8 +104,8 @@ pub fn would_be(before: GroupSettings, changes: Map<String, Value>) -> Result<Gr
     changes.and_then(|changes| changes.apply_to(before)).map_err(|error: error::Error| error.to_string())
 }
 
-async fn run(inventory: &Rc<Inventory>, command: &str, arguments: Arguments) -> Result<(), String> {
-    let commands = command::Commands { table: commands::TABLE, inventory: Rc::clone(inventory) };
+async fn run(registry: &Rc<Registry>, command: &str, arguments: Arguments) -> Result<(), String> {
+    let commands = command::Commands { table: commands::TABLE, registry: Rc::clone(registry) };
     let result = match commands.execute(command, arguments) {
         Ok(running) => running.await,
         Err(error) => Err(error),

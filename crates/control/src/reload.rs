@@ -41,10 +41,10 @@ use settings::{DiskConfig, Draft, Endpoint, Plan, Record, SecretSource, config};
 use super::{
     assemble::{self, Assembly},
     change::Change,
-    inventory::{DoorTerms, Inventory, Refused, RunningDisk},
     loaded::Loaded,
     opening::{Silent, Trial},
     recording,
+    registry::{DoorTerms, Refused, Registry, RunningDisk},
     serving::Serving,
     wanted::{self, Running, Wanted, Way},
 };
@@ -56,10 +56,10 @@ use crate::listen;
 /// # Errors
 /// What is wrong in the file, with its line and key; what cannot be changed while weir runs; what
 /// could not be done. Nothing has changed then.
-pub async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
+pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let reloading = async {
-        let told = reload_for(inventory).await;
-        inventory.tell(&Change::Reloaded);
+        let told = reload_for(registry).await;
+        registry.tell(&Change::Reloaded);
         told
     };
     Actor::reload().run(reloading).await
@@ -69,29 +69,29 @@ pub async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
 ///
 /// # Errors
 /// What a reload would be refused for, as far as that shows before it is done.
-pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
-    let loaded = loaded(inventory)?;
-    let _turn = inventory.turns.try_take().context("another reload is at work (try again)")?;
-    let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
-    let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
+pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+    let loaded = loaded(registry)?;
+    let _turn = registry.turns.try_take().context("another reload is at work (try again)")?;
+    let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
+    let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
-    let mut told = Work::new(inventory, &loaded, &plan).foresee(&difference).await?;
+    let mut told = Work::new(registry, &loaded, &plan).foresee(&difference).await?;
     told.extend(renewed.told());
     told.extend(recorded);
     told.extend(moved);
-    told.extend(unopened.told(inventory));
+    told.extend(unopened.told(registry));
     Ok(told)
 }
 
-fn loaded(inventory: &Inventory) -> anyhow::Result<Rc<Loaded>> {
-    let loaded = inventory.loaded.borrow().clone();
-    let is_starting = loaded.is_none() && inventory.config.is_some();
+fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
+    let loaded = registry.loaded.borrow().clone();
+    let is_starting = loaded.is_none() && registry.config.is_some();
     ensure!(!is_starting, "weir has not heard yet that the one it takes over from has ended (try again)");
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
-    ensure!(!inventory.leaving.get(), "another weir is about to take over (try again)");
+    ensure!(!registry.leaving.get(), "another weir is about to take over (try again)");
     Ok(loaded)
 }
 
@@ -111,58 +111,58 @@ async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Res
     Ok(told::settings("daemon", "", values(before), values(after)).collect())
 }
 
-async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
-    let loaded = loaded(inventory)?;
-    let _turn = inventory.turns.try_take().context("another reload is at work (try again)")?;
-    let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
-    let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
+async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+    let loaded = loaded(registry)?;
+    let _turn = registry.turns.try_take().context("another reload is at work (try again)")?;
+    let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
+    let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
-    let mut work = Work::new(inventory, &loaded, &plan);
-    let applied = match (work.apply(&difference).await, inventory.cluster()) {
-        (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),
+    let mut work = Work::new(registry, &loaded, &plan);
+    let applied = match (work.apply(&difference).await, registry.cluster()) {
+        (Ok(()), Some(cluster)) => cluster.settle_promises(&**registry).await.map_err(anyhow::Error::msg),
         (applied, _) => applied,
     };
     if let Err(error) = applied {
         work.undo().await;
-        if let Some(cluster) = inventory.cluster() {
-            cluster.promise(&**inventory);
+        if let Some(cluster) = registry.cluster() {
+            cluster.promise(&**registry);
         }
         return Err(error);
     }
     for done in std::mem::take(&mut work.done) {
         if let Done::ExportRemoved { gone: Some(gone), .. } = done {
-            inventory.tell(&gone);
+            registry.tell(&gone);
         }
     }
     for name in std::mem::take(&mut work.set) {
-        inventory.tell(&Change::SettingsChanged { name });
+        registry.tell(&Change::SettingsChanged { name });
     }
-    let mut of_unopened = unopened.told(inventory);
+    let mut of_unopened = unopened.told(registry);
     // First: they may be planned for groups that go.
-    let whole = unopened.settle(inventory);
+    let whole = unopened.settle(registry);
     for (name, silent) in std::mem::take(&mut work.silent) {
         of_unopened.push(told::listed("disk", &name, "unopened"));
-        inventory.put_off((&name, Rc::clone(&whole)), silent);
-        inventory.tell_of_unopened(&name);
+        registry.put_off((&name, Rc::clone(&whole)), silent);
+        registry.tell_of_unopened(&name);
     }
     work.clear(&difference).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
-        if !inventory.is_left_out(name, settings.of_group().share) {
-            inventory.forget_left_out(name);
+        if !registry.is_left_out(name, settings.of_group().share) {
+            registry.forget_left_out(name);
         }
     }
     let mut told = work.told;
     told.extend(renewed.told());
-    renewed.settle(inventory, &loaded);
+    renewed.settle(registry, &loaded);
     if !recorded.is_empty() {
-        inventory.recordings.keep_instead(plan.service.record.as_ref()).await;
+        registry.recordings.keep_instead(plan.service.record.as_ref()).await;
         told.extend(recorded);
     }
     told.extend(moved);
     told.extend(of_unopened);
-    if let Some(cluster) = inventory.cluster() {
+    if let Some(cluster) = registry.cluster() {
         for &index in &difference.new_disks {
             cluster.has_again(&plan.disks[index].name);
         }
@@ -173,21 +173,21 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     // Also of those that only exports keep that no file has.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
     for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.standard))) {
-        if let Some(serving) = wanted::server(inventory, endpoint) {
+        if let Some(serving) = wanted::server(registry, endpoint) {
             serving.standard.set(standard);
         }
     }
     let Loaded { file, said, inherited, tls, budgets, .. } = &*loaded;
     let (file, said, inherited) = (file.clone(), said.clone(), *inherited);
     let (tls, budgets) = (tls.clone(), budgets.clone());
-    inventory.loaded.replace(Some(Rc::new(Loaded { file, said, inherited, plan: whole, tls, budgets })));
+    registry.loaded.replace(Some(Rc::new(Loaded { file, said, inherited, plan: whole, tls, budgets })));
     Ok(told)
 }
 
 /// The file, without the disks that are on other hosts now, and what is told of these; and without
 /// those that are not open yet. On another thread: the file may lie on a network.
 async fn read(
-    inventory: &Inventory,
+    registry: &Registry,
     loaded: &Loaded,
 ) -> anyhow::Result<(Draft, Plan, Vec<Value>, unopened::Said)> {
     let (file, said, inherited) = (loaded.file.clone(), loaded.said.clone(), loaded.inherited);
@@ -200,18 +200,18 @@ async fn read(
         anyhow::Ok((draft, plan))
     });
     let (draft, mut plan) = reading.await?;
-    let moved = leave_out_moved(inventory, &mut plan).await;
-    let unopened = unopened::leave_out(inventory, loaded, &mut plan).await?;
+    let moved = leave_out_moved(registry, &mut plan).await;
+    let unopened = unopened::leave_out(registry, loaded, &mut plan).await?;
     Ok((draft, plan, moved, unopened))
 }
 
 /// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where
 /// they are. One whose image is a file that nobody has locked is taken back; nothing keeps two
 /// hosts from writing to another image.
-async fn leave_out_moved(inventory: &Inventory, plan: &mut Plan) -> Vec<Value> {
-    let moved = inventory.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
+async fn leave_out_moved(registry: &Registry, plan: &mut Plan) -> Vec<Value> {
+    let moved = registry.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
-    for (disk, host) in moved.into_iter().filter(|(disk, _)| inventory.disk(disk).is_err()) {
+    for (disk, host) in moved.into_iter().filter(|(disk, _)| registry.disk(disk).is_err()) {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == disk) else { continue };
         let is_free = match planned.image.path().map(Path::to_owned) {
             Some(path) => {
@@ -249,7 +249,7 @@ async fn check_secrets(disk: &settings::PlacedDisk) -> anyhow::Result<()> {
 }
 
 struct Work<'a> {
-    inventory: &'a Rc<Inventory>,
+    registry: &'a Rc<Registry>,
     loaded: &'a Loaded,
     plan: &'a Plan,
     /// What is to be undone, the last first.
@@ -278,9 +278,9 @@ enum Done {
 }
 
 impl<'a> Work<'a> {
-    fn new(inventory: &'a Rc<Inventory>, loaded: &'a Loaded, plan: &'a Plan) -> Self {
+    fn new(registry: &'a Rc<Registry>, loaded: &'a Loaded, plan: &'a Plan) -> Self {
         let (done, set, told, silent) = (Vec::new(), BTreeSet::new(), Vec::new(), Vec::new());
-        Self { inventory, loaded, plan, done, set, told, silent }
+        Self { registry, loaded, plan, done, set, told, silent }
     }
 }
 
@@ -291,20 +291,20 @@ impl Work<'_> {
         let servers = self.bind()?;
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            self.configure(&self.inventory.disk(&planned.name)?, planned).await?;
+            self.configure(&self.registry.disk(&planned.name)?, planned).await?;
         }
         self.seat(difference, images)?;
         for serving in &servers {
-            self.inventory.add_server(serving);
+            self.registry.add_server(serving);
             self.done.push(Done::ServerAdded(Rc::clone(serving)));
         }
-        let running = Running::of(self.inventory);
+        let running = Running::of(self.registry);
         for wanted in &difference.old_exports {
             let Some(export) = running.find(wanted) else { continue };
-            let told = wanted.told(self.inventory);
+            let told = wanted.told(self.registry);
             // Images took their time to open.
             export.check_unused().await?;
-            let gone = self.inventory.removal(&export.id, Removal::Safe)?.await;
+            let gone = self.registry.removal(&export.id, Removal::Safe)?.await;
             self.done.push(Done::ExportRemoved {
                 wanted: Box::new(wanted.clone()),
                 id: export.id.clone(),
@@ -315,20 +315,20 @@ impl Work<'_> {
         let silent = &self.silent;
         let is_open = |wanted: &&Wanted| silent.iter().all(|(disk, _)| *disk != wanted.disk);
         for wanted in difference.new_exports.iter().filter(is_open) {
-            let export = wanted.add(self.inventory).await.map_err(|error| self.at(wanted, error))?;
+            let export = wanted.add(self.registry).await.map_err(|error| self.at(wanted, error))?;
             self.done.push(Done::ExportAdded(export.id.clone()));
-            self.told.push(told::exported(wanted.told(self.inventory), &wanted.disk, "added"));
+            self.told.push(told::exported(wanted.told(self.registry), &wanted.disk, "added"));
         }
         // Who comes first finds everything.
         for serving in servers {
-            self.inventory.accept(&serving);
+            self.registry.accept(&serving);
         }
         Ok(())
     }
 
     /// What the sandbox would keep from being opened, before anything is.
     fn check_doors(&self, difference: &Difference) -> anyhow::Result<()> {
-        let Some(sandbox) = self.inventory.sandbox() else { return Ok(()) };
+        let Some(sandbox) = self.registry.sandbox() else { return Ok(()) };
         for wanted in &difference.new_exports {
             if let Way::Own(door) = &wanted.way {
                 sandbox.check_door(door).map_err(|error| self.at(wanted, error))?;
@@ -372,13 +372,13 @@ impl Work<'_> {
     }
 
     async fn open(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
-        let root = self.inventory.image_root().cloned();
+        let root = self.registry.image_root().cloned();
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
         let mut trials = Vec::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let place = || planned.place("image").to_string();
-            self.inventory.check_image(&planned.image).await.with_context(place)?;
+            self.registry.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             let opening = assembly.opening(planned).await.with_context(place)?;
             trials.push((index, Trial::begin(opening, false)));
@@ -387,7 +387,7 @@ impl Work<'_> {
         for (index, trial) in trials {
             let planned = &self.plan.disks[index];
             let place = || planned.place("image").to_string();
-            let moved = self.inventory.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
+            let moved = self.registry.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
             let opened = match trial.outcome().await {
                 Ok(opened) => opened,
                 Err(silent) => {
@@ -395,7 +395,7 @@ impl Work<'_> {
                     continue;
                 }
             };
-            let opened = opened.map_err(|error| self.inventory.naming_holder_of(error)).with_context(place);
+            let opened = opened.map_err(|error| self.registry.naming_holder_of(error)).with_context(place);
             let opened = match moved {
                 Some(host) => {
                     opened.with_context(|| format!("disk {} has moved to host {host}", planned.name))
@@ -409,19 +409,18 @@ impl Work<'_> {
 
     /// Servers at addresses that have none, with nobody let in yet.
     fn bind(&self) -> anyhow::Result<Vec<Rc<Serving>>> {
-        let DoorTerms { workers, inherited, .. } = self.inventory.door_terms()?;
+        let DoorTerms { workers, inherited, .. } = self.registry.door_terms()?;
         let service = &self.plan.service;
-        let is_new = |server: &&settings::Server| wanted::server(self.inventory, &server.endpoint).is_none();
+        let is_new = |server: &&settings::Server| wanted::server(self.registry, &server.endpoint).is_none();
         let serve = |server: &settings::Server| {
             let place = || self.place_of_first(server);
-            if let (Some(sandbox), Endpoint::Address(address)) = (self.inventory.sandbox(), &server.endpoint)
-            {
+            if let (Some(sandbox), Endpoint::Address(address)) = (self.registry.sandbox(), &server.endpoint) {
                 sandbox.check_address(address).with_context(place)?;
             }
             let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut());
             let listeners = listeners.with_context(place)?;
             let nbd =
-                nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service, &self.inventory.events));
+                nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service, &self.registry.events));
             Ok(Serving::new(nbd, server.endpoint.clone(), listeners, workers))
         };
         self.plan.servers.iter().filter(is_new).map(serve).collect()
@@ -446,7 +445,7 @@ impl Work<'_> {
     fn seat(&mut self, difference: &Difference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
         let groups = self.make_groups(difference)?;
         let group_of = |disk: &settings::PlacedDisk| {
-            disk.group.as_ref().and_then(|group| self.inventory.group(group).ok())
+            disk.group.as_ref().and_then(|group| self.registry.group(group).ok())
         };
         let mut seats = Vec::new();
         for (planned, group) in self.plan.groups.iter().zip(&groups) {
@@ -455,18 +454,18 @@ impl Work<'_> {
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let node = Node::Disk(Arc::clone(&self.inventory.disk(&planned.name)?.disk));
+            let node = Node::Disk(Arc::clone(&self.registry.disk(&planned.name)?.disk));
             seats.push(Seat { node, settings: self.of_disk(planned), group: group_of(planned) });
         }
         self.put(difference, seats)?;
         for (index, image) in images {
             let planned = &self.plan.disks[index];
-            self.inventory.add_disk(assemble::disk(planned, group_of(planned).as_ref(), image)?)?;
+            self.registry.add_disk(assemble::disk(planned, group_of(planned).as_ref(), image)?)?;
             self.done.push(Done::DiskAdded(planned.name.clone()));
             self.told.push(told::listed("disk", &planned.name, "added"));
         }
         // What a device was measured to do may be less than is promised now.
-        self.inventory.check_devices()
+        self.registry.check_devices()
     }
 
     fn of_group(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
@@ -487,7 +486,7 @@ impl Work<'_> {
 
     /// What found no room and is asked for again waits as before: a reload is not refused for it.
     fn kept(&self, name: &str, share: Share) -> Share {
-        if self.inventory.is_left_out(name, share) { promising_nothing(share) } else { share }
+        if self.registry.is_left_out(name, share) { promising_nothing(share) } else { share }
     }
 
     /// All groups of the plan, in its order. New ones promise nothing yet.
@@ -495,16 +494,16 @@ impl Work<'_> {
         let mut groups: Vec<Arc<Group>> = Vec::new();
         for (index, planned) in self.plan.groups.iter().enumerate() {
             if !difference.new_groups.contains(&index) {
-                groups.push(self.inventory.group(&planned.name)?);
+                groups.push(self.registry.group(&planned.name)?);
                 continue;
             }
             let wanted = planned.settings.of_group();
             let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
-            let parent = planned.group.as_ref().map(|parent| self.inventory.group(parent)).transpose()?;
+            let parent = planned.group.as_ref().map(|parent| self.registry.group(parent)).transpose()?;
             let group = Group::new(&planned.name, bare, parent.as_ref())
                 .with_context(|| format!("group {}", planned.name))?;
-            self.inventory.add_group(&group)?;
-            if let Some(cluster) = self.inventory.cluster().filter(|_| planned.cluster) {
+            self.registry.add_group(&group)?;
+            if let Some(cluster) = self.registry.cluster().filter(|_| planned.cluster) {
                 cluster.take_part(&group)?;
             }
             self.done.push(Done::GroupAdded(planned.name.clone()));
@@ -543,8 +542,8 @@ impl Work<'_> {
 
     /// The disks and groups that are removed in the end, as they are now.
     fn leaving(&self, difference: &Difference) -> anyhow::Result<Vec<Seat>> {
-        let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.inventory.disk(name)?.disk)));
-        let group = |name: &String| Ok(Node::Group(self.inventory.group(name)?));
+        let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.registry.disk(name)?.disk)));
+        let group = |name: &String| Ok(Node::Group(self.registry.group(name)?));
         let disks = difference.old_disks.iter().map(disk);
         let nodes = disks.chain(difference.old_groups.iter().map(group));
         nodes.map(|node| node.map(|node| Seat::now(&node))).collect()
@@ -563,45 +562,45 @@ impl Work<'_> {
             Done::Configured(running, before) => configure(&running, &before).await?,
             Done::Seated(before) => {
                 seats::put(&before)?;
-                if let Err(error) = self.inventory.check_devices() {
+                if let Err(error) = self.registry.check_devices() {
                     tracing::warn!("{error:#}");
                 }
             }
-            Done::GroupAdded(name) => self.inventory.remove_group(&name)?,
-            Done::DiskAdded(name) => self.inventory.take_back(&name).await?,
+            Done::GroupAdded(name) => self.registry.remove_group(&name)?,
+            Done::DiskAdded(name) => self.registry.take_back(&name).await?,
             Done::ServerAdded(serving) => {
-                self.inventory.remove_server(&serving);
+                self.registry.remove_server(&serving);
                 serving.stop().await;
             }
             Done::ExportRemoved { wanted, id, gone } => {
-                if let Err(error) = wanted.add_by(self.inventory, id).await {
-                    gone.iter().for_each(|gone| self.inventory.tell(gone));
+                if let Err(error) = wanted.add_by(self.registry, id).await {
+                    gone.iter().for_each(|gone| self.registry.tell(gone));
                     return Err(error);
                 }
             }
             // Nobody was told of it.
-            Done::ExportAdded(id) => drop(self.inventory.removal(&id, Removal::Hard)?.await),
+            Done::ExportAdded(id) => drop(self.registry.removal(&id, Removal::Hard)?.await),
         }
         Ok(())
     }
 
     /// Removes a disk whose exports were removed before. Their last requests may be in flight.
     async fn remove_old_disk(&self, name: &str) -> Result<(), Refused> {
-        let exports = self.inventory.exports_of(name);
+        let exports = self.registry.exports_of(name);
         if let Some(export) = exports.iter().find(|export| !export.is_ending()) {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         drop(exports);
-        self.inventory.remove_disk_and_exports(name, Removal::Safe).await
+        self.registry.remove_disk_and_exports(name, Removal::Safe).await
     }
 
     /// Removes what the file does not have any more, and nobody uses.
     async fn clear(&mut self, difference: &Difference) {
         let endpoints: Vec<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &self.loaded.plan.servers {
-            let Some(serving) = wanted::server(self.inventory, &server.endpoint) else { continue };
-            if !endpoints.contains(&&server.endpoint) && !self.inventory.has_exports(&serving) {
-                self.inventory.remove_server(&serving);
+            let Some(serving) = wanted::server(self.registry, &server.endpoint) else { continue };
+            if !endpoints.contains(&&server.endpoint) && !self.registry.has_exports(&serving) {
+                self.registry.remove_server(&serving);
                 serving.stop().await;
             }
         }
@@ -612,7 +611,7 @@ impl Work<'_> {
             }
         }
         for name in &difference.old_groups {
-            match self.inventory.remove_group(name) {
+            match self.registry.remove_group(name) {
                 Ok(()) => self.told.push(told::listed("group", name, "removed")),
                 Err(refused) => tracing::warn!("a group that the config file does not have stays: {refused}"),
             }

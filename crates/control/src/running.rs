@@ -1,6 +1,6 @@
 //! A disk that runs, with what it was opened with and the names that it keeps from others.
 //!
-//! Only data: who looks after it is the inventory.
+//! Only data: who looks after it is the registry.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 

@@ -39,7 +39,7 @@ use settings::{Address, Endpoint};
 use told::Origin;
 pub(crate) use told::{Buckets, FORMAT};
 
-use super::inventory::Inventory;
+use super::registry::Registry;
 
 /// The command that asks for it.
 pub(crate) const COMMAND: &str = "x-weir-takeover";
@@ -55,12 +55,12 @@ pub fn told_name(what: &str, address: &Address) -> String {
 }
 
 /// What runs and is not here, with what to do about it.
-fn remedied<T>(what: String, origin: &Origin<T>, inventory: &Inventory) -> String {
+fn remedied<T>(what: String, origin: &Origin<T>, registry: &Registry) -> String {
     let why = match origin {
         Origin::Bound(why) => format!(", and cannot come along: {why}"),
         Origin::Config | Origin::Added(_) => String::new(),
     };
-    let place = match &inventory.config {
+    let place = match &registry.config {
         Some(file) => file.display().to_string(),
         None => "this command line".to_owned(),
     };

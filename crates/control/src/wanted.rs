@@ -12,7 +12,7 @@ use settings::{Door, DoorExport, Endpoint, Plan, Socket, Tls, VhostUserBlk};
 use super::{
     bitmaps,
     doors::{Machine, Taken},
-    inventory::{self, Inventory, NewExport, RunningExport},
+    registry::{self, NewExport, Registry, RunningExport},
     serving::Serving,
 };
 
@@ -60,10 +60,10 @@ impl Wanted {
     /// Whether this export is the one, and not on its way out.
     fn is(&self, export: &RunningExport) -> bool {
         let is_there = match (&self.way, &export.door) {
-            (Way::Nbd { endpoint, name, .. }, inventory::Door::Nbd(serving, _)) => {
+            (Way::Nbd { endpoint, name, .. }, registry::Door::Nbd(serving, _)) => {
                 serving.endpoint == *endpoint && export.name == *name
             }
-            (Way::Own(door), inventory::Door::Own(..)) => export.said.as_ref() == Some(door),
+            (Way::Own(door), registry::Door::Own(..)) => export.said.as_ref() == Some(door),
             _ => false,
         };
         is_there && !export.is_ending()
@@ -118,24 +118,24 @@ impl Wanted {
     }
 
     /// Has it run, at a server that runs or behind a door of its own.
-    pub async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<Rc<RunningExport>> {
+    pub async fn add(&self, registry: &Rc<Registry>) -> anyhow::Result<Rc<RunningExport>> {
         let id = match &self.way {
             Way::Nbd { endpoint, name, .. } => {
                 let name = if name.is_empty() { &self.disk } else { name };
-                inventory.free_id(name, &serving(inventory, endpoint)?.address())
+                registry.free_id(name, &serving(registry, endpoint)?.address())
             }
-            Way::Own(door) => inventory.free_id(&self.disk, &door.address()),
+            Way::Own(door) => registry.free_id(&self.disk, &door.address()),
         };
-        self.add_by(inventory, id).await
+        self.add_by(registry, id).await
     }
 
     /// The same, by an id that nobody has.
     pub(crate) async fn add_by(
         &self,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         id: String,
     ) -> anyhow::Result<Rc<RunningExport>> {
-        let disk = inventory.disk(&self.disk)?;
+        let disk = registry.disk(&self.disk)?;
         match &self.way {
             Way::Nbd { endpoint, name, description, access, bitmaps } => {
                 let new = NewExport {
@@ -147,40 +147,40 @@ impl Wanted {
                     read_only: self.read_only,
                     bitmaps: bitmaps::of_image(&disk, bitmaps).await?,
                 };
-                inventory.add_export(&serving(inventory, endpoint)?, new)?;
+                registry.add_export(&serving(registry, endpoint)?, new)?;
             }
             Way::Own(door) => {
-                inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
+                registry.add_door(id.clone(), disk, self.read_only, door, None).await?;
             }
         }
-        Ok(inventory.export(&id)?)
+        Ok(registry.export(&id)?)
     }
 
     /// Has a door of its own open, by this id, and made of what another daemon had.
     pub(crate) async fn add_as(
         &self,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         id: String,
         taken: Taken,
     ) -> anyhow::Result<String> {
         let Way::Own(door) = &self.way else { bail!("it has no door of its own") };
-        inventory.add_door(id, inventory.disk(&self.disk)?, self.read_only, door, Some(taken)).await
+        registry.add_door(id, registry.disk(&self.disk)?, self.read_only, door, Some(taken)).await
     }
 
     /// Whether a door of its own lets nobody write.
-    pub(crate) fn is_read_only(&self, inventory: &Inventory) -> anyhow::Result<bool> {
+    pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
         let of_door = matches!(&self.way, Way::Own(door) if door.read_only());
-        Ok(self.read_only || of_door || inventory.disk(&self.disk)?.disk.image().is_read_only())
+        Ok(self.read_only || of_door || registry.disk(&self.disk)?.disk.image().is_read_only())
     }
 
     /// What clients ask for, and where: of a door of its own the disk, and the door.
-    pub fn told(&self, inventory: &Inventory) -> (String, String) {
+    pub fn told(&self, registry: &Registry) -> (String, String) {
         match &self.way {
             Way::Nbd { endpoint, name, .. } => {
                 let address = match endpoint {
                     Endpoint::Address(address) => address.to_string(),
                     Endpoint::Inherited | Endpoint::Passed(_) => {
-                        server(inventory, endpoint).map_or_else(String::new, |serving| serving.address())
+                        server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
                     }
                 };
                 (name.clone(), address)
@@ -194,9 +194,9 @@ impl Wanted {
 pub(crate) struct Running(HashMap<String, Vec<Rc<RunningExport>>>);
 
 impl Running {
-    pub(crate) fn of(inventory: &Inventory) -> Self {
+    pub(crate) fn of(registry: &Registry) -> Self {
         let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
-        for export in inventory.exports() {
+        for export in registry.exports() {
             of_disks.entry(export.disk.disk.name().to_string()).or_default().push(export);
         }
         Self(of_disks)
@@ -211,12 +211,12 @@ impl Running {
 /// How clients call an export that runs.
 pub fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
     let entrance = match &export.door {
-        inventory::Door::Nbd(serving, _) => {
+        registry::Door::Nbd(serving, _) => {
             // The config's TLS is that of its own servers.
             let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
             return serving.uris(&export.name, if is_plain { &Tls::Off } else { tls });
         }
-        inventory::Door::Own(entrance) => entrance,
+        registry::Door::Own(entrance) => entrance,
     };
     let address = entrance.address();
     vec![match &export.said {
@@ -234,11 +234,11 @@ pub fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
     }]
 }
 
-fn serving(inventory: &Inventory, endpoint: &Endpoint) -> anyhow::Result<Rc<Serving>> {
-    server(inventory, endpoint).context("no server listens there")
+fn serving(registry: &Registry, endpoint: &Endpoint) -> anyhow::Result<Rc<Serving>> {
+    server(registry, endpoint).context("no server listens there")
 }
 
 /// The server of an endpoint.
-pub(crate) fn server(inventory: &Inventory, endpoint: &Endpoint) -> Option<Rc<Serving>> {
-    inventory.server_at(endpoint)
+pub(crate) fn server(registry: &Registry, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+    registry.server_at(endpoint)
 }

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   each second   disks, groups, devices ─► events::judge ─┐
-//!   each change   Inventory::tell, by events::actor ───────┴─► Events::tell
+//!   each change   Registry::tell, by events::actor ───────┴─► Events::tell
 //! ```
 //!
 //! A look takes a few hundred nanoseconds for each disk, on the main thread. While all threads
@@ -38,7 +38,7 @@ use settings::{Changed, Settings};
 use super::{
     change::Change,
     held_back::HeldBack,
-    inventory::{Door, Inventory},
+    registry::{Door, Registry},
 };
 use crate::events::{Kind, News};
 
@@ -47,21 +47,21 @@ const SECOND: Duration = Duration::from_secs(1);
 const LATE: Duration = Duration::from_secs(10);
 
 /// Looks each second in which somebody does something, and at each change, until this is dropped,
-/// or the inventory is. The exports `in_use` have users that came from another daemon, which are no
+/// or the registry is. The exports `in_use` have users that came from another daemon, which are no
 /// news.
-pub fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> JoinHandle<()> {
+pub fn watch(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> JoinHandle<()> {
     let watch =
-        Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(inventory), ..Watch::default() }));
-    watch.borrow_mut().look(inventory);
-    watch.borrow_mut().adopt(inventory);
-    let (listening, listener) = (Rc::downgrade(inventory), Rc::downgrade(&watch));
-    inventory.listen(move |change| {
-        if let (Some(inventory), Some(watch)) = (listening.upgrade(), listener.upgrade()) {
-            watch.borrow_mut().follow(&inventory, change);
+        Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(registry), ..Watch::default() }));
+    watch.borrow_mut().look(registry);
+    watch.borrow_mut().adopt(registry);
+    let (listening, listener) = (Rc::downgrade(registry), Rc::downgrade(&watch));
+    registry.listen(move |change| {
+        if let (Some(registry), Some(watch)) = (listening.upgrade(), listener.upgrade()) {
+            watch.borrow_mut().follow(&registry, change);
         }
     });
-    let inventory = Rc::downgrade(inventory);
-    let look = move || Some(watch.borrow_mut().look(&*Weak::upgrade(&inventory)?));
+    let registry = Rc::downgrade(registry);
+    let look = move || Some(watch.borrow_mut().look(&*Weak::upgrade(&registry)?));
     reactor::spawn_joinable(async move {
         let _gone: Option<Infallible> = look_on(look).await;
     })
@@ -153,23 +153,23 @@ fn answers(disk: &str) -> News {
 
 impl Watch {
     /// What is there already is no news.
-    fn adopt(&mut self, inventory: &Inventory) {
-        for running in inventory.disks() {
+    fn adopt(&mut self, registry: &Registry) {
+        for running in registry.disks() {
             let settings = Settings::of_disk(&running);
             self.known.insert(running.disk.name().to_string(), (Of::Disk, settings));
         }
-        for group in inventory.groups() {
+        for group in registry.groups() {
             self.known.insert(group.name().to_owned(), (Of::Group, Settings::of_group(&group)));
         }
     }
 
     /// Whether nothing has to be looked at again before somebody wakes up.
-    fn look(&mut self, inventory: &Inventory) -> bool {
+    fn look(&mut self, registry: &Registry) -> bool {
         let now = reactor::now();
-        let events = &inventory.events;
-        self.conditions.look(inventory, now);
-        self.devices.look(inventory, now);
-        for running in inventory.disks() {
+        let events = &registry.events;
+        self.conditions.look(registry, now);
+        self.devices.look(registry, now);
+        for running in registry.disks() {
             let name = &**running.disk.name();
             if !running.disk.image().has_changed_below() {
                 self.backing_changed.remove(name);
@@ -178,18 +178,18 @@ impl Watch {
                 events.tell(News::new(Kind::BackingFileChanged, message).of_disk(name));
             }
         }
-        self.look_at_devices(inventory);
-        let all_is_told = self.look_for_answers(inventory);
+        self.look_at_devices(registry);
+        let all_is_told = self.look_for_answers(registry);
         let limited_ns = self.conditions.limited_ns();
-        self.held_back.look(inventory, limited_ns, now);
+        self.held_back.look(registry, limited_ns, now);
         let is_told = all_is_told && self.held_back.has_told(limited_ns);
         self.conditions.are_still() && self.devices.are_still() && is_told
     }
 
     /// Whether no storage that is far away owes an answer, but for those of which that was told.
-    fn look_for_answers(&mut self, inventory: &Inventory) -> bool {
+    fn look_for_answers(&mut self, registry: &Registry) -> bool {
         let mut before = std::mem::take(&mut self.unanswered);
-        for running in inventory.disks() {
+        for running in registry.disks() {
             let storage = running.disk.image().storage();
             let Some(age) = storage.oldest_request().filter(|_| storage.is_far()) else { continue };
             let name = running.disk.name().to_string();
@@ -202,23 +202,23 @@ impl Watch {
                     format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
                 let news = News::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
                 let connected = storage.remote().map(|remote| remote.is_connected);
-                inventory.events.tell(news.with("connected", connected));
+                registry.events.tell(news.with("connected", connected));
             } else if was_told && !is_late {
-                inventory.events.tell(answers(&name));
+                registry.events.tell(answers(&name));
             }
             self.unanswered.insert(name, is_late);
         }
         for (name, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
-            inventory.events.tell(answers(&name));
+            registry.events.tell(answers(&name));
         }
         self.unanswered.values().all(|is_told| *is_told)
     }
 
     /// Devices and files come and go seldom: who comes and goes within a second is not seen.
-    fn look_at_devices(&mut self, inventory: &Inventory) {
+    fn look_at_devices(&mut self, registry: &Registry) {
         let now = reactor::now();
         let mut before = std::mem::take(&mut self.used);
-        for export in inventory.exports() {
+        for export in registry.exports() {
             let Door::Own(entrance) = &export.door else { continue };
             let clients = entrance.server.connections();
             if entrance.device().is_none() || clients == 0 {
@@ -227,46 +227,46 @@ impl Watch {
             let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
             let seen = before.remove(&export.id).unwrap_or(InUse { disk, kind, clients: 0, since: now });
             if clients > seen.clients && !self.in_use.remove(&export.id) {
-                inventory.events.tell(seen.news(Kind::ClientIn, &export.id).with("connections", clients));
+                registry.events.tell(seen.news(Kind::ClientIn, &export.id).with("connections", clients));
             } else if clients < seen.clients {
-                inventory.events.tell(seen.gone(&export.id, clients, now));
+                registry.events.tell(seen.gone(&export.id, clients, now));
             }
             self.used.insert(export.id.clone(), InUse { clients, ..seen });
         }
         for (id, seen) in before {
-            inventory.events.tell(seen.gone(&id, 0, now));
+            registry.events.tell(seen.gone(&id, 0, now));
         }
     }
 
-    fn follow(&mut self, inventory: &Inventory, change: &Change) {
+    fn follow(&mut self, registry: &Registry, change: &Change) {
         match change {
             // It may be undone, and then nothing has happened.
             Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
                 self.put_off.push(name.clone());
             }
-            Change::Listed { name } if inventory.is_arriving(name) => {}
-            Change::Listed { name } => self.listed(inventory, name),
-            Change::SettingsChanged { name } => self.settings_changed(inventory, name),
+            Change::Listed { name } if registry.is_arriving(name) => {}
+            Change::Listed { name } => self.listed(registry, name),
+            Change::SettingsChanged { name } => self.settings_changed(registry, name),
             Change::Reloaded => {
                 let mut told = BTreeSet::new();
                 for name in std::mem::take(&mut self.put_off) {
                     if !told.insert(name.clone()) {
                         continue;
                     }
-                    match self.known.contains_key(&name) == Self::find(inventory, &name).is_some() {
-                        true => self.settings_changed(inventory, &name),
-                        false => self.listed(inventory, &name),
+                    match self.known.contains_key(&name) == Self::find(registry, &name).is_some() {
+                        true => self.settings_changed(registry, &name),
+                        false => self.listed(registry, &name),
                     }
                 }
             }
-            Change::Failed { disk, failure } => self.failed(inventory, disk, failure),
-            Change::Resumed { .. } => self.resumed(inventory),
+            Change::Failed { disk, failure } => self.failed(registry, disk, failure),
+            Change::Resumed { .. } => self.resumed(registry),
             Change::ExportDeleted { .. } | Change::Stopped => {}
         }
     }
 
-    fn listed(&mut self, inventory: &Inventory, name: &str) {
-        let now = Self::find(inventory, name);
+    fn listed(&mut self, registry: &Registry, name: &str) {
+        let now = Self::find(registry, name);
         let before = self.known.remove(name);
         let (kind, of) = match (&before, &now) {
             (None, Some((of, _))) => (added(*of), *of),
@@ -281,18 +281,18 @@ impl Watch {
         self.stopped.remove(name);
         let verb = if before.is_none() { "added" } else { "removed" };
         let news = by(News::new(kind, format!("{} {name} was {verb}", of.name())));
-        inventory.events.tell(of.about(name, news));
+        registry.events.tell(of.about(name, news));
     }
 
-    fn find(inventory: &Inventory, name: &str) -> Option<(Of, Settings)> {
-        if let Ok(running) = inventory.disk(name) {
+    fn find(registry: &Registry, name: &str) -> Option<(Of, Settings)> {
+        if let Ok(running) = registry.disk(name) {
             return Some((Of::Disk, Settings::of_disk(&running)));
         }
-        inventory.group(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
+        registry.group(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
     }
 
-    fn settings_changed(&mut self, inventory: &Inventory, name: &str) {
-        let Some((of, now)) = Self::find(inventory, name) else { return };
+    fn settings_changed(&mut self, registry: &Registry, name: &str) {
+        let Some((of, now)) = Self::find(registry, name) else { return };
         let Some((_, before)) = self.known.insert(name.to_owned(), (of, now.clone())) else { return };
         let changes = now.since(&before);
         if changes.is_empty() {
@@ -300,10 +300,10 @@ impl Watch {
         }
         let who = actor::now_acting().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
         let news = Changed::news(&format!("{} {name} was changed{who}", of.name()), &changes);
-        inventory.events.tell(of.about(name, by(news)));
+        registry.events.tell(of.about(name, by(news)));
     }
 
-    fn failed(&mut self, inventory: &Inventory, disk: &str, failure: &Failure) {
+    fn failed(&mut self, registry: &Registry, disk: &str, failure: &Failure) {
         let operation = match failure.direction {
             Direction::Read => "read",
             Direction::Write => "write",
@@ -311,27 +311,27 @@ impl Watch {
         let reason = failure.error.to_string();
         let message = format!("the device failed a {operation} of disk {disk}: {reason}");
         let news = News::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
-        inventory.events.tell(news.with("reason", reason.as_str()));
+        registry.events.tell(news.with("reason", reason.as_str()));
         let is_stopped =
-            inventory.disk(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
+            registry.disk(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
         if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
             let message =
                 format!("disk {disk} has stopped at an error: {reason} (`weir resume` lets it go on)");
             let news = News::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
-            inventory.events.tell(news.with("reason", reason));
+            registry.events.tell(news.with("reason", reason));
         }
     }
 
-    fn resumed(&mut self, inventory: &Inventory) {
+    fn resumed(&mut self, registry: &Registry) {
         let goes_on = |name: &String| {
-            inventory.disk(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
+            registry.disk(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
         };
         let (resumed, stopped): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.stopped).into_iter().partition(goes_on);
         self.stopped.extend(stopped);
         for name in resumed {
             let news = by(News::new(Kind::DiskResumed, format!("disk {name} goes on")));
-            inventory.events.tell(news.of_disk(&name));
+            registry.events.tell(news.of_disk(&name));
         }
     }
 }

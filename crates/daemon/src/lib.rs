@@ -5,7 +5,7 @@
 //!   serve/      start and end: options (arguments/), whether it would start (check), signals
 //!   listen/     the sockets that clients connect to
 //!   cluster/    groups whose limits hold over many hosts: etcd, reports, grants
-//!   control/    what runs (inventory), and how it is changed while it runs
+//!   control/    what runs (registry), and how it is changed while it runs
 //!     reload/   the config file read again: its difference to what runs, as one change
 //!     takeover/ another daemon goes on where this one stops
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject

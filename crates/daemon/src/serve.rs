@@ -35,10 +35,10 @@ use console::{
     signals::{Request, Signals},
 };
 use control::{
-    inventory::{End, Inventory},
     listen::{Inherited, Others},
     notify,
     qmp::Control,
+    registry::{End, Registry},
     takeover::newcomer::Newcomer,
 };
 use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
@@ -168,7 +168,7 @@ enum Event {
 }
 
 struct Daemon {
-    inventory: Rc<Inventory>,
+    registry: Rc<Registry>,
     control: Rc<Control>,
     /// What they look after is told while they are held.
     _watching: Vec<reactor::JoinHandle<()>>,

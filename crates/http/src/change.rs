@@ -11,7 +11,7 @@ use axum::{
     response::Response,
 };
 use cluster::actor::Actor;
-use control::{inventory::Inventory, qmp};
+use control::{qmp, registry::Registry};
 use serde_json::{Value, json};
 
 use super::{
@@ -70,12 +70,12 @@ pub(super) fn unknown(of: Of, name: &str) -> String {
 ///
 /// # Errors
 /// The command's; nothing has changed then.
-pub(super) async fn carry_out(inventory: &Rc<Inventory>, wanted: Wanted) -> Result<(), Refused> {
+pub(super) async fn carry_out(registry: &Rc<Registry>, wanted: Wanted) -> Result<(), Refused> {
     let Wanted { of, name, mut settings, who } = wanted;
     // Whether there is one, and the token is right, may be asked without a change.
     let there = match of {
-        Of::Disk => inventory.disk(&name).map(drop),
-        Of::Group => inventory.group(&name).map(drop),
+        Of::Disk => registry.disk(&name).map(drop),
+        Of::Group => registry.group(&name).map(drop),
     };
     there.map_err(|refused| Refused::Unknown(refused.to_string()))?;
     if settings.is_empty() {
@@ -84,7 +84,7 @@ pub(super) async fn carry_out(inventory: &Rc<Inventory>, wanted: Wanted) -> Resu
     let said = Value::Object(settings.clone()).to_string();
     settings.insert("name".to_owned(), json!(name));
     let by = Actor::Http { client: who.clone() };
-    let done = by.run(qmp::perform_sent(inventory, "x-weir-set", settings)).await;
+    let done = by.run(qmp::perform_sent(registry, "x-weir-set", settings)).await;
     match &done {
         Ok(()) => tracing::info!(name, %said, by = %who, "changed over HTTP"),
         Err(error) => tracing::info!(name, %said, by = %who, %error, "not changed over HTTP"),

@@ -10,8 +10,8 @@
 //!      └─ carries out what somebody with a token wants changed
 //! ```
 //!
-//! All figures are those of `control`'s inventory. The data path is separate: workers add to
-//! counters, and the inventory belongs to the main thread, which passes plain values. Every change
+//! All figures are those of `control`'s registry. The data path is separate: workers add to
+//! counters, and the registry belongs to the main thread, which passes plain values. Every change
 //! is a command of the control socket.
 
 mod access;
@@ -53,9 +53,9 @@ use anyhow::Context as _;
 use control::{
     change::Change,
     events::Events,
-    inventory::Inventory,
     listen::{self, Inherited, Listener},
     recording::Recent,
+    registry::Registry,
 };
 use export::nbd::TlsServer;
 use reactor::Worker;
@@ -120,22 +120,22 @@ impl Http {
     /// measured from now on.
     pub fn start(
         doors: Doors,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         workers: &Rc<Vec<Worker>>,
         cgroups: Option<cgroup::figures::Reader>,
     ) -> anyhow::Result<Self> {
-        measure(inventory);
+        measure(registry);
         let (ask, asked) = async_channel::bounded::<Asked>(1);
-        let remembering = Rc::clone(inventory);
-        let (inventory, workers) = (Rc::clone(inventory), Rc::clone(workers));
+        let remembering = Rc::clone(registry);
+        let (registry, workers) = (Rc::clone(registry), Rc::clone(workers));
         let answering = reactor::spawn_joinable(async move {
             while let Ok(asked) = asked.recv().await {
                 // Whoever asked may have given up.
                 match asked {
-                    Asked::Figures(answer) => drop(answer.send(Snapshot::take(&inventory, &workers))),
-                    Asked::Foresee(wanted, answer) => drop(answer.send(preview::foresee(&inventory, wanted))),
+                    Asked::Figures(answer) => drop(answer.send(Snapshot::take(&registry, &workers))),
+                    Asked::Foresee(wanted, answer) => drop(answer.send(preview::foresee(&registry, wanted))),
                     Asked::Change(wanted, answer) => {
-                        drop(answer.send(change::carry_out(&inventory, wanted).await));
+                        drop(answer.send(change::carry_out(&registry, wanted).await));
                     }
                 }
             }
@@ -204,17 +204,17 @@ impl Drop for Http {
 }
 
 /// All disks, and those that come.
-fn measure(inventory: &Rc<Inventory>) {
-    let every = |inventory: &Inventory| {
-        for running in inventory.disks() {
+fn measure(registry: &Rc<Registry>) {
+    let every = |registry: &Registry| {
+        for running in registry.disks() {
             running.disk.measure();
         }
     };
-    every(inventory);
-    let later = Rc::downgrade(inventory);
-    inventory.listen(move |change| {
-        if let (Some(inventory), Change::Listed { name }) = (later.upgrade(), change)
-            && let Ok(running) = inventory.disk(name)
+    every(registry);
+    let later = Rc::downgrade(registry);
+    registry.listen(move |change| {
+        if let (Some(registry), Change::Listed { name }) = (later.upgrade(), change)
+            && let Ok(running) = registry.disk(name)
         {
             running.disk.measure();
         }

@@ -18,8 +18,8 @@ use axum::{
 };
 use block::layer::throttle::{DiskSettings, Group, GroupSettings};
 use control::{
-    inventory::{Inventory, RunningDisk},
     qmp,
+    registry::{Registry, RunningDisk},
 };
 use serde_json::{Value, json};
 use simulator::preview::{DiskThen, Felt, GroupThen};
@@ -93,19 +93,19 @@ fn tell(felt: &Felt) -> Value {
 ///
 /// # Errors
 /// As of the change itself.
-pub(super) fn foresee(inventory: &Inventory, wanted: Wanted) -> Result<Then, Refused> {
+pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refused> {
     let Wanted { of, name, settings, .. } = wanted;
-    let unknown = |refused: control::inventory::Refused| Refused::Unknown(refused.to_string());
+    let unknown = |refused: control::registry::Refused| Refused::Unknown(refused.to_string());
     let changed = |before| qmp::would_be(before, settings).map_err(Refused::Rule);
-    let disks = inventory.disks();
+    let disks = registry.disks();
     match of {
         Of::Disk => {
-            let disk = inventory.disk(&name).map_err(unknown)?;
+            let disk = registry.disk(&name).map_err(unknown)?;
             let DiskSettings { limits, share, watermark } = disk.disk.throttle().settings();
             let after = changed(GroupSettings { limits, share, watermark })?;
             let group = disk.disk.throttle().group();
             let mut then = match group {
-                Some(group) => Family::of(&inventory.groups(), &outermost(&group)).with(&disks),
+                Some(group) => Family::of(&registry.groups(), &outermost(&group)).with(&disks),
                 None => Family::default().with(&[disk]),
             };
             then.of.retain(|place| then.disks[*place].name == name);
@@ -115,9 +115,9 @@ pub(super) fn foresee(inventory: &Inventory, wanted: Wanted) -> Result<Then, Ref
             Ok(then)
         }
         Of::Group => {
-            let group = inventory.group(&name).map_err(unknown)?;
+            let group = registry.group(&name).map_err(unknown)?;
             let after = changed(group.settings())?;
-            let family = Family::of(&inventory.groups(), &outermost(&group));
+            let family = Family::of(&registry.groups(), &outermost(&group));
             let mut then = family.with(&disks);
             let place = then.groups.iter().position(|known| known.name == name);
             if let Some(place) = place {

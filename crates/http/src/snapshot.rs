@@ -20,8 +20,8 @@ use block::{
 use control::{
     devices::Listed,
     events::Kind,
-    inventory::{Door, Inventory, RunningDisk},
     recording::Running,
+    registry::{Door, Registry, RunningDisk},
     serving::Serving,
 };
 use export::nbd::Refused;
@@ -159,29 +159,29 @@ pub(super) struct ServerFigures {
 }
 
 impl Snapshot {
-    pub(super) fn take(inventory: &Inventory, workers: &[Worker]) -> Self {
-        let servers = inventory.servers();
+    pub(super) fn take(registry: &Registry, workers: &[Worker]) -> Self {
+        let servers = registry.servers();
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
             taken: Instant::now(),
-            started: since_epoch.saturating_sub(inventory.uptime()),
+            started: since_epoch.saturating_sub(registry.uptime()),
             memory: Budget::process().usage(),
-            disks: inventory.disks().iter().map(|running| disk(running)).collect(),
-            groups: inventory.groups().iter().map(|one| group(one)).collect(),
-            devices: inventory.devices().into_iter().map(device).collect(),
-            exports: exports(inventory, &servers),
+            disks: registry.disks().iter().map(|running| disk(running)).collect(),
+            groups: registry.groups().iter().map(|one| group(one)).collect(),
+            devices: registry.devices().into_iter().map(device).collect(),
+            exports: exports(registry, &servers),
             servers: servers.iter().map(|one| server(one)).collect(),
-            recordings: inventory.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
-            events: inventory.events.counts(),
-            deliveries: inventory.deliveries.get().map(|counts| counts.numbers()),
-            unopened: inventory.unopened.borrow().len(),
+            recordings: registry.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
+            events: registry.events.counts(),
+            deliveries: registry.deliveries.get().map(|counts| counts.numbers()),
+            unopened: registry.unopened.borrow().len(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
-            cluster: inventory.cluster().map(|cluster| ClusterFigures {
+            cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
                 leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
                 silent: cluster.silent(),
-                left_out: inventory.left_out.borrow().len(),
+                left_out: registry.left_out.borrow().len(),
             }),
         }
     }
@@ -260,7 +260,7 @@ fn device(Listed { device, disks }: Listed) -> DeviceFigures {
 }
 
 /// Looks at each server once: it may have thousands of clients, and of exports.
-fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
+fn exports(registry: &Registry, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
     let of_servers: HashMap<_, _> =
         servers.iter().map(|serving| (Rc::as_ptr(serving), serving.server.connections_by_export())).collect();
     let connections = |door: &Door| match door {
@@ -271,7 +271,7 @@ fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures>
             .unwrap_or_default(),
         Door::Own(entrance) => entrance.server.connections(),
     };
-    let export = |export: &control::inventory::RunningExport| ExportFigures {
+    let export = |export: &control::registry::RunningExport| ExportFigures {
         id: export.id.clone(),
         kind: export.door.kind(),
         disk: Arc::clone(export.disk.disk.name()),
@@ -281,7 +281,7 @@ fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures>
             Door::Nbd(..) => ExportCounters::default(),
         },
     };
-    inventory.exports().iter().map(|one| export(one)).collect()
+    registry.exports().iter().map(|one| export(one)).collect()
 }
 
 fn server(serving: &Serving) -> ServerFigures {

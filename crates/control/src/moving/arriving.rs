@@ -13,27 +13,27 @@ use settings::Door as DoorKind;
 use super::{Described, LOOK, PAUSE};
 use crate::{
     assemble::{self, Assembly},
-    inventory::{Door, Inventory, NewExport},
+    registry::{Door, NewExport, Registry},
     serving::Serving,
 };
 
 /// Has disks that other hosts offer, from now on and until this is dropped.
-pub fn receive(inventory: &Rc<Inventory>) -> Option<reactor::JoinHandle<()>> {
-    let cluster = Rc::clone(inventory.cluster()?);
-    let inventory = Rc::downgrade(inventory);
+pub fn receive(registry: &Rc<Registry>) -> Option<reactor::JoinHandle<()>> {
+    let cluster = Rc::clone(registry.cluster()?);
+    let registry = Rc::downgrade(registry);
     Some(reactor::spawn_joinable(async move {
         while let Some(offered) = cluster.next_offer().await {
-            let Some(inventory) = inventory.upgrade() else { return };
+            let Some(registry) = registry.upgrade() else { return };
             let cluster = Rc::clone(&cluster);
-            reactor::spawn(async move { hear(&inventory, &cluster, offered).await });
+            reactor::spawn(async move { hear(&registry, &cluster, offered).await });
         }
     }))
 }
 
-async fn hear(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: Offered) {
+async fn hear(registry: &Rc<Registry>, cluster: &Rc<Cluster>, offered: Offered) {
     let (disk, from) = (&offered.disk, &offered.offer.from);
     if !offered.offer.given {
-        let said = match reactor::timeout(LOOK, look(inventory, &offered)).await {
+        let said = match reactor::timeout(LOOK, look(registry, &offered)).await {
             Ok(Ok(())) => Said::Ready,
             Ok(Err(why)) => Said::Refused(format!("{why:#}")),
             Err(_) => Said::Refused("its image does not answer there".to_owned()),
@@ -42,11 +42,11 @@ async fn hear(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: Offered
         return;
     }
     // It may be heard of twice, where etcd was away in between.
-    if !inventory.moving.borrow_mut().insert(disk.clone()) {
+    if !registry.moving.borrow_mut().insert(disk.clone()) {
         return;
     }
-    let taken = take(inventory, cluster, &offered).await;
-    inventory.moving.borrow_mut().remove(disk);
+    let taken = take(registry, cluster, &offered).await;
+    registry.moving.borrow_mut().remove(disk);
     match taken {
         Ok(Ok(())) => tracing::info!(%disk, %from, "the disk is here now"),
         Ok(Err(why)) => {
@@ -73,14 +73,14 @@ fn read(offered: &Offered) -> anyhow::Result<Described> {
 }
 
 /// Whether the disk could be here, as far as can be known while the other host has it.
-async fn look(inventory: &Rc<Inventory>, offered: &Offered) -> anyhow::Result<()> {
+async fn look(registry: &Rc<Registry>, offered: &Offered) -> anyhow::Result<()> {
     let described = &read(offered)?;
-    inventory.check_name(&offered.disk)?;
-    check_exports(inventory, described)?;
-    let (mut planned, group) = check(inventory, &offered.disk, described).await?;
+    registry.check_name(&offered.disk)?;
+    check_exports(registry, described)?;
+    let (mut planned, group) = check(registry, &offered.disk, described).await?;
     // The other host writes to it.
     (planned.read_only, planned.force_share) = (true, true);
-    let image = assembly(inventory).open(&planned).await?;
+    let image = assembly(registry).open(&planned).await?;
     // What is promised of the cluster's limits is so at the other host, until it gives the disk.
     let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
     let closed = match is_promised_twice {
@@ -92,37 +92,37 @@ async fn look(inventory: &Rc<Inventory>, offered: &Offered) -> anyhow::Result<()
 
 /// What needs no image, and no client.
 async fn check(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     disk: &str,
     described: &Described,
 ) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<Group>>)> {
     let planned = described.planned(disk).context(UNREADABLE)?;
     let group = described.group.as_ref().map(|there| {
-        let group = inventory.group(&there.name)?;
+        let group = registry.group(&there.name)?;
         ensure!(
-            inventory.cluster_of(&there.name).is_some() == there.cluster,
+            registry.cluster_of(&there.name).is_some() == there.cluster,
             "group {}: its limits are the cluster's on one of both hosts alone (have the same group on both)",
             there.name
         );
         Ok(group)
     });
     let group = group.transpose()?;
-    inventory.check_image(&planned.image).await?;
+    registry.check_image(&planned.image).await?;
     Ok((planned, group))
 }
 
-fn check_exports(inventory: &Rc<Inventory>, described: &Described) -> anyhow::Result<()> {
-    ensure!(!inventory.leaving.get(), "another weir is about to take over there (try again)");
-    if let Some(serving) = serving(inventory, described)? {
+fn check_exports(registry: &Rc<Registry>, described: &Described) -> anyhow::Result<()> {
+    ensure!(!registry.leaving.get(), "another weir is about to take over there (try again)");
+    if let Some(serving) = serving(registry, described)? {
         for name in &described.exports {
-            let is_there = inventory.exports().iter().any(|export| {
+            let is_there = registry.exports().iter().any(|export| {
                 export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
             ensure!(!is_there, "export {name}: there is one of this name at {} already", serving.address());
         }
     }
     for door in described.doors()? {
-        inventory.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(&door))?;
+        registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(&door))?;
         door.path().map_or(Ok(()), |socket| try_beside(&socket))?;
     }
     Ok(())
@@ -140,11 +140,11 @@ fn try_beside(socket: &Path) -> anyhow::Result<()> {
 }
 
 /// Where it is to be exported over NBD, if it is.
-fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Option<Rc<Serving>>> {
+fn serving(registry: &Registry, described: &Described) -> anyhow::Result<Option<Rc<Serving>>> {
     if described.exports.is_empty() {
         return Ok(None);
     }
-    let servers = inventory.servers();
+    let servers = registry.servers();
     let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
     match (&described.listen, &*servers) {
         (Some(address), []) => {
@@ -160,35 +160,35 @@ fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Optio
         (None, []) => bail!(
             "it is exported over NBD, and that host listens nowhere for that (start weir there with --nbd ADDRESS, or detach the export here)"
         ),
-        (None, _) => match &*inventory.standard_servers() {
+        (None, _) => match &*registry.standard_servers() {
             [only] => Ok(Some(Rc::clone(only))),
             _ => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
         },
     }
 }
 
-fn assembly(inventory: &Inventory) -> Assembly {
-    let budgets = inventory.loaded.borrow().as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
-    Assembly::new(inventory.image_root().cloned(), budgets)
+fn assembly(registry: &Registry) -> Assembly {
+    let budgets = registry.loaded.borrow().as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
+    Assembly::new(registry.image_root().cloned(), budgets)
 }
 
 /// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
 /// Nobody reaches it yet.
-pub(super) async fn open(inventory: &Rc<Inventory>, disk: &str, described: &Described) -> anyhow::Result<()> {
-    let (planned, group) = check(inventory, disk, described).await?;
-    let image = assembly(inventory).open(&planned).await?;
+pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &Described) -> anyhow::Result<()> {
+    let (planned, group) = check(registry, disk, described).await?;
+    let image = assembly(registry).open(&planned).await?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
     if let Some(filled) = &described.filled {
         let filled = running.disk.throttle().fill(&filled.filled()?);
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
     // What is put in between is of this move.
-    inventory.moving.borrow_mut().remove(disk);
-    let added = inventory.add_disk(running);
-    inventory.moving.borrow_mut().insert(disk.to_owned());
+    registry.moving.borrow_mut().remove(disk);
+    let added = registry.add_disk(running);
+    registry.moving.borrow_mut().insert(disk.to_owned());
     added?;
-    if let Err(error) = inventory.check_device_of(disk) {
-        let _ = inventory.remove_disk(disk).await;
+    if let Err(error) = registry.check_device_of(disk) {
+        let _ = registry.remove_disk(disk).await;
         return Err(error);
     }
     Ok(())
@@ -208,7 +208,7 @@ async fn check_offer(cluster: &Cluster, offered: &Offered) -> Result<(), String>
 
 /// Whether it is here now; if not, etcd says why.
 async fn take(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     cluster: &Rc<Cluster>,
     offered: &Offered,
 ) -> anyhow::Result<Result<(), String>> {
@@ -217,34 +217,34 @@ async fn take(
         return Ok(Err(why));
     }
     let described = read(offered)?;
-    check_exports(inventory, &described)?;
-    open(inventory, disk, &described).await?;
-    if let Err(why) = cluster.settle_promises(&**inventory).await {
-        inventory.remove_disk(disk).await?;
+    check_exports(registry, &described)?;
+    open(registry, disk, &described).await?;
+    if let Err(why) = cluster.settle_promises(&**registry).await {
+        registry.remove_disk(disk).await?;
         bail!("{why}");
     }
     let mut is_open = true;
-    let listed = super::is_listed(inventory, disk).await;
+    let listed = super::is_listed(registry, disk).await;
     loop {
         match cluster.step(Step::Claim { offered: Box::new(offered.clone()), listed }).await {
             Some(Outcome::Done(_)) => break,
             Some(Outcome::Lost(why) | Outcome::Absent(why)) => {
                 if is_open {
-                    inventory.remove_disk(disk).await?;
+                    registry.remove_disk(disk).await?;
                 }
                 return Ok(Err(why));
             }
             // Nobody knows whose it is: the other host may have it again, and needs the image.
             Some(Outcome::Apart(_)) | None => {
                 if std::mem::take(&mut is_open) {
-                    inventory.remove_disk(disk).await?;
+                    registry.remove_disk(disk).await?;
                 }
                 reactor::sleep_until(reactor::now() + PAUSE).await;
             }
         }
     }
     while !is_open {
-        match open(inventory, disk, &described).await {
+        match open(registry, disk, &described).await {
             Ok(()) => is_open = true,
             Err(why) => {
                 tracing::error!(%disk, "the disk has come here, and cannot be opened: {why:#}");
@@ -253,15 +253,15 @@ async fn take(
         }
     }
     cluster.know_moved(disk, None);
-    export(inventory, disk, &described).await;
+    export(registry, disk, &described).await;
     // Where etcd does not hear of it, it keeps a key too many.
     let _ = cluster.step(Step::Settle { offered: Box::new(offered.clone()) }).await;
     Ok(Ok(()))
 }
 
 /// Lets clients have it.
-async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
-    let nbd = match serving(inventory, described) {
+async fn export(registry: &Rc<Registry>, disk: &str, described: &Described) {
+    let nbd = match serving(registry, described) {
         Ok(serving) => serving
             .into_iter()
             .flat_map(|serving| described.exports.iter().map(move |name| (Rc::clone(&serving), name)))
@@ -271,11 +271,11 @@ async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
             Vec::new()
         }
     };
-    let Ok(running) = inventory.disk(disk) else { return };
+    let Ok(running) = registry.disk(disk) else { return };
     let read_only = running.disk.image().is_read_only();
     for (serving, name) in nbd {
         let new = NewExport {
-            id: inventory.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
+            id: registry.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
             name: name.clone(),
             description: String::new(),
             access: policy::access::Access::default(),
@@ -283,14 +283,14 @@ async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
             read_only,
             bitmaps: [].into(),
         };
-        if let Err(error) = inventory.add_export(&serving, new) {
+        if let Err(error) = registry.add_export(&serving, new) {
             tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
         }
     }
     let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
     for door in doors {
-        let id = inventory.free_id(disk, &door.address());
-        if let Err(error) = inventory.add_door(id, Rc::clone(&running), read_only, &door, None).await {
+        let id = registry.free_id(disk, &door.address());
+        if let Err(error) = registry.add_door(id, Rc::clone(&running), read_only, &door, None).await {
             tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
         }
     }

@@ -18,7 +18,7 @@ use settings::{
 };
 
 use crate::{
-    inventory::{Door, Inventory, NewExport, RunningDisk, RunningExport},
+    registry::{Door, NewExport, Registry, RunningDisk, RunningExport},
     takeover::Buckets,
 };
 
@@ -50,7 +50,7 @@ impl Described {
     /// # Errors
     /// What of it would be lost on another host.
     pub(super) fn of(
-        inventory: &Inventory,
+        registry: &Registry,
         running: &RunningDisk,
         exports: &[Rc<RunningExport>],
         listen: Option<String>,
@@ -70,7 +70,7 @@ impl Described {
         let keys = moving.filter_map(value).collect();
         let group = disk.throttle().group().map(|group| GroupThere {
             name: group.name().to_owned(),
-            cluster: inventory.cluster_of(group.name()).is_some(),
+            cluster: registry.cluster_of(group.name()).is_some(),
         });
         let (mut names, mut doors) = (Vec::new(), Vec::new());
         // The user has removed the ones that are ending.

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{APPEARS, Described, PATIENCE, PAUSE, arriving};
 use crate::{
-    inventory::{Door, Inventory, NewExport, Refused, RunningExport},
+    registry::{Door, NewExport, Refused, Registry, RunningExport},
     serving::Serving,
 };
 
@@ -32,8 +32,8 @@ pub(crate) struct Wish {
 ///
 /// # Errors
 /// Why it is here still, or again.
-pub(crate) async fn away(inventory: &Rc<Inventory>, wish: Wish) -> anyhow::Result<Value> {
-    let cluster = inventory.cluster().cloned();
+pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<Value> {
+    let cluster = registry.cluster().cloned();
     let cluster = cluster.context(
         "cluster: this daemon is in none (add [cluster] to the config files of both hosts, and restart weir)",
     )?;
@@ -43,14 +43,14 @@ pub(crate) async fn away(inventory: &Rc<Inventory>, wish: Wish) -> anyhow::Resul
         wish.disk,
         wish.to
     );
-    inventory.disk(&wish.disk)?;
-    let is_first = inventory.moving.borrow_mut().insert(wish.disk.clone());
+    registry.disk(&wish.disk)?;
+    let is_first = registry.moving.borrow_mut().insert(wish.disk.clone());
     ensure!(is_first, "disk {}: it is on its way already (wait for that)", wish.disk);
     let (done, outcome) = async_channel::bounded(1);
-    let inventory = Rc::clone(inventory);
+    let registry = Rc::clone(registry);
     reactor::spawn(async move {
-        let moved = move_away(&inventory, &cluster, &wish).await;
-        inventory.moving.borrow_mut().remove(&wish.disk);
+        let moved = move_away(&registry, &cluster, &wish).await;
+        registry.moving.borrow_mut().remove(&wish.disk);
         if let Err(error) = &moved {
             tracing::warn!(disk = wish.disk, to = wish.to, "the disk stays: {error:#}");
         }
@@ -60,14 +60,14 @@ pub(crate) async fn away(inventory: &Rc<Inventory>, wish: Wish) -> anyhow::Resul
     outcome.recv().await.context("the daemon ends")?
 }
 
-async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish) -> anyhow::Result<Value> {
-    let running = inventory.disk(&wish.disk)?;
+async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) -> anyhow::Result<Value> {
+    let running = registry.disk(&wish.disk)?;
     ensure!(
         !running.below.iter().any(|node| node.stays),
         "it lies on another node (`blockdev-del` takes it off)"
     );
-    let exports = inventory.exports_of(&wish.disk);
-    let described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
+    let exports = registry.exports_of(&wish.disk);
+    let described = Described::of(registry, &running, &exports, wish.listen.clone())?;
     if !wish.force {
         check_unused(&exports).await?;
     }
@@ -99,7 +99,7 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
     let answered = reactor::timeout(PATIENCE, answers.recv()).await;
     let given = match answered {
         Ok(Ok(Answer { said: Said::Ready, .. })) => {
-            give(inventory, cluster, wish, (offer, revision), exports, &answers).await
+            give(registry, cluster, wish, (offer, revision), exports, &answers).await
         }
         Ok(Ok(Answer { said: Said::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
         _ => Err(anyhow!(
@@ -115,7 +115,7 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
     let taken = given?;
     cluster.know_moved(&wish.disk, Some(&wish.to));
     let listed_there = taken.as_ref().and_then(|answer| answer.listed);
-    let listed_here = super::is_listed(inventory, &wish.disk).await;
+    let listed_here = super::is_listed(registry, &wish.disk).await;
     // Then clients reach it there. Where that is not heard of in time, it has moved all the same,
     // and the next start forgets it.
     let settled = async { taken.is_some_and(|answer| answer.settled) || settled(&answers).await };
@@ -150,12 +150,12 @@ impl Removed {
     }
 }
 
-async fn put_back(inventory: &Rc<Inventory>, disk: &str, removed: Vec<Removed>) {
+async fn put_back(registry: &Rc<Registry>, disk: &str, removed: Vec<Removed>) {
     for export in removed {
         let put = match export {
-            Removed::Nbd(serving, new) => inventory.add_export(&serving, new).map_err(Into::into),
-            Removed::Own { id, door, read_only } => match inventory.disk(disk) {
-                Ok(running) => inventory.add_door(id, running, read_only, &door, None).await.map(drop),
+            Removed::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
+            Removed::Own { id, door, read_only } => match registry.disk(disk) {
+                Ok(running) => registry.add_door(id, running, read_only, &door, None).await.map(drop),
                 Err(refused) => Err(refused.into()),
             },
         };
@@ -169,19 +169,19 @@ async fn put_back(inventory: &Rc<Inventory>, disk: &str, removed: Vec<Removed>) 
 /// in flight for longer than [`PATIENCE`], the disk stays, and the exports are put back once they
 /// have ended.
 async fn remove_in_time(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     disk: &str,
     exports: Vec<Rc<RunningExport>>,
     removal: Removal,
     removed: Vec<Removed>,
 ) -> anyhow::Result<Vec<Removed>> {
     let is_abandoned = Rc::new(Cell::new(false));
-    let (inventory, name, is_late) = (Rc::clone(inventory), disk.to_owned(), Rc::clone(&is_abandoned));
+    let (registry, name, is_late) = (Rc::clone(registry), disk.to_owned(), Rc::clone(&is_abandoned));
     let removing = reactor::spawn_to_end(async move {
-        inventory.remove_exports(&exports, removal).await?;
+        registry.remove_exports(&exports, removal).await?;
         drop(exports);
         if is_late.get() {
-            put_back(&inventory, &name, removed).await;
+            put_back(&registry, &name, removed).await;
             return Ok(Vec::new());
         }
         Ok(removed)
@@ -213,37 +213,37 @@ async fn withdraw(cluster: &Cluster, wish: &Wish, number: u64) -> Option<Outcome
 /// Stops serving it, and gives it to the other host, which is ready; or has it again. What the
 /// other said when it took it, if that was heard.
 async fn give(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     cluster: &Rc<Cluster>,
     wish: &Wish,
     (offer, revision): (Offer, i64),
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<Answer>,
 ) -> anyhow::Result<Option<Answer>> {
-    let running = inventory.disk(&wish.disk)?;
+    let running = registry.disk(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
-    let mut described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
+    let mut described = Described::of(registry, &running, &exports, wish.listen.clone())?;
     let there = exports.iter().filter(|export| !export.is_ending());
     let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
     let removal = if wish.force { Removal::Hard } else { Removal::Safe };
-    let removed = remove_in_time(inventory, &wish.disk, exports, removal, removed).await?;
+    let removed = remove_in_time(registry, &wish.disk, exports, removal, removed).await?;
     let flushed = running.disk.flush().await;
     described.filled = running.disk.throttle().filled().map(Into::into);
     // From here on nothing may leave before it is known whose the disk is.
     let ready = flushed
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))
-        .and_then(|told| inventory.unlist_disk(&wish.disk).map(|_| told).map_err(Into::into));
+        .and_then(|told| registry.unlist_disk(&wish.disk).map(|_| told).map_err(Into::into));
     let told = match ready {
         Ok(told) => told,
         Err(why) => {
-            put_back(inventory, &wish.disk, removed).await;
+            put_back(registry, &wish.disk, removed).await;
             return Err(why);
         }
     };
     let closed = running.disk.close().await;
     drop(running);
-    cluster.promise(&**inventory);
+    cluster.promise(&**registry);
     let why = match closed {
         Ok(()) => {
             let given = Box::new(Offer { given: true, described: told, ..offer.clone() });
@@ -273,10 +273,10 @@ async fn give(
         }
         Err(error) => format!("its image could not be closed: {error}"),
     };
-    if take_back(inventory, cluster, (wish, offer.number), &described, &why).await == Whose::Theirs {
+    if take_back(registry, cluster, (wish, offer.number), &described, &why).await == Whose::Theirs {
         return Ok(None);
     }
-    put_back(inventory, &wish.disk, removed).await;
+    put_back(registry, &wish.disk, removed).await;
     Err(anyhow!("{why}; it is served here again"))
 }
 
@@ -308,7 +308,7 @@ enum Whose {
 
 /// Has the disk again, unless it is the other host's by now.
 async fn take_back(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     cluster: &Rc<Cluster>,
     (wish, number): (&Wish, u64),
     described: &Described,
@@ -323,7 +323,7 @@ async fn take_back(
         }
     }
     // The other host may have the image open for a moment yet.
-    while let Err(error) = arriving::open(inventory, &wish.disk, described).await {
+    while let Err(error) = arriving::open(registry, &wish.disk, described).await {
         tracing::error!(disk = wish.disk, "the disk is taken back, and cannot be opened: {error:#}");
         reactor::sleep_until(reactor::now() + PAUSE).await;
     }

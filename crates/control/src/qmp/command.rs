@@ -18,7 +18,7 @@ use super::{
     json::shown,
     server::{Execute, Running},
 };
-use crate::inventory::Inventory;
+use crate::registry::Registry;
 
 /// A command of the protocol, with its arguments as its fields.
 pub(crate) trait Command: Sized + 'static {
@@ -28,13 +28,13 @@ pub(crate) trait Command: Sized + 'static {
     fn read(arguments: &mut Arguments) -> Result<Self, Error>;
 
     /// Does it: all, or nothing where it fails.
-    fn run(self, inventory: Rc<Inventory>) -> impl Future<Output = Result<Value, Error>> + 'static;
+    fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Value, Error>> + 'static;
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) name: &'static str,
-    start: fn(&Rc<Inventory>, Arguments) -> Result<Running, Error>,
+    start: fn(&Rc<Registry>, Arguments) -> Result<Running, Error>,
 }
 
 impl Entry {
@@ -43,30 +43,30 @@ impl Entry {
     }
 }
 
-fn start<C: Command>(inventory: &Rc<Inventory>, mut arguments: Arguments) -> Result<Running, Error> {
+fn start<C: Command>(registry: &Rc<Registry>, mut arguments: Arguments) -> Result<Running, Error> {
     let command = C::read(&mut arguments)?;
     arguments.finish()?;
-    Ok(Box::pin(command.run(Rc::clone(inventory))))
+    Ok(Box::pin(command.run(Rc::clone(registry))))
 }
 
 pub(crate) struct Commands {
     pub(crate) table: &'static [Entry],
-    pub(crate) inventory: Rc<Inventory>,
+    pub(crate) registry: Rc<Registry>,
 }
 
 impl Execute for Commands {
     fn is_closed(&self) -> bool {
-        self.inventory.is_control_closed.get()
+        self.registry.is_control_closed.get()
     }
 
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
-        if self.inventory.leaving.get() && !name.starts_with("query-") && !name.starts_with("x-weir-query-") {
+        if self.registry.leaving.get() && !name.starts_with("query-") && !name.starts_with("x-weir-query-") {
             return Err(Error::generic(
                 "Another weir is about to take over; nothing is changed (try again; the log names its process, which may be stopped, and has a minute)",
             ));
         }
         if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
-            return (entry.start)(&self.inventory, arguments);
+            return (entry.start)(&self.registry, arguments);
         }
         let name = shown(name);
         let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));

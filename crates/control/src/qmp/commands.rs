@@ -3,7 +3,7 @@
 
 /// Defines a command without arguments: its type, its name, and what answers it.
 macro_rules! query {
-    ($type:ident, $name:literal, |$inventory:pat_param| $answer:expr) => {
+    ($type:ident, $name:literal, |$registry:pat_param| $answer:expr) => {
         #[derive(Debug)]
         pub(super) struct $type;
 
@@ -16,7 +16,7 @@ macro_rules! query {
 
             async fn run(
                 self,
-                $inventory: std::rc::Rc<$crate::inventory::Inventory>,
+                $registry: std::rc::Rc<$crate::registry::Registry>,
             ) -> Result<serde_json::Value, $crate::qmp::error::Error> {
                 Ok($answer)
             }

@@ -15,8 +15,8 @@ use super::{
 };
 use crate::{
     change::Change,
-    inventory::Inventory,
     listen::{Listener, SocketFile},
+    registry::Registry,
 };
 
 /// The control sockets.
@@ -24,24 +24,24 @@ pub struct Control {
     server: Rc<Server>,
     /// Dropping one ends the accepting and removes the socket's file.
     accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
-    inventory: Rc<Inventory>,
+    registry: Rc<Registry>,
     _telling: JoinHandle<()>,
 }
 
 impl Control {
     /// Accepts clients from now on.
-    pub fn start(inventory: &Rc<Inventory>, listeners: Vec<Listener>) -> Self {
+    pub fn start(registry: &Rc<Registry>, listeners: Vec<Listener>) -> Self {
         let events = Events::default();
-        let commands = Rc::new(Commands { table: TABLE, inventory: Rc::clone(inventory) });
+        let commands = Rc::new(Commands { table: TABLE, registry: Rc::clone(registry) });
         let server = Server::new(commands, events.clone());
         let told = events.clone();
-        let telling = inventory.events.each(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
-        inventory.listen(move |change| tell(&events, change));
+        let telling = registry.events.each(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
+        registry.listen(move |change| tell(&events, change));
         let accept = |Listener { socket, authority, file }| {
             let (server, address) = (Rc::clone(&server), authority.to_string());
             let socket = Fd::from(socket);
             let path = file.as_ref().map(|file| file.path().to_owned());
-            inventory.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
+            registry.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
             let accepting = reactor::spawn_joinable(async move {
                 // The disks are served on: a daemon that cannot be steered is better than none.
                 if let Err(error) = server.listen(socket).await {
@@ -51,13 +51,13 @@ impl Control {
             (accepting, file)
         };
         let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
-        Self { server, accepting, inventory: Rc::clone(inventory), _telling: telling }
+        Self { server, accepting, registry: Rc::clone(registry), _telling: telling }
     }
 
     /// Lets nobody in any more, tells every client why, and returns when the last is gone.
     pub async fn stop(&self, ending: Ending) {
         self.accepting.take();
-        self.inventory.control.take();
+        self.registry.control.take();
         self.server.stop(ending).await;
     }
 }

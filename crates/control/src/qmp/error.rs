@@ -6,7 +6,7 @@ use std::fmt;
 use serde_json::{Value, json};
 
 use super::json::shown;
-use crate::inventory::Refused;
+use crate::registry::Refused;
 
 /// QMP's `QapiErrorClass`, as far as weir has a use for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

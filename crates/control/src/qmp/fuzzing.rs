@@ -22,7 +22,7 @@ use super::{
     session::{Session, Turn},
     stream::{Item, MAX_MESSAGE_BYTES, Stream},
 };
-use crate::inventory::{Inventory, RunningDisk};
+use crate::registry::{Registry, RunningDisk};
 
 /// Commands that reach beyond the process: they open files and listen on sockets.
 const OUTSIDE: [&str; 5] =
@@ -61,8 +61,8 @@ fn items(text: &[u8], piece: usize) -> Vec<Item> {
 pub fn qmp_session(data: &[u8]) {
     let text = [br#"{"execute":"qmp_capabilities"}"#, data].concat();
     reactor::sim::run(0, async move {
-        let inventory = inventory();
-        let commands = Commands { table: TABLE, inventory: Rc::clone(&inventory) };
+        let registry = registry();
+        let commands = Commands { table: TABLE, registry: Rc::clone(&registry) };
         let mut session = Session::default();
         let mut input = &text[..];
         while let Some(turn) = session.advance(&mut input) {
@@ -75,7 +75,7 @@ pub fn qmp_session(data: &[u8]) {
                 }
             });
         }
-        check_inventory(&inventory, &commands).await;
+        check_registry(&registry, &commands).await;
     });
 }
 
@@ -84,12 +84,12 @@ async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Resul
 }
 
 /// Two disks, one in a group within a group, with limits everywhere.
-fn inventory() -> Rc<Inventory> {
-    let inventory = Inventory::new(None, Rc::new(|_| ()));
+fn registry() -> Rc<Registry> {
+    let registry = Registry::new(None, Rc::new(|_| ()));
     let outer = Group::new("outer", GroupSettings::default(), None).expect("no settings");
     let inner = Group::new("inner", GroupSettings::default(), Some(&outer)).expect("no settings");
     for group in [&outer, &inner] {
-        inventory.add_group(group).expect("a new name");
+        registry.add_group(group).expect("a new name");
     }
     for (name, group) in [("a", Some(&inner)), ("b", None)] {
         let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
@@ -103,9 +103,9 @@ fn inventory() -> Rc<Inventory> {
             storage: None,
             told: None,
         };
-        inventory.add_disk(running).expect("a new name");
+        registry.add_disk(running).expect("a new name");
     }
-    inventory
+    registry
 }
 
 /// One of `return` and `error`, an `id` perhaps, nothing else; an error of a known class that is
@@ -123,11 +123,11 @@ fn check_answer(answer: &Value) {
 }
 
 /// Whatever was done to it, limits obey their rules and every question has an answer.
-async fn check_inventory(inventory: &Rc<Inventory>, commands: &Commands) {
-    for group in inventory.groups() {
+async fn check_registry(registry: &Rc<Registry>, commands: &Commands) {
+    for group in registry.groups() {
         group.settings().limits.validate().expect("limits in force are valid");
     }
-    for running in inventory.disks() {
+    for running in registry.disks() {
         running.disk.throttle().settings().limits.validate().expect("limits in force are valid");
         running.disk.prefetch().settings().check().expect("settings in force are valid");
     }

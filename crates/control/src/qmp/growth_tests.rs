@@ -5,7 +5,7 @@ use std::rc::Rc;
 use serde_json::{Value, json};
 
 use super::{arguments::Arguments, command::Commands, commands::TABLE, error::Error, server::Execute as _};
-use crate::inventory::{Inventory, visits};
+use crate::registry::{Registry, visits};
 
 async fn run(commands: &Commands, name: &str, arguments: Value) -> Result<Value, Error> {
     let Value::Object(arguments) = arguments else { panic!("arguments are an object") };
@@ -27,9 +27,9 @@ fn disk(number: usize, group: &str) -> Value {
 /// the status.
 fn visited(count: usize) -> (u64, u64) {
     reactor::sim::run(1, async move {
-        let inventory = Inventory::new(None, Rc::new(|_| ()));
-        inventory.look_at_devices(None).expect("nothing is reserved");
-        let commands = Commands { table: TABLE, inventory: Rc::clone(&inventory) };
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        registry.look_at_devices(None).expect("nothing is reserved");
+        let commands = Commands { table: TABLE, registry: Rc::clone(&registry) };
         visits::take();
         for number in 0..count {
             let group = format!("group{number}");

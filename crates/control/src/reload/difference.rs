@@ -20,7 +20,7 @@ use settings::{
 };
 
 use crate::{
-    inventory::{Inventory, Refused, RunningDisk, RunningExport},
+    registry::{Refused, Registry, RunningDisk, RunningExport},
     wanted::{Running, Wanted, Way},
 };
 
@@ -45,20 +45,20 @@ impl Difference {
     /// # Errors
     /// What cannot be changed, with its place; what is in use.
     pub(super) async fn find(
-        inventory: &Inventory,
+        registry: &Registry,
         before: &Plan,
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<Self> {
         check_service(&before.service, &plan.service, &draft.service)?;
         let mut found = Self::default();
-        found.of_groups(inventory, before, plan)?;
-        found.of_disks(inventory, before, plan)?;
+        found.of_groups(registry, before, plan)?;
+        found.of_disks(registry, before, plan)?;
         let (old, new) = (Wanted::all(before), Wanted::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
         let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
             all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
         };
-        let running = Running::of(inventory);
+        let running = Running::of(registry);
         let is_there = |wanted: &Wanted| running.find(wanted).is_some();
         let is_old = |one: &&Wanted| !is_in(&of_new, one) && is_there(one);
         found.old_exports = old.iter().filter(is_old).cloned().collect();
@@ -66,20 +66,20 @@ impl Difference {
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // What came over the control socket may be what the file asks for.
         found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
-        found.check_unused(inventory, &running, plan).await?;
+        found.check_unused(registry, &running, plan).await?;
         Ok(found)
     }
 
-    fn of_groups(&mut self, inventory: &Inventory, before: &Plan, plan: &Plan) -> anyhow::Result<()> {
+    fn of_groups(&mut self, registry: &Registry, before: &Plan, plan: &Plan) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
             let place = group.own_place();
-            let Ok(running) = inventory.group(&group.name) else {
-                inventory.check_name(&group.name).with_context(|| place.to_string())?;
+            let Ok(running) = registry.group(&group.name) else {
+                registry.check_name(&group.name).with_context(|| place.to_string())?;
                 self.new_groups.push(index);
                 continue;
             };
             ensure!(
-                inventory.cluster_of(&group.name).is_some() == group.cluster,
+                registry.cluster_of(&group.name).is_some() == group.cluster,
                 "{}: cluster: cannot be changed while the group is there (give it another name, and its disks that as their group; or restart weir)",
                 place
             );
@@ -91,30 +91,25 @@ impl Difference {
         }
         let is_old = |group: &&PlacedGroup| plan.groups.iter().all(|new| new.name != group.name);
         let old = before.groups.iter().filter(is_old).map(|group| group.name.clone());
-        self.old_groups = old.filter(|name| inventory.group(name).is_ok()).collect();
+        self.old_groups = old.filter(|name| registry.group(name).is_ok()).collect();
         // A plan has them in the order in which they can be made.
         self.old_groups.reverse();
         Ok(())
     }
 
-    fn of_disks<'p>(
-        &mut self,
-        inventory: &Inventory,
-        before: &'p Plan,
-        plan: &'p Plan,
-    ) -> anyhow::Result<()> {
+    fn of_disks<'p>(&mut self, registry: &Registry, before: &'p Plan, plan: &'p Plan) -> anyhow::Result<()> {
         let named = |plan: &'p Plan| plan.disks.iter().map(|disk| (disk.name.as_str(), disk));
         let (known, new): (HashMap<_, _>, HashMap<_, _>) = (named(before).collect(), named(plan).collect());
         let old = before.disks.iter().map(|disk| disk.name.clone());
         let old = old.filter(|name| !new.contains_key(name.as_str()));
-        self.old_disks = old.filter(|name| inventory.disk(name).is_ok()).collect();
+        self.old_disks = old.filter(|name| registry.disk(name).is_ok()).collect();
         for (index, disk) in plan.disks.iter().enumerate() {
             let place = disk.place("name");
-            let Ok(running) = inventory.disk(&disk.name) else {
-                inventory.check_name(&disk.name).with_context(|| place.to_string())?;
+            let Ok(running) = registry.disk(&disk.name) else {
+                registry.check_name(&disk.name).with_context(|| place.to_string())?;
                 let has_image = |old: &&String| {
                     disk.image.path().is_some()
-                        && inventory.disk(old).is_ok_and(|old| old.config.image == disk.image)
+                        && registry.disk(old).is_ok_and(|old| old.config.image == disk.image)
                 };
                 if let Some(old) = self.old_disks.iter().find(has_image) {
                     bail!(disk.place("image").wrong(format!(
@@ -137,12 +132,7 @@ impl Difference {
     }
 
     /// Nobody uses what is to go.
-    async fn check_unused(
-        &self,
-        inventory: &Inventory,
-        running: &Running,
-        plan: &Plan,
-    ) -> anyhow::Result<()> {
+    async fn check_unused(&self, registry: &Registry, running: &Running, plan: &Plan) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
             let Some(export) = running.find(one) else { continue };
@@ -160,7 +150,7 @@ impl Difference {
             let stays = |export: &&Rc<RunningExport>| {
                 !export.is_ending() && !old.iter().any(|old| Rc::ptr_eq(old, export))
             };
-            if let Some(export) = inventory.exports_of(name).iter().find(stays) {
+            if let Some(export) = registry.exports_of(name).iter().find(stays) {
                 bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
             }
         }
@@ -171,9 +161,9 @@ impl Difference {
             let moves = disk.is_some_and(|disk| disk.group.as_deref() != Some(group));
             moves || removed.contains(member)
         };
-        let mut all_members = inventory.members();
+        let mut all_members = registry.members();
         for name in &self.old_groups {
-            let members = all_members.remove(&Arc::as_ptr(&inventory.group(name)?)).unwrap_or_default();
+            let members = all_members.remove(&Arc::as_ptr(&registry.group(name)?)).unwrap_or_default();
             if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
                 bail!(Refused::HasMembers { group: name.clone(), member });
             }

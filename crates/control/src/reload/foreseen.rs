@@ -35,7 +35,7 @@ impl Work<'_> {
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = told::of_disk_alone(&self.inventory.disk(&planned.name)?.current_config());
+            let now = told::of_disk_alone(&self.registry.disk(&planned.name)?.current_config());
             all.extend(told::settings("disk", &planned.name, now, told::of_disk_alone(planned)));
         }
         let groups = &self.plan.groups;
@@ -46,7 +46,7 @@ impl Work<'_> {
         }
         for (index, planned) in groups.iter().enumerate() {
             if !difference.new_groups.contains(&index) {
-                let node = Node::Group(self.inventory.group(&planned.name)?);
+                let node = Node::Group(self.registry.group(&planned.name)?);
                 // It stays where it is.
                 let now = Seat::now(&node);
                 let wanted = Seat { settings: self.of_group(planned, &now.settings), ..now.clone() };
@@ -55,7 +55,7 @@ impl Work<'_> {
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = Seat::now(&Node::Disk(self.inventory.disk(&planned.name)?.disk.clone()));
+            let now = Seat::now(&Node::Disk(self.registry.disk(&planned.name)?.disk.clone()));
             let group = planned.group.as_deref().unwrap_or("");
             let wanted = told::of_throttle(&self.of_disk(planned), group);
             all.extend(told::settings("disk", &planned.name, now.values(), wanted));
@@ -69,7 +69,7 @@ impl Work<'_> {
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
         {
-            all.push(told::exported(wanted.told(self.inventory), &wanted.disk, change));
+            all.push(told::exported(wanted.told(self.registry), &wanted.disk, change));
         }
         all.extend(difference.old_disks.iter().map(|name| told::listed("disk", name, "removed")));
         all.extend(difference.old_groups.iter().map(|name| told::listed("group", name, "removed")));
@@ -79,13 +79,13 @@ impl Work<'_> {
     /// The new disks that nobody answers for.
     async fn look_at_images(&self, difference: &Difference) -> anyhow::Result<BTreeSet<String>> {
         let mut silent = BTreeSet::new();
-        let root = self.inventory.image_root().cloned();
+        let root = self.registry.image_root().cloned();
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
-        let mut files = looking::Files::of(self.inventory);
+        let mut files = looking::Files::of(self.registry);
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let place = || planned.place("image").to_string();
-            self.inventory.check_image(&planned.image).await.with_context(place)?;
+            self.registry.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             let looked = looking::alone(planned);
             let trial = Trial::begin(assembly.opening(&looked).await.with_context(place)?, false);
@@ -113,11 +113,11 @@ impl Work<'_> {
     fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {
         for server in &self.plan.servers {
             let Endpoint::Address(address) = &server.endpoint else { continue };
-            if wanted::server(self.inventory, &server.endpoint).is_some() {
+            if wanted::server(self.registry, &server.endpoint).is_some() {
                 continue;
             }
             let place = || self.place_of_first(server);
-            if let Some(sandbox) = self.inventory.sandbox() {
+            if let Some(sandbox) = self.registry.sandbox() {
                 sandbox.check_address(address).with_context(place)?;
             }
             listen::check(address, Others::MayHave).with_context(place)?;
@@ -127,7 +127,7 @@ impl Work<'_> {
                 && let Some(path) = machine.socket.path().filter(|_| !machine.client)
             {
                 let address = Address::Unix(path.to_owned());
-                if let Some(sandbox) = self.inventory.sandbox() {
+                if let Some(sandbox) = self.registry.sandbox() {
                     sandbox.check_address(&address).map_err(|error| self.at(wanted, error))?;
                 }
                 listen::check(&address, Others::MayHave).map_err(|error| self.at(wanted, error))?;

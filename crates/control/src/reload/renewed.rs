@@ -10,7 +10,7 @@ use serde_json::Value;
 use settings::Plan;
 
 use super::told;
-use crate::{assemble, inventory::Inventory, loaded::Loaded};
+use crate::{assemble, loaded::Loaded, registry::Registry};
 
 /// What was read, as far as that could be.
 pub(super) struct Renewed {
@@ -45,11 +45,11 @@ impl Renewed {
     }
 
     /// Puts it in force.
-    pub(super) fn settle(self, inventory: &Inventory, loaded: &Loaded) {
+    pub(super) fn settle(self, registry: &Registry, loaded: &Loaded) {
         if let (Some(before), Some(tls)) = (&loaded.tls, self.tls) {
             before.keys.renew(tls.keys);
         }
-        if let (Some(cluster), Some(proofs)) = (inventory.cluster(), self.etcd) {
+        if let (Some(cluster), Some(proofs)) = (registry.cluster(), self.etcd) {
             cluster.renew(proofs);
         }
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use settings::{PlacedDisk, Plan};
 
 use super::{check_secrets, difference, told};
-use crate::{assemble::Assembly, inventory::Inventory, loaded::Loaded, opening::Opening};
+use crate::{assemble::Assembly, loaded::Loaded, opening::Opening, registry::Registry};
 
 /// What the file says of them.
 pub(super) struct Said {
@@ -22,19 +22,15 @@ pub(super) struct Said {
 ///
 /// # Errors
 /// One that is to be opened in another way cannot be.
-pub(super) async fn leave_out(
-    inventory: &Inventory,
-    loaded: &Loaded,
-    plan: &mut Plan,
-) -> anyhow::Result<Said> {
+pub(super) async fn leave_out(registry: &Registry, loaded: &Loaded, plan: &mut Plan) -> anyhow::Result<Said> {
     let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
-    let mut assembly = Assembly::new(inventory.image_root().cloned(), loaded.budgets.clone());
+    let mut assembly = Assembly::new(registry.image_root().cloned(), loaded.budgets.clone());
     let mut out = Vec::new();
-    for before in inventory.unopened_disks() {
+    for before in registry.unopened_disks() {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
         if !difference::fixed(&before, planned).is_empty() {
             let place = || planned.place("image").to_string();
-            inventory.check_image(&planned.image).await.with_context(place)?;
+            registry.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
         }
@@ -50,21 +46,21 @@ impl Said {
     }
 
     /// What is told of them: they are not open yet, or given up.
-    pub(super) fn told(&self, inventory: &Inventory) -> Vec<Value> {
+    pub(super) fn told(&self, registry: &Registry) -> Vec<Value> {
         let tell = |disk: PlacedDisk| {
             told::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
         };
-        inventory.unopened_disks().into_iter().map(tell).collect()
+        registry.unopened_disks().into_iter().map(tell).collect()
     }
 
     /// Puts it in force; returns the plan with all disks.
-    pub(super) fn settle(mut self, inventory: &Rc<Inventory>) -> Rc<Plan> {
-        for disk in inventory.unopened_disks() {
+    pub(super) fn settle(mut self, registry: &Rc<Registry>) -> Rc<Plan> {
+        for disk in registry.unopened_disks() {
             let name = &disk.name;
             if self.has(name) {
-                inventory.plan_unopened(name, Rc::clone(&self.plan), self.openings.remove(name));
+                registry.plan_unopened(name, Rc::clone(&self.plan), self.openings.remove(name));
             } else {
-                inventory.give_up_unopened(name);
+                registry.give_up_unopened(name);
             }
         }
         self.plan

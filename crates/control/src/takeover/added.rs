@@ -20,7 +20,7 @@ use settings::{Door as Own, Socket};
 
 use super::told::{AddedDisk, AddedExport, AddedGroup, OfferedDevice, Origin};
 use crate::{
-    inventory::{Inventory, NewExport, RunningDisk, RunningExport},
+    registry::{NewExport, Registry, RunningDisk, RunningExport},
     reload::told::{self, Named, of_throttle},
     serving::{Added, Serving},
     wanted,
@@ -42,10 +42,10 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
 }
 
 /// Those that were added, each behind the one that it is in.
-pub(super) fn groups(inventory: &Inventory) -> Vec<AddedGroup> {
+pub(super) fn groups(registry: &Registry) -> Vec<AddedGroup> {
     let depth = |group: &Arc<Group>| std::iter::successors(group.parent(), |group| group.parent()).count();
-    let added = inventory.added_groups.borrow();
-    let mut groups = inventory.groups();
+    let added = registry.added_groups.borrow();
+    let mut groups = registry.groups();
     groups.retain(|group| added.contains(group.name()));
     groups.sort_by_key(depth);
     let tell = |group: Arc<Group>| {

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     bitmaps,
-    inventory::{Inventory, NewExport},
+    registry::{NewExport, Registry},
     serving::{Added, Serving},
 };
 
@@ -33,14 +33,14 @@ impl Newcomer {
     /// What cannot be had here.
     pub async fn have_added(
         &mut self,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         workers: &Rc<Vec<Worker>>,
         perform: impl AsyncFn(&str, Map<String, Value>) -> Result<(), String>,
         add_disk: impl AsyncFn(&[Map<String, Value>], Passed) -> Result<(), String>,
     ) -> anyhow::Result<Vec<String>> {
         let mut had = Vec::new();
         for group in &self.offer.groups {
-            if inventory.group(&group.name).is_ok() {
+            if registry.group(&group.name).is_ok() {
                 continue;
             }
             let named = || format!("group {}: it was added, and cannot be had here", group.name);
@@ -68,17 +68,17 @@ impl Newcomer {
                 None => Endpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
             };
             let listeners = self.listeners(&endpoint)?.context("a server came without its sockets")?;
-            let standard = inventory.door_terms()?.nbd.clone();
+            let standard = registry.door_terms()?.nbd.clone();
             let server = nbd::Server::new(None, nbd::Terms { max_connections, ..standard });
             let serving = Serving::new(server, endpoint, listeners, workers);
             serving.added.set(Some(Added { max_connections, has_objects: false }));
             serving.standard.set(Some(false));
-            inventory.add_server(&serving);
+            registry.add_server(&serving);
             had.push(format!("server {address}"));
         }
         for offered in &self.offer.disks {
             let Origin::Added(AddedDisk { nodes, settings }) = &offered.origin else { continue };
-            if inventory.disk(&offered.name).is_ok() {
+            if registry.disk(&offered.name).is_ok() {
                 continue;
             }
             let named = || format!("disk {}: it was added, and cannot be had here", offered.name);
@@ -90,19 +90,19 @@ impl Newcomer {
         }
         for offered in &self.offer.exports {
             let Origin::Added(told) = &offered.origin else { continue };
-            if export(inventory, &offered.endpoint, &offered.name).is_none() {
+            if export(registry, &offered.endpoint, &offered.name).is_none() {
                 let named = || format!("export {}: it was added, and cannot be had here", told.id);
-                had.push(add_export(inventory, offered, told).await.with_context(named)?);
+                had.push(add_export(registry, offered, told).await.with_context(named)?);
             }
         }
         for offered in &self.offer.machines {
             let Origin::Added(text) = &offered.origin else { continue };
-            if machine(inventory, offered).is_none() {
+            if machine(registry, offered).is_none() {
                 let named = || format!("export {}: it was added, and cannot be had here", offered.id);
-                had.push(add_machine(inventory, offered, text).await.with_context(named)?);
+                had.push(add_machine(registry, offered, text).await.with_context(named)?);
             }
         }
-        for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.have_added(inventory)? {
+        for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.have_added(registry)? {
             had.push(format!(
                 "export {id} ({kind} of disk {disk}{})",
                 if read_only { ", read-only" } else { "" }
@@ -113,15 +113,15 @@ impl Newcomer {
 }
 
 async fn add_export(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     offered: &OfferedExport,
     told: &AddedExport,
 ) -> anyhow::Result<String> {
     let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
-    let serving = inventory.servers().into_iter().find(|serving| super::name(&serving.endpoint) == *endpoint);
+    let serving = registry.servers().into_iter().find(|serving| super::name(&serving.endpoint) == *endpoint);
     let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
-    let id = inventory.free_id(&told.id, &serving.address());
-    let running = inventory.disk(disk)?;
+    let id = registry.free_id(&told.id, &serving.address());
+    let running = registry.disk(disk)?;
     let new = NewExport {
         id: id.clone(),
         name: name.clone(),
@@ -131,20 +131,20 @@ async fn add_export(
         read_only: *read_only,
         bitmaps: bitmaps::of_image(&running, bitmaps).await?,
     };
-    inventory.add_export(&serving, new)?;
-    inventory.export(&id)?.added.set(true);
+    registry.add_export(&serving, new)?;
+    registry.export(&id)?.added.set(true);
     Ok(format!("export {id}"))
 }
 
 async fn add_machine(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     offered: &OfferedMachine,
     text: &str,
 ) -> anyhow::Result<String> {
     let OfferedMachine { id, disk, read_only, .. } = offered;
     let door = read_door("vhost-user-blk", text)?;
-    let id = inventory.free_id(id, &door.address());
-    inventory.add_door(id.clone(), inventory.disk(disk)?, *read_only, &door, None).await?;
-    inventory.export(&id)?.added.set(true);
+    let id = registry.free_id(id, &door.address());
+    registry.add_door(id.clone(), registry.disk(disk)?, *read_only, &door, None).await?;
+    registry.export(&id)?.added.set(true);
     Ok(format!("export {id}"))
 }

@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use crate::{
     events::{Deliveries, Event, Kind},
-    inventory::{Inventory, RunningExport},
+    registry::{Registry, RunningExport},
 };
 
 /// Of a disk.
@@ -208,32 +208,32 @@ pub(super) struct OfDaemon {
 }
 
 impl OfDaemon {
-    pub(super) fn of(inventory: &Inventory) -> Self {
-        let servers = inventory.servers().into_iter().map(|serving| {
+    pub(super) fn of(registry: &Registry) -> Self {
+        let servers = registry.servers().into_iter().map(|serving| {
             let Refused { networks, connections, names, exports } = serving.server.refused();
             (super::name(&serving.endpoint), [networks, connections, names, exports])
         });
-        let doors = inventory.exports().into_iter().filter_map(|export| {
+        let doors = registry.exports().into_iter().filter_map(|export| {
             let ExportCounters { requests, kicks, calls, copies, copied_bytes, .. } =
                 export.entrance()?.server.counters();
             let [kicks, calls, copies, copied] =
                 [kicks, calls, copies, copied_bytes].map(|count| count.unwrap_or(0));
             Some((export.id.clone(), [requests?, kicks, calls, copies, copied]))
         });
-        let counts = inventory.events.counts().into_iter();
-        let deliveries = inventory.deliveries.get().map(|counts| counts.numbers());
+        let counts = registry.events.counts().into_iter();
+        let deliveries = registry.deliveries.get().map(|counts| counts.numbers());
         Self {
             servers: servers.collect(),
             doors: doors.collect(),
             event_counts: counts.map(|(kind, counts)| (kind.name().to_owned(), counts)).collect(),
-            events: inventory.events.since(0).iter().map(|event| event.to_json()).collect(),
+            events: registry.events.since(0).iter().map(|event| event.to_json()).collect(),
             deliveries,
         }
     }
 
     /// All but what doors have counted: see [`OfDaemon::count_on_at`].
-    pub(super) fn count_on(&mut self, inventory: &Inventory) {
-        for serving in inventory.servers() {
+    pub(super) fn count_on(&mut self, registry: &Registry) {
+        for serving in registry.servers() {
             if let Some([networks, connections, names, exports]) =
                 self.servers.remove(&super::name(&serving.endpoint))
             {
@@ -244,9 +244,9 @@ impl OfDaemon {
         // A kind that this one does not know is none of its own.
         let counts = counts.iter().filter_map(|(name, counts)| Some((Kind::named(name)?, *counts)));
         let events = self.events.drain(..).filter_map(|told| Event::from_json(&told));
-        inventory.events.go_on_from(events.collect(), counts);
+        registry.events.go_on_from(events.collect(), counts);
         if let Some(deliveries) = self.deliveries.take() {
-            inventory.deliveries.get_or_init(Rc::<Deliveries>::default).count_on(deliveries);
+            registry.deliveries.get_or_init(Rc::<Deliveries>::default).count_on(deliveries);
         }
     }
 

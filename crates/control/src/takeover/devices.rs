@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     doors::{Host, Taken},
-    inventory::{Inventory, RunningExport},
+    registry::{Registry, RunningExport},
     wanted::{Wanted, Way},
 };
 
@@ -111,7 +111,7 @@ impl Awaited {
     }
 
     /// Whether the other has it, so that it is opened later.
-    pub(super) fn puts_off(&self, wanted: &Wanted, inventory: &Inventory) -> bool {
+    pub(super) fn puts_off(&self, wanted: &Wanted, registry: &Registry) -> bool {
         let Way::Own(door) = &wanted.way else { return false };
         let mut awaited = self.0.borrow_mut();
         let found = awaited.iter_mut().find(|(offered, by)| {
@@ -122,7 +122,7 @@ impl Awaited {
         });
         let Some((offered, by)) = found else { return false };
         *by = Some(wanted.clone());
-        inventory.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+        registry.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
         true
     }
 
@@ -131,15 +131,15 @@ impl Awaited {
     ///
     /// # Errors
     /// One that cannot be opened here.
-    pub(super) fn have_added(&self, inventory: &Inventory) -> anyhow::Result<Vec<OfferedDevice>> {
+    pub(super) fn have_added(&self, registry: &Registry) -> anyhow::Result<Vec<OfferedDevice>> {
         let mut had = Vec::new();
         for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
             let Origin::Added(text) = &offered.origin else { continue };
             let named = || format!("export {}: it was added, and cannot be had here", offered.id);
             let wanted = added::device(offered, text).with_context(named)?;
             let Way::Own(door) = &wanted.way else { continue };
-            inventory.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door)).with_context(named)?;
-            inventory.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+            registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door)).with_context(named)?;
+            registry.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
             *by = Some(wanted);
             had.push(offered.clone());
         }
@@ -155,7 +155,7 @@ impl Awaited {
     /// disk.
     pub(super) fn check(
         &self,
-        inventory: &Inventory,
+        registry: &Registry,
         may_come: impl Fn(bool, &str) -> bool,
     ) -> anyhow::Result<()> {
         for (OfferedDevice { id, address, disk, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
@@ -165,10 +165,10 @@ impl Awaited {
             let wanted = wanted.as_ref();
             let wanted = wanted.with_context(|| {
                 let what = format!("export {id}: {address} runs, and is not in this config");
-                remedied(what, origin, inventory)
+                remedied(what, origin, registry)
             })?;
             ensure!(
-                wanted.is_read_only(inventory)? == *read_only,
+                wanted.is_read_only(registry)? == *read_only,
                 "export {id}: {address} runs with another access"
             );
         }
@@ -180,35 +180,35 @@ impl Awaited {
         &self,
         standing: Vec<StandingDevice>,
         pieces: &mut Pieces<'_>,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
     ) -> anyhow::Result<()> {
         for StandingDevice { id, kind } in standing {
             let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
             let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
-            inventory.awaited.borrow_mut().remove(&id);
+            registry.awaited.borrow_mut().remove(&id);
             let (wanted, is_added) = wanted;
-            let opened = wanted.add_as(inventory, id.clone(), taken).await;
+            let opened = wanted.add_as(registry, id.clone(), taken).await;
             opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
-            inventory.export(&id)?.added.set(is_added);
+            registry.export(&id)?.added.set(is_added);
         }
         // Somebody has unmounted it meanwhile.
         self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
         let left = self.0.borrow();
         let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
-        inventory.awaited.borrow_mut().retain(|id, _| is_left(id));
+        registry.awaited.borrow_mut().retain(|id, _| is_left(id));
         Ok(())
     }
 
     /// Recovers those of ublk, now that the other has ended; how many.
-    pub(super) async fn recover(self, inventory: &Rc<Inventory>) -> usize {
+    pub(super) async fn recover(self, registry: &Rc<Registry>) -> usize {
         let mut recovered = 0;
         for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
-            inventory.awaited.borrow_mut().remove(&id);
+            registry.awaited.borrow_mut().remove(&id);
             let Some(wanted) = wanted else { continue };
-            match wanted.add_as(inventory, id.clone(), Taken::Ublk).await {
+            match wanted.add_as(registry, id.clone(), Taken::Ublk).await {
                 Ok(_) => {
                     recovered += 1;
-                    if let Ok(export) = inventory.export(&id) {
+                    if let Ok(export) = registry.export(&id) {
                         export.added.set(origin.is_added());
                     }
                 }

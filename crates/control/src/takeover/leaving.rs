@@ -41,9 +41,9 @@ use super::{
 };
 use crate::{
     doors::Host,
-    inventory::{Door, Inventory, RunningDisk, RunningExport},
     listen::Listening,
     notify,
+    registry::{Door, Registry, RunningDisk, RunningExport},
     serving::Serving,
 };
 
@@ -82,29 +82,29 @@ pub(crate) struct Asked {
 ///
 /// # Errors
 /// What cannot be taken over.
-pub(crate) async fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
-    let sizes = look_at_sizes(inventory).await;
-    sizes.and_then(|()| begin_or_refuse(inventory, asked)).inspect_err(|error| {
+pub(crate) async fn begin(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> {
+    let sizes = look_at_sizes(registry).await;
+    sizes.and_then(|()| begin_or_refuse(registry, asked)).inspect_err(|error| {
         tracing::warn!("another weir cannot take over, and all goes on: {error:#}");
     })
 }
 
 /// The new process receives the sizes that clients would receive now.
-async fn look_at_sizes(inventory: &Inventory) -> anyhow::Result<()> {
+async fn look_at_sizes(registry: &Registry) -> anyhow::Result<()> {
     let look = |running: Rc<RunningDisk>| {
         reactor::spawn_joinable(async move {
             let size = running.disk.refresh_size_within(IN_FLIGHT).await;
             size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
         })
     };
-    let looking: Vec<_> = inventory.disks().into_iter().map(look).collect();
+    let looking: Vec<_> = registry.disks().into_iter().map(look).collect();
     for looked in looking {
         looked.await?;
     }
     Ok(())
 }
 
-fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
+fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> {
     ensure!(
         asked.format == FORMAT,
         "weir {} takes over in the format {}, and this is weir {}, which has {FORMAT} (restart it)",
@@ -112,27 +112,27 @@ fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()
         asked.format,
         env!("CARGO_PKG_VERSION")
     );
-    ensure!(!inventory.leaving.get(), "another is taking over already (wait for it)");
-    ensure!(!inventory.ending.get(), "weir is stopping");
-    ensure!(!inventory.turns.is_taken(), "the config file is being read (try again)");
+    ensure!(!registry.leaving.get(), "another is taking over already (wait for it)");
+    ensure!(!registry.ending.get(), "weir is stopping");
+    ensure!(!registry.turns.is_taken(), "the config file is being read (try again)");
     // From then on nobody begins with that.
-    if let Some((disk, what)) = inventory.in_between() {
+    if let Some((disk, what)) = registry.in_between() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");
     }
-    let (offer, descriptors) = offer(inventory).map_err(of_descriptors)?;
+    let (offer, descriptors) = offer(registry).map_err(of_descriptors)?;
     let channel = Channel::passed(asked.socket)?;
     tracing::info!(
         version = asked.version,
         process = channel.process(),
         "another weir is about to take over"
     );
-    inventory.leaving.set(true);
-    let inventory = Rc::clone(inventory);
+    registry.leaving.set(true);
+    let registry = Rc::clone(registry);
     reactor::spawn(async move {
-        let ended = leave(&inventory, channel, offer, descriptors).await;
+        let ended = leave(&registry, channel, offer, descriptors).await;
         let Err(error) = ended;
         tracing::warn!("nobody has taken over, and all goes on: {error:#}");
-        inventory.leaving.set(false);
+        registry.leaving.set(false);
     });
     Ok(())
 }
@@ -153,24 +153,24 @@ fn of_descriptors(error: anyhow::Error) -> anyhow::Error {
 }
 
 /// Everything that there is.
-fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
+fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut servers = Vec::new();
-    for serving in inventory.servers() {
+    for serving in registry.servers() {
         let origin = added::server(&serving);
         servers.push(server(name(&serving.endpoint), &serving.sockets(), origin, &mut descriptors)?);
     }
-    for (name, listening) in &*inventory.told.borrow() {
+    for (name, listening) in &*registry.told.borrow() {
         servers.push(server(name.clone(), listening, Origin::Config, &mut descriptors)?);
     }
     let mut control = Vec::new();
-    for (path, socket) in inventory.control.borrow().iter() {
+    for (path, socket) in registry.control.borrow().iter() {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         control.push(path.clone());
     }
     let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
     let mut devices = Vec::new();
-    for export in inventory.exports() {
+    for export in registry.exports() {
         let serving = match &export.door {
             Door::Nbd(serving, _) => serving,
             Door::Own(entrance) => {
@@ -204,7 +204,7 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         });
     }
     let mut disks = Vec::new();
-    for running in inventory.disks() {
+    for running in registry.disks() {
         let disk = &running.disk;
         let can_be = disk.check_takeover();
         can_be.with_context(|| {
@@ -222,9 +222,9 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
     }
     let version = env!("CARGO_PKG_VERSION").to_owned();
-    let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
-    let clients = inventory.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
-    let front_ends = inventory.exports().iter().map(|export| of_front_end(export)).sum::<u64>();
+    let watchdog_ns = registry.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
+    let clients = registry.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
+    let front_ends = registry.exports().iter().map(|export| of_front_end(export)).sum::<u64>();
     let to_come = clients + front_ends;
     Ok((
         Offer {
@@ -233,7 +233,7 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
             descriptors: to_come,
             servers,
             control,
-            groups: added::groups(inventory),
+            groups: added::groups(registry),
             disks,
             exports,
             machines,
@@ -270,7 +270,7 @@ fn server(
 
 /// Returns only with the reason why it goes on.
 async fn leave(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     channel: Channel,
     offer: Offer,
     descriptors: Vec<OwnedFd>,
@@ -284,20 +284,20 @@ async fn leave(
         // In order: it closes what it has open.
         Ok(Err(why)) => bail!("{why}"),
         Err(error) => {
-            shut_out(inventory, &heirs).await;
+            shut_out(registry, &heirs).await;
             return Err(error);
         }
     };
-    let machines = inventory.exports().into_iter().filter_map(|export| match &export.door {
+    let machines = registry.exports().into_iter().filter_map(|export| match &export.door {
         Door::Own(entrance) => Some((export.id.clone(), Arc::clone(&entrance.machine()?.server))),
         Door::Nbd(..) => None,
     });
-    let hosts = inventory.exports().into_iter().filter_map(|export| match &export.door {
+    let hosts = registry.exports().into_iter().filter_map(|export| match &export.door {
         Door::Own(entrance) => Some((export.id.clone(), entrance.host()?.clone())),
         Door::Nbd(..) => None,
     });
     let mut still = Still {
-        servers: inventory.servers(),
+        servers: registry.servers(),
         machines: machines.collect(),
         hosts: hosts.collect(),
         kept: Vec::new(),
@@ -306,12 +306,12 @@ async fn leave(
         is_told: false,
     };
     let again = channel.again()?;
-    let given = give(inventory, channel, &mut still).await;
+    let given = give(registry, channel, &mut still).await;
     let (_channel, disconnected) = match given {
         Ok(given) => given,
         Err(error) => {
             still.go_on().await;
-            inventory.close_control(false);
+            registry.close_control(false);
             // Where it cannot be told, it hears of the end.
             let _ = again.say(Standing::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
             return Err(error);
@@ -319,13 +319,12 @@ async fn leave(
     };
     drop(again);
     // From here on the other serves.
-    let clients = inventory.connections();
+    let clients = registry.connections();
     each(&still.servers, |server| async move { server.leave().await }).await;
     // What was served here is in them; the other has its own.
-    inventory.recordings.end_all().await;
+    registry.recordings.end_all().await;
     // Others that look would take it for one that uses them.
-    let disks =
-        inventory.disks().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
+    let disks = registry.disks().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
     let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.leave().await }));
     for leaving in leaving.collect::<Vec<_>>() {
         leaving.await;
@@ -368,8 +367,8 @@ async fn hear_prepared(
 
 /// Of a newcomer that has ended without a word: clusters would still see it for 30 s, and everybody
 /// who asks all that have an image open waits for it.
-async fn shut_out(inventory: &Inventory, heirs: &[u64]) {
-    for running in inventory.disks() {
+async fn shut_out(registry: &Registry, heirs: &[u64]) {
+    for running in registry.disks() {
         let disk = &running.disk;
         let shut_out = reactor::timeout(TO_BE_BACK, disk.shut_out(heirs)).await;
         if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
@@ -381,11 +380,11 @@ async fn shut_out(inventory: &Inventory, heirs: &[u64]) {
 /// Stands still and gives everything away. The other serves once this has returned. Also says how
 /// many clients it cannot have.
 async fn give(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     channel: Channel,
     still: &mut Still,
 ) -> anyhow::Result<(Channel, usize)> {
-    let disks = inventory.disks();
+    let disks = registry.disks();
     // What another process may have is not even read.
     let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_let_go()).collect();
     let answering = in_use.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
@@ -405,7 +404,7 @@ async fn give(
     for client in each(&still.servers, |server| async move { server.push_out_unread(UNREAD).await }).await {
         client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
     }
-    inventory.close_control(true);
+    registry.close_control(true);
     each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
     let began_ns = clock_ns();
     for running in &disks {
@@ -509,7 +508,7 @@ async fn give(
         set: Some(unsaved::of_disk(running)),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
-    let groups = inventory.groups();
+    let groups = registry.groups();
     let groups = groups.iter().map(|group| StandingGroup {
         name: group.name().to_owned(),
         counted: OfThrottle::of(group),
@@ -517,14 +516,14 @@ async fn give(
         set: Some(unsaved::of_group(group)),
     });
     let (disks, groups) = (disks.collect(), groups.collect());
-    let last_event = inventory.events.last();
-    let counted = OfDaemon::of(inventory);
+    let last_event = registry.events.last();
+    let counted = OfDaemon::of(registry);
     let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups, counted });
     still.is_told = true;
     let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
-        Word::Ready if !inventory.ending.get() => {}
+        Word::Ready if !registry.ending.get() => {}
         Word::Ready => bail!("weir is stopping"),
         Word::Refused(why) => bail!("{why}"),
         other => bail!("the other said {other:?} too early"),

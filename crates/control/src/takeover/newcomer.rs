@@ -46,8 +46,8 @@ use super::{
 use crate::{
     bitmaps,
     doors::Entrance,
-    inventory::{Door, Inventory, RunningExport},
     listen::{Inherited, Listener},
+    registry::{Door, Registry, RunningExport},
     wanted::Wanted,
 };
 
@@ -90,10 +90,10 @@ impl Before {
 
     /// Waits until it has ended, and has the devices that it had until then. Returns the exports
     /// with a door of their own whose users came from it.
-    pub async fn end(mut self, inventory: &Rc<Inventory>) -> BTreeSet<String> {
+    pub async fn end(mut self, registry: &Rc<Registry>) -> BTreeSet<String> {
         self.channel.wait_for_end(TO_END).await;
-        if self.devices.recover(inventory).await > 0 {
-            count_on_at_devices(&mut self.counted, inventory);
+        if self.devices.recover(registry).await > 0 {
+            count_on_at_devices(&mut self.counted, registry);
             let pause_us = since_us(self.began_ns);
             tracing::info!(pause_us, "recovered the devices of ublk");
         }
@@ -233,8 +233,8 @@ impl Newcomer {
     }
 
     /// Whether the other has this device of the host, so that it is opened once that has given it.
-    pub fn puts_off(&self, wanted: &Wanted, inventory: &Inventory) -> bool {
-        self.devices.puts_off(wanted, inventory)
+    pub fn puts_off(&self, wanted: &Wanted, registry: &Registry) -> bool {
+        self.devices.puts_off(wanted, registry)
     }
 
     /// The control socket at this path, if the other has it.
@@ -252,20 +252,20 @@ impl Newcomer {
     ///
     /// # Errors
     /// What is not.
-    pub fn check_config(&self, inventory: &Inventory, is_late: impl Fn(&str) -> bool) -> anyhow::Result<()> {
-        self.check_but(inventory, |is_added, disk| is_added || is_late(disk))
+    pub fn check_config(&self, registry: &Registry, is_late: impl Fn(&str) -> bool) -> anyhow::Result<()> {
+        self.check_but(registry, |is_added, disk| is_added || is_late(disk))
     }
 
     /// The same, with what was added.
     ///
     /// # Errors
     /// What is not here.
-    pub fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
-        self.check_but(inventory, |_, _| false)
+    pub fn check(&self, registry: &Registry) -> anyhow::Result<()> {
+        self.check_but(registry, |_, _| false)
     }
 
     /// `may_come` says whether something may come later, that was added or not, of this disk.
-    fn check_but(&self, inventory: &Inventory, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
+    fn check_but(&self, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
         let left = self
             .offer
             .servers
@@ -276,9 +276,9 @@ impl Newcomer {
         let control = || Some((format!("unix:{}", self.offer.control.first()?.display()), &Origin::Config));
         let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
             let what = format!("{left}: it is open, and is not in this config");
-            Err(anyhow!("{}", remedied(what, origin, inventory)))
+            Err(anyhow!("{}", remedied(what, origin, registry)))
         });
-        check(&self.offer, inventory, &may_come)?;
+        check(&self.offer, registry, &may_come)?;
         ensure!(
             may_come(true, "") || self.passed.left() == 0,
             "images are in use that this config does not have"
@@ -288,7 +288,7 @@ impl Newcomer {
             to_come < free,
             "descriptors that come with its clients: {to_come}, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
         );
-        self.devices.check(inventory, &may_come)?;
+        self.devices.check(registry, &may_come)?;
         sockets
     }
 
@@ -297,7 +297,7 @@ impl Newcomer {
     ///
     /// # Errors
     /// The other does not give it, or what it gave cannot be taken up. It goes on then.
-    pub async fn finish(self, inventory: &Rc<Inventory>, workers: &[Worker]) -> anyhow::Result<Before> {
+    pub async fn finish(self, registry: &Rc<Registry>, workers: &[Worker]) -> anyhow::Result<Before> {
         let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
         let (channel, standing, luggage): (_, Standing, _) =
@@ -306,11 +306,11 @@ impl Newcomer {
             Standing::Still(state) => *state,
             Standing::Refused(why) => bail!("the other goes on: {why}"),
         };
-        inventory.events.go_on_after(state.last_event);
+        registry.events.go_on_after(state.last_event);
         let (began_ns, device_ids) = (state.began_ns, devices.ids());
-        let set_otherwise = unsaved::set_otherwise(&state, inventory);
+        let set_otherwise = unsaved::set_otherwise(&state, registry);
         let (clients, machines, counted) =
-            take_up(state, luggage, (&offer.machines, &devices), inventory).await?;
+            take_up(state, luggage, (&offer.machines, &devices), registry).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
@@ -319,7 +319,7 @@ impl Newcomer {
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
         passed.settle();
-        let disks = inventory.disks();
+        let disks = registry.disks();
         let held = disks.iter().filter(|running| running.disk.is_handed_over() && !running.disk.is_let_go());
         held.for_each(|running| let_go_soon(Arc::clone(&running.disk)));
         let count = clients.len() + machines.len();
@@ -335,15 +335,15 @@ impl Newcomer {
 }
 
 /// Whether everything that the other has is here, but for what may come.
-fn check(offer: &Offer, inventory: &Inventory, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
+fn check(offer: &Offer, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
     for offered in &offer.disks {
-        let disk = inventory.disk(&offered.name);
+        let disk = registry.disk(&offered.name);
         if disk.is_err() && may_come(offered.origin.is_added(), &offered.name) {
             continue;
         }
         let disk = disk.map_err(|_| {
             let what = format!("disk {}: it runs, and is not in this config", offered.name);
-            anyhow!("{}", remedied(what, &offered.origin, inventory))
+            anyhow!("{}", remedied(what, &offered.origin, registry))
         })?;
         if let Some(difference) = offered.identity.difference(&Identity::of(&disk.disk)) {
             bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
@@ -356,14 +356,14 @@ fn check(offer: &Offer, inventory: &Inventory, may_come: impl Fn(bool, &str) -> 
         );
     }
     for offered in &offer.exports {
-        let export = export(inventory, &offered.endpoint, &offered.name);
+        let export = export(registry, &offered.endpoint, &offered.name);
         if export.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
             continue;
         }
         let (_, _, export) = export.with_context(|| {
             let (name, endpoint) = (&offered.name, &offered.endpoint);
             let what = format!("export {name} at {endpoint}: it runs, and is not in this config");
-            remedied(what, &offered.origin, inventory)
+            remedied(what, &offered.origin, registry)
         })?;
         let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
         ensure!(
@@ -378,14 +378,14 @@ fn check(offer: &Offer, inventory: &Inventory, may_come: impl Fn(bool, &str) -> 
         );
     }
     for offered in &offer.machines {
-        let here = machine(inventory, offered);
+        let here = machine(registry, offered);
         if here.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
             continue;
         }
         let (export, _) = here.with_context(|| {
             let what =
                 format!("export {} at {}: it runs, and is not in this config", offered.id, offered.place());
-            remedied(what, &offered.origin, inventory)
+            remedied(what, &offered.origin, registry)
         })?;
         ensure!(
             export.disk.disk.name().as_ref() == offered.disk && export.read_only == offered.read_only,
@@ -400,10 +400,10 @@ fn check(offer: &Offer, inventory: &Inventory, may_come: impl Fn(bool, &str) -> 
 /// An export of a virtual machine, and its door: by where the machine connects, and where weir does
 /// that by its id.
 pub(super) fn machine(
-    inventory: &Inventory,
+    registry: &Registry,
     offered: &OfferedMachine,
 ) -> Option<(Rc<RunningExport>, Rc<Entrance>)> {
-    inventory.exports().into_iter().find_map(|export| {
+    registry.exports().into_iter().find_map(|export| {
         let Door::Own(entrance) = &export.door else { return None };
         let listening = entrance.machine()?.listening.as_ref().map(|(name, _)| name);
         let is_it = match &offered.listening {
@@ -417,11 +417,11 @@ pub(super) fn machine(
 
 /// An export by where it is and its name: its server, its number there, itself.
 pub(super) fn export(
-    inventory: &Inventory,
+    registry: &Registry,
     endpoint: &str,
     called: &str,
 ) -> Option<(Arc<Server>, usize, Rc<RunningExport>)> {
-    inventory.exports().into_iter().find_map(|export| match &export.door {
+    registry.exports().into_iter().find_map(|export| match &export.door {
         // The endpoint's name is made for the comparison, so the other one first: clients wait.
         Door::Nbd(serving, number) if export.name == called && name(&serving.endpoint) == endpoint => {
             Some((Arc::clone(&serving.server), *number, export))
@@ -437,12 +437,12 @@ async fn take_up(
     state: State,
     mut luggage: Luggage,
     (offered, devices): (&[OfferedMachine], &Awaited),
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
 ) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>, OfDaemon)> {
     let standing: HashMap<&str, &StandingDisk> =
         state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
     // All at once, as each may wait for another storage.
-    let taking = inventory.disks().into_iter().map(|running| {
+    let taking = registry.disks().into_iter().map(|running| {
         let standing = standing.get(&**running.disk.name()).copied();
         let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
         let disk = is_to_be.then(|| Arc::clone(&running.disk));
@@ -467,9 +467,9 @@ async fn take_up(
             disk.name()
         );
     }
-    check_bitmaps(&state.disks, inventory).await?;
+    check_bitmaps(&state.disks, registry).await?;
     for group in state.groups {
-        let Ok(here) = inventory.group(&group.name) else { continue };
+        let Ok(here) = registry.group(&group.name) else { continue };
         group.counted.count_on(&here);
         if let Some(filled) = &group.filled {
             here.fill(&filled.filled()?)
@@ -477,7 +477,7 @@ async fn take_up(
         }
     }
     for disk in state.disks {
-        let here = inventory.disk(&disk.name)?;
+        let here = registry.disk(&disk.name)?;
         disk.counted.count_on(&here.disk);
         if let Some(filled) = &disk.filled {
             let filled = here.disk.throttle().fill(&filled.filled()?);
@@ -485,7 +485,7 @@ async fn take_up(
         }
     }
     let mut counted = state.counted;
-    counted.count_on(inventory);
+    counted.count_on(registry);
     let mut pieces = luggage.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
     let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
@@ -495,7 +495,7 @@ async fn take_up(
         let (server, number) = match places.get(&place) {
             Some(known) => known.clone(),
             None => {
-                let found = export(inventory, &client.endpoint, &client.export);
+                let found = export(registry, &client.endpoint, &client.export);
                 let (server, number, _) = found.context("a client of an export that is not here")?;
                 places.insert(place, (Arc::clone(&server), number));
                 (server, number)
@@ -510,7 +510,7 @@ async fn take_up(
     let mut machines = Vec::new();
     for StandingMachine { id, said: messages, begun, used_ns } in state.machines {
         let here = offered.iter().find(|offered| offered.id == id);
-        let here = here.and_then(|offered| machine(inventory, offered));
+        let here = here.and_then(|offered| machine(registry, offered));
         let (export, entrance) = here.context("a front end of an export that is not here")?;
         let machine = entrance.machine().context("it is no virtual machine's")?;
         let socket = pieces.descriptor()?.into();
@@ -535,18 +535,18 @@ async fn take_up(
     }
     // Where nobody is connected, too.
     for offered in offered {
-        if let Some((export, _)) = machine(inventory, offered) {
+        if let Some((export, _)) = machine(registry, offered) {
             counted.count_on_at(&offered.id, &export);
         }
     }
-    devices.take_up(state.devices, &mut pieces, inventory).await?;
-    count_on_at_devices(&mut counted, inventory);
+    devices.take_up(state.devices, &mut pieces, registry).await?;
+    count_on_at_devices(&mut counted, registry);
     Ok((clients, machines, counted))
 }
 
 /// Of devices of this host, which are called as they were, those that are open now.
-fn count_on_at_devices(counted: &mut OfDaemon, inventory: &Inventory) {
-    for export in inventory.exports() {
+fn count_on_at_devices(counted: &mut OfDaemon, registry: &Registry) {
+    for export in registry.exports() {
         if export.entrance().is_some_and(|entrance| entrance.host().is_some()) {
             counted.count_on_at(&export.id, &export);
         }
@@ -555,10 +555,10 @@ fn count_on_at_devices(counted: &mut OfDaemon, inventory: &Inventory) {
 
 /// Whether every bitmap records that did, and those that exports show are the ones that were found
 /// while the other had the images.
-async fn check_bitmaps(disks: &[StandingDisk], inventory: &Inventory) -> anyhow::Result<()> {
+async fn check_bitmaps(disks: &[StandingDisk], registry: &Registry) -> anyhow::Result<()> {
     for disk in disks {
         // What came while this one started is not here.
-        let here = inventory.disk(&disk.name).map_err(|_| {
+        let here = registry.disk(&disk.name).map_err(|_| {
             anyhow!("disk {}: it was added while this weir started, and is not here (try again)", disk.name)
         })?;
         let here = here.disk.image().recorded_bitmaps();
@@ -566,7 +566,7 @@ async fn check_bitmaps(disks: &[StandingDisk], inventory: &Inventory) -> anyhow:
             bail!("disk {}: its bitmap {missing:?} records, and cannot be read here", disk.name);
         }
     }
-    for export in inventory.exports() {
+    for export in registry.exports() {
         let found = export.new.as_ref().map(|new| Arc::clone(&new.bitmaps)).unwrap_or_default();
         let names: Vec<_> = found.iter().map(|bitmap| bitmap.name().to_string()).collect();
         let now = bitmaps::of_image(&export.disk, &names).await?;

@@ -9,7 +9,7 @@ use settings::{DiskConfig, KeySet as _, key::ValueKind};
 
 use super::told::{State, Told};
 use crate::{
-    inventory::{Inventory, RunningDisk},
+    registry::{Registry, RunningDisk},
     reload::told::{self, Named, of_throttle},
 };
 
@@ -23,18 +23,18 @@ pub(super) fn of_group(group: &Group) -> Told {
 
 /// A line for each group and disk that is set otherwise here. Where the other does not tell, being
 /// older, nothing is said.
-pub(super) fn set_otherwise(state: &State, inventory: &Inventory) -> Vec<String> {
-    let config = match &inventory.config {
+pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
+    let config = match &registry.config {
         Some(file) => file.display().to_string(),
         None => "this command line".to_owned(),
     };
     let groups = state.groups.iter().filter_map(|told| {
-        let here = inventory.group(&told.name).ok()?;
+        let here = registry.group(&told.name).ok()?;
         let changes = changes(told.set.as_ref()?, group_by_itself(), set_of_group(&here));
         changes.map(|changes| format!("group {}: {changes}", told.name))
     });
     let disks = state.disks.iter().filter_map(|told| {
-        let here = inventory.disk(&told.name).ok()?;
+        let here = registry.disk(&told.name).ok()?;
         let changes = changes(told.set.as_ref()?, disk_by_itself(), set_of_disk(&here));
         changes.map(|changes| format!("disk {}: {changes}", told.name))
     });

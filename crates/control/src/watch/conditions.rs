@@ -22,7 +22,7 @@ use crate::{
         Events, Kind, News,
         judge::{self, Condition, Done, Sample, Turn},
     },
-    inventory::Inventory,
+    registry::Registry,
 };
 
 /// How often devices are looked at.
@@ -54,24 +54,24 @@ struct Measured {
 }
 
 impl Conditions {
-    pub(super) fn look(&mut self, inventory: &Inventory, now: Instant) {
-        for running in inventory.disks() {
+    pub(super) fn look(&mut self, registry: &Registry, now: Instant) {
+        for running in registry.disks() {
             let member = running.disk.throttle();
             let measured = Measured {
                 brief: member.brief(),
                 enforcement: member.enforcement(),
                 has_watermark: member.watermark().percent() > 0,
             };
-            self.judge(Of::Disk, running.disk.name(), measured, now, &inventory.events);
+            self.judge(Of::Disk, running.disk.name(), measured, now, &registry.events);
         }
-        for group in inventory.groups() {
+        for group in registry.groups() {
             let group: &Group = &group;
             let measured = Measured {
                 brief: group.brief(),
                 enforcement: group.enforcement(),
                 has_watermark: group.watermark().percent() > 0,
             };
-            self.judge(Of::Group, group.name(), measured, now, &inventory.events);
+            self.judge(Of::Group, group.name(), measured, now, &registry.events);
         }
         self.0.retain(|_, subject| subject.at == now);
     }
@@ -199,13 +199,13 @@ impl Devices {
         self.known.is_empty()
     }
 
-    pub(super) fn look(&mut self, inventory: &Inventory, now: Instant) {
+    pub(super) fn look(&mut self, registry: &Registry, now: Instant) {
         if self.looked.is_some_and(|looked| now - looked < DEVICES) {
             return;
         }
         self.looked = Some(now);
-        for listed in inventory.devices() {
-            self.look_at(&listed.device, &inventory.events, now);
+        for listed in registry.devices() {
+            self.look_at(&listed.device, &registry.events, now);
         }
         self.known.retain(|_, (at, ..)| *at == now);
     }

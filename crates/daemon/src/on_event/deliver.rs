@@ -9,7 +9,7 @@ use std::{
 
 use control::{
     events::{Deliveries, Event, Events},
-    inventory::Inventory,
+    registry::Registry,
 };
 use policy::time::{Duration, Instant};
 use reactor::{
@@ -30,7 +30,7 @@ const SAID: Duration = Duration::from_secs(60);
 
 impl Runner {
     /// Hands on what comes from now on; ends when dropped.
-    pub(crate) fn deliver(self, inventory: &Inventory) -> Option<JoinHandle<()>> {
+    pub(crate) fn deliver(self, registry: &Registry) -> Option<JoinHandle<()>> {
         let fd = self.socket.set_nonblocking(true).and_then(|()| self.socket.try_clone());
         let fd = match fd {
             Ok(fd) => Fd::from(OwnedFd::from(fd)),
@@ -39,9 +39,9 @@ impl Runner {
                 return None;
             }
         };
-        let counts = Rc::clone(inventory.deliveries.get_or_init(Rc::default));
+        let counts = Rc::clone(registry.deliveries.get_or_init(Rc::default));
         let delivery = Delivery { runner: self, fd, heard: Vec::new(), counts, failing: Failing::default() };
-        let events = inventory.events.clone();
+        let events = registry.events.clone();
         let last = events.last();
         Some(reactor::spawn_joinable(delivery.run(events, last)))
     }

@@ -6,8 +6,8 @@ use std::{collections::HashSet, path::PathBuf, rc::Rc};
 use anyhow::{Context as _, anyhow};
 use control::{
     assemble::{self, Late},
-    inventory::Inventory,
     listen::{self, Inherited, Listener},
+    registry::Registry,
     serving::Serving,
     takeover::{newcomer::Newcomer, told_name},
     wanted::{self, Wanted},
@@ -41,13 +41,13 @@ pub(super) fn control_sockets(
     Ok((sockets, None))
 }
 
-/// Where figures are asked for over HTTP: bound, or another daemon's. The inventory knows it too,
+/// Where figures are asked for over HTTP: bound, or another daemon's. The registry knows it too,
 /// for the next one.
 pub(super) fn told(
     service: &Service,
     mut newcomer: Option<&mut Newcomer>,
     tls: Option<&nbd::Tls>,
-    inventory: &Inventory,
+    registry: &Registry,
 ) -> anyhow::Result<weir_http::Doors> {
     let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
         let taken = newcomer.as_mut().map(|newcomer| newcomer.told(what, address)).transpose()?;
@@ -58,7 +58,7 @@ pub(super) fn told(
             Ok((Fd::from(listener.socket.try_clone()?), path))
         });
         let known = known.collect::<Result<_, _>>().context(what)?;
-        inventory.told.borrow_mut().push((told_name(what, address), known));
+        registry.told.borrow_mut().push((told_name(what, address), known));
         Ok(listeners)
     };
     let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
@@ -85,7 +85,7 @@ pub(super) async fn listen(
     mut newcomer: Option<&mut Newcomer>,
     tls: Option<nbd::Tls>,
     workers: &Rc<Vec<Worker>>,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
 ) -> anyhow::Result<Vec<String>> {
     if let Some(newcomer) = &mut newcomer {
         newcomer.pass_machines(&mut inherited)?;
@@ -109,33 +109,33 @@ pub(super) async fn listen(
     };
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
-        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &inventory.events));
+        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &registry.events));
         server.expect(planned.exports.iter().map(|export| export.name.clone()));
         let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
         serving.standard.set(planned.standard);
-        inventory.add_server(&serving);
+        registry.add_server(&serving);
     }
-    let terms = assemble::terms(&plan.service, &inventory.events);
-    inventory.let_doors(workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
-    exports(plan, inventory, newcomer.as_deref(), |disk| !assemble::is_late(disk)).await
+    let terms = assemble::terms(&plan.service, &registry.events);
+    registry.let_doors(workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
+    exports(plan, registry, newcomer.as_deref(), |disk| !assemble::is_late(disk)).await
 }
 
 /// Has the exports of these disks run; returns their URIs.
 async fn exports(
     plan: &Plan,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     newcomer: Option<&Newcomer>,
     which: impl Fn(&settings::PlacedDisk) -> bool,
 ) -> anyhow::Result<Vec<String>> {
-    let is_there = |disk: &&settings::PlacedDisk| which(disk) && !inventory.is_unopened(&disk.name);
+    let is_there = |disk: &&settings::PlacedDisk| which(disk) && !registry.is_unopened(&disk.name);
     let names: HashSet<_> = plan.disks.iter().filter(is_there).map(|disk| &disk.name).collect();
     let mut uris = Vec::new();
     for wanted in Wanted::all(plan).iter().filter(|wanted| names.contains(&wanted.disk)) {
-        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(wanted, inventory)) {
-            uris.push(wanted.told(inventory).1);
+        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(wanted, registry)) {
+            uris.push(wanted.told(registry).1);
             continue;
         }
-        let export = wanted.add(inventory).await?;
+        let export = wanted.add(registry).await?;
         uris.extend(wanted::uris(&export, &plan.service.tls));
     }
     Ok(uris)
@@ -144,36 +144,36 @@ async fn exports(
 /// Opens what is opened in the sandbox, with its exports; returns their URIs.
 pub(super) async fn late_ones(
     plan: &Rc<Plan>,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     newcomer: Option<&Newcomer>,
     late: &mut Late,
 ) -> anyhow::Result<Vec<String>> {
-    late.open_at_once(plan, inventory, (assemble::is_late, is_awaited(plan, inventory, newcomer))).await?;
-    exports(plan, inventory, newcomer, assemble::is_late).await
+    late.open_at_once(plan, registry, (assemble::is_late, is_awaited(plan, registry, newcomer))).await?;
+    exports(plan, registry, newcomer, assemble::is_late).await
 }
 
 /// Which disks a start waits for, however long they take to open: what another daemon serves
 /// already, and the one disk of a command line.
 pub(super) fn is_awaited(
     plan: &Plan,
-    inventory: &Inventory,
+    registry: &Registry,
     newcomer: Option<&Newcomer>,
 ) -> impl Fn(&str) -> bool {
-    let is_alone = plan.disks.len() == 1 && inventory.config.is_none();
+    let is_alone = plan.disks.len() == 1 && registry.config.is_none();
     move |disk| is_alone || newcomer.is_some_and(|newcomer| newcomer.has_disk(disk))
 }
 
 /// Of exports that there are, or are to be.
-pub(super) fn export_ids(inventory: &Inventory) -> HashSet<String> {
-    let running = inventory.exports().into_iter().map(|export| export.id.clone());
-    running.chain(inventory.awaited.borrow().keys().cloned()).collect()
+pub(super) fn export_ids(registry: &Registry) -> HashSet<String> {
+    let running = registry.exports().into_iter().map(|export| export.id.clone());
+    running.chain(registry.awaited.borrow().keys().cloned()).collect()
 }
 
 /// How clients call those exports that have come since there were these.
-pub(super) fn uris_beyond(before: &HashSet<String>, inventory: &Inventory, tls: &Tls) -> Vec<String> {
-    let running = inventory.exports();
+pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &Tls) -> Vec<String> {
+    let running = registry.exports();
     let running = running.iter().filter(|export| !before.contains(&export.id));
-    let awaited = inventory.awaited.borrow();
+    let awaited = registry.awaited.borrow();
     let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
     running.flat_map(|export| wanted::uris(export, tls)).chain(awaited).collect()
 }

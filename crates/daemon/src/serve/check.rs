@@ -27,11 +27,11 @@ use console::{Failure, complain, descriptors, figures, logging, on_reactor, prin
 use control::{
     assemble::{self, Assembly},
     bitmaps, doors,
-    inventory::Inventory,
     listen::{self, Others},
     looking,
     opening::Trial,
     recording,
+    registry::Registry,
 };
 use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
@@ -149,12 +149,12 @@ fn sum(plan: &Plan) -> String {
 /// Everything, in the order of a start.
 async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
-    let inventory = Inventory::new(file, Rc::new(|_| {}));
-    if let Err(error) = images(draft, plan, others, &inventory, &mut found).await {
+    let registry = Registry::new(file, Rc::new(|_| {}));
+    if let Err(error) = images(draft, plan, others, &registry, &mut found).await {
         found.push(error);
     }
     memory::warn_of_disks(&plan.disks);
-    found.extend(inventory.look_at_devices(plan.service.state.as_deref()).err());
+    found.extend(registry.look_at_devices(plan.service.state.as_deref()).err());
     let service = &draft.service;
     // One of them is given.
     let keys = service.tls.certificates.as_ref().or(service.tls.psk.as_ref()).map(|said| &said.place);
@@ -229,17 +229,17 @@ async fn images(
     draft: &Draft,
     plan: &Plan,
     others: Others,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
-    assemble::groups(plan, inventory)?;
+    assemble::groups(plan, registry)?;
     let root = plan.service.image_root.as_deref().map(assemble::root).transpose();
     let place = draft.service.image_root.as_ref().map(|said| &said.place);
     let root = root.map_err(|error| at(place, error))?;
     let mut assembly = Assembly::new(root, Budgets::default());
     let mut files = looking::Files::default();
     let mut trials = BTreeMap::new();
-    let is_awaited = is_awaited(plan, inventory, None);
+    let is_awaited = is_awaited(plan, registry, None);
     for (index, planned) in plan.disks.iter().enumerate() {
         let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
         if is_far && secrets_are_files(planned) {
@@ -270,7 +270,7 @@ async fn images(
                 }
             },
         };
-        let group = planned.group.as_ref().and_then(|group| inventory.group(group).ok());
+        let group = planned.group.as_ref().and_then(|group| registry.group(group).ok());
         let opened = async {
             let image = image?;
             looking::check_marks(planned, &image)?;
@@ -280,7 +280,7 @@ async fn images(
             for export in plan.doors.iter().filter(|export| export.disk == index) {
                 doors::check_size(&running.disk, &export.door)?;
             }
-            anyhow::Ok(inventory.add_disk(running)?)
+            anyhow::Ok(registry.add_disk(running)?)
         };
         let opened = opened.await.with_context(place);
         let path = planned.image.path().filter(|_| opened.is_ok() && !planned.force_share);

@@ -23,9 +23,9 @@ use cluster::actor::Actor;
 use console::{logging, signals::Request};
 use control::{
     doors::{Entrance, Host},
-    inventory::{End, Inventory, RunningDisk},
     notify,
     qmp::Ending,
+    registry::{End, Registry, RunningDisk},
     reload::reload,
     users::Users,
 };
@@ -67,8 +67,8 @@ impl Daemon {
                     });
                 }
                 Event::Signal(Request::HangUp) => {
-                    let inventory = Rc::clone(&self.inventory);
-                    reactor::spawn(async move { hang_up(&inventory).await });
+                    let registry = Rc::clone(&self.registry);
+                    reactor::spawn(async move { hang_up(&registry).await });
                 }
                 Event::Signal(Request::EndAtOnce(signal)) => {
                     rbd::abandon_ends();
@@ -106,7 +106,7 @@ impl Daemon {
     }
 
     fn sum_up(&self) {
-        for RunningDisk { disk, .. } in self.inventory.disks().iter().map(AsRef::as_ref) {
+        for RunningDisk { disk, .. } in self.registry.disks().iter().map(AsRef::as_ref) {
             let totals = disk.totals();
             if totals == Totals::default() {
                 continue;
@@ -125,21 +125,21 @@ impl Daemon {
 
     /// Starts the end; `signal` is a signal's name, or another word that says why.
     fn finish(&self, signal: &str, ending: Ending) {
-        tracing::info!(signal, connections = self.inventory.connections(), "stopping");
-        self.inventory.ending.set(true);
+        tracing::info!(signal, connections = self.registry.connections(), "stopping");
+        self.registry.ending.set(true);
         notify::tell(&[NotifyState::Stopping]);
-        let servers = self.inventory.servers();
+        let servers = self.registry.servers();
         for serving in &servers {
             serving.close();
         }
-        let entrances = self.inventory.entrances();
+        let entrances = self.registry.entrances();
         // Of a file over FUSE nothing is left to the next daemon: what its users wrote comes first.
         let is_file = |entrance: &&Rc<Entrance>| matches!(entrance.host(), Some(Host::Fuse(_)));
         let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
         others.into_iter().for_each(|entrance| entrance.leave());
         let files: Vec<_> =
             files.into_iter().filter_map(|entrance| entrance.device().map(Path::to_owned)).collect();
-        let disks = self.inventory.disks();
+        let disks = self.registry.disks();
         let mut stopped = Vec::new();
         for running in &disks {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
@@ -152,10 +152,10 @@ impl Daemon {
         }
         let control = Rc::clone(&self.control);
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });
-        let (events, inventory) = (self.events.0.clone(), Rc::clone(&self.inventory));
+        let (events, registry) = (self.events.0.clone(), Rc::clone(&self.registry));
         reactor::spawn(async move {
             // Images that were laid down for another are taken up before they are closed.
-            while inventory.leaving.get() {
+            while registry.leaving.get() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
             let giving_up: Vec<_> = disks.iter().map(give_up_once_silent).collect();
@@ -179,12 +179,12 @@ impl Daemon {
             }
             control.await;
             // Commands that were left may still have some.
-            while inventory.has_unlisted() {
+            while registry.has_unlisted() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
             let result = flush_and_close(&disks).await;
             drop(giving_up);
-            inventory.recordings.end_all().await;
+            registry.recordings.end_all().await;
             let _ = events.try_send(Event::Finished(result));
         });
     }
@@ -226,7 +226,7 @@ async fn write_back(files: Vec<PathBuf>) {
 }
 
 /// SIGHUP: opens the log's file again, reads the config file again, and logs the result.
-async fn hang_up(inventory: &Rc<Inventory>) {
+async fn hang_up(registry: &Rc<Registry>) {
     // First, so that all later lines are in the new file. Its file system may not answer, which
     // delays no reload for longer.
     let reopened = reactor::timeout(TO_REOPEN, reactor::blocking(logging::reopen)).await;
@@ -237,7 +237,7 @@ async fn hang_up(inventory: &Rc<Inventory>) {
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());
     notify::tell(&began);
-    match Actor::Signal.run(reload(inventory)).await {
+    match Actor::Signal.run(reload(registry)).await {
         Ok(changes) => {
             for change in &changes {
                 tracing::info!(%change, "SIGHUP: reloaded");

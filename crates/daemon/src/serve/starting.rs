@@ -20,12 +20,12 @@ use console::{figures, signals::Signals};
 use control::{
     assemble::{self, Late},
     events::{self, Kind, News},
-    inventory::Inventory,
     listen::Inherited,
     loaded::Loaded,
     moving, notify,
     qmp::{self, Control},
     recording,
+    registry::Registry,
     takeover::newcomer::{Before, Newcomer},
     watch,
 };
@@ -82,10 +82,10 @@ impl Daemon {
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
         // Clients may be in another directory.
         let config = file.as_ref().map(|(file, _)| path::absolute(file)).transpose()?;
-        let inventory = Inventory::new(config, ender);
-        inventory.keep_clients_out();
+        let registry = Registry::new(config, ender);
+        registry.keep_clients_out();
         // Nothing comes up in between.
-        let turn = inventory.turns.try_take();
+        let turn = registry.turns.try_take();
         // Written once clients can come; whether it may be is known before anything is touched.
         let claim = |path| match newcomer {
             Some(_) => Claimed::open(path).map(Some),
@@ -93,42 +93,42 @@ impl Daemon {
         };
         let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
         sandbox::check(&plan)?;
-        join_cluster(&mut plan, &inventory).await?;
+        join_cluster(&mut plan, &registry).await?;
         let plan = Rc::new(plan);
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // Files that the old process still serves: no image may lie on one.
         let _own = newcomer.as_ref().map(|_| files_over_fuse(&plan));
         // A key takes seconds to derive, and a pipe may never say its passphrase.
-        let is_awaited = is_awaited(&plan, &inventory, newcomer.as_ref());
-        let opened = assemble::disks(&plan, &inventory, files, is_awaited);
+        let is_awaited = is_awaited(&plan, &registry, newcomer.as_ref());
+        let opened = assemble::disks(&plan, &registry, files, is_awaited);
         let opened = until_ended(opened, DISKS_OPEN, &events.1).await;
         let Some(opened) = opened else {
-            flush_and_close(&inventory.disks()).await?;
+            flush_and_close(&registry.disks()).await?;
             return Ok(None);
         };
-        let mut late = opened.map_err(|error| may_have_moved(error, &inventory))?;
+        let mut late = opened.map_err(|error| may_have_moved(error, &registry))?;
         memory::warn_of_disks(&plan.disks);
-        inventory.look_at_devices(plan.service.state.as_deref())?;
+        registry.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
         // Bound before anything is served, and heard once everything is.
         let (sockets, missing) = control_sockets(&plan.service, newcomer.as_mut())?;
         let cgroups = plan.service.cgroup_limits.as_deref();
         let state = plan.service.state.as_deref();
-        let lending = inventory.cluster().and_then(|cluster| cluster.lending());
+        let lending = registry.cluster().and_then(|cluster| cluster.lending());
         let steer = match newcomer {
             Some(_) => cgroup::watch::Running::start_after_another,
             None => cgroup::watch::Running::start,
         };
         let cgroups = cgroups.map(|path| steer(path, Store::new(state), lending)).transpose()?;
-        inventory.ends_when_idle.set(plan.service.exit_when_idle);
-        inventory.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
+        registry.ends_when_idle.set(plan.service.exit_when_idle);
+        registry.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
         let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
-        let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &inventory)?;
-        let mut uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &inventory).await?;
+        let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &registry)?;
+        let mut uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &registry).await?;
         let is_alone = claimed.is_none();
         let others = (steps, &mut late, newcomer.as_mut());
-        let completed = complete(&plan, &inventory, &workers, others, is_alone, &events.1).await;
+        let completed = complete(&plan, &registry, &workers, others, is_alone, &events.1).await;
         let budgets = late.into_budgets();
         let pid_file = match completed {
             Ok(Some((pid_file, more))) => {
@@ -136,22 +136,22 @@ impl Daemon {
                 pid_file
             }
             not => {
-                for entrance in inventory.entrances() {
+                for entrance in registry.entrances() {
                     // A device that was taken over, and is in use, waits on.
                     entrance.leave();
                     entrance.stop().await;
                 }
-                let closed = flush_and_close(&inventory.disks()).await;
+                let closed = flush_and_close(&registry.disks()).await;
                 return not.and(closed).map(|()| None);
             }
         };
         let version = newcomer.as_ref().map(|newcomer| newcomer.version().to_owned());
         let before = match newcomer {
-            Some(newcomer) => match newcomer.finish(&inventory, &workers).await {
+            Some(newcomer) => match newcomer.finish(&registry, &workers).await {
                 Ok(before) => Some(before),
                 Err(error) => {
                     // Of what is the other's nothing is touched.
-                    flush_and_close(&inventory.disks()).await?;
+                    flush_and_close(&registry.disks()).await?;
                     return Err(error);
                 }
             },
@@ -161,7 +161,7 @@ impl Daemon {
         // A thread that starts now has what rights are left.
         let of_cgroups = cgroups.as_ref().and_then(cgroup::watch::Running::figures);
         let http = (!told.is_empty())
-            .then(|| weir_http::Http::start(told, &inventory, &workers, of_cgroups))
+            .then(|| weir_http::Http::start(told, &registry, &workers, of_cgroups))
             .transpose();
         let http = match http {
             Err(error) if before.is_some() => {
@@ -170,14 +170,14 @@ impl Daemon {
             }
             http => http?,
         };
-        let control = Rc::new(Control::start(&inventory, sockets));
+        let control = Rc::new(Control::start(&registry, sockets));
         // Before anything happens that is to be told.
-        let mut watching = vec![events::log(&inventory.events)];
-        watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
-        inventory.let_clients_in();
+        let mut watching = vec![events::log(&registry.events)];
+        watching.extend(runner.and_then(|runner| runner.deliver(&registry)));
+        registry.let_clients_in();
         let taken_from = version.zip(before.as_ref().map(Before::clients));
         let in_use = match before {
-            Some(before) => before.end(&inventory).await,
+            Some(before) => before.end(&registry).await,
             None => BTreeSet::new(),
         };
         let pid_file = match claimed {
@@ -190,34 +190,34 @@ impl Daemon {
                  own with --qmp unix:PATH, or say --no-control)"
             );
         }
-        announce(&uris, &inventory);
-        inventory.loaded.replace(
+        announce(&uris, &registry);
+        registry.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
-        watching.push(watch::watch(&inventory, in_use));
+        watching.push(watch::watch(&registry, in_use));
         if let Some((version, clients)) = taken_from {
             let message = format!(
                 "this daemon goes on where one of version {version} stood, with {}",
                 figures::counted(clients as u64, "client")
             );
             let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
-            inventory.events.tell(news);
+            registry.events.tell(news);
         }
-        let around: Weak<Inventory> = Rc::downgrade(&inventory);
-        let cluster = inventory.cluster().map(|cluster| cluster.start(around)).transpose();
+        let around: Weak<Registry> = Rc::downgrade(&registry);
+        let cluster = registry.cluster().map(|cluster| cluster.start(around)).transpose();
         let cluster = cluster.unwrap_or_else(|error| {
             tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
             None
         });
-        watching.extend(moving::receive(&inventory));
-        inventory.promise_once_there_is_room();
-        inventory.tell_unopened();
+        watching.extend(moving::receive(&registry));
+        registry.promise_once_there_is_room();
+        registry.tell_unopened();
         drop(turn);
-        let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
+        let watched = registry.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
         let (_watching, _watchdog) = (watching, watched);
         let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);
         Ok(Some(Self {
-            inventory,
+            registry,
             control,
             _watching,
             _watchdog,
@@ -240,7 +240,7 @@ fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
     files.filter_map(|file| fuse::served_at(file)).collect()
 }
 
-async fn join_cluster(plan: &mut Plan, inventory: &Inventory) -> anyhow::Result<()> {
+async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()> {
     let Some(cluster) = Cluster::prepare(plan).await? else { return Ok(()) };
     let moved = cluster.moved();
     for (disk, host) in &moved {
@@ -250,15 +250,15 @@ async fn join_cluster(plan: &mut Plan, inventory: &Inventory) -> anyhow::Result<
         );
     }
     plan.leave_out(|disk| moved.contains_key(disk));
-    inventory.join(cluster);
+    registry.join(cluster);
     Ok(())
 }
 
 /// Where an image is another's, and nobody could be asked whether its disk has gone there.
-fn may_have_moved(error: anyhow::Error, inventory: &Inventory) -> anyhow::Error {
+fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_locked = |cause: &OpenError| cause.why.contains("locked");
     let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
-    match inventory.cluster().and_then(|cluster| cluster.unasked()).filter(|_| is_anothers) {
+    match registry.cluster().and_then(|cluster| cluster.unasked()).filter(|_| is_anothers) {
         Some(why) => anyhow!(
             "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (then take it out of the config file here)"
         ),
@@ -283,34 +283,34 @@ fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
 /// that have come; none where a signal ended the daemon before.
 async fn complete(
     plan: &Rc<Plan>,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     workers: &Rc<Vec<Worker>>,
     (steps, late, mut newcomer): (Steps, &mut Late, Option<&mut Newcomer>),
     is_alone: bool,
     events: &async_channel::Receiver<Event>,
 ) -> anyhow::Result<Option<(Option<PidFile>, Vec<String>)>> {
-    let before = export_ids(inventory);
-    let Some(done) = until_ended(steps.run(inventory), "all is done that was told", events).await else {
+    let before = export_ids(registry);
+    let Some(done) = until_ended(steps.run(registry), "all is done that was told", events).await else {
         return Ok(None);
     };
     done?;
     if let Some(newcomer) = &newcomer {
         let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
-        newcomer.check_config(inventory, is_late)?;
+        newcomer.check_config(registry, is_late)?;
     }
     // Who is taken over from records until it ends.
     let own = plan.service.record.as_ref().filter(|_| newcomer.is_some());
-    let pid_file = settle(plan, inventory, workers, (is_alone, own)).await?;
-    let mut uris = uris_beyond(&before, inventory, &plan.service.tls);
-    let late_ones = late_ones(plan, inventory, newcomer.as_deref(), late);
+    let pid_file = settle(plan, registry, workers, (is_alone, own)).await?;
+    let mut uris = uris_beyond(&before, registry, &plan.service.tls);
+    let late_ones = late_ones(plan, registry, newcomer.as_deref(), late);
     let Some(more) = until_ended(late_ones, DISKS_OPEN, events).await else {
         return Ok(None);
     };
     uris.extend(more?);
     if let Some(newcomer) = &mut newcomer {
-        let before = export_ids(inventory);
-        take_along(newcomer, inventory, workers).await?;
-        uris.extend(uris_beyond(&before, inventory, &plan.service.tls));
+        let before = export_ids(registry);
+        take_along(newcomer, registry, workers).await?;
+        uris.extend(uris_beyond(&before, registry, &plan.service.tls));
     }
     Ok(Some((pid_file, uris)))
 }
@@ -319,28 +319,28 @@ async fn complete(
 /// taken over from.
 async fn settle(
     plan: &Plan,
-    inventory: &Inventory,
+    registry: &Registry,
     workers: &[Worker],
     (is_alone, own): (bool, Option<&Record>),
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
-    let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
+    let awaited = registry.awaited.borrow().values().cloned().collect::<Vec<_>>();
     let comes_later =
-        |disk: &settings::PlacedDisk| assemble::is_late(disk) || inventory.is_unopened(&disk.name);
+        |disk: &settings::PlacedDisk| assemble::is_late(disk) || registry.is_unopened(&disk.name);
     let is_of_later = |export: &&DoorExport| comes_later(&plan.disks[export.disk]);
     let doors_of_later = plan.doors.iter().filter(is_of_later).map(|export| export.door.clone());
-    let running = inventory.disks();
+    let running = registry.disks();
     let remotes =
         running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
     let served = sandbox::Served {
-        images: inventory
+        images: registry
             .disks()
             .iter()
             .filter_map(|disk| disk.config.image.path().map(Path::to_owned))
             .collect(),
-        endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        endpoints: registry.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
         remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
-        doors: inventory
+        doors: registry
             .exports()
             .iter()
             .filter_map(|export| export.said.clone())
@@ -348,20 +348,20 @@ async fn settle(
             .chain(awaited)
             .collect(),
         cluster: plan.disks.iter().any(assemble::is_late)
-            || inventory.disks().iter().any(|disk| disk.config.image.is_rbd()),
+            || registry.disks().iter().any(|disk| disk.config.image.is_rbd()),
         etcd_ports: plan.service.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
         own: (plan.service.cluster.as_ref())
             .and_then(|known| cluster::directory(plan.service.state.as_deref(), known))
             .into_iter()
             .collect(),
     };
-    if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
-        inventory.enter(entered);
+    if let Some(entered) = sandbox::enter(plan, registry.config.as_deref(), &served, workers).await? {
+        registry.enter(entered);
     }
     // By who it is now, with the rights that are left.
     if let Some(record) = &plan.service.record {
         recording::check(record, own)?;
-        inventory.recordings.keep(record)?;
+        registry.recordings.keep(record)?;
     }
     Ok(pid_file)
 }
@@ -369,27 +369,27 @@ async fn settle(
 /// Has what only the other has, and looks whether anything is left that it has.
 async fn take_along(
     newcomer: &mut Newcomer,
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     workers: &Rc<Vec<Worker>>,
 ) -> anyhow::Result<()> {
     let perform = async |command: &str, arguments: Map<String, Value>| {
-        qmp::perform_sent(inventory, command, arguments).await
+        qmp::perform_sent(registry, command, arguments).await
     };
     let add_disk =
-        async |nodes: &[Map<String, Value>], files: Passed| qmp::add_again(inventory, nodes, files).await;
-    let added = newcomer.have_added(inventory, workers, perform, add_disk).await?;
+        async |nodes: &[Map<String, Value>], files: Passed| qmp::add_again(registry, nodes, files).await;
+    let added = newcomer.have_added(registry, workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");
         tracing::info!(%added, "comes along, though no config has it (`--save` is for that)");
     }
-    newcomer.check(inventory)
+    newcomer.check(registry)
 }
 
 /// Limits of groups and disks, of the first that have some: `gold: iops 2000; vm1: bps 10M`.
-fn limits(inventory: &Inventory) -> Option<String> {
-    let groups = inventory.groups();
+fn limits(registry: &Registry) -> Option<String> {
+    let groups = registry.groups();
     let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));
-    let disks = inventory.disks();
+    let disks = registry.disks();
     let disks = disks
         .iter()
         .map(|running| (running.disk.name().to_string(), running.disk.throttle().settings().limits));
@@ -409,9 +409,9 @@ fn by_name(limits: &Limits) -> figures::Limits {
     set.filter(|(_, value)| *value != 0).collect()
 }
 
-fn announce(uris: &[String], inventory: &Inventory) {
+fn announce(uris: &[String], registry: &Registry) {
     let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
-    let limits = limits(inventory);
+    let limits = limits(registry);
     let limits = limits.as_deref();
     match uris.len().saturating_sub(MOST_URIS_SHOWN) {
         0 => tracing::info!(limits, exports = %shown, "ready"),

@@ -12,7 +12,7 @@
 use std::{path::PathBuf, rc::Rc};
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
-use control::{inventory::Inventory, qmp};
+use control::{qmp, registry::Registry};
 use settings::{Place, Said, Wrong, keyval};
 
 /// The options in the order of their help: name, value, help.
@@ -74,7 +74,7 @@ impl Steps {
     ///
     /// # Errors
     /// The first that fails; what was done before it stays.
-    pub(super) async fn run(self, inventory: &Rc<Inventory>) -> anyhow::Result<()> {
+    pub(super) async fn run(self, registry: &Rc<Registry>) -> anyhow::Result<()> {
         for (option, text) in self.0 {
             let (command, implied) = match option {
                 "blockdev" => ("blockdev-add", Some("driver")),
@@ -83,7 +83,7 @@ impl Steps {
                 _ => ("block-export-add", Some("type")),
             };
             let place = Place::option(option, &text);
-            qmp::perform(inventory, command, &text, implied).await.map_err(|error| place.wrong(error))?;
+            qmp::perform(registry, command, &text, implied).await.map_err(|error| place.wrong(error))?;
         }
         Ok(())
     }

@@ -13,8 +13,8 @@ use super::{
     weir::{self, Set},
 };
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -65,28 +65,28 @@ impl Command for AddDisk {
         Ok(Self { secret: read, node: added, settings, exports })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let Self { secret, node, settings, exports } = self;
         let name = node.name().to_owned();
         // QEMU's words for that are those of `blockdev-add`.
-        inventory.check_name(&name)?;
-        let _arrival = inventory.arrival(&name)?;
+        registry.check_name(&name)?;
+        let _arrival = registry.arrival(&name)?;
         let id = secret.as_ref().map(|secret| secret.id().to_owned());
         if let Some(secret) = secret {
-            secret.run(Rc::clone(&inventory)).await?;
+            secret.run(Rc::clone(&registry)).await?;
         }
-        let opened = node.run(Rc::clone(&inventory)).await;
+        let opened = node.run(Rc::clone(&registry)).await;
         if let Some(id) = id {
-            inventory.remove_object(&id);
+            registry.remove_object(&id);
         }
         opened?;
-        match complete(&inventory, settings, exports).await {
+        match complete(&registry, settings, exports).await {
             Ok(uris) => Ok(json!({ "uris": uris })),
             Err(error) => {
-                if let Err(left) = inventory.take_back(&name).await {
+                if let Err(left) = registry.take_back(&name).await {
                     return Err(Error::generic(format!("{error}; and the disk stays: {left}")));
                 }
-                weir::unsettle(&inventory);
+                weir::unsettle(&registry);
                 Err(error)
             }
         }
@@ -95,21 +95,21 @@ impl Command for AddDisk {
 
 /// How clients call it.
 async fn complete(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     settings: Option<Set>,
     exports: Vec<BlockExportAdd>,
 ) -> Result<Vec<String>, Error> {
     if let Some(settings) = settings {
-        settings.set_disk(inventory).await?;
+        settings.set_disk(registry).await?;
     }
     let mut added = Vec::new();
     for export in exports {
-        added.push(export.add(inventory).await?);
+        added.push(export.add(registry).await?);
     }
     let mut uris = Vec::new();
     for one in added {
         one.log();
-        uris.extend(one.uris(inventory)?);
+        uris.extend(one.uris(registry)?);
     }
     Ok(uris)
 }

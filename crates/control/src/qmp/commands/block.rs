@@ -23,9 +23,9 @@ use super::{
     weir,
 };
 use crate::{
-    inventory::{Inventory, NodeBelow, Refused, RunningDisk, StorageNode},
     opening::PATIENCE,
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+    registry::{NodeBelow, Refused, Registry, RunningDisk, StorageNode},
 };
 
 /// What made a disk: see [`RunningDisk::told`].
@@ -66,20 +66,20 @@ impl Command for BlockdevAdd {
         Self::read_as(arguments, None)
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let Self { chain, told } = self;
-        check_names(&inventory, &chain)?;
+        check_names(&registry, &chain)?;
         match &chain.bottom {
-            Bottom::Node(_) if chain.is_opened_anew() => open_over(&inventory, chain, told).await?,
-            Bottom::Node(bottom) => put_over(&inventory, &chain, bottom, told)?,
+            Bottom::Node(_) if chain.is_opened_anew() => open_over(&registry, chain, told).await?,
+            Bottom::Node(bottom) => put_over(&registry, &chain, bottom, told)?,
             Bottom::Storage(storage) => {
-                add(&inventory, &chain, storage, inner_nodes(&chain), told, None).await?;
-                if let Err(why) = weir::settle(&inventory).await {
-                    inventory.remove_disk(&chain.names[0]).await.map_err(generic)?;
-                    weir::unsettle(&inventory);
+                add(&registry, &chain, storage, inner_nodes(&chain), told, None).await?;
+                if let Err(why) = weir::settle(&registry).await {
+                    registry.remove_disk(&chain.names[0]).await.map_err(generic)?;
+                    weir::unsettle(&registry);
                     return Err(why);
                 }
-                if let Some(cluster) = inventory.cluster() {
+                if let Some(cluster) = registry.cluster() {
                     cluster.has_again(&chain.names[0]);
                 }
             }
@@ -89,7 +89,7 @@ impl Command for BlockdevAdd {
 }
 
 async fn add(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     chain: &Chain,
     storage: &StorageNode,
     below: Vec<NodeBelow>,
@@ -97,13 +97,13 @@ async fn add(
     passed: Option<Passed>,
 ) -> Result<(), Error> {
     let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
-    let opened = open_bottom(inventory, chain, storage, passed).await?;
+    let opened = open_bottom(registry, chain, storage, passed).await?;
     // Others had their turn while it was opened.
-    check_names(inventory, chain)?;
+    check_names(registry, chain)?;
     for node in &below {
-        inventory.check_name(&node.name).map_err(generic)?;
+        registry.check_name(&node.name).map_err(generic)?;
     }
-    let group = group_of(inventory, chain)?;
+    let group = group_of(registry, chain)?;
     let disk = build(chain, opened, prefetch, group.as_ref())?;
     let config = DiskConfig { read_only: disk.image().is_read_only(), ..chain.config(storage) };
     let disk = RunningDisk {
@@ -116,27 +116,27 @@ async fn add(
         told,
     };
     chain.policies.apply_to(disk.disk.failures());
-    inventory.add_disk(disk).map_err(generic)
+    registry.add_disk(disk).map_err(generic)
 }
 
 /// A format over a node that is there: its file is closed, and opened as that. If it cannot be,
 /// the node is there again as it was.
-async fn open_over(inventory: &Rc<Inventory>, chain: Chain, own: Told) -> Result<(), Error> {
+async fn open_over(registry: &Rc<Registry>, chain: Chain, own: Told) -> Result<(), Error> {
     let Bottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
-    let (bottom, below) = (bottom.clone(), find_below(inventory, bottom)?);
+    let (bottom, below) = (bottom.clone(), find_below(registry, bottom)?);
     let is_over_another = below.below.iter().any(|node| node.stays);
     let storage = below.storage.clone().filter(|_| !is_over_another).ok_or_else(|| {
         Error::rule("file", format_args!("is to be a file; the node '{}' is more than that", shown(&bottom)))
     })?;
     drop(below);
-    let taken = inventory.take_disk(&bottom).map_err(in_use(&bottom))?;
+    let taken = registry.take_disk(&bottom).map_err(in_use(&bottom))?;
     taken.close().await;
     let (under, told) = (taken.below, taken.told);
     drop(taken.disk);
     let (nodes, both) = (nodes_over(&chain, &bottom, &storage, &under), one_more(told.clone(), own));
-    let added = add(inventory, &chain.over(&storage), &storage, nodes, both, None).await;
+    let added = add(registry, &chain.over(&storage), &storage, nodes, both, None).await;
     if added.is_err() {
-        open_again(inventory, &bottom, &storage, under, told).await;
+        open_again(registry, &bottom, &storage, under, told).await;
     }
     added
 }
@@ -155,7 +155,7 @@ fn nodes_over(chain: &Chain, bottom: &str, storage: &Rc<StorageNode>, under: &[N
 /// # Errors
 /// The first command that would fail.
 pub(in crate::qmp) async fn add_again(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     told: &[Map<String, Value>],
     passed: Passed,
 ) -> Result<(), Error> {
@@ -178,16 +178,16 @@ pub(in crate::qmp) async fn add_again(
         (Some((over, sent)), Some(lies)) => {
             let (lies, told) = (Rc::new(lies), one_more(Some(told), Some(vec![sent])));
             let nodes = nodes_over(&over, &first.names[0], &lies, &own);
-            add(inventory, &over.over(&lies), &lies, nodes, told, Some(passed)).await?;
+            add(registry, &over.over(&lies), &lies, nodes, told, Some(passed)).await?;
         }
-        (None, _) => add(inventory, &first, storage, own, Some(told), Some(passed)).await?,
+        (None, _) => add(registry, &first, storage, own, Some(told), Some(passed)).await?,
         (Some(_), None) => return Err(Error::rule("file", "is more than a file")),
     }
     for (chain, sent) in chains {
         let Bottom::Node(bottom) = &chain.bottom else {
             return Err(Error::rule("file", "is no node below"));
         };
-        put_over(inventory, &chain, bottom, Some(vec![sent]))?;
+        put_over(registry, &chain, bottom, Some(vec![sent]))?;
     }
     Ok(())
 }
@@ -205,13 +205,13 @@ fn one_less(mut told: Told) -> Told {
 
 /// What was closed under another node is a disk of its own again.
 async fn open_again(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     name: &str,
     storage: &StorageNode,
     below: Vec<NodeBelow>,
     told: Told,
 ) {
-    if let Err(error) = add(inventory, &Chain::of_storage(name, storage), storage, below, told, None).await {
+    if let Err(error) = add(registry, &Chain::of_storage(name, storage), storage, below, told, None).await {
         tracing::error!(node = name, error = %error, "what was below another node could not be opened again");
     }
 }
@@ -220,19 +220,19 @@ fn generic(error: impl std::fmt::Display) -> Error {
     Error::generic(error.to_string())
 }
 
-fn check_names(inventory: &Inventory, chain: &Chain) -> Result<(), Error> {
+fn check_names(registry: &Registry, chain: &Chain) -> Result<(), Error> {
     for (index, name) in chain.names.iter().enumerate() {
-        if inventory.check_name(name).is_err() || chain.names[..index].contains(name) {
+        if registry.check_name(name).is_err() || chain.names[..index].contains(name) {
             return Err(generic(format_args!("Duplicate nodes with node-name='{name}'")));
         }
     }
-    group_of(inventory, chain).map(drop)
+    group_of(registry, chain).map(drop)
 }
 
-fn group_of(inventory: &Inventory, chain: &Chain) -> Result<Option<Arc<Group>>, Error> {
+fn group_of(registry: &Registry, chain: &Chain) -> Result<Option<Arc<Group>>, Error> {
     let find = |name: &String| {
         let missing = |_| generic(format_args!("Throttle group '{}' does not exist", shown(name)));
-        inventory.group(name).map_err(missing)
+        registry.group(name).map_err(missing)
     };
     chain.group.as_ref().map(find).transpose()
 }
@@ -258,10 +258,10 @@ fn build(
 }
 
 /// An existing node, with nothing above.
-fn find_below(inventory: &Inventory, name: &str) -> Result<Rc<RunningDisk>, Error> {
-    inventory.disk(name).map_err(|_| {
+fn find_below(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, Error> {
+    registry.disk(name).map_err(|_| {
         let shown = shown(name);
-        if inventory.is_below(name) {
+        if registry.is_below(name) {
             generic(format_args!("Node '{shown}' is in use by the disk above it"))
         } else {
             generic(format_args!("Cannot find device='{shown}' nor node-name='{shown}'"))
@@ -269,16 +269,16 @@ fn find_below(inventory: &Inventory, name: &str) -> Result<Rc<RunningDisk>, Erro
     })
 }
 
-fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str, own: Told) -> Result<(), Error> {
+fn put_over(registry: &Rc<Registry>, chain: &Chain, bottom: &str, own: Told) -> Result<(), Error> {
     let name = shown(bottom);
-    let below = find_below(inventory, bottom)?;
+    let below = find_below(registry, bottom)?;
     if chain.read_only && !below.disk.image().is_read_only() {
         return Err(Error::rule(
             "read-only",
             format_args!("is the node '{name}' to say (open it read-only)"),
         ));
     }
-    let group = match (group_of(inventory, chain)?, below.disk.throttle().group()) {
+    let group = match (group_of(registry, chain)?, below.disk.throttle().group()) {
         (Some(_), Some(other)) => {
             let rule = format!("would be the second; the node '{name}' is in group '{}'", other.name());
             return Err(Error::rule("throttle-group", rule));
@@ -287,13 +287,13 @@ fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str, own: Told) -
     };
     let prefetch = chain.prefetch.apply_to(below.disk.prefetch().settings())?;
     drop(below);
-    let taken = inventory.take_disk(bottom).map_err(in_use(bottom))?;
-    let taken = move_taken(inventory, taken, group.as_ref())?;
+    let taken = registry.take_disk(bottom).map_err(in_use(bottom))?;
+    let taken = move_taken(registry, taken, group.as_ref())?;
     let before = taken.disk.prefetch().settings();
     taken.disk.prefetch().set(prefetch).expect("checked a moment ago");
     if let Err(error) = taken.disk.reserve_memory() {
         taken.disk.prefetch().set(before).expect("it was in force");
-        inventory.add_disk(taken).map_err(generic)?;
+        registry.add_disk(taken).map_err(generic)?;
         return Err(generic(error));
     }
     chain.policies.apply_to(taken.disk.failures());
@@ -301,18 +301,18 @@ fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str, own: Told) -
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: None });
     nodes.extend(taken.below.iter().cloned());
     let told = one_more(taken.told.clone(), own);
-    rename(inventory, RunningDisk { told, ..taken }, &chain.names[0], nodes)
+    rename(registry, RunningDisk { told, ..taken }, &chain.names[0], nodes)
 }
 
 /// Moves a disk that was taken out to a group, or out of any; where its reservations cannot be
 /// kept, nothing has happened.
 fn move_taken(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     taken: RunningDisk,
     group: Option<&Arc<Group>>,
 ) -> Result<RunningDisk, Error> {
     if let Err(refused) = taken.disk.throttle().move_to(group) {
-        inventory.add_disk(taken).expect("its name was free a moment ago");
+        registry.add_disk(taken).expect("its name was free a moment ago");
         return Err(refused.into());
     }
     Ok(taken)
@@ -320,7 +320,7 @@ fn move_taken(
 
 /// Puts a disk that was taken out back under another name.
 fn rename(
-    inventory: &Rc<Inventory>,
+    registry: &Rc<Registry>,
     taken: RunningDisk,
     name: &str,
     below: Vec<NodeBelow>,
@@ -328,7 +328,7 @@ fn rename(
     let RunningDisk { disk, config, caches, only_here, storage, told, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);
-    inventory.add_disk(RunningDisk { disk, config, caches, only_here, below, storage, told }).map_err(generic)
+    registry.add_disk(RunningDisk { disk, config, caches, only_here, below, storage, told }).map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {
@@ -341,26 +341,26 @@ fn in_use(name: &str) -> impl Fn(Refused) -> Error {
 }
 
 async fn open_bottom(
-    inventory: &Inventory,
+    registry: &Registry,
     chain: &Chain,
     storage: &StorageNode,
     files: Option<Passed>,
 ) -> Result<Opened, Error> {
     let StorageNode { image, device, auto_read_only, .. } = storage;
-    inventory.check_image(image).await.map_err(generic)?;
+    registry.check_image(image).await.map_err(generic)?;
     let spec = image.spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
         let checked = reactor::timeout(PATIENCE, reactor::blocking(move || check_kind(&path, device))).await;
         checked.unwrap_or_else(|_| Err(no_answer(&spec))).map_err(Error::generic)?;
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
-    let secret = id.map(|id| inventory.secret(id)).transpose()?;
+    let secret = id.map(|id| registry.secret(id)).transpose()?;
     let passed = |read_only| match image.path() {
-        Some(path) => inventory.descriptors.of_path(path, read_only).map_err(Error::generic),
+        Some(path) => registry.descriptors.of_path(path, read_only).map_err(Error::generic),
         None => Ok(None),
     };
     let may_be_read_only = *auto_read_only && !chain.read_only && !chain.handover;
-    let mut options = chain.open_options(inventory.image_root().cloned(), secret);
+    let mut options = chain.open_options(registry.image_root().cloned(), secret);
     options.storage.passed = files;
     match passed(chain.read_only) {
         Ok(descriptor) => options.storage.descriptor = descriptor,
@@ -390,7 +390,7 @@ async fn open_bottom(
         None => opening.await?,
     };
     opened.map_err(|error| {
-        let OpenError { image, why, remedy, .. } = inventory.naming_holder(error);
+        let OpenError { image, why, remedy, .. } = registry.naming_holder(error);
         // What lies behind it is no part of its name.
         let (image, behind) = match image.split_once(": its ") {
             Some((image, behind)) => (image, format!("its {behind}: ")),
@@ -431,10 +431,10 @@ impl Command for BlockdevDel {
         Ok(Self { node: arguments.required("node-name")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let name = shown(&self.node);
-        let disk = inventory.disk(&self.node).map_err(|_| {
-            generic(if inventory.is_below(&self.node) {
+        let disk = registry.disk(&self.node).map_err(|_| {
+            generic(if registry.is_below(&self.node) {
                 format!("Block device {name} is in use")
             } else {
                 format!("Failed to find node with node-name='{name}'")
@@ -443,20 +443,20 @@ impl Command for BlockdevDel {
         let next = disk.below.iter().position(|node| node.stays);
         drop(disk);
         match next {
-            None => inventory.remove_disk(&self.node).await.map_err(in_use(&name))?,
+            None => registry.remove_disk(&self.node).await.map_err(in_use(&name))?,
             Some(next) => {
-                let taken = inventory.take_disk(&self.node).map_err(in_use(&name))?;
+                let taken = registry.take_disk(&self.node).map_err(in_use(&name))?;
                 let (node, below) = (taken.below[next].clone(), taken.below[next + 1..].to_vec());
                 let told = one_less(taken.told.clone());
                 match node.closed {
                     None => {
-                        let taken = move_taken(&inventory, taken, None)?;
-                        rename(&inventory, RunningDisk { told, ..taken }, &node.name, below)?;
+                        let taken = move_taken(&registry, taken, None)?;
+                        rename(&registry, RunningDisk { told, ..taken }, &node.name, below)?;
                     }
                     Some(storage) => {
                         taken.close().await;
                         taken.until_free().await;
-                        open_again(&inventory, &node.name, &storage, below, told).await;
+                        open_again(&registry, &node.name, &storage, below, told).await;
                     }
                 }
             }
@@ -467,8 +467,8 @@ impl Command for BlockdevDel {
 
 /// A disk ends with a block of each machine and device that has it: with another size none of them
 /// could have it after a restart.
-fn check_blocks(inventory: &Inventory, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
-    for export in inventory.exports_of(disk.disk.name()) {
+fn check_blocks(registry: &Registry, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
+    for export in registry.exports_of(disk.disk.name()) {
         let block = export.block_bytes().map_or(1, u64::from);
         if !size_bytes.is_multiple_of(block) {
             return Err(Error::rule(
@@ -507,13 +507,13 @@ impl Command for BlockResize {
         })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let (device, node) = (self.device.unwrap_or_default(), self.node.unwrap_or_default());
-        let disk = inventory.disk(&device).or_else(|_| inventory.disk(&node)).map_err(|_| {
+        let disk = registry.disk(&device).or_else(|_| registry.disk(&node)).map_err(|_| {
             let (device, node) = (shown(&device), shown(&node));
             generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
         })?;
-        check_blocks(&inventory, &disk, self.size_bytes)?;
+        check_blocks(&registry, &disk, self.size_bytes)?;
         if !self.size_bytes.is_multiple_of(SECTOR_BYTES) {
             let refused = ResizeError::Unaligned { multiple: SECTOR_BYTES };
             return Err(Error::rule("size", format_args!("({}) cannot be: {refused}", self.size_bytes)));

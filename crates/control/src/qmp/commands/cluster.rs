@@ -6,7 +6,6 @@ use cluster::{Change, Cluster};
 use serde_json::Value;
 
 use crate::{
-    inventory::Inventory,
     qmp::{
         arguments::Arguments,
         command::Command,
@@ -14,16 +13,17 @@ use crate::{
         json::shown,
         settings::{LimitChanges, Naming},
     },
+    registry::Registry,
 };
 
 /// The most hosts, as policy has it.
 const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
 
-fn cluster(inventory: &Inventory) -> Result<Rc<Cluster>, Error> {
+fn cluster(registry: &Registry) -> Result<Rc<Cluster>, Error> {
     let none = || {
         Error::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
     };
-    inventory.cluster().cloned().ok_or_else(none)
+    registry.cluster().cloned().ok_or_else(none)
 }
 
 #[derive(Debug)]
@@ -36,8 +36,8 @@ impl Command for QueryCluster {
         Ok(Self)
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        Ok(cluster(&inventory)?.status().await)
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        Ok(cluster(&registry)?.status().await)
     }
 }
 
@@ -61,9 +61,9 @@ impl Command for ClusterSet {
         Ok(Self { change })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let cluster = cluster(&inventory)?;
-        if inventory.disk(&self.change.group).is_ok() {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let cluster = cluster(&registry)?;
+        if registry.disk(&self.change.group).is_ok() {
             return Err(Error::generic(format!(
                 "{}: is a disk here, and limits of all hosts are a group's (name a group that has cluster = true; without --cluster it is the disk's own limit)",
                 self.change.group
@@ -86,9 +86,9 @@ impl Command for ClusterRemove {
         Ok(Self { group: arguments.required("group")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let change = Change { group: self.group, removes: true, ..Change::default() };
-        cluster(&inventory)?.change(change).await.map_err(Error::generic)
+        cluster(&registry)?.change(change).await.map_err(Error::generic)
     }
 }
 
@@ -104,7 +104,7 @@ impl Command for ClusterForget {
         Ok(Self { host: arguments.required("host")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        cluster(&inventory)?.forget(self.host).await.map_err(Error::generic)
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        cluster(&registry)?.forget(self.host).await.map_err(Error::generic)
     }
 }

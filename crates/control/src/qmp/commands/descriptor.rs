@@ -12,8 +12,8 @@ use reactor::op::ForeignFd;
 use serde_json::{Value, json};
 
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, descriptors::Passed, error::Error},
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl Command for GetFd {
         Ok(Self { descriptor: passed.next()?, name: arguments.required("fdname")?, passed })
     }
 
-    async fn run(self, _: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, _: Rc<Registry>) -> Result<Value, Error> {
         self.passed.name(&self.name, self.descriptor)?;
         Ok(json!({}))
     }
@@ -50,7 +50,7 @@ impl Command for CloseFd {
         Ok(Self { name: arguments.required("fdname")?, passed: arguments.passed() })
     }
 
-    async fn run(self, _: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, _: Rc<Registry>) -> Result<Value, Error> {
         drop(self.passed.find(&self.name)?);
         Ok(json!({}))
     }
@@ -72,9 +72,9 @@ impl Command for AddFd {
         Ok(Self { set, opaque: arguments.optional("opaque")?, descriptor })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let number = self.descriptor.as_fd().as_raw_fd();
-        let set = inventory.descriptors.add(self.set, self.descriptor, self.opaque);
+        let set = registry.descriptors.add(self.set, self.descriptor, self.opaque);
         let set = set.map_err(Error::generic)?;
         Ok(json!({ "fdset-id": set, "fd": number }))
     }
@@ -96,8 +96,8 @@ impl Command for RemoveFd {
         Ok(Self { set: arguments.required("fdset-id")?, descriptor })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        if inventory.descriptors.remove(self.set, self.descriptor) {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        if registry.descriptors.remove(self.set, self.descriptor) {
             return Ok(json!({}));
         }
         let name = match self.descriptor {
@@ -108,8 +108,8 @@ impl Command for RemoveFd {
     }
 }
 
-query!(QueryFdSets, "query-fdsets", |inventory| {
-    let sets = inventory.descriptors.list(|(set, members)| {
+query!(QueryFdSets, "query-fdsets", |registry| {
+    let sets = registry.descriptors.list(|(set, members)| {
         let members = members.iter().map(|member| {
             let mut info = json!({ "fd": member.number() });
             if let Some(opaque) = &member.opaque {

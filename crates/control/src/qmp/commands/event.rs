@@ -5,8 +5,8 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error},
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl Command for QueryEvents {
         Ok(Self { since: arguments.number("since", 0..=u64::MAX)?.unwrap_or(0) })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        Ok(inventory.events.since(self.since).iter().map(|event| event.to_json()).collect())
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        Ok(registry.events.since(self.since).iter().map(|event| event.to_json()).collect())
     }
 }

@@ -13,8 +13,8 @@ use super::door;
 use crate::users::Users;
 use crate::{
     bitmaps,
-    inventory::{Door as Reach, Inventory, NewExport, Refused, RunningDisk},
     qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
+    registry::{Door as Reach, NewExport, Refused, Registry, RunningDisk},
     serving::Serving,
     wanted,
 };
@@ -77,8 +77,8 @@ impl Command for BlockExportAdd {
         Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind, is_sent })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        self.add(&inventory).await?.log();
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        self.add(&registry).await?.log();
         Ok(json!({}))
     }
 }
@@ -96,9 +96,9 @@ impl Added {
         tracing::info!(export = %id, disk = %disk, at = %address, "an export was added");
     }
 
-    pub(super) fn uris(&self, inventory: &Inventory) -> Result<Vec<String>, Error> {
-        let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
-        Ok(wanted::uris(&*inventory.export(&self.id)?, &terms.tls))
+    pub(super) fn uris(&self, registry: &Registry) -> Result<Vec<String>, Error> {
+        let terms = registry.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+        Ok(wanted::uris(&*registry.export(&self.id)?, &terms.tls))
     }
 }
 
@@ -108,29 +108,29 @@ impl BlockExportAdd {
         &self.node
     }
 
-    pub(super) async fn add(self, inventory: &Rc<Inventory>) -> Result<Added, Error> {
+    pub(super) async fn add(self, registry: &Rc<Registry>) -> Result<Added, Error> {
         let Self { id, node, writable, kind, is_sent } = self;
-        if inventory.export(&id).is_ok() {
+        if registry.export(&id).is_ok() {
             return Err(Error::generic(format!("Block export id '{id}' is already in use")));
         }
-        let disk = inventory
+        let disk = registry
             .disk(&node)
             .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(&node))))?;
         if writable && disk.disk.image().is_read_only() {
             return Err(Error::generic("Cannot export read-only node as writable"));
         }
         let address = match kind {
-            Kind::Nbd(nbd) => nbd.add(inventory, &disk, &id, writable).await?,
+            Kind::Nbd(nbd) => nbd.add(registry, &disk, &id, writable).await?,
             Kind::Own(door, socket) => {
                 if let (Some(name), Some(socket)) = (door.passed(), socket) {
-                    let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+                    let terms = registry.door_terms().map_err(|error| Error::generic(error.to_string()))?;
                     terms.inherited.borrow_mut().add(name, socket);
                 }
-                let added = inventory.add_door(id.clone(), disk, !writable, &door, None).await;
+                let added = registry.add_door(id.clone(), disk, !writable, &door, None).await;
                 added.map_err(|error| Error::generic(format!("{error:#}")))?
             }
         };
-        inventory.export(&id)?.added.set(is_sent);
+        registry.export(&id)?.added.set(is_sent);
         Ok(Added { id, disk: node, address })
     }
 }
@@ -172,14 +172,14 @@ impl Nbd {
     /// The address where it is.
     async fn add(
         self,
-        inventory: &Rc<Inventory>,
+        registry: &Rc<Registry>,
         disk: &Rc<RunningDisk>,
         id: &str,
         writable: bool,
     ) -> Result<String, Error> {
         let views = bitmaps::of_image(disk, &self.bitmaps).await;
         let views = views.map_err(|error| Error::generic(error.to_string()))?;
-        let serving = self.serving(inventory, disk.disk.name())?;
+        let serving = self.serving(registry, disk.disk.name())?;
         let new = NewExport {
             id: id.to_owned(),
             name: self.name,
@@ -189,7 +189,7 @@ impl Nbd {
             read_only: !writable,
             bitmaps: views,
         };
-        inventory.add_export(&serving, new).map_err(|refused| match refused {
+        registry.add_export(&serving, new).map_err(|refused| match refused {
             Refused::ExportNameTaken { name, .. } => {
                 Error::generic(format!("NBD server already has export named '{}'", shown(&name)))
             }
@@ -198,8 +198,8 @@ impl Nbd {
         Ok(serving.address())
     }
 
-    fn serving(&self, inventory: &Inventory, disk: &str) -> Result<Rc<Serving>, Error> {
-        let servers = inventory.servers();
+    fn serving(&self, registry: &Registry, disk: &str) -> Result<Rc<Serving>, Error> {
+        let servers = registry.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
         let none = "NBD server not running (start weir with --nbd ADDRESS, or export the disk another way)";
         match (&self.listen, &*servers) {
@@ -212,9 +212,9 @@ impl Nbd {
                 })
             }
             (None, _) => {
-                let standard = inventory.standard_servers();
+                let standard = registry.standard_servers();
                 let is_for_all = !standard.is_empty();
-                let candidates = if is_for_all { standard } else { inventory.servers_of(disk) };
+                let candidates = if is_for_all { standard } else { registry.servers_of(disk) };
                 if let [only] = &*candidates {
                     return Ok(Rc::clone(only));
                 }
@@ -297,16 +297,16 @@ impl Command for BlockExportDel {
         Ok(Self { id: arguments.required("id")?, removal })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let id = shown(&self.id);
         let not_found = |_| Error::generic(format!("Export '{id}' is not found"));
-        if inventory.export(&self.id).map_err(not_found)?.is_ending() {
+        if registry.export(&self.id).map_err(not_found)?.is_ending() {
             return Err(Error::generic(format!("Export '{id}' is already shutting down")));
         }
         if self.removal == Removal::Safe {
-            refuse_used(&inventory, &self.id).await?;
+            refuse_used(&registry, &self.id).await?;
         }
-        match inventory.remove_export(&self.id, self.removal) {
+        match registry.remove_export(&self.id, self.removal) {
             Ok(()) => {
                 tracing::info!(export = %self.id, "an export was removed");
                 Ok(json!({}))
@@ -320,8 +320,8 @@ impl Command for BlockExportDel {
 }
 
 /// A device of this host that is mounted, held or open stays.
-async fn refuse_used(inventory: &Inventory, id: &str) -> Result<(), Error> {
-    let export = inventory.export(id)?;
+async fn refuse_used(registry: &Registry, id: &str) -> Result<(), Error> {
+    let export = registry.export(id)?;
     let Reach::Own(entrance) = &export.door else { return Ok(()) };
     let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
     let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
@@ -334,8 +334,8 @@ async fn refuse_used(inventory: &Inventory, id: &str) -> Result<(), Error> {
     }
 }
 
-query!(QueryBlockExports, "query-block-exports", |inventory| {
-    let exports = inventory.exports();
+query!(QueryBlockExports, "query-block-exports", |registry| {
+    let exports = registry.exports();
     let info = exports.iter().map(|export| {
         json!({
             "id": export.id,

@@ -10,8 +10,8 @@ use block::{
 use policy::request::Direction;
 use serde_json::{Value, json};
 
-query!(QueryLatencies, "x-weir-query-latencies", |inventory| {
-    inventory.disks().iter().map(|running| told(&running.disk)).collect()
+query!(QueryLatencies, "x-weir-query-latencies", |registry| {
+    registry.disks().iter().map(|running| told(&running.disk)).collect()
 });
 
 /// Returns the histograms of a disk, of reads and writes together.

@@ -5,9 +5,9 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    inventory::Inventory,
     moving::{self, Wish},
     qmp::{arguments::Arguments, command::Command, error::Error},
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -25,7 +25,7 @@ impl Command for MoveDisk {
         }))
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        moving::away(&inventory, self.0).await.map_err(|error| Error::generic(format!("{error:#}")))
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        moving::away(&registry, self.0).await.map_err(|error| Error::generic(format!("{error:#}")))
     }
 }

@@ -21,7 +21,6 @@ use settings::DiskConfig;
 use storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address};
 
 use crate::{
-    inventory::StorageNode,
     qmp::{
         arguments::{Arguments, Reference},
         caches::CacheChanges,
@@ -31,6 +30,7 @@ use crate::{
         json::shown,
         prefetch::PrefetchChanges,
     },
+    registry::StorageNode,
 };
 
 /// Bytes of a node's name, as in QEMU.

@@ -27,7 +27,6 @@ use serde_json::{Map, Value, json};
 use super::weir;
 use crate::{
     change::Change,
-    inventory::{Inventory, NamedObject},
     qmp::{
         arguments::Arguments,
         command::Command,
@@ -36,6 +35,7 @@ use crate::{
         json::shown,
         settings::{self, Changes, LimitChanges, Naming},
     },
+    registry::{NamedObject, Registry},
 };
 
 const TYPE: &str = "throttle-group";
@@ -120,18 +120,18 @@ impl Command for ObjectAdd {
         Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)), is_sent })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let (id, parent, changes, is_sent) = match self {
             Self::Group { id, parent, changes, is_sent } => (id, parent, changes, is_sent),
-            Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
-            Self::Credentials { id, of } => return add_credentials(&inventory, &id, of).await,
+            Self::Secret { id, from } => return add_secret(&registry, &id, from).await,
+            Self::Credentials { id, of } => return add_credentials(&registry, &id, of).await,
             Self::Names { id, names } => {
-                check_id(&inventory, &id)?;
-                inventory.add_object(&id, NamedObject::Names(names))?;
+                check_id(&registry, &id)?;
+                registry.add_object(&id, NamedObject::Names(names))?;
                 return Ok(json!({}));
             }
         };
-        let parent = parent.map(|name| inventory.group(&name)).transpose()?;
+        let parent = parent.map(|name| registry.group(&name)).transpose()?;
         let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
         if above >= MAX_LEVELS {
             let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
@@ -139,25 +139,25 @@ impl Command for ObjectAdd {
         }
         let settings = changes.apply_to(GroupSettings::default())?;
         // Before it takes its reservation from its parent.
-        check_id(&inventory, &id)?;
-        inventory.check_name(&id)?;
+        check_id(&registry, &id)?;
+        registry.check_name(&id)?;
         let group = Group::new(&id, settings, parent.as_ref())?;
-        inventory.add_group(&group)?;
-        if let Err(why) = weir::settle(&inventory).await {
-            inventory.remove_group(&id)?;
+        registry.add_group(&group)?;
+        if let Err(why) = weir::settle(&registry).await {
+            registry.remove_group(&id)?;
             drop(group);
-            weir::unsettle(&inventory);
+            weir::unsettle(&registry);
             return Err(why);
         }
         if is_sent {
-            inventory.added_groups.borrow_mut().insert(id);
+            registry.added_groups.borrow_mut().insert(id);
         }
         Ok(json!({}))
     }
 }
 
-fn check_id(inventory: &Inventory, id: &str) -> Result<(), Error> {
-    if inventory.group(id).is_ok() || inventory.has_object(id) { Err(duplicate(id)) } else { Ok(()) }
+fn check_id(registry: &Registry, id: &str) -> Result<(), Error> {
+    if registry.group(id).is_ok() || registry.has_object(id) { Err(duplicate(id)) } else { Ok(()) }
 }
 
 fn duplicate(id: &str) -> Error {
@@ -185,11 +185,11 @@ pub(super) fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error>
     Ok(ObjectAdd::Secret { id, from })
 }
 
-async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result<Value, Error> {
+async fn add_secret(registry: &Registry, id: &str, from: SecretFrom) -> Result<Value, Error> {
     let secret = match from {
         SecretFrom::Data(secret) => secret,
         SecretFrom::File(path) => {
-            let (opened, root) = (path.clone(), inventory.image_root().cloned());
+            let (opened, root) = (path.clone(), registry.image_root().cloned());
             let read = move || {
                 let file = match root {
                     Some(root) => root.read(Path::new(&opened)).map_err(|error| error.why)?,
@@ -201,8 +201,8 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
             read.map_err(|why| Error::generic(format!("Unable to read {}: {why}", shown(&path))))?
         }
     };
-    check_id(inventory, id)?;
-    inventory.add_object(id, NamedObject::Secret(secret))?;
+    check_id(registry, id)?;
+    registry.add_object(id, NamedObject::Secret(secret))?;
     Ok(json!({}))
 }
 
@@ -249,14 +249,14 @@ fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error>
     Ok(ObjectAdd::Names { id, names: Names { rules, otherwise } })
 }
 
-async fn add_credentials(inventory: &Inventory, id: &str, of: Credentials) -> Result<Value, Error> {
+async fn add_credentials(registry: &Registry, id: &str, of: Credentials) -> Result<Value, Error> {
     let read = move || match of {
         Credentials::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
         Credentials::PreShared(directory) => TlsServer::psk(&directory),
     };
     let keys = reactor::blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
-    check_id(inventory, id)?;
-    inventory.add_object(id, NamedObject::Credentials(keys))?;
+    check_id(registry, id)?;
+    registry.add_object(id, NamedObject::Credentials(keys))?;
     Ok(json!({}))
 }
 
@@ -272,16 +272,16 @@ impl Command for ObjectDel {
         Ok(Self { id: arguments.required("id")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let id = &self.id;
-        if inventory.remove_object(id) {
+        if registry.remove_object(id) {
             return Ok(json!({}));
         }
-        let Ok(group) = inventory.group(&self.id) else {
+        let Ok(group) = registry.group(&self.id) else {
             return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
         };
         if group.members() > 0 {
-            let members = match inventory.members_of(&group) {
+            let members = match registry.members_of(&group) {
                 names if names.is_empty() => group.members().to_string(),
                 names => names.join(", "),
             };
@@ -293,7 +293,7 @@ impl Command for ObjectDel {
             return Err(Error::generic(why));
         }
         drop(group);
-        inventory.remove_group(&self.id)?;
+        registry.remove_group(&self.id)?;
         Ok(json!({}))
     }
 }
@@ -305,7 +305,7 @@ enum Place {
 }
 
 /// Resolves an absolute path, or the name of a group alone, as QEMU does.
-fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
+fn resolve(registry: &Registry, path: &str) -> Result<Place, Error> {
     let not_found = || Error::new(Class::DeviceNotFound, format!("Device '{}' not found", shown(path)));
     let name = match path.strip_prefix('/') {
         Some("") => return Ok(Place::Root),
@@ -314,7 +314,7 @@ fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
         None if path == "objects" => return Ok(Place::Objects),
         None => path.strip_prefix("objects/").unwrap_or(path),
     };
-    if inventory.group(name).is_err() {
+    if registry.group(name).is_err() {
         return Err(not_found());
     }
     Ok(Place::Group(name.to_owned()))
@@ -332,16 +332,16 @@ impl Command for QomList {
         Ok(Self { path: arguments.required("path")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let property = |name: &str, kind: &str| json!({ "name": name, "type": kind });
         let mut list = vec![property("type", "string")];
-        match resolve(&inventory, &self.path)? {
+        match resolve(&registry, &self.path)? {
             Place::Root => list.push(property("objects", "child<container>")),
             Place::Objects => {
                 list.extend(
-                    inventory.groups().iter().map(|group| property(group.name(), "child<throttle-group>")),
+                    registry.groups().iter().map(|group| property(group.name(), "child<throttle-group>")),
                 );
-                list.extend(inventory.secrets().iter().map(|id| property(id, "child<secret>")));
+                list.extend(registry.secrets().iter().map(|id| property(id, "child<secret>")));
             }
             Place::Group(_) => {
                 list.push(property("limits", "ThrottleLimits"));
@@ -367,12 +367,12 @@ impl Command for QomGet {
         Ok(Self { path: arguments.required("path")?, property: arguments.required("property")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let property = self.property.as_str();
-        let group = match resolve(&inventory, &self.path)? {
+        let group = match resolve(&registry, &self.path)? {
             Place::Root | Place::Objects if property == "type" => return Ok(json!("container")),
             Place::Root | Place::Objects => return Err(no_property("container", property)),
-            Place::Group(name) => inventory.group(&name)?,
+            Place::Group(name) => registry.group(&name)?,
         };
         let GroupSettings { limits, share, watermark } = group.settings();
         Ok(match property {
@@ -409,17 +409,17 @@ impl Command for QomSet {
         })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let group = match resolve(&inventory, &self.path)? {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let group = match resolve(&registry, &self.path)? {
             Place::Root | Place::Objects if self.property == "type" => {
                 return Err(read_only("container", "type"));
             }
             Place::Root | Place::Objects => return Err(no_property("container", &self.property)),
-            Place::Group(name) => inventory.group(&name)?,
+            Place::Group(name) => registry.group(&name)?,
         };
         let changes = changes(self.property, self.value)?;
-        weir::set_group(&inventory, &group, changes.apply_to(group.settings())?).await?;
-        inventory.tell(&Change::SettingsChanged { name: group.name().to_owned() });
+        weir::set_group(&registry, &group, changes.apply_to(group.settings())?).await?;
+        registry.tell(&Change::SettingsChanged { name: group.name().to_owned() });
         Ok(json!({}))
     }
 }

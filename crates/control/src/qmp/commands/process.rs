@@ -6,19 +6,19 @@ use policy::time::Duration;
 use serde_json::{Value, json};
 
 use crate::{
-    inventory::{End, Inventory},
     qmp::{arguments::Arguments, command::Command, error::Error, session},
+    registry::{End, Registry},
 };
 
 query!(QueryVersion, "query-version", |_| session::version());
 query!(QueryName, "query-name", |_| json!({}));
 // Stopped while the errors of any disk stop it, as a guest of QEMU's is by any of its disks.
-query!(QueryStatus, "query-status", |inventory| match inventory.is_stopped() {
+query!(QueryStatus, "query-status", |registry| match registry.is_stopped() {
     false => json!({ "running": true, "status": "running" }),
     true => json!({ "running": false, "status": "io-error" }),
 });
-query!(Continue, "cont", |inventory| {
-    inventory.resume();
+query!(Continue, "cont", |registry| {
+    registry.resume();
     json!({})
 });
 /// How long what was held may take until it is told what came of it.
@@ -38,15 +38,15 @@ impl Command for Resume {
         Ok(Self { name: arguments.optional("name")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let mut disks = match &self.name {
-            Some(name) => vec![inventory.disk(name)?],
-            None => inventory.disks(),
+            Some(name) => vec![registry.disk(name)?],
+            None => registry.disks(),
         };
         disks.retain(|running| running.disk.failures().stopped_by().is_some());
         match &self.name {
-            Some(name) => inventory.resume_disk(name)?,
-            None => inventory.resume(),
+            Some(name) => registry.resume_disk(name)?,
+            None => registry.resume(),
         }
         let deadline = reactor::now() + TO_BE_TRIED;
         let mut resumed = Vec::new();
@@ -66,7 +66,7 @@ impl Command for Resume {
 
 query!(QueryCommands, "query-commands", |_| super::names().map(|name| json!({ "name": name })).collect());
 // The answer is on its way before the end begins, on this thread.
-query!(Quit, "quit", |inventory| {
-    (inventory.ender)(End::Asked);
+query!(Quit, "quit", |registry| {
+    (registry.ender)(End::Asked);
     json!({})
 });

@@ -14,8 +14,8 @@ use policy::time::Duration;
 use serde_json::{Value, json};
 
 use crate::{
-    inventory::{Inventory, RunningDisk},
     qmp::{arguments::Arguments, command::Command, error::Error, errors, settings},
+    registry::{Registry, RunningDisk},
 };
 
 /// Time that a query waits for the file system of a disk, before it returns the last known figure.
@@ -23,12 +23,12 @@ const TO_SEE_SIZE: Duration = Duration::from_secs(1);
 
 /// Nodes of all disks, queried concurrently: several unresponsive file systems cost the time of
 /// one.
-async fn nodes(inventory: &Inventory) -> Vec<(Rc<RunningDisk>, Value)> {
+async fn nodes(registry: &Registry) -> Vec<(Rc<RunningDisk>, Value)> {
     let begin = |running: Rc<RunningDisk>| {
         let of_task = Rc::clone(&running);
         (running, reactor::spawn_joinable(async move { node(&of_task).await }))
     };
-    let begun: Vec<_> = inventory.disks().into_iter().map(begin).collect();
+    let begun: Vec<_> = registry.disks().into_iter().map(begin).collect();
     let mut nodes = Vec::new();
     for (running, node) in begun {
         nodes.push((running, node.await));
@@ -36,9 +36,9 @@ async fn nodes(inventory: &Inventory) -> Vec<(Rc<RunningDisk>, Value)> {
     nodes
 }
 
-query!(QueryBlock, "query-block", |inventory| {
+query!(QueryBlock, "query-block", |registry| {
     let mut list = Vec::new();
-    for (running, node) in nodes(&inventory).await {
+    for (running, node) in nodes(&registry).await {
         let mut entry = json!({
             "device": &**running.disk.name(),
             // QEMU's own answer to everything.
@@ -67,8 +67,8 @@ impl Command for QueryNamedBlockNodes {
         Ok(Self)
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let list = nodes(&inventory).await.into_iter().map(|(_, node)| node).collect();
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let list = nodes(&registry).await.into_iter().map(|(_, node)| node).collect();
         Ok(Value::Array(list))
     }
 }
@@ -169,8 +169,8 @@ impl Command for QueryBlockstats {
         Ok(Self)
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        Ok(inventory.disks().iter().map(|running| statistics(running)).collect())
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        Ok(registry.disks().iter().map(|running| statistics(running)).collect())
     }
 }
 

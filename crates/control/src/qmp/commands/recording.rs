@@ -5,9 +5,9 @@ use std::{os::fd::OwnedFd, rc::Rc};
 use serde_json::{Value, json};
 
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error},
     recording::Running,
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -25,14 +25,14 @@ impl Command for Start {
         Ok(Self { of, file: arguments.passed().find(&name)?.into_owned() })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         for name in &self.of {
-            if inventory.disk(name).is_err() && inventory.group(name).is_err() {
+            if registry.disk(name).is_err() && registry.group(name).is_err() {
                 let rule = "no disk and no group has this name (`weir status` lists them)";
                 return Err(Error::generic(format!("{name}: {rule}")));
             }
         }
-        let id = inventory.recordings.begin(self.of, self.file).await;
+        let id = registry.recordings.begin(self.of, self.file).await;
         Ok(json!({ "id": id.map_err(|error| Error::generic(format!("{error:#}")))? }))
     }
 }
@@ -49,21 +49,21 @@ impl Command for Stop {
         Ok(Self { id: arguments.number("id", 0..=u64::MAX)?.ok_or_else(|| Error::missing("id"))? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let running = inventory.recordings.running();
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let running = registry.recordings.running();
         let is_own = |(id, running): &(u64, Rc<Running>)| *id == self.id && running.directory.is_some();
         if running.iter().any(is_own) {
             let rule = "is the daemon's own (take `record` out of what it was started with)";
             return Err(Error::generic(format!("recording {} {rule}", self.id)));
         }
-        let ended = inventory.recordings.end(self.id).await;
+        let ended = registry.recordings.end(self.id).await;
         let ended = ended.ok_or_else(|| Error::generic(format!("there is no recording {}", self.id)))?;
         Ok(told(self.id, &ended))
     }
 }
 
-query!(QueryRecordings, "x-weir-query-recordings", |inventory| {
-    let running = inventory.recordings.running();
+query!(QueryRecordings, "x-weir-query-recordings", |registry| {
+    let running = registry.recordings.running();
     Value::Array(running.iter().map(|(id, running)| told(*id, running)).collect())
 });
 

@@ -5,8 +5,8 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error},
+    registry::Registry,
     reload::{foresee, reload},
 };
 
@@ -22,8 +22,8 @@ impl Command for Reload {
         Ok(Self { is_dry_run: arguments.optional("dry-run")?.unwrap_or(false) })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let changes = if self.is_dry_run { foresee(&inventory).await } else { reload(&inventory).await };
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let changes = if self.is_dry_run { foresee(&registry).await } else { reload(&registry).await };
         changes.map(Value::Array).map_err(|error| Error::generic(format!("{error:#}")))
     }
 }

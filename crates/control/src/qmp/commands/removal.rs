@@ -9,8 +9,8 @@ use export::nbd::Removal;
 use serde_json::{Value, json};
 
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error},
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -25,11 +25,11 @@ impl Command for RemoveDisk {
         Ok(Self { name: arguments.required("name")? })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        if inventory.give_up_unopened(&self.name) {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        if registry.give_up_unopened(&self.name) {
             return Ok(json!({}));
         }
-        let disk = inventory.disk(&self.name)?;
+        let disk = registry.disk(&self.name)?;
         if disk.below.iter().any(|node| node.stays) {
             let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);
             return Err(Error::generic(why));
@@ -37,10 +37,10 @@ impl Command for RemoveDisk {
         drop(disk);
         // Clients of an export that was removed before are disconnected. Only their requests are
         // left.
-        for export in inventory.exports_of(&self.name).iter().filter(|export| !export.is_ending()) {
+        for export in registry.exports_of(&self.name).iter().filter(|export| !export.is_ending()) {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }
-        inventory.remove_disk_and_exports(&self.name, Removal::Safe).await?;
+        registry.remove_disk_and_exports(&self.name, Removal::Safe).await?;
         Ok(json!({}))
     }
 }

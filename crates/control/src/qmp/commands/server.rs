@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 use settings::{Address, Endpoint};
 
 use crate::{
-    inventory::{DoorTerms, Inventory},
     listen::{self, Inherited},
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+    registry::{DoorTerms, Registry},
     serving::{Added, Serving},
 };
 
@@ -64,26 +64,26 @@ impl Command for NbdServerStart {
         })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let generic = |error: anyhow::Error| Error::generic(format!("{error:#}"));
-        refuse_second(&inventory)?;
+        refuse_second(&registry)?;
         let required = |id: &String| {
-            let keys = inventory.credentials(id);
+            let keys = registry.credentials(id);
             let keys =
                 keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
             keys.map(|keys| Tls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
         let names = self.names.as_ref().map(|id| {
-            let names = inventory.names(id);
+            let names = registry.names(id);
             names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
         });
         let names = names.transpose()?;
         let DoorTerms { workers, access, nbd: standard, inherited, .. } =
-            inventory.door_terms().map_err(generic)?;
+            registry.door_terms().map_err(generic)?;
         let (at, listeners) = match self.place {
             Place::Address(address) => {
-                if let Some(sandbox) = inventory.sandbox() {
+                if let Some(sandbox) = registry.sandbox() {
                     sandbox.check_address(&address).map_err(generic)?;
                 }
                 let (endpoint, access) = (Endpoint::Address(address), access.clone());
@@ -99,7 +99,7 @@ impl Command for NbdServerStart {
                 (Endpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
             }
         };
-        refuse_second(&inventory)?;
+        refuse_second(&registry)?;
         let added =
             Added { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
         let mut terms = Terms { max_connections: self.max_connections, ..standard.clone() };
@@ -109,14 +109,14 @@ impl Command for NbdServerStart {
         let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
         serving.standard.set(Some(false));
         serving.added.set(self.is_sent.then_some(added));
-        inventory.add_server(&serving);
-        inventory.accept(&serving);
+        registry.add_server(&serving);
+        registry.accept(&serving);
         Ok(json!({}))
     }
 }
 
-fn refuse_second(inventory: &Inventory) -> Result<(), Error> {
-    match inventory.servers().is_empty() {
+fn refuse_second(registry: &Registry) -> Result<(), Error> {
+    match registry.servers().is_empty() {
         true => Ok(()),
         false => Err(Error::generic("NBD server already running")),
     }
@@ -169,12 +169,12 @@ impl Command for NbdServerStop {
         Ok(Self)
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        match &*inventory.servers() {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        match &*registry.servers() {
             [] => Err(Error::generic("NBD server not running")),
             [only] => {
-                let (inventory, only) = (Rc::clone(&inventory), Rc::clone(only));
-                let stopping = reactor::spawn_to_end(async move { inventory.stop_server(&only).await });
+                let (registry, only) = (Rc::clone(&registry), Rc::clone(only));
+                let stopping = reactor::spawn_to_end(async move { registry.stop_server(&only).await });
                 match reactor::timeout(TO_STOP, stopping).await {
                     Ok(_) => Ok(json!({})),
                     Err(_) => Err(Error::generic(format!(

@@ -26,9 +26,9 @@ use serde_json::Value;
 
 use crate::{
     devices::Listed,
-    inventory::{Door, Inventory, RunningDisk, RunningExport},
     left_out::LeftOut,
     qmp::{arguments::Arguments, caches, command::Command, error::Error, errors, prefetch, settings},
+    registry::{Door, Registry, RunningDisk, RunningExport},
     serving::Serving,
     users::Users,
 };
@@ -46,19 +46,19 @@ impl Command for QueryStatus {
         Ok(Self { lists: arguments.optional("lists")?.unwrap_or(true) })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let mut status = Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            uptime_ns: nanoseconds(inventory.uptime()),
-            makes_devices: Some(inventory.makes_devices()),
+            uptime_ns: nanoseconds(registry.uptime()),
+            makes_devices: Some(registry.makes_devices()),
             memory: Some(memory()),
-            servers: inventory.servers().iter().map(|one| server(one)).collect(),
-            cluster: inventory.cluster().map(|cluster| cluster.summary()),
-            config: inventory.config.as_ref().map(|path| path.display().to_string()),
+            servers: registry.servers().iter().map(|one| server(one)).collect(),
+            cluster: registry.cluster().map(|cluster| cluster.summary()),
+            config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..Status::default()
         };
         if self.lists {
-            add_lists(&inventory, &mut status);
+            add_lists(&registry, &mut status);
         }
         let mut answer = serde_json::to_value(status).expect("all keys are strings");
         if let (false, Some(members)) = (self.lists, answer.as_object_mut()) {
@@ -68,13 +68,13 @@ impl Command for QueryStatus {
     }
 }
 
-fn add_lists(inventory: &Rc<Inventory>, status: &mut Status) {
-    let (exports, members) = (inventory.exports(), inventory.members());
-    status.disks = inventory.disks().iter().map(|one| disk(inventory, one)).collect();
-    status.groups = inventory.groups().iter().map(|one| group(inventory, one, &members)).collect();
-    status.devices = inventory.devices().into_iter().map(device).collect();
+fn add_lists(registry: &Rc<Registry>, status: &mut Status) {
+    let (exports, members) = (registry.exports(), registry.members());
+    status.disks = registry.disks().iter().map(|one| disk(registry, one)).collect();
+    status.groups = registry.groups().iter().map(|one| group(registry, one, &members)).collect();
+    status.devices = registry.devices().into_iter().map(device).collect();
     status.exports = exports.iter().map(|one| export(one)).collect();
-    status.unopened = inventory.unavailable_disks();
+    status.unopened = registry.unavailable_disks();
 }
 
 fn memory() -> MemoryStatus {
@@ -95,7 +95,7 @@ fn nanoseconds(duration: policy::time::Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn disk(inventory: &Inventory, running: &Rc<RunningDisk>) -> DiskStatus {
+fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
     let disk = &running.disk;
     let (image, storage) = (disk.image(), disk.image().storage());
     let totals = disk.totals();
@@ -104,7 +104,7 @@ fn disk(inventory: &Inventory, running: &Rc<RunningDisk>) -> DiskStatus {
         Image::Raw(_) => (None, None),
     };
     let failures = disk.failures();
-    let exports = inventory.exports_of(disk.name());
+    let exports = registry.exports_of(disk.name());
     DiskStatus {
         name: disk.name().to_string(),
         image: running.config.image.to_string(),
@@ -124,7 +124,7 @@ fn disk(inventory: &Inventory, running: &Rc<RunningDisk>) -> DiskStatus {
         reads: DiskTransfers { requests: totals.reads, bytes: totals.read_bytes },
         writes: DiskTransfers { requests: totals.writes, bytes: totals.written_bytes },
         merged_requests: totals.merged_requests,
-        settings: disk_settings(inventory, disk),
+        settings: disk_settings(registry, disk),
         watermark_status: watermark_status(
             disk.throttle().settings().watermark,
             disk.throttle().enforcement(),
@@ -155,18 +155,18 @@ fn errors(failures: &Failures) -> ErrorCounts {
     }
 }
 
-fn disk_settings(inventory: &Inventory, disk: &Disk) -> MemberSettings {
+fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
     let member = disk.throttle();
     let DiskSettings { limits, share, watermark } = member.settings();
     MemberSettings {
         group: member.group().map(|group| group.name().to_owned()),
         prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
-        ..member_settings(inventory, disk.name(), &limits, share, watermark)
+        ..member_settings(registry, disk.name(), &limits, share, watermark)
     }
 }
 
 fn group(
-    inventory: &Inventory,
+    registry: &Registry,
     group: &Arc<Group>,
     members: &HashMap<*const Group, Vec<String>>,
 ) -> GroupStatus {
@@ -179,7 +179,7 @@ fn group(
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
         settings: MemberSettings {
             group: group.parent().map(|parent| parent.name().to_owned()),
-            ..member_settings(inventory, group.name(), &limits, share, watermark)
+            ..member_settings(registry, group.name(), &limits, share, watermark)
         },
         watermark_status: watermark_status(watermark, group.enforcement()),
         throttle: throttle(&group.stats()),
@@ -190,7 +190,7 @@ fn group(
 /// What a disk and a group have in common. Reservations and the watermark are absent where there
 /// are none.
 fn member_settings(
-    inventory: &Inventory,
+    registry: &Registry,
     name: &str,
     limits: &Limits,
     share: Share,
@@ -201,7 +201,7 @@ fn member_settings(
         weight: Some(share.weight().into()),
         iops_reservation: set(share.iops_reservation()),
         bps_reservation: set(share.bps_reservation()),
-        unmet_reservation: inventory.left_out.borrow().get(name).map(LeftOut::status),
+        unmet_reservation: registry.left_out.borrow().get(name).map(LeftOut::status),
         watermark: set(watermark.percent().into()),
         limits: settings::set(limits),
         ..MemberSettings::default()

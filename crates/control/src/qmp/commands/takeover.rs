@@ -6,8 +6,8 @@ use std::rc::Rc;
 use serde_json::{Value, json};
 
 use crate::{
-    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error},
+    registry::Registry,
     takeover::{
         COMMAND,
         leaving::{self, Asked},
@@ -28,8 +28,8 @@ impl Command for TakeOver {
         }))
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let begun = leaving::begin(&inventory, self.0).await;
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let begun = leaving::begin(&registry, self.0).await;
         begun.map(|()| json!({})).map_err(|error| Error::generic(format!("{error:#}")))
     }
 }

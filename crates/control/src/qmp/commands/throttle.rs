@@ -22,7 +22,6 @@ use serde_json::{Value, json};
 use super::weir;
 use crate::{
     change::Change,
-    inventory::Inventory,
     qmp::{
         arguments::Arguments,
         command::Command,
@@ -30,6 +29,7 @@ use crate::{
         identifier,
         settings::{LimitChanges, Naming},
     },
+    registry::Registry,
 };
 
 #[derive(Debug)]
@@ -58,36 +58,36 @@ impl Command for BlockSetIoThrottle {
         Ok(Self { disk, group, changes })
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let running = inventory.disk(&self.disk)?;
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        let running = registry.disk(&self.disk)?;
         let disk = &running.disk;
         let limits = self.changes.apply_to(Limits::default())?;
         let current = disk.throttle().group();
         let placed = (disk.throttle().settings(), current.clone());
-        let entered = self.group.as_ref().and_then(|name| inventory.group(name).ok());
+        let entered = self.group.as_ref().and_then(|name| registry.group(name).ok());
         let entered = entered.map(|group| (group.settings(), group));
         let changed = match (&self.group, current) {
             _ if limits.is_unlimited() => alone(disk, limits)?,
             (Some(name), _) if *name == self.disk => alone(disk, limits)?,
             (None, None) => alone(disk, limits)?,
-            (Some(name), _) => enter(&inventory, disk, name, limits)?,
+            (Some(name), _) => enter(&registry, disk, name, limits)?,
             (None, Some(group)) => set_group(&group, limits)?,
         };
-        if let Err(why) = weir::settle(&inventory).await {
+        if let Err(why) = weir::settle(&registry).await {
             disk.throttle().place(placed.0, placed.1.as_ref())?;
             if let Some((before, group)) = entered {
                 group.set(before)?;
             }
-            weir::unsettle(&inventory);
+            weir::unsettle(&registry);
             return Err(why);
         }
         // The event may name the group alone, and the disk may have entered or left one.
         if changed != self.disk
-            && let Err(error) = inventory.check_device_of(&self.disk)
+            && let Err(error) = registry.check_device_of(&self.disk)
         {
             tracing::warn!("{error:#}");
         }
-        inventory.tell(&Change::SettingsChanged { name: changed });
+        registry.tell(&Change::SettingsChanged { name: changed });
         Ok(json!({}))
     }
 }
@@ -115,13 +115,13 @@ fn set_group(group: &Arc<Group>, limits: Limits) -> Result<String, Error> {
 }
 
 /// With the group's limits alone: those before were of the disk's group of one.
-fn enter(inventory: &Inventory, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
+fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
     let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
-    let Ok(group) = inventory.group(name) else {
+    let Ok(group) = registry.group(name) else {
         let group = Group::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
-        inventory.add_group(&group)?;
+        registry.add_group(&group)?;
         if let Err(refused) = disk.throttle().place(own, Some(&group)) {
-            inventory.remove_group(name)?;
+            registry.remove_group(name)?;
             return Err(refused.into());
         }
         return Ok(name.to_owned());

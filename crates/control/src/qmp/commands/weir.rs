@@ -10,7 +10,6 @@ use serde_json::{Value, json};
 
 use crate::{
     change::Change,
-    inventory::{Inventory, RunningDisk},
     qmp::{
         arguments::Arguments,
         caches::{self, CacheChanges},
@@ -21,6 +20,7 @@ use crate::{
         prefetch::PrefetchChanges,
         settings::{Changes, LimitChanges, Naming},
     },
+    registry::{Registry, RunningDisk},
 };
 
 #[derive(Debug)]
@@ -42,15 +42,15 @@ impl Command for Set {
         Self::read_of(arguments, name)
     }
 
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        match inventory.group(&self.name) {
-            Ok(group) => self.set_group(&inventory, &group).await?,
-            Err(_) => self.set_disk(&inventory).await?,
+    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+        match registry.group(&self.name) {
+            Ok(group) => self.set_group(&registry, &group).await?,
+            Err(_) => self.set_disk(&registry).await?,
         }
         if self.changes.promise() {
-            inventory.forget_left_out(&self.name);
+            registry.forget_left_out(&self.name);
         }
-        inventory.tell(&Change::SettingsChanged { name: self.name });
+        registry.tell(&Change::SettingsChanged { name: self.name });
         Ok(json!({}))
     }
 }
@@ -67,7 +67,7 @@ impl Set {
         Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
     }
 
-    async fn set_group(&self, inventory: &Inventory, group: &Group) -> Result<(), Error> {
+    async fn set_group(&self, registry: &Registry, group: &Group) -> Result<(), Error> {
         if !self.caches.is_empty() {
             return Err(Error::generic(format!(
                 "group {}: it has no caches; its disks' images have",
@@ -91,11 +91,11 @@ impl Set {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
             return Err(Error::rule("group", rule));
         }
-        set_group(inventory, group, self.changes.apply_to(group.settings())?).await
+        set_group(registry, group, self.changes.apply_to(group.settings())?).await
     }
 
-    pub(super) async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
-        let running = inventory.disk(&self.name)?;
+    pub(super) async fn set_disk(&self, registry: &Registry) -> Result<(), Error> {
+        let running = registry.disk(&self.name)?;
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
@@ -104,7 +104,7 @@ impl Set {
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
-            Some(name) => Some(inventory.group(name).map_err(|_| no_group(inventory, name))?),
+            Some(name) => Some(registry.group(name).map_err(|_| no_group(registry, name))?),
         };
         let is_asked = self.group.is_some() || settings.watermark != before.watermark;
         if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
@@ -125,10 +125,10 @@ impl Set {
         let placed = (disk.throttle().settings(), disk.throttle().group());
         let mut changed = changed.and_then(|()| Ok(disk.throttle().place(settings, group.as_ref())?));
         if changed.is_ok() {
-            changed = settle(inventory).await;
+            changed = settle(registry).await;
             if changed.is_err() {
                 disk.throttle().place(placed.0, placed.1.as_ref())?;
-                unsettle(inventory);
+                unsettle(registry);
             }
         }
         if changed.is_err() {
@@ -160,41 +160,41 @@ impl Set {
 
 /// Sets all of it, if other hosts have room for what it promises, or nothing.
 pub(super) async fn set_group(
-    inventory: &Inventory,
+    registry: &Registry,
     group: &Group,
     settings: GroupSettings,
 ) -> Result<(), Error> {
     let before = group.settings();
     group.set(settings)?;
-    let settled = settle(inventory).await;
+    let settled = settle(registry).await;
     if settled.is_err() {
         // What is in force of a cluster's limits may be another by now.
         let limits = if group.lent().is_some() { group.settings().limits } else { before.limits };
         group.set(GroupSettings { limits, ..before })?;
-        unsettle(inventory);
+        unsettle(registry);
     }
     settled
 }
 
 /// Has the other hosts of the cluster know what is promised now; fails where they have no room.
-pub(super) async fn settle(inventory: &Inventory) -> Result<(), Error> {
-    let Some(cluster) = inventory.cluster().cloned() else { return Ok(()) };
-    cluster.settle_promises(inventory).await.map_err(Error::generic)
+pub(super) async fn settle(registry: &Registry) -> Result<(), Error> {
+    let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
+    cluster.settle_promises(registry).await.map_err(Error::generic)
 }
 
 /// What was not to be promised is not any more.
-pub(super) fn unsettle(inventory: &Inventory) {
-    if let Some(cluster) = inventory.cluster() {
-        cluster.promise(inventory);
+pub(super) fn unsettle(registry: &Registry) {
+    if let Some(cluster) = registry.cluster() {
+        cluster.promise(registry);
     }
 }
 
 /// Of a group to move into.
-fn no_group(inventory: &Inventory, name: &str) -> Error {
+fn no_group(registry: &Registry, name: &str) -> Error {
     let name = shown(name);
     Error::new(
         Class::DeviceNotFound,
-        match inventory.disk(&name) {
+        match registry.disk(&name) {
             Ok(_) => format!("{name:?} is a disk, not a group (name a group)"),
             Err(_) => {
                 format!("there is no group {name:?} (`weir status` lists them; `weir group add` makes one)")

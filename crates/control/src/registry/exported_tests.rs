@@ -9,10 +9,10 @@ use policy::access::Access;
 use settings::{DiskConfig, Endpoint};
 use storage::OpenOptions;
 
-use super::{Inventory, NewExport, Refused, RunningDisk};
+use super::{NewExport, Refused, Registry, RunningDisk};
 use crate::serving::Serving;
 
-fn add_disk(inventory: &Rc<Inventory>, name: &str) {
+fn add_disk(registry: &Rc<Registry>, name: &str) {
     let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
     let disk = Disk::new(name, image, DiskSettings::default(), None).expect("no settings");
     let running = RunningDisk {
@@ -24,7 +24,7 @@ fn add_disk(inventory: &Rc<Inventory>, name: &str) {
         storage: None,
         told: None,
     };
-    inventory.add_disk(running).expect("a new name");
+    registry.add_disk(running).expect("a new name");
 }
 
 fn export(id: &str, disk: &str) -> NewExport {
@@ -42,22 +42,22 @@ fn export(id: &str, disk: &str) -> NewExport {
 #[test]
 fn a_refused_removal_puts_back_only_the_exports_that_it_removed() {
     reactor::sim::run(1, async {
-        let inventory = Inventory::new(None, Rc::new(|_| ()));
-        add_disk(&inventory, "d");
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        add_disk(&registry, "d");
         let server = Server::new(None, Terms::default());
         let serving = Serving::new(server, Endpoint::Inherited, Vec::new(), &Rc::default());
         // Removed in this order.
         for id in ["1-ending", "2-in-service", "3-gone"] {
-            inventory.add_export(&serving, export(id, "d")).expect("a new id");
+            registry.add_export(&serving, export(id, "d")).expect("a new id");
         }
-        let exports = inventory.exports_of("d");
+        let exports = registry.exports_of("d");
         // Its end is not awaited, as while a request of its last client is in flight.
-        let _ending = inventory.removal("1-ending", Removal::Safe).expect("it has no clients");
-        inventory.removal("3-gone", Removal::Safe).expect("it has no clients").await;
-        let refused = inventory.remove_exports(&exports, Removal::Safe).await;
+        let _ending = registry.removal("1-ending", Removal::Safe).expect("it has no clients");
+        registry.removal("3-gone", Removal::Safe).expect("it has no clients").await;
+        let refused = registry.remove_exports(&exports, Removal::Safe).await;
         assert!(matches!(refused, Err(Refused::NoExport(id)) if id == "3-gone"));
-        let is_ending = |id| inventory.export(id).is_ok_and(|export| export.is_ending());
+        let is_ending = |id| registry.export(id).is_ok_and(|export| export.is_ending());
         assert!(is_ending("1-ending"), "it was removed before");
-        assert!(inventory.export("2-in-service").is_ok() && !is_ending("2-in-service"));
+        assert!(registry.export("2-in-service").is_ok() && !is_ending("2-in-service"));
     });
 }

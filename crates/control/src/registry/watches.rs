@@ -1,5 +1,5 @@
 //! What is heard of a disk while it is listed: that its requests fail, that it has another length,
-//! that its cluster has changed its image. Each ends with the disk's entry, and keeps no inventory
+//! that its cluster has changed its image. Each ends with the disk's entry, and keeps no registry
 //! alive.
 
 use std::{rc::Weak, sync::Arc};
@@ -9,19 +9,19 @@ use event_listener::Event;
 use policy::time::Duration;
 use storage::rbd::Bell;
 
-use super::Inventory;
+use super::Registry;
 use crate::change::Change;
 
 /// Whoever gives a disk another length, each of its exports sees it: a program may have written
 /// behind the end of a file that shows it.
-pub(super) async fn tell_sizes(inventory: Weak<Inventory>, disk: String, resized: Arc<Event>) {
+pub(super) async fn tell_sizes(registry: Weak<Registry>, disk: String, resized: Arc<Event>) {
     let mut next = resized.listen();
     loop {
         next.await;
         next = resized.listen();
-        let Some(inventory) = inventory.upgrade() else { return };
-        if let Ok(running) = inventory.disk(&disk) {
-            inventory.look_at_size(&running);
+        let Some(registry) = registry.upgrade() else { return };
+        if let Ok(running) = registry.disk(&disk) {
+            registry.look_at_size(&running);
         }
     }
 }
@@ -29,7 +29,7 @@ pub(super) async fn tell_sizes(inventory: Weak<Inventory>, disk: String, resized
 /// Looks at the size of an image whenever its cluster says that somebody has changed it, or, where
 /// that says nothing, from time to time.
 pub(super) async fn look_at_changes(
-    inventory: Weak<Inventory>,
+    registry: Weak<Registry>,
     disk: String,
     bell: Arc<Bell>,
     every: Option<Duration>,
@@ -40,8 +40,8 @@ pub(super) async fn look_at_changes(
             Some(every) => drop(reactor::timeout(every, bell.rung()).await),
             None => bell.rung().await,
         }
-        let Some(inventory) = inventory.upgrade() else { return };
-        if let Ok(running) = inventory.disk(&disk)
+        let Some(registry) = registry.upgrade() else { return };
+        if let Ok(running) = registry.disk(&disk)
             && let Err(error) = running.disk.look_again().await
         {
             tracing::warn!(disk, %error, "cannot determine whether the image was resized");
@@ -51,15 +51,15 @@ pub(super) async fn look_at_changes(
 
 /// Says at once that a disk was stopped, and of other failures the last in a second, as QEMU does:
 /// their rate is in the hand of clients.
-pub(super) async fn tell_failures(inventory: Weak<Inventory>, disk: String, failures: Arc<Failures>) {
+pub(super) async fn tell_failures(registry: Weak<Registry>, disk: String, failures: Arc<Failures>) {
     let mut failure = failures.next(false).await;
     loop {
-        let Some(inventory) = inventory.upgrade() else { return };
-        inventory.tell(&Change::Failed { disk: disk.clone(), failure });
-        if failure.stops && failures.stopped_by().is_some() && !inventory.stopped.replace(true) {
-            inventory.tell(&Change::Stopped);
+        let Some(registry) = registry.upgrade() else { return };
+        registry.tell(&Change::Failed { disk: disk.clone(), failure });
+        if failure.stops && failures.stopped_by().is_some() && !registry.stopped.replace(true) {
+            registry.tell(&Change::Stopped);
         }
-        drop(inventory);
+        drop(registry);
         failure = match reactor::timeout(Duration::from_secs(1), failures.next(true)).await {
             Ok(failure) => failure,
             Err(_) => failures.next(false).await,

@@ -16,7 +16,7 @@ use export::nbd::{self, NotRemoved, Removal};
 use reactor::Worker;
 use settings::{Endpoint, SocketAccess, Tls};
 
-use super::{End, Inventory, Refused};
+use super::{End, Refused, Registry};
 use crate::{
     change::Change,
     doors::{self, Entrance, Taken},
@@ -39,8 +39,8 @@ pub(crate) struct DoorTerms {
     pub(crate) tls: Tls,
 }
 
-impl Inventory {
-    /// What is opened from now on lets nobody in before [`Inventory::let_clients_in`], but devices
+impl Registry {
+    /// What is opened from now on lets nobody in before [`Registry::let_clients_in`], but devices
     /// of this host: the kernel reads one to make it.
     pub fn keep_clients_out(&self) {
         self.keeps_out.set(true);
@@ -114,13 +114,11 @@ impl Inventory {
         servers_at.entry(serving.endpoint.clone()).or_insert_with(|| Rc::clone(serving));
         if self.ends_when_idle.get() {
             // It may wait for ever, and must keep nothing by it.
-            let (server, inventory) = (Arc::clone(&serving.server), Rc::downgrade(self));
+            let (server, registry) = (Arc::clone(&serving.server), Rc::downgrade(self));
             reactor::spawn(async move {
-                server
-                    .wait_while(|_| inventory.upgrade().is_some_and(|inventory| !inventory.is_idle()))
-                    .await;
-                if let Some(inventory) = inventory.upgrade() {
-                    (inventory.ender)(End::Idle);
+                server.wait_while(|_| registry.upgrade().is_some_and(|registry| !registry.is_idle())).await;
+                if let Some(registry) = registry.upgrade() {
+                    (registry.ender)(End::Idle);
                 }
             });
         }
@@ -250,7 +248,7 @@ impl Inventory {
         let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited, tls });
     }
 
-    /// What [`Inventory::let_doors`] was told.
+    /// What [`Registry::let_doors`] was told.
     ///
     /// # Errors
     /// Before it was.
@@ -306,12 +304,12 @@ impl Inventory {
             return Err(refused.into());
         }
         if self.ends_when_idle.get() {
-            let (server, inventory) = (Arc::clone(&entrance.server), Rc::downgrade(self));
+            let (server, registry) = (Arc::clone(&entrance.server), Rc::downgrade(self));
             reactor::spawn(async move {
-                let busy = || inventory.upgrade().is_some_and(|inventory| !inventory.is_idle());
+                let busy = || registry.upgrade().is_some_and(|registry| !registry.is_idle());
                 server.wait_while(Box::new(busy)).await;
-                if let Some(inventory) = inventory.upgrade() {
-                    (inventory.ender)(End::Idle);
+                if let Some(registry) = registry.upgrade() {
+                    (registry.ender)(End::Idle);
                 }
             });
         }
@@ -345,10 +343,10 @@ impl Inventory {
     }
 
     fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {
-        let (inventory, id) = (Rc::downgrade(self), id.to_owned());
+        let (registry, id) = (Rc::downgrade(self), id.to_owned());
         entrance.accept(move |result| {
-            if let Some(inventory) = inventory.upgrade() {
-                inventory.door_ended(&id, result);
+            if let Some(registry) = registry.upgrade() {
+                registry.door_ended(&id, result);
             }
         });
     }
@@ -377,10 +375,10 @@ impl Inventory {
     /// No client finds the export any more when this returns. Its id and its disk stay in use until
     /// its last client is gone and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
-        let (inventory, removal) = (Rc::clone(self), self.removal(id, removal)?);
+        let (registry, removal) = (Rc::clone(self), self.removal(id, removal)?);
         reactor::spawn(async move {
             let gone = removal.await;
-            gone.iter().for_each(|gone| inventory.tell(gone));
+            gone.iter().for_each(|gone| registry.tell(gone));
         });
         Ok(())
     }
@@ -403,22 +401,21 @@ impl Inventory {
             }
         };
         export.ending.set(true);
-        let inventory = Rc::clone(self);
+        let registry = Rc::clone(self);
         Ok(async move {
             export.door.wait_until_unused().await;
-            let is_listed =
-                inventory.exports.get(&export.id).is_some_and(|known| Rc::ptr_eq(&known, &export));
+            let is_listed = registry.exports.get(&export.id).is_some_and(|known| Rc::ptr_eq(&known, &export));
             if is_listed {
-                inventory.unlist_export(&export);
+                registry.unlist_export(&export);
             }
             if is_gone {
                 return None;
             }
-            if inventory.ends_when_idle.get() && inventory.is_idle() {
-                (inventory.ender)(End::Idle);
+            if registry.ends_when_idle.get() && registry.is_idle() {
+                (registry.ender)(End::Idle);
             }
             // Of one that never was, nobody has heard.
-            let is_known = !inventory.is_arriving(export.disk.disk.name());
+            let is_known = !registry.is_arriving(export.disk.disk.name());
             is_known.then(|| Change::ExportDeleted { id: export.id.clone() })
         })
     }

@@ -80,7 +80,7 @@ pub enum End {
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
 /// All that the daemon serves.
-pub struct Inventory {
+pub struct Registry {
     started: Instant,
     /// The config file.
     pub config: Option<PathBuf>,
@@ -109,7 +109,7 @@ pub struct Inventory {
     pub(crate) moving: RefCell<BTreeSet<String>>,
     /// Disks of the config that are not open yet.
     pub unopened: RefCell<BTreeMap<String, Rc<Unopened>>>,
-    /// Disks that are being added: see [`Inventory::arrival`].
+    /// Disks that are being added: see [`Registry::arrival`].
     arriving: RefCell<BTreeSet<String>>,
     /// Tell of the failures of each disk, and of its length, while they are held.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
@@ -121,11 +121,11 @@ pub struct Inventory {
     servers: RefCell<Vec<Rc<Serving>>>,
     /// The first server of each endpoint.
     servers_at: RefCell<HashMap<Endpoint, Rc<Serving>>>,
-    /// What own doors are made with: see [`Inventory::let_doors`].
+    /// What own doors are made with: see [`Registry::let_doors`].
     door_terms: OnceCell<DoorTerms>,
     /// The daemon ends once the last client has gone.
     pub ends_when_idle: Cell<bool>,
-    /// It is still starting: see [`Inventory::keep_clients_out`].
+    /// It is still starting: see [`Registry::keep_clients_out`].
     keeps_out: Cell<bool>,
     /// A device of this host has gone, and its export with it.
     lost_device: Cell<bool>,
@@ -179,22 +179,22 @@ impl Drop for Closing<'_> {
     }
 }
 
-/// All disks of an inventory, at any time.
-fn disks_of(inventory: Weak<Inventory>) -> impl Fn() -> Vec<Arc<Disk>> {
-    move || inventory.upgrade().map(|inventory| inventory.block_disks()).unwrap_or_default()
+/// All disks of a registry, at any time.
+fn disks_of(registry: Weak<Registry>) -> impl Fn() -> Vec<Arc<Disk>> {
+    move || registry.upgrade().map(|registry| registry.block_disks()).unwrap_or_default()
 }
 
 /// Lookup of a disk by its name.
-fn disk_of(inventory: Weak<Inventory>) -> impl Fn(&str) -> Option<Arc<Disk>> {
-    move |name| inventory.upgrade()?.disks.get(name).map(|running| Arc::clone(&running.disk))
+fn disk_of(registry: Weak<Registry>) -> impl Fn(&str) -> Option<Arc<Disk>> {
+    move |name| registry.upgrade()?.disks.get(name).map(|running| Arc::clone(&running.disk))
 }
 
 /// Lookup of a group by its name.
-fn has_group_of(inventory: Weak<Inventory>) -> impl Fn(&str) -> bool {
-    move |name| inventory.upgrade().is_some_and(|inventory| inventory.groups.get(name).is_some())
+fn has_group_of(registry: Weak<Registry>) -> impl Fn(&str) -> bool {
+    move |name| registry.upgrade().is_some_and(|registry| registry.groups.get(name).is_some())
 }
 
-impl Inventory {
+impl Registry {
     /// Nothing yet, for a daemon that was configured by this file.
     pub fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
         let new = Rc::new_cyclic(|this: &Weak<Self>| Self {
@@ -331,7 +331,7 @@ impl Inventory {
     pub fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
         self.devices.get_or_init(|| Devices::new(state));
         self.check_devices()?;
-        let (inventory, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
+        let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
             let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
             let is_due = !changed.borrow().is_empty();
@@ -339,13 +339,13 @@ impl Inventory {
             if is_due {
                 return;
             }
-            let (inventory, changed) = (Weak::clone(&inventory), Rc::clone(&changed));
+            let (registry, changed) = (Weak::clone(&registry), Rc::clone(&changed));
             reactor::spawn(async move {
                 // More come before anything else has its turn.
                 reactor::yield_now().await;
                 let names = changed.take();
-                if let Some(inventory) = inventory.upgrade() {
-                    let refused = names.iter().filter_map(|name| inventory.check_device_of(name).err());
+                if let Some(registry) = registry.upgrade() {
+                    let refused = names.iter().filter_map(|name| registry.check_device_of(name).err());
                     refused.for_each(|error| tracing::warn!("{error:#}"));
                 }
             });
@@ -553,7 +553,7 @@ impl Inventory {
     }
 
     /// Names of a group's members: disks first, each kind in its order. For several groups see
-    /// [`Inventory::members`].
+    /// [`Registry::members`].
     pub(crate) fn members_of(&self, group: &Arc<Group>) -> Vec<String> {
         self.members().remove(&Arc::as_ptr(group)).unwrap_or_default()
     }

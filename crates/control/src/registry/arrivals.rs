@@ -5,23 +5,23 @@ use std::rc::Rc;
 
 use export::nbd::Removal;
 
-use super::{Inventory, Refused};
+use super::{Refused, Registry};
 use crate::change::Change;
 
 /// While it is held, no event is of a disk of this name; then it is there, or never was.
 pub(crate) struct Arrival {
-    inventory: Rc<Inventory>,
+    registry: Rc<Registry>,
     name: String,
 }
 
-impl Inventory {
+impl Registry {
     /// # Errors
     /// A disk of this name is on its way already.
     pub(crate) fn arrival(self: &Rc<Self>, name: &str) -> Result<Arrival, Refused> {
         if !self.arriving.borrow_mut().insert(name.to_owned()) {
             return Err(Refused::Busy(name.to_owned()));
         }
-        Ok(Arrival { inventory: Rc::clone(self), name: name.to_owned() })
+        Ok(Arrival { registry: Rc::clone(self), name: name.to_owned() })
     }
 
     /// Has a disk go again that did not come whole. Whoever has connected to one of its exports
@@ -38,7 +38,7 @@ impl Inventory {
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        self.inventory.arriving.borrow_mut().remove(&self.name);
-        self.inventory.tell(&Change::Listed { name: std::mem::take(&mut self.name) });
+        self.registry.arriving.borrow_mut().remove(&self.name);
+        self.registry.tell(&Change::Listed { name: std::mem::take(&mut self.name) });
     }
 }

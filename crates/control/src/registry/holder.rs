@@ -3,7 +3,7 @@
 
 use storage::OpenError;
 
-use super::Inventory;
+use super::Registry;
 
 const REMEDY: &str = "export one disk twice, or make both read-only";
 
@@ -21,7 +21,7 @@ pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
     }
 }
 
-impl Inventory {
+impl Registry {
     /// Names the disk that is here, if it is the one that has locked the file.
     pub(crate) fn naming_holder(&self, error: OpenError) -> OpenError {
         let Some(locked) = &error.locked else { return error };

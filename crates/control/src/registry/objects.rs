@@ -9,7 +9,7 @@ use image::secret::{LONGEST_SECRET, Secret};
 use policy::access::Names;
 use reactor::memory::Budget;
 
-use super::{Inventory, Refused};
+use super::{Refused, Registry};
 
 /// Largest number of objects, all kinds together.
 const MOST_OBJECTS: usize = 1024;
@@ -54,7 +54,7 @@ impl Drop for KeptObject {
     }
 }
 
-impl Inventory {
+impl Registry {
     /// # Errors
     /// The id is taken, the object is too large, or there is no room for one more.
     pub(crate) fn add_object(&self, id: &str, object: NamedObject) -> Result<(), Refused> {
@@ -130,22 +130,22 @@ mod tests {
     #[test]
     fn objects_have_bounds_and_are_charged() {
         reactor::sim::run(1, async {
-            let inventory = Inventory::new(None, Rc::new(|_| ()));
-            let refused = inventory.add_object("large", secret(900 << 10)).expect_err("above 64 KiB");
+            let registry = Registry::new(None, Rc::new(|_| ()));
+            let refused = registry.add_object("large", secret(900 << 10)).expect_err("above 64 KiB");
             assert!(refused.to_string().contains("921600 bytes; an object has at most 65536"), "{refused}");
             let rules = Names::any_of((0..10_000).map(|number| format!("name{number}")));
-            inventory.add_object("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
+            registry.add_object("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
             // Other tests of this process use the budget as well, so only a lower bound holds.
             for number in 0..MOST_OBJECTS {
-                inventory.add_object(&format!("s{number}"), secret(1000)).expect("within the bounds");
+                registry.add_object(&format!("s{number}"), secret(1000)).expect("within the bounds");
             }
             let charged = MOST_OBJECTS as u64 * (1000 + BYTES_BESIDE);
             assert!(Budget::process().usage().reserved >= charged);
-            let refused = inventory.add_object("more", secret(1)).expect_err("one too many");
+            let refused = registry.add_object("more", secret(1)).expect_err("one too many");
             assert!(refused.to_string().contains("1024 are there already"), "{refused}");
-            assert!(inventory.remove_object("s5") && !inventory.remove_object("s5"));
-            inventory.add_object("more", secret(1)).expect("there is room again");
-            assert!(inventory.secret("more").is_ok() && inventory.names("more").is_none());
+            assert!(registry.remove_object("s5") && !registry.remove_object("s5"));
+            registry.add_object("more", secret(1)).expect("there is room again");
+            assert!(registry.secret("more").is_ok() && registry.names("more").is_none());
         });
     }
 }
