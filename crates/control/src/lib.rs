@@ -43,6 +43,7 @@ pub mod notify;
 pub mod opening;
 mod promises;
 pub mod qmp;
+pub mod reconcile;
 pub mod recording;
 pub mod registry;
 pub mod reload;

@@ -16,8 +16,8 @@ use policy::throttle::{Refused, Share};
 use super::{
     change::Change,
     left_out::{LeftOut, State, reservations, wanted_of},
+    reconcile::seats::{Node, Seat},
     registry::Registry,
-    reload::seats::{Node, Seat},
 };
 use crate::events::{Kind, News};
 

@@ -9,8 +9,7 @@ use export::nbd;
 use serde_json::Value;
 use settings::Plan;
 
-use super::told;
-use crate::{assemble, loaded::Loaded, registry::Registry};
+use crate::{assemble, loaded::Loaded, reconcile::applied, registry::Registry};
 
 /// What was read, as far as that could be.
 pub(super) struct Renewed {
@@ -41,7 +40,7 @@ impl Renewed {
 
     /// What is told of it.
     pub(super) fn told(&self) -> impl Iterator<Item = Value> {
-        self.kept.iter().map(|why| told::not_read(why))
+        self.kept.iter().map(|why| applied::not_read(why))
     }
 
     /// Puts it in force.

@@ -7,8 +7,13 @@ use anyhow::Context as _;
 use serde_json::Value;
 use settings::{PlacedDisk, Plan};
 
-use super::{check_secrets, difference, told};
-use crate::{assemble::Assembly, loaded::Loaded, opening::Opening, registry::Registry};
+use crate::{
+    assemble::Assembly,
+    loaded::Loaded,
+    opening::Opening,
+    reconcile::{applied, check_secrets, difference},
+    registry::Registry,
+};
 
 /// What the file says of them.
 pub(super) struct Said {
@@ -48,7 +53,7 @@ impl Said {
     /// What is told of them: they are not open yet, or given up.
     pub(super) fn told(&self, registry: &Registry) -> Vec<Value> {
         let tell = |disk: PlacedDisk| {
-            told::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
+            applied::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
         };
         registry.unopened_disks().into_iter().map(tell).collect()
     }

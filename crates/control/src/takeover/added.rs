@@ -20,8 +20,8 @@ use settings::{Door as Own, Socket};
 
 use super::told::{AddedDisk, AddedExport, AddedGroup, OfferedDevice, Origin};
 use crate::{
+    reconcile::applied::{self, Named, of_throttle},
     registry::{NewExport, Registry, RunningDisk, RunningExport},
-    reload::told::{self, Named, of_throttle},
     serving::{Added, Serving},
     wanted,
 };
@@ -36,7 +36,8 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
         return Origin::Bound("only the other was told its passphrase".to_owned());
     }
     let nodes = nodes.iter().cloned().map(with_whole_paths).collect();
-    let values = told::of_disk(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
+    let values =
+        applied::of_disk(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
     let settings = settings(running.disk.name(), values);
     Origin::Added(AddedDisk { nodes, settings })
 }

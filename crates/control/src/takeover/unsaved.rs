@@ -9,8 +9,8 @@ use settings::{DiskConfig, KeySet as _, key::ValueKind};
 
 use super::told::{State, Told};
 use crate::{
+    reconcile::applied::{self, Named, of_throttle},
     registry::{Registry, RunningDisk},
-    reload::told::{self, Named, of_throttle},
 };
 
 pub(super) fn of_disk(running: &RunningDisk) -> Told {
@@ -43,11 +43,11 @@ pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
 }
 
 fn set_of_disk(running: &RunningDisk) -> Vec<Named> {
-    told::of_disk(&running.current_config())
+    applied::of_disk(&running.current_config())
 }
 
 fn disk_by_itself() -> Vec<Named> {
-    told::of_disk(&DiskConfig::default())
+    applied::of_disk(&DiskConfig::default())
 }
 
 fn set_of_group(group: &Group) -> Vec<Named> {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{
     events::{Kind, News},
-    reload::told::{self, Named},
+    reconcile::applied::{self, Named},
     running::RunningDisk,
 };
 
@@ -26,15 +26,15 @@ pub(crate) struct Changed {
 
 impl Settings {
     pub(super) fn of_disk(running: &RunningDisk) -> Self {
-        Self(told::of_disk(&running.current_config()))
+        Self(applied::of_disk(&running.current_config()))
     }
 
     pub(super) fn of_group(group: &Group) -> Self {
-        Self(told::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
+        Self(applied::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
     }
 
     pub(crate) fn of_limits(limits: &Limits) -> Self {
-        Self(told::of_limits(limits))
+        Self(applied::of_limits(limits))
     }
 
     pub(crate) fn since(&self, before: &Self) -> Vec<Changed> {
@@ -86,10 +86,10 @@ mod tests {
     #[test]
     fn what_has_changed_is_told_with_both_values() {
         let mut wanted = GroupSettings::default();
-        let before = Settings(told::of_throttle(&wanted, ""));
+        let before = Settings(applied::of_throttle(&wanted, ""));
         assert_eq!(before.since(&before), []);
         wanted.limits.set(Setting::Limit(LimitKind::IopsTotal, Part::Rate), 500).unwrap();
-        let changes = Settings(told::of_throttle(&wanted, "")).since(&before);
+        let changes = Settings(applied::of_throttle(&wanted, "")).since(&before);
         let said: Vec<_> = changes.iter().map(Changed::to_string).collect();
         assert_eq!(said, ["iops-total 500 (was 0)"]);
         assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));

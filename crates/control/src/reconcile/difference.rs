@@ -28,15 +28,15 @@ const REMEDY: &str = "take the disk out of the file and reload, and put it back 
 
 /// By their index in the plan, or by name where it is not in there any more.
 #[derive(Debug, Default)]
-pub(super) struct Difference {
-    pub(super) new_groups: Vec<usize>,
+pub(crate) struct Difference {
+    pub(crate) new_groups: Vec<usize>,
     /// Those inside others first.
-    pub(super) old_groups: Vec<String>,
-    pub(super) new_disks: Vec<usize>,
-    pub(super) kept_disks: Vec<usize>,
-    pub(super) old_disks: Vec<String>,
-    pub(super) new_exports: Vec<Wanted>,
-    pub(super) old_exports: Vec<Wanted>,
+    pub(crate) old_groups: Vec<String>,
+    pub(crate) new_disks: Vec<usize>,
+    pub(crate) kept_disks: Vec<usize>,
+    pub(crate) old_disks: Vec<String>,
+    pub(crate) new_exports: Vec<Wanted>,
+    pub(crate) old_exports: Vec<Wanted>,
 }
 
 impl Difference {
@@ -44,7 +44,7 @@ impl Difference {
     ///
     /// # Errors
     /// What cannot be changed, with its place; what is in use.
-    pub(super) async fn find(
+    pub(crate) async fn find(
         registry: &Registry,
         before: &Plan,
         (draft, plan): (&Draft, &Plan),
@@ -181,7 +181,7 @@ fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
 }
 
 /// Where the file asks for an export.
-pub(super) fn place_of<'p>(plan: &'p Plan, wanted: &Wanted) -> Option<&'p Place> {
+pub(crate) fn place_of<'p>(plan: &'p Plan, wanted: &Wanted) -> Option<&'p Place> {
     let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
     let is_it = |export: &ExportConfig| match (export, &wanted.way) {
         (ExportConfig::Own(door), Way::Own(wanted)) => door == wanted,
@@ -197,7 +197,7 @@ fn shown(place: Option<&Place>) -> String {
 }
 
 /// The keys by which a disk differs that cannot be changed while it is served.
-pub(super) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
+pub(crate) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
     old.differences(new).filter(|key| key.change == Change::Never).map(|key| key.name).collect()
 }
 

@@ -6,22 +6,22 @@ use serde_json::{Value, json};
 use settings::{DiskConfig, GroupConfig, Key, KeySet, key::Change};
 
 /// That a disk, a group or an export has come or gone: `change` is `added` or `removed`.
-pub(super) fn listed(kind: &str, name: &str, change: &str) -> Value {
+pub(crate) fn listed(kind: &str, name: &str, change: &str) -> Value {
     json!({ "kind": kind, "name": name, "change": change })
 }
 
 /// That a disk of the config file is on another host.
-pub(super) fn left_out(disk: &str, host: &str) -> Value {
+pub(crate) fn left_out(disk: &str, host: &str) -> Value {
     json!({ "kind": "disk", "name": disk, "change": "left-out", "host": host })
 }
 
 /// That keys, certificates or passwords could not be read again.
-pub(super) fn not_read(why: &str) -> Value {
+pub(crate) fn not_read(why: &str) -> Value {
     json!({ "kind": "daemon", "name": "", "change": "not-read", "reason": why })
 }
 
 /// The same of an export, and where.
-pub(super) fn exported((name, address): (String, String), disk: &str, change: &str) -> Value {
+pub(crate) fn exported((name, address): (String, String), disk: &str, change: &str) -> Value {
     json!({ "kind": "export", "name": name, "disk": disk, "address": address, "change": change })
 }
 
@@ -29,7 +29,7 @@ pub(super) fn exported((name, address): (String, String), disk: &str, change: &s
 pub(crate) type Named = (&'static str, Value);
 
 /// Those that differ.
-pub(super) fn settings<'a>(
+pub(crate) fn settings<'a>(
     kind: &'a str,
     name: &'a str,
     before: Vec<Named>,
@@ -75,6 +75,6 @@ pub(crate) fn of_disk(disk: &DiskConfig) -> Vec<Named> {
 }
 
 /// The same without limits, shares and the group, which are changed together with those of others.
-pub(super) fn of_disk_alone(disk: &DiskConfig) -> Vec<Named> {
+pub(crate) fn of_disk_alone(disk: &DiskConfig) -> Vec<Named> {
     values(disk, |key| key.change == Change::Live && GroupConfig::key(key.name).is_none())
 }

@@ -13,14 +13,14 @@ use block::{
 };
 use policy::throttle::{Refused, Share};
 
-use super::told::{self, Named};
+use super::applied::{self, Named};
 
 /// A disk or a group, what it is held to, and of a disk the group that it is in.
 #[derive(Clone)]
 pub(crate) struct Seat {
     pub(crate) node: Node,
     pub(crate) settings: GroupSettings,
-    pub(super) group: Option<Arc<Group>>,
+    pub(crate) group: Option<Arc<Group>>,
 }
 
 #[derive(Clone)]
@@ -68,8 +68,8 @@ impl Seat {
     }
 
     /// Its settings, each by its name.
-    pub(super) fn values(&self) -> Vec<Named> {
-        told::of_throttle(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
+    pub(crate) fn values(&self) -> Vec<Named> {
+        applied::of_throttle(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
     }
 
     /// What it is, and its name.
@@ -81,7 +81,7 @@ impl Seat {
     }
 }
 
-pub(super) fn promising_nothing(share: Share) -> Share {
+pub(crate) fn promising_nothing(share: Share) -> Share {
     share.with_reservation(0, 0)
 }
 
@@ -89,7 +89,7 @@ pub(super) fn promising_nothing(share: Share) -> Share {
 ///
 /// # Errors
 /// The first that cannot be; then some are in force. What was before can always be put again.
-pub(super) fn put(seats: &[Seat]) -> anyhow::Result<()> {
+pub(crate) fn put(seats: &[Seat]) -> anyhow::Result<()> {
     let take = |seat: &Seat| {
         seat.take().with_context(|| {
             let (kind, name) = seat.named();

@@ -10,9 +10,8 @@ use serde_json::Value;
 use settings::{Address, Endpoint};
 
 use super::{
-    Difference, Work, check_secrets,
+    Difference, Work, applied, check_secrets,
     seats::{Node, Seat},
-    told,
 };
 use crate::{
     assemble::{self, Assembly},
@@ -28,20 +27,20 @@ impl Work<'_> {
     ///
     /// # Errors
     /// What it would be refused for.
-    pub(super) async fn foresee(&self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
+    pub(crate) async fn foresee(&self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
         self.check_doors(difference)?;
         let silent = self.look_at_images(difference).await?;
         self.look_at_sockets(difference)?;
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = told::of_disk_alone(&self.registry.disk(&planned.name)?.current_config());
-            all.extend(told::settings("disk", &planned.name, now, told::of_disk_alone(planned)));
+            let now = applied::of_disk_alone(&self.registry.disk(&planned.name)?.current_config());
+            all.extend(applied::settings("disk", &planned.name, now, applied::of_disk_alone(planned)));
         }
         let groups = &self.plan.groups;
         for (index, planned) in groups.iter().enumerate() {
             if difference.new_groups.contains(&index) {
-                all.push(told::listed("group", &planned.name, "added"));
+                all.push(applied::listed("group", &planned.name, "added"));
             }
         }
         for (index, planned) in groups.iter().enumerate() {
@@ -50,29 +49,29 @@ impl Work<'_> {
                 // It stays where it is.
                 let now = Seat::now(&node);
                 let wanted = Seat { settings: self.of_group(planned, &now.settings), ..now.clone() };
-                all.extend(told::settings("group", &planned.name, now.values(), wanted.values()));
+                all.extend(applied::settings("group", &planned.name, now.values(), wanted.values()));
             }
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let now = Seat::now(&Node::Disk(self.registry.disk(&planned.name)?.disk.clone()));
             let group = planned.group.as_deref().unwrap_or("");
-            let wanted = told::of_throttle(&self.of_disk(planned), group);
-            all.extend(told::settings("disk", &planned.name, now.values(), wanted));
+            let wanted = applied::of_throttle(&self.of_disk(planned), group);
+            all.extend(applied::settings("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
         let becomes = |name| if silent.contains(name) { "unopened" } else { "added" };
-        all.extend(new_disks.map(|name| told::listed("disk", name, becomes(name))));
+        all.extend(new_disks.map(|name| applied::listed("disk", name, becomes(name))));
         let is_open = |one: &&Wanted| !silent.contains(&one.disk);
         let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();
         let exports = [(&difference.old_exports, "removed"), (&new_exports, "added")];
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
         {
-            all.push(told::exported(wanted.told(self.registry), &wanted.disk, change));
+            all.push(applied::exported(wanted.told(self.registry), &wanted.disk, change));
         }
-        all.extend(difference.old_disks.iter().map(|name| told::listed("disk", name, "removed")));
-        all.extend(difference.old_groups.iter().map(|name| told::listed("group", name, "removed")));
+        all.extend(difference.old_disks.iter().map(|name| applied::listed("disk", name, "removed")));
+        all.extend(difference.old_groups.iter().map(|name| applied::listed("group", name, "removed")));
         Ok(all)
     }
 
