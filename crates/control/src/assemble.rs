@@ -1,6 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
+use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
 use block::{disk::Disk, layer::throttle::Group};
@@ -10,7 +10,7 @@ use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::
 use storage::{OpenOptions, Passed, Root, rate::Budgets, rbd};
 
 use super::{
-    opening::{Opening, Trial},
+    opening::Opening,
     registry::{Registry, RunningDisk},
 };
 use crate::events::Events;
@@ -38,7 +38,7 @@ impl Assembly {
     }
 
     /// Opens the image of a disk.
-    pub async fn open(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Image> {
+    pub(crate) async fn open(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Image> {
         self.opening(planned).await?.open().await
     }
 
@@ -72,25 +72,27 @@ impl Assembly {
     }
 }
 
-/// Adds all groups to the registry, and says what is odd in the plan. In the order of the plan.
-pub fn groups(plan: &Plan, registry: &Registry) -> anyhow::Result<()> {
-    for planned in &plan.groups {
-        let parent = planned.group.as_ref().map(|parent| registry.group(parent)).transpose()?;
-        let of_cluster = registry.cluster().filter(|_| planned.cluster);
-        let is_shared = of_cluster.is_some() || registry.shared_group(parent.as_ref()).is_some();
-        let settings = if is_shared { promising_nothing(planned.settings) } else { planned.settings };
-        let group = Group::new(&planned.name, settings.of_group(), parent.as_ref())
-            .with_context(|| format!("group {}", planned.name))?;
-        registry.add_group(&group)?;
-        if let Some(cluster) = of_cluster {
-            cluster.take_part(&group)?;
-        }
-        if is_shared {
-            promise(registry, &planned.name, &planned.settings)?;
-        }
-    }
+/// Logs a warning for each odd but valid setting of a plan.
+pub fn warn_of_remarks(plan: &Plan) {
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
+    }
+}
+
+/// Loads librbd if a disk needs it, and confines images to the plan's root. After this, the process can give
+/// up the right to run programs.
+///
+/// # Errors
+/// The library or the directory cannot be opened.
+pub async fn prepare(plan: &Plan, registry: &Registry) -> anyhow::Result<()> {
+    if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
+        let name = &first.name;
+        reactor::blocking(rbd::load)
+            .await
+            .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
+    }
+    if let Some(path) = &plan.service.image_root {
+        registry.confine(root(path)?);
     }
     Ok(())
 }
@@ -106,7 +108,8 @@ pub(crate) fn bare(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     bare
 }
 
-fn promise(registry: &Registry, name: &str, settings: &Settings) -> anyhow::Result<()> {
+/// Makes the reservations of a group or disk of a cluster's limits, as far as there is room.
+pub(crate) fn promise(registry: &Registry, name: &str, settings: &Settings) -> anyhow::Result<()> {
     match [settings.iops_reservation, settings.bps_reservation] {
         [0, 0] => Ok(()),
         wanted => registry.promise_at_start(name, wanted),
@@ -117,100 +120,6 @@ fn promise(registry: &Registry, name: &str, settings: &Settings) -> anyhow::Resu
 /// thread with more rights than others. Everything else is opened before.
 pub fn is_late(disk: &settings::PlacedDisk) -> bool {
     disk.image.is_rbd()
-}
-
-/// What the disks have together that are opened late.
-pub struct Late {
-    assembly: Assembly,
-}
-
-/// Opens images and adds all groups and their disks to the registry, but for what is opened late.
-/// Of that the library is loaded: later nothing is that can run. `is_awaited` says which disks are
-/// not put off, however long they take.
-pub async fn disks(
-    plan: &Rc<Plan>,
-    registry: &Rc<Registry>,
-    passed: Option<Passed>,
-    is_awaited: impl Fn(&str) -> bool,
-) -> anyhow::Result<Late> {
-    groups(plan, registry)?;
-    if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
-        let name = &first.name;
-        reactor::blocking(rbd::load)
-            .await
-            .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
-    }
-    if let Some(path) = &plan.service.image_root {
-        registry.confine(root(path)?);
-    }
-    let root = registry.image_root().cloned();
-    let assembly = Assembly::new(root, Budgets::default()).with_files(passed);
-    let mut late = Late { assembly };
-    let is_remote = |disk: &settings::PlacedDisk| disk.image.remote().is_some();
-    late.open(plan, registry, |disk| !is_late(disk) && !is_remote(disk)).await?;
-    late.open_at_once(plan, registry, (is_remote, is_awaited)).await?;
-    Ok(late)
-}
-
-impl Late {
-    /// Opens those disks of the plan.
-    pub(crate) async fn open(
-        &mut self,
-        plan: &Plan,
-        registry: &Rc<Registry>,
-        which: impl Fn(&settings::PlacedDisk) -> bool,
-    ) -> anyhow::Result<()> {
-        for planned in plan.disks.iter().filter(|disk| which(disk)) {
-            list(registry, planned, self.assembly.open(planned).await)?;
-        }
-        Ok(())
-    }
-
-    /// The same of all of them at once. Those that nobody answers for, or not soon, are put off,
-    /// unless they are waited for.
-    pub async fn open_at_once(
-        &mut self,
-        plan: &Rc<Plan>,
-        registry: &Rc<Registry>,
-        (which, is_awaited): (impl Fn(&settings::PlacedDisk) -> bool, impl Fn(&str) -> bool),
-    ) -> anyhow::Result<()> {
-        let mut all = Vec::new();
-        for planned in plan.disks.iter().filter(|disk| which(disk)) {
-            let opening = self.assembly.opening(planned).await?;
-            all.push((planned, Trial::begin(opening, is_awaited(&planned.name))));
-        }
-        for (planned, trial) in all {
-            match trial.outcome().await {
-                Ok(image) => {
-                    list(registry, planned, image)?;
-                }
-                Err(silent) => registry.put_off((&planned.name, Rc::clone(plan)), silent),
-            }
-        }
-        Ok(())
-    }
-
-    /// For disks that come later.
-    pub fn into_budgets(self) -> Budgets {
-        self.assembly.budgets
-    }
-}
-
-/// Lists a disk of the plan once its image is open, with what is promised to it.
-fn list(
-    registry: &Rc<Registry>,
-    planned: &settings::PlacedDisk,
-    image: anyhow::Result<Image>,
-) -> anyhow::Result<()> {
-    let group = planned.group.as_ref().map(|group| registry.group(group)).transpose()?;
-    let group = group.as_ref();
-    let image = image.map_err(|error| registry.naming_holder_of(error))?;
-    if registry.shared_group(group).is_none() {
-        return Ok(registry.add_disk(disk(planned, group, image)?)?);
-    }
-    // It comes up also where others leave no room for what it is promised.
-    registry.add_disk(disk(&bare(planned), group, image)?)?;
-    promise(registry, &planned.name, &planned.settings)
 }
 
 /// Says that everybody on the machine can read a secret: whoever has it is let in.

@@ -18,10 +18,11 @@ use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
 use settings::{PlacedDisk, Plan};
+use storage::rate::Budgets;
 
 use super::{
-    assemble,
     opening::{Opened, Opening, Silent, State},
+    reconcile::{Difference, Occasion, Reconciliation, source::Fresh},
     registry::{Door, Registry, RunningExport},
     unopened::Unopened,
     wanted::{self, Wanted, Way},
@@ -93,17 +94,12 @@ impl Registry {
     ) -> anyhow::Result<()> {
         ensure!(!self.leaving.get(), "another weir is about to take over");
         let (planned, plan) = (one.planned(), one.plan.borrow().clone());
-        let group = one.group().map(|group| self.group(&group)).transpose()?;
+        let difference = Difference::of_disk(&plan, name);
+        let images = difference.new_disks.first().map(|&index| (index, image)).into_iter().collect();
         let _arrival = self.arrival(name)?;
         self.unopened.borrow_mut().remove(name);
-        let listed = async {
-            self.add_disk(assemble::disk(&assemble::bare(&planned), group.as_ref(), image)?)?;
-            for export in Wanted::all(&plan).iter().filter(|export| export.disk == name) {
-                export.add(self).await?;
-            }
-            anyhow::Ok(())
-        };
-        listed.await?;
+        let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, Budgets::default());
+        work.apply(&difference, images, &mut Fresh).await?;
         self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
         if let Some(cluster) = self.cluster() {
             cluster.promise(&**self);

@@ -14,95 +14,149 @@
 pub(crate) mod applied;
 pub(crate) mod difference;
 mod dry_run;
+mod images;
+mod look;
 pub(crate) mod seats;
+pub mod source;
+mod undo;
 
 use std::{
     collections::{BTreeSet, HashSet},
-    fs,
     rc::Rc,
     sync::Arc,
 };
 
-use anyhow::{Context as _, anyhow, bail, ensure};
+use anyhow::Context as _;
 use block::layer::throttle::{Group, GroupSettings};
-use difference::Difference;
+pub use difference::Difference;
 use export::nbd::{self, Removal};
 use image::Image;
+pub(crate) use images::check_secrets;
 use policy::throttle::Share;
 use seats::{Node, Seat, promising_nothing};
 use serde_json::Value;
-use settings::{DiskConfig, Endpoint, Plan, SecretSource};
+use settings::{DiskConfig, Endpoint, PlacedDisk, Plan};
+use source::Source;
+use storage::rate::Budgets;
+pub(crate) use undo::Done;
+use undo::configure;
 
 use super::{
     assemble::{self, Assembly},
-    change::Change,
     listen,
-    loaded::Loaded,
-    opening::{Silent, Trial},
+    opening::Silent,
     registry::{DoorTerms, Refused, Registry, RunningDisk},
     serving::Serving,
     wanted::{self, Running, Wanted, Way},
 };
 
-/// A pipe may never say its passphrase, and every later reload would wait for this one.
-pub(crate) async fn check_secrets(disk: &settings::PlacedDisk) -> anyhow::Result<()> {
-    for source in &disk.qcow2.secrets {
-        let SecretSource::File(path) = source else { continue };
-        // What is not there is told by whoever reads it.
-        let of_call = path.clone();
-        let metadata = reactor::blocking(move || fs::metadata(of_call)).await;
-        let is_file = metadata.map_or(true, |metadata| metadata.is_file());
-        ensure!(
-            is_file,
-            "disk {}: secret-file: {} is no file, and only a start waits for what it says (use a file, or restart weir)",
-            disk.name,
-            path.display()
-        );
-    }
-    Ok(())
+/// What a reconciliation is done for. It decides what may keep it waiting, and which reservations are
+/// refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Occasion {
+    /// From an empty registry. Reservations that other hosts of a cluster leave no room for stay unmet.
+    Start,
+    /// From the running state. Everything that the config asks for is put in force, or nothing.
+    Reload,
+    /// The image of an unavailable disk was opened. Its reservations are made afterwards.
+    Retry,
 }
 
-pub(crate) struct Work<'a> {
+/// One change of the running state: what it was given, and what it has done so far.
+pub struct Reconciliation<'a> {
     registry: &'a Rc<Registry>,
-    loaded: &'a Loaded,
+    occasion: Occasion,
     plan: &'a Plan,
-    /// What is to be undone, the last first.
+    /// Credentials of new NBD servers.
+    tls: Option<nbd::Tls>,
+    assembly: Assembly,
+    /// Steps to undo, the last first.
     pub(crate) done: Vec<Done>,
-    /// Disks and groups with other settings, to be told once nothing is undone any more.
+    /// Disks and groups with other settings. Their events follow once nothing is rolled back any more.
     pub(crate) set: BTreeSet<String>,
+    /// The changes, as a client that requested them reads them.
     pub(crate) told: Vec<Value>,
-    /// New disks that nobody answers for.
+    /// New disks whose storage does not answer.
     pub(crate) silent: Vec<(String, Silent)>,
+    /// URIs of new exports.
+    uris: Vec<String>,
 }
 
-/// Something that was done, with what it takes to undo it.
-pub(crate) enum Done {
-    Configured(Rc<RunningDisk>, Box<DiskConfig>),
-    Seated(Vec<Seat>),
-    GroupAdded(String),
-    DiskAdded(String),
-    ServerAdded(Rc<Serving>),
-    /// With what is to be told of it once it is not put back.
-    ExportRemoved {
-        wanted: Box<Wanted>,
-        id: String,
-        gone: Option<Change>,
-    },
-    ExportAdded(String),
-}
+impl<'a> Reconciliation<'a> {
+    /// With credentials of new NBD servers, and what disks that imitate one device share.
+    pub fn new(
+        occasion: Occasion,
+        registry: &'a Rc<Registry>,
+        plan: &'a Plan,
+        tls: Option<nbd::Tls>,
+        budgets: Budgets,
+    ) -> Self {
+        let assembly = Assembly::new(registry.image_root().cloned(), budgets);
+        let (done, set, told, silent, uris) = Default::default();
+        Self { registry, occasion, plan, tls, assembly, done, set, told, silent, uris }
+    }
 
-impl<'a> Work<'a> {
-    pub(crate) fn new(registry: &'a Rc<Registry>, loaded: &'a Loaded, plan: &'a Plan) -> Self {
-        let (done, set, told, silent) = (Vec::new(), BTreeSet::new(), Vec::new(), Vec::new());
-        Self { registry, loaded, plan, done, set, told, silent }
+    /// Takes over images that an old process has open.
+    pub fn with_files_of(mut self, source: &dyn Source) -> Self {
+        self.assembly = self.assembly.with_files(source.passed().cloned());
+        self
+    }
+
+    /// URIs of the exports that were added since the last call.
+    pub fn take_uris(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.uris)
+    }
+
+    /// Puts the new disks whose storage did not answer on the list of unavailable disks, to be
+    /// retried as `plan` has them.
+    pub fn retry_later(&mut self, plan: &Rc<Plan>) {
+        for (name, silent) in std::mem::take(&mut self.silent) {
+            self.registry.put_off((&name, Rc::clone(plan)), silent);
+        }
     }
 }
 
-impl Work<'_> {
-    pub(crate) async fn apply(&mut self, difference: &Difference) -> anyhow::Result<()> {
-        self.check_doors(difference)?;
-        let images = self.open(difference).await?;
-        let servers = self.bind()?;
+impl Reconciliation<'_> {
+    /// Opens the new images and applies the difference. What fails leaves the running state as it
+    /// was.
+    ///
+    /// # Errors
+    /// The first step that fails, with its place in the config file.
+    pub(crate) async fn reconcile(
+        &mut self,
+        difference: &Difference,
+        source: &mut dyn Source,
+    ) -> anyhow::Result<()> {
+        let applied = async {
+            let images = self.open(difference, source).await?;
+            self.apply(difference, images, source).await?;
+            match self.registry.cluster() {
+                Some(cluster) => cluster.settle_promises(&**self.registry).await.map_err(anyhow::Error::msg),
+                None => Ok(()),
+            }
+        };
+        if let Err(error) = applied.await {
+            self.undo().await;
+            if let Some(cluster) = self.registry.cluster() {
+                cluster.promise(&**self.registry);
+            }
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Applies the difference, with the images that [`Self::open`] has opened. [`Self::undo`] takes
+    /// back what was applied before an error.
+    ///
+    /// # Errors
+    /// The first step that fails.
+    pub async fn apply(
+        &mut self,
+        difference: &Difference,
+        images: Vec<(usize, Image)>,
+        source: &mut dyn Source,
+    ) -> anyhow::Result<()> {
+        let servers = self.bind(difference, source)?;
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             self.configure(&self.registry.disk(&planned.name)?, planned).await?;
@@ -112,30 +166,45 @@ impl Work<'_> {
             self.registry.add_server(serving);
             self.done.push(Done::ServerAdded(Rc::clone(serving)));
         }
+        self.remove_exports(difference).await?;
+        self.add_exports(difference, source).await?;
+        // The first client finds everything.
+        for serving in servers {
+            self.registry.accept(&serving);
+        }
+        Ok(())
+    }
+
+    async fn remove_exports(&mut self, difference: &Difference) -> anyhow::Result<()> {
+        if difference.old_exports.is_empty() {
+            return Ok(());
+        }
         let running = Running::of(self.registry);
         for wanted in &difference.old_exports {
             let Some(export) = running.find(wanted) else { continue };
             let told = wanted.told(self.registry);
-            // Images took their time to open.
+            // A client may have connected while images were opened.
             export.check_unused().await?;
             let gone = self.registry.removal(&export.id, Removal::Safe)?.await;
-            self.done.push(Done::ExportRemoved {
-                wanted: Box::new(wanted.clone()),
-                id: export.id.clone(),
-                gone,
-            });
+            let (wanted, id) = (Box::new(wanted.clone()), export.id.clone());
             self.told.push(applied::exported(told, &wanted.disk, "removed"));
+            self.done.push(Done::ExportRemoved { wanted, id, gone });
         }
-        let silent = &self.silent;
-        let is_open = |wanted: &&Wanted| silent.iter().all(|(disk, _)| *disk != wanted.disk);
-        for wanted in difference.new_exports.iter().filter(is_open) {
+        Ok(())
+    }
+
+    async fn add_exports(&mut self, difference: &Difference, source: &dyn Source) -> anyhow::Result<()> {
+        let silent: HashSet<_> = self.silent.iter().map(|(disk, _)| disk.as_str()).collect();
+        for wanted in difference.new_exports.iter().filter(|wanted| !silent.contains(&*wanted.disk)) {
+            let told = wanted.told(self.registry);
+            if source.puts_off(wanted, self.registry) {
+                self.uris.push(told.1);
+                continue;
+            }
             let export = wanted.add(self.registry).await.map_err(|error| self.at(wanted, error))?;
+            self.uris.extend(wanted::uris(&export, &self.plan.service.tls));
             self.done.push(Done::ExportAdded(export.id.clone()));
-            self.told.push(applied::exported(wanted.told(self.registry), &wanted.disk, "added"));
-        }
-        // Who comes first finds everything.
-        for serving in servers {
-            self.registry.accept(&serving);
+            self.told.push(applied::exported(told, &wanted.disk, "added"));
         }
         Ok(())
     }
@@ -153,6 +222,9 @@ impl Work<'_> {
 
     /// With where the file asks for an export, and for which.
     fn at(&self, wanted: &Wanted, error: anyhow::Error) -> anyhow::Error {
+        if !self.is_of_a_file() {
+            return error;
+        }
         let place = difference::place_of(self.plan, wanted);
         let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
         let address = match &wanted.way {
@@ -185,59 +257,39 @@ impl Work<'_> {
         )
     }
 
-    async fn open(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
-        let root = self.registry.image_root().cloned();
-        let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
-        let mut trials = Vec::new();
-        for &index in &difference.new_disks {
-            let planned = &self.plan.disks[index];
-            let place = || planned.place("image").to_string();
-            self.registry.check_image(&planned.image).await.with_context(place)?;
-            check_secrets(planned).await?;
-            let opening = assembly.opening(planned).await.with_context(place)?;
-            trials.push((index, Trial::begin(opening, false)));
+    /// The new servers, which accept no client yet. All addresses are bound before the first
+    /// client connects to one.
+    fn bind(&self, difference: &Difference, source: &mut dyn Source) -> anyhow::Result<Vec<Rc<Serving>>> {
+        if difference.new_servers.is_empty() {
+            return Ok(Vec::new());
         }
-        let mut images = Vec::new();
-        for (index, trial) in trials {
-            let planned = &self.plan.disks[index];
-            let place = || planned.place("image").to_string();
-            let moved = self.registry.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
-            let opened = match trial.outcome().await {
-                Ok(opened) => opened,
-                Err(silent) => {
-                    self.silent.push((planned.name.clone(), silent));
-                    continue;
-                }
-            };
-            let opened = opened.map_err(|error| self.registry.naming_holder_of(error)).with_context(place);
-            let opened = match moved {
-                Some(host) => {
-                    opened.with_context(|| format!("disk {} has moved to host {host}", planned.name))
-                }
-                None => opened,
-            };
-            images.push((index, opened?));
-        }
-        Ok(images)
-    }
-
-    /// Servers at addresses that have none, with nobody let in yet.
-    fn bind(&self) -> anyhow::Result<Vec<Rc<Serving>>> {
         let DoorTerms { workers, inherited, .. } = self.registry.door_terms()?;
         let service = &self.plan.service;
-        let is_new = |server: &&settings::Server| wanted::server(self.registry, &server.endpoint).is_none();
-        let serve = |server: &settings::Server| {
-            let place = || self.place_of_first(server);
-            if let (Some(sandbox), Endpoint::Address(address)) = (self.registry.sandbox(), &server.endpoint) {
-                sandbox.check_address(address).with_context(place)?;
+        let mut open = |server: &settings::Server| {
+            let endpoint = &server.endpoint;
+            if let (Some(sandbox), Endpoint::Address(address)) = (self.registry.sandbox(), endpoint) {
+                sandbox.check_address(address)?;
             }
-            let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut());
-            let listeners = listeners.with_context(place)?;
-            let nbd =
-                nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service, &self.registry.events));
-            Ok(Serving::new(nbd, server.endpoint.clone(), listeners, workers))
+            match source.listeners(endpoint)? {
+                Some(listeners) => Ok(listeners),
+                None => listen::open(endpoint, &service.sockets, &mut inherited.borrow_mut()),
+            }
         };
-        self.plan.servers.iter().filter(is_new).map(serve).collect()
+        let mut all = Vec::new();
+        for &index in &difference.new_servers {
+            let planned = &self.plan.servers[index];
+            let listeners = open(planned);
+            let listeners = match self.occasion {
+                Occasion::Start => listeners?,
+                _ => listeners.with_context(|| self.place_of_first(planned))?,
+            };
+            let server = nbd::Server::new(self.tls.clone(), assemble::terms(service, &self.registry.events));
+            server.expect(planned.exports.iter().map(|export| export.name.clone()));
+            let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
+            serving.standard.set(planned.standard);
+            all.push(serving);
+        }
+        Ok(all)
     }
 
     /// Puts in force what can be changed of a disk but its limits, shares and group.
@@ -255,31 +307,60 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Limits, shares, promises, groups and disks, as one: nothing is awaited in between.
+    /// Limits, shares, reservations, groups and disks, together: nothing is awaited in between.
     fn seat(&mut self, difference: &Difference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
         let groups = self.make_groups(difference)?;
-        let group_of = |disk: &settings::PlacedDisk| {
-            disk.group.as_ref().and_then(|group| self.registry.group(group).ok())
-        };
         let mut seats = Vec::new();
-        for (planned, group) in self.plan.groups.iter().zip(&groups) {
-            let now = Seat::now(&Node::Group(Arc::clone(group)));
+        for (index, group) in groups {
+            let planned = &self.plan.groups[index];
+            if self.leaves_unmet(Some(&group)) {
+                assemble::promise(self.registry, &planned.name, &planned.settings)?;
+                continue;
+            }
+            let now = Seat::now(&Node::Group(group));
             seats.push(Seat { settings: self.of_group(planned, &now.settings), ..now });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let node = Node::Disk(Arc::clone(&self.registry.disk(&planned.name)?.disk));
-            seats.push(Seat { node, settings: self.of_disk(planned), group: group_of(planned) });
+            seats.push(Seat { node, settings: self.of_disk(planned), group: self.group_of(planned)? });
         }
         self.put(difference, seats)?;
         for (index, image) in images {
-            let planned = &self.plan.disks[index];
-            self.registry.add_disk(assemble::disk(planned, group_of(planned).as_ref(), image)?)?;
-            self.done.push(Done::DiskAdded(planned.name.clone()));
-            self.told.push(applied::listed("disk", &planned.name, "added"));
+            self.list_disk(&self.plan.disks[index], image)?;
         }
-        // What a device was measured to do may be less than is promised now.
-        self.registry.check_devices()
+        // The reservations may exceed what a device was measured to do.
+        if self.occasion == Occasion::Retry { Ok(()) } else { self.registry.check_devices() }
+    }
+
+    fn list_disk(&mut self, planned: &PlacedDisk, image: Image) -> anyhow::Result<()> {
+        let group = self.group_of(planned)?;
+        let group = group.as_ref();
+        let leaves_unmet = self.leaves_unmet(group);
+        let disk = match leaves_unmet || self.occasion == Occasion::Retry {
+            true => assemble::disk(&assemble::bare(planned), group, image)?,
+            false => assemble::disk(planned, group, image)?,
+        };
+        self.registry.add_disk(disk)?;
+        if leaves_unmet {
+            assemble::promise(self.registry, &planned.name, &planned.settings)?;
+        }
+        self.done.push(Done::DiskAdded(planned.name.clone()));
+        self.told.push(applied::listed("disk", &planned.name, "added"));
+        Ok(())
+    }
+
+    /// True if a reservation in this group is left unmet where a cluster has no room for it.
+    fn leaves_unmet(&self, group: Option<&Arc<Group>>) -> bool {
+        self.occasion == Occasion::Start && self.registry.shared_group(group).is_some()
+    }
+
+    fn group_of(&self, planned: &PlacedDisk) -> anyhow::Result<Option<Arc<Group>>> {
+        Ok(planned.group.as_ref().map(|group| self.registry.group(group)).transpose()?)
+    }
+
+    fn is_of_a_file(&self) -> bool {
+        self.registry.config.is_some()
     }
 
     fn of_group(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
@@ -292,7 +373,7 @@ impl Work<'_> {
         settings
     }
 
-    fn of_disk(&self, planned: &settings::PlacedDisk) -> GroupSettings {
+    fn of_disk(&self, planned: &PlacedDisk) -> GroupSettings {
         let mut settings = planned.settings.of_group();
         settings.share = self.kept(&planned.name, settings.share);
         settings
@@ -303,14 +384,13 @@ impl Work<'_> {
         if self.registry.is_left_out(name, share) { promising_nothing(share) } else { share }
     }
 
-    /// All groups of the plan, in its order. New ones promise nothing yet.
-    fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<Arc<Group>>> {
-        let mut groups: Vec<Arc<Group>> = Vec::new();
-        for (index, planned) in self.plan.groups.iter().enumerate() {
-            if !difference.new_groups.contains(&index) {
-                groups.push(self.registry.group(&planned.name)?);
-                continue;
-            }
+    /// The groups to put in force, with their indexes in the plan. New ones reserve nothing yet.
+    fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Arc<Group>)>> {
+        let kept = difference.kept_groups.iter();
+        let kept = kept.map(|&index| Ok((index, self.registry.group(&self.plan.groups[index].name)?)));
+        let mut groups = kept.collect::<Result<Vec<_>, Refused>>()?;
+        for &index in &difference.new_groups {
+            let planned = &self.plan.groups[index];
             let wanted = planned.settings.of_group();
             let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
             let parent = planned.group.as_ref().map(|parent| self.registry.group(parent)).transpose()?;
@@ -322,8 +402,9 @@ impl Work<'_> {
             }
             self.done.push(Done::GroupAdded(planned.name.clone()));
             self.told.push(applied::listed("group", &planned.name, "added"));
-            groups.push(group);
+            groups.push((index, group));
         }
+        groups.sort_unstable_by_key(|(index, _)| *index);
         Ok(groups)
     }
 
@@ -363,41 +444,6 @@ impl Work<'_> {
         nodes.map(|node| node.map(|node| Seat::now(&node))).collect()
     }
 
-    pub(crate) async fn undo(&mut self) {
-        while let Some(done) = self.done.pop() {
-            if let Err(error) = self.undo_one(done).await {
-                tracing::error!("what a reload had changed could not be put back: {error:#} (restart weir)");
-            }
-        }
-    }
-
-    async fn undo_one(&self, done: Done) -> anyhow::Result<()> {
-        match done {
-            Done::Configured(running, before) => configure(&running, &before).await?,
-            Done::Seated(before) => {
-                seats::put(&before)?;
-                if let Err(error) = self.registry.check_devices() {
-                    tracing::warn!("{error:#}");
-                }
-            }
-            Done::GroupAdded(name) => self.registry.remove_group(&name)?,
-            Done::DiskAdded(name) => self.registry.take_back(&name).await?,
-            Done::ServerAdded(serving) => {
-                self.registry.remove_server(&serving);
-                serving.stop().await;
-            }
-            Done::ExportRemoved { wanted, id, gone } => {
-                if let Err(error) = wanted.add_by(self.registry, id).await {
-                    gone.iter().for_each(|gone| self.registry.tell(gone));
-                    return Err(error);
-                }
-            }
-            // Nobody was told of it.
-            Done::ExportAdded(id) => drop(self.registry.removal(&id, Removal::Hard)?.await),
-        }
-        Ok(())
-    }
-
     /// Removes a disk whose exports were removed before. Their last requests may be in flight.
     async fn remove_old_disk(&self, name: &str) -> Result<(), Refused> {
         let exports = self.registry.exports_of(name);
@@ -408,12 +454,13 @@ impl Work<'_> {
         self.registry.remove_disk_and_exports(name, Removal::Safe).await
     }
 
-    /// Removes what the file does not have any more, and nobody uses.
-    pub(crate) async fn clear(&mut self, difference: &Difference) {
-        let endpoints: Vec<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
-        for server in &self.loaded.plan.servers {
+    /// Closes what the plan does not have any more and no client uses: disks and groups of the
+    /// difference, and servers of `before`, the plan that was in force.
+    pub(crate) async fn clear(&mut self, difference: &Difference, before: &Plan) {
+        let endpoints: HashSet<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
+        for server in &before.servers {
             let Some(serving) = wanted::server(self.registry, &server.endpoint) else { continue };
-            if !endpoints.contains(&&server.endpoint) && !self.registry.has_exports(&serving) {
+            if !endpoints.contains(&server.endpoint) && !self.registry.has_exports(&serving) {
                 self.registry.remove_server(&serving);
                 serving.stop().await;
             }
@@ -431,20 +478,4 @@ impl Work<'_> {
             }
         }
     }
-}
-
-/// Puts all in force. Where it fails, some is.
-async fn configure(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
-    let caches = wanted.qcow2.caches;
-    running.disk.prefetch().set(wanted.prefetch)?;
-    if caches != running.caches.get() {
-        let Image::Qcow2(qcow2) = running.disk.image() else {
-            bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
-        };
-        qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;
-        running.caches.set(caches);
-    }
-    running.disk.reserve_memory()?;
-    running.disk.failures().set_policies(wanted.on_error);
-    Ok(())
 }

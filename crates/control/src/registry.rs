@@ -280,7 +280,7 @@ impl Registry {
     }
 
     /// Images that are opened from now on must lie in this directory, and all they name.
-    pub(crate) fn confine(&self, root: Root) {
+    pub fn confine(&self, root: Root) {
         // Nobody widens it again.
         let _ = self.image_root.set(root);
     }
@@ -325,12 +325,15 @@ impl Registry {
         listeners.iter().for_each(|listener| listener(change));
     }
 
-    /// Finds the devices below all disks now, and after each change those of the disk or group that
-    /// has changed, once for each name of a turn. Called once. Fails if more is reserved than a
-    /// device was measured to do.
-    pub fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
+    /// Reads what devices were measured to do from the state directory. Without it,
+    /// [`Registry::check_devices`] finds no device.
+    pub fn know_devices(&self, state: Option<&Path>) {
         self.devices.get_or_init(|| Devices::new(state));
-        self.check_devices()?;
+    }
+
+    /// From now on finds, after each change, the devices below the disk or group that has changed, once
+    /// for each name of a turn. Called once.
+    pub fn follow_devices(self: &Rc<Self>) {
         let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
             let (Change::Listed { name } | Change::SettingsChanged { name }) = change else { return };
@@ -350,7 +353,6 @@ impl Registry {
                 }
             });
         });
-        Ok(())
     }
 
     /// Finds the device of one disk, or those of a group. Fails if more is reserved than a device
@@ -361,8 +363,8 @@ impl Registry {
         devices.follow(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
     }
 
-    /// Fails if more is reserved than a device was measured to do.
-    pub(crate) fn check_devices(&self) -> anyhow::Result<()> {
+    /// Finds the devices below all disks. Fails if more is reserved than a device was measured to do.
+    pub fn check_devices(&self) -> anyhow::Result<()> {
         let devices = self.devices.get();
         devices.map_or(Ok(()), |devices| devices.refresh(self.block_disks(), self.groups()))
     }

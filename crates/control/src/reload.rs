@@ -23,9 +23,10 @@ use serde_json::{Value, json};
 use settings::{Draft, Plan, Record, config};
 
 use super::{
+    assemble,
     change::Change,
     loaded::Loaded,
-    reconcile::{Done, Work, applied, difference::Difference},
+    reconcile::{Difference, Done, Occasion, Reconciliation, applied, source::Fresh},
     recording,
     registry::Registry,
     wanted,
@@ -57,12 +58,17 @@ pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
-    let mut told = Work::new(registry, &loaded, &plan).foresee(&difference).await?;
+    let mut told = reconciliation(registry, &loaded, &plan).foresee(&difference).await?;
     told.extend(renewed.told());
     told.extend(recorded);
     told.extend(moved);
     told.extend(unopened.told(registry));
     Ok(told)
+}
+
+fn reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &Loaded, plan: &'a Plan) -> Reconciliation<'a> {
+    let (tls, budgets) = (loaded.tls.clone(), loaded.budgets.clone());
+    Reconciliation::new(Occasion::Reload, registry, plan, tls, budgets)
 }
 
 fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
@@ -99,18 +105,8 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let renewed = Renewed::read(&plan).await?;
-    let mut work = Work::new(registry, &loaded, &plan);
-    let applied = match (work.apply(&difference).await, registry.cluster()) {
-        (Ok(()), Some(cluster)) => cluster.settle_promises(&**registry).await.map_err(anyhow::Error::msg),
-        (applied, _) => applied,
-    };
-    if let Err(error) = applied {
-        work.undo().await;
-        if let Some(cluster) = registry.cluster() {
-            cluster.promise(&**registry);
-        }
-        return Err(error);
-    }
+    let mut work = reconciliation(registry, &loaded, &plan);
+    work.reconcile(&difference, &mut Fresh).await?;
     for done in std::mem::take(&mut work.done) {
         if let Done::ExportRemoved { gone: Some(gone), .. } = done {
             registry.tell(&gone);
@@ -127,7 +123,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
         registry.put_off((&name, Rc::clone(&whole)), silent);
         registry.tell_of_unopened(&name);
     }
-    work.clear(&difference).await;
+    work.clear(&difference, &loaded.plan).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
         if !registry.is_left_out(name, settings.of_group().share) {
@@ -148,9 +144,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
             cluster.has_again(&plan.disks[index].name);
         }
     }
-    for remark in whole.remarks() {
-        tracing::warn!(name = remark.name, "{}", remark.remark);
-    }
+    assemble::warn_of_remarks(&whole);
     // Also of those that only exports keep that no file has.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
     for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.standard))) {

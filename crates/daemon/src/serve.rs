@@ -12,6 +12,7 @@
 //! Here is what was said, and how it is read; then come `starting` and `ending`.
 
 mod addresses;
+mod announcing;
 mod arguments;
 mod check;
 mod ending;
@@ -38,6 +39,7 @@ use control::{
     listen::{Inherited, Others},
     notify,
     qmp::Control,
+    reconcile::source::Source as _,
     registry::{End, Registry},
     takeover::newcomer::Newcomer,
 };
@@ -69,7 +71,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let draft = mistakes.first_unless(draft)?;
     let before = takeover.map(|control| newcomer(control, &draft)).transpose()?;
     let regrets = before.as_ref().map(Newcomer::regrets).transpose()?;
-    let passed = before.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
+    let passed = before.as_ref().and_then(|before| before.inherited()).unwrap_or_else(|| inherited.count());
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.service.log)?;
     op::keep_from_children().context("what was passed cannot be kept from other programs")?;
@@ -84,7 +86,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
         // This thread serves control sockets and exports, so no disk may block it.
         reactor::never_blocks_here();
         let file = file.map(|file| (file, said));
-        let started = Daemon::start(plan, steps, file, inherited, before, (signals, runner)).await;
+        let start = starting::Start { plan, steps, file, inherited, old: before, signals, runner };
+        let started = Daemon::start(start).await;
         if let (Err(error), Some(regrets)) = (&started, regrets) {
             regrets.tell(error);
         }
@@ -167,6 +170,8 @@ enum Event {
     Finished(anyhow::Result<()>),
 }
 
+type Events = (async_channel::Sender<Event>, async_channel::Receiver<Event>);
+
 struct Daemon {
     registry: Rc<Registry>,
     control: Rc<Control>,
@@ -180,5 +185,5 @@ struct Daemon {
     /// Its end leaves the cluster: nothing but the safe share is in force here any more.
     _cluster: Option<cluster::Running>,
     _pid_file: Option<PidFile>,
-    events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
+    events: Events,
 }

@@ -28,7 +28,9 @@ fn disk(number: usize, group: &str) -> Value {
 fn visited(count: usize) -> (u64, u64) {
     reactor::sim::run(1, async move {
         let registry = Registry::new(None, Rc::new(|_| ()));
-        registry.look_at_devices(None).expect("nothing is reserved");
+        registry.know_devices(None);
+        registry.check_devices().expect("nothing is reserved");
+        registry.follow_devices();
         let commands = Commands { table: TABLE, registry: Rc::clone(&registry) };
         visits::take();
         for number in 0..count {

@@ -15,8 +15,8 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedGroup, Plan, Said, Service, ServiceDraft,
-    TlsDraft, key::Change,
+    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedDisk, PlacedGroup, Plan, Said, Service,
+    ServiceDraft, TlsDraft, key::Change,
 };
 
 use crate::{
@@ -28,13 +28,16 @@ const REMEDY: &str = "take the disk out of the file and reload, and put it back 
 
 /// By their index in the plan, or by name where it is not in there any more.
 #[derive(Debug, Default)]
-pub(crate) struct Difference {
+pub struct Difference {
     pub(crate) new_groups: Vec<usize>,
+    pub(crate) kept_groups: Vec<usize>,
     /// Those inside others first.
     pub(crate) old_groups: Vec<String>,
     pub(crate) new_disks: Vec<usize>,
     pub(crate) kept_disks: Vec<usize>,
     pub(crate) old_disks: Vec<String>,
+    /// Without a server that runs.
+    pub(crate) new_servers: Vec<usize>,
     pub(crate) new_exports: Vec<Wanted>,
     pub(crate) old_exports: Vec<Wanted>,
 }
@@ -50,10 +53,44 @@ impl Difference {
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<Self> {
         check_service(&before.service, &plan.service, &draft.service)?;
+        Self::of(registry, Some(before), plan).await
+    }
+
+    /// From a registry that has nothing of the plan, in two parts: the second has the disks for which
+    /// `is_late` returns true, with their exports, and is applied after the first.
+    ///
+    /// # Errors
+    /// A name that is in use.
+    pub async fn from_empty(
+        registry: &Registry,
+        plan: &Plan,
+        is_late: impl Fn(&PlacedDisk) -> bool,
+    ) -> anyhow::Result<(Self, Self)> {
+        let mut first = Self::of(registry, None, plan).await?;
+        let (late, new_disks) = first.new_disks.into_iter().partition(|&index| is_late(&plan.disks[index]));
+        first.new_disks = new_disks;
+        let mut second = Self { new_disks: late, ..Self::default() };
+        let names: HashSet<_> = second.new_disks.iter().map(|&index| &plan.disks[index].name).collect();
+        let (late, new_exports) = first.new_exports.into_iter().partition(|one| names.contains(&one.disk));
+        (first.new_exports, second.new_exports) = (new_exports, late);
+        Ok((first, second))
+    }
+
+    /// One disk of the plan with its exports, for which nothing else is missing.
+    pub(crate) fn of_disk(plan: &Plan, name: &str) -> Self {
+        let new_disks = plan.disks.iter().position(|disk| disk.name == name).into_iter().collect();
+        let new_exports = Wanted::all(plan).into_iter().filter(|export| export.disk == name).collect();
+        Self { new_disks, new_exports, ..Self::default() }
+    }
+
+    async fn of(registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<Self> {
         let mut found = Self::default();
         found.of_groups(registry, before, plan)?;
         found.of_disks(registry, before, plan)?;
-        let (old, new) = (Wanted::all(before), Wanted::all(plan));
+        let is_new =
+            |(_, server): &(usize, &settings::Server)| registry.server_at(&server.endpoint).is_none();
+        found.new_servers = plan.servers.iter().enumerate().filter(is_new).map(|(index, _)| index).collect();
+        let (old, new) = (before.map(Wanted::all).unwrap_or_default(), Wanted::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
         let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
             all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
@@ -70,7 +107,7 @@ impl Difference {
         Ok(found)
     }
 
-    fn of_groups(&mut self, registry: &Registry, before: &Plan, plan: &Plan) -> anyhow::Result<()> {
+    fn of_groups(&mut self, registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
             let place = group.own_place();
             let Ok(running) = registry.group(&group.name) else {
@@ -88,19 +125,28 @@ impl Difference {
                 "{}: group: a group stays in the one that it was made in (give it another name, and its disks that as their group)",
                 place
             );
+            self.kept_groups.push(index);
         }
         let is_old = |group: &&PlacedGroup| plan.groups.iter().all(|new| new.name != group.name);
-        let old = before.groups.iter().filter(is_old).map(|group| group.name.clone());
+        let before = before.map(|before| &*before.groups).unwrap_or_default();
+        let old = before.iter().filter(is_old).map(|group| group.name.clone());
         self.old_groups = old.filter(|name| registry.group(name).is_ok()).collect();
         // A plan has them in the order in which they can be made.
         self.old_groups.reverse();
         Ok(())
     }
 
-    fn of_disks<'p>(&mut self, registry: &Registry, before: &'p Plan, plan: &'p Plan) -> anyhow::Result<()> {
-        let named = |plan: &'p Plan| plan.disks.iter().map(|disk| (disk.name.as_str(), disk));
-        let (known, new): (HashMap<_, _>, HashMap<_, _>) = (named(before).collect(), named(plan).collect());
-        let old = before.disks.iter().map(|disk| disk.name.clone());
+    fn of_disks<'p>(
+        &mut self,
+        registry: &Registry,
+        before: Option<&'p Plan>,
+        plan: &'p Plan,
+    ) -> anyhow::Result<()> {
+        let named = |disks: &'p [PlacedDisk]| disks.iter().map(|disk| (disk.name.as_str(), disk));
+        let before = before.map(|before| &*before.disks).unwrap_or_default();
+        let (known, new): (HashMap<_, _>, HashMap<_, _>) =
+            (named(before).collect(), named(&plan.disks).collect());
+        let old = before.iter().map(|disk| disk.name.clone());
         let old = old.filter(|name| !new.contains_key(name.as_str()));
         self.old_disks = old.filter(|name| registry.disk(name).is_ok()).collect();
         for (index, disk) in plan.disks.iter().enumerate() {

@@ -3,33 +3,33 @@
 //! address, that a device was measured to do less than is promised, promises beside those of what
 //! was added over the control socket, caches that have no room, bitmaps that are not there.
 
-use std::{collections::BTreeSet, path::Path};
+use std::collections::BTreeSet;
 
 use anyhow::Context as _;
 use serde_json::Value;
 use settings::{Address, Endpoint};
 
 use super::{
-    Difference, Work, applied, check_secrets,
+    Difference, Reconciliation, applied,
     seats::{Node, Seat},
 };
 use crate::{
-    assemble::{self, Assembly},
-    doors,
     listen::{self, Others},
-    looking,
-    opening::Trial,
-    wanted::{self, Wanted, Way},
+    wanted::{Wanted, Way},
 };
 
-impl Work<'_> {
+impl Reconciliation<'_> {
     /// What a reload would tell, in its order.
     ///
     /// # Errors
     /// What it would be refused for.
-    pub(crate) async fn foresee(&self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
+    pub(crate) async fn foresee(&mut self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
         self.check_doors(difference)?;
-        let silent = self.look_at_images(difference).await?;
+        let (silent, found) = self.look_at_images(difference, Others::AreInTheWay).await?;
+        if let Some(first) = found.into_iter().next() {
+            return Err(first);
+        }
+        let silent: BTreeSet<_> = silent.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
         self.look_at_sockets(difference)?;
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
@@ -39,12 +39,12 @@ impl Work<'_> {
         }
         let groups = &self.plan.groups;
         for (index, planned) in groups.iter().enumerate() {
-            if difference.new_groups.contains(&index) {
+            if difference.new_groups.binary_search(&index).is_ok() {
                 all.push(applied::listed("group", &planned.name, "added"));
             }
         }
         for (index, planned) in groups.iter().enumerate() {
-            if !difference.new_groups.contains(&index) {
+            if !difference.new_groups.binary_search(&index).is_ok() {
                 let node = Node::Group(self.registry.group(&planned.name)?);
                 // It stays where it is.
                 let now = Seat::now(&node);
@@ -75,46 +75,10 @@ impl Work<'_> {
         Ok(all)
     }
 
-    /// The new disks that nobody answers for.
-    async fn look_at_images(&self, difference: &Difference) -> anyhow::Result<BTreeSet<String>> {
-        let mut silent = BTreeSet::new();
-        let root = self.registry.image_root().cloned();
-        let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
-        let mut files = looking::Files::of(self.registry);
-        for &index in &difference.new_disks {
-            let planned = &self.plan.disks[index];
-            let place = || planned.place("image").to_string();
-            self.registry.check_image(&planned.image).await.with_context(place)?;
-            check_secrets(planned).await?;
-            let looked = looking::alone(planned);
-            let trial = Trial::begin(assembly.opening(&looked).await.with_context(place)?, false);
-            let Ok(image) = trial.outcome().await else {
-                silent.insert(planned.name.clone());
-                continue;
-            };
-            let image = image.with_context(place)?;
-            looking::check_marks(planned, &image).with_context(place)?;
-            files.take(planned, &image).with_context(place)?;
-            let path = planned.image.path().filter(|_| !planned.force_share && !planned.handover);
-            if let Some(path) = path.map(Path::to_owned) {
-                let read_only = planned.read_only;
-                let in_use = reactor::blocking(move || storage::in_use(&path, read_only)).await;
-                in_use.map_or(Ok(()), Err).with_context(place)?;
-            }
-            let running = assemble::disk(&looked, None, image)?;
-            for export in self.plan.doors.iter().filter(|export| export.disk == index) {
-                doors::check_size(&running.disk, &export.door)?;
-            }
-        }
-        Ok(silent)
-    }
-
     fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {
-        for server in &self.plan.servers {
+        for &index in &difference.new_servers {
+            let server = &self.plan.servers[index];
             let Endpoint::Address(address) = &server.endpoint else { continue };
-            if wanted::server(self.registry, &server.endpoint).is_some() {
-                continue;
-            }
             let place = || self.place_of_first(server);
             if let Some(sandbox) = self.registry.sandbox() {
                 sandbox.check_address(address).with_context(place)?;

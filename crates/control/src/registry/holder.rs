@@ -1,6 +1,7 @@
 //! Which disk of this daemon has an image that another is to have: a lock tells no process from
 //! itself, and the sandbox hides all others.
 
+use image::Image;
 use storage::OpenError;
 
 use super::Registry;
@@ -22,27 +23,43 @@ pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
 }
 
 impl Registry {
-    /// Names the disk that is here, if it is the one that has locked the file.
+    /// Names the disk of this daemon that has locked the file, if it is one.
     pub(crate) fn naming_holder(&self, error: OpenError) -> OpenError {
-        let Some(locked) = &error.locked else { return error };
-        let has_it = |running: &&std::rc::Rc<super::RunningDisk>| {
-            let layers = running.disk.image().layers();
-            layers.iter().flat_map(|layer| &layer.files).any(|file| *file.what == **locked)
-        };
-        match self.disks().iter().find(has_it) {
-            Some(other) => {
-                let OpenError { image, holder, locked, .. } = error;
-                OpenError { holder, locked, ..held_by(other.disk.name(), image) }
-            }
-            None => error,
+        self.naming_holder_or(error, [])
+    }
+
+    /// The same of any error that may be one of these; `others` are images that are not listed yet, with
+    /// the names of their disks.
+    pub(crate) fn naming_holder_of<'a>(
+        &self,
+        error: anyhow::Error,
+        others: impl IntoIterator<Item = (&'a str, &'a Image)>,
+    ) -> anyhow::Error {
+        match error.downcast::<OpenError>() {
+            Ok(error) => self.naming_holder_or(error, others).into(),
+            Err(error) => error,
         }
     }
 
-    /// The same of any error that may be one of these.
-    pub(crate) fn naming_holder_of(&self, error: anyhow::Error) -> anyhow::Error {
-        match error.downcast::<OpenError>() {
-            Ok(error) => self.naming_holder(error).into(),
-            Err(error) => error,
+    fn naming_holder_or<'a>(
+        &self,
+        error: OpenError,
+        others: impl IntoIterator<Item = (&'a str, &'a Image)>,
+    ) -> OpenError {
+        let Some(locked) = &error.locked else { return error };
+        let has_it = |image: &Image| {
+            image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.what == **locked)
+        };
+        let running = self.disks();
+        let listed = running.iter().find(|running| has_it(running.disk.image()));
+        let listed = listed.map(|running| running.disk.name().to_string());
+        let other = || others.into_iter().find(|(_, image)| has_it(image)).map(|(disk, _)| disk.to_owned());
+        match listed.or_else(other) {
+            Some(disk) => {
+                let OpenError { image, holder, locked, .. } = error;
+                OpenError { holder, locked, ..held_by(&disk, image) }
+            }
+            None => error,
         }
     }
 }

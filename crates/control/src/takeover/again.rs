@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     bitmaps,
+    reconcile::source::Source as _,
     registry::{NewExport, Registry},
     serving::{Added, Serving},
 };

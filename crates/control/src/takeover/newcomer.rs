@@ -47,6 +47,7 @@ use crate::{
     bitmaps,
     doors::Entrance,
     listen::{Inherited, Listener},
+    reconcile::source::Source,
     registry::{Door, Registry, RunningExport},
     wanted::Wanted,
 };
@@ -167,47 +168,9 @@ impl Newcomer {
         Ok(Self { channel, sockets, control, machines, devices, passed, offer })
     }
 
-    /// How many sockets of the service manager the other has.
-    pub fn inherited(&self) -> usize {
-        let inherited =
-            self.offer.servers.iter().filter(|server| server.endpoint == Endpoint::Inherited.to_string());
-        inherited.map(|server| server.sockets.len()).sum()
-    }
-
-    /// How often the service manager wants to hear of the daemon that goes on.
-    pub fn watchdog(&self) -> Option<Duration> {
-        self.offer.watchdog_ns.map(Duration::from_nanos)
-    }
-
-    /// The files that came.
-    pub fn passed(&self) -> &Passed {
-        &self.passed
-    }
-
-    /// The sockets at this address, if the other has them.
-    pub fn listeners(&mut self, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
-        self.adopt(&name(endpoint), endpoint)
-    }
-
-    /// Whether the other listens there.
-    pub fn has_server(&self, endpoint: &Endpoint) -> bool {
-        let name = name(endpoint);
-        self.offer.servers.iter().any(|server| server.endpoint == name)
-    }
-
-    /// Whether the other has a disk of this name.
-    pub fn has_disk(&self, name: &str) -> bool {
-        self.offer.disks.iter().any(|disk| disk.name == name)
-    }
-
     /// The other's.
     pub fn version(&self) -> &str {
         &self.offer.version
-    }
-
-    /// The sockets where figures are asked for, if the other has them at this address for the same.
-    pub fn told(&mut self, what: &str, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
-        self.adopt(&told_name(what, address), &Endpoint::Address(address.clone()))
     }
 
     fn adopt(&mut self, name: &str, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
@@ -220,40 +183,6 @@ impl Newcomer {
             Listener::adopt(socket, endpoint, number, file.as_deref(), &self.passed)
         };
         adopted.map(adopt).collect::<anyhow::Result<_>>().map(Some)
-    }
-
-    /// Has the sockets of virtual machines' doors ready for whoever opens these.
-    pub fn pass_machines(&mut self, inherited: &mut Inherited) -> anyhow::Result<()> {
-        let listening = self.offer.machines.iter().filter_map(|machine| machine.listening.as_ref());
-        for (number, ((name, file), socket)) in listening.zip(self.machines.drain(..)).enumerate() {
-            let file = file.as_deref();
-            inherited.adopt(name, Listener::adopt(socket, &Endpoint::Inherited, number, file, &self.passed)?);
-        }
-        Ok(())
-    }
-
-    /// Whether the other has this device of the host, so that it is opened once that has given it.
-    pub fn puts_off(&self, wanted: &Wanted, registry: &Registry) -> bool {
-        self.devices.puts_off(wanted, registry)
-    }
-
-    /// The control socket at this path, if the other has it.
-    pub fn control(&mut self, path: &Path) -> anyhow::Result<Option<Listener>> {
-        let path = std::path::absolute(path)?;
-        let Some(at) = self.offer.control.iter().position(|known| *known == path) else { return Ok(None) };
-        self.offer.control.remove(at);
-        let socket = self.control.remove(at).context("a control socket came without its descriptor")?;
-        let endpoint = Endpoint::Address(Address::Unix(path.clone()));
-        Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
-    }
-
-    /// Whether everything that the other has is here, but for what comes once this process has
-    /// given up its rights: what was added to the other, and what has these disks.
-    ///
-    /// # Errors
-    /// What is not.
-    pub fn check_config(&self, registry: &Registry, is_late: impl Fn(&str) -> bool) -> anyhow::Result<()> {
-        self.check_but(registry, |is_added, disk| is_added || is_late(disk))
     }
 
     /// The same, with what was added.
@@ -331,6 +260,64 @@ impl Newcomer {
         set_otherwise.iter().for_each(|line| tracing::warn!("{line}"));
         let in_use = machines.into_iter().chain(device_ids).collect();
         Ok(Before { channel, devices, began_ns, in_use, clients: count, counted })
+    }
+}
+impl Source for Newcomer {
+    fn inherited(&self) -> Option<usize> {
+        let inherited =
+            self.offer.servers.iter().filter(|server| server.endpoint == Endpoint::Inherited.to_string());
+        Some(inherited.map(|server| server.sockets.len()).sum())
+    }
+
+    fn watchdog(&self) -> Option<Duration> {
+        self.offer.watchdog_ns.map(Duration::from_nanos)
+    }
+
+    fn passed(&self) -> Option<&Passed> {
+        Some(&self.passed)
+    }
+
+    fn listeners(&mut self, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&name(endpoint), endpoint)
+    }
+
+    fn has_server(&self, endpoint: &Endpoint) -> bool {
+        let name = name(endpoint);
+        self.offer.servers.iter().any(|server| server.endpoint == name)
+    }
+
+    fn has_disk(&self, name: &str) -> bool {
+        self.offer.disks.iter().any(|disk| disk.name == name)
+    }
+
+    fn told(&mut self, what: &str, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&told_name(what, address), &Endpoint::Address(address.clone()))
+    }
+
+    fn pass_machines(&mut self, inherited: &mut Inherited) -> anyhow::Result<()> {
+        let listening = self.offer.machines.iter().filter_map(|machine| machine.listening.as_ref());
+        for (number, ((name, file), socket)) in listening.zip(self.machines.drain(..)).enumerate() {
+            let file = file.as_deref();
+            inherited.adopt(name, Listener::adopt(socket, &Endpoint::Inherited, number, file, &self.passed)?);
+        }
+        Ok(())
+    }
+
+    fn puts_off(&self, wanted: &Wanted, registry: &Registry) -> bool {
+        self.devices.puts_off(wanted, registry)
+    }
+
+    fn control(&mut self, path: &Path) -> anyhow::Result<Option<Listener>> {
+        let path = std::path::absolute(path)?;
+        let Some(at) = self.offer.control.iter().position(|known| *known == path) else { return Ok(None) };
+        self.offer.control.remove(at);
+        let socket = self.control.remove(at).context("a control socket came without its descriptor")?;
+        let endpoint = Endpoint::Address(Address::Unix(path.clone()));
+        Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
+    }
+
+    fn check_config(&self, registry: &Registry, is_late: &dyn Fn(&str) -> bool) -> anyhow::Result<()> {
+        self.check_but(registry, |is_added, disk| is_added || is_late(disk))
     }
 }
 

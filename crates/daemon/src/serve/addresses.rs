@@ -5,27 +5,26 @@ use std::{collections::HashSet, path::PathBuf, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
 use control::{
-    assemble::{self, Late},
+    assemble,
     listen::{self, Inherited, Listener},
+    reconcile::source::Source,
     registry::Registry,
-    serving::Serving,
-    takeover::{newcomer::Newcomer, told_name},
-    wanted::{self, Wanted},
+    takeover::told_name,
+    wanted,
 };
 use export::nbd;
-use reactor::{Worker, op::Fd};
+use reactor::{Worker, error::what_gives_descriptors, op::Fd};
 use settings::{Address, DoorExport, Endpoint, Plan, Service, Standard, Tls, control::ControlSocket};
 
 /// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
 /// without that one, unless it must not: it may be the second on this machine.
-pub(super) fn control_sockets(
+fn control_sockets(
     service: &Service,
-    mut newcomer: Option<&mut Newcomer>,
+    source: &mut dyn Source,
 ) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
     let owner = service.user.as_ref();
     let mut open = |place: ControlSocket| {
-        let taken = newcomer.as_mut().map(|newcomer| newcomer.control(&place.path)).transpose()?;
-        taken.flatten().map_or_else(|| listen::control(&place, owner), Ok)
+        source.control(&place.path)?.map_or_else(|| listen::control(&place, owner), Ok)
     };
     let named = |path: &PathBuf| open(ControlSocket::at(path.clone()));
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
@@ -43,16 +42,16 @@ pub(super) fn control_sockets(
 
 /// Where figures are asked for over HTTP: bound, or another daemon's. The registry knows it too,
 /// for the next one.
-pub(super) fn told(
+fn told(
     service: &Service,
-    mut newcomer: Option<&mut Newcomer>,
+    source: &mut dyn Source,
     tls: Option<&nbd::Tls>,
     registry: &Registry,
 ) -> anyhow::Result<weir_http::Doors> {
     let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
-        let taken = newcomer.as_mut().map(|newcomer| newcomer.told(what, address)).transpose()?;
+        let taken = source.told(what, address)?;
         let bind = || weir_http::bind(what, address, &service.sockets);
-        let listeners = taken.flatten().map_or_else(bind, Ok)?;
+        let listeners = taken.map_or_else(bind, Ok)?;
         let known = listeners.iter().map(|listener| -> std::io::Result<_> {
             let path = listener.file.as_ref().map(|file| file.path().to_owned());
             Ok((Fd::from(listener.socket.try_clone()?), path))
@@ -78,89 +77,53 @@ pub(super) fn told(
     Ok(weir_http::Doors { metrics, page: service.http.as_ref().map(page).transpose()? })
 }
 
-/// Binds every address, or takes it over, and lets nobody in yet; returns the exports' URIs.
-pub(super) async fn listen(
+/// Everything that is bound before the first export runs, and used once all do.
+pub(super) struct Bound {
+    pub(super) workers: Rc<Vec<Worker>>,
+    pub(super) control: Vec<Listener>,
+    /// Why the daemon has no control socket that commands find.
+    pub(super) missing: Option<anyhow::Error>,
+    pub(super) http: Option<weir_http::Doors>,
+    /// Number of sockets that the service manager passed.
+    pub(super) inherited: usize,
+}
+
+/// Starts the workers and binds the addresses of the daemon itself. Prepares the sockets of exports.
+pub(super) fn bind(
     plan: &Plan,
-    mut inherited: Inherited,
-    mut newcomer: Option<&mut Newcomer>,
-    tls: Option<nbd::Tls>,
-    workers: &Rc<Vec<Worker>>,
     registry: &Rc<Registry>,
-) -> anyhow::Result<Vec<String>> {
-    if let Some(newcomer) = &mut newcomer {
-        newcomer.pass_machines(&mut inherited)?;
-    }
+    tls: Option<&nbd::Tls>,
+    (mut inherited, source): (Inherited, &mut dyn Source),
+) -> anyhow::Result<Bound> {
+    let workers = Rc::new(start_workers(&plan.service)?);
+    let (control, missing) = control_sockets(&plan.service, source)?;
+    registry.watchdog.set(sd_notify::watchdog_enabled().or_else(|| source.watchdog()));
+    let count = source.inherited().unwrap_or_else(|| inherited.count());
+    let http = told(&plan.service, source, tls, registry)?;
+    source.pass_machines(&mut inherited)?;
     for DoorExport { door, .. } in &plan.doors {
         door.passed().map(|name| inherited.keep(name)).transpose()?;
     }
     for settings::Server { endpoint, .. } in &plan.servers {
-        let is_others = newcomer.as_ref().is_some_and(|newcomer| newcomer.has_server(endpoint));
-        if let (Endpoint::Passed(name), false) = (endpoint, is_others) {
+        if let (Endpoint::Passed(name), false) = (endpoint, source.has_server(endpoint)) {
             inherited.keep(name)?;
         }
     }
-    // All addresses first: where one fails, no client should have seen the others.
-    let open = |server: &settings::Server| {
-        let taken = newcomer.as_mut().map(|newcomer| newcomer.listeners(&server.endpoint)).transpose()?;
-        match taken.flatten() {
-            Some(listeners) => Ok(listeners),
-            None => listen::open(&server.endpoint, &plan.service.sockets, &mut inherited),
-        }
-    };
-    let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
-    for (planned, listeners) in plan.servers.iter().zip(listeners) {
-        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &registry.events));
-        server.expect(planned.exports.iter().map(|export| export.name.clone()));
-        let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
-        serving.standard.set(planned.standard);
-        registry.add_server(&serving);
-    }
     let terms = assemble::terms(&plan.service, &registry.events);
-    registry.let_doors(workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
-    exports(plan, registry, newcomer.as_deref(), |disk| !assemble::is_late(disk)).await
+    registry.let_doors(&workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
+    Ok(Bound { workers, control, missing, http: Some(http), inherited: count })
 }
 
-/// Has the exports of these disks run; returns their URIs.
-async fn exports(
-    plan: &Plan,
-    registry: &Rc<Registry>,
-    newcomer: Option<&Newcomer>,
-    which: impl Fn(&settings::PlacedDisk) -> bool,
-) -> anyhow::Result<Vec<String>> {
-    let is_there = |disk: &&settings::PlacedDisk| which(disk) && !registry.is_unopened(&disk.name);
-    let names: HashSet<_> = plan.disks.iter().filter(is_there).map(|disk| &disk.name).collect();
-    let mut uris = Vec::new();
-    for wanted in Wanted::all(plan).iter().filter(|wanted| names.contains(&wanted.disk)) {
-        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(wanted, registry)) {
-            uris.push(wanted.told(registry).1);
-            continue;
-        }
-        let export = wanted.add(registry).await?;
-        uris.extend(wanted::uris(&export, &plan.service.tls));
-    }
-    Ok(uris)
-}
-
-/// Opens what is opened in the sandbox, with its exports; returns their URIs.
-pub(super) async fn late_ones(
-    plan: &Rc<Plan>,
-    registry: &Rc<Registry>,
-    newcomer: Option<&Newcomer>,
-    late: &mut Late,
-) -> anyhow::Result<Vec<String>> {
-    late.open_at_once(plan, registry, (assemble::is_late, is_awaited(plan, registry, newcomer))).await?;
-    exports(plan, registry, newcomer, assemble::is_late).await
-}
-
-/// Which disks a start waits for, however long they take to open: what another daemon serves
-/// already, and the one disk of a command line.
-pub(super) fn is_awaited(
-    plan: &Plan,
-    registry: &Registry,
-    newcomer: Option<&Newcomer>,
-) -> impl Fn(&str) -> bool {
-    let is_alone = plan.disks.len() == 1 && registry.config.is_none();
-    move |disk| is_alone || newcomer.is_some_and(|newcomer| newcomer.has_disk(disk))
+fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
+    let start = |number: usize| Worker::start(&format!("worker {number}"), service.poll);
+    let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
+    workers.map_err(|error| {
+        let may_be = match what_gives_descriptors(&error) {
+            Some(_) => "",
+            None => " (is kernel.io_uring_disabled set, or memory locked scarce?)",
+        };
+        anyhow::Error::new(error).context(format!("a worker cannot be started{may_be}"))
+    })
 }
 
 /// Of exports that there are, or are to be.

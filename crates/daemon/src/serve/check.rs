@@ -14,8 +14,6 @@
 //! anybody.
 
 use std::{
-    collections::BTreeMap,
-    fs,
     path::{Path, PathBuf},
     rc::Rc,
 };
@@ -25,11 +23,9 @@ use clap::Args;
 use cluster;
 use console::{Failure, complain, descriptors, figures, logging, on_reactor, print};
 use control::{
-    assemble::{self, Assembly},
-    bitmaps, doors,
+    assemble,
     listen::{self, Others},
-    looking,
-    opening::Trial,
+    reconcile::{Difference, Occasion, Reconciliation},
     recording,
     registry::Registry,
 };
@@ -37,13 +33,13 @@ use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
 use sandbox;
 use settings::{
-    Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Plan, Said, SecretSource,
-    Service, Standard, Wrong, control::ControlSocket,
+    Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Plan, Said, Service,
+    Standard, Wrong, control::ControlSocket,
 };
 use storage::rate::Budgets;
 use weir_http::Token;
 
-use super::{addresses::is_awaited, memory};
+use super::memory;
 use crate::{on_event, pid_file::PidFile};
 
 /// Shown below the options.
@@ -154,7 +150,8 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
         found.push(error);
     }
     memory::warn_of_disks(&plan.disks);
-    found.extend(registry.look_at_devices(plan.service.state.as_deref()).err());
+    registry.know_devices(plan.service.state.as_deref());
+    found.extend(registry.check_devices().err());
     let service = &draft.service;
     // One of them is given.
     let keys = service.tls.certificates.as_ref().or(service.tls.psk.as_ref()).map(|said| &said.place);
@@ -211,19 +208,6 @@ fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// What can be read once is the daemon's.
-fn secrets_are_files(planned: &settings::PlacedDisk) -> bool {
-    let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
-    planned.qcow2.secrets.iter().all(is_kept)
-}
-
-fn looked_at(planned: &settings::PlacedDisk, others: Others) -> settings::PlacedDisk {
-    let mut looked = looking::alone(planned);
-    // Of an image elsewhere nobody tells whether it is the daemon that serves this file.
-    looked.force_share |= others == Others::MayHave;
-    looked
-}
-
 /// Fails where nothing can be opened at all.
 async fn images(
     draft: &Draft,
@@ -232,83 +216,20 @@ async fn images(
     registry: &Rc<Registry>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
-    assemble::groups(plan, registry)?;
-    let root = plan.service.image_root.as_deref().map(assemble::root).transpose();
-    let place = draft.service.image_root.as_ref().map(|said| &said.place);
-    let root = root.map_err(|error| at(place, error))?;
-    let mut assembly = Assembly::new(root, Budgets::default());
-    let mut files = looking::Files::default();
-    let mut trials = BTreeMap::new();
-    let is_awaited = is_awaited(plan, registry, None);
-    for (index, planned) in plan.disks.iter().enumerate() {
-        let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
-        if is_far && secrets_are_files(planned) {
-            let opening = assembly.opening(&looked_at(planned, others)).await?;
-            trials.insert(index, Trial::begin(opening, is_awaited(&planned.name)));
-        }
+    assemble::warn_of_remarks(plan);
+    if let Some(path) = plan.service.image_root.as_deref() {
+        let place = draft.service.image_root.as_ref().map(|said| &said.place);
+        registry.confine(assemble::root(path).map_err(|error| at(place, error))?);
     }
-    for (index, planned) in plan.disks.iter().enumerate() {
-        let place = || planned.place("image").to_string();
-        if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
-            let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
-            found.extend(writable.context("cannot be written").with_context(place).err());
-        }
-        if !secrets_are_files(planned) {
-            continue;
-        }
-        let looked = looked_at(planned, others);
-        let image = match trials.remove(&index) {
-            None => assembly.open(&looked).await,
-            Some(trial) => match trial.outcome().await {
-                Ok(image) => image,
-                Err(silent) => {
-                    tracing::warn!(
-                        "{}: {silent}: a start goes on without the disk, and has it later",
-                        place()
-                    );
-                    continue;
-                }
-            },
-        };
-        let group = planned.group.as_ref().and_then(|group| registry.group(group).ok());
-        let opened = async {
-            let image = image?;
-            looking::check_marks(planned, &image)?;
-            files.take(planned, &image)?;
-            let running = assemble::disk(&looked, group.as_ref(), image)?;
-            bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
-            for export in plan.doors.iter().filter(|export| export.disk == index) {
-                doors::check_size(&running.disk, &export.door)?;
-            }
-            anyhow::Ok(registry.add_disk(running)?)
-        };
-        let opened = opened.await.with_context(place);
-        let path = planned.image.path().filter(|_| opened.is_ok() && !planned.force_share);
-        found.extend(opened.err());
-        // With handover a start takes no lock: whoever has it may be about to hand it over.
-        let is_told = |holder: Option<&str>| {
-            others == Others::AreInTheWay && !planned.handover
-                || holder.is_some_and(|name| !name.starts_with("weir"))
-        };
-        let in_use = match path.map(Path::to_owned) {
-            Some(path) => {
-                let read_only = planned.read_only;
-                reactor::blocking(move || storage::in_use(&path, read_only)).await
-            }
-            None => None,
-        };
-        if let Some(error) = in_use
-            && is_told(error.holder.as_deref())
-        {
-            found.push(anyhow::Error::from(error).context(place()));
-        }
+    let (difference, _) = Difference::from_empty(registry, plan, |_| false).await?;
+    let mut work = Reconciliation::new(Occasion::Start, registry, plan, None, Budgets::default());
+    let (silent, wrong) = work.look_at_images(&difference, others).await?;
+    for (index, silent) in silent {
+        let place = plan.disks[index].place("image");
+        tracing::warn!("{place}: {silent}: a start goes on without the disk, and has it later");
     }
+    found.extend(wrong);
     Ok(())
-}
-
-/// A pipe, and what is like it.
-fn is_special(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|file| !file.is_file())
 }
 
 fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::Error>) {

@@ -1,8 +1,8 @@
 //! From a plan to a daemon that serves.
 //!
 //! ```text
-//!   images, keys ─► addresses ─► rights go ─► what another daemon has ─► clients ─► ready
-//!   └───────────── what fails here leaves everything as it was ──────┘
+//!   open ─► bind ─► reconcile ─► sandbox ─► late disks ─► take over ─► clients ─► ready
+//!   └──────────── what fails here leaves everything as it was ────┘
 //! ```
 //!
 //! Lets no client in before everything is there, and never fails once another daemon has given up
@@ -18,29 +18,33 @@ use anyhow::{Context as _, anyhow};
 use cluster::{self, Cluster};
 use console::{figures, signals::Signals};
 use control::{
-    assemble::{self, Late},
+    assemble,
     events::{self, Kind, News},
     listen::Inherited,
     loaded::Loaded,
-    moving, notify,
+    moving,
     qmp::{self, Control},
+    reconcile::{
+        Difference, Occasion, Reconciliation,
+        source::{Fresh, Source},
+    },
     recording,
     registry::Registry,
     takeover::newcomer::{Before, Newcomer},
     watch,
 };
-use export::fuse;
-use policy::throttle::{Limits, Setting};
-use reactor::{Worker, error::what_gives_descriptors};
+use export::{fuse, nbd};
+use image::Image;
+use reactor::Worker;
 use sandbox;
-use sd_notify::NotifyState;
 use serde_json::{Map, Value};
-use settings::{Door, DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
-use storage::{OpenError, OwnMount, Passed};
+use settings::{Door, DoorExport, Plan, Record, ServiceDraft, state::Store};
+use storage::{OpenError, OwnMount, Passed, rate::Budgets};
 
 use super::{
-    Daemon, Event,
-    addresses::{control_sockets, export_ids, is_awaited, late_ones, listen, told, uris_beyond},
+    Daemon, Event, Events,
+    addresses::{Bound, bind, export_ids, uris_beyond},
+    announcing::announce,
     ending::{flush_and_close, until_ended},
     memory,
     steps::Steps,
@@ -51,186 +55,149 @@ use crate::{
     pid_file::{Claimed, PidFile},
 };
 
-/// URIs in the line that says `ready`.
-const MOST_URIS_SHOWN: usize = 16;
-/// Largest number of disks and groups whose limits that line shows.
-const MOST_LIMITS_SHOWN: usize = 16;
 /// What a signal may come before.
 const DISKS_OPEN: &str = "all disks are open";
 
+/// What a start is given.
+pub(super) struct Start {
+    pub(super) plan: Plan,
+    pub(super) steps: Steps,
+    /// The config file, and what the command line says beside it.
+    pub(super) file: Option<(PathBuf, ServiceDraft)>,
+    pub(super) inherited: Inherited,
+    /// The process to take over from, in an upgrade.
+    pub(super) old: Option<Newcomer>,
+    pub(super) signals: Signals,
+    pub(super) runner: Option<Runner>,
+}
+
 impl Daemon {
-    /// None where a signal ended it before it was ready.
-    pub(super) async fn start(
-        mut plan: Plan,
-        steps: Steps,
-        file: Option<(PathBuf, ServiceDraft)>,
-        inherited: Inherited,
-        mut newcomer: Option<Newcomer>,
-        (signals, runner): (Signals, Option<Runner>),
-    ) -> anyhow::Result<Option<Self>> {
-        let events = async_channel::unbounded();
-        let sender = events.0.clone();
-        let mut signals = signals.hear().context("signals cannot be waited for")?;
-        reactor::spawn(async move {
-            // Nobody listens only when all ends anyway.
-            while let Ok(request) = signals.next().await {
-                let _ = sender.try_send(Event::Signal(request));
-            }
-        });
-        let sender = events.0.clone();
-        // Nobody listens only when all ends anyway.
-        let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
-        // Clients may be in another directory.
-        let config = file.as_ref().map(|(file, _)| path::absolute(file)).transpose()?;
-        let registry = Registry::new(config, ender);
-        registry.keep_clients_out();
-        // Nothing comes up in between.
+    /// `None` if a signal ended it before it was ready.
+    pub(super) async fn start(start: Start) -> anyhow::Result<Option<Self>> {
+        let Start { mut plan, steps, file, inherited, mut old, signals, runner } = start;
+        let events = hear(signals)?;
+        let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
+        // No unavailable disk is listed during the start.
         let turn = registry.turns.try_take();
-        // Written once clients can come; whether it may be is known before anything is touched.
-        let claim = |path| match newcomer {
-            Some(_) => Claimed::open(path).map(Some),
-            None => PidFile::check(path).map(|()| None),
-        };
-        let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
+        let is_upgrade = old.is_some();
+        let claimed = claim(&plan, is_upgrade)?;
         sandbox::check(&plan)?;
         join_cluster(&mut plan, &registry).await?;
         let plan = Rc::new(plan);
-        let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // Files that the old process still serves: no image may lie on one.
-        let _own = newcomer.as_ref().map(|_| files_over_fuse(&plan));
+        let _own = is_upgrade.then(|| files_over_fuse(&plan));
+        let mut fresh = Fresh;
+        let source: &mut dyn Source = match &mut old {
+            Some(old) => old,
+            None => &mut fresh,
+        };
+        let (tls, budgets) = (assemble::credentials(&plan.service.tls)?, Budgets::default());
+        let opening = Opened::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
         // A key takes seconds to derive, and a pipe may never say its passphrase.
-        let is_awaited = is_awaited(&plan, &registry, newcomer.as_ref());
-        let opened = assemble::disks(&plan, &registry, files, is_awaited);
-        let opened = until_ended(opened, DISKS_OPEN, &events.1).await;
-        let Some(opened) = opened else {
-            flush_and_close(&registry.disks()).await?;
-            return Ok(None);
+        let Some(opened) = until_ended(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
+        let opened = opened?;
+        let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
+        let cgroups = steer_cgroups(&plan, &registry, is_upgrade)?;
+        let rights = (claimed.is_none(), is_upgrade);
+        let completed = opened.complete((steps, source), &bound.workers, rights, &events).await;
+        let completed = match (&mut old, completed) {
+            (Some(old), Ok(Some(complete))) => take_along(old, complete, (&plan, &registry), &bound).await,
+            (_, completed) => completed,
         };
-        let mut late = opened.map_err(|error| may_have_moved(error, &registry))?;
-        memory::warn_of_disks(&plan.disks);
-        registry.look_at_devices(plan.service.state.as_deref())?;
-        let tls = assemble::credentials(&plan.service.tls)?;
-        let workers = Rc::new(start_workers(&plan.service)?);
-        // Bound before anything is served, and heard once everything is.
-        let (sockets, missing) = control_sockets(&plan.service, newcomer.as_mut())?;
-        let cgroups = plan.service.cgroup_limits.as_deref();
-        let state = plan.service.state.as_deref();
-        let lending = registry.cluster().and_then(|cluster| cluster.lending());
-        let steer = match newcomer {
-            Some(_) => cgroup::watch::Running::start_after_another,
-            None => cgroup::watch::Running::start,
+        let complete = match completed {
+            Ok(Some(complete)) => complete,
+            not => return not.and(abandon(&registry).await).map(|()| None),
         };
-        let cgroups = cgroups.map(|path| steer(path, Store::new(state), lending)).transpose()?;
-        registry.ends_when_idle.set(plan.service.exit_when_idle);
-        registry.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
-        let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
-        let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &registry)?;
-        let mut uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &registry).await?;
-        let is_alone = claimed.is_none();
-        let others = (steps, &mut late, newcomer.as_mut());
-        let completed = complete(&plan, &registry, &workers, others, is_alone, &events.1).await;
-        let budgets = late.into_budgets();
-        let pid_file = match completed {
-            Ok(Some((pid_file, more))) => {
-                uris.extend(more);
-                pid_file
-            }
-            not => {
-                for entrance in registry.entrances() {
-                    // A device that was taken over, and is in use, waits on.
-                    entrance.leave();
-                    entrance.stop().await;
-                }
-                let closed = flush_and_close(&registry.disks()).await;
-                return not.and(closed).map(|()| None);
-            }
-        };
-        let version = newcomer.as_ref().map(|newcomer| newcomer.version().to_owned());
-        let before = match newcomer {
-            Some(newcomer) => match newcomer.finish(&registry, &workers).await {
-                Ok(before) => Some(before),
-                Err(error) => {
-                    // Of what is the other's nothing is touched.
-                    flush_and_close(&registry.disks()).await?;
-                    return Err(error);
-                }
-            },
-            None => None,
-        };
-        // From here on nothing may fail: nobody else serves.
-        // A thread that starts now has what rights are left.
-        let of_cgroups = cgroups.as_ref().and_then(cgroup::watch::Running::figures);
-        let http = (!told.is_empty())
-            .then(|| weir_http::Http::start(told, &registry, &workers, of_cgroups))
-            .transpose();
-        let http = match http {
-            Err(error) if before.is_some() => {
-                tracing::error!("{error:#}: nothing can be had over HTTP");
-                None
-            }
-            http => http?,
-        };
-        let control = Rc::new(Control::start(&registry, sockets));
-        // Before anything happens that is to be told.
+        let taken = take_over(old, &registry, &bound.workers).await?;
+        let loaded = |(file, said)| Loaded { file, said, inherited: bound.inherited, plan, tls, budgets };
+        let loaded = file.map(|file| Rc::new(loaded(file)));
+        let started =
+            Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))
+                .await;
+        drop(turn);
+        started.map(Some)
+    }
+
+    /// Lets clients in, and announces it. After an upgrade nothing here may fail: no other process serves.
+    async fn serve(
+        (registry, events): (&Rc<Registry>, Events),
+        (mut bound, complete): (Bound, Complete),
+        (claimed, cgroups): (Option<Claimed>, Option<cgroup::watch::Running>),
+        taken: Option<(String, Before)>,
+        (runner, loaded): (Option<Runner>, Option<Rc<Loaded>>),
+    ) -> anyhow::Result<Self> {
+        let http = start_http(&mut bound, registry, cgroups.as_ref(), taken.is_some())?;
+        let control = Rc::new(Control::start(registry, bound.control));
+        // Before the first event.
         let mut watching = vec![events::log(&registry.events)];
-        watching.extend(runner.and_then(|runner| runner.deliver(&registry)));
+        watching.extend(runner.and_then(|runner| runner.deliver(registry)));
         registry.let_clients_in();
-        let taken_from = version.zip(before.as_ref().map(Before::clients));
-        let in_use = match before {
-            Some(before) => before.end(&registry).await,
-            None => BTreeSet::new(),
-        };
+        let (in_use, taken) = end_old(taken, registry).await;
         let pid_file = match claimed {
             Some(claimed) => claimed.take().await,
-            None => pid_file,
+            None => complete.pid_file,
         };
-        if let Some(error) = missing {
-            tracing::warn!(
-                "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
-                 own with --qmp unix:PATH, or say --no-control)"
-            );
-        }
-        announce(&uris, &registry);
-        registry.loaded.replace(
-            file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
-        );
-        watching.push(watch::watch(&registry, in_use));
-        if let Some((version, clients)) = taken_from {
-            let message = format!(
-                "this daemon goes on where one of version {version} stood, with {}",
-                figures::counted(clients as u64, "client")
-            );
-            let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
-            registry.events.tell(news);
-        }
-        let around: Weak<Registry> = Rc::downgrade(&registry);
-        let cluster = registry.cluster().map(|cluster| cluster.start(around)).transpose();
-        let cluster = cluster.unwrap_or_else(|error| {
-            tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
-            None
-        });
-        watching.extend(moving::receive(&registry));
+        warn_of_missing(bound.missing.as_ref());
+        announce(&complete.uris, registry);
+        registry.loaded.replace(loaded);
+        watching.push(watch::watch(registry, in_use));
+        taken.into_iter().for_each(|taken| registry.events.tell(taken));
+        let cluster = start_cluster(registry);
+        watching.extend(moving::receive(registry));
         registry.promise_once_there_is_room();
         registry.tell_unopened();
-        drop(turn);
-        let watched = registry.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
-        let (_watching, _watchdog) = (watching, watched);
-        let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);
-        Ok(Some(Self {
-            registry,
+        let watchdog = registry.watchdog.get().map(|allowed| watchdog::start(allowed, &bound.workers));
+        Ok(Self {
+            registry: Rc::clone(registry),
             control,
-            _watching,
-            _watchdog,
-            _http,
-            _cluster,
-            _pid_file,
-            _cgroups,
+            _watching: watching,
+            _watchdog: watchdog,
+            _http: http,
+            _cluster: cluster,
+            _pid_file: pid_file,
+            _cgroups: cgroups,
             events,
-        }))
+        })
     }
 }
 
-/// Takes part in the cluster, if there is one; what has moved to another host is left out.
+/// The events of the daemon. Signals are among them from now on.
+fn hear(signals: Signals) -> anyhow::Result<Events> {
+    let events = async_channel::unbounded();
+    let sender = events.0.clone();
+    let mut signals = signals.hear().context("signals cannot be waited for")?;
+    reactor::spawn(async move {
+        // The channel is closed only when the process ends.
+        while let Ok(request) = signals.next().await {
+            let _ = sender.try_send(Event::Signal(request));
+        }
+    });
+    Ok(events)
+}
+
+/// A registry without disks that accepts no client.
+fn empty_registry(file: Option<&Path>, plan: &Plan, events: &Events) -> anyhow::Result<Rc<Registry>> {
+    let sender = events.0.clone();
+    // The channel is closed only when the process ends.
+    let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
+    // Clients may be in another directory.
+    let registry = Registry::new(file.map(path::absolute).transpose()?, ender);
+    registry.keep_clients_out();
+    registry.ends_when_idle.set(plan.service.exit_when_idle);
+    registry.know_devices(plan.service.state.as_deref());
+    Ok(registry)
+}
+
+/// Checks the pid file before anything is changed. It is written once clients can connect; in an upgrade, the
+/// file of the old process is opened.
+fn claim(plan: &Plan, is_upgrade: bool) -> anyhow::Result<Option<Claimed>> {
+    let claim = |path| match is_upgrade {
+        true => Claimed::open(path).map(Some),
+        false => PidFile::check(path).map(|()| None),
+    };
+    Ok(plan.service.pid_file.as_deref().map(claim).transpose()?.flatten())
+}
+
 /// File systems at the places where the plan shows disks over FUSE, as long as the value lives.
 fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
     let files = plan.doors.iter().filter_map(|export| match &export.door {
@@ -240,6 +207,7 @@ fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
     files.filter_map(|file| fuse::served_at(file)).collect()
 }
 
+/// Takes part in the cluster, if there is one; what has moved to another host is left out.
 async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()> {
     let Some(cluster) = Cluster::prepare(plan).await? else { return Ok(()) };
     let moved = cluster.moved();
@@ -266,53 +234,97 @@ fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     }
 }
 
-fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
-    let start = |number: usize| Worker::start(&format!("worker {number}"), service.poll);
-    let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
-    workers.map_err(|error| {
-        let may_be = match what_gives_descriptors(&error) {
-            Some(_) => "",
-            None => " (is kernel.io_uring_disabled set, or memory locked scarce?)",
-        };
-        anyhow::Error::new(error).context(format!("a worker cannot be started{may_be}"))
-    })
+/// A start whose images are open, but for those that are opened in the sandbox.
+struct Opened<'a> {
+    plan: &'a Rc<Plan>,
+    registry: &'a Rc<Registry>,
+    work: Reconciliation<'a>,
+    difference: Difference,
+    images: Vec<(usize, Image)>,
+    late: Difference,
 }
 
-/// Has the rest run: what steps say, disks that are opened late, and what only another daemon has;
-/// in between the rights go that nothing else needs. Returns the pid file, and the URIs of exports
-/// that have come; none where a signal ended the daemon before.
-async fn complete(
-    plan: &Rc<Plan>,
-    registry: &Rc<Registry>,
-    workers: &Rc<Vec<Worker>>,
-    (steps, late, mut newcomer): (Steps, &mut Late, Option<&mut Newcomer>),
-    is_alone: bool,
-    events: &async_channel::Receiver<Event>,
-) -> anyhow::Result<Option<(Option<PidFile>, Vec<String>)>> {
-    let before = export_ids(registry);
-    let Some(done) = until_ended(steps.run(registry), "all is done that was told", events).await else {
-        return Ok(None);
-    };
-    done?;
-    if let Some(newcomer) = &newcomer {
-        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
-        newcomer.check_config(registry, is_late)?;
+/// A start that lacks only its clients.
+struct Complete {
+    pid_file: Option<PidFile>,
+    uris: Vec<String>,
+}
+
+impl<'a> Opened<'a> {
+    async fn open(
+        plan: &'a Rc<Plan>,
+        registry: &'a Rc<Registry>,
+        (tls, budgets): (Option<nbd::Tls>, Budgets),
+        source: &dyn Source,
+    ) -> anyhow::Result<Self> {
+        assemble::prepare(plan, registry).await?;
+        assemble::warn_of_remarks(plan);
+        let (difference, late) = Difference::from_empty(registry, plan, assemble::is_late).await?;
+        let work = Reconciliation::new(Occasion::Start, registry, plan, tls, budgets);
+        let mut work = work.with_files_of(source);
+        let images = work.open(&difference, source).await;
+        let images = images.map_err(|error| may_have_moved(error, registry))?;
+        memory::warn_of_disks(&plan.disks);
+        Ok(Self { plan, registry, work, difference, images, late })
     }
-    // Who is taken over from records until it ends.
-    let own = plan.service.record.as_ref().filter(|_| newcomer.is_some());
-    let pid_file = settle(plan, registry, workers, (is_alone, own)).await?;
-    let mut uris = uris_beyond(&before, registry, &plan.service.tls);
-    let late_ones = late_ones(plan, registry, newcomer.as_deref(), late);
-    let Some(more) = until_ended(late_ones, DISKS_OPEN, events).await else {
-        return Ok(None);
-    };
-    uris.extend(more?);
-    if let Some(newcomer) = &mut newcomer {
+
+    /// Reconciles the empty registry with the plan. In between, the daemon runs the steps of its
+    /// command line, and enters its sandbox. `None` if a signal ended it before.
+    async fn complete(
+        self,
+        (steps, source): (Steps, &mut dyn Source),
+        workers: &Rc<Vec<Worker>>,
+        (is_alone, is_upgrade): (bool, bool),
+        (_, events): &Events,
+    ) -> anyhow::Result<Option<Complete>> {
+        let Self { plan, registry, mut work, difference, images, late } = self;
+        work.apply(&difference, images, source).await?;
+        work.retry_later(plan);
+        registry.follow_devices();
+        let mut uris = work.take_uris();
         let before = export_ids(registry);
-        take_along(newcomer, registry, workers).await?;
+        let Some(done) = until_ended(steps.run(registry), "all is done that was told", events).await else {
+            return Ok(None);
+        };
+        done?;
+        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
+        source.check_config(registry, &is_late)?;
+        // The old process records until it ends.
+        let own = plan.service.record.as_ref().filter(|_| is_upgrade);
+        let pid_file = settle(plan, registry, workers, (is_alone, own)).await?;
         uris.extend(uris_beyond(&before, registry, &plan.service.tls));
+        let Some(opened) = until_ended(work.open(&late, source), DISKS_OPEN, events).await else {
+            return Ok(None);
+        };
+        work.apply(&late, opened?, source).await?;
+        work.retry_later(plan);
+        uris.extend(work.take_uris());
+        Ok(Some(Complete { pid_file, uris }))
     }
-    Ok(Some((pid_file, uris)))
+}
+
+/// Gives up a start. A device that was taken over, and is in use, waits for the next process.
+async fn abandon(registry: &Registry) -> anyhow::Result<()> {
+    for entrance in registry.entrances() {
+        entrance.leave();
+        entrance.stop().await;
+    }
+    flush_and_close(&registry.disks()).await
+}
+
+fn steer_cgroups(
+    plan: &Plan,
+    registry: &Registry,
+    is_upgrade: bool,
+) -> anyhow::Result<Option<cgroup::watch::Running>> {
+    let Some(path) = plan.service.cgroup_limits.as_deref() else { return Ok(None) };
+    let store = Store::new(plan.service.state.as_deref());
+    let lending = registry.cluster().and_then(|cluster| cluster.lending());
+    match is_upgrade {
+        true => cgroup::watch::Running::start_after_another(path, store, lending),
+        false => cgroup::watch::Running::start(path, store, lending),
+    }
+    .map(Some)
 }
 
 /// The last that takes rights, and then without them. `own` is what is recorded already by who is
@@ -366,56 +378,104 @@ async fn settle(
     Ok(pid_file)
 }
 
-/// Has what only the other has, and looks whether anything is left that it has.
+/// Adds what clients have added to the old process.
+///
+/// # Errors
+/// The old process has something that is not here.
 async fn take_along(
-    newcomer: &mut Newcomer,
-    registry: &Rc<Registry>,
-    workers: &Rc<Vec<Worker>>,
-) -> anyhow::Result<()> {
+    old: &mut Newcomer,
+    mut complete: Complete,
+    (plan, registry): (&Plan, &Rc<Registry>),
+    bound: &Bound,
+) -> anyhow::Result<Option<Complete>> {
+    let before = export_ids(registry);
     let perform = async |command: &str, arguments: Map<String, Value>| {
         qmp::perform_sent(registry, command, arguments).await
     };
     let add_disk =
         async |nodes: &[Map<String, Value>], files: Passed| qmp::add_again(registry, nodes, files).await;
-    let added = newcomer.have_added(registry, workers, perform, add_disk).await?;
+    let added = old.have_added(registry, &bound.workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");
         tracing::info!(%added, "comes along, though no config has it (`--save` is for that)");
     }
-    newcomer.check(registry)
+    old.check(registry)?;
+    complete.uris.extend(uris_beyond(&before, registry, &plan.service.tls));
+    Ok(Some(complete))
 }
 
-/// Limits of groups and disks, of the first that have some: `gold: iops 2000; vm1: bps 10M`.
-fn limits(registry: &Registry) -> Option<String> {
-    let groups = registry.groups();
-    let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));
-    let disks = registry.disks();
-    let disks = disks
-        .iter()
-        .map(|running| (running.disk.name().to_string(), running.disk.throttle().settings().limits));
-    let limited = groups.chain(disks).filter(|(_, limits)| !limits.is_unlimited());
-    let shown = |(name, limits): (String, Limits)| format!("{name}: {}", figures::limits(&by_name(&limits)));
-    let all: Vec<_> = limited.collect();
-    let more = all.len().saturating_sub(MOST_LIMITS_SHOWN);
-    let mut lines: Vec<_> = all.into_iter().take(MOST_LIMITS_SHOWN).map(shown).collect();
-    if more > 0 {
-        lines.push(format!("and {more} more"));
+/// Takes over from the old process, if there is one. Returns it with its version.
+///
+/// # Errors
+/// The old process goes on, and nothing of it was changed.
+async fn take_over(
+    old: Option<Newcomer>,
+    registry: &Rc<Registry>,
+    workers: &[Worker],
+) -> anyhow::Result<Option<(String, Before)>> {
+    let Some(old) = old else { return Ok(None) };
+    let version = old.version().to_owned();
+    match old.finish(registry, workers).await {
+        Ok(before) => Ok(Some((version, before))),
+        Err(error) => {
+            flush_and_close(&registry.disks()).await?;
+            Err(error)
+        }
     }
-    (!lines.is_empty()).then(|| lines.join("; "))
 }
 
-fn by_name(limits: &Limits) -> figures::Limits {
-    let set = Setting::ALL.iter().map(|&setting| (setting.name().to_owned(), limits.get(setting)));
-    set.filter(|(_, value)| *value != 0).collect()
-}
-
-fn announce(uris: &[String], registry: &Registry) {
-    let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
-    let limits = limits(registry);
-    let limits = limits.as_deref();
-    match uris.len().saturating_sub(MOST_URIS_SHOWN) {
-        0 => tracing::info!(limits, exports = %shown, "ready"),
-        more => tracing::info!(limits, more, exports = %shown, "ready"),
+/// Starts the thread of HTTP, which has no more rights than the sandbox leaves.
+///
+/// # Errors
+/// It cannot be started. After an upgrade that is only logged, because no other process serves.
+fn start_http(
+    bound: &mut Bound,
+    registry: &Rc<Registry>,
+    cgroups: Option<&cgroup::watch::Running>,
+    is_upgrade: bool,
+) -> anyhow::Result<Option<weir_http::Http>> {
+    let Some(doors) = bound.http.take().filter(|doors| !doors.is_empty()) else { return Ok(None) };
+    let figures = cgroups.and_then(cgroup::watch::Running::figures);
+    match weir_http::Http::start(doors, registry, &bound.workers, figures) {
+        Err(error) if is_upgrade => {
+            tracing::error!("{error:#}: metrics and the page are not served (restart weir)");
+            Ok(None)
+        }
+        started => started.map(Some),
     }
-    notify::tell(&[NotifyState::Ready]);
+}
+
+/// Waits for the end of the old process. Returns the exports whose users came from it, and an event
+/// about the upgrade.
+async fn end_old(
+    taken: Option<(String, Before)>,
+    registry: &Rc<Registry>,
+) -> (BTreeSet<String>, Option<News>) {
+    let Some((version, before)) = taken else { return Default::default() };
+    let clients = before.clients();
+    let in_use = before.end(registry).await;
+    let message = format!(
+        "this daemon goes on where one of version {version} stood, with {}",
+        figures::counted(clients as u64, "client")
+    );
+    let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
+    (in_use, Some(news))
+}
+
+fn warn_of_missing(missing: Option<&anyhow::Error>) {
+    if let Some(error) = missing {
+        tracing::warn!(
+            "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
+             own with --qmp unix:PATH, or say --no-control)"
+        );
+    }
+}
+
+fn start_cluster(registry: &Rc<Registry>) -> Option<cluster::Running> {
+    let around: Weak<Registry> = Rc::downgrade(registry);
+    let started = registry.cluster().map(|cluster| cluster.start(around)).transpose();
+    started.unwrap_or_else(|error| {
+        tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
+        None
+    })
 }

@@ -1,0 +1,110 @@
+//! Opening of the images of new disks, before anything of the running state changes.
+//!
+//! A start opens local images one after another, in the order of the plan: of two disks with one
+//! image, the second is refused. All other images are opened at once, and a disk whose storage does
+//! not answer before the deadline of [`Trial`] becomes unavailable instead of failing the change.
+
+use std::fs;
+
+use anyhow::{Context as _, ensure};
+use image::Image;
+use settings::{PlacedDisk, SecretSource};
+
+use super::{Difference, Occasion, Reconciliation};
+use crate::{opening::Trial, reconcile::source::Source};
+
+impl Reconciliation<'_> {
+    /// Opens the images of the new disks, each with the index of its disk in the plan. Nothing else changes;
+    /// to drop the images takes it back.
+    ///
+    /// # Errors
+    /// The first image that cannot be opened, with its place in the config file.
+    pub async fn open(
+        &mut self,
+        difference: &Difference,
+        source: &dyn Source,
+    ) -> anyhow::Result<Vec<(usize, Image)>> {
+        self.check_doors(difference)?;
+        let mut trials = Vec::new();
+        let mut images = Vec::new();
+        for &index in &difference.new_disks {
+            let planned = &self.plan.disks[index];
+            let checked = self.registry.check_image(&planned.image).await;
+            self.placed(planned, checked)?;
+            if self.occasion != Occasion::Start {
+                check_secrets(planned).await?;
+            }
+            let opening = self.assembly.opening(planned).await;
+            let opening = self.placed(planned, opening)?;
+            let is_local = planned.image.remote().is_none() && !planned.image.is_rbd();
+            if self.occasion == Occasion::Start && is_local {
+                let opened = opening.open().await;
+                images.push((index, self.opened(planned, opened, &images)?));
+            } else {
+                let is_awaited = self.is_awaited(&planned.name, source);
+                trials.push((index, Trial::begin(opening, is_awaited)));
+            }
+        }
+        for (index, trial) in trials {
+            let planned = &self.plan.disks[index];
+            match trial.outcome().await {
+                Ok(opened) => images.push((index, self.opened(planned, opened, &images)?)),
+                Err(silent) => self.silent.push((planned.name.clone(), silent)),
+            }
+        }
+        images.sort_unstable_by_key(|(index, _)| *index);
+        Ok(images)
+    }
+
+    /// True for disks without a deadline: those that clients of an old process use, and the one
+    /// disk of a command line.
+    fn is_awaited(&self, disk: &str, source: &dyn Source) -> bool {
+        self.occasion == Occasion::Start && (self.is_alone() || source.has_disk(disk))
+    }
+
+    pub(super) fn is_alone(&self) -> bool {
+        self.plan.disks.len() == 1 && !self.is_of_a_file()
+    }
+
+    /// Adds to an error which disk has the image, also of those that are opened with it.
+    fn opened(
+        &self,
+        planned: &PlacedDisk,
+        opened: anyhow::Result<Image>,
+        others: &[(usize, Image)],
+    ) -> anyhow::Result<Image> {
+        let others = others.iter().map(|(index, image)| (&*self.plan.disks[*index].name, image));
+        let opened = opened.map_err(|error| self.registry.naming_holder_of(error, others));
+        let opened = self.placed(planned, opened);
+        match self.registry.cluster().and_then(|cluster| cluster.moved_to(&planned.name)) {
+            Some(host) => opened.with_context(|| format!("disk {} has moved to host {host}", planned.name)),
+            None => opened,
+        }
+    }
+
+    /// Adds the place of the image in the config file. On a command line it is obvious.
+    pub(super) fn placed<T>(&self, planned: &PlacedDisk, result: anyhow::Result<T>) -> anyhow::Result<T> {
+        match self.is_of_a_file() {
+            true => result.with_context(|| planned.place("image").to_string()),
+            false => result,
+        }
+    }
+}
+
+/// A pipe may never say its passphrase, and every later reload would wait for this one.
+pub(crate) async fn check_secrets(disk: &PlacedDisk) -> anyhow::Result<()> {
+    for source in &disk.qcow2.secrets {
+        let SecretSource::File(path) = source else { continue };
+        // What is not there is told by whoever reads it.
+        let of_call = path.clone();
+        let metadata = reactor::blocking(move || fs::metadata(of_call)).await;
+        let is_file = metadata.map_or(true, |metadata| metadata.is_file());
+        ensure!(
+            is_file,
+            "disk {}: secret-file: {} is no file, and only a start waits for what it says (use a file, or restart weir)",
+            disk.name,
+            path.display()
+        );
+    }
+    Ok(())
+}

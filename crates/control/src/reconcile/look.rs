@@ -1,0 +1,153 @@
+//! Whether the images of new disks could be opened: the check of `weir check-config`, `weir serve --check`
+//! and `weir reload --dry-run`.
+//!
+//! Images are opened for reading, whatever program writes to them. Never takes a lock that others
+//! would notice, and never reads a passphrase that can be read only once.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use anyhow::Context as _;
+use image::Image;
+use nix::unistd::{AccessFlags, access};
+use settings::{PlacedDisk, SecretSource};
+
+use super::{Difference, Occasion, Reconciliation, check_secrets};
+use crate::{
+    assemble, bitmaps, doors,
+    listen::Others,
+    looking,
+    opening::{Silent, Trial},
+};
+
+impl Reconciliation<'_> {
+    /// Looks at the images of all new disks. Returns those whose storage does not answer, with
+    /// their indexes in the plan, and everything else that is wrong, each with its place in the
+    /// config file.
+    ///
+    /// At the occasion of a start, groups and disks are listed in the registry, which belongs to no daemon.
+    ///
+    /// # Errors
+    /// A group cannot be made.
+    pub async fn look_at_images(
+        &mut self,
+        difference: &Difference,
+        others: Others,
+    ) -> anyhow::Result<(Vec<(usize, Silent)>, Vec<anyhow::Error>)> {
+        if self.occasion == Occasion::Start {
+            self.seat(difference, Vec::new())?;
+        }
+        let (mut silent, mut found) = (Vec::new(), Vec::new());
+        let mut files = match self.occasion {
+            Occasion::Start => looking::Files::default(),
+            Occasion::Reload | Occasion::Retry => looking::Files::of(self.registry),
+        };
+        let mut trials = BTreeMap::new();
+        for &index in &difference.new_disks {
+            let planned = &self.plan.disks[index];
+            let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
+            // All servers at once, as each may take until the deadline.
+            if is_far && let Some(trial) = self.begin_look(planned, others, &mut found).await {
+                trials.insert(index, trial);
+            }
+        }
+        for &index in &difference.new_disks {
+            let planned = &self.plan.disks[index];
+            let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
+            let trial = match trials.remove(&index) {
+                None if is_far => continue,
+                None => self.begin_look(planned, others, &mut found).await,
+                trial => trial,
+            };
+            let Some(trial) = trial else { continue };
+            let looked = match trial.outcome().await {
+                Err(one) => {
+                    silent.push((index, one));
+                    continue;
+                }
+                Ok(Err(error)) => Err(error),
+                Ok(Ok(image)) => self.look_at_image(index, image, (others, &mut files)).await,
+            };
+            found.extend(looked.with_context(|| planned.place("image").to_string()).err());
+        }
+        Ok((silent, found))
+    }
+
+    async fn begin_look(
+        &mut self,
+        planned: &PlacedDisk,
+        others: Others,
+        found: &mut Vec<anyhow::Error>,
+    ) -> Option<Trial> {
+        let place = || planned.place("image").to_string();
+        if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
+            let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
+            found.extend(writable.context("cannot be written").with_context(place).err());
+        }
+        if !secrets_are_files(planned) {
+            // Only a start waits for what a pipe says.
+            if self.occasion != Occasion::Start {
+                found.extend(check_secrets(planned).await.err());
+            }
+            return None;
+        }
+        let mut looked = looking::alone(planned);
+        // An image elsewhere does not reveal whether the daemon of this file has it.
+        looked.force_share |= others == Others::MayHave;
+        let opening = async {
+            self.registry.check_image(&planned.image).await?;
+            self.assembly.opening(&looked).await
+        };
+        match opening.await.with_context(place) {
+            Ok(opening) => {
+                let is_awaited = self.is_alone();
+                Some(Trial::begin(opening, is_awaited))
+            }
+            Err(error) => {
+                found.push(error);
+                None
+            }
+        }
+    }
+
+    async fn look_at_image(
+        &mut self,
+        index: usize,
+        image: Image,
+        (others, files): (Others, &mut looking::Files),
+    ) -> anyhow::Result<()> {
+        let planned = &self.plan.disks[index];
+        looking::check_marks(planned, &image)?;
+        files.take(planned, &image)?;
+        let group = planned.group.as_ref().filter(|_| self.occasion == Occasion::Start);
+        let group = group.and_then(|group| self.registry.group(group).ok());
+        let running = assemble::disk(&looking::alone(planned), group.as_ref(), image)?;
+        bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
+        for export in self.plan.doors.iter().filter(|export| export.disk == index) {
+            doors::check_size(&running.disk, &export.door)?;
+        }
+        if self.occasion == Occasion::Start {
+            self.registry.add_disk(running)?;
+        }
+        let path = planned.image.path().filter(|_| !planned.force_share);
+        if let Some(path) = path.map(Path::to_owned) {
+            let read_only = planned.read_only;
+            let in_use = reactor::blocking(move || storage::in_use(&path, read_only)).await;
+            // With handover a start takes no lock: a weir that has it may be about to hand it over.
+            let is_in_the_way = |holder: Option<&str>| {
+                others == Others::AreInTheWay && !planned.handover
+                    || holder.is_some_and(|name| !name.starts_with("weir"))
+            };
+            if let Some(error) = in_use.filter(|error| is_in_the_way(error.holder.as_deref())) {
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// False if a source can be read only once, by the daemon.
+fn secrets_are_files(planned: &PlacedDisk) -> bool {
+    let is_special = |path: &Path| fs::metadata(path).is_ok_and(|file| !file.is_file());
+    let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
+    planned.qcow2.secrets.iter().all(is_kept)
+}

@@ -1,0 +1,46 @@
+//! The line `ready`, with the exports' URIs and the limits, and the message to the service manager.
+
+use console::figures;
+use control::{notify, registry::Registry};
+use policy::throttle::{Limits, Setting};
+use sd_notify::NotifyState;
+
+/// URIs in the line that says `ready`.
+const MOST_URIS_SHOWN: usize = 16;
+/// Largest number of disks and groups whose limits that line shows.
+const MOST_LIMITS_SHOWN: usize = 16;
+
+/// Limits of groups and disks, of the first that have some: `gold: iops 2000; vm1: bps 10M`.
+fn limits(registry: &Registry) -> Option<String> {
+    let groups = registry.groups();
+    let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));
+    let disks = registry.disks();
+    let disks = disks
+        .iter()
+        .map(|running| (running.disk.name().to_string(), running.disk.throttle().settings().limits));
+    let limited = groups.chain(disks).filter(|(_, limits)| !limits.is_unlimited());
+    let shown = |(name, limits): (String, Limits)| format!("{name}: {}", figures::limits(&by_name(&limits)));
+    let all: Vec<_> = limited.collect();
+    let more = all.len().saturating_sub(MOST_LIMITS_SHOWN);
+    let mut lines: Vec<_> = all.into_iter().take(MOST_LIMITS_SHOWN).map(shown).collect();
+    if more > 0 {
+        lines.push(format!("and {more} more"));
+    }
+    (!lines.is_empty()).then(|| lines.join("; "))
+}
+
+fn by_name(limits: &Limits) -> figures::Limits {
+    let set = Setting::ALL.iter().map(|&setting| (setting.name().to_owned(), limits.get(setting)));
+    set.filter(|(_, value)| *value != 0).collect()
+}
+
+pub(super) fn announce(uris: &[String], registry: &Registry) {
+    let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
+    let limits = limits(registry);
+    let limits = limits.as_deref();
+    match uris.len().saturating_sub(MOST_URIS_SHOWN) {
+        0 => tracing::info!(limits, exports = %shown, "ready"),
+        more => tracing::info!(limits, more, exports = %shown, "ready"),
+    }
+    notify::tell(&[NotifyState::Ready]);
+}
