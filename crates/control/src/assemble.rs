@@ -43,7 +43,7 @@ impl Assembly {
     }
 
     /// What it takes to open the image of a disk, with its passphrases.
-    pub async fn opening(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Opening> {
+    pub(crate) async fn opening(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Opening> {
         let own = match &*planned.qcow2.secrets {
             [] => Vec::new(),
             sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,

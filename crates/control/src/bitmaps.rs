@@ -12,7 +12,7 @@ use image::{
 use super::registry::RunningDisk;
 
 /// The bitmaps of these names, in their order.
-pub async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
+pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
     if names.len() > MOST_BITMAPS {
         anyhow::bail!("{} bitmaps for one export; {MOST_BITMAPS} is the most", names.len());
     }

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! ```text
-//!   reload/     the config file read again: its difference to what runs, as one change
+//!   reconcile/  brings the running state to a plan: start, reload, retry, dry run
+//!   reload/     the config file read again, and reconciled
 //!   takeover/   another daemon continues where this one stops
 //!   qmp/        the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   listen/     the sockets that clients connect to
@@ -25,7 +26,7 @@
 
 mod around_cluster;
 pub mod assemble;
-pub mod bitmaps;
+mod bitmaps;
 pub mod change;
 mod coming_up;
 pub mod devices;
@@ -37,10 +38,10 @@ mod held_back;
 mod left_out;
 pub mod listen;
 pub mod loaded;
-pub mod looking;
+mod looking;
 pub mod moving;
 pub mod notify;
-pub mod opening;
+mod opening;
 mod promises;
 pub mod qmp;
 pub mod reconcile;

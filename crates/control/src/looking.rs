@@ -9,7 +9,7 @@ use storage::{Identity, OpenError};
 use super::registry::{Registry, holder::held_by};
 
 /// How the image of a disk is opened to look at it.
-pub fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
+pub(crate) fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
     let mut looked = planned.clone();
     looked.read_only = true;
     looked.force_share = planned.image.path().is_some();
@@ -18,13 +18,13 @@ pub fn alone(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
 }
 
 /// Fails where an image that was looked at says that nobody is to write to it.
-pub fn check_marks(planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
+pub(crate) fn check_marks(planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
     if planned.read_only { Ok(()) } else { image.check_marks(&planned.image.to_string()) }
 }
 
 /// Who would have which files open.
 #[derive(Debug, Default)]
-pub struct Files(Vec<Taken>);
+pub(crate) struct Files(Vec<Taken>);
 
 #[derive(Debug)]
 struct Taken {
@@ -54,7 +54,7 @@ impl Files {
     ///
     /// # Errors
     /// As a start hears it from locks: another disk has one of them, by whatever name.
-    pub fn take(&mut self, planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
+    pub(crate) fn take(&mut self, planned: &settings::PlacedDisk, image: &Image) -> Result<(), OpenError> {
         if planned.force_share || planned.handover {
             return Ok(());
         }

@@ -18,7 +18,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
 
 /// All that it takes to open the image of a disk, as often as it is tried.
 #[derive(Clone)]
-pub struct Opening {
+pub(crate) struct Opening {
     pub(super) name: String,
     pub(super) spec: String,
     pub(super) options: ImageOptions,
@@ -30,7 +30,7 @@ pub struct Opening {
 pub(super) type Opened = JoinHandle<anyhow::Result<Image>>;
 
 /// One that is under way.
-pub struct Trial {
+pub(crate) struct Trial {
     opening: Opening,
     opened: Opened,
     began: Instant,
@@ -38,7 +38,7 @@ pub struct Trial {
 }
 
 /// An image that nobody answers for, or that one that has died still has.
-pub struct Silent {
+pub(crate) struct Silent {
     /// To try it again.
     pub(super) opening: Opening,
     pub(super) since: Instant,
@@ -78,7 +78,7 @@ impl Opening {
 
 impl Trial {
     /// `is_awaited`: it is waited for, however long it takes, and fails where nobody is there.
-    pub fn begin(opening: Opening, is_awaited: bool) -> Self {
+    pub(crate) fn begin(opening: Opening, is_awaited: bool) -> Self {
         let opened = reactor::spawn_joinable(opening.clone().open());
         Self { opening, opened, began: reactor::now(), is_awaited }
     }
@@ -87,7 +87,7 @@ impl Trial {
     ///
     /// # Errors
     /// Nobody answers for it.
-    pub async fn outcome(mut self) -> Result<anyhow::Result<Image>, Silent> {
+    pub(crate) async fn outcome(mut self) -> Result<anyhow::Result<Image>, Silent> {
         let left = PATIENCE.saturating_sub(reactor::now() - self.began);
         let state = match reactor::timeout(left, &mut self.opened).await {
             Err(_) if self.is_awaited => {

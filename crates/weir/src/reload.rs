@@ -25,7 +25,7 @@ A change that `weir throttle` has made without --save is taken back. SIGHUP does
 /// What `weir reload` is told.
 #[derive(Debug, Args)]
 pub(crate) struct ReloadArgs {
-    /// Change nothing: print what would change, or fail as it would
+    /// Check new disks as `weir check-config` does, and print what would change; change nothing
     #[arg(long)]
     dry_run: bool,
     /// Print what has changed as JSON

@@ -1,7 +1,8 @@
-//! What a reload would change, told beforehand. Nothing is changed, opened to be written to, or
-//! listened at; so what only the deed shows is not foreseen: that somebody listens at a new
-//! address, that a device was measured to do less than is promised, promises beside those of what
-//! was added over the control socket, caches that have no room, bitmaps that are not there.
+//! A reconciliation without its effects: the changes that a reload would report.
+//!
+//! Opens no image for writing and binds no address. Errors that only the effects show are not
+//! found: an address that another program uses, a device that was measured to do less than is
+//! reserved, reservations beside those of disks that clients have added, caches without memory.
 
 use std::collections::BTreeSet;
 

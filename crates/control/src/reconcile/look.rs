@@ -12,16 +12,11 @@ use nix::unistd::{AccessFlags, access};
 use settings::{PlacedDisk, SecretSource};
 
 use super::{Difference, Occasion, Reconciliation, check_secrets};
-use crate::{
-    assemble, bitmaps, doors,
-    listen::Others,
-    looking,
-    opening::{Silent, Trial},
-};
+use crate::{assemble, bitmaps, doors, listen::Others, looking, opening::Trial};
 
 impl Reconciliation<'_> {
-    /// Looks at the images of all new disks. Returns those whose storage does not answer, with
-    /// their indexes in the plan, and everything else that is wrong, each with its place in the
+    /// Looks at the images of all new disks. Returns the indexes of those whose storage does not answer,
+    /// with the reasons, and everything else that is wrong, each with its place in the
     /// config file.
     ///
     /// At the occasion of a start, groups and disks are listed in the registry, which belongs to no daemon.
@@ -32,7 +27,7 @@ impl Reconciliation<'_> {
         &mut self,
         difference: &Difference,
         others: Others,
-    ) -> anyhow::Result<(Vec<(usize, Silent)>, Vec<anyhow::Error>)> {
+    ) -> anyhow::Result<(Vec<(usize, String)>, Vec<anyhow::Error>)> {
         if self.occasion == Occasion::Start {
             self.seat(difference, Vec::new())?;
         }
@@ -61,7 +56,7 @@ impl Reconciliation<'_> {
             let Some(trial) = trial else { continue };
             let looked = match trial.outcome().await {
                 Err(one) => {
-                    silent.push((index, one));
+                    silent.push((index, one.to_string()));
                     continue;
                 }
                 Ok(Err(error)) => Err(error),

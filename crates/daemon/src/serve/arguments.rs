@@ -53,7 +53,7 @@ pub struct ServeArgs {
     /// then its keys
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Tell what would keep it from serving, such as somebody who has an image or listens at an
+    /// Check as `weir check-config` does, also that no program has an image or listens at an
     /// address, and serve nothing
     #[arg(long)]
     pub(crate) check: bool,
