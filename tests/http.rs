@@ -161,7 +161,7 @@ fn what_runs_is_told_with_what_it_does() {
     );
     let disk = one(&overview, "disks", "memory");
     let known = [
-        ("size_bytes", json!(16 << 20)),
+        ("size", json!(16 << 20)),
         ("weight", json!(300)),
         ("limits", json!({"iops-total": 1_000_000})),
         ("group", json!(null)),
@@ -172,7 +172,7 @@ fn what_runs_is_told_with_what_it_does() {
     let exports = disk["exports"].as_array().unwrap();
     assert_eq!((exports.len(), &exports[0]["type"]), (1, &json!("nbd")));
     let history = daemon.get("/api/v1/disks/memory/history?span=2h").json();
-    assert_eq!(history["step_ms"], 10_000);
+    assert_eq!(history["step-ms"], 10_000);
     assert_eq!(
         daemon.get("/api/v1/disks/memory/history?span=1y").refused(400),
         "weir: span: there are 10m, 2h and 2d"
@@ -228,17 +228,17 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
     // Rates and latencies of a group are its disks', too.
     let history = |of: &str| daemon.get(&format!("/api/v1/{of}/history?span=10m")).json();
     until(|| {
-        let rates = history("groups/outer")["series"]["read_operations_per_second"].as_array()?.clone();
+        let rates = history("groups/outer")["series"]["read-iops"].as_array()?.clone();
         rates.iter().any(|rate| rate.as_f64() > Some(0.0)).then_some(())
     });
     // Those of `b` came last.
     let known = |of: &str| -> Option<Vec<Value>> {
-        let all = history(of)["series"]["latency_p99_ns"].as_array()?.clone();
+        let all = history(of)["series"]["latency-p99-ns"].as_array()?.clone();
         Some(all.into_iter().filter(|latency| !latency.is_null()).collect())
     };
     until(|| known("disks/b").filter(|all| !all.is_empty()));
     assert_eq!(known("groups/inner"), known("disks/a"));
-    let [outer, inner] = ["groups/outer", "groups/inner"].map(|of| history(of)["latency_heat"].clone());
+    let [outer, inner] = ["groups/outer", "groups/inner"].map(|of| history(of)["latency-heat"].clone());
     let columns = |heat: &Value| heat["rows"].as_array().unwrap().iter().filter(|row| !row.is_null()).count();
     assert!(columns(&outer) >= columns(&inner) && columns(&inner) > 0, "{outer} and {inner}");
     daemon.weir.stop();
@@ -256,8 +256,8 @@ fn an_imitated_device_is_as_busy_as_its_rate_has_it() {
         reads.set(reads.get() + 20);
         let overview = daemon.overview();
         let device = one(&overview, "devices", "rate of memory");
-        (device["busy_ratio"].as_f64() > Some(0.0)
-            && device["read_operations_per_second"].as_f64() > Some(0.0))
+        (device["busy-ratio"].as_f64() > Some(0.0)
+            && device["read-iops"].as_f64() > Some(0.0))
         .then_some(())
     });
     let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
@@ -364,7 +364,7 @@ fn who_has_a_machine_s_export_is_told_with_its_rings() {
         ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|one| one["type"] == kind).unwrap().clone())
     };
     let [_, machine] = exports(&daemon.overview());
-    assert_eq!((&machine["front_end"], &machine["queues"]), (&Value::Null, &json!(0)));
+    assert_eq!((&machine["front-end"], &machine["queues"]), (&Value::Null, &json!(0)));
     let front_end = UnixStream::connect(&socket).unwrap();
     let overview = until(|| {
         let overview = daemon.overview();
@@ -374,12 +374,12 @@ fn who_has_a_machine_s_export_is_told_with_its_rings() {
     let schemas = &described["components"]["schemas"];
     check(&schemas["Overview"], schemas, &overview, "overview");
     let [nbd, machine] = exports(&overview);
-    assert_eq!(machine["front_end"]["pid"], std::process::id());
-    for count in ["queues", "requests", "in_flight_requests", "kicks", "calls", "copies"] {
+    assert_eq!(machine["front-end"]["pid"], std::process::id());
+    for count in ["queues", "requests", "in-flight", "kicks", "calls", "copies"] {
         assert_eq!((&machine[count], &nbd[count]), (&json!(0), &Value::Null), "{count}");
     }
     drop(front_end);
-    until(|| exports(&daemon.overview())[1]["front_end"].is_null().then_some(()));
+    until(|| exports(&daemon.overview())[1]["front-end"].is_null().then_some(()));
     daemon.weir.stop();
 }
 

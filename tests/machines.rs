@@ -292,10 +292,10 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
     for pair in events.chunks(2) {
         let [came, went] = [&pair[0], &pair[1]].map(|event| &event["data"]);
         assert_eq!((&came["export"], &pair[0]["disk"]), (&json!("e"), &json!("disk")));
-        assert_eq!((&came["front_end"]["name"], &came["seconds"]), (&json!("weir"), &Value::Null));
-        assert!(went["front_end"] == came["front_end"] && went["seconds"].is_u64(), "{pair:?}");
+        assert_eq!((&came["front-end"]["name"], &came["seconds"]), (&json!("weir"), &Value::Null));
+        assert!(went["front-end"] == came["front-end"] && went["seconds"].is_u64(), "{pair:?}");
     }
-    assert_ne!(events[0]["data"]["front_end"]["pid"], events[2]["data"]["front_end"]["pid"]);
+    assert_ne!(events[0]["data"]["front-end"]["pid"], events[2]["data"]["front-end"]["pid"]);
 
     // One that has no ring does not use the disk, whatever it says.
     let mut first = front_end(&socket);
@@ -308,7 +308,7 @@ fn machines_that_come_and_go_are_events_with_their_processes() {
     let ours = json!(std::process::id());
     let [away, fault] = [&events[0]["data"], &events[1]["data"]];
     assert_eq!(
-        [&away["front_end"]["pid"], &away["connected"]["pid"], &fault["front_end"]["pid"]],
+        [&away["front-end"]["pid"], &away["connected"]["pid"], &fault["front-end"]["pid"]],
         [&ours; 3]
     );
     assert_says(fault["reason"].as_str().expect("why"), &["not a message"]);

@@ -127,7 +127,7 @@ fn who_takes_over_has_the_page_too() {
     let (status, log) = old.wait();
     assert!(status.success(), "{log}");
     let daemon = Daemon { weir: new, address: page };
-    assert_eq!(one(&daemon.overview(), "disks", "disk")["size_bytes"], 1 << 20);
+    assert_eq!(one(&daemon.overview(), "disks", "disk")["size"], 1 << 20);
     daemon.weir.stop();
 }
 
@@ -179,7 +179,7 @@ fn previews_follow_each_other_and_change_nothing() {
     let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
     assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");
     // One request at a time, as many as the limit lets pass.
-    let rate = said["then"]["operations_per_second"].as_f64().unwrap();
+    let rate = said["then"]["iops"].as_f64().unwrap();
     assert!((rate / 10.0 - 1.0).abs() < 0.1, "{said}");
     assert!(preview("{\"iops-total-max\": 1}").refused(422).contains("is below iops-total (2000)"));
     assert_eq!(daemon.send("POST", "/api/v1/disks/memory/preview", "", "{}").status, 401);
@@ -227,11 +227,11 @@ fn what_is_said_beforehand_is_what_is_felt_then() {
         // Only requests that a limit was asked for are in these.
         let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
         let felt = &one(&told, "disks", name)["throttle"]["wait-ns"];
-        for (part, of_said) in [("p50", "wait_p50_ns"), ("p99", "wait_p99_ns")] {
+        for (part, of_said) in [("p50", "wait-p50-ns"), ("p99", "wait-p99-ns")] {
             let (felt, said) = (felt[part].as_f64().unwrap(), said["then"][of_said].as_f64().unwrap());
             assert!(said / 4.0 < felt && felt < said * 4.0, "{name}, {part}: {felt}, and {said} was said");
         }
-        waits.push((said["then"]["wait_p50_ns"].as_u64(), felt["p50"].as_u64()));
+        waits.push((said["then"]["wait-p50-ns"].as_u64(), felt["p50"].as_u64()));
     }
     // In the same order, too: a quarter of the limit is four times the wait.
     assert!(waits.windows(2).all(|pair| pair[0].0 > pair[1].0 && pair[0].1 > pair[1].1), "{waits:?}");

@@ -80,7 +80,7 @@ fn thousands_that_listen_or_say_nothing_keep_nobody_out() {
         .collect();
     // Whoever asks is answered, and who listened goes on to be told.
     let overview = daemon.overview();
-    assert_eq!(one(&overview, "disks", "disk")["size_bytes"], 1 << 20);
+    assert_eq!(one(&overview, "disks", "disk")["size"], 1 << 20);
     daemon.weir.nbdsh("disk", "h.pread(512, 0)");
     while first.next("delta")["disks"][0]["reads"]["requests"] != 1 {}
     let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.weir.pid())).unwrap().count();
@@ -170,7 +170,7 @@ fn over_tls_it_has_the_certificates_of_nbd() {
     let overview = Client::new("curl")
         .args(["--silent", "--show-error", "--fail", "--cacert", &certificate, &url])
         .json();
-    assert_eq!(one(&overview, "disks", "memory")["size_bytes"], 1 << 20);
+    assert_eq!(one(&overview, "disks", "memory")["size"], 1 << 20);
     // In plain text nobody is answered.
     let mut stream = daemon.connect();
     stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();

@@ -27,7 +27,7 @@ WIDTHS = (360, 390, 640, 641, 900, 1099, 1100, 1280, 1399, 1400, 1440, 1920)
 LIMITS = {
     "wiki": ({"limits": {"iops-total": 10000, "iops-total-max": 20000, "iops-total-max-length": 10}}, "iops 10000↑20000×10s"),
     "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1.5G"),
-    "registry": ({"held_by": {"name": "silver", "limit": "bps-write"}, "wait_ratio": 1}, "silver: bps-w"),
+    "registry": ({"throttle-cause": {"name": "silver", "limit": "bps-write"}, "wait-ratio": 1}, "silver: bps-w"),
 }
 MANY = {
     f"{kind}-{which}{more}": value
@@ -102,11 +102,11 @@ def run(weir):
 def changed(told):
     """The limit of the group was two thirds of what it is, in the first half of the chart."""
     history = told["history"]["gold"]
-    start, middle = history["start_ms"], history["start_ms"] + 300 * history["step_ms"]
+    start, middle = history["start-ms"], history["start-ms"] + 300 * history["step-ms"]
     line = {"name": "iops-total", "group": None}
     history["limits"] = [
-        line | {"value": 2000, "start_ms": start, "end_ms": middle},
-        line | {"value": 3000, "start_ms": middle, "end_ms": None},
+        line | {"value": 2000, "start-ms": start, "end-ms": middle},
+        line | {"value": 3000, "start-ms": middle, "end-ms": None},
     ]
 
 
@@ -147,9 +147,9 @@ def limited(told):
     for one in told["overview"]["disks"]:
         one |= LIMITS.get(one["name"], [{}])[0]
         if one["name"] == "build":
-            one |= {"limits": MANY, "held_by": None, "wait_ratio": 0, "waiting_requests": 0}
+            one |= {"limits": MANY, "throttle-cause": None, "wait-ratio": 0, "waiting-requests": 0}
         if one["name"] == "mail":
-            one |= {"held_by": {"name": "a group with a name that is long", "limit": "iops-total"}}
+            one |= {"throttle-cause": {"name": "a group with a name that is long", "limit": "iops-total"}}
 
 
 def limits_are_whole(reader):

@@ -39,7 +39,7 @@ def play(page, change=lambda scene: None, stream=STREAM):
     """The scene, with what `change` makes of it; `stream` takes the place of `EventSource`."""
     scene = json.loads(SCENE.read_text())
     change(scene)
-    page.clock.set_fixed_time(scene["overview"]["time_ms"])
+    page.clock.set_fixed_time(scene["overview"]["time-ms"])
     page.add_init_script(stream)
 
     def give(route):
@@ -55,7 +55,7 @@ def play(page, change=lambda scene: None, stream=STREAM):
         else:
             name = path.split("/")[1]
             answer = scene["history"].get(name) if "span=10m" in path else None
-            answer = answer or {"step_ms": 10_000, "start_ms": scene["overview"]["time_ms"], "series": {}, "latency_heat": None}
+            answer = answer or {"step-ms": 10_000, "start-ms": scene["overview"]["time-ms"], "series": {}, "latency-heat": None}
         return route.fulfill(json=answer)
 
     page.route("**/api/v1/**", give)

@@ -10,20 +10,20 @@ import scene
 import visit
 from visit import expect
 
-NULLS = ["group", "limits", "reservation", "held_by", "exports", "prefetch", "cache", "wait_ratio", "latency_p99_ns", "size_bytes"]
-MACHINE = {"type": "vhost-user-blk", "queues": 2, "requests": 12000, "kicks": None, "front_end": {"pid": 4711, "name": "<b>qemu"}}
+NULLS = ["group", "limits", "iops-reservation", "throttle-cause", "exports", "read-ahead", "l2-cache", "wait-ratio", "latency-p99-ns", "size"]
+MACHINE = {"type": "vhost-user-blk", "queues": 2, "requests": 12000, "kicks": None, "front-end": {"pid": 4711, "name": "<b>qemu"}}
 OVERVIEWS = {
     "names alone": {"access": "change", "disks": [{"name": "vm1"}], "groups": [{"name": "gold"}]},
     "nulls": {"access": "change", "daemon": None, "groups": None, "devices": [{"name": "sda"}], "disks": [{"name": "vm1"} | dict.fromkeys(NULLS)]},
     "a machine": {"access": "change", "disks": [{"name": "vm1", "exports": [{"type": "nbd", "connections": 1}, MACHINE]}]},
     "a group that is not there": {"access": "change", "disks": [{"name": "vm1", "group": "gone"}]},
-    "groups in a circle": {"disks": [{"name": "vm1", "group": "a"}], "groups": [{"name": "a", "parent": "b"}, {"name": "b", "parent": "a"}]},
+    "groups in a circle": {"disks": [{"name": "vm1", "group": "a"}], "groups": [{"name": "a", "group": "b"}, {"name": "b", "group": "a"}]},
 }
 HISTORIES = [
     {},
-    {"step_ms": 1000, "start_ms": 0},
-    {"step_ms": 1000, "start_ms": 0, "series": {"read_operations_per_second": [1, None, 3]}, "latency_heat": None},
-    {"step_ms": 1000, "start_ms": 0, "series": {"wait_ratio": None}, "latency_heat": {"bounds_ns": [], "rows": [None, [1, 2, 3]]}, "limits": [None, {"name": "iops-total", "value": 7}, {"value": 1}]},
+    {"step-ms": 1000, "start-ms": 0},
+    {"step-ms": 1000, "start-ms": 0, "series": {"read-iops": [1, None, 3]}, "latency-heat": None},
+    {"step-ms": 1000, "start-ms": 0, "series": {"wait-ratio": None}, "latency-heat": {"bounds-ns": [], "rows": [None, [1, 2, 3]]}, "limits": [None, {"name": "iops-total", "value": 7}, {"value": 1}]},
 ]
 
 

@@ -55,12 +55,12 @@ def run(weir):
 def change(told):
     """`db` is the most throttled, and its history has 90 seconds of 600."""
     for disk in told["overview"]["disks"]:
-        disk["wait_ratio"] = 1 if disk["name"] == "db" else min(disk["wait_ratio"], 0.5)
+        disk["wait-ratio"] = 1 if disk["name"] == "db" else min(disk["wait-ratio"], 0.5)
     history = told["history"]["db"]
-    steps = len(history["series"]["read_operations_per_second"])
-    history["start_ms"] += (steps - 90) * history["step_ms"]
+    steps = len(history["series"]["read-iops"])
+    history["start-ms"] += (steps - 90) * history["step-ms"]
     history["series"] = {name: values and values[-90:] for name, values in history["series"].items()}
-    history["latency_heat"] = None
+    history["latency-heat"] = None
 
 
 def nothing_is_live_before_it_is_known(reader):

@@ -2,7 +2,8 @@
 //! clients read.
 //!
 //! ```text
-//!   daemon ──► Status ──► JSON on the control socket ──► Status ──► weir status, top, verify, …
+//!   daemon ──► Status ────────► JSON on the control socket ──► Status ──► weir status, top, verify, …
+//!          └─► DiskActivity, … ► JSON over HTTP ─────────────► the page, programs
 //! ```
 //!
 //! Keys are in kebab-case and end with their unit (`wait-ns`, `unflushed-bytes`). A client accepts
@@ -14,6 +15,8 @@
 
 #![forbid(unsafe_code)]
 
+mod activity;
 mod status;
 
+pub use activity::*;
 pub use status::*;

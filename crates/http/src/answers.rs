@@ -8,16 +8,22 @@ use axum::{
     },
     response::{IntoResponse, Response},
 };
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use super::desk::Silent;
+use super::{desk::Silent, stream::json};
+
+/// Why there is no other answer.
+#[derive(Serialize)]
+struct ErrorAnswer {
+    error: String,
+}
 
 /// Bytes of a sentence.
 const MOST_REASON: usize = 4096;
 
 /// A JSON object that nobody keeps.
-pub(super) fn answer(value: &Value) -> Response {
-    written(value.to_string().into())
+pub(super) fn answer(value: &impl Serialize) -> Response {
+    written(json(value))
 }
 
 /// The same, of its text.
@@ -27,7 +33,7 @@ pub(super) fn written(json: Bytes) -> Response {
 
 /// Why there is no other answer, as the daemon says it elsewhere.
 pub(super) fn failure(status: StatusCode, why: &str) -> Response {
-    (status, answer(&json!({ "error": format!("weir: {why}") }))).into_response()
+    (status, answer(&ErrorAnswer { error: format!("weir: {why}") })).into_response()
 }
 
 /// The main thread does not answer.

@@ -84,7 +84,7 @@ async fn openapi() -> Response {
 /// What happened, the last of it.
 async fn events(State(site): State<Arc<Site>>, uri: Uri) -> Response {
     match said(&uri, "since").map_or(Ok(0), str::parse) {
-        Ok(id) => answer(&site.events.since(id).iter().map(|event| event.to_json()).collect()),
+        Ok(id) => answer(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>()),
         Err(_) => failure(StatusCode::BAD_REQUEST, "since: is no number of an event"),
     }
 }

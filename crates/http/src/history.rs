@@ -10,9 +10,10 @@
 //! there from a disk's first second on, but for lines, of which there are few: less than 42 KB,
 //! which a test adds up.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
-use serde_json::{Value, json};
+use api::{ActivityHistory, LatencyHeat};
+use serde_json::Number;
 
 use super::{
     lines::{Drawn, Lines},
@@ -158,7 +159,7 @@ impl History {
     /// `since_ms` or later. That is of a clock which was set forward by so many seconds since
     /// seconds are counted, and so is what is told: what was before it was set has the right time.
     /// Limits are those of all the span, since one that began before goes on.
-    pub(super) fn tell(&self, span: Span, since_ms: u64, set_s: i64) -> Value {
+    pub(super) fn tell(&self, span: Span, since_ms: u64, set_s: i64) -> ActivityHistory {
         let since_ms = since_ms.saturating_add_signed(set_s.saturating_mul(-1000));
         let clock_ms = |seconds: u64| seconds.saturating_add_signed(set_s) * 1000;
         let level = span as usize;
@@ -172,28 +173,28 @@ impl History {
         let most = most.min(usize::try_from(wanted).unwrap_or(most));
         let steps: Vec<_> = steps[steps.len().saturating_sub(most)..].iter().map(Sample::unpack).collect();
         let start = (newest + step).saturating_sub(step * steps.len() as u64);
-        let series = |get: &dyn Fn(&Sample) -> Option<f64>| -> Value {
-            steps.iter().map(|sample| get(sample).map_or(Value::Null, rounded)).collect()
+        let series = |get: &dyn Fn(&Sample) -> Option<f64>| -> Vec<Option<Number>> {
+            steps.iter().map(|sample| get(sample).map(rounded)).collect()
         };
-        json!({
-            "step_ms": step * 1000,
-            "start_ms": clock_ms(start),
-            "series": {
-                "read_operations_per_second": series(&|sample| sample.rates[0]),
-                "write_operations_per_second": series(&|sample| sample.rates[1]),
-                "read_bytes_per_second": series(&|sample| sample.rates[2]),
-                "write_bytes_per_second": series(&|sample| sample.rates[3]),
-                "latency_p50_ns": series(&|sample| sample.latency_ns[0]),
-                "latency_p99_ns": series(&|sample| sample.latency_ns[1]),
-                "waiting_requests": series(&|sample| sample.waiting),
-                "wait_ratio": series(&|sample| sample.ratios[0]),
-                "bucket_level_ratio": series(&|sample| sample.ratios[1]),
-                "prefetch_hit_ratio": series(&|sample| sample.ratios[2]),
-                "cache_hit_ratio": series(&|sample| sample.ratios[3]),
-            },
-            "latency_heat": self.heat[level].tell(since_ms, clock_ms),
-            "limits": self.lines.tell(self.second.saturating_sub(span.seconds()), clock_ms),
-        })
+        ActivityHistory {
+            step_ms: step * 1000,
+            start_ms: clock_ms(start),
+            series: BTreeMap::from([
+                ("read-iops", series(&|sample| sample.rates[0])),
+                ("write-iops", series(&|sample| sample.rates[1])),
+                ("read-bps", series(&|sample| sample.rates[2])),
+                ("write-bps", series(&|sample| sample.rates[3])),
+                ("latency-p50-ns", series(&|sample| sample.latency_ns[0])),
+                ("latency-p99-ns", series(&|sample| sample.latency_ns[1])),
+                ("waiting-requests", series(&|sample| sample.waiting)),
+                ("wait-ratio", series(&|sample| sample.ratios[0])),
+                ("bucket-level-ratio", series(&|sample| sample.ratios[1])),
+                ("read-ahead-hit-rate", series(&|sample| sample.ratios[2])),
+                ("l2-cache-hit-rate", series(&|sample| sample.ratios[3])),
+            ]),
+            latency_heat: self.heat[level].tell(since_ms, clock_ms),
+            limits: self.lines.tell(self.second.saturating_sub(span.seconds()), clock_ms),
+        }
     }
 }
 
@@ -234,29 +235,29 @@ impl Heat {
     /// A list for each column from that time on: which part of its requests took no longer than
     /// each bound and longer than the one before, and at the end, longer than all. Null where it
     /// had none.
-    fn tell(&self, since_ms: u64, clock_ms: impl Fn(u64) -> u64) -> Value {
+    fn tell(&self, since_ms: u64, clock_ms: impl Fn(u64) -> u64) -> LatencyHeat {
         let newest = column(&self.counts);
         let columns: Vec<_> = self.columns.values.iter().chain([&newest]).collect();
         let start = (self.number + 1).saturating_sub(columns.len() as u64) * self.seconds;
         let before =
             since_ms.saturating_sub(start * 1000).div_ceil(self.seconds * 1000).min(columns.len() as u64);
-        let row = |column: &&[u8; CELLS]| -> Value {
+        let row = |column: &&[u8; CELLS]| -> Option<Vec<Number>> {
             let darkness = |row: usize| column[row / 2] >> (row % 2 * 4) & DARKEST;
             if (0..ROWS).all(|row| darkness(row) == 0) {
-                return Value::Null;
+                return None;
             }
             let part = |darkness: u8| match darkness {
-                0 => json!(0),
+                0 => 0.into(),
                 _ => rounded(0.5_f64.powi(i32::from(DARKEST - darkness))),
             };
-            (0..ROWS).map(|row| part(darkness(row))).collect()
+            Some((0..ROWS).map(|row| part(darkness(row))).collect())
         };
-        json!({
-            "step_ms": self.seconds * 1000,
-            "start_ms": clock_ms(start + before * self.seconds),
-            "bounds_ns": BOUNDS,
-            "rows": columns[before as usize..].iter().map(row).collect::<Vec<_>>(),
-        })
+        LatencyHeat {
+            step_ms: self.seconds * 1000,
+            start_ms: clock_ms(start + before * self.seconds),
+            bounds_ns: BOUNDS.to_vec(),
+            rows: columns[before as usize..].iter().map(row).collect(),
+        }
     }
 }
 
@@ -274,7 +275,7 @@ fn column(counts: &Latencies) -> [u8; CELLS] {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use serde_json::json;
 
     use super::{super::lines::drawn, *};
 
@@ -288,12 +289,8 @@ mod tests {
     }
 
     /// Value, beginning and end of each line.
-    fn lines(told: &Value) -> Vec<(u64, u64, Option<u64>)> {
-        let number = |line: &Value, key: &str| line[key].as_u64();
-        let line = |line: &Value| {
-            (number(line, "value").unwrap(), number(line, "start_ms").unwrap(), number(line, "end_ms"))
-        };
-        told["limits"].as_array().unwrap().iter().map(line).collect()
+    fn lines(told: &ActivityHistory) -> Vec<(u64, u64, Option<u64>)> {
+        told.limits.iter().map(|line| (line.value, line.start_ms, line.end_ms)).collect()
     }
 
     #[test]
@@ -317,9 +314,8 @@ mod tests {
         }
         for (name, span) in Span::ALL {
             let told = history.tell(span, 0, 0);
-            let (step, start) =
-                (told["step_ms"].as_u64().unwrap() / 1000, told["start_ms"].as_u64().unwrap() / 1000);
-            let rates = told["series"]["read_operations_per_second"].as_array().unwrap();
+            let (step, start) = (told.step_ms / 1000, told.start_ms / 1000);
+            let rates = &told.series["read-iops"];
             let seconds = span.seconds().min(end - begin);
             assert!((rates.len() as u64 * step).abs_diff(seconds) <= step, "{name}: {} steps", rates.len());
             assert!(
@@ -331,7 +327,7 @@ mod tests {
                 let until = (from + step).min(end);
                 // The mean of what was put in; the oldest step may have lost some.
                 let expected = (from + until + 1) as f64 / 2.0 - begin as f64;
-                let rate = rate.as_f64().unwrap();
+                let rate = rate.as_ref().and_then(Number::as_f64).unwrap();
                 assert!(
                     (rate / expected - 1.0).abs() < 0.04 || index == 0,
                     "{name} {index}: {rate} for {expected}"
@@ -347,14 +343,9 @@ mod tests {
             history.add(second, &of_rate(64.0), None, Vec::new());
         }
         let told = history.tell(Span::TenMinutes, 0, 0);
-        let known: Vec<_> = told["series"]["write_bytes_per_second"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|rate| !rate.is_null())
-            .collect();
+        let known: Vec<_> = told.series["write-bps"].iter().map(Option::is_some).collect();
         assert_eq!(known, [true, true, false, false, true, true]);
-        assert_eq!(told["start_ms"], 100_000);
+        assert_eq!(told.start_ms, 100_000);
     }
 
     #[test]
@@ -380,14 +371,14 @@ mod tests {
             // Nothing in the second column.
             history.add(second, &Sample::default(), (second < 165).then_some(&counts), Vec::new());
         }
-        let heat = &history.tell(Span::TenMinutes, 0, 0)["latency_heat"];
-        let rows = heat["rows"].as_array().unwrap();
-        assert_eq!((heat["start_ms"].as_u64(), heat["step_ms"].as_u64()), (Some(150_000), Some(15_000)));
-        assert_eq!((rows.len(), &rows[1]), (2, &Value::Null));
-        let row = rows[0].as_array().unwrap();
-        assert_eq!(row.len(), heat["bounds_ns"].as_array().unwrap().len() + 1);
-        assert_eq!((&row[3], &row[4], &row[5]), (&json!(1), &json!(0), &json!(0.25)));
-        let last = row[ROWS - 1].as_f64().unwrap();
+        let LatencyHeat { step_ms, start_ms, bounds_ns, rows } =
+            history.tell(Span::TenMinutes, 0, 0).latency_heat;
+        assert_eq!((start_ms, step_ms), (150_000, 15_000));
+        assert_eq!((rows.len(), &rows[1]), (2, &None));
+        let row: Vec<_> = rows[0].iter().flatten().filter_map(Number::as_f64).collect();
+        assert_eq!(row.len(), bounds_ns.len() + 1);
+        assert_eq!(row[3..6], [1.0, 0.0, 0.25]);
+        let last = row[ROWS - 1];
         assert!(last > 0.0 && last < 0.002, "{last}");
     }
 
@@ -401,15 +392,15 @@ mod tests {
         for set_s in [-7200, -1, 0, 3, 10_800] {
             let now_ms = 100_000_u64.saturating_add_signed(set_s) * 1000;
             let told = history.tell(Span::TenMinutes, 0, set_s);
-            assert_eq!(told["start_ms"], now_ms);
-            let heat = told["latency_heat"]["start_ms"].as_u64().unwrap();
+            assert_eq!(told.start_ms, now_ms);
+            let heat = told.latency_heat.start_ms;
             assert_eq!(heat, 99_990_u64.saturating_add_signed(set_s) * 1000);
             let change_ms = now_ms + 50_000;
             assert_eq!(lines(&told), [(7, now_ms, Some(change_ms)), (8, change_ms, None)]);
             // What a program asks for that has the clock's time of the last five.
             let told = history.tell(Span::TenMinutes, now_ms + 95_000, set_s);
-            let last = told["series"]["read_operations_per_second"].as_array().unwrap().len();
-            assert_eq!((told["start_ms"].as_u64(), last), (Some(now_ms + 95_000), 5), "{set_s}");
+            let last = told.series["read-iops"].len();
+            assert_eq!((told.start_ms, last), (now_ms + 95_000, 5), "{set_s}");
         }
     }
 
@@ -428,12 +419,8 @@ mod tests {
             (199_001, 200, 0),
         ] {
             let told = history.tell(Span::TenMinutes, since_ms, 0);
-            let all = told["series"]["read_operations_per_second"].as_array().unwrap();
-            assert_eq!(
-                (told["start_ms"].as_u64(), all.len()),
-                (Some(start * 1000), steps),
-                "since {since_ms}"
-            );
+            let all = &told.series["read-iops"];
+            assert_eq!((told.start_ms, all.len()), (start * 1000, steps), "since {since_ms}");
             // Of a limit it is told from when on it goes on.
             assert_eq!(lines(&told), [(1, 150_000, None)], "since {since_ms}");
         }

@@ -8,10 +8,9 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use api::{ActivityObject, LimitInterval};
 use policy::throttle::{LimitKind, Part, Setting};
-use serde_json::{Value, json};
-
-use super::objects::Object;
+use serde_json::Value;
 
 /// Lines of one disk or group at most. Eight limits can be set at a time.
 const MOST: usize = 24;
@@ -42,9 +41,9 @@ struct Line {
 pub(super) struct Lines(Vec<Line>);
 
 /// What charts draw of a disk or a group now.
-pub(super) fn drawn(object: &Object, groups: &BTreeMap<Arc<str>, Object>) -> Vec<Drawn> {
-    let above = |object: &Object| {
-        let name = ["group", "parent"].iter().find_map(|key| object.get(*key)?.as_str())?;
+pub(super) fn drawn(object: &ActivityObject, groups: &BTreeMap<Arc<str>, ActivityObject>) -> Vec<Drawn> {
+    let above = |object: &ActivityObject| {
+        let name = object.get("group")?.as_str()?;
         groups.get_key_value(name)
     };
     let own_and_above = std::iter::successors(Some((None, object)), |(_, object)| {
@@ -63,7 +62,7 @@ pub(super) fn drawn(object: &Object, groups: &BTreeMap<Arc<str>, Object>) -> Vec
 }
 
 /// Rates and rates of bursts that are set.
-fn limits(object: &Object) -> Vec<(LimitKind, Setting, u64)> {
+fn limits(object: &ActivityObject) -> Vec<(LimitKind, Setting, u64)> {
     let all = object.get("limits").and_then(Value::as_object);
     let rate = |(name, value): (&String, &Value)| match Setting::from_name(name)? {
         setting @ Setting::Limit(kind, Part::Rate | Part::BurstRate) => {
@@ -110,16 +109,16 @@ impl Lines {
     }
 
     /// Those that were there after that second, in milliseconds of a clock.
-    pub(super) fn tell(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Value {
+    pub(super) fn tell(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Vec<LimitInterval> {
         let told = self.0.iter().filter(|line| line.until > after).map(|line| {
             let Drawn { setting, of, value } = &line.drawn;
-            json!({
-                "name": setting.name(),
-                "group": of.as_deref(),
-                "value": value,
-                "start_ms": clock_ms(line.from),
-                "end_ms": (line.until != STILL).then(|| clock_ms(line.until)),
-            })
+            LimitInterval {
+                name: setting.name(),
+                group: of.as_deref().map(str::to_owned),
+                value: *value,
+                start_ms: clock_ms(line.from),
+                end_ms: (line.until != STILL).then(|| clock_ms(line.until)),
+            }
         });
         told.collect()
     }
@@ -136,9 +135,11 @@ impl Lines {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
-    fn object(value: Value) -> Object {
+    fn object(value: Value) -> ActivityObject {
         let Value::Object(object) = value else { panic!("an object") };
         object
     }
@@ -148,18 +149,9 @@ mod tests {
     }
 
     /// Name, value, beginning and end, in seconds.
-    fn told(lines: &Lines) -> Vec<(String, u64, u64, Option<u64>)> {
-        let all = lines.tell(0, |second| second);
-        let line = |line: &Value| {
-            let number = |key: &str| line[key].as_u64();
-            let name = line["name"].as_str().unwrap().to_owned();
-            (name, number("value").unwrap(), number("start_ms").unwrap(), number("end_ms"))
-        };
-        all.as_array().unwrap().iter().map(line).collect()
-    }
-
-    fn as_told(name: &str, group: Option<&str>, value: u64, from: u64, until: Option<u64>) -> Value {
-        json!({ "name": name, "group": group, "value": value, "start_ms": from, "end_ms": until })
+    fn told(lines: &Lines) -> Vec<(&'static str, u64, u64, Option<u64>)> {
+        let all = lines.tell(0, |second| second).into_iter();
+        all.map(|line| (line.name, line.value, line.start_ms, line.end_ms)).collect()
     }
 
     #[test]
@@ -172,7 +164,7 @@ mod tests {
         });
         lines.add(1000, of(json!({ "iops-total": 500, "iops-total-max": 3000 })));
         lines.add(1001, of(json!({})));
-        let line = |name: &str, value, from, until| (name.to_owned(), value, from, Some(until));
+        let line = |name, value, from, until| (name, value, from, Some(until));
         assert_eq!(
             told(&lines),
             [
@@ -183,14 +175,14 @@ mod tests {
         );
         assert_eq!(lines.size_bytes(), one);
         // What had ended is not of a later time.
-        assert_eq!(lines.tell(1000, |second| second).as_array().unwrap().len(), 2);
+        assert_eq!(lines.tell(1000, |second| second).len(), 2);
     }
 
     #[test]
     fn each_unit_has_the_limits_of_the_nearest_that_has_some() {
         let groups = [
-            ("outer", json!({ "parent": null, "limits": { "bps-read": 9, "iops-total": 8 } })),
-            ("inner", json!({ "parent": "outer", "limits": { "iops-write": 7, "iops-write-max": 70 } })),
+            ("outer", json!({ "group": null, "limits": { "bps-read": 9, "iops-total": 8 } })),
+            ("inner", json!({ "group": "outer", "limits": { "iops-write": 7, "iops-write-max": 70 } })),
         ];
         let groups = groups.map(|(name, group)| (name.into(), object(group))).into();
         let disk = object(json!({ "group": "inner", "limits": { "bps-total-max-length": 5 } }));
@@ -198,13 +190,15 @@ mod tests {
         lines.add(1, drawn(&disk, &groups));
         let own = object(json!({ "group": "inner", "limits": { "iops-total": 3 } }));
         lines.add(2, drawn(&own, &groups));
-        let all = lines.tell(0, |second| second);
-        let expected = json!([
-            as_told("iops-write", Some("inner"), 7, 1, Some(2)),
-            as_told("iops-write-max", Some("inner"), 70, 1, Some(2)),
-            as_told("bps-read", Some("outer"), 9, 1, None),
-            as_told("iops-total", None, 3, 2, None),
-        ]);
+        let groups = lines.tell(0, |second| second).into_iter().map(|line| line.group);
+        let all: Vec<_> = groups.zip(told(&lines)).collect();
+        let of = |group: &str| Some(group.to_owned());
+        let expected = [
+            (of("inner"), ("iops-write", 7, 1, Some(2))),
+            (of("inner"), ("iops-write-max", 70, 1, Some(2))),
+            (of("outer"), ("bps-read", 9, 1, None)),
+            (None, ("iops-total", 3, 2, None)),
+        ];
         assert_eq!(all, expected);
     }
 
@@ -217,9 +211,9 @@ mod tests {
         }
         let told = told(&lines);
         assert_eq!(told.len(), MOST);
-        assert!(told.contains(&("bps-total".to_owned(), 5, 100, None)));
+        assert!(told.contains(&("bps-total", 5, 100, None)));
         // The oldest that is known stands for those before it.
-        let first = told.iter().find(|(name, ..)| name == "iops-total").unwrap();
+        let first = told.iter().find(|(name, ..)| *name == "iops-total").unwrap();
         assert_eq!((first.1, first.2, first.3), (9_977, 100, Some(9_978)));
     }
 }

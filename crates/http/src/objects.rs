@@ -1,9 +1,8 @@
-//! Disks, groups and devices as the page and programs are told of them: JSON objects, with the
-//! figures of the last second.
+//! Disks, groups and devices as the page and programs receive them: JSON objects with the activity
+//! of the last second.
 //!
-//! `docs/page.md` and `openapi.json` describe them. Names are those of metrics and of `weir
-//! status`; every member is always there, and null where there is nothing to tell, so that a change
-//! is a new value and never a member that is gone.
+//! The types are those of `api`, and `openapi.json` describes them. Objects are kept as maps of
+//! their members, so that the stream can send those that changed.
 
 use std::{
     array,
@@ -12,7 +11,11 @@ use std::{
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
-use api::ExportCounters;
+use api::{
+    ActivityObject, BucketActivity, CacheActivity, ClusterLimits, DeviceActivity, DeviceCapacity,
+    DiskActivity, DiskMemory, ErrorCounts, ExportActivity, GroupActivity, LatencyPercentiles, LimitValues,
+    MemberActivity, PrefetchActivity, ThrottleCause, ThrottledTotals, TransferRates,
+};
 use block::{
     device::Statistics,
     disk::Totals,
@@ -23,7 +26,8 @@ use policy::{
     request::Direction,
     throttle::{Counters, Enforcement, Level, LimitKind, Limits, Part, Setting, Stats},
 };
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Number, Value};
 
 use super::{
     desk::Of,
@@ -32,16 +36,22 @@ use super::{
     snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
 };
 
-pub(super) type Object = Map<String, Value>;
+/// Members of an activity, by name.
+fn object(activity: &impl Serialize) -> ActivityObject {
+    match serde_json::to_value(activity) {
+        Ok(Value::Object(members)) => members,
+        _ => unreachable!("activities are structs whose keys are strings"),
+    }
+}
 
 /// All there is, at one moment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Objects {
     pub(super) time_ms: u64,
     pub(super) started_ms: u64,
-    pub(super) disks: BTreeMap<Arc<str>, Object>,
-    pub(super) groups: BTreeMap<Arc<str>, Object>,
-    pub(super) devices: BTreeMap<Arc<str>, Object>,
+    pub(super) disks: BTreeMap<Arc<str>, ActivityObject>,
+    pub(super) groups: BTreeMap<Arc<str>, ActivityObject>,
+    pub(super) devices: BTreeMap<Arc<str>, ActivityObject>,
 }
 
 /// What has to be known of before, to tell of the last second.
@@ -133,8 +143,8 @@ impl Before {
             let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
             let grown = if is_another { before.last.look(figures) } else { None };
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
-            let (object, passed) = disk(figures, exports, &groups, before, snapshot.taken);
-            objects.disks.insert(Arc::clone(&figures.name), object);
+            let (activity, passed) = disk(figures, exports, &groups, before, snapshot.taken);
+            objects.disks.insert(Arc::clone(&figures.name), object(&activity));
             let own = groups.get(&*figures.group).copied();
             for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
                 of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
@@ -148,12 +158,12 @@ impl Before {
                 before.took = Took::of(grown.as_ref().map(|grown| &*grown.took));
                 before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
             }
-            objects.groups.insert(name, group(figures, &passed, before, snapshot.taken));
+            objects.groups.insert(name, object(&group(figures, &passed, before, snapshot.taken)));
         }
         for figures in &snapshot.devices {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.devices.entry(Arc::clone(&name)).or_default();
-            objects.devices.insert(name, device(figures, before, snapshot.taken));
+            objects.devices.insert(name, object(&device(figures, before, snapshot.taken)));
         }
         // What is gone begins anew if it comes again.
         self.disks.retain(|name, _| objects.disks.contains_key(name));
@@ -163,12 +173,9 @@ impl Before {
     }
 }
 
-fn ratio(value: Option<f64>) -> Value {
-    value.map_or(Value::Null, |value| rounded((value * 1000.0).round() / 1000.0))
-}
-
-fn insert(object: &mut Object, members: impl IntoIterator<Item = (&'static str, Value)>) {
-    object.extend(members.into_iter().map(|(name, value)| (name.to_owned(), value)));
+/// With three decimals.
+fn ratio(value: f64) -> Number {
+    rounded((value * 1000.0).round() / 1000.0)
 }
 
 /// What disks have done. A limit that is set on none of them counts nothing, so what a group has
@@ -197,18 +204,6 @@ impl Passed {
         // Of two that are, nobody knows whether it was at one time.
         self.held = self.held.max(other.held);
     }
-
-    /// Of those requests, what the counters of limits say had to wait.
-    fn tell(&self, object: &mut Object, stats: &Stats) {
-        let Totals { reads, writes, read_bytes, written_bytes, .. } = self.totals;
-        let passed = |requests: u64, bytes: u64, counters: &Counters| json!({ "requests": requests, "bytes": bytes, "throttled": counters.throttled });
-        let members = [
-            ("reads", passed(reads, read_bytes, &stats.reads)),
-            ("writes", passed(writes, written_bytes, &stats.writes)),
-        ];
-        insert(object, members);
-        rates(object, self.per_second);
-    }
 }
 
 /// What the disks in and below a group have done.
@@ -232,14 +227,9 @@ fn per_second<const N: usize>(growth: Option<&Growth<N>>) -> [f64; 4] {
     array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
 }
 
-fn rates(object: &mut Object, per_second: [f64; 4]) {
-    let names = [
-        "read_operations_per_second",
-        "write_operations_per_second",
-        "read_bytes_per_second",
-        "write_bytes_per_second",
-    ];
-    insert(object, names.into_iter().zip(per_second.map(rounded)));
+fn rates(per_second: [f64; 4]) -> TransferRates {
+    let [read_iops, write_iops, read_bps, write_bps] = per_second.map(rounded);
+    TransferRates { read_iops, write_iops, read_bps, write_bps }
 }
 
 fn disk(
@@ -248,7 +238,7 @@ fn disk(
     groups: &HashMap<&str, &GroupFigures>,
     before: &mut DiskBefore,
     now: Instant,
-) -> (Object, Passed) {
+) -> (DiskActivity, Passed) {
     let DiskFigures { totals, errors, throttle: ThrottleFigures { stats, .. }, .. } = figures;
     let prefetch = figures.prefetch.as_ref();
     let hits = prefetch.map_or([0; 2], |stats| {
@@ -274,148 +264,144 @@ fn disk(
     // What waits for longer than a second has not been counted yet.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let held = if is_stuck { 1.0 } else { waited };
-    let mut object = Object::new();
-    insert(&mut object, [
-        ("name", json!(*figures.name)),
-        ("group", if figures.group.is_empty() { Value::Null } else { json!(figures.group) }),
-        ("format", json!(figures.format)),
-        ("cache_mode", json!(figures.cache)),
-        ("size_bytes", json!(figures.size_bytes)),
-        ("latency_p50_ns", json!(before.last.took.p50_ns)),
-        ("latency_p99_ns", json!(before.last.took.p99_ns)),
-        ("wait_p99_ns", json!(before.last.wait_p99_ns)),
-        ("wait_ratio", ratio(Some(held))),
-        ("held_by", held_by(figures, groups, before.last.held_longest)),
-        ("is_stopped", json!(figures.is_stopped)),
-        ("has_backing_changed", json!(figures.has_changed_below)),
-        ("errors", json!({
-            "reads": errors.reads, "writes": errors.writes,
-            "flushes": errors.flushes, "discards": errors.discards,
-        })),
-        ("exports", exports.iter().map(|export| self::export(export)).collect()),
-        ("prefetch", prefetch.map_or(Value::Null, |stats| json!({
-            "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(6, 7))),
-            "memory_bytes": stats.memory_bytes,
-            "streams": stats.streams,
-            "is_closed": stats.closed,
-        }))),
-        ("cache", l2.map_or(Value::Null, |l2| json!({
-            "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(8, 9))),
-            "covered_ratio": ratio(Some((l2.covered_bytes as f64 / figures.size_bytes.max(1) as f64).min(1.0))),
-        }))),
-        ("memory_bytes", json!(figures.reserved_bytes.saturating_add(figures.requests_bytes))),
-    ]);
     let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()), held };
-    passed.tell(&mut object, stats);
-    throttle(&mut object, &figures.throttle);
-    (object, passed)
+    let latencies = LatencyPercentiles {
+        latency_p50_ns: before.last.took.p50_ns,
+        latency_p99_ns: before.last.took.p99_ns,
+        wait_p99_ns: before.last.wait_p99_ns,
+    };
+    let cause = throttle_cause(figures, groups, before.last.held_longest);
+    let group = (!figures.group.is_empty()).then(|| figures.group.clone());
+    let covered = |covered_bytes: u64| (covered_bytes as f64 / figures.size_bytes.max(1) as f64).min(1.0);
+    let activity = DiskActivity {
+        name: figures.name.to_string(),
+        member: member(group, latencies, cause, &passed, &figures.throttle),
+        format: figures.format,
+        cache: figures.cache,
+        size: figures.size_bytes,
+        stopped: figures.is_stopped,
+        backing_changed: figures.has_changed_below,
+        errors: ErrorCounts {
+            reads: errors.reads,
+            writes: errors.writes,
+            flushes: errors.flushes,
+            discards: errors.discards,
+        },
+        exports: exports.iter().map(|export| self::export(export)).collect(),
+        read_ahead: prefetch.map(|stats| PrefetchActivity {
+            hit_rate: growth.and_then(|growth| growth.ratio(6, 7)).map(ratio),
+            memory: stats.memory_bytes,
+            streams: stats.streams.into(),
+            closed: stats.closed,
+        }),
+        l2_cache: l2.map(|l2| CacheActivity {
+            hit_rate: growth.and_then(|growth| growth.ratio(8, 9)).map(ratio),
+            covered_ratio: Some(ratio(covered(l2.covered_bytes))),
+        }),
+        memory: DiskMemory { reserved: figures.reserved_bytes, requests: figures.requests_bytes },
+    };
+    (activity, passed)
 }
 
-fn export(figures: &ExportFigures) -> Value {
+fn export(figures: &ExportFigures) -> ExportActivity {
     let ExportFigures { id, kind, connections, counters, .. } = figures;
-    let ExportCounters { requests, in_flight, kicks, calls, copies, front_end, .. } = counters;
-    json!({
-        "id": id, "type": kind, "connections": connections, "front_end": front_end,
-        "queues": counters.kernel_queues(), "requests": requests, "in_flight_requests": in_flight,
-        "kicks": kicks, "calls": calls, "copies": copies,
-    })
+    ExportActivity { id: id.clone(), kind, connections: *connections, counters: counters.clone() }
 }
 
-fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now: Instant) -> Object {
+fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now: Instant) -> GroupActivity {
     let growth = before.limited.look(now, [figures.throttle.stats.limited_ns]);
-    let mut object = Object::new();
-    insert(
-        &mut object,
-        [
-            ("name", json!(figures.name)),
-            ("parent", json!(figures.parent)),
-            ("latency_p50_ns", json!(before.took.p50_ns)),
-            ("latency_p99_ns", json!(before.took.p99_ns)),
-            ("wait_p99_ns", json!(before.wait_p99_ns)),
-            (
-                "wait_ratio",
-                ratio(Some(passed.held.max(growth.map_or(0.0, |growth| growth.share_of_time(0))))),
-            ),
-            (
-                "limit",
-                limit_name(
-                    figures.throttle.stats.binding.filter(|_| growth.is_some_and(|growth| growth.by[0] > 0)),
-                ),
-            ),
-        ],
-    );
-    passed.tell(&mut object, &figures.throttle.stats);
-    throttle(&mut object, &figures.throttle);
-    let lent = figures.lent.as_ref();
-    let cluster = lent.map(|(whole, is_leased)| json!({ "limits": set(whole), "is_leased": is_leased }));
-    insert(&mut object, [("cluster", json!(cluster))]);
-    object
+    let throttled = growth.map_or(0.0, |growth| growth.share_of_time(0));
+    let passed = Passed { held: passed.held.max(throttled), ..*passed };
+    let latencies = LatencyPercentiles {
+        latency_p50_ns: before.took.p50_ns,
+        latency_p99_ns: before.took.p99_ns,
+        wait_p99_ns: before.wait_p99_ns,
+    };
+    let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
+    let cause = figures.throttle.stats.binding.filter(|_| has_waited).map(|kind| ThrottleCause {
+        of: "group",
+        name: figures.name.clone(),
+        limit: limit_name(kind),
+    });
+    GroupActivity {
+        name: figures.name.clone(),
+        member: member(figures.parent.clone(), latencies, cause, &passed, &figures.throttle),
+        cluster: figures
+            .lent
+            .as_ref()
+            .map(|(whole, is_leased)| ClusterLimits { limits: set(whole), leased: *is_leased }),
+    }
 }
 
-fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Object {
+fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> DeviceActivity {
     let growth = figures.statistics.as_ref().and_then(|statistics| {
         let Statistics { reads, writes, read_bytes, written_bytes, busy_ms, .. } = *statistics;
         before.look(now, [reads, writes, read_bytes, written_bytes, busy_ms.saturating_mul(1_000_000)])
     });
-    let capacity = figures.capacity.as_ref().map_or(Value::Null, |can| {
-        json!({
-            "read_operations_per_second": can.read_iops,
-            "write_operations_per_second": can.write_iops,
-            "read_bytes_per_second": can.read_bps,
-            "write_bytes_per_second": can.write_bps,
-        })
-    });
-    let mut object = Object::new();
-    insert(
-        &mut object,
-        [
-            ("name", json!(figures.name)),
-            ("disks", json!(figures.disks)),
-            ("capacity", capacity),
-            ("busy_ratio", ratio(growth.map(|growth| growth.share_of_time(4)))),
-        ],
-    );
-    rates(&mut object, per_second(growth.as_ref()));
-    object
+    DeviceActivity {
+        name: figures.name.clone(),
+        disks: figures.disks.clone(),
+        capacity: figures.capacity.map(|can| DeviceCapacity {
+            read_iops: Some(can.read_iops),
+            write_iops: Some(can.write_iops),
+            read_bps: Some(can.read_bps),
+            write_bps: Some(can.write_bps),
+        }),
+        busy_ratio: growth.map(|growth| ratio(growth.share_of_time(4))),
+        rates: rates(per_second(growth.as_ref())),
+    }
 }
 
-/// What disks and groups have alike.
-fn throttle(object: &mut Object, figures: &ThrottleFigures) {
+/// What disks and groups have in common.
+fn member(
+    group: Option<String>,
+    latencies: LatencyPercentiles,
+    throttle_cause: Option<ThrottleCause>,
+    passed: &Passed,
+    figures: &ThrottleFigures,
+) -> MemberActivity {
     let ThrottleFigures { stats, limits, share, watermark, enforcement } = figures;
-    let reservation =
-        [("iops-reservation", share.iops_reservation()), ("bps-reservation", share.bps_reservation())];
-    let reservation = reservation.into_iter().filter(|(_, promised)| *promised > 0);
-    let reservation: Object =
-        reservation.map(|(name, promised)| (name.to_owned(), json!(promised))).collect();
     let (word, scale) = match enforcement {
         Enforcement::Enforced => ("enforced", None),
         Enforcement::Lifted => ("lifted", None),
         Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
     };
-    let is_watched = *watermark > 0;
-    insert(
-        object,
-        [
-            ("limits", set(limits)),
-            ("weight", json!(share.weight())),
-            ("reservation", Value::Object(reservation)),
-            ("watermark", if is_watched { json!(watermark) } else { Value::Null }),
-            ("enforcement", if is_watched { json!(word) } else { Value::Null }),
-            ("scale_ratio", ratio(scale.filter(|_| is_watched))),
-            ("waiting_requests", json!(stats.waiting.iter().sum::<usize>())),
-            ("bucket_level_ratio", ratio(bucket_level(stats))),
-            ("buckets", buckets(stats)),
-        ],
-    );
+    let (has_watermark, totals) = (*watermark > 0, &passed.totals);
+    let reserved = |amount: u64| (amount > 0).then_some(amount);
+    // A limit that no disk has counts nothing, so totals are those of the disks.
+    let totals_of = |requests, bytes, counters: &Counters| ThrottledTotals {
+        requests,
+        bytes,
+        throttled: counters.throttled,
+    };
+    MemberActivity {
+        group,
+        latencies,
+        wait_ratio: Some(ratio(passed.held)),
+        throttle_cause,
+        reads: totals_of(totals.reads, totals.read_bytes, &stats.reads),
+        writes: totals_of(totals.writes, totals.written_bytes, &stats.writes),
+        rates: rates(passed.per_second),
+        limits: set(limits),
+        weight: share.weight(),
+        iops_reservation: reserved(share.iops_reservation()),
+        bps_reservation: reserved(share.bps_reservation()),
+        watermark: has_watermark.then_some(*watermark),
+        enforcement: has_watermark.then_some(word),
+        scale: scale.filter(|_| has_watermark).map(ratio),
+        waiting_requests: stats.waiting.iter().sum(),
+        bucket_level_ratio: bucket_level(stats).map(ratio),
+        buckets: buckets(stats),
+    }
 }
 
 /// Those that are set, by their own names.
-fn set(limits: &Limits) -> Value {
+fn set(limits: &Limits) -> LimitValues {
     let is_set = |setting: &&Setting| match setting {
         Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
         setting => limits.get(**setting) > 0,
     };
-    let entry = |setting: &Setting| (setting.name().to_owned(), json!(limits.get(*setting)));
+    let entry = |setting: &Setting| (setting.name().to_owned(), limits.get(*setting));
     Setting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
@@ -425,18 +411,17 @@ fn bucket_level(stats: &Stats) -> Option<f64> {
 }
 
 /// Level and capacity of each bucket, by the name of its limit.
-fn buckets(stats: &Stats) -> Value {
+fn buckets(stats: &Stats) -> BTreeMap<&'static str, BucketActivity> {
     let bucket = |kind: LimitKind| {
-        let level = stats.levels[kind.index()]?;
-        let told =
-            json!({ "level": level.units, "capacity": level.capacity, "ratio": ratio(Some(level.ratio())) });
-        Some((Setting::Limit(kind, Part::Rate).name().to_owned(), told))
+        let Level { units, capacity, .. } = stats.levels[kind.index()]?;
+        let ratio = stats.levels[kind.index()].as_ref().map(|level| ratio(level.ratio()));
+        Some((limit_name(kind), BucketActivity { level: units, capacity, ratio }))
     };
-    Value::Object(LimitKind::ALL.into_iter().filter_map(bucket).collect())
+    LimitKind::ALL.into_iter().filter_map(bucket).collect()
 }
 
-fn limit_name(kind: Option<LimitKind>) -> Value {
-    kind.map_or(Value::Null, |kind| json!(Setting::Limit(kind, Part::Rate).name()))
+const fn limit_name(kind: LimitKind) -> &'static str {
+    Setting::Limit(kind, Part::Rate).name()
 }
 
 const HELD: usize = Whose::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
@@ -456,11 +441,11 @@ fn held(figures: &DiskFigures) -> [u64; HELD] {
 }
 
 /// The limit that held it back longest in the last second, or that it waits for now.
-fn held_by(
+fn throttle_cause(
     figures: &DiskFigures,
     groups: &HashMap<&str, &GroupFigures>,
     longest: Option<(Whose, LimitKind)>,
-) -> Value {
+) -> Option<ThrottleCause> {
     let above = |whose: Whose| {
         let group = groups.get(&*figures.group).copied();
         match whose {
@@ -482,24 +467,24 @@ fn held_by(
             Whose::Group => "group",
             Whose::Above => "above",
         };
-        json!({ "of": of, "name": name, "limit": Setting::Limit(kind, Part::Rate).name() })
+        ThrottleCause { of, name: name.to_owned(), limit: limit_name(kind) }
     };
     if let Some((whose, kind)) = longest {
-        return tell(whose, kind);
+        return Some(tell(whose, kind));
     }
     let waits = |stats: &Stats| stats.binding.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
     if figures.throttle.stats.waiting == [0, 0] {
-        return Value::Null;
+        return None;
     }
     if let Some(kind) = waits(&figures.throttle.stats) {
-        return tell(Whose::Disk, kind);
+        return Some(tell(Whose::Disk, kind));
     }
     for whose in [Whose::Group, Whose::Above] {
         if let Some(kind) = above(whose).and_then(|group| waits(&group.throttle.stats)) {
-            return tell(whose, kind);
+            return Some(tell(whose, kind));
         }
     }
-    Value::Null
+    None
 }
 
 impl LastSecond {
@@ -569,19 +554,19 @@ impl Before {
 }
 
 /// A disk's or a group's second, of what is told of it.
-pub(super) fn sample(object: &Object) -> Sample {
+pub(super) fn sample(object: &ActivityObject) -> Sample {
     let number = |key: &str| object.get(key).and_then(Value::as_f64);
-    let within = |key: &str| object.get(key)?.get("hit_ratio")?.as_f64();
+    let within = |key: &str| object.get(key)?.get("hit-rate")?.as_f64();
     Sample {
-        rates: [
-            number("read_operations_per_second"),
-            number("write_operations_per_second"),
-            number("read_bytes_per_second"),
-            number("write_bytes_per_second"),
+        rates: [number("read-iops"), number("write-iops"), number("read-bps"), number("write-bps")],
+        latency_ns: [number("latency-p50-ns"), number("latency-p99-ns")],
+        waiting: number("waiting-requests"),
+        ratios: [
+            number("wait-ratio"),
+            number("bucket-level-ratio"),
+            within("read-ahead"),
+            within("l2-cache"),
         ],
-        latency_ns: [number("latency_p50_ns"), number("latency_p99_ns")],
-        waiting: number("waiting_requests"),
-        ratios: [number("wait_ratio"), number("bucket_level_ratio"), within("prefetch"), within("cache")],
     }
 }
 
@@ -606,14 +591,14 @@ mod tests {
             waiting: [8, 0],
             kept: None,
         };
-        assert_eq!((bucket_level(&stats), buckets(&stats)), (None, json!({})));
+        assert_eq!((bucket_level(&stats), buckets(&stats).len()), (None, 0));
         // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst's own rate.
         stats.tokens[LimitKind::IopsTotal.index()] = Some(0);
         let level = Level { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
         stats.levels[LimitKind::IopsTotal.index()] = Some(level);
-        assert_eq!(ratio(bucket_level(&stats)), json!(0.104));
-        let told = json!({ "iops-total": { "level": 1245, "capacity": 12_000, "ratio": 0.104 } });
-        assert_eq!(buckets(&stats), told);
+        assert_eq!(bucket_level(&stats).map(ratio), Number::from_f64(0.104));
+        let bucket = BucketActivity { level: 1245, capacity: 12_000, ratio: Number::from_f64(0.104) };
+        assert_eq!(buckets(&stats), BTreeMap::from([("iops-total", bucket)]));
     }
 
     #[test]

@@ -9,6 +9,7 @@
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
+use api::{Preview, PreviewFigures};
 use axum::{
     Extension,
     body::Body,
@@ -21,7 +22,6 @@ use control::{
     qmp,
     registry::{Registry, RunningDisk},
 };
-use serde_json::{Value, json};
 use simulator::preview::{DiskThen, Felt, GroupThen};
 use tokio::time::timeout;
 
@@ -65,27 +65,24 @@ pub(super) async fn preview(
         Ok(Some(Err(error))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
         Ok(None) => return failure(StatusCode::CONFLICT, "another preview was asked for meanwhile"),
     };
-    answer(&json!({
-        "seconds": rounded(past.as_secs_f64()),
-        "requests": was.requests(),
-        "now": tell(&was),
-        "then": tell(&would),
-    }))
+    answer(&Preview {
+        seconds: rounded(past.as_secs_f64()),
+        requests: was.requests(),
+        now: figures(&was),
+        then: figures(&would),
+    })
 }
 
-/// Null where nothing was asked.
-fn tell(felt: &Felt) -> Value {
-    if felt.requests() == 0 {
-        return Value::Null;
-    }
-    json!({
-        "operations_per_second": rounded(felt.operations_per_second()),
-        "bytes_per_second": rounded(felt.bytes_per_second()),
-        "latency_p50_ns": felt.latency_ns(0.5),
-        "latency_p99_ns": felt.latency_ns(0.99),
-        "wait_p50_ns": felt.wait_ns(0.5),
-        "wait_p99_ns": felt.wait_ns(0.99),
-        "waiting_ratio": rounded(felt.waiting_ratio()),
+/// `None` without requests.
+fn figures(felt: &Felt) -> Option<PreviewFigures> {
+    (felt.requests() > 0).then(|| PreviewFigures {
+        iops: rounded(felt.operations_per_second()),
+        bps: rounded(felt.bytes_per_second()),
+        latency_p50_ns: Some(felt.latency_ns(0.5)),
+        latency_p99_ns: Some(felt.latency_ns(0.99)),
+        wait_p50_ns: Some(felt.wait_ns(0.5)),
+        wait_p99_ns: Some(felt.wait_ns(0.99)),
+        waiting_ratio: rounded(felt.waiting_ratio()),
     })
 }
 

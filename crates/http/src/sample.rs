@@ -13,7 +13,7 @@
 use std::array;
 
 use block::measures::ROUND_BOUNDS_NS;
-use serde_json::{Value, json};
+use serde_json::Number;
 
 /// What is known of one second; none where it is not.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -43,13 +43,17 @@ pub(super) const BOUNDS: [u64; 17] = {
 };
 
 /// Rounded to four digits: more are noise, and would be sent ten times a second.
-pub(super) fn rounded(value: f64) -> Value {
+pub(super) fn rounded(value: f64) -> Number {
     if value == 0.0 || !value.is_finite() {
-        return json!(0);
+        return 0.into();
     }
     let scale = 10_f64.powi(3 - value.abs().log10().floor() as i32);
     let value = (value * scale).round() / scale;
-    if value.fract() == 0.0 && value.abs() < 1e15 { json!(value as i64) } else { json!(value) }
+    match value.fract() == 0.0 && value.abs() < 1e15 {
+        true => (value as i64).into(),
+        // Values far from 0 may be infinite once rounded.
+        false => Number::from_f64(value).unwrap_or_else(|| 0.into()),
+    }
 }
 
 /// A [`Sample`], as it is kept.

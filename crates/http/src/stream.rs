@@ -13,7 +13,7 @@ use std::{
 
 use axum::body::Bytes;
 use hyper::body::{Body, Frame};
-use serde_json::Value;
+use serde::Serialize;
 use tokio::sync::mpsc;
 
 use super::peer::Peer;
@@ -31,9 +31,17 @@ const PIECE: usize = 8 << 10;
 const COME_AGAIN_MS: u32 = 1000;
 
 /// A message with its kind and number.
-pub(super) fn message(event: &str, id: u64, data: &Value) -> Bytes {
+pub(super) fn message(event: &str, id: u64, data: &impl Serialize) -> Bytes {
     // JSON has no line ends in it.
-    format!("event: {event}\nid: {id}\ndata: {data}\n\n").into()
+    let mut message = format!("event: {event}\nid: {id}\ndata: ").into_bytes();
+    message.extend_from_slice(&json(data));
+    message.extend_from_slice(b"\n\n");
+    message.into()
+}
+
+/// JSON of a type whose keys are strings.
+pub(super) fn json(data: &impl Serialize) -> Bytes {
+    serde_json::to_vec(data).expect("all keys are strings").into()
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +137,7 @@ mod tests {
         let mut sleeps = listeners.add(SOMEBODY, Vec::new()).unwrap();
         assert!(next(&mut reads).unwrap().starts_with(b"retry: "));
         for step in 0..MOST_BEHIND + 8 {
-            listeners.send(&message("delta", step as u64, &Value::Null));
+            listeners.send(&message("delta", step as u64, &()));
             assert!(next(&mut reads).unwrap().starts_with(b"event: delta\nid: "));
         }
         assert_eq!(listeners.len(), 1);

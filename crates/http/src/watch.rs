@@ -14,10 +14,11 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use api::{ActivityObject, DaemonIdentity, Delta, Overview, RemovedNames};
 use axum::body::Bytes;
 use control::events::Events;
 use nix::time::{ClockId, clock_gettime};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::{
     sync::{Mutex, MutexGuard, Notify},
     time::{sleep, timeout},
@@ -27,7 +28,7 @@ use super::{
     desk::{Desk, Of, Silent},
     history::History,
     lines::drawn,
-    objects::{Before, Object, Objects, milliseconds, sample},
+    objects::{Before, Objects, milliseconds, sample},
     peer::Peer,
     stream::{self, Listeners, Refused, Streamed},
 };
@@ -164,26 +165,24 @@ impl Watch {
         if let Some(told) = &state.overview {
             return Ok(told.clone());
         }
-        let told = Bytes::from(self.overview(&state.objects).to_string());
+        let told = stream::json(&self.overview(&state.objects));
         Ok(state.overview.insert(told).clone())
     }
 
     /// All there is.
-    fn overview(&self, objects: &Objects) -> Value {
-        let list =
-            |all: &BTreeMap<Arc<str>, Object>| all.values().cloned().map(Value::Object).collect::<Vec<_>>();
-        json!({
-            "time_ms": objects.time_ms,
-            "daemon": {
-                "version": env!("CARGO_PKG_VERSION"),
-                "started_ms": objects.started_ms,
-                "name": self.about.name,
+    fn overview<'a>(&'a self, objects: &'a Objects) -> Overview<'a> {
+        Overview {
+            time_ms: objects.time_ms,
+            daemon: DaemonIdentity {
+                version: env!("CARGO_PKG_VERSION"),
+                started_ms: objects.started_ms,
+                name: &self.about.name,
             },
-            "access": if self.about.has_token { "change" } else { "read" },
-            "disks": list(&objects.disks),
-            "groups": list(&objects.groups),
-            "devices": list(&objects.devices),
-        })
+            access: if self.about.has_token { "change" } else { "read" },
+            disks: objects.disks.values().collect(),
+            groups: objects.groups.values().collect(),
+            devices: objects.devices.values().collect(),
+        }
     }
 
     /// All there is, and then what changes.
@@ -222,12 +221,14 @@ impl State {
     fn tell(&mut self, objects: Objects) -> usize {
         let now = Instant::now();
         let is_time = self.said.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
-        let nothing = || is_time.then(|| json!({ "time_ms": objects.time_ms }));
-        let news = self.news(&objects).or_else(nothing);
+        let delta = self.delta(&objects);
+        let is_empty = delta.is_empty();
         (self.objects, self.overview) = (objects, None);
-        let Some(news) = news else { return 0 };
+        if is_empty && !is_time {
+            return 0;
+        }
         self.id += 1;
-        let message = stream::message("delta", self.id, &news);
+        let message = stream::message("delta", self.id, &delta);
         if self.changes.len() >= MOST_CHANGES {
             (self.all, self.changes) = (None, VecDeque::new());
         }
@@ -256,21 +257,12 @@ impl State {
         bytes
     }
 
-    /// None where all is as it was.
-    fn news(&self, objects: &Objects) -> Option<Value> {
+    fn delta(&self, objects: &Objects) -> Delta {
         let (disks, gone_disks) = changes(&self.objects.disks, &objects.disks);
         let (groups, gone_groups) = changes(&self.objects.groups, &objects.groups);
         let (devices, gone_devices) = changes(&self.objects.devices, &objects.devices);
-        let all = [&disks, &groups, &devices, &gone_disks, &gone_groups, &gone_devices];
-        all.iter().any(|part| !part.is_empty()).then(|| {
-            json!({
-                "time_ms": objects.time_ms,
-                "disks": disks,
-                "groups": groups,
-                "devices": devices,
-                "gone": { "disks": gone_disks, "groups": gone_groups, "devices": gone_devices },
-            })
-        })
+        let gone = RemovedNames { disks: gone_disks, groups: gone_groups, devices: gone_devices };
+        Delta { time_ms: objects.time_ms, disks, groups, devices, gone }
     }
 }
 
@@ -291,26 +283,28 @@ fn set_forward(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
 
 /// Of what changed, its name and those members; then the names of what is gone.
 fn changes(
-    before: &BTreeMap<Arc<str>, Object>,
-    after: &BTreeMap<Arc<str>, Object>,
-) -> (Vec<Value>, Vec<Value>) {
+    before: &BTreeMap<Arc<str>, ActivityObject>,
+    after: &BTreeMap<Arc<str>, ActivityObject>,
+) -> (Vec<ActivityObject>, Vec<String>) {
     let changed = after.iter().filter_map(|(name, object)| {
-        let Some(before) = before.get(name) else { return Some(Value::Object(object.clone())) };
+        let Some(before) = before.get(name) else { return Some(object.clone()) };
         let differs = |(key, value): &(&String, &Value)| before.get(*key) != Some(*value);
-        let mut changed: Object =
+        let mut changed: ActivityObject =
             object.iter().filter(differs).map(|(key, value)| (key.clone(), value.clone())).collect();
         if changed.is_empty() {
             return None;
         }
-        changed.insert("name".to_owned(), json!(**name));
-        Some(Value::Object(changed))
+        changed.insert("name".to_owned(), name.as_ref().into());
+        Some(changed)
     });
-    let gone = before.keys().filter(|name| !after.contains_key(*name)).map(|name| json!(**name));
+    let gone = before.keys().filter(|name| !after.contains_key(*name)).map(|name| name.to_string());
     (changed.collect(), gone.collect())
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::{
         super::{lines::Lines, objects::MOST_OF_A_DISK},
         *,
@@ -329,13 +323,12 @@ mod tests {
         let mut state = State::default();
         state.tell(objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]));
         let same = objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]);
-        assert_eq!(state.news(&same), None);
+        assert!(state.delta(&same).is_empty());
         let after =
             objects(&[("a", json!({"name": "a", "x": 1, "y": null})), ("c", json!({"name": "c", "x": 0}))]);
-        let news = state.news(&after).unwrap();
-        assert_eq!(news["disks"], json!([{"name": "a", "y": null}, {"name": "c", "x": 0}]));
-        assert_eq!(news["gone"]["disks"], json!(["b"]));
-        assert_eq!(news["gone"]["groups"], json!([]));
+        let delta = serde_json::to_value(state.delta(&after)).unwrap();
+        assert_eq!(delta["disks"], json!([{"name": "a", "y": null}, {"name": "c", "x": 0}]));
+        assert_eq!(delta["gone"], json!({"disks": ["b"], "groups": [], "devices": []}));
     }
 
     #[test]

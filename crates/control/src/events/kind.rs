@@ -150,7 +150,7 @@ impl News {
         let left_out = left_out.saturating_add(self.left_out);
         let Self { kind, disk, group, message, mut data, .. } = self;
         if left_out > 0 {
-            data.insert("left_out".to_owned(), left_out.into());
+            data.insert("left-out".to_owned(), left_out.into());
         }
         let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
         let time_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
@@ -179,7 +179,7 @@ pub struct Event {
     pub(crate) group: Option<Arc<str>>,
     /// For people.
     pub(crate) message: String,
-    /// For programs; `left_out` counts those of this kind that were not told before it.
+    /// For programs; `left-out` counts those of this kind that were not told before it.
     pub(crate) data: Map<String, Value>,
 }
 
@@ -188,7 +188,7 @@ impl Event {
     pub fn to_json(&self) -> Value {
         let mut told = json!({
             "id": self.id,
-            "time_ms": self.time_ms,
+            "time-ms": self.time_ms,
             "kind": self.kind.name(),
             "severity": self.kind.severity().name(),
             "message": self.message,
@@ -207,7 +207,7 @@ impl Event {
         let named = |key: &str| told.get(key).and_then(Value::as_str).map(Arc::from);
         Some(Self {
             id: told["id"].as_u64()?,
-            time_ms: told["time_ms"].as_u64()?,
+            time_ms: told["time-ms"].as_u64()?,
             kind: Kind::named(told["kind"].as_str()?)?,
             disk: named("disk"),
             group: named("group"),
@@ -231,8 +231,8 @@ mod tests {
         assert_eq!(
             event.to_json(),
             json!({
-                "id": 7, "time_ms": 1_795_229_965_574_u64, "kind": "limit_hit", "severity": "info", "disk": "vm1",
-                "message": "disk vm1 is held by iops-total", "data": {"limit": "iops-total", "left_out": 3},
+                "id": 7, "time-ms": 1_795_229_965_574_u64, "kind": "limit_hit", "severity": "info", "disk": "vm1",
+                "message": "disk vm1 is held by iops-total", "data": {"limit": "iops-total", "left-out": 3},
             })
         );
     }

@@ -55,16 +55,16 @@ fn of_machine(disk: &str, happening: &Happening<'_>) -> News {
     match *happening {
         Happening::Came { process } => {
             let message = format!("{} uses disk {disk}", named(process));
-            News::new(Kind::ClientIn, message).with("front_end", told(process))
+            News::new(Kind::ClientIn, message).with("front-end", told(process))
         }
         Happening::Went { process, lasted } => {
             let seconds = lasted.as_secs();
             let message = format!("{} has left disk {disk} after {seconds} s", named(process));
-            News::new(Kind::ClientOut, message).with("front_end", told(process)).with("seconds", seconds)
+            News::new(Kind::ClientOut, message).with("front-end", told(process)).with("seconds", seconds)
         }
         Happening::Disconnected { process, why } => {
             let message = format!("{} was disconnected from disk {disk}: {why}", named(process));
-            let news = News::new(Kind::ClientDisconnected, message).with("front_end", told(process));
+            let news = News::new(Kind::ClientDisconnected, message).with("front-end", told(process));
             news.with("reason", why.to_string())
         }
         Happening::TurnedAway { process, connected } => {
@@ -73,7 +73,7 @@ fn of_machine(disk: &str, happening: &Happening<'_>) -> News {
                 named(process),
                 named(connected)
             );
-            let news = News::new(Kind::ClientTurnedAway, message).with("front_end", told(process));
+            let news = News::new(Kind::ClientTurnedAway, message).with("front-end", told(process));
             news.with("connected", told(connected))
         }
         Happening::RingBroken { ring, why } => {

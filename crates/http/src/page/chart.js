@@ -194,7 +194,7 @@ export class Lines extends Chart {
 export class Heat extends Chart {
     constructor({ title, note }, cursor) {
         super(title, note, cursor);
-        this.told = [["p50", "p50", "latency_p50_ns"], ["p99", "p99", "latency_p99_ns"]].map(([label, colour, key]) => {
+        this.told = [["p50", "p50", "latency-p50-ns"], ["p99", "p99", "latency-p99-ns"]].map(([label, colour, key]) => {
             const value = element("b", {});
             this.legend.append(element("span", { class: `key key-${colour}` }, element("i", { "aria-hidden": "true" }), `${label} `, value));
             return { value, key, colour };

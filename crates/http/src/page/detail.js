@@ -14,13 +14,13 @@ import { series as table } from "./table.js";
 
 const TILES = [
     ["IOPS", (node) => figures.count(operations(node))],
-    ["READ/s", (node) => figures.bytes(node.read_bytes_per_second)],
-    ["WRITE/s", (node) => figures.bytes(node.write_bytes_per_second)],
-    ["P50", (node) => figures.time(node.latency_p50_ns)],
-    ["P99", (node) => figures.time(node.latency_p99_ns)],
-    ["WAIT P99", (node) => figures.time(node.wait_p99_ns)],
-    ["WAIT", (node) => node.waiting_requests == null ? "-" : String(node.waiting_requests)],
-    ["HELD", (node) => figures.share(node.wait_ratio)],
+    ["READ/s", (node) => figures.bytes(node["read-bps"])],
+    ["WRITE/s", (node) => figures.bytes(node["write-bps"])],
+    ["P50", (node) => figures.time(node["latency-p50-ns"])],
+    ["P99", (node) => figures.time(node["latency-p99-ns"])],
+    ["WAIT P99", (node) => figures.time(node["wait-p99-ns"])],
+    ["WAIT", (node) => node["waiting-requests"] == null ? "-" : String(node["waiting-requests"])],
+    ["HELD", (node) => figures.share(node["wait-ratio"])],
 ];
 const TITLES = {
     P50: "half of the last second's requests took less", P99: "99 of 100 of the last second's requests took less",
@@ -103,20 +103,20 @@ export class Detail {
     charts(node) {
         const directions = (unit) => [
             { key: "sum", label: "sum", colour: "sum", thin: true },
-            { key: `read_${unit}_per_second`, label: "reads", colour: "read" },
-            { key: `write_${unit}_per_second`, label: "writes", colour: "write" },
+            { key: `read-${unit}`, label: "reads", colour: "read" },
+            { key: `write-${unit}`, label: "writes", colour: "write" },
         ];
         const limits = (unit) => () => this.lines(unit);
-        this.operations = new Lines({ title: "Operations per second", series: directions("operations"), show: figures.count, limits: limits("iops") }, this.cursor);
-        this.bytes = new Lines({ title: "Bytes per second", series: directions("bytes"), show: figures.bytes, base: 1024, limits: limits("bps") }, this.cursor);
+        this.operations = new Lines({ title: "Operations per second", series: directions("iops"), show: figures.count, limits: limits("iops") }, this.cursor);
+        this.bytes = new Lines({ title: "Bytes per second", series: directions("bps"), show: figures.bytes, base: 1024, limits: limits("bps") }, this.cursor);
         this.heat = new Heat({ title: "Latency", note: "from arrival to answer, the wait for limits included" }, this.cursor);
         this.queue = new Lines({ title: "Queue", note: "requests that wait for a limit", show: figures.count, isWhole: true,
-            series: [{ key: "waiting_requests", label: "waiting", colour: "held" }] }, this.cursor);
+            series: [{ key: "waiting-requests", label: "waiting", colour: "held" }] }, this.cursor);
         this.shares = new Lines({ title: "Held, and bucket", show: figures.share, top: 1, series: [
-            { key: "wait_ratio", label: "held", colour: "held" }, { key: "bucket_level_ratio", label: "bucket full", colour: "read" }],
+            { key: "wait-ratio", label: "held", colour: "held" }, { key: "bucket-level-ratio", label: "bucket full", colour: "read" }],
         note: "part of each second in which something waited; how full the fullest bucket is: at 100% a burst is used up, and requests wait" }, this.cursor);
         this.hits = new Lines({ title: "Answered from memory", show: figures.share, top: 1, series: [
-            { key: "prefetch_hit_ratio", label: "reads that were read ahead", colour: "read" }, { key: "cache_hit_ratio", label: "metadata cache hits", colour: "write" }] }, this.cursor);
+            { key: "read-ahead-hit-rate", label: "reads that were read ahead", colour: "read" }, { key: "l2-cache-hit-rate", label: "metadata cache hits", colour: "write" }] }, this.cursor);
         this.drawn = [this.operations, this.bytes, this.heat, this.queue, this.shares, this.hits];
         this.hits.shown.hidden = node.kind === "group";
     }
@@ -138,7 +138,7 @@ export class Detail {
         const drafts = set(this.limits?.draft()).map((one) => ({ ...line("draft", ...one), key: null, isDraft: true }));
         const told = this.history?.limits?.filter(({ name }) => isDrawn(name));
         if (!told) return [...now, ...drafts];
-        const was = told.map(({ group, name, value, start_ms, end_ms }) => line(group, name, value, start_ms, end_ms));
+        const was = told.map(({ group, name, value, "start-ms": from, "end-ms": to }) => line(group, name, value, from, to));
         for (const one of now) {
             const same = was.findIndex(({ label, to }) => label === one.label && to === null);
             // What is newer than the history begins where that ends.
@@ -201,10 +201,10 @@ export class Detail {
     take(history) {
         // Charts ask for the limits of it.
         this.history = history;
-        for (const unit of ["operations", "bytes"]) {
-            const [reads, writes] = [history.series[`read_${unit}_per_second`] ?? [], history.series[`write_${unit}_per_second`] ?? []];
+        for (const unit of ["iops", "bps"]) {
+            const [reads, writes] = [history.series[`read-${unit}`] ?? [], history.series[`write-${unit}`] ?? []];
             const sums = Array.from({ length: history.steps }, (_, index) => reads[index] == null && writes[index] == null ? null : (reads[index] ?? 0) + (writes[index] ?? 0));
-            const chart = unit === "operations" ? this.operations : this.bytes;
+            const chart = unit === "iops" ? this.operations : this.bytes;
             chart.set({ ...history, series: { ...history.series, sum: sums } });
         }
         this.limits?.setPeak(history);
@@ -243,13 +243,13 @@ export class Detail {
         TILES.forEach(([, show], index) => say(this.tiles[index], show(node)));
         const limit = binding(node);
         this.host.classList.toggle("is-held", isHeld(node));
-        if (limit && !node.is_stopped) {
+        if (limit && !node.stopped) {
             // Kept while it is the same, so that the keyboard stays on it.
             if (this.holder.parentNode !== this.held) this.held.replaceChildren("Held by ", this.holder);
             say(this.holder, limit);
-        } else say(this.held, node.is_stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
+        } else say(this.held, node.stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
             : isHeld(node) ? "Requests wait" : "Nothing waits");
-        this.held.classList.toggle("is-stopped", Boolean(node.is_stopped));
+        this.held.classList.toggle("is-stopped", Boolean(node.stopped));
         this.limits.write(node);
         const told = facts(node);
         const text = JSON.stringify(told);
@@ -269,7 +269,7 @@ function about(node, store) {
     const clients = (node.exports ?? []).reduce((sum, { connections }) => sum + (connections ?? 0), 0);
     const over = [...new Set((node.exports ?? []).map(({ type }) => type).filter(Boolean))].join(", ");
     return [
-        node.size_bytes == null ? null : figures.exactSize(node.size_bytes), node.format, node.cache_mode && `cache ${node.cache_mode}`,
+        node.size == null ? null : figures.exactSize(node.size), node.format, node.cache && `cache ${node.cache}`,
         node.exports ? `${figures.several(clients, "client")}${over && ` over ${over}`}` : null, limitsOf(node),
     ].filter(Boolean).join(" · ");
 }
@@ -277,29 +277,30 @@ function about(node, store) {
 const limitsOf = (node) => {
     const own = figures.limits(node.limits) === "-" ? "no limit of its own" : figures.limits(node.limits);
     if (!node.cluster) return own;
-    const part = node.cluster.is_leased ? "a part" : "the safe share";
+    const part = node.cluster.leased ? "a part" : "the safe share";
     return `${own}, ${part} of the cluster's ${figures.limits(node.cluster.limits)}`;
 };
 
 /// What there is beside: members of objects by their names, shown by their units.
 function facts(node) {
     const shown = (name, value) => typeof value !== "number" ? String(value)
-        : name.endsWith("_ratio") ? figures.share(value) : name.endsWith("_bytes") ? figures.bytes(value)
-            : name.endsWith("_ns") ? figures.time(value) : name.includes("-") ? figures.exact(name, value) : figures.count(value);
-    const words = (name) => name.replace(/_(ratio|bytes|ns)$/, "").replaceAll("_", " ");
+        : /-(ratio|rate)$/.test(name) ? figures.share(value) : name === "memory" ? figures.bytes(value)
+            : name.endsWith("-reservation") ? figures.exact(name, value) : figures.count(value);
+    const words = (name) => name.endsWith("-reservation") ? name : name.replace(/-(ratio|rate)$/, "").replaceAll("-", " ");
+    const promised = Object.fromEntries(["iops-reservation", "bps-reservation"].map((name) => [name, node[name] ?? null]));
     const found = [];
-    for (const [member, title] of [["prefetch", "read ahead"], ["cache", "metadata cache"], ["reservation", "promised"], ["errors", "errors"]]) {
-        const of = node[member];
+    for (const [of, title] of [[node["read-ahead"], "read ahead"], [node["l2-cache"], "metadata cache"], [promised, "promised"], [node.errors, "errors"]]) {
         if (of === null || of === undefined) continue;
-        if (typeof of !== "object") found.push([title, shown(member, of)]);
+        if (typeof of !== "object") found.push([title, shown(title, of)]);
         else {
-            const told = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object" && !(member === "errors" && value === 0));
+            const told = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object" && !(title === "errors" && value === 0));
             if (told.length) found.push([title, told.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
         }
     }
-    for (const { type, front_end: process, queues, in_flight_requests, requests, kicks, calls, copies } of node.exports ?? []) {
+    for (const { type, "front-end": process, queues: own, sockets, "in-flight": in_flight, requests, kicks, calls, copies } of node.exports ?? []) {
+        const queues = own ?? sockets;
         if (typeof queues !== "number") continue;
-        const counts = { "in flight": in_flight_requests, requests, kicks, calls, copies };
+        const counts = { "in flight": in_flight, requests, kicks, calls, copies };
         const told = Object.entries(counts).filter(([, value]) => typeof value === "number").map(([name, value]) => `${name} ${figures.count(value)}`);
         const who = process ? `${process.name} (${process.pid})` : null;
         found.push([type, [who, figures.several(queues, "queue"), ...told].filter(Boolean).join(" · ")]);

@@ -38,7 +38,7 @@ export class Events {
     }
 
     add(event) {
-        if (this.events.some(({ id, time_ms }) => id === event.id && time_ms === event.time_ms)) return;
+        if (this.events.some((known) => known.id === event.id && known["time-ms"] === event["time-ms"])) return;
         document.body.classList.remove("has-no-events");
         this.events = newest([event, ...this.events], MOST);
         if (GRAVE.includes(event.severity)) this.announce(`${event.severity}: ${event.message}`);
@@ -64,8 +64,8 @@ export class Events {
     }
 
     row(event, key) {
-        const at = element("time", {}, clock(event.time_ms));
-        const date = new Date(event.time_ms ?? NaN);
+        const at = element("time", {}, clock(event["time-ms"]));
+        const date = new Date(event["time-ms"] ?? NaN);
         if (!Number.isNaN(date.getTime())) at.setAttribute("datetime", date.toISOString());
         const name = event.disk ?? event.group;
         const whose = key && this.store.get(key) ? element("button", { type: "button", class: "link", "data-key": key, tabindex: "-1" }, name) : name ? element("span", {}, name) : null;

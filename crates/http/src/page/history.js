@@ -22,15 +22,15 @@ const MOST_STEPS = 10_000;
 /// The same, made safe to draw: every series has every step. The heat map has steps of its own,
 /// where it says so.
 function read(told, span_ms) {
-    const { step_ms, start_ms = 0 } = told;
+    const { "step-ms": step_ms, "start-ms": start_ms = 0 } = told;
     const steps = Math.min(MOST_STEPS, Math.max(0, ...Object.values(told.series ?? {}).map((values) => values?.length ?? 0)));
     const series = {};
     for (const [name, values] of Object.entries(told.series ?? {})) {
         series[name] = Array.from({ length: steps }, (_, index) => values?.[index] ?? null);
     }
-    const map = told.latency_heat ?? {};
+    const map = told["latency-heat"] ?? {};
     const rows = (map.rows ?? []).slice(0, MOST_STEPS);
-    const heat = { step_ms: map.step_ms > 0 ? map.step_ms : step_ms, start_ms: map.start_ms ?? start_ms, bounds_ns: map.bounds_ns ?? [], rows };
+    const heat = { step_ms: map["step-ms"] > 0 ? map["step-ms"] : step_ms, start_ms: map["start-ms"] ?? start_ms, bounds_ns: map["bounds-ns"] ?? [], rows };
     // An older daemon says nothing of limits that were.
     const limits = told.limits?.filter((line) => typeof line?.name === "string" && line.value > 0) ?? null;
     return { step_ms, span_ms, start_ms, steps, series, heat, limits, end_ms: start_ms + steps * step_ms };
@@ -127,7 +127,7 @@ export class Follower {
         const since = asked ? `&since=${Math.min(asked.end_ms - asked.step_ms, asked.heat.start_ms + (asked.heat.rows.length - 1) * asked.heat.step_ms)}` : "";
         try {
             const told = await ask("GET", `${place(this.node)}/history?span=${kept}${since}`, { signal: this.stopped.signal });
-            if (!(told?.step_ms > 0)) throw new Error("it has no steps");
+            if (!(told?.["step-ms"] > 0)) throw new Error("it has no steps");
             const fresh = read(told, span_ms);
             if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
             // Nothing, not even the last step again: the clock was set back, and all has another time.

@@ -32,10 +32,10 @@ const NOTES = {
 const UNITS = { "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
 
 const FELT = [
-    ["operations_per_second", "operations per second", figures.count], ["bytes_per_second", "bytes per second", figures.bytes],
-    ["latency_p50_ns", "latency, p50", figures.time], ["latency_p99_ns", "latency, p99", figures.time],
-    ["wait_p50_ns", "wait, p50", figures.time], ["wait_p99_ns", "wait, p99", figures.time],
-    ["waiting_ratio", "requests that waited", figures.share],
+    ["iops", "operations per second", figures.count], ["bps", "bytes per second", figures.bytes],
+    ["latency-p50-ns", "latency, p50", figures.time], ["latency-p99-ns", "latency, p99", figures.time],
+    ["wait-p50-ns", "wait, p50", figures.time], ["wait-p99-ns", "wait, p99", figures.time],
+    ["waiting-ratio", "requests that waited", figures.share],
 ];
 
 export class Limits {
@@ -92,8 +92,7 @@ export class Limits {
     value(name) {
         const node = this.node;
         if (name === "weight") return node.weight ?? 100;
-        if (name.endsWith("-reservation")) return node.reservation?.[name] ?? node[name.replaceAll("-", "_")] ?? 0;
-        if (name === "watermark") return node.watermark ?? 0;
+        if (name.endsWith("-reservation") || name === "watermark") return node[name] ?? 0;
         return node.limits?.[name] ?? 0;
     }
 
@@ -187,7 +186,7 @@ export class Limits {
     /// What was measured, for the ranges of sliders.
     setPeak(history) {
         const most = (key) => (history.series[key] ?? []).reduce((most, value) => Math.max(most, value ?? 0), 0);
-        this.peak = { iops: most("read_operations_per_second") + most("write_operations_per_second"), bps: most("read_bytes_per_second") + most("write_bytes_per_second") };
+        this.peak = { iops: most("read-iops") + most("write-iops"), bps: most("read-bps") + most("write-bps") };
     }
 
     /// What differs from what is in force; text that is no number goes to the daemon as it is.
@@ -208,7 +207,7 @@ export class Limits {
         const edited = new Set(Object.keys(this.lastDraft ?? {}));
         const was = this.forced;
         this.node = node;
-        this.forced = JSON.stringify([node.limits, node.weight, node.reservation, node.watermark]);
+        this.forced = JSON.stringify([node.limits, ...Object.keys(OTHERS).map((name) => node[name])]);
         const access = this.store.access;
         if (was !== undefined && was !== this.forced) {
             for (const kind of Object.keys(figures.KINDS)) if (this.value(kind) > 0) this.add(kind, false);
@@ -337,7 +336,7 @@ function felt(told, draft, of) {
     if (!requests) return [element("p", { class: "hint" }, `Nobody asked anything of it ${span === null ? "of late" : `in the last ${span}`}, so there is nothing to try this on.`), element("p", { class: "hint" }, changes)];
     const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
-        const isBad = !key.includes("per_second") && then[key] > now[key] * 1.1 && one !== other;
+        const isBad = key !== "iops" && key !== "bps" && then[key] > now[key] * 1.1 && one !== other;
         return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
     });
     return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${span} felt, and what they would have felt with ${changes}`),

@@ -45,15 +45,14 @@ function draw() {
     // Before the first overview nothing is known, not even that there is no disk.
     say(part("sums"), store.isKnown ? sums(store) : "");
     titled();
-    const { name, version: is, started_ms } = store.daemon;
+    const { name, version: is, "started-ms": started_ms } = store.daemon;
     say(part("daemon"), [name, is, started_ms ? `up ${figures.age((store.timeMs ?? Date.now()) - started_ms)}` : null].filter(Boolean).join(" · "));
     const devices = [...store.devices.values()].map(device);
     part("devices").hidden = devices.length === 0;
     say(part("devices"), devices.join(" · "));
 }
 
-function device({ name, busy_ratio, disks }) {
-    const share = busy_ratio;
+function device({ name, "busy-ratio": share, disks }) {
     const many = Array.isArray(disks) ? disks.length : disks;
     return [`${name}:`, typeof share === "number" ? `${figures.share(share)} busy` : null, many > 0 ? `(${figures.several(many, "disk")})` : null].filter(Boolean).join(" ");
 }
@@ -71,7 +70,7 @@ function chosen() {
 
 /// The most throttled disk; of those that are not throttled the busiest.
 function suggestion() {
-    const value = (disk) => [disk.wait_ratio ?? 0, operations(disk) ?? 0];
+    const value = (disk) => [disk["wait-ratio"] ?? 0, operations(disk) ?? 0];
     const [first] = store.disks().sort((a, b) => {
         const [held, busy] = [value(a), value(b)];
         return held[0] !== busy[0] && busy[0] - held[0] || busy[1] - held[1] || (a.name < b.name ? -1 : 1);

@@ -27,7 +27,7 @@ export class Store {
         this.devices = new Map();
         this.daemon = told.daemon ?? {};
         this.access = told.access ?? "read";
-        this.timeMs = told.time_ms ?? Date.now();
+        this.timeMs = told["time-ms"] ?? Date.now();
         this.take("group", told.groups);
         this.take("disk", told.disks);
         this.takeDevices(told.devices);
@@ -35,7 +35,7 @@ export class Store {
     }
 
     delta(told) {
-        this.timeMs = told.time_ms ?? this.timeMs;
+        this.timeMs = told["time-ms"] ?? this.timeMs;
         this.take("group", told.groups);
         this.take("disk", told.disks);
         this.takeDevices(told.devices);
@@ -73,7 +73,7 @@ export class Store {
 
     /// The name of the group it is in, or null.
     above(node) {
-        return (node.kind === "group" ? node.parent : node.group) ?? null;
+        return node.group ?? null;
     }
 
     /// The groups above, the nearest first; a circle ends where it closes.
@@ -96,17 +96,17 @@ export class Store {
 const sum = (a, b) => a == null && b == null ? null : (a ?? 0) + (b ?? 0);
 
 /// Operations per second, both directions.
-export const operations = (node) => sum(node.read_operations_per_second, node.write_operations_per_second);
+export const operations = (node) => sum(node["read-iops"], node["write-iops"]);
 
 /// Bytes per second, both directions.
-export const transferred = (node) => sum(node.read_bytes_per_second, node.write_bytes_per_second);
+export const transferred = (node) => sum(node["read-bps"], node["write-bps"]);
 
 /// Whether something of it waits, or waited in the last second.
-export const isHeld = (node) => node.wait_ratio > 0 || node.waiting_requests > 0;
+export const isHeld = (node) => node["wait-ratio"] > 0 || node["waiting-requests"] > 0;
 
 /// The limit that it waits for, and the group above whose it is, if it is not its own; or null.
 export function held(node, isShort = false) {
-    const by = node.held_by ?? (node.kind === "group" && node.limit ? { limit: node.limit } : null);
+    const by = node["throttle-cause"];
     if (!by) return null;
     const limit = (isShort ? KINDS[by.limit] : null) ?? by.limit ?? "a limit";
     return { whose: by.name && by.name !== node.name ? by.name : null, limit };
@@ -114,7 +114,7 @@ export function held(node, isShort = false) {
 
 /// Disk or group that has the limit.
 export const holder = (node, store) => {
-    const by = node.held_by;
+    const by = node["throttle-cause"];
     return (by && store.get(Store.key(by.of === "disk" ? "disk" : "group", by.name))) ?? (held(node) ? node : null);
 };
 

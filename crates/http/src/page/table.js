@@ -7,11 +7,11 @@ import * as figures from "./figures.js";
 const PARTS = 12;
 
 const COLUMNS = [
-    ["read_operations_per_second", "reads/s", figures.count], ["write_operations_per_second", "writes/s", figures.count],
-    ["read_bytes_per_second", "READ/s", figures.bytes], ["write_bytes_per_second", "WRITE/s", figures.bytes],
-    ["latency_p50_ns", "P50", figures.time], ["latency_p99_ns", "P99", figures.time],
-    ["waiting_requests", "WAIT", figures.count], ["wait_ratio", "HELD", figures.share], ["bucket_level_ratio", "bucket", figures.share],
-    ["prefetch_hit_ratio", "read ahead", figures.share], ["cache_hit_ratio", "cache", figures.share],
+    ["read-iops", "reads/s", figures.count], ["write-iops", "writes/s", figures.count],
+    ["read-bps", "READ/s", figures.bytes], ["write-bps", "WRITE/s", figures.bytes],
+    ["latency-p50-ns", "P50", figures.time], ["latency-p99-ns", "P99", figures.time],
+    ["waiting-requests", "WAIT", figures.count], ["wait-ratio", "HELD", figures.share], ["bucket-level-ratio", "bucket", figures.share],
+    ["read-ahead-hit-rate", "read ahead", figures.share], ["l2-cache-hit-rate", "cache", figures.share],
 ];
 
 const known = (values) => values.filter((value) => value !== null);

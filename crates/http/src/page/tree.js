@@ -20,11 +20,11 @@ const TYPING_MS = 800;
 const COLUMNS = [
     { id: "name", title: "NAME" },
     { id: "iops", title: "IOPS", of: operations, show: figures.count, says: "operations per second" },
-    { id: "read", title: "READ/s", of: (node) => node.read_bytes_per_second, show: figures.bytes, says: "bytes read per second" },
-    { id: "write", title: "WRITE/s", of: (node) => node.write_bytes_per_second, show: figures.bytes, says: "bytes written per second" },
-    { id: "wait", title: "WAIT", of: (node) => node.waiting_requests, show: (value) => value == null ? "-" : String(value), says: "requests that wait now" },
-    { id: "held", title: "HELD", of: (node) => node.wait_ratio, show: figures.share, says: "part of the last second in which something waited" },
-    { id: "p99", title: "P99", of: (node) => node.latency_p99_ns, show: figures.time, says: "latency that 99 of 100 of the last second's requests stayed below" },
+    { id: "read", title: "READ/s", of: (node) => node["read-bps"], show: figures.bytes, says: "bytes read per second" },
+    { id: "write", title: "WRITE/s", of: (node) => node["write-bps"], show: figures.bytes, says: "bytes written per second" },
+    { id: "wait", title: "WAIT", of: (node) => node["waiting-requests"], show: (value) => value == null ? "-" : String(value), says: "requests that wait now" },
+    { id: "held", title: "HELD", of: (node) => node["wait-ratio"], show: figures.share, says: "part of the last second in which something waited" },
+    { id: "p99", title: "P99", of: (node) => node["latency-p99-ns"], show: figures.time, says: "latency that 99 of 100 of the last second's requests stayed below" },
     { id: "limits", title: "LIMIT" },
 ];
 
@@ -222,12 +222,12 @@ export class Tree {
             ["id", this.id(node.key)], ["aria-rowindex", index + 2], ["aria-level", level], ["aria-posinset", position], ["aria-setsize", of],
             ["aria-expanded", holds ? String(isOpen) : null], ["aria-selected", String(node.key === this.chosen)],
         ]) attribute(row, name, value);
-        row.className = ["row", node.kind, isHeld(node) && "is-held", node.is_stopped && "is-stopped", node.key === this.active && "is-active"].filter(Boolean).join(" ");
+        row.className = ["row", node.kind, isHeld(node) && "is-held", node.stopped && "is-stopped", node.key === this.active && "is-active"].filter(Boolean).join(" ");
         row.style.setProperty("--level", level - 1);
         say(made.twist, holds ? isOpen ? "▾" : "▸" : "");
         say(made.name, node.name);
         attribute(made.name, "title", node.name);
-        say(made.kind, node.kind === "group" ? ", group" : node.is_stopped ? ", stopped" : "");
+        say(made.kind, node.kind === "group" ? ", group" : node.stopped ? ", stopped" : "");
         COLUMNS.forEach(({ id, of: figure, show }, column) => {
             if (!figure) return;
             const value = figure(node);
@@ -322,12 +322,12 @@ class LimitCell {
     }
 
     write(node, width) {
-        const by = node.is_stopped ? null : held(node, true);
-        const told = node.is_stopped ? [["stopped"]] : by ? [[by.limit]] : figures.limitParts(node.limits);
+        const by = node.stopped ? null : held(node, true);
+        const told = node.stopped ? [["stopped"]] : by ? [[by.limit]] : figures.limitParts(node.limits);
         const seen = JSON.stringify([by?.whose, told, width]);
         if (seen === this.seen) return;
         this.seen = seen;
-        const isSet = !by && !node.is_stopped;
+        const isSet = !by && !node.stopped;
         say(this.whose, by?.whose ? `${by.whose}: ` : "");
         this.parts.replaceChildren(...told.flatMap((parts, at) => [
             at > 0 ? ", " : "", ...parts.filter(Boolean).flatMap((part) => [element("span", {}, part), element("wbr")]),
@@ -344,7 +344,7 @@ export function sums(store) {
     const disks = store.disks();
     const total = (of) => disks.reduce((sum, disk) => sum + (of(disk) ?? 0), 0);
     const held = disks.filter(isHeld).length;
-    const stopped = disks.filter(({ is_stopped }) => is_stopped).length;
+    const stopped = disks.filter(({ stopped }) => stopped).length;
     const groups = store.nodes.size - disks.length;
     return [
         figures.several(disks.length, "disk"), groups ? figures.several(groups, "group") : null,
