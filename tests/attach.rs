@@ -642,7 +642,7 @@ fn what_this_host_lacks_is_told() {
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let has = |path: &str| Path::new(path).exists();
     for (way, module, there) in
-        [("--ublk", "ublk_drv", has("/dev/ublk-control")), ("--nbd", "nbd", has("/sys/module/nbd"))]
+        [("--ublk", "ublk_drv", has("/dev/ublk-control")), ("--nbd-device", "nbd", has("/sys/module/nbd"))]
     {
         let refused = weir(&["attach", way, "--alone", "-f", "raw", text(&image)]);
         let loadable = Command::new("modprobe").args(["-n", "-q", module]).status();

@@ -256,9 +256,7 @@ fn an_imitated_device_is_as_busy_as_its_rate_has_it() {
         reads.set(reads.get() + 20);
         let overview = daemon.overview();
         let device = one(&overview, "devices", "rate of memory");
-        (device["busy-ratio"].as_f64() > Some(0.0)
-            && device["read-iops"].as_f64() > Some(0.0))
-        .then_some(())
+        (device["busy-ratio"].as_f64() > Some(0.0) && device["read-iops"].as_f64() > Some(0.0)).then_some(())
     });
     let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
     let reads = reads.get();

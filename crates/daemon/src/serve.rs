@@ -44,6 +44,7 @@ use control::{
     takeover::newcomer::Newcomer,
 };
 use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
+pub use steps::QEMU_HEADING;
 
 use crate::{on_event::Runner, pid_file::PidFile};
 

@@ -5,7 +5,7 @@ mod brief;
 use std::{env, ffi::OsString};
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
-use daemon::serve::ServeArgs;
+use daemon::serve::{QEMU_HEADING, ServeArgs};
 
 use crate::{
     adding, attach, cluster, complete, generate, mount_helper, prefetch, record, reload, resume, status,
@@ -44,10 +44,13 @@ impl Cli {
         complete::with_values(with_numbers(with_version(Self::command())))
     }
 
-    /// What follows `weir serve`.
+    /// What follows `weir serve`, with the options of `qemu-storage-daemon` in its help.
     pub(crate) fn serve(words: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
         let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
-        let mut matches = Self::whole().try_get_matches_from(words)?;
+        let is_of_qemu = |arg: &clap::Arg| arg.get_help_heading() == Some(QEMU_HEADING);
+        let show = |arg: clap::Arg| if is_of_qemu(&arg) { arg.hide(false) } else { arg };
+        let whole = Self::whole().mut_subcommand("serve", |serve| serve.mut_args(show));
+        let mut matches = whole.try_get_matches_from(words)?;
         match Self::from_arg_matches_mut(&mut matches)?.command {
             Command::Serve(arguments) => Ok(*arguments),
             _ => unreachable!("the words are those of serve"),

@@ -11,7 +11,6 @@ use std::{
     time::Duration,
 };
 
-use arguments::Output;
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
 use console::{Failure, print, print_json};
 use serde_json::{Value, json};
@@ -42,7 +41,7 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     if arguments.json {
         return Ok(print_json(&with_rates(shown.only(answer), &report, &rates))?);
     }
-    let form = Form { all: arguments.all, wide: arguments.output == Output::Wide };
+    let form = Form { all: arguments.all, wide: arguments.wide };
     Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
 }
 

@@ -15,6 +15,10 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use control::{qmp, registry::Registry};
 use settings::{Place, Said, Wrong, keyval};
 
+/// Heading of the options in the help of `qemu-storage-daemon`. The help of `weir serve` leaves
+/// them out: they are for command lines of that program.
+pub const QEMU_HEADING: &str = "As qemu-storage-daemon, in this order";
+
 /// The options in the order of their help: name, value, help.
 const OPTIONS: [(&str, &str, &str); 6] = [
     ("blockdev", "NODE", "Add a disk, as blockdev-add of QMP: driver=…,node-name=…, or a JSON object"),
@@ -137,12 +141,12 @@ fn monitor(text: &str) -> Result<String, String> {
 impl Args for Steps {
     fn augment_args(command: Command) -> Command {
         let option = |(name, value, help): (&'static str, &'static str, &'static str)| {
-            let heading = "As qemu-storage-daemon, in this order";
             Arg::new(name)
                 .long(name)
                 .value_name(value)
                 .help(help)
-                .help_heading(heading)
+                .help_heading(QEMU_HEADING)
+                .hide(true)
                 .action(ArgAction::Append)
         };
         command.args(OPTIONS.map(option))

@@ -69,7 +69,8 @@ pub struct AdviseArgs {
 #[command(next_help_heading = "Devices")]
 pub(super) struct DeviceArgs {
     /// What all disks lie on together: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,…
-    /// or what `weir probe` found of DIR or DEVICE [default: takes no time]
+    /// or what `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device
+    /// for each disk [default: takes no time]
     #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
     pub(super) device: Vec<DeviceSpec>,
     /// Put the disks onto as few devices as the target allows: those named with --device, or any
@@ -77,11 +78,11 @@ pub(super) struct DeviceArgs {
     #[arg(long, requires = "device", conflicts_with_all = ["config", "delay", "rate", "whom"])]
     pub(super) pack: bool,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
-    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(super) delay: Option<DelayOptions>,
     /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all
     /// disks together
-    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(super) rate: Option<RateOptions>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
     /// if not root]

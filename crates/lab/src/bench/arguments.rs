@@ -119,10 +119,10 @@ pub struct BenchArgs {
     #[arg(long, requires = "flush_interval")]
     pub(crate) no_drain: bool,
     /// How I/O is done; weir has io_uring alone
-    #[arg(short = 'i', long, value_name = "AIO")]
+    #[arg(short = 'i', long, value_name = "AIO", hide = true)]
     pub(crate) aio: Option<Aio>,
     /// The same as -i native
-    #[arg(short = 'n', long, conflicts_with = "aio")]
+    #[arg(short = 'n', long, conflicts_with = "aio", hide = true)]
     pub(crate) native: bool,
     /// Where the first request begins, in bytes
     #[arg(short = 'o', long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]

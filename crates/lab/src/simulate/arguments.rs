@@ -93,15 +93,16 @@ pub(crate) struct InputArgs {
 #[command(next_help_heading = "Devices")]
 pub(crate) struct DeviceArgs {
     /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what
-    /// `weir probe` found of DIR or DEVICE [default: takes no time]
+    /// `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device for each
+    /// disk [default: takes no time]
     #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
     pub(crate) device: Option<DeviceSpec>,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
-    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(crate) delay: Option<DelayOptions>,
     /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all
     /// disks together
-    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(crate) rate: Option<RateOptions>,
     /// Each disk's size, past which a request is an error [default: any]
     #[arg(long, value_name = "SIZE", value_parser = settings::size, conflicts_with = "config")]

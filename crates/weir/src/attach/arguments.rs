@@ -49,11 +49,11 @@ pub(crate) struct AttachArgs {
     pub(super) json: bool,
     /// By the kernel's ublk driver, and nothing else; N and what may stand behind commas are those
     /// of --ublk of `weir serve`
-    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with_all = ["nbd", "fuse"])]
+    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with_all = ["nbd_device", "fuse"])]
     pub(super) ublk: Option<Ublk>,
     /// By the kernel's NBD client, and nothing else
     #[arg(long, conflicts_with = "fuse")]
-    nbd: bool,
+    nbd_device: bool,
     /// By FUSE, and a loop device where that may be made, and nothing else
     #[arg(long)]
     fuse: bool,
@@ -102,7 +102,7 @@ impl AttachArgs {
         let named = [
             (self.name.is_some(), "--name"),
             (self.ublk.is_some(), "--ublk"),
-            (self.nbd, "--nbd"),
+            (self.nbd_device, "--nbd-device"),
             (self.fuse, "--fuse"),
             (self.alone, "--alone"),
             (self.udev, "--udev"),
@@ -121,7 +121,7 @@ impl AttachArgs {
 
     /// The one that was asked for.
     pub(super) fn way(&self) -> Option<Way> {
-        let asked = [(self.ublk.is_some(), Way::Ublk), (self.nbd, Way::Nbd), (self.fuse, Way::Fuse)];
+        let asked = [(self.ublk.is_some(), Way::Ublk), (self.nbd_device, Way::Nbd), (self.fuse, Way::Fuse)];
         asked.into_iter().find_map(|(asked, way)| asked.then_some(way))
     }
 }

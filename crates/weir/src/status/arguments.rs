@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use crate::client::Target;
 
@@ -10,7 +10,7 @@ pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir status
       Every disk and group: limits, rates, and which limit throttles it.
-  weir status --all -o wide
+  weir status --all --wide
       The same with all columns, and caches, reading ahead, devices, exports and memory.
   weir status gold --interval 5s
       The group gold and the disks in it, with figures of five seconds.
@@ -22,7 +22,7 @@ writes that were answered in it took at most, from their arrival on, known to a 
 waited for limits; the daemon counts both from the first time that a client asks. WAIT is the number of requests that \
 wait now, HELD the share of the interval during which requests waited for limits, and HELD BY the limit that they waited \
 for in it, or wait for now: iops-total is the disk's or group's own, gold: iops-total that of the group gold. With \
--o wide, WEIGHT is beside LIMITS and P50 beside P99, and WAIT SINCE START is the P99 of the requests that had to wait, \
+--wide, WEIGHT is beside LIMITS and P50 beside P99, and WAIT SINCE START is the P99 of the requests that had to wait, \
 since the daemon started.
 
 A cluster's groups, disks that are not open, reservations that are not in force and errors of devices have further tables \
@@ -36,15 +36,6 @@ replies that clients have not read yet, and WAIT the number of requests that wai
 these in bytes, and most-requests, the most that REQUESTS may reach. There, rate has latency-ns and wait-ns of the interval, \
 and latency-ns of a disk is of all requests since they are counted.";
 
-/// Columns of the tables of disks and groups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Output {
-    /// Columns that show throttled requests and the limit
-    Table,
-    /// All columns
-    Wide,
-}
-
 /// What `weir status` is told.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
@@ -52,11 +43,11 @@ pub(crate) struct StatusArgs {
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
     /// Print the daemon's own answer, with the rates added
-    #[arg(long, conflicts_with_all = ["output", "all"])]
+    #[arg(long, conflicts_with_all = ["wide", "all"])]
     pub(crate) json: bool,
-    /// Print wide for all columns of disks and groups
-    #[arg(short, long, value_name = "FORM", value_enum, default_value_t = Output::Table, hide_default_value = true)]
-    pub(crate) output: Output,
+    /// Print all columns of disks and groups
+    #[arg(long)]
+    pub(crate) wide: bool,
     /// Print all tables: also caches, reading ahead, devices, exports, servers and memory
     #[arg(long)]
     pub(crate) all: bool,
