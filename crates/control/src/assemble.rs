@@ -222,12 +222,12 @@ pub fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
     let keys = match credentials {
         Credentials::Certificates { directory, verify_peer } => {
             warn_of_readers("server's private key", &directory.join("server-key.pem"));
-            nbd::TlsServer::x509(directory, *verify_peer)
+            tls::TlsServer::x509(directory, *verify_peer)
         }
         Credentials::PreShared(file) => {
             let inside = file.join("keys.psk");
             warn_of_readers("pre-shared keys", if file.is_dir() { &inside } else { file });
-            nbd::TlsServer::psk(file)
+            tls::TlsServer::psk(file)
         }
     };
     Ok(Some(nbd::Tls { required, keys: keys.context("TLS")? }))

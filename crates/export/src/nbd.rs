@@ -38,7 +38,6 @@ pub mod catalog;
 mod client_tests;
 mod connection;
 pub mod context;
-pub mod credentials;
 pub mod errno;
 mod execute;
 #[cfg(test)]
@@ -47,7 +46,6 @@ mod holding;
 mod incoming;
 pub mod kernel;
 mod live;
-mod name;
 pub mod negotiate;
 mod option;
 mod outbox;
@@ -67,17 +65,11 @@ mod visit;
 pub use admission::Refused;
 pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
 pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
-pub use credentials::TlsServer;
 pub use errno::Errno;
 pub use live::Export;
 #[cfg(test)]
 use nbd::pipe;
-pub use nbd::{
-    client,
-    keys::CredentialsError,
-    proto,
-    tls::{self, TlsError, TlsRead, TlsStream},
-};
+pub use nbd::{client, proto};
 use nbd::{inbox, stream, wire};
 pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};
 pub use reply::{Extent, Replier, ReplyHeader};

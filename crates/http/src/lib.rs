@@ -41,7 +41,6 @@ mod server;
 mod site;
 mod snapshot;
 mod stream;
-mod tls;
 mod token;
 mod watch;
 mod words;
@@ -57,9 +56,9 @@ use control::{
     recording::Recent,
     registry::Registry,
 };
-use export::nbd::TlsServer;
 use reactor::Worker;
 use settings::{Address, Endpoint, SocketAccess};
+use tls::TlsServer;
 
 pub use token::Token;
 

@@ -13,11 +13,10 @@
 //!
 //! Never looks at what is asked.
 
-use std::{io, sync::Arc, time::Duration};
+use std::{io, pin::Pin, sync::Arc, time::Duration};
 
 use axum::Router;
 use control::listen::{Authority, Listener};
-use export::nbd::TlsServer;
 use hyper::{
     Request,
     body::Incoming,
@@ -29,17 +28,18 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use rustix::process::{Resource, getrlimit};
+use tls::TlsServer;
 use tokio::{
     net::{TcpListener, UnixListener},
     sync::oneshot,
     time::{sleep, timeout},
 };
+use tokio_openssl::SslStream;
 
 use super::{
     connections::{Connection, Connections, Stream},
     patient::Patient,
     peer::Peer,
-    tls,
 };
 
 /// Prometheus gives up after ten seconds, unless it is told otherwise.
@@ -169,6 +169,13 @@ async fn accept(socket: Socket, door: Arc<Door>) {
     }
 }
 
+/// The stream under TLS, once the handshake is complete.
+async fn encrypted(stream: Box<dyn Stream>, keys: &TlsServer) -> io::Result<SslStream<Box<dyn Stream>>> {
+    let mut stream = SslStream::new(keys.ssl()?, stream)?;
+    Pin::new(&mut stream).accept().await.map_err(io::Error::other)?;
+    Ok(stream)
+}
+
 impl Door {
     async fn serve(&self, stream: Box<dyn Stream>, peer: Peer, connection: Connection) {
         match &self.kind {
@@ -180,7 +187,7 @@ impl Door {
             Kind::Page(None) => self.answer(stream, true, peer, connection).await,
             Kind::Page(Some(keys)) => {
                 // Whoever cannot, or does not hurry, has gone.
-                if let Ok(Ok(stream)) = timeout(LONGEST, tls::accept(stream, keys)).await {
+                if let Ok(Ok(stream)) = timeout(LONGEST, encrypted(stream, keys)).await {
                     self.answer(Box::new(stream), true, peer, connection).await;
                 }
             }

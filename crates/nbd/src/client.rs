@@ -19,7 +19,6 @@
 //! Never connects again by itself, and never asks for extended headers.
 
 mod connect;
-mod credentials;
 mod handshake;
 mod list;
 mod outgoing;
@@ -40,7 +39,6 @@ use slab::Slab;
 
 pub use self::{
     connect::{Address, Endpoint, Established, addresses, connect, dial_any, shake_hands, within},
-    credentials::TlsClient,
     handshake::{About, NotConnected, Wanted},
     list::{Listed, list},
 };

@@ -19,10 +19,8 @@
 
 pub mod client;
 pub mod inbox;
-pub mod keys;
 pub mod pipe;
 pub mod proto;
 pub mod stream;
-pub mod tls;
 pub mod uri;
 pub mod wire;

@@ -9,15 +9,13 @@ use nix::{
     sys::socket::{Shutdown, shutdown},
 };
 
-use super::{
-    pipe::Pipe,
-    tls::{TlsError, TlsRead, TlsStream},
-};
+use super::pipe::Pipe;
 use reactor::{
     buffer::{Buffer, Segments},
     op::{self, Fd},
 };
 use std::os::fd::{AsFd, AsRawFd};
+use tls::{TlsError, TlsRead, TlsStream};
 
 /// Ciphertext received at a time, in bytes.
 const CIPHERTEXT_BYTES: usize = 64 << 10;

@@ -16,11 +16,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{
-    client::{Endpoint, TlsClient},
-    keys::CredentialsError,
-    proto,
-};
+use super::{client::Endpoint, proto};
+
+use tls::{CredentialsError, TlsClient};
 
 /// The port that servers listen at where nothing else is said.
 pub const PORT: u16 = 10809;

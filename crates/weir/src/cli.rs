@@ -47,8 +47,8 @@ impl Cli {
     /// What follows `weir serve`, with the options of `qemu-storage-daemon` in its help.
     pub(crate) fn serve(words: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
         let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
-        let is_of_qemu = |arg: &clap::Arg| arg.get_help_heading() == Some(QEMU_HEADING);
-        let show = |arg: clap::Arg| if is_of_qemu(&arg) { arg.hide(false) } else { arg };
+        let is_of_qemu = |arg: &Arg| arg.get_help_heading() == Some(QEMU_HEADING);
+        let show = |arg: Arg| if is_of_qemu(&arg) { arg.hide(false) } else { arg };
         let whole = Self::whole().mut_subcommand("serve", |serve| serve.mut_args(show));
         let mut matches = whole.try_get_matches_from(words)?;
         match Self::from_arg_matches_mut(&mut matches)?.command {

@@ -21,7 +21,6 @@ use hyper::{
     header,
 };
 use hyper_util::rt::TokioIo;
-use nbd::keys;
 use openssl::{
     error::ErrorStack,
     ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
@@ -86,26 +85,14 @@ impl Tls {
         );
         let signs =
             "the authority that signs etcd's members: put it there, or mend certificates of [cluster]";
-        for authority in keys::certificates(&directory.join("ca-cert.pem"), signs)? {
+        for authority in tls::certificates(&directory.join("ca-cert.pem"), signs)? {
             builder.cert_store_mut().add_cert(authority)?;
         }
         let (own, own_key) = (directory.join("client-cert.pem"), directory.join("client-key.pem"));
         if !own.exists() && !own_key.exists() {
             return Ok(());
         }
-        let mut chain = keys::certificates(&own, "which client-key.pem is the key of")?.into_iter();
-        let key = keys::private_key(&own_key, "the private key of client-cert.pem")?;
-        if let Some(leaf) = chain.next() {
-            let is_its = leaf.public_key()?.public_eq(&key);
-            let (own, key) = (own.display(), own_key.display());
-            ensure!(is_its, "{key}: not the key of {own} (exchange one of them)");
-            keys::warn_if_expired(&directory.join("client-cert.pem"), &leaf);
-            builder.set_certificate(&leaf)?;
-        }
-        for intermediate in chain {
-            builder.add_extra_chain_cert(intermediate)?;
-        }
-        Ok(builder.set_private_key(&key)?)
+        Ok(tls::set_identity(builder, &own, &own_key, "which client-key.pem is the key of")?)
     }
 }
 

@@ -4,7 +4,6 @@
 //! Clients of the control socket can add any number of objects, so their number and their sizes
 //! have bounds, and each is charged to the memory budget.
 
-use export::nbd;
 use image::secret::{LONGEST_SECRET, Secret};
 use policy::access::Names;
 use reactor::memory::Budget;
@@ -24,7 +23,7 @@ const MOST_BYTES: usize = LONGEST_SECRET;
 #[derive(Clone)]
 pub(crate) enum NamedObject {
     Secret(Secret),
-    Credentials(nbd::TlsServer),
+    Credentials(tls::TlsServer),
     Names(Names),
 }
 
@@ -102,7 +101,7 @@ impl Registry {
         secrets.map(|(id, _)| id.clone()).collect()
     }
 
-    pub(crate) fn credentials(&self, id: &str) -> Option<nbd::TlsServer> {
+    pub(crate) fn credentials(&self, id: &str) -> Option<tls::TlsServer> {
         match self.object(id)? {
             NamedObject::Credentials(keys) => Some(keys),
             _ => None,

@@ -36,7 +36,6 @@ use super::{
     admission::{self, Admission, Refused},
     catalog::ExportInfo,
     connection::Connection,
-    credentials::TlsServer,
     holding::Holding,
     inbox::Inbox,
     live::{Export, LiveExports},
@@ -53,6 +52,7 @@ use reactor::{
     op::{self, Fd},
     seldom::Seldom,
 };
+use tls::TlsServer;
 
 /// What a server allows its clients.
 #[derive(Clone, Debug)]

@@ -3,17 +3,14 @@
 
 use std::io;
 
-use super::{
-    super::{
-        inbox::Inbox,
-        proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
-        stream::{Stream, TlsFailure},
-        tls::TlsError,
-        wire::Fields,
-    },
-    credentials::TlsClient,
+use super::super::{
+    inbox::Inbox,
+    proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
+    stream::{Stream, TlsFailure},
+    wire::Fields,
 };
 use reactor::{buffer::Buffer, plain::plain};
+use tls::{TlsClient, TlsError};
 
 /// Longest reply to an option that is read, in bytes: what a server of ours takes for one, too.
 const MAX_OPTION_BYTES: usize = 64 << 10;

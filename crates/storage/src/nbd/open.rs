@@ -12,11 +12,12 @@ use super::{
     link::{Dialler, FIRST_PAUSE, LONGEST_PAUSE, Link, PATIENCE, Terms},
 };
 use nbd::{
-    client::{Address, NotConnected, TlsClient, Wanted, addresses, within},
+    client::{Address, NotConnected, Wanted, addresses, within},
     stream::Stream,
     uri::Uri,
 };
 use reactor::{blocking, now, sleep_until, timeout};
+use tls::TlsClient;
 
 use crate::{
     CacheMode, OpenError, Passed,

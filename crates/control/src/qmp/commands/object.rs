@@ -15,7 +15,6 @@ use std::{path::Path, rc::Rc};
 
 use ::settings::Credentials;
 use block::layer::throttle::{Group, GroupSettings};
-use export::nbd::TlsServer;
 use image::Secret;
 use policy::{
     access::{Names, Rule},
@@ -23,6 +22,7 @@ use policy::{
 };
 use reactor::regular;
 use serde_json::{Map, Value, json};
+use tls::TlsServer;
 
 use super::weir;
 use crate::{

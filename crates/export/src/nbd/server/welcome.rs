@@ -19,7 +19,7 @@ use crate::nbd::{
     catalog::{ExportInfo, Exports},
     connection::Connection,
     inbox::Inbox,
-    live, name,
+    live,
     negotiate::{self, Handshake, TlsPolicy},
     rest::Arriving,
     session::Session,
@@ -137,7 +137,7 @@ impl Server {
                     let tls = keys.accept().map_err(|error| error.to_string())?;
                     stream = stream.start_tls(tls, inbox.bytes()).await.map_err(|error| error.to_string())?;
                     inbox = Inbox::new();
-                    offer.client.name = stream.tls().and_then(|tls| name::of_peer(tls.borrow().ssl()));
+                    offer.client.name = stream.tls().and_then(|tls| tls::peer_name(tls.borrow().ssl()));
                     if !self.admission.admits_name(&offer.client) {
                         stream.finish().await;
                         return Ok(None);

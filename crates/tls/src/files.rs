@@ -1,8 +1,7 @@
-//! What credentials for TLS lie in: files of certificates, of private keys, of pre-shared keys; and
-//! what is the same for both ends of a connection.
+//! Credential files: certificates, private keys, pre-shared keys; and the settings that servers and
+//! clients have in common.
 //!
-//! The files are laid out as QEMU, libnbd and nbdkit have them. Each is read once, up to a bound,
-//! and every fault is found then. Never holds a file open.
+//! Each file is read once, up to a bound, and every fault is found then. Never holds a file open.
 
 use std::{
     collections::HashMap,
@@ -30,7 +29,7 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
 const MAX_KEY_BYTES: usize = 256;
 /// TLS 1.2's suites for pre-shared keys with forward secrecy; TLS 1.3 names its suites apart from
 /// the key exchange.
-pub const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-SHA384:ECDHE-PSK-AES128-CBC-SHA256:\
+pub(crate) const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-SHA384:ECDHE-PSK-AES128-CBC-SHA256:\
                            DHE-PSK-CHACHA20-POLY1305:DHE-PSK-AES256-GCM-SHA384:DHE-PSK-AES128-GCM-SHA256";
 
 /// What is wrong with credentials.
@@ -50,7 +49,7 @@ pub enum CredentialsError {
 ///
 /// # Errors
 /// OpenSSL's.
-pub fn harden(builder: &mut SslContextBuilder) -> Result<(), ErrorStack> {
+pub(crate) fn harden(builder: &mut SslContextBuilder) -> Result<(), ErrorStack> {
     builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
     builder.set_options(SslOptions::NO_RENEGOTIATION | SslOptions::NO_TICKET | SslOptions::NO_COMPRESSION);
     builder.set_session_cache_mode(SslSessionCacheMode::OFF);
@@ -61,7 +60,7 @@ pub fn harden(builder: &mut SslContextBuilder) -> Result<(), ErrorStack> {
 ///
 /// # Errors
 /// Where it is there and is none.
-pub fn revoke_in(
+pub(crate) fn revoke_in(
     store: &mut X509StoreBuilder,
     directory: &Path,
     hint: &'static str,
@@ -112,7 +111,7 @@ pub fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, Creden
 }
 
 /// Says that a certificate of this file's has expired: others refuse it, in words of their own.
-pub fn warn_if_expired(path: &Path, certificate: &X509) {
+fn warn_if_expired(path: &Path, certificate: &X509) {
     let is_over = Asn1Time::days_from_now(0).is_ok_and(|now| certificate.not_after() < now.as_ref());
     if is_over {
         let (file, end) = (path.display(), certificate.not_after());
@@ -124,7 +123,7 @@ pub fn warn_if_expired(path: &Path, certificate: &X509) {
 ///
 /// # Errors
 /// Where it is none, or encrypted, or the file cannot be read; `hint` says what it is for.
-pub fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, CredentialsError> {
+fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, CredentialsError> {
     let bytes = read(path, hint)?;
     // Without a callback OpenSSL would ask on the terminal, and a daemon would wait there for ever.
     PKey::private_key_from_pem_callback(&bytes, |_| Ok(0)).map_err(|_| CredentialsError::Content {
@@ -134,11 +133,39 @@ pub fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, Cre
     })
 }
 
+/// Sets the certificate of this end of a connection, with its intermediates, and its private key.
+///
+/// `of` is the purpose of the certificate, for messages.
+///
+/// # Errors
+/// A file cannot be read, holds something else, or the key is that of another certificate.
+pub fn set_identity(
+    builder: &mut SslContextBuilder,
+    certificate: &Path,
+    key: &Path,
+    of: &'static str,
+) -> Result<(), CredentialsError> {
+    let mut chain = certificates(certificate, of)?.into_iter();
+    let private = private_key(key, "the private key of that certificate")?;
+    if let Some(leaf) = chain.next() {
+        if !leaf.public_key()?.public_eq(&private) {
+            let why = format!("not the key of {} (exchange one of them)", certificate.display());
+            return Err(CredentialsError::Content { path: key.to_owned(), why });
+        }
+        warn_if_expired(certificate, &leaf);
+        builder.set_certificate(&leaf)?;
+    }
+    for intermediate in chain {
+        builder.add_extra_chain_cert(intermediate)?;
+    }
+    Ok(builder.set_private_key(&private)?)
+}
+
 /// The pre-shared keys in a file, or in the file `keys.psk` of a directory, by their users.
 ///
 /// # Errors
 /// Where there are none, or a line is none, or the file cannot be read.
-pub fn pre_shared(path: &Path) -> Result<HashMap<Vec<u8>, Vec<u8>>, CredentialsError> {
+pub(crate) fn pre_shared(path: &Path) -> Result<HashMap<Vec<u8>, Vec<u8>>, CredentialsError> {
     let path = if path.is_dir() { path.join("keys.psk") } else { path.to_owned() };
     let bytes = read(&path, "pre-shared keys, a line user:hexkey each; `psktool -u USER -p FILE` adds one")?;
     keys(&bytes).map_err(|why| CredentialsError::Content { path, why })

@@ -7,11 +7,11 @@
 //! ```
 //!
 //! OpenSSL runs over two bounded queues in memory and reports that it would block where one is
-//! empty. Files and keys are [`keys`](super::keys)'.
+//! empty.
 
 use openssl::{
     error::ErrorStack,
-    ssl::{ErrorCode, Ssl, SslContext, SslRef, SslStream, SslVerifyMode},
+    ssl::{ErrorCode, Ssl, SslRef, SslStream, SslVerifyMode},
     x509::X509VerifyResult,
 };
 use std::io;
@@ -120,12 +120,11 @@ pub struct TlsStream {
 }
 
 impl TlsStream {
-    /// The server's end, waiting for the client's first bytes.
+    /// The server's end, of a connection prepared as `ssl`.
     ///
     /// # Errors
     /// OpenSSL's.
-    pub fn server(context: &SslContext) -> Result<Self, TlsError> {
-        let mut ssl = Ssl::new(context)?;
+    pub(crate) fn server(mut ssl: Ssl) -> Result<Self, TlsError> {
         ssl.set_accept_state();
         Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
     }
@@ -134,7 +133,7 @@ impl TlsStream {
     ///
     /// # Errors
     /// OpenSSL's.
-    pub fn client(mut ssl: Ssl) -> Result<Self, TlsError> {
+    pub(crate) fn client(mut ssl: Ssl) -> Result<Self, TlsError> {
         ssl.set_connect_state();
         Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
     }

@@ -27,17 +27,17 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use nbd::{
-    keys::{self, CredentialsError},
-    tls::{TlsError, TlsStream},
-};
 use openssl::{
     error::ErrorStack,
-    ssl::{SslContext, SslContextBuilder, SslMethod, SslVerifyMode},
+    ssl::{Ssl, SslContext, SslContextBuilder, SslMethod, SslVerifyMode},
     x509::store::X509StoreBuilder,
 };
 
-use super::name;
+use super::{
+    files::{self, CredentialsError},
+    peer_name::index_of_user,
+    session::{TlsError, TlsStream},
+};
 
 /// A server's credentials, ready for any number of connections. Clones share them.
 #[derive(Clone, Debug)]
@@ -46,38 +46,30 @@ pub struct TlsServer {
 }
 
 impl TlsServer {
-    /// From a directory of X.509 files. With `verify_peer` a client must present a certificate that
+    /// Credentials from a directory of X.509 files. With `verify_peer` a client must present a certificate that
     /// ca-cert.pem signs and that ca-crl.pem, if there is one, does not revoke.
+    ///
+    /// # Errors
+    /// The fault of a file, with its path.
     pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
-        let chain_path = directory.join("server-cert.pem");
-        let mut chain = keys::certificates(&chain_path, "the server's certificate")?.into_iter();
-        let key_path = directory.join("server-key.pem");
-        let key = keys::private_key(&key_path, "the private key of server-cert.pem")?;
-        if let Some(leaf) = chain.next() {
-            if !leaf.public_key()?.public_eq(&key) {
-                let why = format!("not the key of {} (exchange one of them)", chain_path.display());
-                return Err(CredentialsError::Content { path: key_path, why });
-            }
-            keys::warn_if_expired(&chain_path, &leaf);
-            builder.set_certificate(&leaf)?;
-        }
-        for intermediate in chain {
-            builder.add_extra_chain_cert(intermediate)?;
-        }
-        builder.set_private_key(&key)?;
+        let (certificate, key) = (directory.join("server-cert.pem"), directory.join("server-key.pem"));
+        files::set_identity(&mut builder, &certificate, &key, "the server's certificate")?;
         if verify_peer {
             verify_clients(&mut builder, directory)?;
         }
         Ok(Self::of(builder))
     }
 
-    /// From a file of pre-shared keys, or from the file `keys.psk` in a directory.
+    /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory.
+    ///
+    /// # Errors
+    /// The fault of the file, with its path and line.
     pub fn psk(path: &Path) -> Result<Self, CredentialsError> {
-        let keys = keys::pre_shared(path)?;
+        let keys = files::pre_shared(path)?;
         let mut builder = builder()?;
-        builder.set_cipher_list(keys::PSK_CIPHERS)?;
-        let index = name::index_of_user()?;
+        builder.set_cipher_list(files::PSK_CIPHERS)?;
+        let index = index_of_user()?;
         builder.set_psk_server_callback(move |ssl, identity, out| {
             let key = identity.and_then(|identity| keys.get(identity));
             if let (Some(user), Some(_)) = (identity, key) {
@@ -109,26 +101,38 @@ impl TlsServer {
         self.context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection's state, waiting for the client's first bytes.
+    /// State of a connection without a socket, waiting for the client's first bytes.
+    ///
+    /// # Errors
+    /// OpenSSL's.
     pub fn accept(&self) -> Result<TlsStream, TlsError> {
-        TlsStream::server(&self.context())
+        TlsStream::server(self.ssl()?)
+    }
+
+    /// State of a connection, for a stream that has its own socket.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub fn ssl(&self) -> Result<Ssl, ErrorStack> {
+        Ssl::new(&self.context())
     }
 }
 
 fn builder() -> Result<SslContextBuilder, ErrorStack> {
     let mut builder = SslContext::builder(SslMethod::tls_server())?;
-    keys::harden(&mut builder)?;
+    files::harden(&mut builder)?;
     builder.set_num_tickets(0)?;
     Ok(builder)
 }
 
 fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
     let mut store = X509StoreBuilder::new()?;
-    for authority in keys::certificates(&directory.join("ca-cert.pem"), "the authority that signs clients")? {
+    for authority in files::certificates(&directory.join("ca-cert.pem"), "the authority that signs clients")?
+    {
         builder.add_client_ca(&authority)?;
         store.add_cert(authority)?;
     }
-    keys::revoke_in(&mut store, directory, "the clients that are revoked")?;
+    files::revoke_in(&mut store, directory, "the clients that are revoked")?;
     builder.set_verify_cert_store(store.build())?;
     builder.set_verify(SslVerifyMode::PEER | SslVerifyMode::FAIL_IF_NO_PEER_CERT);
     Ok(())

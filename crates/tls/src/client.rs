@@ -21,9 +21,9 @@ use openssl::{
     x509::{store::X509StoreBuilder, verify::X509CheckFlags},
 };
 
-use super::super::{
-    keys::{self, CredentialsError},
-    tls::{TlsError, TlsStream},
+use super::{
+    files::{self, CredentialsError},
+    session::{TlsError, TlsStream},
 };
 
 /// A client's credentials, ready for any number of connections. Clones share them.
@@ -63,7 +63,7 @@ impl TlsClient {
     /// # Errors
     /// Of the file, or if the user has none in it.
     pub fn psk(path: &Path, user: Option<&str>) -> Result<Self, CredentialsError> {
-        let mut known = keys::pre_shared(path)?;
+        let mut known = files::pre_shared(path)?;
         let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };
         let user = match user {
             Some(user) => user.as_bytes().to_vec(),
@@ -75,7 +75,7 @@ impl TlsClient {
         let key = known.remove(&user);
         let key = key.ok_or_else(|| wrong(format!("has no key of {:?}", String::from_utf8_lossy(&user))))?;
         let mut builder = builder()?;
-        builder.set_cipher_list(keys::PSK_CIPHERS)?;
+        builder.set_cipher_list(files::PSK_CIPHERS)?;
         builder.set_psk_client_callback(move |_, _, identity, secret| {
             // The identity ends with a zero byte.
             let Some(room) = identity.get_mut(..=user.len()) else { return Ok(0) };
@@ -121,37 +121,22 @@ impl TlsClient {
 
 fn builder() -> Result<SslContextBuilder, ErrorStack> {
     let mut builder = SslContext::builder(SslMethod::tls_client())?;
-    keys::harden(&mut builder)?;
+    files::harden(&mut builder)?;
     Ok(builder)
 }
 
 fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
     let mut store = X509StoreBuilder::new()?;
     for authority in
-        keys::certificates(&directory.join("ca-cert.pem"), "the authority that signs the server")?
+        files::certificates(&directory.join("ca-cert.pem"), "the authority that signs the server")?
     {
         store.add_cert(authority)?;
     }
-    keys::revoke_in(&mut store, directory, "the servers that are revoked")?;
+    files::revoke_in(&mut store, directory, "the servers that are revoked")?;
     builder.set_cert_store(store.build());
     let own = directory.join("client-cert.pem");
     if !own.exists() {
         return Ok(());
     }
-    let mut chain = keys::certificates(&own, "the client's certificate")?.into_iter();
-    let key_path = directory.join("client-key.pem");
-    let key = keys::private_key(&key_path, "the private key of client-cert.pem")?;
-    if let Some(leaf) = chain.next() {
-        if !leaf.public_key()?.public_eq(&key) {
-            let why = format!("not the key of {} (exchange one of them)", own.display());
-            return Err(CredentialsError::Content { path: key_path, why });
-        }
-        keys::warn_if_expired(&own, &leaf);
-        builder.set_certificate(&leaf)?;
-    }
-    for intermediate in chain {
-        builder.add_extra_chain_cert(intermediate)?;
-    }
-    builder.set_private_key(&key)?;
-    Ok(())
+    files::set_identity(builder, &own, &directory.join("client-key.pem"), "the client's certificate")
 }

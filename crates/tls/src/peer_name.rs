@@ -1,5 +1,5 @@
-//! Whose a client is, as TLS has proved it: the subject of a certificate, or the user of a
-//! pre-shared key.
+//! Name that a client proved by TLS: the subject of its certificate, or the user of its pre-shared
+//! key.
 //!
 //! A subject is written as QEMU's `authz-simple` has it: its parts in the certificate's order, such
 //! as `C=GB,O=Acme\, Inc,CN=vm1`, with the characters escaped that RFC 4514 section 2.4 names.
@@ -14,15 +14,16 @@ use openssl::{
     x509::{X509NameEntryRef, X509NameRef},
 };
 
-/// Where a connection keeps the user whose key was taken. There is one for the whole process.
+/// Index of the user of the pre-shared key in the data of a connection, for the whole process.
 static USER: LazyLock<Result<Index<Ssl, Vec<u8>>, ErrorStack>> = LazyLock::new(Ssl::new_ex_index);
 
-pub(super) fn index_of_user() -> Result<Index<Ssl, Vec<u8>>, ErrorStack> {
+pub(crate) fn index_of_user() -> Result<Index<Ssl, Vec<u8>>, ErrorStack> {
     USER.clone()
 }
 
-/// Once the handshake is complete. A user that is no UTF-8 has no name that a rule could have.
-pub(super) fn of_peer(ssl: &SslRef) -> Option<String> {
+/// The peer's name, once the handshake is complete. A user that is no UTF-8 has none, because no
+/// access rule can match it.
+pub fn peer_name(ssl: &SslRef) -> Option<String> {
     if let Some(user) = index_of_user().ok().and_then(|index| ssl.ex_data(index)) {
         return String::from_utf8(user.clone()).ok();
     }
