@@ -38,7 +38,7 @@ impl std::str::FromStr for LogFormat {
 }
 
 /// The crates of the program. In a filter, `weir` stands for all of them.
-const MODULES: [&str; 23] = [
+const MODULES: [&str; 24] = [
     "weir",
     "container",
     "daemon",
@@ -52,6 +52,7 @@ const MODULES: [&str; 23] = [
     "image",
     "storage",
     "nbd",
+    "tls",
     "reactor",
     "cgroup",
     "image_tool",
