@@ -16,7 +16,9 @@
 #![forbid(unsafe_code)]
 
 mod activity;
+mod cluster;
 mod status;
 
 pub use activity::*;
+pub use cluster::*;
 pub use status::*;

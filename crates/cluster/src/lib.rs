@@ -47,7 +47,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use api::ClusterStatus;
+use api::{ClusterReport, ClusterStatus, LocalQuota};
 use async_channel::{Receiver, Sender};
 use block::layer::throttle::Group;
 use cgroup::watch::Lending;
@@ -531,20 +531,22 @@ impl Cluster {
     }
 
     /// What `weir cluster status` shows.
-    pub async fn status(&self) -> Value {
+    pub async fn status(&self) -> ClusterReport {
         let (answer, answered) = async_channel::bounded(1);
-        let mut shown = match self.give(Input::Status(answer)) {
+        let report = match self.give(Input::Status(answer)) {
             Ok(()) => match reactor::timeout(PATIENCE, answered.recv()).await {
                 Ok(Ok(shown)) => shown,
                 _ => status::apart("etcd does not answer in time"),
             },
             Err(why) => status::apart(why),
         };
-        shown["name"] = json!(self.name);
-        shown["host"] = json!(self.host);
-        let standing = |standing: &Standing| json!({ "name": standing.group, "leased": standing.is_leased });
-        shown["here"] = self.standings().iter().map(standing).collect();
-        shown
+        let quota = |standing: Standing| LocalQuota { name: standing.group, leased: standing.is_leased };
+        ClusterReport {
+            name: self.name.clone(),
+            host: self.host.clone(),
+            here: self.standings().into_iter().map(quota).collect(),
+            ..report
+        }
     }
 
     /// Changes a group on all hosts.

@@ -1,15 +1,18 @@
-//! What `weir cluster status` is told: hosts, what they want, what they may have, who leads.
+//! The report of a cluster: hosts, their demand and quota, the leader.
 //!
 //! Read from etcd when it is asked for. How long ago a host reported the leader alone knows: no
 //! clocks of two hosts are compared.
 
 use std::collections::BTreeMap;
 
+use api::{
+    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, Demand, LimitValues, ReservedRates, Unbounded,
+    UnreadableGroup,
+};
 use policy::{
     throttle::{LimitKind, Part, Setting},
     time::Instant,
 };
-use serde_json::{Map, Value, json};
 
 use super::{
     etcd::{Error, Etcd, KeyValue},
@@ -22,19 +25,20 @@ use super::{
 };
 
 /// Where nobody can be asked.
-pub(super) fn apart(why: &str) -> Value {
-    json!({ "connected": false, "reason": why, "groups": [], "hosts": [] })
+pub(super) fn apart(why: &str) -> ClusterReport {
+    ClusterReport { reason: Some(why.to_owned()), ..ClusterReport::default() }
 }
 
 /// Where etcd cannot be asked: what it said last, and how long ago that is, if it has answered this
 /// run at all. What hosts want and use now nobody knows.
-pub(super) fn last(known: &Known, answered: Option<Instant>, why: &str) -> Value {
-    let mut answer = shown(known, None, &[]);
-    (answer["connected"], answer["joined"], answer["reason"]) = (json!(false), json!(false), json!(why));
-    if let Some(age) = answered.and_then(|at| u64::try_from((now() - at).as_millis()).ok()) {
-        answer["known-ms-ago"] = json!(age);
+pub(super) fn last(known: &Known, answered: Option<Instant>, why: &str) -> ClusterReport {
+    ClusterReport {
+        connected: false,
+        joined: false,
+        reason: Some(why.to_owned()),
+        known_ms_ago: answered.and_then(|at| u64::try_from((now() - at).as_millis()).ok()),
+        ..shown(known, None, &[])
     }
-    answer
 }
 
 /// All of it.
@@ -42,15 +46,13 @@ pub(super) async fn connected(
     known: &Known,
     leading: Option<&Leading>,
     etcd: &mut Etcd,
-) -> Result<Value, Error> {
+) -> Result<ClusterReport, Error> {
     let (_, found) = etcd.read(&[known.keys.of_hosts(), known.keys.reports()]).await?;
-    let mut answer = shown(known, leading, &found);
-    answer["etcd"] = json!(etcd.member());
-    Ok(answer)
+    Ok(ClusterReport { etcd: Some(etcd.member()), ..shown(known, leading, &found) })
 }
 
 /// `found`: what stands in etcd of hosts and their reports.
-fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> Value {
+fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> ClusterReport {
     let keys = &known.keys;
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for value in found.iter().flatten() {
@@ -79,15 +81,14 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
     // Who was not heard of for a lease has none, whether its name is still its own or not.
     let may_have_lease = |host: &str| hosts.contains_key(host) && age(host).is_none_or(|ms| ms <= lease_ms);
     let host = |name: &&str| {
-        let mut entry = json!({ "name": name, "present": hosts.contains_key(name) });
-        if let Some(Some(identity)) = hosts.get(name) {
-            entry["weir"] = json!(identity.weir);
-            entry["pid"] = json!(identity.pid);
+        let identity = hosts.get(name).and_then(Option::as_ref);
+        ClusterHost {
+            name: (*name).to_owned(),
+            present: hosts.contains_key(name),
+            weir: identity.map(|identity| identity.weir.clone()),
+            pid: identity.map(|identity| identity.pid),
+            heard_ms_ago: age(name),
         }
-        if let Some(age) = age(name) {
-            entry["heard-ms-ago"] = json!(age);
-        }
-        entry
     };
     let there = known.groups.iter().filter(|(_, stored)| !stored.group.removed);
     let groups = there.map(|(name, stored)| {
@@ -96,90 +97,79 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
             let granted =
                 grants.get(host).and_then(|grants| grants.groups.get(name)).map(|grant| grant.leased);
             let promised = known.promises.get(*host).and_then(|promises| promises.groups.get(name));
-            Some(json!({
-                "host": host,
-                "demand": wants(report),
-                "waiting-ns": report.waiting_ns(),
-                "weight": report.weight(),
-                "in-force": in_force(report, may_have_lease(host)),
-                "safe-share": by_kind(report.safe),
-                "granted": by_kind(granted.unwrap_or_default()),
-                "promised": promises(promised.copied().unwrap_or_default()),
-            }))
+            Some(ClusterMember {
+                host: (*host).to_owned(),
+                demand: demand(report),
+                waiting_ns: report.waiting_ns(),
+                weight: report.weight(),
+                in_force: in_force(report, may_have_lease(host)),
+                safe_share: by_kind(report.safe),
+                granted: by_kind(granted.unwrap_or_default()),
+                promised: promised.copied().unwrap_or_default().into(),
+            })
         };
-        let promised = known.promises.iter().filter_map(|(host, one)| Some((host, one.groups.get(name)?)));
-        let by: BTreeMap<_, _> = promised.collect();
-        let committed = add(by.values().copied());
+        let promised = known.promises.iter().filter_map(|(host, one)| Some((host, *one.groups.get(name)?)));
+        let by: BTreeMap<String, [u64; 2]> = promised.map(|(host, one)| ((*host).clone(), one)).collect();
+        let committed = add(by.values());
         let limits = *stored.spec.limits();
-        let mut shown = json!({
-            "name": name,
-            "change": stored.group.number,
-            "limits": stored.group.limits,
-            "most-hosts": stored.group.hosts,
-            "safe-share": by_kind(stored.spec.safe()),
-            "promised": promises(committed),
-            "promised-by": by.iter().map(|(host, promised)| ((*host).clone(), promises(**promised))).collect::<Map<_, _>>(),
-            "promisable": promises([0, 1].map(|unit| most(&limits, unit).unwrap_or(0))),
-            "overpromised": promises([0, 1].map(|unit| {
-                most(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there))
-            })),
-            "hosts": names.iter().filter_map(member).collect::<Vec<_>>(),
-        });
-        if let Some(ppm) = stored.group.safe_share_ppm {
-            shown["safe-share-ppm"] = json!(ppm);
+        ClusterGroup {
+            name: name.clone(),
+            change: stored.group.number,
+            limits: stored.group.limits.clone(),
+            most_hosts: stored.group.hosts,
+            safe_share: by_kind(stored.spec.safe()),
+            safe_share_ppm: stored.group.safe_share_ppm,
+            promised: committed.into(),
+            promised_by: by.into_iter().map(|(host, promised)| (host, promised.into())).collect(),
+            promisable: [0, 1].map(|unit| most(&limits, unit).unwrap_or(0)).into(),
+            overpromised: [0, 1]
+                .map(|unit| most(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there)))
+                .into(),
+            hosts: names.iter().filter_map(member).collect(),
         }
-        shown
     });
-    let groups: Vec<_> = groups.collect();
     let all = add(known.promises.values().flat_map(|promises| promises.groups.values()));
-    let mut answer = json!({
-        "connected": true,
-        "joined": known.joined.is_some(),
-        "hosts": names.iter().map(host).collect::<Vec<_>>(),
-        "groups": groups,
-        "promised": promises(all),
-        "capacity": promises(capacity(known.promises.values())),
-    });
-    if !known.not_understood.is_empty() {
-        let one = |(group, why): (&String, &String)| json!({ "group": group, "reason": why });
-        answer["not-understood"] = known.not_understood.iter().map(one).collect();
+    let unreadable =
+        |(group, why): (&String, &String)| UnreadableGroup { group: group.clone(), reason: why.clone() };
+    ClusterReport {
+        connected: true,
+        joined: known.joined.is_some(),
+        leader: known.leader.as_ref().map(|(_, leader)| leader.clone()),
+        hosts: names.iter().map(host).collect(),
+        groups: groups.collect(),
+        promised: all.into(),
+        capacity: ReservedRates::from(capacity(known.promises.values())),
+        not_understood: known.not_understood.iter().map(unreadable).collect(),
+        ..ClusterReport::default()
     }
-    if let Some((_, leader)) = &known.leader {
-        answer["leader"] = json!(leader);
-    }
-    answer
 }
 
 fn add<'a>(promises: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {
     promises.fold([0; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])))
 }
 
-fn promises([iops, bps]: [u64; 2]) -> Value {
-    let known = [("iops", iops), ("bps", bps)].into_iter().filter(|(_, figure)| *figure > 0);
-    Value::Object(known.map(|(name, figure)| (name.to_owned(), json!(figure))).collect::<Map<_, _>>())
+/// By the limits' names; what is 0 is left out.
+fn by_kind(numbers: policy::cluster::ByKind) -> LimitValues {
+    let known = LimitKind::ALL.into_iter().filter(|kind| numbers[kind.index()] > 0);
+    known.map(|kind| (limit_name(kind), numbers[kind.index()])).collect()
 }
 
-/// By the limits' names; what is 0 is left out.
-fn by_kind(numbers: policy::cluster::ByKind) -> Value {
-    let name = |kind| Setting::Limit(kind, Part::Rate).name().to_owned();
-    let known = LimitKind::ALL.into_iter().filter(|kind| numbers[kind.index()] > 0);
-    Value::Object(known.map(|kind| (name(kind), json!(numbers[kind.index()]))).collect::<Map<_, _>>())
+fn limit_name(kind: LimitKind) -> String {
+    Setting::Limit(kind, Part::Rate).name().to_owned()
 }
 
 /// What a host may use. One that has gone, or is cut off, has no lease any more: those end long
 /// before its name does.
-fn in_force(report: &Report, may_have_lease: bool) -> Value {
+fn in_force(report: &Report, may_have_lease: bool) -> LimitValues {
     let leased = |kind: LimitKind| if may_have_lease { report.leased[kind.index()] } else { 0 };
     by_kind(LimitKind::ALL.map(|kind| leased(kind).saturating_add(report.safe[kind.index()])))
 }
 
-/// `"all"` where it would take all there is.
-fn wants(report: &Report) -> Value {
-    let name = |kind| Setting::Limit(kind, Part::Rate).name().to_owned();
+fn demand(report: &Report) -> BTreeMap<String, Demand> {
     let limited = LimitKind::ALL.into_iter().filter(|kind| report.safe[kind.index()] > 0);
-    let want = |kind: LimitKind| match report.demand[kind.index()] {
-        u64::MAX => json!("all"),
-        units => json!(units),
+    let demand = |kind: LimitKind| match report.demand[kind.index()] {
+        u64::MAX => Demand::Unbounded(Unbounded::All),
+        units => Demand::Rate(units),
     };
-    Value::Object(limited.map(|kind| (name(kind), want(kind))).collect::<Map<_, _>>())
+    limited.map(|kind| (limit_name(kind), demand(kind))).collect()
 }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use api::ClusterReport;
 use async_channel::Sender;
 use policy::{
     cluster::{Spec, Term},
@@ -43,7 +44,7 @@ pub(super) enum Input {
     /// To be promised if all hosts together have room for it.
     Promise(Promises, Sender<Result<(), Refusal>>),
     Change(Change, Sender<Result<Value, String>>),
-    Status(Sender<Value>),
+    Status(Sender<ClusterReport>),
     /// A host that will not come back.
     Forget(String, Sender<Result<Value, String>>),
     /// A step of a disk's move.

@@ -1,11 +1,16 @@
 //! `weir cluster`: the hosts whose groups share their limits, as any daemon of them tells it.
 
+use anyhow::Context as _;
+use api::{
+    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, Demand, LocalQuota, ReservedRates,
+    UnreadableGroup,
+};
 use clap::Subcommand;
 use console::{
     Failure, figures, print, print_json,
     table::{Table, columns},
 };
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::client::{Client, Target};
 
@@ -52,8 +57,12 @@ pub(crate) enum ClusterCommand {
 pub(crate) fn run(command: ClusterCommand) -> Result<(), Failure> {
     match command {
         ClusterCommand::Status { json, qmp } => {
-            let shown = Client::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
-            Ok(if json { print_json(&shown) } else { print(&show(&shown)) }?)
+            let answer = Client::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
+            if json {
+                return Ok(print_json(&answer)?);
+            }
+            let report = serde_json::from_value(answer).context("the daemon's answer")?;
+            Ok(print(&show(&report))?)
         }
         ClusterCommand::Forget { host, json, qmp } => {
             let done = Client::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
@@ -62,109 +71,93 @@ pub(crate) fn run(command: ClusterCommand) -> Result<(), Failure> {
     }
 }
 
-fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
-}
-
-fn show(shown: &Value) -> String {
-    let mut said = format!("cluster {}, this is host {}\n", text(&shown["name"]), text(&shown["host"]));
-    if shown["connected"] != true {
-        said += &format!("  not connected: {}\n", text(&shown["reason"]));
-        for group in shown["here"].as_array().into_iter().flatten() {
-            let what = if group["leased"] == true { "a lease, until it runs out" } else { "its safe share" };
-            said += &format!("  group {}: {what}\n", text(&group["name"]));
+fn show(report: &ClusterReport) -> String {
+    let ClusterReport { name, host, connected, leader, etcd, reason, .. } = report;
+    let mut said = format!("cluster {name}, this is host {host}\n");
+    if !connected {
+        said += &format!("  not connected: {}\n", reason.as_deref().unwrap_or_default());
+        for LocalQuota { name, leased } in &report.here {
+            let what = if *leased { "a lease, until it runs out" } else { "its safe share" };
+            said += &format!("  group {name}: {what}\n");
         }
-        if shown["groups"].as_array().is_none_or(Vec::is_empty) {
+        if report.groups.is_empty() {
             return said;
         }
-        let age = shown["known-ms-ago"].as_u64().map(|age| format!("{:.1} s ago", age as f64 / 1000.0));
+        let age = report.known_ms_ago.map(ago);
         said +=
             &format!("  as etcd said last, {}:\n", age.as_deref().unwrap_or("before this daemon's start"));
     } else {
-        let leader = shown["leader"].as_str().unwrap_or("nobody");
-        said += &format!("  etcd {}, led by {leader}\n", text(&shown["etcd"]));
-        if shown["joined"] != true {
+        let (etcd, leader) = (etcd.as_deref().unwrap_or_default(), leader.as_deref().unwrap_or("nobody"));
+        said += &format!("  etcd {etcd}, led by {leader}\n");
+        if !report.joined {
             said += "  this host's name is another's: its safe share holds\n";
         }
     }
-    let of = amounts(&shown["capacity"]).map_or_else(
+    let of = amounts(report.capacity).map_or_else(
         || "; what devices can do is not known (`weir probe` measures)".to_owned(),
         |there| format!(", of {there}"),
     );
-    said += &format!("  promised {}{of}\n\n", amounts(&shown["promised"]).unwrap_or("nothing".to_owned()));
-    let hosts = shown["hosts"].as_array().map_or(&[][..], Vec::as_slice);
+    said += &format!("  promised {}{of}\n\n", amounts(report.promised).unwrap_or("nothing".to_owned()));
     let mut table = Table::new(columns(&["HOST", "PRESENT", "HEARD", "WEIR"], &[]));
-    for host in hosts {
-        let present = if host["present"] == true { "yes" } else { "no" };
-        let heard = host["heard-ms-ago"]
-            .as_u64()
-            .map_or_else(|| "-".to_owned(), |age| format!("{:.1} s ago", age as f64 / 1000.0));
-        let weir = host["weir"].as_str().unwrap_or("-");
-        table.row(vec![text(&host["name"]).to_owned(), present.to_owned(), heard, weir.to_owned()]);
+    for ClusterHost { name, present, weir, heard_ms_ago, .. } in &report.hosts {
+        let present = if *present { "yes" } else { "no" };
+        let heard = heard_ms_ago.map_or_else(|| "-".to_owned(), ago);
+        let weir = weir.as_deref().unwrap_or("-");
+        table.row(vec![name.clone(), present.to_owned(), heard, weir.to_owned()]);
     }
-    if !hosts.is_empty() {
+    if !report.hosts.is_empty() {
         said += &table.render(false);
     }
-    for group in shown["groups"].as_array().into_iter().flatten() {
-        said += &of_group(group);
-    }
-    for one in shown["not-understood"].as_array().into_iter().flatten() {
-        let (group, why) = (text(&one["group"]), text(&one["reason"]));
-        said +=
-            &format!("\ngroup {group}: what is in etcd {why}: each host of this weir has its safe share\n");
+    report.groups.iter().for_each(|group| said += &show_group(group));
+    for UnreadableGroup { group, reason } in &report.not_understood {
+        said += &format!(
+            "\ngroup {group}: what is in etcd {reason}: each host of this weir has its safe share\n"
+        );
     }
     said
 }
 
-fn of_group(group: &Value) -> String {
-    let limits = serde_json::from_value(group["limits"].clone()).unwrap_or_default();
-    let by = group["promised-by"].as_object().into_iter().flatten();
-    let by: Vec<_> = by.filter_map(|(host, sum)| Some(format!("{host} {}", amounts(sum)?))).collect();
+fn ago(ms: u64) -> String {
+    format!("{:.1} s ago", ms as f64 / 1000.0)
+}
+
+fn show_group(group: &ClusterGroup) -> String {
+    let by = group.promised_by.iter();
+    let by: Vec<_> = by.filter_map(|(host, sum)| Some(format!("{host} {}", amounts(*sum)?))).collect();
     let by = if by.is_empty() { String::new() } else { format!(" ({})", by.join(", ")) };
-    let promised = amounts(&group["promised"]).map(|sum| format!(", promised {sum}{by}")).unwrap_or_default();
-    let said = format!(
-        "\ngroup {} (change {}): {}{promised}\n",
-        text(&group["name"]),
-        group["change"],
-        figures::limits(&limits)
-    );
-    let over = amounts(&group["overpromised"]).map(|over| {
+    let promised = amounts(group.promised).map(|sum| format!(", promised {sum}{by}")).unwrap_or_default();
+    let limits = figures::limits(&group.limits);
+    let said = format!("\ngroup {} (change {}): {limits}{promised}\n", group.name, group.change);
+    let over = amounts(group.overpromised).map(|over| {
         format!("  that is {over} more than there is (lower reservations, or set a higher limit)\n")
     });
     let said = said + &over.unwrap_or_default();
-    let hosts = group["hosts"].as_array().map_or(&[][..], Vec::as_slice);
-    if hosts.is_empty() {
+    if group.hosts.is_empty() {
         return said;
     }
     let mut table = Table::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "SAFE SHARE"]));
-    for host in hosts {
-        for (name, safe) in host["safe-share"].as_object().into_iter().flatten() {
-            let number = |value: &Value| match value.as_u64() {
-                Some(bytes) if name.starts_with("bps") => figures::bytes(bytes as f64),
-                Some(operations) => operations.to_string(),
+    for ClusterMember { host, demand, in_force, safe_share, .. } in &group.hosts {
+        for (name, safe) in safe_share {
+            let number = |value: u64| match name.starts_with("bps") {
+                true => figures::bytes(value as f64),
+                false => value.to_string(),
+            };
+            let known = |value: Option<&u64>| value.map_or_else(|| "-".to_owned(), |value| number(*value));
+            let demand = match demand.get(name) {
+                Some(Demand::Unbounded(all)) => all.to_string(),
+                Some(Demand::Rate(rate)) => number(*rate),
                 None => "-".to_owned(),
             };
-            let demand = match &host["demand"][name] {
-                Value::String(all) => all.clone(),
-                other => number(other),
-            };
-            let row = [
-                text(&host["host"]).to_owned(),
-                name.clone(),
-                demand,
-                number(&host["in-force"][name]),
-                number(safe),
-            ];
-            table.row(row.to_vec());
+            table.row(vec![host.clone(), name.clone(), demand, known(in_force.get(name)), number(*safe)]);
         }
     }
     said + &table.render(false)
 }
 
 /// Operations and bytes per second, where there are any.
-fn amounts(value: &Value) -> Option<String> {
-    let iops = value["iops"].as_u64().map(|amount| format!("{amount} IOPS"));
-    let bps = value["bps"].as_u64().map(|amount| format!("{} a second", figures::sized(amount)));
+fn amounts(ReservedRates { iops, bps }: ReservedRates) -> Option<String> {
+    let iops = iops.map(|amount| format!("{amount} IOPS"));
+    let bps = bps.map(|amount| format!("{} a second", figures::sized(amount)));
     let known: Vec<_> = [iops, bps].into_iter().flatten().collect();
     (!known.is_empty()).then(|| known.join(" and "))
 }
@@ -173,9 +166,13 @@ fn amounts(value: &Value) -> Option<String> {
 mod tests {
     use super::*;
 
+    fn shown(report: serde_json::Value) -> String {
+        show(&serde_json::from_value(report).unwrap())
+    }
+
     #[test]
     fn hosts_and_parts_are_tables() {
-        let shown = json!({
+        let report = json!({
             "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
             "promised": { "iops": 2000, "bps": 10 << 20 }, "capacity": {},
             "hosts": [{ "name": "a", "present": true, "heard-ms-ago": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
@@ -190,7 +187,7 @@ mod tests {
                 }],
             }],
         });
-        let said = show(&shown);
+        let said = shown(report);
         for expect in [
             "led by b",
             "promised 2000 IOPS and 10.0M a second; what devices can do is not known",
@@ -206,12 +203,12 @@ mod tests {
         let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "here": [{ "name": "gold", "leased": false }] });
         assert!(
-            show(&apart).ends_with("not connected: etcd http://e: refused\n  group gold: its safe share\n")
+            shown(apart).ends_with("not connected: etcd http://e: refused\n  group gold: its safe share\n")
         );
         let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "known-ms-ago": 12_300, "promised": { "iops": 2000 }, "hosts": [],
             "groups": [{ "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "hosts": [] }] });
-        let said = show(&known);
+        let said = shown(known);
         for expect in
             ["refused\n  as etcd said last, 12.3 s ago:\n  promised 2000 IOPS", "gold (change 3): iops 10000"]
         {

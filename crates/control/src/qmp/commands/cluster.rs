@@ -37,7 +37,8 @@ impl Command for QueryCluster {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        Ok(cluster(&registry)?.status().await)
+        let report = cluster(&registry)?.status().await;
+        Ok(serde_json::to_value(report).expect("all keys are strings"))
     }
 }
 

@@ -1,0 +1,181 @@
+//! Hosts that share limits over etcd: the answer of `x-weir-query-cluster`, which `weir cluster
+//! status --json` prints.
+
+use std::{collections::BTreeMap, fmt};
+
+use serde::{Deserialize, Serialize};
+
+use crate::LimitValues;
+
+/// The hosts of a cluster and the groups whose limits they share, as one of them sees them.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ClusterReport {
+    /// Name of the cluster.
+    pub name: String,
+    /// Name of the host that reports.
+    pub host: String,
+    /// Whether etcd answers. If not, the rest is what etcd said last.
+    pub connected: bool,
+    /// Whether the host is registered under its name.
+    pub joined: bool,
+    /// Why `connected` is false.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Age of the last answer of etcd. Absent while etcd answers, and before its first answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub known_ms_ago: Option<u64>,
+    /// The member of etcd that answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub etcd: Option<String>,
+    /// The host that grants quota leases. Absent while there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub leader: Option<String>,
+    /// Hosts that are registered, report, or have reservations.
+    pub hosts: Vec<ClusterHost>,
+    /// Groups whose limits the hosts share.
+    pub groups: Vec<ClusterGroup>,
+    /// Sum of the reservations on all hosts.
+    pub promised: ReservedRates,
+    /// Sum of the capacities of the devices on all hosts; 0 is unknown.
+    pub capacity: ReservedRates,
+    /// Groups in etcd that this version cannot read.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub not_understood: Vec<UnreadableGroup>,
+    /// The groups of the cluster on the host that reports.
+    pub here: Vec<LocalQuota>,
+}
+
+/// A host of a cluster.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ClusterHost {
+    /// Its name.
+    pub name: String,
+    /// Whether its registration is valid.
+    pub present: bool,
+    /// Version of its daemon.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weir: Option<String>,
+    /// Process identifier of its daemon.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// Age of its last report; known to the leader alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heard_ms_ago: Option<u64>,
+}
+
+/// A group whose limits several hosts share.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ClusterGroup {
+    /// Its name.
+    pub name: String,
+    /// Number of the last change of its limits.
+    pub change: u32,
+    /// Limits of all hosts together.
+    pub limits: LimitValues,
+    /// Number of hosts that fallback shares are computed for.
+    pub most_hosts: u32,
+    /// Fallback share of each host, by the limit's name.
+    pub safe_share: LimitValues,
+    /// Fallback share of each host in millionths, where it is configured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub safe_share_ppm: Option<u32>,
+    /// Sum of the reservations in the group on all hosts.
+    pub promised: ReservedRates,
+    /// The same by host.
+    pub promised_by: BTreeMap<String, ReservedRates>,
+    /// Largest sum of reservations that the limits admit.
+    pub promisable: ReservedRates,
+    /// The part of the reservations that exceeds it.
+    pub overpromised: ReservedRates,
+    /// Hosts that have disks in the group.
+    pub hosts: Vec<ClusterMember>,
+}
+
+/// A host's part of a group.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ClusterMember {
+    /// Name of the host.
+    pub host: String,
+    /// Rate that its disks would use, by the limit's name.
+    pub demand: BTreeMap<String, Demand>,
+    /// Time that its requests waited in the last interval.
+    pub waiting_ns: u64,
+    /// Sum of the weights of its disks.
+    pub weight: u64,
+    /// Quota in force: lease and fallback share.
+    pub in_force: LimitValues,
+    /// Its fallback share.
+    pub safe_share: LimitValues,
+    /// Quota of the last grant.
+    pub granted: LimitValues,
+    /// Its reservations.
+    pub promised: ReservedRates,
+}
+
+/// Rate that the disks of a host would use.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum Demand {
+    /// Operations or bytes per second.
+    Rate(u64),
+    /// As much as the limit admits: written as `"all"`.
+    Unbounded(Unbounded),
+}
+
+/// The word `all`.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unbounded {
+    /// Written as `"all"`.
+    All,
+}
+
+impl fmt::Display for Unbounded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("all")
+    }
+}
+
+/// Reserved operations and bytes per second. Absent is none.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct ReservedRates {
+    /// Operations per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// Bytes per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bps: Option<u64>,
+}
+
+impl From<[u64; 2]> for ReservedRates {
+    /// From operations and bytes per second; 0 is none.
+    fn from(rates: [u64; 2]) -> Self {
+        let [iops, bps] = rates.map(|rate| (rate > 0).then_some(rate));
+        Self { iops, bps }
+    }
+}
+
+/// A group in etcd that this version cannot read.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct UnreadableGroup {
+    /// Its name.
+    pub group: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// The quota of the host that reports.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct LocalQuota {
+    /// Name of the group.
+    pub name: String,
+    /// Whether the host holds a lease; if not, its fallback share is in force.
+    pub leased: bool,
+}
