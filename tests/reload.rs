@@ -542,11 +542,11 @@ fn a_check_finds_whom_a_start_would_refuse_an_image() {
         write(&[first, disk("b", second.0, second.1)]);
         let started = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
         let started = started.lines().last().and_then(|line| line.strip_prefix("weir: ")).unwrap_or_default();
-        assert_says(started, &[why]);
-        let place = format!("weir: {}:9: disk.b.image = \"{}\": ", text(&file), second.0);
+        let place = format!("{}:9: disk.b.image = \"{}\": ", text(&file), second.0);
+        assert_says(started, &[&place, why]);
         for check in checks {
             let outcome = weir(check).arg(&file).run();
-            assert_eq!((outcome.code(), outcome.said()), (1, format!("{place}{started}\n")));
+            assert_eq!((outcome.code(), outcome.said()), (1, format!("weir: {started}\n")));
         }
     }
     // What a start opens is right.
