@@ -14,7 +14,7 @@ use crate::events::{Kind, News};
 impl Surroundings for Registry {
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
         let takes_part = |disk: &String| {
-            let group = self.disk(disk).ok().and_then(|running| running.disk.throttle().group());
+            let group = self.disks.get(disk).ok().and_then(|running| running.disk.throttle().group());
             group.is_some_and(|group| {
                 iter::successors(Some(group), |group| group.parent().cloned())
                     .any(|group| is_shared(group.name()))
@@ -34,7 +34,7 @@ impl Surroundings for Registry {
     }
 
     fn has_group(&self, name: &str) -> bool {
-        self.group(name).is_ok()
+        self.groups.get(name).is_ok()
     }
 
     fn tell(&self, cluster: &str, host: &str, apart: Option<&str>) {
@@ -53,7 +53,7 @@ impl Surroundings for Registry {
     }
 
     fn follow_quota(&self) {
-        for group in self.groups().iter().filter(|group| group.lent().is_some()) {
+        for group in self.groups.all().iter().filter(|group| group.lent().is_some()) {
             self.recordings.follow_quota(group);
         }
     }

@@ -50,19 +50,19 @@ impl Registry {
     fn bring_up(self: &Rc<Self>, name: &str, one: Rc<Unopened>, way: (Opening, Option<Opened>)) {
         let task = bring_up(Rc::downgrade(self), name.to_owned(), Rc::clone(&one), way);
         one.task.replace(Some(reactor::spawn_joinable(task)));
-        if let Some(before) = self.unopened.borrow_mut().insert(name.to_owned(), one) {
+        if let Some(before) = self.disks.unavailable.borrow_mut().insert(name.to_owned(), one) {
             before.give_up();
         }
     }
 
     /// Tells of those that a start goes on without.
     pub fn tell_unopened(&self) {
-        let all: Vec<_> = self.unopened.borrow().keys().cloned().collect();
+        let all: Vec<_> = self.disks.unavailable.borrow().keys().cloned().collect();
         all.iter().for_each(|name| self.tell_of_unopened(name));
     }
 
     pub(super) fn tell_of_unopened(&self, name: &str) {
-        let Some(one) = self.unopened.borrow().get(name).cloned() else { return };
+        let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
         let why = one.why.borrow().clone();
         let image = one.planned().image.to_string();
         let message = match &why {
@@ -82,7 +82,7 @@ impl Registry {
 
     /// Whether it is this one that is to come up.
     fn awaits(&self, name: &str, one: &Rc<Unopened>) -> bool {
-        self.unopened.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, one))
+        self.disks.unavailable.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, one))
     }
 
     /// Lists a disk whose image is open now, with its exports: whole or not at all.
@@ -92,12 +92,12 @@ impl Registry {
         one: &Rc<Unopened>,
         image: Image,
     ) -> anyhow::Result<()> {
-        ensure!(!self.leaving.get(), "another weir is about to take over");
+        ensure!(!self.lifecycle.leaving.get(), "another weir is about to take over");
         let (planned, plan) = (one.planned(), one.plan.borrow().clone());
         let difference = Difference::of_disk(&plan, name);
         let images = difference.new_disks.first().map(|&index| (index, image)).into_iter().collect();
         let _arrival = self.arrival(name)?;
-        self.unopened.borrow_mut().remove(name);
+        self.disks.unavailable.borrow_mut().remove(name);
         let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, Budgets::default());
         work.apply(&difference, images, &mut Fresh).await?;
         self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
@@ -114,10 +114,10 @@ impl Registry {
             Door::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
             Door::Own(..) => None,
         };
-        let places: Vec<_> = self.exports_of(name).into_iter().filter_map(place).collect();
+        let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
         // First: nobody gets another in between.
         places.iter().for_each(|(serving, name, number)| serving.server.expect_again(name, *number));
-        if self.disk(name).is_ok()
+        if self.disks.get(name).is_ok()
             && let Err(error) = self.take_back(name).await
         {
             tracing::error!("disk {name}: it did not come whole, and what is there of it stays: {error}");
@@ -125,19 +125,19 @@ impl Registry {
             return;
         }
         if self.check_name(name).is_ok() {
-            self.unopened.borrow_mut().insert(name.to_owned(), Rc::clone(one));
+            self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
         }
     }
 
     /// As the config has them.
     pub(super) fn unopened_disks(&self) -> Vec<PlacedDisk> {
-        self.unopened.borrow().values().map(|one| one.planned()).collect()
+        self.disks.unavailable.borrow().values().map(|one| one.planned()).collect()
     }
 
     /// What the config file says now holds for one of them, which is opened in another way from now
     /// on if there is one.
     pub(super) fn plan_unopened(self: &Rc<Self>, name: &str, plan: Rc<Plan>, opening: Option<Opening>) {
-        let Some(one) = self.unopened.borrow().get(name).cloned() else { return };
+        let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
         let wanted = Wanted::all(&plan);
         self.expect_no_more(name, &one, |old| !wanted.contains(old));
         match opening {
@@ -150,7 +150,7 @@ impl Registry {
 
     /// Gives up a disk that is not open yet; whether it was one.
     pub(crate) fn give_up_unopened(&self, name: &str) -> bool {
-        let Some(one) = self.unopened.borrow_mut().remove(name) else { return false };
+        let Some(one) = self.disks.unavailable.borrow_mut().remove(name) else { return false };
         one.give_up();
         self.expect_no_more(name, &one, |_| true);
         true
@@ -171,7 +171,7 @@ impl Registry {
     /// For `weir status`.
     pub(super) fn unavailable_disks(&self) -> Vec<UnavailableDisk> {
         let now = reactor::now();
-        self.unopened.borrow().values().map(|one| one.status(now)).collect()
+        self.disks.unavailable.borrow().values().map(|one| one.status(now)).collect()
     }
 }
 
@@ -192,8 +192,8 @@ async fn bring_up(
         };
         let Some(registry) = registry.upgrade() else { return };
         let listed = {
-            let _turn = registry.turns.take().await;
-            if registry.ending.get() || !registry.awaits(&name, &one) {
+            let _turn = registry.lifecycle.turns.take().await;
+            if registry.lifecycle.ending.get() || !registry.awaits(&name, &one) {
                 return;
             }
             match opened {

@@ -95,7 +95,7 @@ impl Now {
 
 impl Last {
     fn of(registry: &Registry) -> Self {
-        let (disks, groups) = (registry.disks(), registry.groups());
+        let (disks, groups) = (registry.disks.all(), registry.groups.all());
         let disks =
             disks.iter().map(|running| (running.disk.name().to_string(), running.disk.throttle().stats()));
         let groups = groups.iter().map(|group| (group.name().to_owned(), group.stats()));
@@ -103,7 +103,7 @@ impl Last {
     }
 
     fn look(&mut self, registry: &Registry, elapsed: Duration) {
-        let (disks, groups) = (registry.disks(), registry.groups());
+        let (disks, groups) = (registry.disks.all(), registry.groups.all());
         let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
         let of_group = |group: &Arc<Group>| Now::new(group.name(), group.stats(), group.parent().cloned());
         let disks = disks.iter().map(|running| of_disk(&running.disk));

@@ -38,7 +38,7 @@ impl Files {
     /// Of the disks that run.
     pub(crate) fn of(registry: &Registry) -> Self {
         let mut files = Self::default();
-        for running in registry.disks() {
+        for running in registry.disks.all() {
             let disk: &Disk = &running.disk;
             // What is handed over is locked while a machine runs.
             if !disk.is_handed_over() {

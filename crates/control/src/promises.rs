@@ -87,7 +87,7 @@ impl Registry {
     }
 
     fn note_left_out(&self, name: &str, wanted: [u64; 2], why: String) {
-        let mut left_out = self.left_out.borrow_mut();
+        let mut left_out = self.groups.unmet.borrow_mut();
         let was_told =
             matches!(left_out.get(name), Some(LeftOut { state: State::Told | State::Tried(true), .. }));
         let state = if was_told { State::Told } else { State::Untold };
@@ -95,29 +95,29 @@ impl Registry {
     }
 
     fn node(&self, name: &str) -> Option<Node> {
-        let disk = || self.disk(name).ok().map(|running| Node::Disk(Arc::clone(&running.disk)));
-        self.group(name).ok().map(Node::Group).or_else(disk)
+        let disk = || self.disks.get(name).ok().map(|running| Node::Disk(Arc::clone(&running.disk)));
+        self.groups.get(name).ok().map(Node::Group).or_else(disk)
     }
 
     /// Makes promises that were left out, as far as what is known here leaves room for them. What
     /// is promised something else by now, or is not there, is forgotten.
     pub(super) fn make_left_out(&self) {
-        let known = self.left_out.borrow().clone();
+        let known = self.groups.unmet.borrow().clone();
         for (name, LeftOut { wanted, why, state }) in known {
             let Some(node) = self.node(&name) else {
-                self.left_out.borrow_mut().remove(&name);
+                self.groups.unmet.borrow_mut().remove(&name);
                 continue;
             };
             if matches!(state, State::Tried(_)) {
                 continue;
             }
             if wanted_of(Seat::now(&node).settings.share) != [0, 0] {
-                self.left_out.borrow_mut().remove(&name);
+                self.groups.unmet.borrow_mut().remove(&name);
                 continue;
             }
             if seat(&node, wanted).take().is_ok() {
                 let state = State::Tried(state == State::Told);
-                self.left_out.borrow_mut().insert(name, LeftOut { wanted, why, state });
+                self.groups.unmet.borrow_mut().insert(name, LeftOut { wanted, why, state });
             }
         }
     }
@@ -125,12 +125,12 @@ impl Registry {
     /// Leaves promises of a group out, the last by name first, until all that is promised has room.
     pub(super) fn leave_out_promises(&self, refusal: &Refusal) {
         let Some((group, left)) = &refusal.group else { return };
-        let Ok(shared) = self.group(group) else { return };
-        let disks = self.disks().into_iter().map(|running| Node::Disk(Arc::clone(&running.disk)));
-        let mut nodes: Vec<_> = self.groups().into_iter().map(Node::Group).chain(disks).collect();
+        let Ok(shared) = self.groups.get(group) else { return };
+        let disks = self.disks.all().into_iter().map(|running| Node::Disk(Arc::clone(&running.disk)));
+        let mut nodes: Vec<_> = self.groups.all().into_iter().map(Node::Group).chain(disks).collect();
         nodes.reverse();
         // What was left out before goes before what is promised already.
-        nodes.sort_by_key(|node| !self.left_out.borrow().contains_key(&Seat::now(node).named().1));
+        nodes.sort_by_key(|node| !self.groups.unmet.borrow().contains_key(&Seat::now(node).named().1));
         for node in &nodes {
             let promised = shared.promised();
             let fits = |unit: usize| left[unit].is_none_or(|left| promised[unit] <= left);
@@ -155,7 +155,7 @@ impl Registry {
     /// Tells what has become of promises since it was told last.
     pub(super) fn tell_left_out(&self) {
         let mut told = Vec::new();
-        self.left_out.borrow_mut().retain(|name, one| {
+        self.groups.unmet.borrow_mut().retain(|name, one| {
             let was = std::mem::replace(&mut one.state, State::Told);
             if matches!(was, State::Untold | State::Tried(true)) {
                 told.push((name.clone(), was, one.clone()));
@@ -172,19 +172,20 @@ impl Registry {
             } else {
                 News::new(Kind::PromiseMade, format!("{name}: there is room now for what it is promised"))
             };
-            let news = if self.group(&name).is_ok() { news.of_group(&name) } else { news.of_disk(&name) };
+            let news =
+                if self.groups.get(&name).is_ok() { news.of_group(&name) } else { news.of_disk(&name) };
             self.events.tell(amounts().fold(news, |news, (key, amount)| news.with(key, amount)));
         }
     }
 
     /// Somebody has said what a disk or a group is promised: that holds.
     pub(crate) fn forget_left_out(&self, name: &str) {
-        self.left_out.borrow_mut().remove(name);
+        self.groups.unmet.borrow_mut().remove(name);
     }
 
     /// Whether exactly this is left out of what a disk or a group is promised.
     pub(super) fn is_left_out(&self, name: &str, share: Share) -> bool {
-        self.left_out.borrow().get(name).is_some_and(|one| one.wanted == wanted_of(share))
+        self.groups.unmet.borrow().get(name).is_some_and(|one| one.wanted == wanted_of(share))
     }
 }
 

@@ -159,7 +159,7 @@ impl Reconciliation<'_> {
         let servers = self.bind(difference, source)?;
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            self.configure(&self.registry.disk(&planned.name)?, planned).await?;
+            self.configure(&self.registry.disks.get(&planned.name)?, planned).await?;
         }
         self.seat(difference, images)?;
         for serving in &servers {
@@ -263,7 +263,7 @@ impl Reconciliation<'_> {
         if difference.new_servers.is_empty() {
             return Ok(Vec::new());
         }
-        let DoorTerms { workers, inherited, .. } = self.registry.door_terms()?;
+        let DoorTerms { workers, inherited, .. } = self.registry.exports.door_terms()?;
         let service = &self.plan.service;
         let mut open = |server: &settings::Server| {
             let endpoint = &server.endpoint;
@@ -322,7 +322,7 @@ impl Reconciliation<'_> {
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let node = Node::Disk(Arc::clone(&self.registry.disk(&planned.name)?.disk));
+            let node = Node::Disk(Arc::clone(&self.registry.disks.get(&planned.name)?.disk));
             seats.push(Seat { node, settings: self.of_disk(planned), group: self.group_of(planned)? });
         }
         self.put(difference, seats)?;
@@ -356,7 +356,7 @@ impl Reconciliation<'_> {
     }
 
     fn group_of(&self, planned: &PlacedDisk) -> anyhow::Result<Option<Arc<Group>>> {
-        Ok(planned.group.as_ref().map(|group| self.registry.group(group)).transpose()?)
+        Ok(planned.group.as_ref().map(|group| self.registry.groups.get(group)).transpose()?)
     }
 
     fn is_of_a_file(&self) -> bool {
@@ -387,13 +387,13 @@ impl Reconciliation<'_> {
     /// The groups to put in force, with their indexes in the plan. New ones reserve nothing yet.
     fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Arc<Group>)>> {
         let kept = difference.kept_groups.iter();
-        let kept = kept.map(|&index| Ok((index, self.registry.group(&self.plan.groups[index].name)?)));
+        let kept = kept.map(|&index| Ok((index, self.registry.groups.get(&self.plan.groups[index].name)?)));
         let mut groups = kept.collect::<Result<Vec<_>, Refused>>()?;
         for &index in &difference.new_groups {
             let planned = &self.plan.groups[index];
             let wanted = planned.settings.of_group();
             let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
-            let parent = planned.group.as_ref().map(|parent| self.registry.group(parent)).transpose()?;
+            let parent = planned.group.as_ref().map(|parent| self.registry.groups.get(parent)).transpose()?;
             let group = Group::new(&planned.name, bare, parent.as_ref())
                 .with_context(|| format!("group {}", planned.name))?;
             self.registry.add_group(&group)?;
@@ -437,8 +437,8 @@ impl Reconciliation<'_> {
 
     /// The disks and groups that are removed in the end, as they are now.
     fn leaving(&self, difference: &Difference) -> anyhow::Result<Vec<Seat>> {
-        let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.registry.disk(name)?.disk)));
-        let group = |name: &String| Ok(Node::Group(self.registry.group(name)?));
+        let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.registry.disks.get(name)?.disk)));
+        let group = |name: &String| Ok(Node::Group(self.registry.groups.get(name)?));
         let disks = difference.old_disks.iter().map(disk);
         let nodes = disks.chain(difference.old_groups.iter().map(group));
         nodes.map(|node| node.map(|node| Seat::now(&node))).collect()
@@ -446,7 +446,7 @@ impl Reconciliation<'_> {
 
     /// Removes a disk whose exports were removed before. Their last requests may be in flight.
     async fn remove_old_disk(&self, name: &str) -> Result<(), Refused> {
-        let exports = self.registry.exports_of(name);
+        let exports = self.registry.exports.of_disk(name);
         if let Some(export) = exports.iter().find(|export| !export.is_ending()) {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
@@ -460,8 +460,8 @@ impl Reconciliation<'_> {
         let endpoints: HashSet<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &before.servers {
             let Some(serving) = wanted::server(self.registry, &server.endpoint) else { continue };
-            if !endpoints.contains(&server.endpoint) && !self.registry.has_exports(&serving) {
-                self.registry.remove_server(&serving);
+            if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_some_at(&serving) {
+                self.registry.exports.remove_server(&serving);
                 serving.stop().await;
             }
         }

@@ -9,22 +9,29 @@
 //! of names, and listings are in their order. Belongs to the main thread, and never holds a borrow
 //! across an await.
 //!
-//! Here are disks, groups and what all have in common; servers and exports are in `exported.rs`,
-//! what they are given by its id in `objects.rs`, and what is heard of a disk in `watches.rs`.
+//! ```text
+//!   disks, groups, exports, objects, lifecycle    a struct each, with its own state
+//!   registry, exported, arrivals                  changes that concern several of them, or that
+//!                                                 listeners hear of
+//! ```
 
 mod arrivals;
 mod by_name;
+mod disks;
 mod exported;
 #[cfg(test)]
 mod exported_tests;
+mod exports;
+mod groups;
 pub(crate) mod holder;
+mod lifecycle;
 mod objects;
 mod refused;
 mod watches;
 
 use std::{
-    cell::{Cell, OnceCell, RefCell},
-    collections::{BTreeMap, BTreeSet, HashMap},
+    cell::{OnceCell, RefCell},
+    collections::{BTreeSet, HashMap},
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
@@ -35,14 +42,15 @@ use by_name::ByName;
 #[cfg(test)]
 pub(crate) use by_name::visits;
 use cluster::Cluster;
-pub(crate) use exported::DoorTerms;
-use objects::KeptObject;
-pub(crate) use objects::NamedObject;
-use policy::time::{Duration, Instant};
-use reactor::op::{self, Fd};
+pub use disks::Disks;
+pub(crate) use exports::DoorTerms;
+pub use exports::Exports;
+pub use groups::Groups;
+pub use lifecycle::Lifecycle;
+pub(crate) use objects::{NamedObject, Objects};
 pub use refused::Refused;
 use sandbox::{self, Entered};
-use settings::{Endpoint, Image};
+use settings::Image;
 use storage::Root;
 use watches::{look_at_changes, tell_failures, tell_sizes};
 
@@ -52,18 +60,10 @@ pub(crate) use super::running::{NodeBelow, StorageNode};
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
-    fdsets::Sets,
-    left_out::LeftOut,
     loaded::Loaded,
     recording::Recordings,
-    serving::Serving,
-    turns::Turns,
-    unopened::Unopened,
 };
-use crate::{
-    events::{Deliveries, Events},
-    listen::Listening,
-};
+use crate::events::{Deliveries, Events};
 
 /// Why the daemon ends.
 #[derive(Debug)]
@@ -81,71 +81,24 @@ pub(crate) type Ender = Rc<dyn Fn(End)>;
 
 /// All that the daemon serves.
 pub struct Registry {
-    started: Instant,
     /// The config file.
     pub config: Option<PathBuf>,
     /// The config file as it was read last.
     pub loaded: RefCell<Option<Rc<Loaded>>>,
-    /// What the config file says is put into effect: one at a time.
-    pub turns: Turns,
-    /// Another daemon is about to take over: nothing is changed meanwhile.
-    pub leaving: Cell<bool>,
-    /// Everything comes to its end.
-    pub ending: Cell<bool>,
-    /// How often the service manager wants to hear of the daemon.
-    pub watchdog: Cell<Option<Duration>>,
-    /// Another daemon is to let clients of the control sockets in.
-    pub(crate) is_control_closed: Cell<bool>,
-    /// Where figures are asked for over HTTP, by what two daemons call that.
-    pub told: RefCell<Vec<(String, Vec<Listening>)>>,
-    /// The control sockets, by their paths.
-    pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
-    disks: ByName<Rc<RunningDisk>>,
-    /// Names of the nodes below disks.
-    below: RefCell<BTreeSet<String>>,
-    /// Disks that were removed, and are being closed.
-    closing: RefCell<Vec<String>>,
-    /// Disks on their way to or from another host: their names are nobody else's.
-    pub(crate) moving: RefCell<BTreeSet<String>>,
-    /// Disks of the config that are not open yet.
-    pub unopened: RefCell<BTreeMap<String, Rc<Unopened>>>,
-    /// Disks that are being added: see [`Registry::arrival`].
-    arriving: RefCell<BTreeSet<String>>,
-    /// Tell of the failures of each disk, and of its length, while they are held.
-    watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
-    /// A disk has stopped, and nothing was resumed since.
-    stopped: Cell<bool>,
-    groups: ByName<Arc<Group>>,
-    /// Of these, what clients of the control socket have added: no config has them.
-    pub(crate) added_groups: RefCell<BTreeSet<String>>,
-    servers: RefCell<Vec<Rc<Serving>>>,
-    /// The first server of each endpoint.
-    servers_at: RefCell<HashMap<Endpoint, Rc<Serving>>>,
-    /// What own doors are made with: see [`Registry::let_doors`].
-    door_terms: OnceCell<DoorTerms>,
-    /// The daemon ends once the last client has gone.
-    pub ends_when_idle: Cell<bool>,
-    /// It is still starting: see [`Registry::keep_clients_out`].
-    keeps_out: Cell<bool>,
-    /// A device of this host has gone, and its export with it.
-    lost_device: Cell<bool>,
-    exports: ByName<Rc<RunningExport>>,
-    /// Ids of each disk's exports, by the disk's name.
-    exports_of_disks: RefCell<BTreeMap<String, BTreeSet<String>>>,
-    /// The export whose endpoint is this path, for endpoints of one export alone.
-    endpoints: RefCell<BTreeMap<PathBuf, String>>,
-    /// Doors that open once another daemon has given them up, by the ids of their exports.
-    pub awaited: RefCell<BTreeMap<String, settings::Door>>,
+    /// The phases of the daemon's life.
+    pub lifecycle: Lifecycle,
+    /// Disks.
+    pub disks: Disks,
+    /// Groups.
+    pub groups: Groups,
+    /// Exports and NBD servers.
+    pub exports: Exports,
+    /// Secrets, credentials and rules, to which images and servers refer.
+    pub(crate) objects: Objects,
     devices: OnceCell<Devices>,
-    /// Promises that found no room, by whose they are.
-    pub left_out: RefCell<BTreeMap<String, LeftOut>>,
     cluster: OnceCell<Rc<Cluster>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
-    /// Objects by id, to which images and servers refer.
-    objects: RefCell<BTreeMap<String, KeptObject>>,
-    /// Sets of descriptors that clients have passed.
-    pub(crate) descriptors: Sets,
     listeners: RefCell<Vec<Listener>>,
     /// Recordings of requests.
     pub recordings: Rc<Recordings>,
@@ -153,88 +106,38 @@ pub struct Registry {
     pub events: Events,
     /// Where events are handed on.
     pub deliveries: OnceCell<Rc<Deliveries>>,
-    pub(crate) ender: Ender,
-}
-
-/// While it is held, a disk is being closed.
-struct Closing<'a> {
-    all: &'a RefCell<Vec<String>>,
-    name: &'a str,
-}
-
-impl<'a> Closing<'a> {
-    fn begin(all: &'a RefCell<Vec<String>>, name: &'a str) -> Self {
-        all.borrow_mut().push(name.to_owned());
-        Self { all, name }
-    }
-}
-
-impl Drop for Closing<'_> {
-    fn drop(&mut self) {
-        let mut all = self.all.borrow_mut();
-        // One that was added again, and removed again, has the same name.
-        if let Some(at) = all.iter().position(|name| name == self.name) {
-            all.swap_remove(at);
-        }
-    }
 }
 
 /// All disks of a registry, at any time.
 fn disks_of(registry: Weak<Registry>) -> impl Fn() -> Vec<Arc<Disk>> {
-    move || registry.upgrade().map(|registry| registry.block_disks()).unwrap_or_default()
+    move || registry.upgrade().map(|registry| registry.disks.block_disks()).unwrap_or_default()
 }
 
 /// Lookup of a disk by its name.
 fn disk_of(registry: Weak<Registry>) -> impl Fn(&str) -> Option<Arc<Disk>> {
-    move |name| registry.upgrade()?.disks.get(name).map(|running| Arc::clone(&running.disk))
+    move |name| registry.upgrade()?.disks.find(name).map(|running| Arc::clone(&running.disk))
 }
 
 /// Lookup of a group by its name.
 fn has_group_of(registry: Weak<Registry>) -> impl Fn(&str) -> bool {
-    move |name| registry.upgrade().is_some_and(|registry| registry.groups.get(name).is_some())
+    move |name| registry.upgrade().is_some_and(|registry| registry.groups.contains(name))
 }
 
 impl Registry {
     /// Nothing yet, for a daemon that was configured by this file.
     pub fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
         let new = Rc::new_cyclic(|this: &Weak<Self>| Self {
-            started: reactor::now(),
             config,
             loaded: RefCell::default(),
-            turns: Turns::default(),
-            leaving: Cell::new(false),
-            ending: Cell::new(false),
-            watchdog: Cell::new(None),
-            is_control_closed: Cell::new(false),
-            told: RefCell::default(),
-            control: RefCell::default(),
-            disks: ByName::default(),
-            below: RefCell::default(),
-            closing: RefCell::default(),
-            moving: RefCell::default(),
-            unopened: RefCell::default(),
-            arriving: RefCell::default(),
-            watches: RefCell::default(),
-            stopped: Cell::new(false),
-            groups: ByName::default(),
-            added_groups: RefCell::default(),
-            servers: RefCell::default(),
-            servers_at: RefCell::default(),
-            door_terms: OnceCell::new(),
-            ends_when_idle: Cell::new(false),
-            keeps_out: Cell::new(false),
-            lost_device: Cell::new(false),
-            exports: ByName::default(),
-            exports_of_disks: RefCell::default(),
-            endpoints: RefCell::default(),
-            awaited: RefCell::default(),
+            lifecycle: Lifecycle::new(ender),
+            disks: Disks::default(),
+            groups: Groups::default(),
+            exports: Exports::default(),
+            objects: Objects::default(),
             devices: OnceCell::new(),
-            left_out: RefCell::default(),
             cluster: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),
-            objects: RefCell::default(),
-            descriptors: Sets::default(),
             listeners: RefCell::default(),
             recordings: Recordings::of(
                 disks_of(this.clone()),
@@ -243,25 +146,10 @@ impl Registry {
             ),
             events: Events::default(),
             deliveries: OnceCell::new(),
-            ender,
         });
         let recordings = Rc::clone(&new.recordings);
         new.listen(move |change| recordings.follow(change));
         new
-    }
-
-    /// Lets nobody in at the control sockets, or whoever comes from now on. Of two processes that
-    /// wait for clients of one socket, the kernel tells only one.
-    pub(crate) fn close_control(&self, is_closed: bool) {
-        self.is_control_closed.set(is_closed);
-        if is_closed {
-            self.control.borrow().iter().for_each(|(_, socket)| op::interrupt(socket));
-        }
-    }
-
-    /// Time since the start.
-    pub fn uptime(&self) -> Duration {
-        reactor::now() - self.started
     }
 
     /// Groups may be those of a cluster from now on.
@@ -359,39 +247,19 @@ impl Registry {
     /// was measured to do.
     pub(crate) fn check_device_of(&self, name: &str) -> anyhow::Result<()> {
         let Some(devices) = self.devices.get() else { return Ok(()) };
-        let (disk, group) = (self.disks.get(name), self.groups.get(name));
+        let (disk, group) = (self.disks.find(name), self.groups.find(name));
         devices.follow(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
     }
 
     /// Finds the devices below all disks. Fails if more is reserved than a device was measured to do.
     pub fn check_devices(&self) -> anyhow::Result<()> {
         let devices = self.devices.get();
-        devices.map_or(Ok(()), |devices| devices.refresh(self.block_disks(), self.groups()))
+        devices.map_or(Ok(()), |devices| devices.refresh(self.disks.block_disks(), self.groups.all()))
     }
 
     /// The devices below disks.
     pub fn devices(&self) -> Vec<Listed> {
-        self.devices.get().map(|devices| devices.list(self.block_disks())).unwrap_or_default()
-    }
-
-    fn block_disks(&self) -> Vec<Arc<Disk>> {
-        self.disks.all().iter().map(|running| Arc::clone(&running.disk)).collect()
-    }
-
-    /// All open disks, by name.
-    pub fn disks(&self) -> Vec<Rc<RunningDisk>> {
-        self.disks.all()
-    }
-
-    /// The disk with this name.
-    ///
-    /// # Errors
-    /// There is none, or it is not open.
-    pub fn disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
-        self.disks.get(name).ok_or_else(|| match self.is_unopened(name) {
-            true => Refused::NotOpen(name.to_owned()),
-            false => Refused::NoDisk(name.to_owned()),
-        })
+        self.devices.get().map(|devices| devices.list(self.disks.block_disks())).unwrap_or_default()
     }
 
     /// Adds a disk.
@@ -415,23 +283,17 @@ impl Registry {
             let changes = look_at_changes(Rc::downgrade(self), name.clone(), bell, every);
             watches.push(reactor::spawn_joinable(changes));
         }
-        self.watches.borrow_mut().insert(name.clone(), watches);
-        self.below.borrow_mut().extend(disk.below.iter().map(|node| node.name.clone()));
-        self.disks.insert(name.clone(), disk);
+        self.disks.insert(name.clone(), disk, watches);
         self.tell(&Change::Listed { name });
     }
 
     /// Takes a disk that is not exported off the list, and says so.
     pub(crate) fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
-        let disk = self.disk(name)?;
-        if let Some(export) = self.exports_of(name).first() {
+        let disk = self.disks.get(name)?;
+        if let Some(export) = self.exports.of_disk(name).first() {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         self.disks.remove(name);
-        for node in &disk.below {
-            self.below.borrow_mut().remove(&node.name);
-        }
-        self.watches.borrow_mut().remove(name);
         self.tell(&Change::Listed { name: name.to_owned() });
         Ok(disk)
     }
@@ -439,26 +301,12 @@ impl Registry {
     /// Removes a disk that nobody uses, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.unlist_disk(name)?;
-        let _closing = Closing::begin(&self.closing, name);
+        let _closing = self.disks.closing(name);
         disk.close().await;
         if let Ok(disk) = Rc::try_unwrap(disk) {
             disk.until_free().await;
         }
         Ok(())
-    }
-
-    /// Whether a disk that is on no list is still being written, or on its way to another host.
-    pub fn has_unlisted(&self) -> bool {
-        !self.closing.borrow().is_empty() || !self.moving.borrow().is_empty()
-    }
-
-    /// A disk that is on no list, and what becomes of it: one that was removed and is still being
-    /// written, that is not whole yet, or is on its way from or to another host.
-    pub(crate) fn in_between(&self) -> Option<(String, &'static str)> {
-        let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
-        let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
-        let moving = || first(&self.moving).map(|name| (name, "moved"));
-        closing.or_else(moving).or_else(|| first(&self.arriving).map(|name| (name, "added")))
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.
@@ -474,79 +322,45 @@ impl Registry {
 
     /// Lets all disks go on that an error has stopped.
     pub(crate) fn resume(&self) {
-        for running in self.disks() {
+        for running in self.disks.all() {
             running.disk.failures().resume();
         }
-        if self.stopped.replace(false) {
+        if self.disks.stopped.replace(false) {
             self.tell(&Change::Resumed { all: true });
         }
     }
 
     /// The same of one disk.
     pub(crate) fn resume_disk(&self, name: &str) -> Result<(), Refused> {
-        let disk = self.disk(name)?;
+        let disk = self.disks.get(name)?;
         // It may stop again at once, and then that is told.
         let is_stopped = |other: &Rc<RunningDisk>| other.disk.failures().stopped_by().is_some();
-        let all = !self.disks().iter().any(|other| !Rc::ptr_eq(other, &disk) && is_stopped(other));
+        let all = !self.disks.all().iter().any(|other| !Rc::ptr_eq(other, &disk) && is_stopped(other));
         if disk.disk.failures().resume() {
-            self.stopped.set(!all);
+            self.disks.stopped.set(!all);
             self.tell(&Change::Resumed { all });
         }
         Ok(())
     }
 
-    /// Whether an error has stopped a disk.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.disks.any(|running| running.disk.failures().stopped_by().is_some())
-    }
-
-    /// Whether a disk of the config is not open yet.
-    pub fn is_unopened(&self, disk: &str) -> bool {
-        self.unopened.borrow().contains_key(disk)
-    }
-
-    fn unopened_member_of(&self, group: &str) -> Option<String> {
-        let unopened = self.unopened.borrow();
-        let member = unopened.iter().find(|(_, one)| one.group().as_deref() == Some(group));
-        member.map(|(name, _)| name.clone())
-    }
-
-    pub(crate) fn is_below(&self, name: &str) -> bool {
-        self.below.borrow().contains(name)
-    }
-
-    /// All groups, by name.
-    pub fn groups(&self) -> Vec<Arc<Group>> {
-        self.groups.all()
-    }
-
-    /// The group with this name.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn group(&self, name: &str) -> Result<Arc<Group>, Refused> {
-        self.groups.get(name).ok_or_else(|| Refused::NoGroup(name.to_owned()))
-    }
-
     pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
         self.check_name(group.name())?;
-        self.groups.insert(group.name().to_owned(), Arc::clone(group));
+        self.groups.insert(group);
         self.tell(&Change::Listed { name: group.name().to_owned() });
         Ok(())
     }
 
     pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
-        let group = self.group(name)?;
+        let group = self.groups.get(name)?;
         if group.members() > 0
             && let Some(member) = self.members_of(&group).into_iter().next()
         {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
-        if let Some(member) = self.unopened_member_of(name) {
+        if let Some(member) = self.disks.unavailable_member_of(name) {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.remove(name);
-        self.added_groups.borrow_mut().remove(name);
         if let Some(cluster) = self.cluster() {
             cluster.leave(name);
         }
@@ -568,19 +382,17 @@ impl Registry {
                 members.entry(Arc::as_ptr(group)).or_default().push(name.to_owned());
             }
         };
-        for running in self.disks() {
+        for running in self.disks.all() {
             add(running.disk.throttle().group().as_ref(), running.disk.name());
         }
-        for group in self.groups() {
+        for group in self.groups.all() {
             add(group.parent(), group.name());
         }
         members
     }
 
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
-        let taken = self.disks.contains(name) || self.groups.contains(name);
-        let moves = self.moving.borrow().contains(name);
-        if taken || moves || self.is_below(name) || self.is_unopened(name) {
+        if self.disks.has_name(name) || self.groups.contains(name) {
             return Err(Refused::NameTaken(name.to_owned()));
         }
         Ok(())

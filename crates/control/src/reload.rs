@@ -53,7 +53,7 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 /// What a reload would be refused for, as far as that shows before it is done.
 pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(registry)?;
-    let _turn = registry.turns.try_take().context("another reload is at work (try again)")?;
+    let _turn = registry.lifecycle.turns.try_take().context("another reload is at work (try again)")?;
     let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
@@ -78,7 +78,7 @@ fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
-    ensure!(!registry.leaving.get(), "another weir is about to take over (try again)");
+    ensure!(!registry.lifecycle.leaving.get(), "another weir is about to take over (try again)");
     Ok(loaded)
 }
 
@@ -100,7 +100,7 @@ async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Res
 
 async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(registry)?;
-    let _turn = registry.turns.try_take().context("another reload is at work (try again)")?;
+    let _turn = registry.lifecycle.turns.try_take().context("another reload is at work (try again)")?;
     let (draft, plan, moved, unopened) = read(registry, &loaded).await?;
     let difference = Difference::find(registry, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
@@ -186,7 +186,7 @@ async fn read(
 async fn leave_out_moved(registry: &Registry, plan: &mut Plan) -> Vec<Value> {
     let moved = registry.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
-    for (disk, host) in moved.into_iter().filter(|(disk, _)| registry.disk(disk).is_err()) {
+    for (disk, host) in moved.into_iter().filter(|(disk, _)| registry.disks.get(disk).is_err()) {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == disk) else { continue };
         let is_free = match planned.image.path().map(Path::to_owned) {
             Some(path) => {

@@ -122,9 +122,9 @@ impl Wanted {
         let id = match &self.way {
             Way::Nbd { endpoint, name, .. } => {
                 let name = if name.is_empty() { &self.disk } else { name };
-                registry.free_id(name, &serving(registry, endpoint)?.address())
+                registry.exports.free_id(name, &serving(registry, endpoint)?.address())
             }
-            Way::Own(door) => registry.free_id(&self.disk, &door.address()),
+            Way::Own(door) => registry.exports.free_id(&self.disk, &door.address()),
         };
         self.add_by(registry, id).await
     }
@@ -135,7 +135,7 @@ impl Wanted {
         registry: &Rc<Registry>,
         id: String,
     ) -> anyhow::Result<Rc<RunningExport>> {
-        let disk = registry.disk(&self.disk)?;
+        let disk = registry.disks.get(&self.disk)?;
         match &self.way {
             Way::Nbd { endpoint, name, description, access, bitmaps } => {
                 let new = NewExport {
@@ -153,7 +153,7 @@ impl Wanted {
                 registry.add_door(id.clone(), disk, self.read_only, door, None).await?;
             }
         }
-        Ok(registry.export(&id)?)
+        Ok(registry.exports.get(&id)?)
     }
 
     /// Has a door of its own open, by this id, and made of what another daemon had.
@@ -164,13 +164,13 @@ impl Wanted {
         taken: Taken,
     ) -> anyhow::Result<String> {
         let Way::Own(door) = &self.way else { bail!("it has no door of its own") };
-        registry.add_door(id, registry.disk(&self.disk)?, self.read_only, door, Some(taken)).await
+        registry.add_door(id, registry.disks.get(&self.disk)?, self.read_only, door, Some(taken)).await
     }
 
     /// Whether a door of its own lets nobody write.
     pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
         let of_door = matches!(&self.way, Way::Own(door) if door.read_only());
-        Ok(self.read_only || of_door || registry.disk(&self.disk)?.disk.image().is_read_only())
+        Ok(self.read_only || of_door || registry.disks.get(&self.disk)?.disk.image().is_read_only())
     }
 
     /// What clients ask for, and where: of a door of its own the disk, and the door.
@@ -196,7 +196,7 @@ pub(crate) struct Running(HashMap<String, Vec<Rc<RunningExport>>>);
 impl Running {
     pub(crate) fn of(registry: &Registry) -> Self {
         let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
-        for export in registry.exports() {
+        for export in registry.exports.all() {
             of_disks.entry(export.disk.disk.name().to_string()).or_default().push(export);
         }
         Self(of_disks)
@@ -240,5 +240,5 @@ fn serving(registry: &Registry, endpoint: &Endpoint) -> anyhow::Result<Rc<Servin
 
 /// The server of an endpoint.
 pub(crate) fn server(registry: &Registry, endpoint: &Endpoint) -> Option<Rc<Serving>> {
-    registry.server_at(endpoint)
+    registry.exports.server_at(endpoint)
 }

@@ -154,11 +154,11 @@ fn answers(disk: &str) -> News {
 impl Watch {
     /// What is there already is no news.
     fn adopt(&mut self, registry: &Registry) {
-        for running in registry.disks() {
+        for running in registry.disks.all() {
             let settings = Settings::of_disk(&running);
             self.known.insert(running.disk.name().to_string(), (Of::Disk, settings));
         }
-        for group in registry.groups() {
+        for group in registry.groups.all() {
             self.known.insert(group.name().to_owned(), (Of::Group, Settings::of_group(&group)));
         }
     }
@@ -169,7 +169,7 @@ impl Watch {
         let events = &registry.events;
         self.conditions.look(registry, now);
         self.devices.look(registry, now);
-        for running in registry.disks() {
+        for running in registry.disks.all() {
             let name = &**running.disk.name();
             if !running.disk.image().has_changed_below() {
                 self.backing_changed.remove(name);
@@ -189,7 +189,7 @@ impl Watch {
     /// Whether no storage that is far away owes an answer, but for those of which that was told.
     fn look_for_answers(&mut self, registry: &Registry) -> bool {
         let mut before = std::mem::take(&mut self.unanswered);
-        for running in registry.disks() {
+        for running in registry.disks.all() {
             let storage = running.disk.image().storage();
             let Some(age) = storage.oldest_request().filter(|_| storage.is_far()) else { continue };
             let name = running.disk.name().to_string();
@@ -218,7 +218,7 @@ impl Watch {
     fn look_at_devices(&mut self, registry: &Registry) {
         let now = reactor::now();
         let mut before = std::mem::take(&mut self.used);
-        for export in registry.exports() {
+        for export in registry.exports.all() {
             let Door::Own(entrance) = &export.door else { continue };
             let clients = entrance.server.connections();
             if entrance.device().is_none() || clients == 0 {
@@ -244,7 +244,7 @@ impl Watch {
             Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
                 self.put_off.push(name.clone());
             }
-            Change::Listed { name } if registry.is_arriving(name) => {}
+            Change::Listed { name } if registry.disks.is_arriving(name) => {}
             Change::Listed { name } => self.listed(registry, name),
             Change::SettingsChanged { name } => self.settings_changed(registry, name),
             Change::Reloaded => {
@@ -285,10 +285,10 @@ impl Watch {
     }
 
     fn find(registry: &Registry, name: &str) -> Option<(Of, Settings)> {
-        if let Ok(running) = registry.disk(name) {
+        if let Ok(running) = registry.disks.get(name) {
             return Some((Of::Disk, Settings::of_disk(&running)));
         }
-        registry.group(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
+        registry.groups.get(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
     }
 
     fn settings_changed(&mut self, registry: &Registry, name: &str) {
@@ -313,7 +313,7 @@ impl Watch {
         let news = News::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
         registry.events.tell(news.with("reason", reason.as_str()));
         let is_stopped =
-            registry.disk(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
+            registry.disks.get(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
         if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
             let message =
                 format!("disk {disk} has stopped at an error: {reason} (`weir resume` lets it go on)");
@@ -324,7 +324,7 @@ impl Watch {
 
     fn resumed(&mut self, registry: &Registry) {
         let goes_on = |name: &String| {
-            registry.disk(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
+            registry.disks.get(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
         };
         let (resumed, stopped): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.stopped).into_iter().partition(goes_on);

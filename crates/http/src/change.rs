@@ -74,8 +74,8 @@ pub(super) async fn carry_out(registry: &Rc<Registry>, wanted: Wanted) -> Result
     let Wanted { of, name, mut settings, who } = wanted;
     // Whether there is one, and the token is right, may be asked without a change.
     let there = match of {
-        Of::Disk => registry.disk(&name).map(drop),
-        Of::Group => registry.group(&name).map(drop),
+        Of::Disk => registry.disks.get(&name).map(drop),
+        Of::Group => registry.groups.get(&name).map(drop),
     };
     there.map_err(|refused| Refused::Unknown(refused.to_string()))?;
     if settings.is_empty() {

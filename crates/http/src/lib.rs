@@ -205,7 +205,7 @@ impl Drop for Http {
 /// All disks, and those that come.
 fn measure(registry: &Rc<Registry>) {
     let every = |registry: &Registry| {
-        for running in registry.disks() {
+        for running in registry.disks.all() {
             running.disk.measure();
         }
     };
@@ -213,7 +213,7 @@ fn measure(registry: &Rc<Registry>) {
     let later = Rc::downgrade(registry);
     registry.listen(move |change| {
         if let (Some(registry), Change::Listed { name }) = (later.upgrade(), change)
-            && let Ok(running) = registry.disk(name)
+            && let Ok(running) = registry.disks.get(name)
         {
             running.disk.measure();
         }

@@ -94,15 +94,15 @@ pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refus
     let Wanted { of, name, settings, .. } = wanted;
     let unknown = |refused: control::registry::Refused| Refused::Unknown(refused.to_string());
     let changed = |before| qmp::would_be(before, settings).map_err(Refused::Rule);
-    let disks = registry.disks();
+    let disks = registry.disks.all();
     match of {
         Of::Disk => {
-            let disk = registry.disk(&name).map_err(unknown)?;
+            let disk = registry.disks.get(&name).map_err(unknown)?;
             let DiskSettings { limits, share, watermark } = disk.disk.throttle().settings();
             let after = changed(GroupSettings { limits, share, watermark })?;
             let group = disk.disk.throttle().group();
             let mut then = match group {
-                Some(group) => Family::of(&registry.groups(), &outermost(&group)).with(&disks),
+                Some(group) => Family::of(&registry.groups.all(), &outermost(&group)).with(&disks),
                 None => Family::default().with(&[disk]),
             };
             then.of.retain(|place| then.disks[*place].name == name);
@@ -112,9 +112,9 @@ pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refus
             Ok(then)
         }
         Of::Group => {
-            let group = registry.group(&name).map_err(unknown)?;
+            let group = registry.groups.get(&name).map_err(unknown)?;
             let after = changed(group.settings())?;
-            let family = Family::of(&registry.groups(), &outermost(&group));
+            let family = Family::of(&registry.groups.all(), &outermost(&group));
             let mut then = family.with(&disks);
             let place = then.groups.iter().position(|known| known.name == name);
             if let Some(place) = place {

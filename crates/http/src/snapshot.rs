@@ -160,28 +160,28 @@ pub(super) struct ServerFigures {
 
 impl Snapshot {
     pub(super) fn take(registry: &Registry, workers: &[Worker]) -> Self {
-        let servers = registry.servers();
+        let servers = registry.exports.servers();
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
             taken: Instant::now(),
-            started: since_epoch.saturating_sub(registry.uptime()),
+            started: since_epoch.saturating_sub(registry.lifecycle.uptime()),
             memory: Budget::process().usage(),
-            disks: registry.disks().iter().map(|running| disk(running)).collect(),
-            groups: registry.groups().iter().map(|one| group(one)).collect(),
+            disks: registry.disks.all().iter().map(|running| disk(running)).collect(),
+            groups: registry.groups.all().iter().map(|one| group(one)).collect(),
             devices: registry.devices().into_iter().map(device).collect(),
             exports: exports(registry, &servers),
             servers: servers.iter().map(|one| server(one)).collect(),
             recordings: registry.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
             events: registry.events.counts(),
             deliveries: registry.deliveries.get().map(|counts| counts.numbers()),
-            unopened: registry.unopened.borrow().len(),
+            unopened: registry.disks.unavailable.borrow().len(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
                 leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
                 silent: cluster.silent(),
-                left_out: registry.left_out.borrow().len(),
+                left_out: registry.groups.unmet.borrow().len(),
             }),
         }
     }
@@ -281,7 +281,7 @@ fn exports(registry: &Registry, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
             Door::Nbd(..) => ExportCounters::default(),
         },
     };
-    registry.exports().iter().map(|one| export(one)).collect()
+    registry.exports.all().iter().map(|one| export(one)).collect()
 }
 
 fn server(serving: &Serving) -> ServerFigures {

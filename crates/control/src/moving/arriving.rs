@@ -42,11 +42,11 @@ async fn hear(registry: &Rc<Registry>, cluster: &Rc<Cluster>, offered: Offered) 
         return;
     }
     // It may be heard of twice, where etcd was away in between.
-    if !registry.moving.borrow_mut().insert(disk.clone()) {
+    if !registry.disks.moving.borrow_mut().insert(disk.clone()) {
         return;
     }
     let taken = take(registry, cluster, &offered).await;
-    registry.moving.borrow_mut().remove(disk);
+    registry.disks.moving.borrow_mut().remove(disk);
     match taken {
         Ok(Ok(())) => tracing::info!(%disk, %from, "the disk is here now"),
         Ok(Err(why)) => {
@@ -98,7 +98,7 @@ async fn check(
 ) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<Group>>)> {
     let planned = described.planned(disk).context(UNREADABLE)?;
     let group = described.group.as_ref().map(|there| {
-        let group = registry.group(&there.name)?;
+        let group = registry.groups.get(&there.name)?;
         ensure!(
             registry.cluster_of(&there.name).is_some() == there.cluster,
             "group {}: its limits are the cluster's on one of both hosts alone (have the same group on both)",
@@ -112,10 +112,10 @@ async fn check(
 }
 
 fn check_exports(registry: &Rc<Registry>, described: &Described) -> anyhow::Result<()> {
-    ensure!(!registry.leaving.get(), "another weir is about to take over there (try again)");
+    ensure!(!registry.lifecycle.leaving.get(), "another weir is about to take over there (try again)");
     if let Some(serving) = serving(registry, described)? {
         for name in &described.exports {
-            let is_there = registry.exports().iter().any(|export| {
+            let is_there = registry.exports.all().iter().any(|export| {
                 export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
             ensure!(!is_there, "export {name}: there is one of this name at {} already", serving.address());
@@ -144,7 +144,7 @@ fn serving(registry: &Registry, described: &Described) -> anyhow::Result<Option<
     if described.exports.is_empty() {
         return Ok(None);
     }
-    let servers = registry.servers();
+    let servers = registry.exports.servers();
     let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
     match (&described.listen, &*servers) {
         (Some(address), []) => {
@@ -160,7 +160,7 @@ fn serving(registry: &Registry, described: &Described) -> anyhow::Result<Option<
         (None, []) => bail!(
             "it is exported over NBD, and that host listens nowhere for that (start weir there with --nbd ADDRESS, or detach the export here)"
         ),
-        (None, _) => match &*registry.standard_servers() {
+        (None, _) => match &*registry.exports.standard_servers() {
             [only] => Ok(Some(Rc::clone(only))),
             _ => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
         },
@@ -183,9 +183,9 @@ pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &Descri
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
     // What is put in between is of this move.
-    registry.moving.borrow_mut().remove(disk);
+    registry.disks.moving.borrow_mut().remove(disk);
     let added = registry.add_disk(running);
-    registry.moving.borrow_mut().insert(disk.to_owned());
+    registry.disks.moving.borrow_mut().insert(disk.to_owned());
     added?;
     if let Err(error) = registry.check_device_of(disk) {
         let _ = registry.remove_disk(disk).await;
@@ -271,11 +271,11 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &Described) {
             Vec::new()
         }
     };
-    let Ok(running) = registry.disk(disk) else { return };
+    let Ok(running) = registry.disks.get(disk) else { return };
     let read_only = running.disk.image().is_read_only();
     for (serving, name) in nbd {
         let new = NewExport {
-            id: registry.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
+            id: registry.exports.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
             name: name.clone(),
             description: String::new(),
             access: policy::access::Access::default(),
@@ -289,7 +289,7 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &Described) {
     }
     let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
     for door in doors {
-        let id = registry.free_id(disk, &door.address());
+        let id = registry.exports.free_id(disk, &door.address());
         if let Err(error) = registry.add_door(id, Rc::clone(&running), read_only, &door, None).await {
             tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
         }

@@ -43,14 +43,14 @@ pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<
         wish.disk,
         wish.to
     );
-    registry.disk(&wish.disk)?;
-    let is_first = registry.moving.borrow_mut().insert(wish.disk.clone());
+    registry.disks.get(&wish.disk)?;
+    let is_first = registry.disks.moving.borrow_mut().insert(wish.disk.clone());
     ensure!(is_first, "disk {}: it is on its way already (wait for that)", wish.disk);
     let (done, outcome) = async_channel::bounded(1);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
         let moved = move_away(&registry, &cluster, &wish).await;
-        registry.moving.borrow_mut().remove(&wish.disk);
+        registry.disks.moving.borrow_mut().remove(&wish.disk);
         if let Err(error) = &moved {
             tracing::warn!(disk = wish.disk, to = wish.to, "the disk stays: {error:#}");
         }
@@ -61,12 +61,12 @@ pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<
 }
 
 async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) -> anyhow::Result<Value> {
-    let running = registry.disk(&wish.disk)?;
+    let running = registry.disks.get(&wish.disk)?;
     ensure!(
         !running.below.iter().any(|node| node.stays),
         "it lies on another node (`blockdev-del` takes it off)"
     );
-    let exports = registry.exports_of(&wish.disk);
+    let exports = registry.exports.of_disk(&wish.disk);
     let described = Described::of(registry, &running, &exports, wish.listen.clone())?;
     if !wish.force {
         check_unused(&exports).await?;
@@ -154,7 +154,7 @@ async fn put_back(registry: &Rc<Registry>, disk: &str, removed: Vec<Removed>) {
     for export in removed {
         let put = match export {
             Removed::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
-            Removed::Own { id, door, read_only } => match registry.disk(disk) {
+            Removed::Own { id, door, read_only } => match registry.disks.get(disk) {
                 Ok(running) => registry.add_door(id, running, read_only, &door, None).await.map(drop),
                 Err(refused) => Err(refused.into()),
             },
@@ -220,7 +220,7 @@ async fn give(
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<Answer>,
 ) -> anyhow::Result<Option<Answer>> {
-    let running = registry.disk(&wish.disk)?;
+    let running = registry.disks.get(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
     let mut described = Described::of(registry, &running, &exports, wish.listen.clone())?;
     let there = exports.iter().filter(|export| !export.is_ending());

@@ -56,11 +56,14 @@ pub(crate) struct Commands {
 
 impl Execute for Commands {
     fn is_closed(&self) -> bool {
-        self.registry.is_control_closed.get()
+        self.registry.lifecycle.is_control_closed.get()
     }
 
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
-        if self.registry.leaving.get() && !name.starts_with("query-") && !name.starts_with("x-weir-query-") {
+        if self.registry.lifecycle.leaving.get()
+            && !name.starts_with("query-")
+            && !name.starts_with("x-weir-query-")
+        {
             return Err(Error::generic(
                 "Another weir is about to take over; nothing is changed (try again; the log names its process, which may be stopped, and has a minute)",
             ));

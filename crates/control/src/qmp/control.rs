@@ -41,7 +41,7 @@ impl Control {
             let (server, address) = (Rc::clone(&server), authority.to_string());
             let socket = Fd::from(socket);
             let path = file.as_ref().map(|file| file.path().to_owned());
-            registry.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
+            registry.lifecycle.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
             let accepting = reactor::spawn_joinable(async move {
                 // The disks are served on: a daemon that cannot be steered is better than none.
                 if let Err(error) = server.listen(socket).await {
@@ -57,7 +57,7 @@ impl Control {
     /// Lets nobody in any more, tells every client why, and returns when the last is gone.
     pub async fn stop(&self, ending: Ending) {
         self.accepting.take();
-        self.registry.control.take();
+        self.registry.lifecycle.control.take();
         self.server.stop(ending).await;
     }
 }

@@ -124,10 +124,10 @@ fn check_answer(answer: &Value) {
 
 /// Whatever was done to it, limits obey their rules and every question has an answer.
 async fn check_registry(registry: &Rc<Registry>, commands: &Commands) {
-    for group in registry.groups() {
+    for group in registry.groups.all() {
         group.settings().limits.validate().expect("limits in force are valid");
     }
-    for running in registry.disks() {
+    for running in registry.disks.all() {
         running.disk.throttle().settings().limits.validate().expect("limits in force are valid");
         running.disk.prefetch().settings().check().expect("settings in force are valid");
     }

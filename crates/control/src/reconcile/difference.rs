@@ -88,7 +88,7 @@ impl Difference {
         found.of_groups(registry, before, plan)?;
         found.of_disks(registry, before, plan)?;
         let is_new =
-            |(_, server): &(usize, &settings::Server)| registry.server_at(&server.endpoint).is_none();
+            |(_, server): &(usize, &settings::Server)| registry.exports.server_at(&server.endpoint).is_none();
         found.new_servers = plan.servers.iter().enumerate().filter(is_new).map(|(index, _)| index).collect();
         let (old, new) = (before.map(Wanted::all).unwrap_or_default(), Wanted::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
@@ -110,7 +110,7 @@ impl Difference {
     fn of_groups(&mut self, registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
             let place = group.own_place();
-            let Ok(running) = registry.group(&group.name) else {
+            let Ok(running) = registry.groups.get(&group.name) else {
                 registry.check_name(&group.name).with_context(|| place.to_string())?;
                 self.new_groups.push(index);
                 continue;
@@ -130,7 +130,7 @@ impl Difference {
         let is_old = |group: &&PlacedGroup| plan.groups.iter().all(|new| new.name != group.name);
         let before = before.map(|before| &*before.groups).unwrap_or_default();
         let old = before.iter().filter(is_old).map(|group| group.name.clone());
-        self.old_groups = old.filter(|name| registry.group(name).is_ok()).collect();
+        self.old_groups = old.filter(|name| registry.groups.get(name).is_ok()).collect();
         // A plan has them in the order in which they can be made.
         self.old_groups.reverse();
         Ok(())
@@ -148,14 +148,14 @@ impl Difference {
             (named(before).collect(), named(&plan.disks).collect());
         let old = before.iter().map(|disk| disk.name.clone());
         let old = old.filter(|name| !new.contains_key(name.as_str()));
-        self.old_disks = old.filter(|name| registry.disk(name).is_ok()).collect();
+        self.old_disks = old.filter(|name| registry.disks.get(name).is_ok()).collect();
         for (index, disk) in plan.disks.iter().enumerate() {
             let place = disk.place("name");
-            let Ok(running) = registry.disk(&disk.name) else {
+            let Ok(running) = registry.disks.get(&disk.name) else {
                 registry.check_name(&disk.name).with_context(|| place.to_string())?;
                 let has_image = |old: &&String| {
                     disk.image.path().is_some()
-                        && registry.disk(old).is_ok_and(|old| old.config.image == disk.image)
+                        && registry.disks.get(old).is_ok_and(|old| old.config.image == disk.image)
                 };
                 if let Some(old) = self.old_disks.iter().find(has_image) {
                     bail!(disk.place("image").wrong(format!(
@@ -196,7 +196,7 @@ impl Difference {
             let stays = |export: &&Rc<RunningExport>| {
                 !export.is_ending() && !old.iter().any(|old| Rc::ptr_eq(old, export))
             };
-            if let Some(export) = registry.exports_of(name).iter().find(stays) {
+            if let Some(export) = registry.exports.of_disk(name).iter().find(stays) {
                 bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
             }
         }
@@ -209,7 +209,7 @@ impl Difference {
         };
         let mut all_members = registry.members();
         for name in &self.old_groups {
-            let members = all_members.remove(&Arc::as_ptr(&registry.group(name)?)).unwrap_or_default();
+            let members = all_members.remove(&Arc::as_ptr(&registry.groups.get(name)?)).unwrap_or_default();
             if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
                 bail!(Refused::HasMembers { group: name.clone(), member });
             }

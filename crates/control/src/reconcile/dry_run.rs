@@ -35,7 +35,7 @@ impl Reconciliation<'_> {
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = applied::of_disk_alone(&self.registry.disk(&planned.name)?.current_config());
+            let now = applied::of_disk_alone(&self.registry.disks.get(&planned.name)?.current_config());
             all.extend(applied::settings("disk", &planned.name, now, applied::of_disk_alone(planned)));
         }
         let groups = &self.plan.groups;
@@ -46,7 +46,7 @@ impl Reconciliation<'_> {
         }
         for (index, planned) in groups.iter().enumerate() {
             if !difference.new_groups.binary_search(&index).is_ok() {
-                let node = Node::Group(self.registry.group(&planned.name)?);
+                let node = Node::Group(self.registry.groups.get(&planned.name)?);
                 // It stays where it is.
                 let now = Seat::now(&node);
                 let wanted = Seat { settings: self.of_group(planned, &now.settings), ..now.clone() };
@@ -55,7 +55,7 @@ impl Reconciliation<'_> {
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
-            let now = Seat::now(&Node::Disk(self.registry.disk(&planned.name)?.disk.clone()));
+            let now = Seat::now(&Node::Disk(self.registry.disks.get(&planned.name)?.disk.clone()));
             let group = planned.group.as_deref().unwrap_or("");
             let wanted = applied::of_throttle(&self.of_disk(planned), group);
             all.extend(applied::settings("disk", &planned.name, now.values(), wanted));

@@ -114,7 +114,7 @@ impl Reconciliation<'_> {
         looking::check_marks(planned, &image)?;
         files.take(planned, &image)?;
         let group = planned.group.as_ref().filter(|_| self.occasion == Occasion::Start);
-        let group = group.and_then(|group| self.registry.group(group).ok());
+        let group = group.and_then(|group| self.registry.groups.get(group).ok());
         let running = assemble::disk(&looking::alone(planned), group.as_ref(), image)?;
         bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
         for export in self.plan.doors.iter().filter(|export| export.disk == index) {

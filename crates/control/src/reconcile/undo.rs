@@ -50,7 +50,7 @@ impl Reconciliation<'_> {
             Done::GroupAdded(name) => self.registry.remove_group(&name)?,
             Done::DiskAdded(name) => self.registry.take_back(&name).await?,
             Done::ServerAdded(serving) => {
-                self.registry.remove_server(&serving);
+                self.registry.exports.remove_server(&serving);
                 serving.stop().await;
             }
             Done::ExportRemoved { wanted, id, gone } => {

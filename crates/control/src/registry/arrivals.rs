@@ -18,7 +18,7 @@ impl Registry {
     /// # Errors
     /// A disk of this name is on its way already.
     pub(crate) fn arrival(self: &Rc<Self>, name: &str) -> Result<Arrival, Refused> {
-        if !self.arriving.borrow_mut().insert(name.to_owned()) {
+        if !self.disks.arriving.borrow_mut().insert(name.to_owned()) {
             return Err(Refused::Busy(name.to_owned()));
         }
         Ok(Arrival { registry: Rc::clone(self), name: name.to_owned() })
@@ -29,16 +29,11 @@ impl Registry {
     pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
         self.remove_disk_and_exports(name, Removal::Hard).await
     }
-
-    /// Whether a disk of this name may go yet as if it had never been.
-    pub(crate) fn is_arriving(&self, name: &str) -> bool {
-        self.arriving.borrow().contains(name)
-    }
 }
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        self.registry.arriving.borrow_mut().remove(&self.name);
+        self.registry.disks.arriving.borrow_mut().remove(&self.name);
         self.registry.tell(&Change::Listed { name: std::mem::take(&mut self.name) });
     }
 }

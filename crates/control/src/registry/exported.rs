@@ -4,55 +4,34 @@
 //! An id names one export, also while it is on its way out. Nobody is let in before the daemon is
 //! ready. When the last client was to be the end, it is told from here. Never opens an image.
 
-use std::{
-    cell::{Cell, RefCell},
-    path,
-    rc::Rc,
-    sync::Arc,
-};
+use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::anyhow;
 use export::nbd::{self, NotRemoved, Removal};
-use reactor::Worker;
-use settings::{Endpoint, SocketAccess, Tls};
 
-use super::{End, Refused, Registry};
+use super::{DoorTerms, End, Refused, Registry};
 use crate::{
     change::Change,
     doors::{self, Entrance, Taken},
     exports::{Door, NewExport, RunningExport},
-    listen::Inherited,
     running::RunningDisk,
     serving::Serving,
 };
-
-/// What doors and servers that are added later are made with.
-pub(crate) struct DoorTerms {
-    pub(crate) workers: Rc<Vec<Worker>>,
-    /// Who may connect to sockets.
-    pub(crate) access: SocketAccess,
-    /// Of servers that are added later.
-    pub(crate) nbd: nbd::Terms,
-    /// Sockets that were passed to the daemon.
-    pub(crate) inherited: RefCell<Inherited>,
-    /// When the daemon's own servers encrypt.
-    pub(crate) tls: Tls,
-}
 
 impl Registry {
     /// What is opened from now on lets nobody in before [`Registry::let_clients_in`], but devices
     /// of this host: the kernel reads one to make it.
     pub fn keep_clients_out(&self) {
-        self.keeps_out.set(true);
+        self.lifecycle.keeps_out.set(true);
     }
 
     /// Everything that is open, and is opened later, has clients from now on.
     pub fn let_clients_in(self: &Rc<Self>) {
-        self.keeps_out.set(false);
-        for serving in self.servers() {
+        self.lifecycle.keeps_out.set(false);
+        for serving in self.exports.servers() {
             self.accept(&serving);
         }
-        for export in self.exports() {
+        for export in self.exports.all() {
             if let Door::Own(entrance) = &export.door {
                 self.accept_at(&export.id, entrance);
             }
@@ -61,83 +40,32 @@ impl Registry {
 
     /// Lets clients of NBD in there, unless that has to wait.
     pub(crate) fn accept(&self, serving: &Serving) {
-        if !self.keeps_out.get() {
-            let ender = Rc::clone(&self.ender);
+        if !self.lifecycle.keeps_out.get() {
+            let ender = Rc::clone(&self.lifecycle.ender);
             serving.accept(move |error| ender(End::Broken(error)));
         }
     }
 
-    /// All NBD servers.
-    pub fn servers(&self) -> Vec<Rc<Serving>> {
-        self.servers.borrow().clone()
-    }
-
-    /// The server of an endpoint.
-    pub(crate) fn server_at(&self, endpoint: &Endpoint) -> Option<Rc<Serving>> {
-        self.servers_at.borrow().get(endpoint).cloned()
-    }
-
-    /// Those for exports that do not say where: none that is there for exports of some disks.
-    pub(crate) fn standard_servers(&self) -> Vec<Rc<Serving>> {
-        let mut servers = self.servers();
-        servers.retain(|serving| serving.standard.get().is_some());
-        servers
-    }
-
-    /// Those that have exports of this disk, and of no other.
-    pub(crate) fn servers_of(&self, disk: &str) -> Vec<Rc<Serving>> {
-        let mut servers: Vec<Rc<Serving>> = Vec::new();
-        for export in self.exports_of(disk) {
-            if let Door::Nbd(at, _) = &export.door
-                && !servers.iter().any(|known| Rc::ptr_eq(known, at))
-            {
-                servers.push(Rc::clone(at));
-            }
-        }
-        if servers.is_empty() {
-            return servers;
-        }
-        for export in self.exports() {
-            if let Door::Nbd(at, _) = &export.door
-                && **export.disk.disk.name() != *disk
-            {
-                servers.retain(|serving| !Rc::ptr_eq(serving, at));
-            }
-        }
-        servers
-    }
-
     /// Adds an NBD server.
     pub fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
-        self.servers.borrow_mut().push(Rc::clone(serving));
-        let mut servers_at = self.servers_at.borrow_mut();
-        servers_at.entry(serving.endpoint.clone()).or_insert_with(|| Rc::clone(serving));
-        if self.ends_when_idle.get() {
+        self.exports.insert_server(serving);
+        if self.lifecycle.ends_when_idle.get() {
             // It may wait for ever, and must keep nothing by it.
             let (server, registry) = (Arc::clone(&serving.server), Rc::downgrade(self));
             reactor::spawn(async move {
                 server.wait_while(|_| registry.upgrade().is_some_and(|registry| !registry.is_idle())).await;
                 if let Some(registry) = registry.upgrade() {
-                    (registry.ender)(End::Idle);
+                    (registry.lifecycle.ender)(End::Idle);
                 }
             });
         }
     }
 
-    /// Takes a server off the list. Whoever has it ends it.
-    pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
-        let (mut servers, mut servers_at) = (self.servers.borrow_mut(), self.servers_at.borrow_mut());
-        servers.retain(|known| !Rc::ptr_eq(known, serving));
-        servers_at.remove(&serving.endpoint);
-        let next = servers.iter().find(|known| known.endpoint == serving.endpoint);
-        servers_at.extend(next.map(|next| (next.endpoint.clone(), Rc::clone(next))));
-    }
-
     /// Takes a server away with all its exports; returns when its last client has gone.
     pub(crate) async fn stop_server(self: &Rc<Self>, serving: &Rc<Serving>) {
-        self.remove_server(serving);
+        self.exports.remove_server(serving);
         serving.close();
-        for export in self.exports() {
+        for export in self.exports.all() {
             if matches!(&export.door, Door::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
                 let _ = self.remove_export(&export.id, Removal::Hard);
             }
@@ -145,67 +73,18 @@ impl Registry {
         serving.stop().await;
     }
 
-    pub(crate) fn has_exports(&self, serving: &Rc<Serving>) -> bool {
-        let is_there =
-            |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
-        self.exports.any(is_there)
-    }
-
     /// Whether clients have been served, and none is left.
     fn is_idle(&self) -> bool {
         let served = || {
-            self.servers.borrow().iter().any(|serving| serving.server.has_served())
-                || self.entrances().iter().any(|entrance| entrance.server.has_served())
+            self.exports.servers().iter().any(|serving| serving.server.has_served())
+                || self.exports.entrances().iter().any(|entrance| entrance.server.has_served())
         };
-        self.connections() == 0 && (self.lost_device.get() || served())
-    }
-
-    /// Number of connected clients of all exports.
-    pub fn connections(&self) -> usize {
-        let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
-        nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
-    }
-
-    /// Doors of one export's own.
-    pub fn entrances(&self) -> Vec<Rc<Entrance>> {
-        let entrance = |export: &Rc<RunningExport>| match &export.door {
-            Door::Own(entrance) => Some(Rc::clone(entrance)),
-            Door::Nbd(..) => None,
-        };
-        self.exports.all().iter().filter_map(entrance).collect()
-    }
-
-    /// A disk may have another length: who sees it through a door of its own is told.
-    pub(super) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
-        for export in self.exports_of(disk.disk.name()) {
-            if let Door::Own(entrance) = &export.door {
-                entrance.server.look_at_size();
-            }
-        }
-    }
-
-    /// Those included whose last clients are on their way out.
-    pub fn exports(&self) -> Vec<Rc<RunningExport>> {
-        self.exports.all()
-    }
-
-    pub(crate) fn export(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
-        self.exports.get(id).ok_or_else(|| Refused::NoExport(id.to_owned()))
-    }
-
-    /// Whether there is an export with this id, or is to be one.
-    pub(crate) fn has_id(&self, id: &str) -> bool {
-        self.exports.contains(id) || self.awaited.borrow().contains_key(id)
-    }
-
-    /// This one, or one that says where it is if this is taken.
-    pub(crate) fn free_id(&self, id: &str, address: &str) -> String {
-        if self.has_id(id) { format!("{id}@{address}") } else { id.to_owned() }
+        self.exports.connections() == 0 && (self.lifecycle.lost_device.get() || served())
     }
 
     pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
-        let disk = self.disk(&new.disk)?;
-        if self.has_id(&new.id) {
+        let disk = self.disks.get(&new.disk)?;
+        if self.exports.has_id(&new.id) {
             return Err(Refused::IdTaken(new.id));
         }
         let export = nbd::Export {
@@ -230,30 +109,8 @@ impl Registry {
             ending: Cell::new(false),
             new: Some(new),
         };
-        self.list_export(export);
+        self.exports.insert(export);
         Ok(())
-    }
-
-    /// Where the queues of own doors run from now on, and who may connect to their sockets.
-    pub fn let_doors(
-        &self,
-        workers: &Rc<Vec<Worker>>,
-        access: &SocketAccess,
-        nbd: nbd::Terms,
-        inherited: Inherited,
-        tls: &Tls,
-    ) {
-        let (workers, access, tls) = (Rc::clone(workers), access.clone(), tls.clone());
-        let inherited = RefCell::new(inherited);
-        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited, tls });
-    }
-
-    /// What [`Registry::let_doors`] was told.
-    ///
-    /// # Errors
-    /// Before it was.
-    pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
-        self.door_terms.get().context("nothing runs yet")
     }
 
     /// An export with a door of its own, which is open when this returns, and made of what another
@@ -266,14 +123,14 @@ impl Registry {
         door: &settings::Door,
         taken: Option<Taken>,
     ) -> anyhow::Result<String> {
-        if self.has_id(&id) {
+        if self.exports.has_id(&id) {
             return Err(Refused::IdTaken(id).into());
         }
         if taken.is_none() {
-            self.check_socket(door)?;
+            self.exports.check_socket(door)?;
         }
         self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
-        let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
+        let DoorTerms { workers, access, inherited, .. } = self.exports.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
         // What another has is not served before it gives it up.
         let is_at_once = taken.is_none();
@@ -289,12 +146,12 @@ impl Registry {
             _ => error,
         })?;
         let address = entrance.address().to_owned();
-        if (is_at_once && entrance.device().is_some()) || !self.keeps_out.get() {
+        if (is_at_once && entrance.device().is_some()) || !self.lifecycle.keeps_out.get() {
             self.accept_at(&id, &entrance);
         }
         // Making a device takes a while, in which others have their turn.
         let name = disk.disk.name().to_string();
-        let refused = match self.disk(&name) {
+        let refused = match self.disks.get(&name) {
             Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.contains(&id) => None,
             Ok(still) if Rc::ptr_eq(&still, &disk) => Some(Refused::IdTaken(id.clone())),
             _ => Some(Refused::NoDisk(name.clone())),
@@ -303,13 +160,13 @@ impl Registry {
             entrance.stop().await;
             return Err(refused.into());
         }
-        if self.ends_when_idle.get() {
+        if self.lifecycle.ends_when_idle.get() {
             let (server, registry) = (Arc::clone(&entrance.server), Rc::downgrade(self));
             reactor::spawn(async move {
                 let busy = || registry.upgrade().is_some_and(|registry| !registry.is_idle());
                 server.wait_while(Box::new(busy)).await;
                 if let Some(registry) = registry.upgrade() {
-                    (registry.ender)(End::Idle);
+                    (registry.lifecycle.ender)(End::Idle);
                 }
             });
         }
@@ -324,22 +181,8 @@ impl Registry {
             added: Cell::new(false),
             ending: Cell::new(false),
         };
-        self.list_export(export);
+        self.exports.insert(export);
         Ok(address)
-    }
-
-    /// Only this daemon knows that it is the one who listens there.
-    fn check_socket(&self, door: &settings::Door) -> anyhow::Result<()> {
-        let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
-        let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.exports.get(id));
-        match there.filter(|export| !export.is_ending()) {
-            Some(export) => bail!(
-                "{}: the export {} is there already (give each export a place of its own)",
-                door.address(),
-                export.id
-            ),
-            None => Ok(()),
-        }
     }
 
     fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {
@@ -353,13 +196,13 @@ impl Registry {
 
     /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
     fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
-        let Ok(export) = self.export(id) else { return };
+        let Ok(export) = self.exports.get(id) else { return };
         let Door::Own(entrance) = &export.door else { return };
         let address = entrance.address();
         if entrance.device().is_none() {
             if let Err(error) = result {
                 let error = anyhow!("{address}: no machine can connect any more: {error} (restart weir)");
-                (self.ender)(End::Broken(error));
+                (self.lifecycle.ender)(End::Broken(error));
             }
             return;
         }
@@ -367,7 +210,7 @@ impl Registry {
             Ok(()) => tracing::info!(export = id, device = address, "the device has gone"),
             Err(error) => tracing::error!(export = id, device = address, %error, "the device has broken"),
         }
-        self.lost_device.set(true);
+        self.lifecycle.lost_device.set(true);
         // It has no clients any more.
         let _ = self.remove_export(id, Removal::Hard);
     }
@@ -391,7 +234,7 @@ impl Registry {
         id: &str,
         removal: Removal,
     ) -> Result<impl Future<Output = Option<Change>> + 'static, Refused> {
-        let export = self.export(id)?;
+        let export = self.exports.get(id)?;
         let is_gone = match export.door.remove(removal) {
             Ok(()) => false,
             // Removed already, and on its way out: nothing is left to refuse.
@@ -404,54 +247,21 @@ impl Registry {
         let registry = Rc::clone(self);
         Ok(async move {
             export.door.wait_until_unused().await;
-            let is_listed = registry.exports.get(&export.id).is_some_and(|known| Rc::ptr_eq(&known, &export));
+            let is_listed =
+                registry.exports.find(&export.id).is_some_and(|known| Rc::ptr_eq(&known, &export));
             if is_listed {
-                registry.unlist_export(&export);
+                registry.exports.remove(&export);
             }
             if is_gone {
                 return None;
             }
-            if registry.ends_when_idle.get() && registry.is_idle() {
-                (registry.ender)(End::Idle);
+            if registry.lifecycle.ends_when_idle.get() && registry.is_idle() {
+                (registry.lifecycle.ender)(End::Idle);
             }
             // Of one that never was, nobody has heard.
-            let is_known = !registry.is_arriving(export.disk.disk.name());
+            let is_known = !registry.disks.is_arriving(export.disk.disk.name());
             is_known.then(|| Change::ExportDeleted { id: export.id.clone() })
         })
-    }
-
-    /// Exports of one disk, including those that wait for their last clients to disconnect.
-    pub(crate) fn exports_of(&self, disk: &str) -> Vec<Rc<RunningExport>> {
-        let ids = self.exports_of_disks.borrow();
-        ids.get(disk).into_iter().flatten().filter_map(|id| self.exports.get(id)).collect()
-    }
-
-    fn list_export(&self, export: RunningExport) {
-        let (id, disk) = (export.id.clone(), export.disk.disk.name().to_string());
-        if let Some(path) = export.own_path() {
-            self.endpoints.borrow_mut().insert(path, id.clone());
-        }
-        self.exports_of_disks.borrow_mut().entry(disk).or_default().insert(id.clone());
-        self.exports.insert(id, Rc::new(export));
-    }
-
-    fn unlist_export(&self, export: &RunningExport) {
-        let RunningExport { id, disk, .. } = export;
-        if let Some(path) = export.own_path() {
-            let mut endpoints = self.endpoints.borrow_mut();
-            // A newer export may be there by now.
-            if endpoints.get(&path) == Some(id) {
-                endpoints.remove(&path);
-            }
-        }
-        let (mut of_disks, disk) = (self.exports_of_disks.borrow_mut(), disk.disk.name());
-        if let Some(ids) = of_disks.get_mut(&**disk) {
-            ids.remove(id);
-            if ids.is_empty() {
-                of_disks.remove(&**disk);
-            }
-        }
-        self.exports.remove(id);
     }
 
     /// Removes all of `exports` and waits for their last clients; or none, if a client has
@@ -485,7 +295,7 @@ impl Registry {
             if refused.is_some()
                 && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
             {
-                match self.add_export(serving, new.clone()).and_then(|()| self.export(&export.id)) {
+                match self.add_export(serving, new.clone()).and_then(|()| self.exports.get(&export.id)) {
                     Ok(again) => {
                         again.added.set(export.added.get());
                         continue;
@@ -511,8 +321,8 @@ impl Registry {
         name: &str,
         removal: Removal,
     ) -> Result<(), Refused> {
-        let exports = self.exports_of(name);
-        let data = Arc::clone(&self.disk(name)?.disk);
+        let exports = self.exports.of_disk(name);
+        let data = Arc::clone(&self.disks.get(name)?.disk);
         data.unless_silent(self.remove_exports(&exports, removal)).await?;
         drop((exports, data));
         self.remove_disk(name).await

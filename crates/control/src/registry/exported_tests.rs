@@ -50,14 +50,14 @@ fn a_refused_removal_puts_back_only_the_exports_that_it_removed() {
         for id in ["1-ending", "2-in-service", "3-gone"] {
             registry.add_export(&serving, export(id, "d")).expect("a new id");
         }
-        let exports = registry.exports_of("d");
+        let exports = registry.exports.of_disk("d");
         // Its end is not awaited, as while a request of its last client is in flight.
         let _ending = registry.removal("1-ending", Removal::Safe).expect("it has no clients");
         registry.removal("3-gone", Removal::Safe).expect("it has no clients").await;
         let refused = registry.remove_exports(&exports, Removal::Safe).await;
         assert!(matches!(refused, Err(Refused::NoExport(id)) if id == "3-gone"));
-        let is_ending = |id| registry.export(id).is_ok_and(|export| export.is_ending());
+        let is_ending = |id| registry.exports.get(id).is_ok_and(|export| export.is_ending());
         assert!(is_ending("1-ending"), "it was removed before");
-        assert!(registry.export("2-in-service").is_ok() && !is_ending("2-in-service"));
+        assert!(registry.exports.get("2-in-service").is_ok() && !is_ending("2-in-service"));
     });
 }

@@ -50,7 +50,7 @@ impl Registry {
         let has_it = |image: &Image| {
             image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.what == **locked)
         };
-        let running = self.disks();
+        let running = self.disks.all();
         let listed = running.iter().find(|running| has_it(running.disk.image()));
         let listed = listed.map(|running| running.disk.name().to_string());
         let other = || others.into_iter().find(|(_, image)| has_it(image)).map(|(disk, _)| disk.to_owned());

@@ -4,11 +4,14 @@
 //! Clients of the control socket can add any number of objects, so their number and their sizes
 //! have bounds, and each is charged to the memory budget.
 
+use std::{cell::RefCell, collections::BTreeMap};
+
 use image::secret::{LONGEST_SECRET, Secret};
 use policy::access::Names;
 use reactor::memory::Budget;
 
-use super::{Refused, Registry};
+use super::Refused;
+use crate::fdsets::Sets;
 
 /// Largest number of objects, all kinds together.
 const MOST_OBJECTS: usize = 1024;
@@ -41,7 +44,7 @@ impl NamedObject {
 }
 
 /// An object with its charge to the memory budget, which is returned when this is dropped.
-pub(super) struct KeptObject {
+struct KeptObject {
     object: NamedObject,
     charged: u64,
 }
@@ -53,11 +56,18 @@ impl Drop for KeptObject {
     }
 }
 
-impl Registry {
+/// All objects of a daemon, by their ids, and sets of descriptors that clients have passed.
+#[derive(Default)]
+pub(crate) struct Objects {
+    listed: RefCell<BTreeMap<String, KeptObject>>,
+    pub(crate) descriptors: Sets,
+}
+
+impl Objects {
     /// # Errors
     /// The id is taken, the object is too large, or there is no room for one more.
-    pub(crate) fn add_object(&self, id: &str, object: NamedObject) -> Result<(), Refused> {
-        let mut objects = self.objects.borrow_mut();
+    pub(crate) fn add(&self, id: &str, object: NamedObject) -> Result<(), Refused> {
+        let mut objects = self.listed.borrow_mut();
         if objects.contains_key(id) {
             return Err(Refused::NameTaken(id.to_owned()));
         }
@@ -76,40 +86,40 @@ impl Registry {
     }
 
     /// Removes an object; returns true if it existed. Images and servers that use it keep it.
-    pub(crate) fn remove_object(&self, id: &str) -> bool {
-        self.objects.borrow_mut().remove(id).is_some()
+    pub(crate) fn remove(&self, id: &str) -> bool {
+        self.listed.borrow_mut().remove(id).is_some()
     }
 
-    pub(crate) fn has_object(&self, id: &str) -> bool {
-        self.objects.borrow().contains_key(id)
+    pub(crate) fn contains(&self, id: &str) -> bool {
+        self.listed.borrow().contains_key(id)
     }
 
-    fn object(&self, id: &str) -> Option<NamedObject> {
-        self.objects.borrow().get(id).map(|kept| kept.object.clone())
+    fn get(&self, id: &str) -> Option<NamedObject> {
+        self.listed.borrow().get(id).map(|kept| kept.object.clone())
     }
 
     pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
-        match self.object(id) {
+        match self.get(id) {
             Some(NamedObject::Secret(secret)) => Ok(secret),
             _ => Err(Refused::NoSecret(id.to_owned())),
         }
     }
 
     pub(crate) fn secrets(&self) -> Vec<String> {
-        let objects = self.objects.borrow();
+        let objects = self.listed.borrow();
         let secrets = objects.iter().filter(|(_, kept)| matches!(kept.object, NamedObject::Secret(_)));
         secrets.map(|(id, _)| id.clone()).collect()
     }
 
     pub(crate) fn credentials(&self, id: &str) -> Option<tls::TlsServer> {
-        match self.object(id)? {
+        match self.get(id)? {
             NamedObject::Credentials(keys) => Some(keys),
             _ => None,
         }
     }
 
     pub(crate) fn names(&self, id: &str) -> Option<Names> {
-        match self.object(id)? {
+        match self.get(id)? {
             NamedObject::Names(names) => Some(names),
             _ => None,
         }
@@ -118,8 +128,6 @@ impl Registry {
 
 #[cfg(test)]
 mod tests {
-    use std::rc::Rc;
-
     use super::*;
 
     fn secret(bytes: usize) -> NamedObject {
@@ -129,22 +137,22 @@ mod tests {
     #[test]
     fn objects_have_bounds_and_are_charged() {
         reactor::sim::run(1, async {
-            let registry = Registry::new(None, Rc::new(|_| ()));
-            let refused = registry.add_object("large", secret(900 << 10)).expect_err("above 64 KiB");
+            let objects = Objects::default();
+            let refused = objects.add("large", secret(900 << 10)).expect_err("above 64 KiB");
             assert!(refused.to_string().contains("921600 bytes; an object has at most 65536"), "{refused}");
             let rules = Names::any_of((0..10_000).map(|number| format!("name{number}")));
-            registry.add_object("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
+            objects.add("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
             // Other tests of this process use the budget as well, so only a lower bound holds.
             for number in 0..MOST_OBJECTS {
-                registry.add_object(&format!("s{number}"), secret(1000)).expect("within the bounds");
+                objects.add(&format!("s{number}"), secret(1000)).expect("within the bounds");
             }
             let charged = MOST_OBJECTS as u64 * (1000 + BYTES_BESIDE);
             assert!(Budget::process().usage().reserved >= charged);
-            let refused = registry.add_object("more", secret(1)).expect_err("one too many");
+            let refused = objects.add("more", secret(1)).expect_err("one too many");
             assert!(refused.to_string().contains("1024 are there already"), "{refused}");
-            assert!(registry.remove_object("s5") && !registry.remove_object("s5"));
-            registry.add_object("more", secret(1)).expect("there is room again");
-            assert!(registry.secret("more").is_ok() && registry.names("more").is_none());
+            assert!(objects.remove("s5") && !objects.remove("s5"));
+            objects.add("more", secret(1)).expect("there is room again");
+            assert!(objects.secret("more").is_ok() && objects.names("more").is_none());
         });
     }
 }

@@ -20,8 +20,8 @@ pub(super) async fn tell_sizes(registry: Weak<Registry>, disk: String, resized: 
         next.await;
         next = resized.listen();
         let Some(registry) = registry.upgrade() else { return };
-        if let Ok(running) = registry.disk(&disk) {
-            registry.look_at_size(&running);
+        if let Ok(running) = registry.disks.get(&disk) {
+            registry.exports.look_at_size(&running);
         }
     }
 }
@@ -41,7 +41,7 @@ pub(super) async fn look_at_changes(
             None => bell.rung().await,
         }
         let Some(registry) = registry.upgrade() else { return };
-        if let Ok(running) = registry.disk(&disk)
+        if let Ok(running) = registry.disks.get(&disk)
             && let Err(error) = running.disk.look_again().await
         {
             tracing::warn!(disk, %error, "cannot determine whether the image was resized");
@@ -56,7 +56,7 @@ pub(super) async fn tell_failures(registry: Weak<Registry>, disk: String, failur
     loop {
         let Some(registry) = registry.upgrade() else { return };
         registry.tell(&Change::Failed { disk: disk.clone(), failure });
-        if failure.stops && failures.stopped_by().is_some() && !registry.stopped.replace(true) {
+        if failure.stops && failures.stopped_by().is_some() && !registry.disks.stopped.replace(true) {
             registry.tell(&Change::Stopped);
         }
         drop(registry);

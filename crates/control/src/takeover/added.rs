@@ -45,8 +45,8 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
 /// Those that were added, each behind the one that it is in.
 pub(super) fn groups(registry: &Registry) -> Vec<AddedGroup> {
     let depth = |group: &Arc<Group>| std::iter::successors(group.parent(), |group| group.parent()).count();
-    let added = registry.added_groups.borrow();
-    let mut groups = registry.groups();
+    let added = registry.groups.added.borrow();
+    let mut groups = registry.groups.all();
     groups.retain(|group| added.contains(group.name()));
     groups.sort_by_key(depth);
     let tell = |group: Arc<Group>| {

@@ -41,7 +41,7 @@ impl Newcomer {
     ) -> anyhow::Result<Vec<String>> {
         let mut had = Vec::new();
         for group in &self.offer.groups {
-            if registry.group(&group.name).is_ok() {
+            if registry.groups.get(&group.name).is_ok() {
                 continue;
             }
             let named = || format!("group {}: it was added, and cannot be had here", group.name);
@@ -69,7 +69,7 @@ impl Newcomer {
                 None => Endpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
             };
             let listeners = self.listeners(&endpoint)?.context("a server came without its sockets")?;
-            let standard = registry.door_terms()?.nbd.clone();
+            let standard = registry.exports.door_terms()?.nbd.clone();
             let server = nbd::Server::new(None, nbd::Terms { max_connections, ..standard });
             let serving = Serving::new(server, endpoint, listeners, workers);
             serving.added.set(Some(Added { max_connections, has_objects: false }));
@@ -79,7 +79,7 @@ impl Newcomer {
         }
         for offered in &self.offer.disks {
             let Origin::Added(AddedDisk { nodes, settings }) = &offered.origin else { continue };
-            if registry.disk(&offered.name).is_ok() {
+            if registry.disks.get(&offered.name).is_ok() {
                 continue;
             }
             let named = || format!("disk {}: it was added, and cannot be had here", offered.name);
@@ -119,10 +119,11 @@ async fn add_export(
     told: &AddedExport,
 ) -> anyhow::Result<String> {
     let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
-    let serving = registry.servers().into_iter().find(|serving| super::name(&serving.endpoint) == *endpoint);
+    let serving =
+        registry.exports.servers().into_iter().find(|serving| super::name(&serving.endpoint) == *endpoint);
     let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
-    let id = registry.free_id(&told.id, &serving.address());
-    let running = registry.disk(disk)?;
+    let id = registry.exports.free_id(&told.id, &serving.address());
+    let running = registry.disks.get(disk)?;
     let new = NewExport {
         id: id.clone(),
         name: name.clone(),
@@ -133,7 +134,7 @@ async fn add_export(
         bitmaps: bitmaps::of_image(&running, bitmaps).await?,
     };
     registry.add_export(&serving, new)?;
-    registry.export(&id)?.added.set(true);
+    registry.exports.get(&id)?.added.set(true);
     Ok(format!("export {id}"))
 }
 
@@ -144,8 +145,8 @@ async fn add_machine(
 ) -> anyhow::Result<String> {
     let OfferedMachine { id, disk, read_only, .. } = offered;
     let door = read_door("vhost-user-blk", text)?;
-    let id = registry.free_id(id, &door.address());
-    registry.add_door(id.clone(), registry.disk(disk)?, *read_only, &door, None).await?;
-    registry.export(&id)?.added.set(true);
+    let id = registry.exports.free_id(id, &door.address());
+    registry.add_door(id.clone(), registry.disks.get(disk)?, *read_only, &door, None).await?;
+    registry.exports.get(&id)?.added.set(true);
     Ok(format!("export {id}"))
 }

@@ -209,11 +209,11 @@ pub(super) struct OfDaemon {
 
 impl OfDaemon {
     pub(super) fn of(registry: &Registry) -> Self {
-        let servers = registry.servers().into_iter().map(|serving| {
+        let servers = registry.exports.servers().into_iter().map(|serving| {
             let Refused { networks, connections, names, exports } = serving.server.refused();
             (super::name(&serving.endpoint), [networks, connections, names, exports])
         });
-        let doors = registry.exports().into_iter().filter_map(|export| {
+        let doors = registry.exports.all().into_iter().filter_map(|export| {
             let ExportCounters { requests, kicks, calls, copies, copied_bytes, .. } =
                 export.entrance()?.server.counters();
             let [kicks, calls, copies, copied] =
@@ -233,7 +233,7 @@ impl OfDaemon {
 
     /// All but what doors have counted: see [`OfDaemon::count_on_at`].
     pub(super) fn count_on(&mut self, registry: &Registry) {
-        for serving in registry.servers() {
+        for serving in registry.exports.servers() {
             if let Some([networks, connections, names, exports]) =
                 self.servers.remove(&super::name(&serving.endpoint))
             {

@@ -122,7 +122,7 @@ impl Awaited {
         });
         let Some((offered, by)) = found else { return false };
         *by = Some(wanted.clone());
-        registry.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+        registry.exports.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
         true
     }
 
@@ -139,7 +139,7 @@ impl Awaited {
             let wanted = added::device(offered, text).with_context(named)?;
             let Way::Own(door) = &wanted.way else { continue };
             registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door)).with_context(named)?;
-            registry.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+            registry.exports.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
             *by = Some(wanted);
             had.push(offered.clone());
         }
@@ -185,17 +185,17 @@ impl Awaited {
         for StandingDevice { id, kind } in standing {
             let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
             let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
-            registry.awaited.borrow_mut().remove(&id);
+            registry.exports.awaited.borrow_mut().remove(&id);
             let (wanted, is_added) = wanted;
             let opened = wanted.add_as(registry, id.clone(), taken).await;
             opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
-            registry.export(&id)?.added.set(is_added);
+            registry.exports.get(&id)?.added.set(is_added);
         }
         // Somebody has unmounted it meanwhile.
         self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
         let left = self.0.borrow();
         let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
-        registry.awaited.borrow_mut().retain(|id, _| is_left(id));
+        registry.exports.awaited.borrow_mut().retain(|id, _| is_left(id));
         Ok(())
     }
 
@@ -203,12 +203,12 @@ impl Awaited {
     pub(super) async fn recover(self, registry: &Rc<Registry>) -> usize {
         let mut recovered = 0;
         for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
-            registry.awaited.borrow_mut().remove(&id);
+            registry.exports.awaited.borrow_mut().remove(&id);
             let Some(wanted) = wanted else { continue };
             match wanted.add_as(registry, id.clone(), Taken::Ublk).await {
                 Ok(_) => {
                     recovered += 1;
-                    if let Ok(export) = registry.export(&id) {
+                    if let Ok(export) = registry.exports.get(&id) {
                         export.added.set(origin.is_added());
                     }
                 }

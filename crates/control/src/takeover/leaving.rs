@@ -97,7 +97,7 @@ async fn look_at_sizes(registry: &Registry) -> anyhow::Result<()> {
             size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
         })
     };
-    let looking: Vec<_> = registry.disks().into_iter().map(look).collect();
+    let looking: Vec<_> = registry.disks.all().into_iter().map(look).collect();
     for looked in looking {
         looked.await?;
     }
@@ -112,11 +112,11 @@ fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> 
         asked.format,
         env!("CARGO_PKG_VERSION")
     );
-    ensure!(!registry.leaving.get(), "another is taking over already (wait for it)");
-    ensure!(!registry.ending.get(), "weir is stopping");
-    ensure!(!registry.turns.is_taken(), "the config file is being read (try again)");
+    ensure!(!registry.lifecycle.leaving.get(), "another is taking over already (wait for it)");
+    ensure!(!registry.lifecycle.ending.get(), "weir is stopping");
+    ensure!(!registry.lifecycle.turns.is_taken(), "the config file is being read (try again)");
     // From then on nobody begins with that.
-    if let Some((disk, what)) = registry.in_between() {
+    if let Some((disk, what)) = registry.disks.in_between() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");
     }
     let (offer, descriptors) = offer(registry).map_err(of_descriptors)?;
@@ -126,13 +126,13 @@ fn begin_or_refuse(registry: &Rc<Registry>, asked: Asked) -> anyhow::Result<()> 
         process = channel.process(),
         "another weir is about to take over"
     );
-    registry.leaving.set(true);
+    registry.lifecycle.leaving.set(true);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
         let ended = leave(&registry, channel, offer, descriptors).await;
         let Err(error) = ended;
         tracing::warn!("nobody has taken over, and all goes on: {error:#}");
-        registry.leaving.set(false);
+        registry.lifecycle.leaving.set(false);
     });
     Ok(())
 }
@@ -156,21 +156,21 @@ fn of_descriptors(error: anyhow::Error) -> anyhow::Error {
 fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut servers = Vec::new();
-    for serving in registry.servers() {
+    for serving in registry.exports.servers() {
         let origin = added::server(&serving);
         servers.push(server(name(&serving.endpoint), &serving.sockets(), origin, &mut descriptors)?);
     }
-    for (name, listening) in &*registry.told.borrow() {
+    for (name, listening) in &*registry.lifecycle.told.borrow() {
         servers.push(server(name.clone(), listening, Origin::Config, &mut descriptors)?);
     }
     let mut control = Vec::new();
-    for (path, socket) in registry.control.borrow().iter() {
+    for (path, socket) in registry.lifecycle.control.borrow().iter() {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         control.push(path.clone());
     }
     let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
     let mut devices = Vec::new();
-    for export in registry.exports() {
+    for export in registry.exports.all() {
         let serving = match &export.door {
             Door::Nbd(serving, _) => serving,
             Door::Own(entrance) => {
@@ -204,7 +204,7 @@ fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         });
     }
     let mut disks = Vec::new();
-    for running in registry.disks() {
+    for running in registry.disks.all() {
         let disk = &running.disk;
         let can_be = disk.check_takeover();
         can_be.with_context(|| {
@@ -222,9 +222,11 @@ fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
     }
     let version = env!("CARGO_PKG_VERSION").to_owned();
-    let watchdog_ns = registry.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
-    let clients = registry.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
-    let front_ends = registry.exports().iter().map(|export| of_front_end(export)).sum::<u64>();
+    let watchdog_ns =
+        registry.lifecycle.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
+    let clients =
+        registry.exports.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
+    let front_ends = registry.exports.all().iter().map(|export| of_front_end(export)).sum::<u64>();
     let to_come = clients + front_ends;
     Ok((
         Offer {
@@ -288,16 +290,16 @@ async fn leave(
             return Err(error);
         }
     };
-    let machines = registry.exports().into_iter().filter_map(|export| match &export.door {
+    let machines = registry.exports.all().into_iter().filter_map(|export| match &export.door {
         Door::Own(entrance) => Some((export.id.clone(), Arc::clone(&entrance.machine()?.server))),
         Door::Nbd(..) => None,
     });
-    let hosts = registry.exports().into_iter().filter_map(|export| match &export.door {
+    let hosts = registry.exports.all().into_iter().filter_map(|export| match &export.door {
         Door::Own(entrance) => Some((export.id.clone(), entrance.host()?.clone())),
         Door::Nbd(..) => None,
     });
     let mut still = Still {
-        servers: registry.servers(),
+        servers: registry.exports.servers(),
         machines: machines.collect(),
         hosts: hosts.collect(),
         kept: Vec::new(),
@@ -311,7 +313,7 @@ async fn leave(
         Ok(given) => given,
         Err(error) => {
             still.go_on().await;
-            registry.close_control(false);
+            registry.lifecycle.close_control(false);
             // Where it cannot be told, it hears of the end.
             let _ = again.say(Standing::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
             return Err(error);
@@ -319,12 +321,13 @@ async fn leave(
     };
     drop(again);
     // From here on the other serves.
-    let clients = registry.connections();
+    let clients = registry.exports.connections();
     each(&still.servers, |server| async move { server.leave().await }).await;
     // What was served here is in them; the other has its own.
     registry.recordings.end_all().await;
     // Others that look would take it for one that uses them.
-    let disks = registry.disks().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
+    let disks =
+        registry.disks.all().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
     let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.leave().await }));
     for leaving in leaving.collect::<Vec<_>>() {
         leaving.await;
@@ -368,7 +371,7 @@ async fn hear_prepared(
 /// Of a newcomer that has ended without a word: clusters would still see it for 30 s, and everybody
 /// who asks all that have an image open waits for it.
 async fn shut_out(registry: &Registry, heirs: &[u64]) {
-    for running in registry.disks() {
+    for running in registry.disks.all() {
         let disk = &running.disk;
         let shut_out = reactor::timeout(TO_BE_BACK, disk.shut_out(heirs)).await;
         if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
@@ -384,7 +387,7 @@ async fn give(
     channel: Channel,
     still: &mut Still,
 ) -> anyhow::Result<(Channel, usize)> {
-    let disks = registry.disks();
+    let disks = registry.disks.all();
     // What another process may have is not even read.
     let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_let_go()).collect();
     let answering = in_use.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
@@ -404,7 +407,7 @@ async fn give(
     for client in each(&still.servers, |server| async move { server.push_out_unread(UNREAD).await }).await {
         client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
     }
-    registry.close_control(true);
+    registry.lifecycle.close_control(true);
     each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
     let began_ns = clock_ns();
     for running in &disks {
@@ -508,7 +511,7 @@ async fn give(
         set: Some(unsaved::of_disk(running)),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
-    let groups = registry.groups();
+    let groups = registry.groups.all();
     let groups = groups.iter().map(|group| StandingGroup {
         name: group.name().to_owned(),
         counted: OfThrottle::of(group),
@@ -523,7 +526,7 @@ async fn give(
     let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
-        Word::Ready if !registry.ending.get() => {}
+        Word::Ready if !registry.lifecycle.ending.get() => {}
         Word::Ready => bail!("weir is stopping"),
         Word::Refused(why) => bail!("{why}"),
         other => bail!("the other said {other:?} too early"),

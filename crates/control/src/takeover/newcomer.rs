@@ -248,7 +248,7 @@ impl Newcomer {
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
         passed.settle();
-        let disks = registry.disks();
+        let disks = registry.disks.all();
         let held = disks.iter().filter(|running| running.disk.is_handed_over() && !running.disk.is_let_go());
         held.for_each(|running| let_go_soon(Arc::clone(&running.disk)));
         let count = clients.len() + machines.len();
@@ -324,7 +324,7 @@ impl Source for Newcomer {
 /// Whether everything that the other has is here, but for what may come.
 fn check(offer: &Offer, registry: &Registry, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
     for offered in &offer.disks {
-        let disk = registry.disk(&offered.name);
+        let disk = registry.disks.get(&offered.name);
         if disk.is_err() && may_come(offered.origin.is_added(), &offered.name) {
             continue;
         }
@@ -390,7 +390,7 @@ pub(super) fn machine(
     registry: &Registry,
     offered: &OfferedMachine,
 ) -> Option<(Rc<RunningExport>, Rc<Entrance>)> {
-    registry.exports().into_iter().find_map(|export| {
+    registry.exports.all().into_iter().find_map(|export| {
         let Door::Own(entrance) = &export.door else { return None };
         let listening = entrance.machine()?.listening.as_ref().map(|(name, _)| name);
         let is_it = match &offered.listening {
@@ -408,7 +408,7 @@ pub(super) fn export(
     endpoint: &str,
     called: &str,
 ) -> Option<(Arc<Server>, usize, Rc<RunningExport>)> {
-    registry.exports().into_iter().find_map(|export| match &export.door {
+    registry.exports.all().into_iter().find_map(|export| match &export.door {
         // The endpoint's name is made for the comparison, so the other one first: clients wait.
         Door::Nbd(serving, number) if export.name == called && name(&serving.endpoint) == endpoint => {
             Some((Arc::clone(&serving.server), *number, export))
@@ -429,7 +429,7 @@ async fn take_up(
     let standing: HashMap<&str, &StandingDisk> =
         state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
     // All at once, as each may wait for another storage.
-    let taking = registry.disks().into_iter().map(|running| {
+    let taking = registry.disks.all().into_iter().map(|running| {
         let standing = standing.get(&**running.disk.name()).copied();
         let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
         let disk = is_to_be.then(|| Arc::clone(&running.disk));
@@ -456,7 +456,7 @@ async fn take_up(
     }
     check_bitmaps(&state.disks, registry).await?;
     for group in state.groups {
-        let Ok(here) = registry.group(&group.name) else { continue };
+        let Ok(here) = registry.groups.get(&group.name) else { continue };
         group.counted.count_on(&here);
         if let Some(filled) = &group.filled {
             here.fill(&filled.filled()?)
@@ -464,7 +464,7 @@ async fn take_up(
         }
     }
     for disk in state.disks {
-        let here = registry.disk(&disk.name)?;
+        let here = registry.disks.get(&disk.name)?;
         disk.counted.count_on(&here.disk);
         if let Some(filled) = &disk.filled {
             let filled = here.disk.throttle().fill(&filled.filled()?);
@@ -533,7 +533,7 @@ async fn take_up(
 
 /// Of devices of this host, which are called as they were, those that are open now.
 fn count_on_at_devices(counted: &mut OfDaemon, registry: &Registry) {
-    for export in registry.exports() {
+    for export in registry.exports.all() {
         if export.entrance().is_some_and(|entrance| entrance.host().is_some()) {
             counted.count_on_at(&export.id, &export);
         }
@@ -545,7 +545,7 @@ fn count_on_at_devices(counted: &mut OfDaemon, registry: &Registry) {
 async fn check_bitmaps(disks: &[StandingDisk], registry: &Registry) -> anyhow::Result<()> {
     for disk in disks {
         // What came while this one started is not here.
-        let here = registry.disk(&disk.name).map_err(|_| {
+        let here = registry.disks.get(&disk.name).map_err(|_| {
             anyhow!("disk {}: it was added while this weir started, and is not here (try again)", disk.name)
         })?;
         let here = here.disk.image().recorded_bitmaps();
@@ -553,7 +553,7 @@ async fn check_bitmaps(disks: &[StandingDisk], registry: &Registry) -> anyhow::R
             bail!("disk {}: its bitmap {missing:?} records, and cannot be read here", disk.name);
         }
     }
-    for export in registry.exports() {
+    for export in registry.exports.all() {
         let found = export.new.as_ref().map(|new| Arc::clone(&new.bitmaps)).unwrap_or_default();
         let names: Vec<_> = found.iter().map(|bitmap| bitmap.name().to_string()).collect();
         let now = bitmaps::of_image(&export.disk, &names).await?;

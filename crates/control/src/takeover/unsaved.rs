@@ -29,12 +29,12 @@ pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
         None => "this command line".to_owned(),
     };
     let groups = state.groups.iter().filter_map(|told| {
-        let here = registry.group(&told.name).ok()?;
+        let here = registry.groups.get(&told.name).ok()?;
         let changes = changes(told.set.as_ref()?, group_by_itself(), set_of_group(&here));
         changes.map(|changes| format!("group {}: {changes}", told.name))
     });
     let disks = state.disks.iter().filter_map(|told| {
-        let here = registry.disk(&told.name).ok()?;
+        let here = registry.disks.get(&told.name).ok()?;
         let changes = changes(told.set.as_ref()?, disk_by_itself(), set_of_disk(&here));
         changes.map(|changes| format!("disk {}: {changes}", told.name))
     });

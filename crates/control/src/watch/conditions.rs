@@ -55,7 +55,7 @@ struct Measured {
 
 impl Conditions {
     pub(super) fn look(&mut self, registry: &Registry, now: Instant) {
-        for running in registry.disks() {
+        for running in registry.disks.all() {
             let member = running.disk.throttle();
             let measured = Measured {
                 brief: member.brief(),
@@ -64,7 +64,7 @@ impl Conditions {
             };
             self.judge(Of::Disk, running.disk.name(), measured, now, &registry.events);
         }
-        for group in registry.groups() {
+        for group in registry.groups.all() {
             let group: &Group = &group;
             let measured = Measured {
                 brief: group.brief(),

@@ -57,7 +57,7 @@ fn told(
             Ok((Fd::from(listener.socket.try_clone()?), path))
         });
         let known = known.collect::<Result<_, _>>().context(what)?;
-        registry.told.borrow_mut().push((told_name(what, address), known));
+        registry.lifecycle.told.borrow_mut().push((told_name(what, address), known));
         Ok(listeners)
     };
     let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
@@ -97,7 +97,7 @@ pub(super) fn bind(
 ) -> anyhow::Result<Bound> {
     let workers = Rc::new(start_workers(&plan.service)?);
     let (control, missing) = control_sockets(&plan.service, source)?;
-    registry.watchdog.set(sd_notify::watchdog_enabled().or_else(|| source.watchdog()));
+    registry.lifecycle.watchdog.set(sd_notify::watchdog_enabled().or_else(|| source.watchdog()));
     let count = source.inherited().unwrap_or_else(|| inherited.count());
     let http = told(&plan.service, source, tls, registry)?;
     source.pass_machines(&mut inherited)?;
@@ -110,7 +110,7 @@ pub(super) fn bind(
         }
     }
     let terms = assemble::terms(&plan.service, &registry.events);
-    registry.let_doors(&workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
+    registry.exports.let_doors(&workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
     Ok(Bound { workers, control, missing, http: Some(http), inherited: count })
 }
 
@@ -128,15 +128,15 @@ fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
 
 /// Of exports that there are, or are to be.
 pub(super) fn export_ids(registry: &Registry) -> HashSet<String> {
-    let running = registry.exports().into_iter().map(|export| export.id.clone());
-    running.chain(registry.awaited.borrow().keys().cloned()).collect()
+    let running = registry.exports.all().into_iter().map(|export| export.id.clone());
+    running.chain(registry.exports.awaited.borrow().keys().cloned()).collect()
 }
 
 /// How clients call those exports that have come since there were these.
 pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &Tls) -> Vec<String> {
-    let running = registry.exports();
+    let running = registry.exports.all();
     let running = running.iter().filter(|export| !before.contains(&export.id));
-    let awaited = registry.awaited.borrow();
+    let awaited = registry.exports.awaited.borrow();
     let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
     running.flat_map(|export| wanted::uris(export, tls)).chain(awaited).collect()
 }

@@ -12,9 +12,9 @@ const MOST_LIMITS_SHOWN: usize = 16;
 
 /// Limits of groups and disks, of the first that have some: `gold: iops 2000; vm1: bps 10M`.
 fn limits(registry: &Registry) -> Option<String> {
-    let groups = registry.groups();
+    let groups = registry.groups.all();
     let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));
-    let disks = registry.disks();
+    let disks = registry.disks.all();
     let disks = disks
         .iter()
         .map(|running| (running.disk.name().to_string(), running.disk.throttle().settings().limits));

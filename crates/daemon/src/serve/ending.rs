@@ -106,7 +106,7 @@ impl Daemon {
     }
 
     fn sum_up(&self) {
-        for RunningDisk { disk, .. } in self.registry.disks().iter().map(AsRef::as_ref) {
+        for RunningDisk { disk, .. } in self.registry.disks.all().iter().map(AsRef::as_ref) {
             let totals = disk.totals();
             if totals == Totals::default() {
                 continue;
@@ -125,21 +125,21 @@ impl Daemon {
 
     /// Starts the end; `signal` is a signal's name, or another word that says why.
     fn finish(&self, signal: &str, ending: Ending) {
-        tracing::info!(signal, connections = self.registry.connections(), "stopping");
-        self.registry.ending.set(true);
+        tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
+        self.registry.lifecycle.ending.set(true);
         notify::tell(&[NotifyState::Stopping]);
-        let servers = self.registry.servers();
+        let servers = self.registry.exports.servers();
         for serving in &servers {
             serving.close();
         }
-        let entrances = self.registry.entrances();
+        let entrances = self.registry.exports.entrances();
         // Of a file over FUSE nothing is left to the next daemon: what its users wrote comes first.
         let is_file = |entrance: &&Rc<Entrance>| matches!(entrance.host(), Some(Host::Fuse(_)));
         let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
         others.into_iter().for_each(|entrance| entrance.leave());
         let files: Vec<_> =
             files.into_iter().filter_map(|entrance| entrance.device().map(Path::to_owned)).collect();
-        let disks = self.registry.disks();
+        let disks = self.registry.disks.all();
         let mut stopped = Vec::new();
         for running in &disks {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
@@ -155,7 +155,7 @@ impl Daemon {
         let (events, registry) = (self.events.0.clone(), Rc::clone(&self.registry));
         reactor::spawn(async move {
             // Images that were laid down for another are taken up before they are closed.
-            while registry.leaving.get() {
+            while registry.lifecycle.leaving.get() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
             let giving_up: Vec<_> = disks.iter().map(give_up_once_silent).collect();
@@ -179,7 +179,7 @@ impl Daemon {
             }
             control.await;
             // Commands that were left may still have some.
-            while registry.has_unlisted() {
+            while registry.disks.has_unlisted() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
             let result = flush_and_close(&disks).await;

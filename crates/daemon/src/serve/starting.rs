@@ -78,7 +78,7 @@ impl Daemon {
         let events = hear(signals)?;
         let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
         // No unavailable disk is listed during the start.
-        let turn = registry.turns.try_take();
+        let turn = registry.lifecycle.turns.try_take();
         let is_upgrade = old.is_some();
         let claimed = claim(&plan, is_upgrade)?;
         sandbox::check(&plan)?;
@@ -146,7 +146,8 @@ impl Daemon {
         watching.extend(moving::receive(registry));
         registry.promise_once_there_is_room();
         registry.tell_unopened();
-        let watchdog = registry.watchdog.get().map(|allowed| watchdog::start(allowed, &bound.workers));
+        let watchdog =
+            registry.lifecycle.watchdog.get().map(|allowed| watchdog::start(allowed, &bound.workers));
         Ok(Self {
             registry: Rc::clone(registry),
             control,
@@ -183,7 +184,7 @@ fn empty_registry(file: Option<&Path>, plan: &Plan, events: &Events) -> anyhow::
     // Clients may be in another directory.
     let registry = Registry::new(file.map(path::absolute).transpose()?, ender);
     registry.keep_clients_out();
-    registry.ends_when_idle.set(plan.service.exit_when_idle);
+    registry.lifecycle.ends_when_idle.set(plan.service.exit_when_idle);
     registry.know_devices(plan.service.state.as_deref());
     Ok(registry)
 }
@@ -305,11 +306,11 @@ impl<'a> Opened<'a> {
 
 /// Gives up a start. A device that was taken over, and is in use, waits for the next process.
 async fn abandon(registry: &Registry) -> anyhow::Result<()> {
-    for entrance in registry.entrances() {
+    for entrance in registry.exports.entrances() {
         entrance.leave();
         entrance.stop().await;
     }
-    flush_and_close(&registry.disks()).await
+    flush_and_close(&registry.disks.all()).await
 }
 
 fn steer_cgroups(
@@ -336,31 +337,33 @@ async fn settle(
     (is_alone, own): (bool, Option<&Record>),
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
-    let awaited = registry.awaited.borrow().values().cloned().collect::<Vec<_>>();
+    let awaited = registry.exports.awaited.borrow().values().cloned().collect::<Vec<_>>();
     let comes_later =
-        |disk: &settings::PlacedDisk| assemble::is_late(disk) || registry.is_unopened(&disk.name);
+        |disk: &settings::PlacedDisk| assemble::is_late(disk) || registry.disks.is_unavailable(&disk.name);
     let is_of_later = |export: &&DoorExport| comes_later(&plan.disks[export.disk]);
     let doors_of_later = plan.doors.iter().filter(is_of_later).map(|export| export.door.clone());
-    let running = registry.disks();
+    let running = registry.disks.all();
     let remotes =
         running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
     let served = sandbox::Served {
         images: registry
-            .disks()
+            .disks
+            .all()
             .iter()
             .filter_map(|disk| disk.config.image.path().map(Path::to_owned))
             .collect(),
-        endpoints: registry.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        endpoints: registry.exports.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
         remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
         doors: registry
-            .exports()
+            .exports
+            .all()
             .iter()
             .filter_map(|export| export.said.clone())
             .chain(doors_of_later)
             .chain(awaited)
             .collect(),
         cluster: plan.disks.iter().any(assemble::is_late)
-            || registry.disks().iter().any(|disk| disk.config.image.is_rbd()),
+            || registry.disks.all().iter().any(|disk| disk.config.image.is_rbd()),
         etcd_ports: plan.service.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
         own: (plan.service.cluster.as_ref())
             .and_then(|known| cluster::directory(plan.service.state.as_deref(), known))
@@ -418,7 +421,7 @@ async fn take_over(
     match old.finish(registry, workers).await {
         Ok(before) => Ok(Some((version, before))),
         Err(error) => {
-            flush_and_close(&registry.disks()).await?;
+            flush_and_close(&registry.disks.all()).await?;
             Err(error)
         }
     }

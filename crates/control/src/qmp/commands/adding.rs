@@ -77,7 +77,7 @@ impl Command for AddDisk {
         }
         let opened = node.run(Rc::clone(&registry)).await;
         if let Some(id) = id {
-            registry.remove_object(&id);
+            registry.objects.remove(&id);
         }
         opened?;
         match complete(&registry, settings, exports).await {

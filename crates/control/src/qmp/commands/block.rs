@@ -232,7 +232,7 @@ fn check_names(registry: &Registry, chain: &Chain) -> Result<(), Error> {
 fn group_of(registry: &Registry, chain: &Chain) -> Result<Option<Arc<Group>>, Error> {
     let find = |name: &String| {
         let missing = |_| generic(format_args!("Throttle group '{}' does not exist", shown(name)));
-        registry.group(name).map_err(missing)
+        registry.groups.get(name).map_err(missing)
     };
     chain.group.as_ref().map(find).transpose()
 }
@@ -259,9 +259,9 @@ fn build(
 
 /// An existing node, with nothing above.
 fn find_below(registry: &Registry, name: &str) -> Result<Rc<RunningDisk>, Error> {
-    registry.disk(name).map_err(|_| {
+    registry.disks.get(name).map_err(|_| {
         let shown = shown(name);
-        if registry.is_below(name) {
+        if registry.disks.is_below(name) {
             generic(format_args!("Node '{shown}' is in use by the disk above it"))
         } else {
             generic(format_args!("Cannot find device='{shown}' nor node-name='{shown}'"))
@@ -354,9 +354,9 @@ async fn open_bottom(
         checked.unwrap_or_else(|_| Err(no_answer(&spec))).map_err(Error::generic)?;
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
-    let secret = id.map(|id| registry.secret(id)).transpose()?;
+    let secret = id.map(|id| registry.objects.secret(id)).transpose()?;
     let passed = |read_only| match image.path() {
-        Some(path) => registry.descriptors.of_path(path, read_only).map_err(Error::generic),
+        Some(path) => registry.objects.descriptors.of_path(path, read_only).map_err(Error::generic),
         None => Ok(None),
     };
     let may_be_read_only = *auto_read_only && !chain.read_only && !chain.handover;
@@ -433,8 +433,8 @@ impl Command for BlockdevDel {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let name = shown(&self.node);
-        let disk = registry.disk(&self.node).map_err(|_| {
-            generic(if registry.is_below(&self.node) {
+        let disk = registry.disks.get(&self.node).map_err(|_| {
+            generic(if registry.disks.is_below(&self.node) {
                 format!("Block device {name} is in use")
             } else {
                 format!("Failed to find node with node-name='{name}'")
@@ -468,7 +468,7 @@ impl Command for BlockdevDel {
 /// A disk ends with a block of each machine and device that has it: with another size none of them
 /// could have it after a restart.
 fn check_blocks(registry: &Registry, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
-    for export in registry.exports_of(disk.disk.name()) {
+    for export in registry.exports.of_disk(disk.disk.name()) {
         let block = export.block_bytes().map_or(1, u64::from);
         if !size_bytes.is_multiple_of(block) {
             return Err(Error::rule(
@@ -509,7 +509,7 @@ impl Command for BlockResize {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let (device, node) = (self.device.unwrap_or_default(), self.node.unwrap_or_default());
-        let disk = registry.disk(&device).or_else(|_| registry.disk(&node)).map_err(|_| {
+        let disk = registry.disks.get(&device).or_else(|_| registry.disks.get(&node)).map_err(|_| {
             let (device, node) = (shown(&device), shown(&node));
             generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
         })?;

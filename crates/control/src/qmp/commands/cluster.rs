@@ -64,7 +64,7 @@ impl Command for ClusterSet {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let cluster = cluster(&registry)?;
-        if registry.disk(&self.change.group).is_ok() {
+        if registry.disks.get(&self.change.group).is_ok() {
             return Err(Error::generic(format!(
                 "{}: is a disk here, and limits of all hosts are a group's (name a group that has cluster = true; without --cluster it is the disk's own limit)",
                 self.change.group

@@ -74,7 +74,7 @@ impl Command for AddFd {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let number = self.descriptor.as_fd().as_raw_fd();
-        let set = registry.descriptors.add(self.set, self.descriptor, self.opaque);
+        let set = registry.objects.descriptors.add(self.set, self.descriptor, self.opaque);
         let set = set.map_err(Error::generic)?;
         Ok(json!({ "fdset-id": set, "fd": number }))
     }
@@ -97,7 +97,7 @@ impl Command for RemoveFd {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        if registry.descriptors.remove(self.set, self.descriptor) {
+        if registry.objects.descriptors.remove(self.set, self.descriptor) {
             return Ok(json!({}));
         }
         let name = match self.descriptor {
@@ -109,7 +109,7 @@ impl Command for RemoveFd {
 }
 
 query!(QueryFdSets, "query-fdsets", |registry| {
-    let sets = registry.descriptors.list(|(set, members)| {
+    let sets = registry.objects.descriptors.list(|(set, members)| {
         let members = members.iter().map(|member| {
             let mut info = json!({ "fd": member.number() });
             if let Some(opaque) = &member.opaque {

@@ -97,8 +97,8 @@ impl Added {
     }
 
     pub(super) fn uris(&self, registry: &Registry) -> Result<Vec<String>, Error> {
-        let terms = registry.door_terms().map_err(|error| Error::generic(error.to_string()))?;
-        Ok(wanted::uris(&*registry.export(&self.id)?, &terms.tls))
+        let terms = registry.exports.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+        Ok(wanted::uris(&*registry.exports.get(&self.id)?, &terms.tls))
     }
 }
 
@@ -110,11 +110,12 @@ impl BlockExportAdd {
 
     pub(super) async fn add(self, registry: &Rc<Registry>) -> Result<Added, Error> {
         let Self { id, node, writable, kind, is_sent } = self;
-        if registry.export(&id).is_ok() {
+        if registry.exports.get(&id).is_ok() {
             return Err(Error::generic(format!("Block export id '{id}' is already in use")));
         }
         let disk = registry
-            .disk(&node)
+            .disks
+            .get(&node)
             .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(&node))))?;
         if writable && disk.disk.image().is_read_only() {
             return Err(Error::generic("Cannot export read-only node as writable"));
@@ -123,14 +124,15 @@ impl BlockExportAdd {
             Kind::Nbd(nbd) => nbd.add(registry, &disk, &id, writable).await?,
             Kind::Own(door, socket) => {
                 if let (Some(name), Some(socket)) = (door.passed(), socket) {
-                    let terms = registry.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+                    let terms =
+                        registry.exports.door_terms().map_err(|error| Error::generic(error.to_string()))?;
                     terms.inherited.borrow_mut().add(name, socket);
                 }
                 let added = registry.add_door(id.clone(), disk, !writable, &door, None).await;
                 added.map_err(|error| Error::generic(format!("{error:#}")))?
             }
         };
-        registry.export(&id)?.added.set(is_sent);
+        registry.exports.get(&id)?.added.set(is_sent);
         Ok(Added { id, disk: node, address })
     }
 }
@@ -199,7 +201,7 @@ impl Nbd {
     }
 
     fn serving(&self, registry: &Registry, disk: &str) -> Result<Rc<Serving>, Error> {
-        let servers = registry.servers();
+        let servers = registry.exports.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
         let none = "NBD server not running (start weir with --nbd ADDRESS, or export the disk another way)";
         match (&self.listen, &*servers) {
@@ -212,9 +214,9 @@ impl Nbd {
                 })
             }
             (None, _) => {
-                let standard = registry.standard_servers();
+                let standard = registry.exports.standard_servers();
                 let is_for_all = !standard.is_empty();
-                let candidates = if is_for_all { standard } else { registry.servers_of(disk) };
+                let candidates = if is_for_all { standard } else { registry.exports.servers_of(disk) };
                 if let [only] = &*candidates {
                     return Ok(Rc::clone(only));
                 }
@@ -300,7 +302,7 @@ impl Command for BlockExportDel {
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let id = shown(&self.id);
         let not_found = |_| Error::generic(format!("Export '{id}' is not found"));
-        if registry.export(&self.id).map_err(not_found)?.is_ending() {
+        if registry.exports.get(&self.id).map_err(not_found)?.is_ending() {
             return Err(Error::generic(format!("Export '{id}' is already shutting down")));
         }
         if self.removal == Removal::Safe {
@@ -321,7 +323,7 @@ impl Command for BlockExportDel {
 
 /// A device of this host that is mounted, held or open stays.
 async fn refuse_used(registry: &Registry, id: &str) -> Result<(), Error> {
-    let export = registry.export(id)?;
+    let export = registry.exports.get(id)?;
     let Reach::Own(entrance) = &export.door else { return Ok(()) };
     let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
     let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
@@ -335,7 +337,7 @@ async fn refuse_used(registry: &Registry, id: &str) -> Result<(), Error> {
 }
 
 query!(QueryBlockExports, "query-block-exports", |registry| {
-    let exports = registry.exports();
+    let exports = registry.exports.all();
     let info = exports.iter().map(|export| {
         json!({
             "id": export.id,

@@ -11,7 +11,7 @@ use policy::request::Direction;
 use serde_json::{Value, json};
 
 query!(QueryLatencies, "x-weir-query-latencies", |registry| {
-    registry.disks().iter().map(|running| told(&running.disk)).collect()
+    registry.disks.all().iter().map(|running| told(&running.disk)).collect()
 });
 
 /// Returns the histograms of a disk, of reads and writes together.

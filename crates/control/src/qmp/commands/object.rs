@@ -127,11 +127,11 @@ impl Command for ObjectAdd {
             Self::Credentials { id, of } => return add_credentials(&registry, &id, of).await,
             Self::Names { id, names } => {
                 check_id(&registry, &id)?;
-                registry.add_object(&id, NamedObject::Names(names))?;
+                registry.objects.add(&id, NamedObject::Names(names))?;
                 return Ok(json!({}));
             }
         };
-        let parent = parent.map(|name| registry.group(&name)).transpose()?;
+        let parent = parent.map(|name| registry.groups.get(&name)).transpose()?;
         let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
         if above >= MAX_LEVELS {
             let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
@@ -150,14 +150,14 @@ impl Command for ObjectAdd {
             return Err(why);
         }
         if is_sent {
-            registry.added_groups.borrow_mut().insert(id);
+            registry.groups.added.borrow_mut().insert(id);
         }
         Ok(json!({}))
     }
 }
 
 fn check_id(registry: &Registry, id: &str) -> Result<(), Error> {
-    if registry.group(id).is_ok() || registry.has_object(id) { Err(duplicate(id)) } else { Ok(()) }
+    if registry.groups.get(id).is_ok() || registry.objects.contains(id) { Err(duplicate(id)) } else { Ok(()) }
 }
 
 fn duplicate(id: &str) -> Error {
@@ -202,7 +202,7 @@ async fn add_secret(registry: &Registry, id: &str, from: SecretFrom) -> Result<V
         }
     };
     check_id(registry, id)?;
-    registry.add_object(id, NamedObject::Secret(secret))?;
+    registry.objects.add(id, NamedObject::Secret(secret))?;
     Ok(json!({}))
 }
 
@@ -256,7 +256,7 @@ async fn add_credentials(registry: &Registry, id: &str, of: Credentials) -> Resu
     };
     let keys = reactor::blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
     check_id(registry, id)?;
-    registry.add_object(id, NamedObject::Credentials(keys))?;
+    registry.objects.add(id, NamedObject::Credentials(keys))?;
     Ok(json!({}))
 }
 
@@ -274,10 +274,10 @@ impl Command for ObjectDel {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let id = &self.id;
-        if registry.remove_object(id) {
+        if registry.objects.remove(id) {
             return Ok(json!({}));
         }
-        let Ok(group) = registry.group(&self.id) else {
+        let Ok(group) = registry.groups.get(&self.id) else {
             return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
         };
         if group.members() > 0 {
@@ -314,7 +314,7 @@ fn resolve(registry: &Registry, path: &str) -> Result<Place, Error> {
         None if path == "objects" => return Ok(Place::Objects),
         None => path.strip_prefix("objects/").unwrap_or(path),
     };
-    if registry.group(name).is_err() {
+    if registry.groups.get(name).is_err() {
         return Err(not_found());
     }
     Ok(Place::Group(name.to_owned()))
@@ -339,9 +339,9 @@ impl Command for QomList {
             Place::Root => list.push(property("objects", "child<container>")),
             Place::Objects => {
                 list.extend(
-                    registry.groups().iter().map(|group| property(group.name(), "child<throttle-group>")),
+                    registry.groups.all().iter().map(|group| property(group.name(), "child<throttle-group>")),
                 );
-                list.extend(registry.secrets().iter().map(|id| property(id, "child<secret>")));
+                list.extend(registry.objects.secrets().iter().map(|id| property(id, "child<secret>")));
             }
             Place::Group(_) => {
                 list.push(property("limits", "ThrottleLimits"));
@@ -372,7 +372,7 @@ impl Command for QomGet {
         let group = match resolve(&registry, &self.path)? {
             Place::Root | Place::Objects if property == "type" => return Ok(json!("container")),
             Place::Root | Place::Objects => return Err(no_property("container", property)),
-            Place::Group(name) => registry.group(&name)?,
+            Place::Group(name) => registry.groups.get(&name)?,
         };
         let GroupSettings { limits, share, watermark } = group.settings();
         Ok(match property {
@@ -415,7 +415,7 @@ impl Command for QomSet {
                 return Err(read_only("container", "type"));
             }
             Place::Root | Place::Objects => return Err(no_property("container", &self.property)),
-            Place::Group(name) => registry.group(&name)?,
+            Place::Group(name) => registry.groups.get(&name)?,
         };
         let changes = changes(self.property, self.value)?;
         weir::set_group(&registry, &group, changes.apply_to(group.settings())?).await?;

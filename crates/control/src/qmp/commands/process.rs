@@ -13,7 +13,7 @@ use crate::{
 query!(QueryVersion, "query-version", |_| session::version());
 query!(QueryName, "query-name", |_| json!({}));
 // Stopped while the errors of any disk stop it, as a guest of QEMU's is by any of its disks.
-query!(QueryStatus, "query-status", |registry| match registry.is_stopped() {
+query!(QueryStatus, "query-status", |registry| match registry.disks.is_stopped() {
     false => json!({ "running": true, "status": "running" }),
     true => json!({ "running": false, "status": "io-error" }),
 });
@@ -40,8 +40,8 @@ impl Command for Resume {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let mut disks = match &self.name {
-            Some(name) => vec![registry.disk(name)?],
-            None => registry.disks(),
+            Some(name) => vec![registry.disks.get(name)?],
+            None => registry.disks.all(),
         };
         disks.retain(|running| running.disk.failures().stopped_by().is_some());
         match &self.name {
@@ -67,6 +67,6 @@ impl Command for Resume {
 query!(QueryCommands, "query-commands", |_| super::names().map(|name| json!({ "name": name })).collect());
 // The answer is on its way before the end begins, on this thread.
 query!(Quit, "quit", |registry| {
-    (registry.ender)(End::Asked);
+    (registry.lifecycle.ender)(End::Asked);
     json!({})
 });

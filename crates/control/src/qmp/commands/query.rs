@@ -28,7 +28,7 @@ async fn nodes(registry: &Registry) -> Vec<(Rc<RunningDisk>, Value)> {
         let of_task = Rc::clone(&running);
         (running, reactor::spawn_joinable(async move { node(&of_task).await }))
     };
-    let begun: Vec<_> = registry.disks().into_iter().map(begin).collect();
+    let begun: Vec<_> = registry.disks.all().into_iter().map(begin).collect();
     let mut nodes = Vec::new();
     for (running, node) in begun {
         nodes.push((running, node.await));
@@ -170,7 +170,7 @@ impl Command for QueryBlockstats {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        Ok(registry.disks().iter().map(|running| statistics(running)).collect())
+        Ok(registry.disks.all().iter().map(|running| statistics(running)).collect())
     }
 }
 

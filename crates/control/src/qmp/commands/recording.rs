@@ -27,7 +27,7 @@ impl Command for Start {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         for name in &self.of {
-            if registry.disk(name).is_err() && registry.group(name).is_err() {
+            if registry.disks.get(name).is_err() && registry.groups.get(name).is_err() {
                 let rule = "no disk and no group has this name (`weir status` lists them)";
                 return Err(Error::generic(format!("{name}: {rule}")));
             }

@@ -29,7 +29,7 @@ impl Command for RemoveDisk {
         if registry.give_up_unopened(&self.name) {
             return Ok(json!({}));
         }
-        let disk = registry.disk(&self.name)?;
+        let disk = registry.disks.get(&self.name)?;
         if disk.below.iter().any(|node| node.stays) {
             let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);
             return Err(Error::generic(why));
@@ -37,7 +37,7 @@ impl Command for RemoveDisk {
         drop(disk);
         // Clients of an export that was removed before are disconnected. Only their requests are
         // left.
-        for export in registry.exports_of(&self.name).iter().filter(|export| !export.is_ending()) {
+        for export in registry.exports.of_disk(&self.name).iter().filter(|export| !export.is_ending()) {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }
         registry.remove_disk_and_exports(&self.name, Removal::Safe).await?;

@@ -68,19 +68,19 @@ impl Command for NbdServerStart {
         let generic = |error: anyhow::Error| Error::generic(format!("{error:#}"));
         refuse_second(&registry)?;
         let required = |id: &String| {
-            let keys = registry.credentials(id);
+            let keys = registry.objects.credentials(id);
             let keys =
                 keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
             keys.map(|keys| Tls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
         let names = self.names.as_ref().map(|id| {
-            let names = registry.names(id);
+            let names = registry.objects.names(id);
             names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
         });
         let names = names.transpose()?;
         let DoorTerms { workers, access, nbd: standard, inherited, .. } =
-            registry.door_terms().map_err(generic)?;
+            registry.exports.door_terms().map_err(generic)?;
         let (at, listeners) = match self.place {
             Place::Address(address) => {
                 if let Some(sandbox) = registry.sandbox() {
@@ -116,7 +116,7 @@ impl Command for NbdServerStart {
 }
 
 fn refuse_second(registry: &Registry) -> Result<(), Error> {
-    match registry.servers().is_empty() {
+    match registry.exports.servers().is_empty() {
         true => Ok(()),
         false => Err(Error::generic("NBD server already running")),
     }
@@ -170,7 +170,7 @@ impl Command for NbdServerStop {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        match &*registry.servers() {
+        match &*registry.exports.servers() {
             [] => Err(Error::generic("NBD server not running")),
             [only] => {
                 let (registry, only) = (Rc::clone(&registry), Rc::clone(only));

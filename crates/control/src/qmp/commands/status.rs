@@ -49,10 +49,10 @@ impl Command for QueryStatus {
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
         let mut status = Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            uptime_ns: nanoseconds(registry.uptime()),
+            uptime_ns: nanoseconds(registry.lifecycle.uptime()),
             makes_devices: Some(registry.makes_devices()),
             memory: Some(memory()),
-            servers: registry.servers().iter().map(|one| server(one)).collect(),
+            servers: registry.exports.servers().iter().map(|one| server(one)).collect(),
             cluster: registry.cluster().map(|cluster| cluster.summary()),
             config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..Status::default()
@@ -69,9 +69,9 @@ impl Command for QueryStatus {
 }
 
 fn add_lists(registry: &Rc<Registry>, status: &mut Status) {
-    let (exports, members) = (registry.exports(), registry.members());
-    status.disks = registry.disks().iter().map(|one| disk(registry, one)).collect();
-    status.groups = registry.groups().iter().map(|one| group(registry, one, &members)).collect();
+    let (exports, members) = (registry.exports.all(), registry.members());
+    status.disks = registry.disks.all().iter().map(|one| disk(registry, one)).collect();
+    status.groups = registry.groups.all().iter().map(|one| group(registry, one, &members)).collect();
     status.devices = registry.devices().into_iter().map(device).collect();
     status.exports = exports.iter().map(|one| export(one)).collect();
     status.unopened = registry.unavailable_disks();
@@ -104,7 +104,7 @@ fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
         Image::Raw(_) => (None, None),
     };
     let failures = disk.failures();
-    let exports = registry.exports_of(disk.name());
+    let exports = registry.exports.of_disk(disk.name());
     DiskStatus {
         name: disk.name().to_string(),
         image: running.config.image.to_string(),
@@ -201,7 +201,7 @@ fn member_settings(
         weight: Some(share.weight().into()),
         iops_reservation: set(share.iops_reservation()),
         bps_reservation: set(share.bps_reservation()),
-        unmet_reservation: registry.left_out.borrow().get(name).map(LeftOut::status),
+        unmet_reservation: registry.groups.unmet.borrow().get(name).map(LeftOut::status),
         watermark: set(watermark.percent().into()),
         limits: settings::set(limits),
         ..MemberSettings::default()

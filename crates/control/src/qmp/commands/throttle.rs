@@ -59,12 +59,12 @@ impl Command for BlockSetIoThrottle {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let running = registry.disk(&self.disk)?;
+        let running = registry.disks.get(&self.disk)?;
         let disk = &running.disk;
         let limits = self.changes.apply_to(Limits::default())?;
         let current = disk.throttle().group();
         let placed = (disk.throttle().settings(), current.clone());
-        let entered = self.group.as_ref().and_then(|name| registry.group(name).ok());
+        let entered = self.group.as_ref().and_then(|name| registry.groups.get(name).ok());
         let entered = entered.map(|group| (group.settings(), group));
         let changed = match (&self.group, current) {
             _ if limits.is_unlimited() => alone(disk, limits)?,
@@ -117,7 +117,7 @@ fn set_group(group: &Arc<Group>, limits: Limits) -> Result<String, Error> {
 /// With the group's limits alone: those before were of the disk's group of one.
 fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
     let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
-    let Ok(group) = registry.group(name) else {
+    let Ok(group) = registry.groups.get(name) else {
         let group = Group::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
         registry.add_group(&group)?;
         if let Err(refused) = disk.throttle().place(own, Some(&group)) {

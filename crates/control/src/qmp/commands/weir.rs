@@ -43,7 +43,7 @@ impl Command for Set {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        match registry.group(&self.name) {
+        match registry.groups.get(&self.name) {
             Ok(group) => self.set_group(&registry, &group).await?,
             Err(_) => self.set_disk(&registry).await?,
         }
@@ -95,7 +95,7 @@ impl Set {
     }
 
     pub(super) async fn set_disk(&self, registry: &Registry) -> Result<(), Error> {
-        let running = registry.disk(&self.name)?;
+        let running = registry.disks.get(&self.name)?;
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
@@ -104,7 +104,7 @@ impl Set {
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
-            Some(name) => Some(registry.group(name).map_err(|_| no_group(registry, name))?),
+            Some(name) => Some(registry.groups.get(name).map_err(|_| no_group(registry, name))?),
         };
         let is_asked = self.group.is_some() || settings.watermark != before.watermark;
         if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
@@ -194,7 +194,7 @@ fn no_group(registry: &Registry, name: &str) -> Error {
     let name = shown(name);
     Error::new(
         Class::DeviceNotFound,
-        match registry.disk(&name) {
+        match registry.disks.get(&name) {
             Ok(_) => format!("{name:?} is a disk, not a group (name a group)"),
             Err(_) => {
                 format!("there is no group {name:?} (`weir status` lists them; `weir group add` makes one)")

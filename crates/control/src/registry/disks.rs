@@ -1,0 +1,149 @@
+//! The disks: open, unavailable, and on their way in or out. Only state: changes of it that others
+//! hear of are made by the [`Registry`](super::Registry).
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::{BTreeMap, BTreeSet},
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::disk::Disk;
+
+use super::{ByName, Refused, RunningDisk};
+use crate::unopened::Unopened;
+
+/// All disks of a daemon.
+#[derive(Default)]
+pub struct Disks {
+    listed: ByName<Rc<RunningDisk>>,
+    /// Names of the nodes below disks.
+    below: RefCell<BTreeSet<String>>,
+    /// Disks that were removed, and are being closed.
+    closing: RefCell<Vec<String>>,
+    /// Disks on their way to or from another host. Their names are reserved.
+    pub(crate) moving: RefCell<BTreeSet<String>>,
+    /// Disks of the config whose storage did not answer yet.
+    pub unavailable: RefCell<BTreeMap<String, Rc<Unopened>>>,
+    /// Disks that are being added: see [`Registry::arrival`](super::Registry::arrival).
+    pub(super) arriving: RefCell<BTreeSet<String>>,
+    /// Tasks that report failures and changes of size of each disk, as long as it is listed.
+    watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
+    /// A disk has stopped, and nothing was resumed since.
+    pub(super) stopped: Cell<bool>,
+}
+
+/// While it is held, a disk is being closed.
+struct Closing<'a> {
+    all: &'a RefCell<Vec<String>>,
+    name: &'a str,
+}
+
+impl<'a> Closing<'a> {
+    fn begin(all: &'a RefCell<Vec<String>>, name: &'a str) -> Self {
+        all.borrow_mut().push(name.to_owned());
+        Self { all, name }
+    }
+}
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        let mut all = self.all.borrow_mut();
+        // One that was added again, and removed again, has the same name.
+        if let Some(at) = all.iter().position(|name| name == self.name) {
+            all.swap_remove(at);
+        }
+    }
+}
+
+impl Disks {
+    pub(super) fn insert(&self, name: String, disk: Rc<RunningDisk>, watches: Vec<reactor::JoinHandle<()>>) {
+        self.watches.borrow_mut().insert(name.clone(), watches);
+        self.below.borrow_mut().extend(disk.below.iter().map(|node| node.name.clone()));
+        self.listed.insert(name, disk);
+    }
+
+    pub(super) fn remove(&self, name: &str) {
+        if let Some(disk) = self.listed.remove(name) {
+            for node in &disk.below {
+                self.below.borrow_mut().remove(&node.name);
+            }
+        }
+        self.watches.borrow_mut().remove(name);
+    }
+
+    /// The disk, if it is open.
+    pub(super) fn find(&self, name: &str) -> Option<Rc<RunningDisk>> {
+        self.listed.get(name)
+    }
+
+    /// True if the name belongs to a disk, open or not, or to a node below one.
+    pub(super) fn has_name(&self, name: &str) -> bool {
+        let is_moving = self.moving.borrow().contains(name);
+        self.listed.contains(name) || is_moving || self.is_below(name) || self.is_unavailable(name)
+    }
+
+    /// Marks a removed disk as being closed, as long as the value lives.
+    pub(super) fn closing<'a>(&'a self, name: &'a str) -> impl Drop + 'a {
+        Closing::begin(&self.closing, name)
+    }
+
+    pub(crate) fn block_disks(&self) -> Vec<Arc<Disk>> {
+        self.listed.all().iter().map(|running| Arc::clone(&running.disk)).collect()
+    }
+
+    /// All open disks, by name.
+    pub fn all(&self) -> Vec<Rc<RunningDisk>> {
+        self.listed.all()
+    }
+
+    /// The disk with this name.
+    ///
+    /// # Errors
+    /// There is none, or it is not open.
+    pub fn get(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+        self.listed.get(name).ok_or_else(|| match self.is_unavailable(name) {
+            true => Refused::NotOpen(name.to_owned()),
+            false => Refused::NoDisk(name.to_owned()),
+        })
+    }
+
+    /// Whether a disk that is on no list is still being written, or on its way to another host.
+    pub fn has_unlisted(&self) -> bool {
+        !self.closing.borrow().is_empty() || !self.moving.borrow().is_empty()
+    }
+
+    /// A disk that is on no list, and what becomes of it: one that was removed and is still being
+    /// written, that is not whole yet, or is on its way from or to another host.
+    pub(crate) fn in_between(&self) -> Option<(String, &'static str)> {
+        let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
+        let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
+        let moving = || first(&self.moving).map(|name| (name, "moved"));
+        closing.or_else(moving).or_else(|| first(&self.arriving).map(|name| (name, "added")))
+    }
+
+    /// Whether an error has stopped a disk.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.listed.any(|running| running.disk.failures().stopped_by().is_some())
+    }
+
+    /// Whether a disk of the config is not open yet.
+    pub fn is_unavailable(&self, disk: &str) -> bool {
+        self.unavailable.borrow().contains_key(disk)
+    }
+
+    pub(super) fn unavailable_member_of(&self, group: &str) -> Option<String> {
+        let unavailable = self.unavailable.borrow();
+        let member = unavailable.iter().find(|(_, one)| one.group().as_deref() == Some(group));
+        member.map(|(name, _)| name.clone())
+    }
+
+    pub(crate) fn is_below(&self, name: &str) -> bool {
+        self.below.borrow().contains(name)
+    }
+
+    /// Whether a disk of this name may go yet as if it had never been.
+    pub(crate) fn is_arriving(&self, name: &str) -> bool {
+        self.arriving.borrow().contains(name)
+    }
+}

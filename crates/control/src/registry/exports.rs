@@ -1,0 +1,236 @@
+//! The exports, and the NBD servers that they are at. Only state, as in `disks`.
+
+use std::{
+    cell::{OnceCell, RefCell},
+    collections::{BTreeMap, BTreeSet, HashMap},
+    path::{self, PathBuf},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, bail};
+use export::nbd;
+use reactor::Worker;
+use settings::{Endpoint, SocketAccess, Tls};
+
+use super::{ByName, Refused};
+use crate::{
+    doors::Entrance,
+    exports::{Door, RunningExport},
+    listen::Inherited,
+    running::RunningDisk,
+    serving::Serving,
+};
+
+/// What doors and servers that are added later are made with.
+pub(crate) struct DoorTerms {
+    pub(crate) workers: Rc<Vec<Worker>>,
+    /// Who may connect to sockets.
+    pub(crate) access: SocketAccess,
+    /// Of servers that are added later.
+    pub(crate) nbd: nbd::Terms,
+    /// Sockets that were passed to the daemon.
+    pub(crate) inherited: RefCell<Inherited>,
+    /// When the daemon's own servers encrypt.
+    pub(crate) tls: Tls,
+}
+
+/// All exports and NBD servers of a daemon.
+#[derive(Default)]
+pub struct Exports {
+    listed: ByName<Rc<RunningExport>>,
+    /// Ids of each disk's exports, by the disk's name.
+    of_disks: RefCell<BTreeMap<String, BTreeSet<String>>>,
+    /// The export whose endpoint is this path, for endpoints of one export alone.
+    endpoints: RefCell<BTreeMap<PathBuf, String>>,
+    /// Endpoints that open once the old process has released them, by the ids of their exports.
+    pub awaited: RefCell<BTreeMap<String, settings::Door>>,
+    servers: RefCell<Vec<Rc<Serving>>>,
+    /// The first server of each endpoint.
+    servers_at: RefCell<HashMap<Endpoint, Rc<Serving>>>,
+    /// What own doors are made with: see [`Exports::let_doors`].
+    door_terms: OnceCell<DoorTerms>,
+}
+
+impl Exports {
+    pub(super) fn insert_server(&self, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().push(Rc::clone(serving));
+        let mut servers_at = self.servers_at.borrow_mut();
+        servers_at.entry(serving.endpoint.clone()).or_insert_with(|| Rc::clone(serving));
+    }
+
+    pub(super) fn contains(&self, id: &str) -> bool {
+        self.listed.contains(id)
+    }
+
+    pub(super) fn find(&self, id: &str) -> Option<Rc<RunningExport>> {
+        self.listed.get(id)
+    }
+
+    /// All NBD servers.
+    pub fn servers(&self) -> Vec<Rc<Serving>> {
+        self.servers.borrow().clone()
+    }
+
+    /// The server of an endpoint.
+    pub(crate) fn server_at(&self, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+        self.servers_at.borrow().get(endpoint).cloned()
+    }
+
+    /// Those for exports that do not say where: none that is there for exports of some disks.
+    pub(crate) fn standard_servers(&self) -> Vec<Rc<Serving>> {
+        let mut servers = self.servers();
+        servers.retain(|serving| serving.standard.get().is_some());
+        servers
+    }
+
+    /// Those that have exports of this disk, and of no other.
+    pub(crate) fn servers_of(&self, disk: &str) -> Vec<Rc<Serving>> {
+        let mut servers: Vec<Rc<Serving>> = Vec::new();
+        for export in self.of_disk(disk) {
+            if let Door::Nbd(at, _) = &export.door
+                && !servers.iter().any(|known| Rc::ptr_eq(known, at))
+            {
+                servers.push(Rc::clone(at));
+            }
+        }
+        if servers.is_empty() {
+            return servers;
+        }
+        for export in self.all() {
+            if let Door::Nbd(at, _) = &export.door
+                && **export.disk.disk.name() != *disk
+            {
+                servers.retain(|serving| !Rc::ptr_eq(serving, at));
+            }
+        }
+        servers
+    }
+
+    /// Takes a server off the list. Whoever has it ends it.
+    pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
+        let (mut servers, mut servers_at) = (self.servers.borrow_mut(), self.servers_at.borrow_mut());
+        servers.retain(|known| !Rc::ptr_eq(known, serving));
+        servers_at.remove(&serving.endpoint);
+        let next = servers.iter().find(|known| known.endpoint == serving.endpoint);
+        servers_at.extend(next.map(|next| (next.endpoint.clone(), Rc::clone(next))));
+    }
+
+    pub(crate) fn has_some_at(&self, serving: &Rc<Serving>) -> bool {
+        let is_there =
+            |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
+        self.listed.any(is_there)
+    }
+
+    /// Number of connected clients of all exports.
+    pub fn connections(&self) -> usize {
+        let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
+        nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
+    }
+
+    /// Doors of one export's own.
+    pub fn entrances(&self) -> Vec<Rc<Entrance>> {
+        let entrance = |export: &Rc<RunningExport>| match &export.door {
+            Door::Own(entrance) => Some(Rc::clone(entrance)),
+            Door::Nbd(..) => None,
+        };
+        self.listed.all().iter().filter_map(entrance).collect()
+    }
+
+    /// A disk may have another length: who sees it through a door of its own is told.
+    pub(super) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
+        for export in self.of_disk(disk.disk.name()) {
+            if let Door::Own(entrance) = &export.door {
+                entrance.server.look_at_size();
+            }
+        }
+    }
+
+    /// Those included whose last clients are on their way out.
+    pub fn all(&self) -> Vec<Rc<RunningExport>> {
+        self.listed.all()
+    }
+
+    pub(crate) fn get(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
+        self.listed.get(id).ok_or_else(|| Refused::NoExport(id.to_owned()))
+    }
+
+    /// Whether there is an export with this id, or is to be one.
+    pub(crate) fn has_id(&self, id: &str) -> bool {
+        self.listed.contains(id) || self.awaited.borrow().contains_key(id)
+    }
+
+    /// This one, or one that says where it is if this is taken.
+    pub(crate) fn free_id(&self, id: &str, address: &str) -> String {
+        if self.has_id(id) { format!("{id}@{address}") } else { id.to_owned() }
+    }
+
+    /// Where the queues of own doors run from now on, and who may connect to their sockets.
+    pub fn let_doors(
+        &self,
+        workers: &Rc<Vec<Worker>>,
+        access: &SocketAccess,
+        nbd: nbd::Terms,
+        inherited: Inherited,
+        tls: &Tls,
+    ) {
+        let (workers, access, tls) = (Rc::clone(workers), access.clone(), tls.clone());
+        let inherited = RefCell::new(inherited);
+        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited, tls });
+    }
+
+    /// What [`Exports::let_doors`] was told.
+    ///
+    /// # Errors
+    /// Before it was.
+    pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
+        self.door_terms.get().context("nothing runs yet")
+    }
+
+    /// Only this daemon knows that it is the one who listens there.
+    pub(super) fn check_socket(&self, door: &settings::Door) -> anyhow::Result<()> {
+        let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
+        let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.listed.get(id));
+        match there.filter(|export| !export.is_ending()) {
+            Some(export) => bail!(
+                "{}: the export {} is there already (give each export a place of its own)",
+                door.address(),
+                export.id
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Exports of one disk, including those that wait for their last clients to disconnect.
+    pub(crate) fn of_disk(&self, disk: &str) -> Vec<Rc<RunningExport>> {
+        let ids = self.of_disks.borrow();
+        ids.get(disk).into_iter().flatten().filter_map(|id| self.listed.get(id)).collect()
+    }
+
+    pub(super) fn insert(&self, export: RunningExport) {
+        let (id, disk) = (export.id.clone(), export.disk.disk.name().to_string());
+        if let Some(path) = export.own_path() {
+            self.endpoints.borrow_mut().insert(path, id.clone());
+        }
+        self.of_disks.borrow_mut().entry(disk).or_default().insert(id.clone());
+        self.listed.insert(id, Rc::new(export));
+    }
+
+    pub(super) fn remove(&self, export: &RunningExport) {
+        let RunningExport { id, disk, .. } = export;
+        if let Some(path) = export.own_path() {
+            let mut endpoints = self.endpoints.borrow_mut();
+            // A newer export may be there by now.
+            if endpoints.get(&path) == Some(id) {
+                endpoints.remove(&path);
+            }
+        }
+        let (mut of_disks, disk) = (self.of_disks.borrow_mut(), disk.disk.name());
+        if let Some(ids) = of_disks.get_mut(&**disk) {
+            ids.remove(id);
+            if ids.is_empty() {
+                of_disks.remove(&**disk);
+            }
+        }
+        self.listed.remove(id);
+    }
+}

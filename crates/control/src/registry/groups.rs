@@ -1,0 +1,54 @@
+//! The groups, and the reservations that are not in force. Only state, as in `disks`.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use block::layer::throttle::Group;
+
+use super::{ByName, Refused};
+use crate::left_out::LeftOut;
+
+/// All groups of a daemon.
+#[derive(Default)]
+pub struct Groups {
+    listed: ByName<Arc<Group>>,
+    /// Those that clients of the control socket have added: no config has them.
+    pub(crate) added: RefCell<BTreeSet<String>>,
+    /// Unmet reservations, by the name of their disk or group.
+    pub unmet: RefCell<BTreeMap<String, LeftOut>>,
+}
+
+impl Groups {
+    pub(super) fn insert(&self, group: &Arc<Group>) {
+        self.listed.insert(group.name().to_owned(), Arc::clone(group));
+    }
+
+    pub(super) fn remove(&self, name: &str) {
+        self.listed.remove(name);
+        self.added.borrow_mut().remove(name);
+    }
+
+    pub(super) fn find(&self, name: &str) -> Option<Arc<Group>> {
+        self.listed.get(name)
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.listed.contains(name)
+    }
+
+    /// All groups, by name.
+    pub fn all(&self) -> Vec<Arc<Group>> {
+        self.listed.all()
+    }
+
+    /// The group with this name.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn get(&self, name: &str) -> Result<Arc<Group>, Refused> {
+        self.listed.get(name).ok_or_else(|| Refused::NoGroup(name.to_owned()))
+    }
+}
