@@ -79,8 +79,8 @@ pub fn warn_of_remarks(plan: &Plan) {
     }
 }
 
-/// Loads librbd if a disk needs it, and confines images to the plan's root. After this, the process can give
-/// up the right to run programs.
+/// Loads librbd if a disk needs it, and confines images to the plan's root. After this, the process
+/// can give up the right to run programs.
 ///
 /// # Errors
 /// The library or the directory cannot be opened.

@@ -50,11 +50,12 @@ use super::{
     wanted::{self, Running, Wanted, Way},
 };
 
-/// What a reconciliation is done for. It decides what may keep it waiting, and which reservations are
-/// refused.
+/// What a reconciliation is done for. It decides what may keep it waiting, and which reservations
+/// are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occasion {
-    /// From an empty registry. Reservations that other hosts of a cluster leave no room for stay unmet.
+    /// From an empty registry. Reservations that other hosts of a cluster leave no room for stay
+    /// unmet.
     Start,
     /// From the running state. Everything that the config asks for is put in force, or nothing.
     Reload,
@@ -72,7 +73,8 @@ pub struct Reconciliation<'a> {
     assembly: Assembly,
     /// Steps to undo, the last first.
     pub(crate) done: Vec<Done>,
-    /// Disks and groups with other settings. Their events follow once nothing is rolled back any more.
+    /// Disks and groups with other settings. Their events follow once nothing is rolled back any
+    /// more.
     pub(crate) set: BTreeSet<String>,
     /// The changes, as a client that requested them reads them.
     pub(crate) told: Vec<Value>,

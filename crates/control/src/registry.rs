@@ -219,8 +219,8 @@ impl Registry {
         self.devices.get_or_init(|| Devices::new(state));
     }
 
-    /// From now on finds, after each change, the devices below the disk or group that has changed, once
-    /// for each name of a turn. Called once.
+    /// From now on finds, after each change, the devices below the disk or group that has changed,
+    /// once for each name of a turn. Called once.
     pub fn follow_devices(self: &Rc<Self>) {
         let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
         self.listen(move |change| {
@@ -251,7 +251,8 @@ impl Registry {
         devices.follow(name, disk.as_ref().map(|running| &running.disk), group.as_ref())
     }
 
-    /// Finds the devices below all disks. Fails if more is reserved than a device was measured to do.
+    /// Finds the devices below all disks. Fails if more is reserved than a device was measured to
+    /// do.
     pub fn check_devices(&self) -> anyhow::Result<()> {
         let devices = self.devices.get();
         devices.map_or(Ok(()), |devices| devices.refresh(self.disks.block_disks(), self.groups.all()))

@@ -56,8 +56,8 @@ impl Difference {
         Self::of(registry, Some(before), plan).await
     }
 
-    /// From a registry that has nothing of the plan, in two parts: the second has the disks for which
-    /// `is_late` returns true, with their exports, and is applied after the first.
+    /// From a registry that has nothing of the plan, in two parts: the second has the disks for
+    /// which `is_late` returns true, with their exports, and is applied after the first.
     ///
     /// # Errors
     /// A name that is in use.

@@ -14,8 +14,8 @@ use super::{Difference, Occasion, Reconciliation};
 use crate::{opening::Trial, reconcile::source::Source};
 
 impl Reconciliation<'_> {
-    /// Opens the images of the new disks, each with the index of its disk in the plan. Nothing else changes;
-    /// to drop the images takes it back.
+    /// Opens the images of the new disks, each with the index of its disk in the plan. Nothing else
+    /// changes; to drop the images takes it back.
     ///
     /// # Errors
     /// The first image that cannot be opened, with its place in the config file.

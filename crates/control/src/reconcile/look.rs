@@ -1,10 +1,10 @@
-//! Whether the images of new disks could be opened: the check of `weir check-config`, `weir serve --check`
-//! and `weir reload --dry-run`.
+//! Whether the images of new disks could be opened: the check of `weir check-config`, `weir serve
+//! --check` and `weir reload --dry-run`.
 //!
 //! Images are opened for reading, whatever program writes to them. Never takes a lock that others
 //! would notice, and never reads a passphrase that can be read only once.
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use anyhow::Context as _;
 use image::Image;
@@ -15,11 +15,12 @@ use super::{Difference, Occasion, Reconciliation, check_secrets};
 use crate::{assemble, bitmaps, doors, listen::Others, looking, opening::Trial};
 
 impl Reconciliation<'_> {
-    /// Looks at the images of all new disks. Returns the indexes of those whose storage does not answer,
-    /// with the reasons, and everything else that is wrong, each with its place in the
+    /// Looks at the images of all new disks. Returns the indexes of those whose storage does not
+    /// answer, with the reasons, and everything else that is wrong, each with its place in the
     /// config file.
     ///
-    /// At the occasion of a start, groups and disks are listed in the registry, which belongs to no daemon.
+    /// At the occasion of a start, groups and disks are listed in the registry, which belongs to no
+    /// daemon.
     ///
     /// # Errors
     /// A group cannot be made.
@@ -74,11 +75,12 @@ impl Reconciliation<'_> {
         found: &mut Vec<anyhow::Error>,
     ) -> Option<Trial> {
         let place = || planned.place("image").to_string();
-        if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
-            let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
+        if let Some(path) = planned.image.path().filter(|_| !planned.read_only).map(Path::to_owned) {
+            let writable = move || if path.exists() { access(&path, AccessFlags::W_OK) } else { Ok(()) };
+            let writable = reactor::blocking(writable).await.map_err(io::Error::from);
             found.extend(writable.context("cannot be written").with_context(place).err());
         }
-        if !secrets_are_files(planned) {
+        if !secrets_are_files(planned).await {
             // Only a start waits for what a pipe says.
             if self.occasion != Occasion::Start {
                 found.extend(check_secrets(planned).await.err());
@@ -141,8 +143,13 @@ impl Reconciliation<'_> {
 }
 
 /// False if a source can be read only once, by the daemon.
-fn secrets_are_files(planned: &PlacedDisk) -> bool {
+async fn secrets_are_files(planned: &PlacedDisk) -> bool {
+    let sources = planned.qcow2.secrets.clone();
+    if sources.is_empty() {
+        return true;
+    }
     let is_special = |path: &Path| fs::metadata(path).is_ok_and(|file| !file.is_file());
-    let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
-    planned.qcow2.secrets.iter().all(is_kept)
+    let is_kept =
+        move |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
+    reactor::blocking(move || sources.iter().all(is_kept)).await
 }

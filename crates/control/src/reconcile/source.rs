@@ -1,5 +1,5 @@
-//! Where a start takes sockets, devices and open images from: the host, or an old process that hands them
-//! over in an upgrade.
+//! Where a start takes sockets, devices and open images from: the host, or an old process that
+//! hands them over in an upgrade.
 
 use std::{path::Path, time::Duration};
 
@@ -19,7 +19,8 @@ pub trait Source {
         None
     }
 
-    /// True if clients already use a disk of this name, so that a start waits for it without a deadline.
+    /// True if clients already use a disk of this name, so that a start waits for it without a
+    /// deadline.
     fn has_disk(&self, _name: &str) -> bool {
         false
     }
@@ -64,8 +65,8 @@ pub trait Source {
         None
     }
 
-    /// Fails if the config lacks something that the old process serves. Disks for which `is_late` returns
-    /// true are opened after this check.
+    /// Fails if the config lacks something that the old process serves. Disks for which `is_late`
+    /// returns true are opened after this check.
     fn check_config(&self, _registry: &Registry, _is_late: &dyn Fn(&str) -> bool) -> anyhow::Result<()> {
         Ok(())
     }

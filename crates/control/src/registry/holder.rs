@@ -28,8 +28,8 @@ impl Registry {
         self.naming_holder_or(error, [])
     }
 
-    /// The same of any error that may be one of these; `others` are images that are not listed yet, with
-    /// the names of their disks.
+    /// The same of any error that may be one of these; `others` are images that are not listed yet,
+    /// with the names of their disks.
     pub(crate) fn naming_holder_of<'a>(
         &self,
         error: anyhow::Error,

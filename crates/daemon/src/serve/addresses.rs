@@ -88,7 +88,8 @@ pub(super) struct Bound {
     pub(super) inherited: usize,
 }
 
-/// Starts the workers and binds the addresses of the daemon itself. Prepares the sockets of exports.
+/// Starts the workers and binds the addresses of the daemon itself. Prepares the sockets of
+/// exports.
 pub(super) fn bind(
     plan: &Plan,
     registry: &Rc<Registry>,

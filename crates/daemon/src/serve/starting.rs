@@ -118,7 +118,8 @@ impl Daemon {
         started.map(Some)
     }
 
-    /// Lets clients in, and announces it. After an upgrade nothing here may fail: no other process serves.
+    /// Lets clients in, and announces it. After an upgrade nothing here may fail: no other process
+    /// serves.
     async fn serve(
         (registry, events): (&Rc<Registry>, Events),
         (mut bound, complete): (Bound, Complete),
@@ -189,8 +190,8 @@ fn empty_registry(file: Option<&Path>, plan: &Plan, events: &Events) -> anyhow::
     Ok(registry)
 }
 
-/// Checks the pid file before anything is changed. It is written once clients can connect; in an upgrade, the
-/// file of the old process is opened.
+/// Checks the pid file before anything is changed. It is written once clients can connect; in an
+/// upgrade, the file of the old process is opened.
 fn claim(plan: &Plan, is_upgrade: bool) -> anyhow::Result<Option<Claimed>> {
     let claim = |path| match is_upgrade {
         true => Claimed::open(path).map(Some),
