@@ -107,7 +107,7 @@ impl Proofs {
     pub fn read(cluster: &Cluster) -> anyhow::Result<Self> {
         let is_tls = cluster.etcd.iter().any(|said| said.tls);
         let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
-        let user = match &cluster.user {
+        let user = match cluster.login() {
             Some((user, file)) => {
                 let mut text = String::new();
                 // A device may go on for ever.
@@ -116,7 +116,7 @@ impl Proofs {
                 read.with_context(|| format!("password-file {}", file.display()))?;
                 let is_short = text.len() as u64 <= MAX_PASSWORD;
                 ensure!(is_short, "password-file {}: is no password: too long", file.display());
-                Some((user.clone(), text.trim_end_matches(['\n', '\r']).to_owned()))
+                Some((user.to_owned(), text.trim_end_matches(['\n', '\r']).to_owned()))
             }
             None => None,
         };

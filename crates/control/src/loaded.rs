@@ -5,15 +5,15 @@
 use std::{path::PathBuf, rc::Rc};
 
 use export::nbd;
-use settings::{Plan, ServiceDraft};
+use settings::{DaemonConfig, Placed, Plan};
 use storage::rate::Budgets;
 
 /// The configuration that is in force.
 pub struct Loaded {
     /// As it was named: places in messages and relative paths begin with it.
     pub file: PathBuf,
-    /// What the command line said, which wins over the file.
-    pub said: ServiceDraft,
+    /// Options of the command line, which replace keys of the file.
+    pub options: Placed<DaemonConfig>,
     /// How many sockets the service manager passed.
     pub inherited: usize,
     /// As it was read.

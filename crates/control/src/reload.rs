@@ -20,7 +20,7 @@ use anyhow::{Context as _, ensure};
 use cluster::actor::Actor;
 use renewed::Renewed;
 use serde_json::{Value, json};
-use settings::{Draft, Plan, Record, config};
+use settings::{Draft, Mistakes, Plan, Record, config};
 
 use super::{
     assemble,
@@ -89,7 +89,7 @@ fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
 async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Result<Vec<Value>> {
     let (before, after) = (before.service.record.as_ref(), after.service.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
-        let place = draft.service.record.as_ref().map(|said| said.place.to_string());
+        let place = draft.service.given("record").map(ToString::to_string);
         let own = before.cloned();
         let checked = reactor::blocking(move || recording::check(&wanted, own.as_ref())).await;
         checked.with_context(|| place.unwrap_or_default())?;
@@ -152,10 +152,10 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
             serving.standard.set(standard);
         }
     }
-    let Loaded { file, said, inherited, tls, budgets, .. } = &*loaded;
-    let (file, said, inherited) = (file.clone(), said.clone(), *inherited);
+    let Loaded { file, options, inherited, tls, budgets, .. } = &*loaded;
+    let (file, options, inherited) = (file.clone(), options.clone(), *inherited);
     let (tls, budgets) = (tls.clone(), budgets.clone());
-    registry.loaded.replace(Some(Rc::new(Loaded { file, said, inherited, plan: whole, tls, budgets })));
+    registry.loaded.replace(Some(Rc::new(Loaded { file, options, inherited, plan: whole, tls, budgets })));
     Ok(told)
 }
 
@@ -165,12 +165,13 @@ async fn read(
     registry: &Registry,
     loaded: &Loaded,
 ) -> anyhow::Result<(Draft, Plan, Vec<Value>, unopened::Said)> {
-    let (file, said, inherited) = (loaded.file.clone(), loaded.said.clone(), loaded.inherited);
+    let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
     let reading = reactor::blocking(move || {
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
         ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
-        let draft = config::load(&file)?;
-        let draft = Draft { service: said.or(draft.service), ..draft };
+        let mistakes = Mistakes::default();
+        let draft = config::load_below(&file, &options, &mistakes);
+        let draft = mistakes.first_unless(draft)?;
         let plan = Plan::new(draft.clone(), inherited)?;
         anyhow::Ok((draft, plan))
     });

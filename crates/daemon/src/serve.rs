@@ -43,7 +43,7 @@ use control::{
     registry::{End, Registry},
     takeover::newcomer::Newcomer,
 };
-use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
+use settings::{DaemonConfig, Draft, Mistakes, Place, Placed, Plan, config, control::ControlSocket};
 pub use steps::QEMU_HEADING;
 
 use crate::{on_event::Runner, pid_file::PidFile};
@@ -60,7 +60,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let file = arguments.config.clone();
     let is_checked = arguments.check;
     let takeover = arguments.takeover.take();
-    let Start { said, draft, mistakes } = Start::read(arguments, monitors)?;
+    let Start { options, draft, mistakes } = Start::read(arguments, monitors)?;
     if is_checked {
         let inherited = inherited.count();
         let plan = match &file {
@@ -86,7 +86,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     on_reactor(async move {
         // This thread serves control sockets and exports, so no disk may block it.
         reactor::never_blocks_here();
-        let file = file.map(|file| (file, said));
+        let file = file.map(|file| (file, options));
         let start = starting::Start { plan, steps, file, inherited, old: before, signals, runner };
         let started = Daemon::start(start).await;
         if let (Err(error), Some(regrets)) = (&started, regrets) {
@@ -108,7 +108,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
 /// opened, or where commands find it.
 fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure> {
     descriptors::raise_limit();
-    let user = draft.service.user.as_ref().and_then(|said| said.value.user.as_deref());
+    let user = draft.service.user.as_ref().and_then(|owner| owner.user.as_deref());
     if let Some(control) = control {
         return Ok(Newcomer::ask(&control, user)?);
     }
@@ -121,15 +121,15 @@ fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure
         }
     }
     let control = match draft.service.qmp.first() {
-        Some(said) => said.value.clone(),
+        Some(socket) => socket.clone(),
         None => ControlSocket::of_commands().map_err(|rule| anyhow!("control socket: {rule}"))?.path,
     };
     Ok(Newcomer::ask(&control, user)?)
 }
 
 struct Start {
-    /// On the command line.
-    said: ServiceDraft,
+    /// Options of the command line.
+    options: Placed<DaemonConfig>,
     /// In all, as far as it is well formed.
     draft: Draft,
     /// In the config file.
@@ -137,20 +137,18 @@ struct Start {
 }
 
 impl Start {
-    fn read(arguments: ServeArgs, monitors: Vec<Said<PathBuf>>) -> Result<Self, Failure> {
+    fn read(arguments: ServeArgs, monitors: Vec<(PathBuf, Place)>) -> Result<Self, Failure> {
         let config = arguments.config.clone();
         let mut draft = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
-        draft.service.qmp.extend(monitors);
-        let said = draft.service.clone();
+        for (socket, place) in monitors {
+            let index = draft.service.qmp.len();
+            draft.service.put(format!("qmp[{index}]"), place);
+            draft.service.qmp.push(socket);
+        }
+        let options = draft.service.clone();
         let mistakes = Mistakes::default();
-        let draft = match config {
-            None => draft,
-            Some(path) => {
-                let file = config::load_telling(&path, &mistakes);
-                Draft { service: draft.service.or(file.service), ..file }
-            }
-        };
-        Ok(Self { said, draft, mistakes })
+        let draft = config.map_or(draft, |path| config::load_below(&path, &options, &mistakes));
+        Ok(Self { options, draft, mistakes })
     }
 }
 

@@ -198,7 +198,7 @@ impl Rules {
         }
         if let Some(cluster) = &service.cluster {
             cluster.certificates.iter().try_for_each(|directory| self.renewed(directory))?;
-            cluster.user.iter().try_for_each(|(_, password)| self.renewed(password))?;
+            cluster.password_file.iter().try_for_each(|password| self.renewed(password))?;
         }
         match &service.tls {
             Tls::Off => {}
@@ -342,11 +342,10 @@ fn is_below(directory: &Path, tops: &[&str]) -> bool {
 /// Paths of sockets that are there, or will be.
 fn sockets(plan: &Plan, served: &Served) -> Vec<PathBuf> {
     let mut sockets = plan.service.qmp.clone();
-    if plan.service.control != Standard::Off {
+    if plan.service.control_socket() != Standard::Off {
         sockets.extend(ControlSocket::of_daemon().ok().map(|place| place.path));
     }
-    let page = plan.service.http.as_ref().map(|http| &http.address);
-    for address in plan.service.metrics.iter().chain(page) {
+    for address in plan.service.metrics.iter().chain(&plan.service.http_address) {
         if let Address::Unix(path) = address {
             sockets.push(path.clone());
         }

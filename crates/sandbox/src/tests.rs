@@ -16,7 +16,7 @@ use std::{
 
 use nix::{mount::MsFlags, sys::ptrace, unistd};
 use reactor::Polling;
-use settings::{Draft, Place, Said};
+use settings::Draft;
 
 use super::*;
 
@@ -55,7 +55,7 @@ fn inside() {
     let worker = Worker::start("worker 0", Polling::Off).expect("a worker");
     reactor::run(Polling::Off, async move {
         let mut draft = Draft::default();
-        draft.service.qmp.push(Said::new(directory.join("qmp"), Place::new("--qmp")));
+        draft.service.qmp.push(directory.join("qmp"));
         let plan = Plan::without_disks(draft).expect("a plan");
         let _listens = UnixListener::bind(directory.join("other")).expect("a socket");
         let workers = [worker];

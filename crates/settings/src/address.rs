@@ -1,6 +1,11 @@
 //! Where clients connect: `unix:PATH` or `HOST:PORT`. Only the text is judged here.
 
-use std::{fmt, net::Ipv6Addr, path::PathBuf, str::FromStr};
+use std::{
+    fmt,
+    net::Ipv6Addr,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 /// Bytes of a Unix socket's path: `sun_path` of unix(7) less the terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
@@ -23,6 +28,17 @@ impl Address {
     /// The default: NBD's registered port, reachable from this machine alone.
     pub fn standard() -> Self {
         Self::Tcp { host: "localhost".to_owned(), port: 10809 }
+    }
+
+    /// The same address, with the path of a Unix socket relative to this directory.
+    ///
+    /// # Errors
+    /// The path is then too long, or not UTF-8.
+    pub(crate) fn relative_to(self, directory: &Path) -> Result<Self, String> {
+        match self {
+            Self::Unix(path) => socket_in(directory, &path).map(Self::Unix),
+            address @ Self::Tcp { .. } => Ok(address),
+        }
     }
 }
 
@@ -97,6 +113,15 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
 /// True if a text that is not an address is certainly a path.
 fn is_path(text: &str) -> bool {
     text.starts_with(['/', '.']) && text.contains('/') && !text.contains('\0')
+}
+
+/// Path of a Unix socket that is relative to this directory.
+///
+/// # Errors
+/// The whole path is too long, or not UTF-8.
+pub(crate) fn socket_in(directory: &Path, path: &Path) -> Result<PathBuf, String> {
+    let path = directory.join(path);
+    socket_path(path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?)
 }
 
 /// A Unix socket written as `unix:PATH`.

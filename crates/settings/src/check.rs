@@ -6,34 +6,20 @@
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
-    hash::Hash,
     path::{self, Path, PathBuf},
-    thread,
-    time::Duration,
 };
 
 use block::disk::{DetectZeroes, Discards};
 use policy::throttle;
-use reactor::Polling;
 use storage::{Format, rate::RateOptions};
 
 use super::{
-    Address, DiskConfig, DoorExport, Draft, Endpoint, Export, LogSettings, Mistakes, Nbd, NbdExport, Place,
-    Placed, Plan, Said, Server, Service, ServiceDraft, SocketAccess, Standard, Tls, Wrong, clients,
+    Address, DaemonConfig, DiskConfig, DoorExport, Draft, Endpoint, Export, Mistakes, NbdExport, Place,
+    Placed, Plan, Server, Service, Tls, TlsMode, Wrong, clients,
     groups::{self, Groups},
-    http, promises,
+    promises,
 };
 
-/// Threads by default, at most: past them a disk's own queue is what limits.
-const MAX_DEFAULT_WORKERS: usize = 8;
-/// Threads that may be set: each holds rings and buffers of several MiB.
-pub const MAX_WORKERS: usize = 256;
-/// As QEMU's `max-connections`.
-const DEFAULT_MAX_CONNECTIONS: u32 = 100;
-/// Beyond this, polling is a busy loop in all but name.
-pub const MAX_POLL: Duration = Duration::from_secs(1);
-/// Bytes of memory for data, at least: what requests have at least, and as much for the rest.
-pub const LEAST_MEMORY: u64 = 128 << 20;
 /// Bytes of a name in the NBD protocol ("Values", strings).
 const MAX_NAME_BYTES: usize = 4096;
 
@@ -55,7 +41,7 @@ impl Plan {
     /// All mistakes, in the order of the file.
     pub fn judged(draft: Draft, inherited: usize, mistakes: Mistakes) -> Result<Self, Vec<Wrong>> {
         // In a cluster a disk may come from another host.
-        if mistakes.count() == 0 && draft.disks.is_empty() && draft.service.cluster.is_none() {
+        if mistakes.count() == 0 && draft.disks.is_empty() && draft.cluster.is_none() {
             let rule = "there is nothing to serve (add a [disk.NAME] with an image)";
             mistakes.tell(Place::new("no disks").wrong(rule));
         }
@@ -67,8 +53,8 @@ impl Plan {
     /// # Errors
     /// The first rule that is broken.
     pub fn without_disks(draft: Draft) -> Result<Self, Wrong> {
-        if let Some(said) = draft.service.nbd.first() {
-            return Err(said.wrong("is not used, because no IMAGE is served (--nbd-server is for --export)"));
+        if let Some(place) = draft.service.given("nbd") {
+            return Err(place.wrong("is not used, because no IMAGE is served (--nbd-server is for --export)"));
         }
         Self::of(Draft { disks: Vec::new(), ..draft }, 0, Mistakes::default()).map_err(the_first)
     }
@@ -117,7 +103,8 @@ impl Plan {
         if mistakes.count() == 0 {
             mistakes.keep(promises::check(&draft.groups, &draft.disks));
         }
-        let tls = mistakes.keep(draft.service.tls.clone().check());
+        draft.service.judge(&mistakes);
+        let tls = mistakes.keep(draft.service.tls());
         let (mut servers, mut doors) = (Vec::new(), Vec::new());
         if is_whole {
             mistakes.keep(check_cluster(&draft));
@@ -128,8 +115,15 @@ impl Plan {
                 }
             }
         }
-        let Draft { disks, groups, service: said } = draft;
-        let service = service(said, tls, &mistakes);
+        // What depends on TLS is not checked where its keys are wrong.
+        if let Some(tls) = &tls {
+            mistakes.keep(draft.service.check_page(tls));
+            mistakes.keep(draft.service.check_access(tls));
+        }
+        let Draft { disks, groups, service: mut config, cluster } = draft;
+        config.sockets.owner = config.sockets.owner.take().or_else(|| config.user.clone());
+        let cluster = cluster.map(Placed::into_config);
+        let service = Service { config, tls: tls.unwrap_or(Tls::Off), cluster };
         mistakes.unless(Self { disks, groups, servers, doors, service })
     }
 }
@@ -144,7 +138,7 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
     let standard = mistakes.keep(standard_endpoints(draft, inherited))?;
     // Where nothing is said, a host without such disks listens nowhere.
     let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
-    let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
+    let always = if draft.cluster.is_some() && is_said { &*standard } else { &[] };
     let before = mistakes.count();
     let mut servers = servers(&draft.disks, &standard, always, mistakes);
     let doors = doors(&draft.disks, &servers, mistakes);
@@ -162,8 +156,7 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
         mistakes.keep(check_without_nbd(draft));
     }
     check_clients(draft, &servers, mistakes);
-    let told = [&draft.service.metrics, &draft.service.http];
-    check_sockets(&servers, &doors, &draft.service, told.into_iter().flatten(), mistakes);
+    check_sockets(&servers, &doors, &draft.service, mistakes);
     Some((servers, doors))
 }
 
@@ -173,14 +166,7 @@ fn says_where(disk: &DiskConfig) -> bool {
 }
 
 fn check_access(disk: &Placed<DiskConfig>, tls: &Tls) -> Result<(), Wrong> {
-    let place = |key: &str, index| disk.item(key, index, "").unwrap_or(disk.own_place());
-    clients::check_access(&disk.access, tls, false, place)
-}
-
-/// The first of `items` that was said before.
-fn repeated<'a, T: Eq + Hash>(items: impl IntoIterator<Item = &'a Said<T>>) -> Option<&'a Said<T>> {
-    let mut seen = HashSet::new();
-    items.into_iter().find(|item| !seen.insert(&item.value))
+    clients::check_access(disk, &disk.access, tls, false)
 }
 
 fn check_names(draft: &Draft, mistakes: &Mistakes) {
@@ -205,8 +191,8 @@ fn check_names(draft: &Draft, mistakes: &Mistakes) {
 
 /// Limits over many hosts are set once for all of them, and hold whatever a device does.
 fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
-    let cluster = draft.service.cluster.as_ref();
-    let control_groups = cluster.map_or(&[][..], |said| said.value.control_groups.as_slice());
+    let cluster = draft.cluster.as_ref();
+    let control_groups = cluster.map_or(&[][..], |cluster| cluster.control_groups.as_slice());
     let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
     if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name)) {
         return Err(group.place("name").wrong(
@@ -216,13 +202,13 @@ fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
     if let Some(said) =
         cluster.filter(|_| !control_groups.is_empty() && draft.service.cgroup_limits.is_none())
     {
-        return Err(said.wrong(
+        return Err(said.own_place().wrong(
             "control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
         ));
     }
     for group in draft.groups.iter().filter(|group| group.cluster) {
         let name = &group.name;
-        if draft.service.cluster.is_none() {
+        if draft.cluster.is_none() {
             return Err(group.wrong("cluster", "there is no cluster (add [cluster] with name and etcd)"));
         }
         let is_limit = |key: &str| throttle::Setting::from_name(key).is_some();
@@ -390,7 +376,7 @@ fn passed_by_name(draft: &Draft) -> usize {
         Endpoint::Address(_) | Endpoint::Inherited => None,
     };
     let listens = draft.disks.iter().flat_map(|disk| disk.nbd_exports()).map(|(_, export)| &export.listen);
-    let nbd = draft.service.nbd.iter().map(|said| &said.value.at).chain(listens).filter_map(name);
+    let nbd = draft.service.nbd.iter().map(|nbd| &nbd.at).chain(listens).filter_map(name);
     let doors = draft.disks.iter().flat_map(|disk| disk.doors());
     let doors = doors.filter_map(|(_, door)| door.passed().map(str::to_owned));
     nbd.chain(doors).collect::<HashSet<_>>().len()
@@ -399,28 +385,30 @@ fn passed_by_name(draft: &Draft) -> usize {
 /// Where disks are served that do not say, and whether for reading alone.
 fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, bool)>, Wrong> {
     // Those that come from other hosts of a cluster do not.
-    let all_say = draft.service.cluster.is_none() && draft.disks.iter().all(|disk| says_where(disk));
-    if let Some(first) = draft.service.nbd.first() {
+    let all_say = draft.cluster.is_none() && draft.disks.iter().all(|disk| says_where(disk));
+    let nbd = &draft.service.nbd;
+    if !nbd.is_empty() {
+        let wrong = |index, rule: &str| {
+            Err(draft.service.item("nbd", index, "").unwrap_or(draft.service.own_place()).wrong(rule))
+        };
         if inherited > 0 {
-            return Err(
-                first.wrong("the service manager passed sockets too, in LISTEN_FDS (use one or the other)")
-            );
+            return wrong(0, "the service manager passed sockets too, in LISTEN_FDS (use one or the other)");
         }
         if all_say {
-            return Err(first.wrong("is not used, because every disk says where it is exported (remove it)"));
+            return wrong(0, "is not used, because every disk says where it is exported (remove it)");
         }
         let mut seen = HashSet::new();
-        if let Some(again) = draft.service.nbd.iter().find(|said| !seen.insert(&said.value.at)) {
-            return Err(again.wrong("is given twice (remove one)"));
+        if let Some(again) = nbd.iter().position(|nbd| !seen.insert(&nbd.at)) {
+            return wrong(again, "is given twice (remove one)");
         }
-        let read_only = draft.service.nbd.iter().find(|said| said.value.read_only);
-        if let (Some(said), Some(_)) = (read_only, &draft.service.cluster) {
-            return Err(said.wrong(
+        let read_only = nbd.iter().position(|nbd| nbd.read_only);
+        if let (Some(index), Some(_)) = (read_only, &draft.cluster) {
+            return wrong(
+                index,
                 "read-only: disks that come from other hosts could be written to all the same (leave it out, or make the disks read-only)",
-            ));
+            );
         }
-        let place = |said: &Said<Nbd>| (said.value.at.clone(), said.value.read_only);
-        return Ok(draft.service.nbd.iter().map(place).collect());
+        return Ok(nbd.iter().map(|nbd| (nbd.at.clone(), nbd.read_only)).collect());
     }
     match (inherited, all_say) {
         (0, _) => Ok(vec![(Endpoint::Address(Address::standard()), false)]),
@@ -516,11 +504,12 @@ fn doors(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: &Mistakes) 
 
 /// Settings that only clients of NBD would notice, where there will be none.
 fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
-    let connections = draft.service.max_connections.as_ref().map(|said| &said.place);
+    let connections = draft.service.given("max-connections");
     let descriptions = draft.disks.iter().filter_map(|disk| disk.given("description"));
     // The page has the certificates too.
-    let has_page = matches!(&draft.service.http, Some(said) if matches!(said.value, Address::Tcp { .. }));
-    let tls = draft.service.tls.wanted().filter(|_| !has_page);
+    let has_page = matches!(draft.service.http_address, Some(Address::Tcp { .. }));
+    let is_encrypted = draft.service.tls_mode != TlsMode::Off;
+    let tls = draft.service.given("tls").filter(|_| is_encrypted && !has_page);
     let mut unused = connections.into_iter().chain(tls).chain(descriptions);
     match unused.next() {
         Some(place) => Err(place.wrong(
@@ -535,8 +524,8 @@ fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
     let is_tcp = |server: &&Server| !matches!(server.endpoint, Endpoint::Address(Address::Unix(_)));
     let rule = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
     // A daemon without disks is told of a server later.
-    let of_all = draft.service.access.network().map(|said| &said.place);
-    let per_address = draft.service.max_connections_per_address.as_ref().map(|said| &said.place);
+    let of_all = draft.service.network();
+    let per_address = draft.service.given("max-connections-per-address");
     if !draft.disks.is_empty()
         && let Some(place) = of_all.or(per_address)
         && !servers.iter().any(|server| is_tcp(&server))
@@ -576,143 +565,39 @@ fn socket_of(server: &Server) -> Option<PathBuf> {
     }
 }
 
-fn check_sockets<'a>(
+fn check_sockets(
     servers: &[Server],
     doors: &[DoorExport],
-    service: &ServiceDraft,
-    told: impl Iterator<Item = &'a Said<Address>> + Clone,
+    service: &Placed<DaemonConfig>,
     mistakes: &Mistakes,
 ) {
     let doors = doors.iter().filter_map(|export| export.door.path()).map(|path| spelled_out(&path));
     let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_of).chain(doors).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
-    let control = &service.qmp;
-    for said in control.iter().filter(|said| exports.contains(&spelled_out(&said.value))) {
-        mistakes.tell(said.wrong(RULE));
+    for (index, _) in service.qmp.iter().enumerate().filter(|(_, path)| exports.contains(&spelled_out(path)))
+    {
+        mistakes.tell(service.item("qmp", index, "").unwrap_or(service.own_place()).wrong(RULE));
     }
-    if let Some(again) = repeated(told.clone()) {
-        mistakes.tell(again.wrong("both metrics and http are to be there (use another)"));
+    if service.metrics.is_some() && service.metrics == service.http_address {
+        mistakes.tell(service.wrong("http", "both metrics and http are to be there (use another)"));
     }
-    if let Some(said) = &service.pid_file {
-        let path = spelled_out(&said.value);
-        let is_it = |socket: &Path| spelled_out(socket) == path;
-        let of_told = |said: &Said<Address>| matches!(&said.value, Address::Unix(path) if is_it(path));
-        if exports.contains(&path)
-            || control.iter().any(|said| is_it(&said.value))
-            || told.clone().any(of_told)
-        {
-            mistakes.tell(said.wrong("a socket is to be there (choose another file)"));
+    let http = [("metrics", &service.metrics), ("http", &service.http_address)];
+    let http_sockets = http.into_iter().filter_map(|(key, address)| match address {
+        Some(Address::Unix(path)) => Some((key, path)),
+        Some(Address::Tcp { .. }) | None => None,
+    });
+    if let Some(path) = &service.pid_file {
+        let path = spelled_out(path);
+        let mut others = service.qmp.iter().chain(http_sockets.clone().map(|(_, path)| path));
+        if exports.contains(&path) || others.any(|socket| spelled_out(socket) == path) {
+            mistakes.tell(service.wrong("pid-file", "a socket is to be there (choose another file)"));
         }
     }
-    for said in told {
-        match &said.value {
-            Address::Unix(path) if exports.contains(&spelled_out(path)) => mistakes.tell(said.wrong(RULE)),
-            Address::Unix(path) if control.iter().any(|said| said.value == *path) => {
-                mistakes.tell(said.wrong("is a control socket (use another)"));
-            }
-            _ => {}
+    for (key, path) in http_sockets {
+        if exports.contains(&spelled_out(path)) {
+            mistakes.tell(service.wrong(key, RULE));
+        } else if service.qmp.contains(path) {
+            mistakes.tell(service.wrong(key, "is a control socket (use another)"));
         }
-    }
-}
-
-impl ServiceDraft {
-    /// Tells of values that cannot be, whatever else is said.
-    pub(crate) fn judge_values(&self, mistakes: &Mistakes) {
-        mistakes.keep(workers(self.workers.as_ref()));
-        mistakes.keep(poll(self.poll.as_ref()));
-        mistakes.keep(memory(self.memory.as_ref()));
-        mistakes.keep(user(self.user.as_ref()));
-    }
-}
-
-/// `tls`: none if it is wrong; what depends on it is not looked at then.
-fn service(draft: ServiceDraft, tls: Option<Tls>, mistakes: &Mistakes) -> Service {
-    let http = tls
-        .as_ref()
-        .and_then(|tls| mistakes.keep(http::check(draft.http, draft.http_token_file, draft.http_name, tls)));
-    let access = tls.as_ref().and_then(|tls| mistakes.keep(draft.access.check(tls)));
-    let user = mistakes.keep(user(draft.user.as_ref())).flatten();
-    Service {
-        workers: mistakes.keep(workers(draft.workers.as_ref())).unwrap_or_default(),
-        poll: mistakes.keep(poll(draft.poll.as_ref())).unwrap_or(Polling::Off),
-        max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
-        max_connections_per_address: draft.max_connections_per_address.map(|said| said.value),
-        memory: mistakes.keep(memory(draft.memory.as_ref())).flatten(),
-        sockets: SocketAccess {
-            mode: draft.socket_mode.map_or(SocketAccess::default().mode, |said| said.value),
-            owner: draft.socket_owner.map(|said| said.value).or_else(|| user.clone()),
-        },
-        exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
-        control: mistakes.keep(control(draft.control, &draft.qmp)).unwrap_or(Standard::Off),
-        qmp: mistakes.keep(qmp(draft.qmp)).unwrap_or_default(),
-        metrics: draft.metrics.map(|said| said.value),
-        on_event: draft.on_event.map(|said| said.value),
-        http: http.flatten(),
-        access: access.unwrap_or_default(),
-        tls: tls.unwrap_or(Tls::Off),
-        log: LogSettings {
-            filter: draft.log.map_or_else(|| "info".to_owned(), |said| said.value),
-            format: draft.log_format.map(|said| said.value).unwrap_or_default(),
-            file: draft.log_file.map(|said| said.value),
-        },
-        pid_file: draft.pid_file.map(|said| said.value),
-        state: draft.state.map(|said| said.value),
-        image_root: draft.image_root.map(|said| said.value),
-        cgroup_limits: draft.cgroup_limits.map(|said| said.value),
-        record: draft.record.map(|said| said.value),
-        cluster: draft.cluster.map(|said| said.value),
-        sandbox: draft.sandbox.map(|said| said.value).unwrap_or_default(),
-        user,
-    }
-}
-
-fn workers(said: Option<&Said<usize>>) -> Result<usize, Wrong> {
-    match said {
-        None => Ok(thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS)),
-        Some(said) if (1..=MAX_WORKERS).contains(&said.value) => Ok(said.value),
-        Some(said) => Err(said.wrong(format!("is out of range; it is from 1 to {MAX_WORKERS}"))),
-    }
-}
-
-fn poll(said: Option<&Said<Polling>>) -> Result<Polling, Wrong> {
-    match said {
-        Some(said) if matches!(said.value, Polling::UpTo(limit) if limit > MAX_POLL) => {
-            Err(said.wrong("is too long; it is 1s at most (0 never polls)"))
-        }
-        said => Ok(said.map_or(Polling::Off, |said| said.value)),
-    }
-}
-
-fn memory(said: Option<&Said<u64>>) -> Result<Option<u64>, Wrong> {
-    match said {
-        Some(said) if said.value < LEAST_MEMORY => Err(said.wrong("is too little; it is at least 128M")),
-        said => Ok(said.map(|said| said.value)),
-    }
-}
-
-/// A group alone would leave root what it was.
-fn user(said: Option<&Said<super::Owner>>) -> Result<Option<super::Owner>, Wrong> {
-    match said {
-        Some(said) if said.value.user.is_none() => {
-            Err(said.wrong("names no user (write USER, or USER:GROUP)"))
-        }
-        said => Ok(said.map(|said| said.value.clone())),
-    }
-}
-
-fn qmp(sockets: Vec<Said<PathBuf>>) -> Result<Vec<PathBuf>, Wrong> {
-    if let Some(again) = repeated(&sockets) {
-        return Err(again.wrong("is given twice (remove one)"));
-    }
-    Ok(sockets.into_iter().map(|said| said.value).collect())
-}
-
-fn control(said: Option<Said<bool>>, named: &[Said<PathBuf>]) -> Result<Standard, Wrong> {
-    match said {
-        None if named.is_empty() => Ok(Standard::Try),
-        None => Ok(Standard::Off),
-        Some(Said { value: true, .. }) => Ok(Standard::Must),
-        Some(_) if named.is_empty() => Ok(Standard::Off),
-        Some(said) => Err(said.wrong("and qmp names a control socket (leave one out)")),
     }
 }

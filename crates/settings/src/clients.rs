@@ -5,64 +5,77 @@ use std::collections::HashSet;
 
 use policy::access::{Access, Names, Network, Networks};
 
-use super::{Credentials, Place, Said, Tls, Wrong};
+use super::{Credentials, Tls};
+use crate::{
+    key::{self, Field, KeyValue as _, Literal},
+    place::Wrong,
+    placed::Placed,
+};
 
-/// Who may connect, as it was said.
-#[derive(Clone, Debug, Default)]
-pub struct AccessDraft {
-    pub allow: Vec<Said<Network>>,
-    pub deny: Vec<Said<Network>>,
-    /// Patterns of names.
-    pub tls_authz: Vec<Said<String>>,
+/// Access to the networks that a config allows.
+pub(crate) fn allow<T: 'static>(
+    access: fn(&T) -> &Access,
+    access_mut: fn(&mut T) -> &mut Access,
+) -> Field<T> {
+    networks(
+        move |config| &access(config).networks.allow,
+        move |config| &mut access_mut(config).networks.allow,
+    )
 }
 
-impl AccessDraft {
-    /// These settings, and `other`'s where these say nothing. Networks are one setting.
-    pub fn or(self, other: Self) -> Self {
-        let says_networks = !self.allow.is_empty() || !self.deny.is_empty();
-        let (allow, deny) = if says_networks { (self.allow, self.deny) } else { (other.allow, other.deny) };
-        let tls_authz = if self.tls_authz.is_empty() { other.tls_authz } else { self.tls_authz };
-        Self { allow, deny, tls_authz }
-    }
+/// Access to the networks that a config denies.
+pub(crate) fn deny<T: 'static>(access: fn(&T) -> &Access, access_mut: fn(&mut T) -> &mut Access) -> Field<T> {
+    networks(move |config| &access(config).networks.deny, move |config| &mut access_mut(config).networks.deny)
+}
 
-    /// What they add up to, with the TLS that the daemon has.
-    ///
-    /// # Errors
-    /// A network twice; names that no client would be asked for.
-    pub(crate) fn check(&self, tls: &Tls) -> Result<Access, Wrong> {
-        let networks = |said: &[Said<Network>]| said.iter().map(|said| said.value).collect();
-        let names = self.tls_authz.iter().map(|said| said.value.clone());
-        let access = Access {
-            networks: Networks { allow: networks(&self.allow), deny: networks(&self.deny) },
-            names: (!self.tls_authz.is_empty()).then(|| Names::any_of(names)),
-        };
-        let place = |key: &str, index: usize| match key {
-            "allow" => &self.allow[index].place,
-            "deny" => &self.deny[index].place,
-            _ => &self.tls_authz[index].place,
-        };
-        check_access(&access, tls, true, place)?;
-        Ok(access)
-    }
+fn networks<T: 'static>(
+    networks: impl Fn(&T) -> &Vec<Network> + Send + Sync + 'static,
+    networks_mut: impl Fn(&mut T) -> &mut Vec<Network> + Send + Sync + 'static,
+) -> Field<T> {
+    Field::new(
+        move |config: &mut T, given| {
+            networks_mut(config).push(crate::read(given.text)?);
+            Ok(())
+        },
+        move |config| key::list(networks(config)),
+    )
+    .list()
+}
 
-    /// The first network that was said.
-    pub(crate) fn network(&self) -> Option<&Said<Network>> {
-        self.allow.iter().chain(&self.deny).next()
-    }
+/// Access to the patterns of names that a config allows.
+pub(crate) fn names<T: 'static>(
+    access: fn(&T) -> &Access,
+    access_mut: fn(&mut T) -> &mut Access,
+) -> Field<T> {
+    Field::new(
+        move |config: &mut T, given| {
+            let name = tls_name(given.text)?;
+            let names = &mut access_mut(config).names;
+            let known = names.take().map(|names| names.rules).unwrap_or_default();
+            let patterns = known.into_iter().map(|rule| rule.pattern).chain([name]);
+            *names = Some(Names::any_of(patterns));
+            Ok(())
+        },
+        move |config| {
+            let rules = access(config).names.as_ref().map(|names| &names.rules)?;
+            Some(Literal::List(rules.iter().map(|rule| rule.pattern.write()).collect()))
+        },
+    )
+    .list()
 }
 
 /// Checks which clients may connect, with the TLS that the daemon has. `for_all`: a client must
-/// have
-/// one of these names, whatever disk it connects to. `place` is that of a value of a key.
+/// have one of these names, whatever disk it connects to.
 ///
 /// # Errors
 /// A network twice; names that no client would be asked for.
-pub(crate) fn check_access<'a>(
+pub(crate) fn check_access<T>(
+    config: &Placed<T>,
     access: &Access,
     tls: &Tls,
     for_all: bool,
-    place: impl Fn(&str, usize) -> &'a Place,
 ) -> Result<(), Wrong> {
+    let place = |key: &str, index| config.item(key, index, "").unwrap_or(config.own_place());
     let mut seen = HashSet::new();
     let Networks { allow, deny } = &access.networks;
     for (key, networks) in [("allow", allow), ("deny", deny)] {

@@ -2,7 +2,22 @@
 //!
 //! Only values, judged by themselves: nothing is looked up or connected to here.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+    sync::LazyLock,
+};
+
+use crate::{
+    key::{
+        Field, Given, Key, KeyValue, Literal,
+        ValueKind::{self, Text},
+        each, maybe, one, table,
+    },
+    place::Mistakes,
+    placed::{KeySet, Placed},
+};
 
 /// etcd's own port for clients.
 const DEFAULT_PORT: u16 = 2379;
@@ -13,8 +28,8 @@ const MAX_ENDPOINTS: usize = 16;
 /// Parts of a whole.
 const MILLION: f64 = 1_000_000.0;
 
-/// What was said below `[cluster]`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The keys of `[cluster]`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cluster {
     /// The prefix of all keys: hosts of another name are another cluster.
     pub name: String,
@@ -24,12 +39,107 @@ pub struct Cluster {
     pub etcd: Vec<Etcd>,
     /// Holds `ca-cert.pem` and, where etcd asks for it, `client-cert.pem` and `client-key.pem`.
     pub certificates: Option<PathBuf>,
-    /// Who this is to etcd, with the file of the password.
-    pub user: Option<(String, PathBuf)>,
+    /// User of etcd; needs a password.
+    pub user: Option<String>,
+    /// File of the user's password.
+    pub password_file: Option<PathBuf>,
     /// What a host may use without etcd, in millionths of a limit, where limits are set here first.
     pub safe_share_ppm: Option<u32>,
     /// Groups of the cluster that control groups of this host take part in, and no disks.
     pub control_groups: Vec<String>,
+}
+
+impl Cluster {
+    /// User and file of the password, by which etcd authenticates this host.
+    #[must_use]
+    pub fn login(&self) -> Option<(&str, &Path)> {
+        self.user.as_deref().zip(self.password_file.as_deref())
+    }
+}
+
+impl KeySet for Cluster {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<Cluster>>> = LazyLock::new(cluster_keys);
+        &KEYS
+    }
+
+    fn judge(cluster: &Placed<Self>, mistakes: &Mistakes) {
+        let groups = &cluster.control_groups;
+        for (index, _) in groups.iter().enumerate().filter(|(at, group)| groups[..*at].contains(group)) {
+            let place = cluster.item("control-groups", index, "").unwrap_or(cluster.own_place());
+            mistakes.tell(place.wrong("is named twice"));
+        }
+        if cluster.etcd.len() > MAX_ENDPOINTS {
+            mistakes.tell(cluster.wrong("etcd", format!("are too many; {MAX_ENDPOINTS} at most")));
+        }
+        if let Some(place) = cluster.given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls)) {
+            mistakes.tell(place.wrong("is not used, because no member of etcd is https"));
+        }
+        match (cluster.given("user"), cluster.given("password-file")) {
+            (Some(user), None) => mistakes.tell(user.wrong("needs password-file")),
+            (None, Some(file)) => mistakes.tell(file.wrong("needs user")),
+            (Some(_), Some(_)) | (None, None) => {}
+        }
+    }
+}
+
+type Config = Cluster;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(Cluster) = |Cluster {
+                            name: _,
+                            host: _,
+                            etcd: _,
+                            certificates: _,
+                            user: _,
+                            password_file: _,
+                            safe_share_ppm: _,
+                            control_groups: _,
+                        }| ();
+
+/// The table.
+fn cluster_keys() -> Vec<Key<Cluster>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "Cluster" {
+            "name", Text, "NAME", one!(name, cluster_name), "required", Never, Apart,
+                "Name of the cluster: letters, digits, '.', '-' and '_'. Hosts of another name are another cluster";
+            "host", Text, "NAME", one!(host, cluster_name), "the machine's", Never, Apart,
+                "Name of this host, of the same characters, unique in the cluster";
+            "etcd", Text, "URL", each!(etcd), "required", Never, Apart,
+                "http://HOST:PORT or https://HOST:PORT of a member of etcd; 16 members at most";
+            "certificates", ValueKind::Path, "DIR", maybe!(certificates), "the system's authorities", Never, Apart,
+                "Directory with ca-cert.pem and, where etcd asks for it, client-cert.pem and client-key.pem; for https";
+            "user", Text, "NAME", maybe!(user), "", Never, Apart,
+                "User of etcd; needs --password-file";
+            "password-file", ValueKind::Path, "FILE", maybe!(password_file), "", Never, Apart,
+                "File with the password of the user";
+            "safe-share", Text, "PERCENT", share(), "all hosts together 2%", Never, Apart,
+                "Part of a limit that each host may use without etcd, such as 0.5%, for groups whose limits are set here first";
+            "control-groups", Text, "NAME", each!(control_groups, cluster_name), "", Never, Apart,
+                "Groups of the cluster that are for control groups of this host; needs --cgroup-limits of the daemon";
+        }
+    }
+}
+
+impl KeyValue for Etcd {
+    fn read(given: Given<'_>) -> Result<Self, String> {
+        given.text.parse()
+    }
+
+    fn write(&self) -> Literal {
+        Literal::Text(self.to_string())
+    }
+}
+
+fn share() -> Field<Cluster> {
+    Field::new(
+        |cluster: &mut Cluster, given| {
+            cluster.safe_share_ppm = Some(safe_share(given.text)?);
+            Ok(())
+        },
+        |cluster| cluster.safe_share_ppm.map(|ppm| Literal::Text(format!("{}%", f64::from(ppm) / 10_000.0))),
+    )
 }
 
 /// Where a member of etcd listens for clients.
@@ -115,17 +225,6 @@ pub fn safe_share(text: &str) -> Result<u32, String> {
     // In range, so nothing is cut off but the fraction.
     ppm.map(|ppm| ppm.round() as u32)
         .ok_or_else(|| "is not a part of a limit; write such as 2% (0.0001% to 100%)".to_owned())
-}
-
-/// How many members may be named.
-///
-/// # Errors
-/// If there are more.
-pub(crate) fn check_endpoints(count: usize) -> Result<(), String> {
-    match count {
-        0..=MAX_ENDPOINTS => Ok(()),
-        _ => Err(format!("are too many; {MAX_ENDPOINTS} at most")),
-    }
 }
 
 #[cfg(test)]

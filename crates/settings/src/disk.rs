@@ -8,14 +8,11 @@ use std::{path::PathBuf, sync::LazyLock};
 
 use block::disk::{DetectZeroes, Discards, ErrorPolicies, OnError};
 use image::qcow2::CacheSettings;
-use policy::{
-    access::{Access, Names},
-    time::Duration,
-};
+use policy::{access::Access, time::Duration};
 use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 use crate::{
-    Door, Endpoint, Image, Settings,
+    Door, Image, NbdExport, Settings, clients,
     key::{
         Field, Key, KeyValue as _, Literal,
         ValueKind::{Flag, Path, Size, Table, Text, Word},
@@ -94,17 +91,6 @@ pub enum ExportConfig {
     Nbd(NbdExport),
     /// By another protocol, at an endpoint of its own.
     Own(Door),
-}
-
-/// An export at an NBD server.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NbdExport {
-    /// Address of the server.
-    pub listen: Endpoint,
-    /// Name of the export; `None` is the disk's.
-    pub name: Option<String>,
-    /// Refuses writes though the disk takes them.
-    pub read_only: bool,
 }
 
 impl Default for DiskConfig {
@@ -289,11 +275,11 @@ fn disk_keys() -> Vec<Key<DiskConfig>> {
                 "An export of the disk: a table with `type` and the keys of that type";
         }
         "Access" {
-            "allow", Text, "NETWORK", networks(|access| &access.allow, |access| &mut access.allow), "", Reexport, Apart,
+            "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reexport, Apart,
                 "Let clients have it over NBD from this network, such as 10.0.0.0/8, and from no other";
-            "deny", Text, "NETWORK", networks(|access| &access.deny, |access| &mut access.deny), "", Reexport, Apart,
+            "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reexport, Apart,
                 "Let no client have it over NBD from this network";
-            "tls-authz", Text, "NAME", names(), "", Reexport, Apart,
+            "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reexport, Apart,
                 "Let only clients with this name have it, as TLS proves it; * and ? are wild";
         }
         "qcow2" {
@@ -337,6 +323,14 @@ fn settings_mut(disk: &mut DiskConfig) -> &mut Settings {
     &mut disk.settings
 }
 
+fn access(disk: &DiskConfig) -> &Access {
+    &disk.access
+}
+
+fn access_mut(disk: &mut DiskConfig) -> &mut Access {
+    &mut disk.access
+}
+
 fn description() -> Field<DiskConfig> {
     Field::new(
         |disk: &mut DiskConfig, given| {
@@ -355,37 +349,6 @@ fn clean_interval() -> Field<DiskConfig> {
         },
         |disk| Some(write_seconds(disk.qcow2.caches.clean_interval)),
     )
-}
-
-fn networks(
-    networks: fn(&policy::access::Networks) -> &Vec<policy::access::Network>,
-    networks_mut: fn(&mut policy::access::Networks) -> &mut Vec<policy::access::Network>,
-) -> Field<DiskConfig> {
-    Field::new(
-        move |disk: &mut DiskConfig, given| {
-            networks_mut(&mut disk.access.networks).push(crate::read(given.text)?);
-            Ok(())
-        },
-        move |disk| crate::key::list(networks(&disk.access.networks)),
-    )
-    .list()
-}
-
-fn names() -> Field<DiskConfig> {
-    Field::new(
-        |disk: &mut DiskConfig, given| {
-            let name = crate::tls_name(given.text)?;
-            let known = disk.access.names.take().map(|names| names.rules).unwrap_or_default();
-            let patterns = known.into_iter().map(|rule| rule.pattern).chain([name]);
-            disk.access.names = Some(Names::any_of(patterns));
-            Ok(())
-        },
-        |disk| {
-            let rules = disk.access.names.as_ref().map(|names| &names.rules)?;
-            Some(Literal::List(rules.iter().map(|rule| rule.pattern.write()).collect()))
-        },
-    )
-    .list()
 }
 
 /// Tables, which the config file's reader reads.

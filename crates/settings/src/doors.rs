@@ -1,19 +1,13 @@
-//! Doors of one disk's own, and what is said of them: a socket for a virtual machine, a block
-//! device or a file on this host.
+//! Exports of one disk: an NBD server, a socket for a virtual machine, a block device or a file of
+//! this host.
 //!
-//! ```text
-//!   --ublk=3,queues=2               place, then keys behind commas    read_keys
-//!   { type = "ublk", queues = 2 }   the same keys in the config file  config::door
-//!   {"type": "x-ublk", "queues": 2} and over QMP                      daemon::control::qmp
-//! ```
-//!
-//! A kind of door is one file here: its keys stand in it once, for all three. Never looks whether
-//! the host has what is asked for.
+//! Each kind has a file with the table of its keys. Never looks whether the host has what an export
+//! needs.
 
-pub(crate) mod fuse;
+mod fuse;
 mod nbd;
-pub(crate) mod nbd_device;
-pub(crate) mod ublk;
+mod nbd_device;
+mod ublk;
 mod vhost_user_blk;
 
 use std::{
@@ -21,8 +15,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::{addressed::AddressedKeys as _, key::Literal};
 pub use fuse::Fuse;
-pub use nbd::Nbd;
+pub use nbd::{Nbd, NbdExport};
 pub use nbd_device::NbdDevice;
 pub use ublk::Ublk;
 pub use vhost_user_blk::{Socket, VhostUserBlk};
@@ -88,6 +83,16 @@ impl Door {
         }
     }
 
+    /// Names and values of the keys that do not have their default, the endpoint first.
+    pub fn literals(&self) -> Vec<(&'static str, Literal)> {
+        match self {
+            Self::VhostUserBlk(machine) => machine.literals(),
+            Self::Ublk(ublk) => ublk.literals(),
+            Self::Fuse(fuse) => fuse.literals(),
+            Self::NbdDevice(device) => device.literals(),
+        }
+    }
+
     /// Whether it refuses writes though the disk takes them.
     pub fn read_only(&self) -> bool {
         match self {
@@ -111,93 +116,18 @@ impl fmt::Display for Door {
     }
 }
 
-/// What has keys, each with a value or a flag.
-pub trait Keyed {
-    /// The keys that take a value.
-    const VALUES: &'static [&'static str];
-    /// Keys of earlier versions, and the rule that a use of them breaks. Command line, config file
-    /// and QMP refuse them with it.
-    const REMOVED: &'static [(&'static str, &'static str)] = &[];
-
-    /// Takes the value of one of [`Self::VALUES`].
-    ///
-    /// # Errors
-    /// The rule that it breaks.
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String>;
-
-    /// The keys that are on or off.
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)>;
-
-    /// The values that are not what they are if nothing is said.
-    fn said(&self) -> Vec<(&'static str, String)>;
-}
-
-/// Reads `key=value`s, each once; a flag alone is on.
-pub(crate) fn read_keys<'a, K: Keyed>(
-    keyed: &mut K,
-    parts: impl IntoIterator<Item = &'a str>,
-) -> Result<(), String> {
-    let mut seen: Vec<&str> = Vec::new();
-    for part in parts {
-        let (key, value) = part.split_once('=').unwrap_or((part, "on"));
-        if seen.contains(&key) {
-            return Err(format!("{key} is given twice (leave one away)"));
-        }
-        seen.push(key);
-        let wrong = |rule: String| format!("{part}: {rule}");
-        if K::VALUES.contains(&key) {
-            keyed.set(key, value).map_err(wrong)?;
-        } else if let Some((_, flag)) = keyed.flags().into_iter().find(|(name, _)| *name == key) {
-            *flag = switch(value).map_err(wrong)?;
-        } else if let Some((_, rule)) = K::REMOVED.iter().find(|(name, _)| *name == key) {
-            return Err(format!("{part}: {rule}"));
-        } else if key.is_empty() {
-            return Err("has a comma with nothing behind it (leave it away)".to_owned());
-        } else {
-            return Err(format!("{part}: no such key (there {})", names(keyed)));
-        }
-    }
-    Ok(())
-}
-
-/// `are queues, read-only and client`.
-fn names<K: Keyed>(keyed: &mut K) -> String {
-    let flags = keyed.flags();
-    let mut names: Vec<_> = K::VALUES.iter().copied().chain(flags.iter().map(|(name, _)| *name)).collect();
-    let last = names.pop().unwrap_or_default();
-    if names.is_empty() { format!("is {last}") } else { format!("are {} and {last}", names.join(", ")) }
-}
-
-/// Writes what differs from `standard`, behind a comma each.
-pub(crate) fn write_keys<K: Keyed + Clone>(
-    keyed: &K,
-    standard: &K,
-    f: &mut fmt::Formatter<'_>,
-) -> fmt::Result {
-    for (key, value) in keyed.said() {
-        write!(f, ",{key}={value}")?;
-    }
-    let (mut keyed, mut standard) = (keyed.clone(), standard.clone());
-    for ((key, flag), (_, standard)) in keyed.flags().into_iter().zip(standard.flags()) {
-        if flag != standard {
-            write!(f, ",{key}={}", if *flag { "on" } else { "off" })?;
-        }
-    }
-    Ok(())
-}
-
-fn switch(text: &str) -> Result<bool, String> {
-    match text {
-        // As the config file has it.
-        "on" | "true" => Ok(true),
-        "off" | "false" => Ok(false),
-        _ => Err("is neither on nor off".to_owned()),
+/// Refuses a comma: what an option has behind it are keys of their own elsewhere.
+fn no_comma(text: &str) -> Result<&str, String> {
+    match text.contains(',') {
+        true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
+        false => Ok(text),
     }
 }
 
 /// A number of `what` from `least` to `most`.
-fn number(text: &str, what: &str, least: u32, most: u32) -> Result<u32, String> {
+fn number<N: TryFrom<u32>>(text: &str, what: &str, least: u32, most: u32) -> Result<N, String> {
     let number = text.parse().ok().filter(|number| (least..=most).contains(number));
+    let number = number.and_then(|number| N::try_from(number).ok());
     number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
 }
 

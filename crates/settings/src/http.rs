@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, path::PathBuf};
 
-use super::{Address, Credentials, Said, Tls, Wrong};
+use super::{Address, Credentials, Tls};
 
 /// The page and the JSON beside it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,83 +52,9 @@ impl Http {
     }
 }
 
-/// What the three settings add up to.
-///
-/// # Errors
-/// Settings that are not used, and a token that anybody on the way could read.
-pub(crate) fn check(
-    address: Option<Said<Address>>,
-    token_file: Option<Said<PathBuf>>,
-    names: Vec<Said<String>>,
-    tls: &Tls,
-) -> Result<Option<Http>, Wrong> {
-    let Some(address) = address else {
-        let rule = "is not used, because there is no page (set http too)";
-        let unused =
-            token_file.map(|said| said.place).or_else(|| names.into_iter().next().map(|said| said.place));
-        return unused.map_or(Ok(None), |place| Err(place.wrong(rule)));
-    };
-    let http = Http {
-        address: address.value,
-        token_file: token_file.as_ref().map(|said| said.value.clone()),
-        names: names.into_iter().map(|said| said.value).collect(),
-    };
-    if let Some(said) = token_file
-        && !http.is_local()
-        && !http.is_encrypted(tls)
-    {
-        let rule = format!(
-            "would be sent over the network in plain text to {} (set tls and tls-certificates, or use an address of this host alone)",
-            http.address
-        );
-        return Err(said.place.wrong(rule));
-    }
-    Ok(Some(http))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Place;
-
-    fn said<T>(value: T) -> Said<T> {
-        Said::new(value, Place::new("--http-token-file"))
-    }
-
-    fn with_token(address: &str, tls: &Tls) -> Result<Option<Http>, String> {
-        let address = said(address.parse().unwrap());
-        check(Some(address), Some(said("token".into())), Vec::new(), tls).map_err(|wrong| wrong.to_string())
-    }
-
-    #[test]
-    fn a_token_is_never_sent_in_plain_text_over_a_network() {
-        let certificates = Credentials::Certificates { directory: "tls".into(), verify_peer: false };
-        let keys = Tls::On(Credentials::PreShared("keys.psk".into()));
-        for local in [
-            "unix:/run/page.sock",
-            "localhost:80",
-            "127.0.0.1:80",
-            "127.8.9.1:80",
-            "[::1]:80",
-            "[::ffff:127.0.0.1]:80",
-        ] {
-            assert!(with_token(local, &Tls::Off).is_ok(), "{local}");
-        }
-        for other in ["0.0.0.0:80", "[::]:80", "192.0.2.1:80", "host:80", "localhost.example.org:80"] {
-            assert!(with_token(other, &Tls::On(certificates.clone())).is_ok(), "{other}");
-            for plain in [&Tls::Off, &keys] {
-                let error = with_token(other, plain).unwrap_err();
-                assert!(error.contains("would be sent over the network in plain text"), "{error}");
-            }
-        }
-    }
-
-    #[test]
-    fn nothing_is_said_of_a_page_that_is_not_there() {
-        let error = check(None, None, vec![said("weir".to_owned())], &Tls::Off).unwrap_err().to_string();
-        assert_eq!(error, "--http-token-file: is not used, because there is no page (set http too)");
-        assert_eq!(check(None, None, Vec::new(), &Tls::Off).unwrap(), None);
-    }
 
     #[test]
     fn names_are_names_of_hosts() {

@@ -25,8 +25,12 @@ pub enum ValueKind {
     Flag,
     /// One of these words. Where `on` and `off` are among them, a file may have true and false.
     Word(&'static [&'static str]),
+    /// One of these words, or text in the form that the help describes.
+    WordOr(&'static [&'static str]),
     /// A plain number.
     Count,
+    /// A plain number that the row reads itself, because its range and its form are one rule.
+    Integer,
     /// A number of bytes.
     Size,
     /// A number of seconds, without a unit.
@@ -158,11 +162,17 @@ pub trait KeyValue: Sized {
 }
 
 /// Access to a field of `Config`, a name in scope for the type of the table, that always has a
-/// value.
+/// value. The second argument, here and in the macros below, is a parser in place of the type's.
 macro_rules! one {
     ($($field:ident).+) => {
         $crate::key::Field::new(
             |config: &mut Config, given| { config.$($field).+ = $crate::key::KeyValue::read(given)?; Ok(()) },
+            |config: &Config| Some($crate::key::KeyValue::write(&config.$($field).+)),
+        )
+    };
+    ($($field:ident).+, $read:expr) => {
+        $crate::key::Field::new(
+            |config: &mut Config, given: $crate::key::Given<'_>| { config.$($field).+ = ($read)(given.text)?; Ok(()) },
             |config: &Config| Some($crate::key::KeyValue::write(&config.$($field).+)),
         )
     };
@@ -176,6 +186,12 @@ macro_rules! maybe {
             |config: &Config| config.$($field).+.as_ref().map($crate::key::KeyValue::write),
         )
     };
+    ($($field:ident).+, $read:expr) => {
+        $crate::key::Field::new(
+            |config: &mut Config, given: $crate::key::Given<'_>| { config.$($field).+ = Some(($read)(given.text)?); Ok(()) },
+            |config: &Config| config.$($field).+.as_ref().map($crate::key::KeyValue::write),
+        )
+    };
 }
 
 /// Access to a field with several values.
@@ -183,6 +199,13 @@ macro_rules! each {
     ($($field:ident).+) => {
         $crate::key::Field::new(
             |config: &mut Config, given| { config.$($field).+.push($crate::key::KeyValue::read(given)?); Ok(()) },
+            |config: &Config| $crate::key::list(&config.$($field).+),
+        )
+        .list()
+    };
+    ($($field:ident).+, $read:expr) => {
+        $crate::key::Field::new(
+            |config: &mut Config, given: $crate::key::Given<'_>| { config.$($field).+.push(($read)(given.text)?); Ok(()) },
             |config: &Config| $crate::key::list(&config.$($field).+),
         )
         .list()
@@ -276,7 +299,8 @@ impl<T: Default> Key<T> {
     /// True if a config file may have `true` and `false` in place of `on` and `off`.
     #[must_use]
     pub fn is_switch(&self) -> bool {
-        matches!(self.value, ValueKind::Word(words) if words.iter().any(|word| ["on", "unmap"].contains(word)))
+        let is_on_or_off = |word: &&str| ["on", "off", "unmap"].contains(word);
+        matches!(self.value, ValueKind::Word(words) | ValueKind::WordOr(words) if words.iter().any(is_on_or_off))
     }
 
     /// True if there may be several values.

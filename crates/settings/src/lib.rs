@@ -24,16 +24,16 @@ macro_rules! sizes {
 
 mod access;
 mod address;
+mod addressed;
 pub mod arguments;
 pub mod check;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod clients;
 mod cluster;
 pub mod config;
 pub mod control;
+mod daemon;
 pub mod disk;
 mod doors;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod draft;
 mod group;
 mod groups;
@@ -58,19 +58,20 @@ pub mod secret;
 mod shares;
 pub mod state;
 pub mod suggest;
-#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod tls;
 mod units;
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{fmt, ops::Deref, str::FromStr};
 
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
-pub use clients::{AccessDraft, tls_name};
+pub use addressed::AddressedKeys;
+pub use clients::tls_name;
 pub use cluster::{Cluster, Etcd, cluster_name, safe_share};
-pub use disk::{DiskConfig, ExportConfig, NbdExport};
-pub use doors::{Door, Fuse, Keyed, Nbd, NbdDevice, Socket, Ublk, VhostUserBlk};
-pub use draft::{Draft, ServiceDraft};
+pub use daemon::{DaemonConfig, LEAST_MEMORY, MAX_WORKERS};
+pub use disk::{DiskConfig, ExportConfig};
+pub use doors::{Door, Fuse, Nbd, NbdDevice, NbdExport, Socket, Ublk, VhostUserBlk};
+pub use draft::Draft;
 pub use group::GroupConfig;
 pub use http::{Http, http_name};
 pub use image::Image;
@@ -80,16 +81,14 @@ pub use log::{LogFormat, LogSettings};
 pub use on_event::OnEvent;
 pub use place::{Mistakes, Place, Said, Wrong};
 pub use placed::{KeySet, Placed};
-use policy::access::Access;
 pub use qcow2::{Qcow2Settings, SecretSource};
-use reactor::Polling;
 pub use record::Record;
 pub use sandbox::Sandbox;
 pub use shares::Settings;
-pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
+pub use tls::{Credentials, Tls, TlsMode};
 pub use units::{
     Rule, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
-    polling, read, seconds, size, sizes_around, workers,
+    polling, read, seconds, size, sizes_around,
 };
 
 /// A disk with the places of its keys.
@@ -203,53 +202,21 @@ pub enum Standard {
     Must,
 }
 
-/// What holds for the whole process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The config of the process, with what follows from several of its keys.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Service {
-    /// Threads that do I/O, at least one.
-    pub workers: usize,
-    /// Whether, and how long, a thread looks for completions before it sleeps.
-    pub poll: Polling,
-    /// Clients at a time at each server; 0 is any number.
-    pub max_connections: u32,
-    /// Of them from one address; 0 is any number, `None` nine tenths.
-    pub max_connections_per_address: Option<u32>,
-    /// Who may connect over NBD.
-    pub access: Access,
-    /// Bytes of memory for data; `None` is a part of what there is.
-    pub memory: Option<u64>,
-    /// Who may connect to Unix sockets of exports.
-    pub sockets: SocketAccess,
-    /// End once the last client has gone.
-    pub exit_when_idle: bool,
-    /// Unix sockets where the daemon is controlled.
-    pub qmp: Vec<PathBuf>,
-    /// Whether it is also controlled where nobody said, and commands look.
-    pub control: Standard,
-    /// Where figures are told over HTTP; `None`: nowhere.
-    pub metrics: Option<Address>,
-    /// Who is told of events beside the log.
-    pub on_event: Option<OnEvent>,
-    /// Where the page is, over HTTP; `None`: nowhere.
-    pub http: Option<Http>,
+    /// The config. Unless it states an owner of sockets, that is the user of the daemon.
+    pub config: Placed<DaemonConfig>,
     /// Encryption of connections.
     pub tls: Tls,
-    /// What is logged.
-    pub log: LogSettings,
-    /// Where the process leaves its number once it serves.
-    pub pid_file: Option<PathBuf>,
-    /// Where `weir probe` left what devices can do; `None` is the usual place.
-    pub state: Option<PathBuf>,
-    /// Where images and everything they name must lie.
-    pub image_root: Option<PathBuf>,
-    /// The file of control groups' limits to watch; `None`: none are.
-    pub cgroup_limits: Option<PathBuf>,
-    /// What is kept of what disks are asked; `None`: nothing.
-    pub record: Option<Record>,
-    /// The hosts that share limits with this one; `None`: none do.
+    /// The hosts that share limits with this one; `None`: no cluster.
     pub cluster: Option<Cluster>,
-    /// Which rights it gives up once all is open.
-    pub sandbox: Sandbox,
-    /// Who it goes on as then; `None`: as it was started.
-    pub user: Option<Owner>,
+}
+
+impl Deref for Service {
+    type Target = DaemonConfig;
+
+    fn deref(&self) -> &DaemonConfig {
+        &self.config
+    }
 }

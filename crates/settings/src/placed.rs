@@ -13,6 +13,9 @@ use crate::{
 
 /// A config that a table of keys describes.
 pub trait KeySet: Clone + Default + 'static {
+    /// Keys of earlier versions, and the rule that a use of them breaks.
+    const REMOVED: &'static [(&'static str, &'static str)] = &[];
+
     /// The table.
     fn keys() -> &'static [Key<Self>];
 
@@ -27,9 +30,9 @@ pub trait KeySet: Clone + Default + 'static {
         Self::keys().iter().filter(|key| key.write(self) != key.write(other))
     }
 
-    /// Tells of the rules that the values of one config break together. Each of them is in its
+    /// Reports the rules that the values of one config break together. Each of them is in its
     /// range.
-    fn judge(placed: &Placed<Self>, mistakes: &Mistakes);
+    fn judge(_: &Placed<Self>, _: &Mistakes) {}
 }
 
 /// A config with the place of each key that was given.
@@ -57,6 +60,13 @@ impl<T> Deref for Placed<T> {
 impl<T> DerefMut for Placed<T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.config
+    }
+}
+
+impl<T: Default> Default for Placed<T> {
+    /// The default config, at no place.
+    fn default() -> Self {
+        Self::new(T::default(), Place::new(""))
     }
 }
 

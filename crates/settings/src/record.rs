@@ -1,9 +1,17 @@
 //! `--record DIR[,keep=TIME,limit=SIZE]`: all that disks are asked is kept for a while. The config
 //! file has the same keys, and `directory`.
 
-use std::{fmt, path::PathBuf, str::FromStr, time::Duration};
+use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock, time::Duration};
 
-use crate::doors::{Keyed, read_keys, write_keys};
+use crate::{
+    addressed::{AddressedKeys, read_options, write_options},
+    key::{
+        Field, Key, KeyValue as _, Literal,
+        ValueKind::{Path, Size, Text},
+        table,
+    },
+    placed::KeySet,
+};
 
 /// What is kept of what disks are asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,32 +36,76 @@ impl Record {
     }
 }
 
-impl Keyed for Record {
-    const VALUES: &'static [&'static str] = &["keep", "limit"];
+impl KeySet for Record {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<Record>>> = LazyLock::new(keys);
+        &KEYS
+    }
+}
 
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        match key {
-            "keep" => match crate::long_duration(value)? {
-                keep if keep < LEAST_KEEP => return Err("is too short; it is at least 1h".to_owned()),
-                keep => self.keep = keep,
-            },
-            _ => match crate::size(value)? {
-                limit if limit < LEAST_LIMIT => return Err("is too little; it is at least 16M".to_owned()),
-                limit => self.limit = limit,
-            },
+impl AddressedKeys for Record {
+    const ADDRESS: &'static str = "directory";
+    const MISSING: Option<&'static str> = Some("no directory (add directory = \"PATH\")");
+}
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(Record) = |Record { directory: _, keep: _, limit: _ }| ();
+
+/// The table.
+fn keys() -> Vec<Key<Record>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "record" {
+            "directory", Path, "DIR", directory_field(), "required", Live, Apart,
+                "Directory of the recordings, which exists";
+            "keep", Text, "TIME", keep(), "24h", Live, Apart,
+                "Remove recordings that ended longer ago; at least 1h";
+            "limit", Size, "SIZE", limit(), "1G", Live, Apart,
+                "Bytes of all recordings at most; at least 16M";
         }
-        Ok(())
     }
+}
 
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        Vec::new()
-    }
+fn directory_field() -> Field<Record> {
+    Field::new(
+        |record: &mut Record, given| {
+            record.directory = given.directory.join(directory(given.text)?);
+            Ok(())
+        },
+        |record| Some(record.directory.write()),
+    )
+}
 
-    fn said(&self) -> Vec<(&'static str, String)> {
-        let standard = Self::at(PathBuf::new());
-        let keep = (self.keep != standard.keep).then(|| ("keep", format!("{}s", self.keep.as_secs())));
-        let limit = (self.limit != standard.limit).then(|| ("limit", crate::exact_size(self.limit)));
-        keep.into_iter().chain(limit).collect()
+fn keep() -> Field<Record> {
+    Field::new(
+        |record: &mut Record, given| match crate::long_duration(given.text)? {
+            keep if keep < LEAST_KEEP => Err("is too short; it is at least 1h".to_owned()),
+            keep => {
+                record.keep = keep;
+                Ok(())
+            }
+        },
+        |record| Some(Literal::Text(format!("{}s", record.keep.as_secs()))),
+    )
+}
+
+fn limit() -> Field<Record> {
+    Field::new(
+        |record: &mut Record, given| match given.number {
+            limit if limit < LEAST_LIMIT => Err("is too little; it is at least 16M".to_owned()),
+            limit => {
+                record.limit = limit;
+                Ok(())
+            }
+        },
+        |record| Some(Literal::Text(crate::exact_size(record.limit))),
+    )
+}
+
+impl Default for Record {
+    /// In no directory.
+    fn default() -> Self {
+        Self::at(PathBuf::new())
     }
 }
 
@@ -63,13 +115,13 @@ impl FromStr for Record {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let mut record = Self::at(directory(parts.next().unwrap_or_default())?);
-        read_keys(&mut record, parts)?;
+        read_options(&mut record, parts)?;
         Ok(record)
     }
 }
 
 /// Where files may lie.
-pub(crate) fn directory(text: &str) -> Result<PathBuf, String> {
+fn directory(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("names no directory (write one that is there)".to_owned()),
         _ if text.contains('\0') => Err("holds a NUL byte (leave it out)".to_owned()),
@@ -81,7 +133,7 @@ pub(crate) fn directory(text: &str) -> Result<PathBuf, String> {
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.directory.display())?;
-        write_keys(self, &Self::at(self.directory.clone()), f)
+        write_options(self, f)
     }
 }
 

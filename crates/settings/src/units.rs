@@ -63,13 +63,17 @@ pub fn long_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// How long to poll: `auto`, `off`, or a time; the plan judges its range.
+/// Longest time of busy polling: beyond it, polling is a busy loop in all but name.
+const MAX_POLL: Duration = Duration::from_secs(1);
+
+/// How long to poll: `auto`, `off`, or a time of at most a second.
 pub fn polling(text: &str) -> Result<Polling, String> {
     match text {
         "auto" => Ok(Polling::Auto),
         "off" => Ok(Polling::Off),
         _ => match duration(text).map_err(|rule| format!("is neither auto nor off, and {rule}"))? {
             Duration::ZERO => Ok(Polling::Off),
+            limit if limit > MAX_POLL => Err("is too long; it is 1s at most (0 never polls)".to_owned()),
             limit => Ok(Polling::UpTo(limit)),
         },
     }
@@ -120,11 +124,6 @@ fn thousands(text: &str) -> Option<u64> {
     let power = "kmgtpe".find(suffix.to_ascii_lowercase())?;
     let number: f64 = text[..last].parse().ok()?;
     Some((number * 1000_f64.powi(power as i32 + 1)) as u64)
-}
-
-/// A number of threads; the plan judges its range.
-pub fn workers(text: &str) -> Result<usize, String> {
-    count(text).map(|value| usize::try_from(value).unwrap_or(usize::MAX))
 }
 
 /// A number of connections; 0 is any number.
@@ -179,6 +178,7 @@ mod tests {
         assert_eq!(polling("50us"), Ok(Polling::UpTo(Duration::from_micros(50))));
         let rule = polling("always").unwrap_err();
         assert!(rule.starts_with("is neither auto nor off, and is "), "{rule}");
+        assert_eq!(polling("2s"), Err("is too long; it is 1s at most (0 never polls)".to_owned()));
     }
 
     #[test]

@@ -15,8 +15,8 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    DiskConfig, Draft, ExportConfig, KeySet as _, Place, PlacedDisk, PlacedGroup, Plan, Said, Service,
-    ServiceDraft, TlsDraft, key::Change,
+    DiskConfig, Draft, ExportConfig, KeySet as _, Place, Placed, PlacedDisk, PlacedGroup, Plan, Service,
+    key::Change,
 };
 
 use crate::{
@@ -52,7 +52,7 @@ impl Difference {
         before: &Plan,
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<Self> {
-        check_service(&before.service, &plan.service, &draft.service)?;
+        check_service(&before.service, &plan.service, draft)?;
         Self::of(registry, Some(before), plan).await
     }
 
@@ -266,87 +266,15 @@ fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str
     fixed(old, &new).into_iter().chain(running.only_here.filter(|_| !has_secret)).collect()
 }
 
-/// Of the process, nothing can be changed but where disks are served that say nothing, and what is
-/// recorded. `said` is where the new ones were.
-fn check_service(old: &Service, new: &Service, said: &ServiceDraft) -> anyhow::Result<()> {
-    let Service {
-        workers,
-        poll,
-        max_connections,
-        max_connections_per_address,
-        access,
-        memory,
-        sockets,
-        exit_when_idle,
-        qmp,
-        control,
-        metrics,
-        on_event,
-        http,
-        tls,
-        log,
-        pid_file,
-        state,
-        image_root,
-        cgroup_limits,
-        cluster,
-        // Of this, all can be.
-        record: _,
-        sandbox,
-        user,
-    } = old;
-    fn at<T>(said: &Option<Said<T>>) -> Option<&Place> {
-        said.as_ref().map(|said| &said.place)
+/// Refuses a change of a key of the process that cannot change while it runs. `draft` has the
+/// places of the new keys.
+fn check_service(old: &Service, new: &Service, draft: &Draft) -> anyhow::Result<()> {
+    let place = |place: Option<&Place>, key| place.map_or_else(|| format!("daemon: {key}"), Place::to_string);
+    let fixed = old.differences(new).filter(|key| key.change == Change::Never);
+    let mut keys: Vec<_> = fixed.map(|key| place(draft.service.given(key.name), key.name)).collect();
+    if old.cluster != new.cluster {
+        keys.push(place(draft.cluster.as_ref().map(Placed::own_place), "[cluster]"));
     }
-    fn first<T>(said: &[Said<T>]) -> Option<&Place> {
-        said.first().map(|said| &said.place)
-    }
-    let sockets_at = [at(&said.socket_mode), at(&said.socket_owner)];
-    let networks_at = [first(&said.access.allow), first(&said.access.deny)];
-    let http_at = [at(&said.http), at(&said.http_token_file), first(&said.http_name)];
-    let log_at = [at(&said.log), at(&said.log_format), at(&said.log_file)];
-    let TlsDraft { mode, certificates, verify_peer, psk } = &said.tls;
-    let tls_at = [at(mode), at(certificates), at(verify_peer), at(psk)];
-    let all: [(&str, bool, &[Option<&Place>]); 23] = [
-        ("workers", *workers != new.workers, &[at(&said.workers)]),
-        ("poll", *poll != new.poll, &[at(&said.poll)]),
-        ("max-connections", *max_connections != new.max_connections, &[at(&said.max_connections)]),
-        (
-            "max-connections-per-address",
-            *max_connections_per_address != new.max_connections_per_address,
-            &[at(&said.max_connections_per_address)],
-        ),
-        ("allow or deny", access.networks != new.access.networks, &networks_at),
-        ("tls-authz", access.names != new.access.names, &[first(&said.access.tls_authz)]),
-        ("memory", *memory != new.memory, &[at(&said.memory)]),
-        ("socket-mode or socket-owner", *sockets != new.sockets, &sockets_at),
-        ("exit-when-idle", *exit_when_idle != new.exit_when_idle, &[at(&said.exit_when_idle)]),
-        ("qmp", *qmp != new.qmp, &[first(&said.qmp)]),
-        ("control", *control != new.control, &[at(&said.control)]),
-        ("metrics", *metrics != new.metrics, &[at(&said.metrics)]),
-        ("on-event", *on_event != new.on_event, &[at(&said.on_event)]),
-        ("http, http-token-file or http-name", *http != new.http, &http_at),
-        ("tls", *tls != new.tls, &tls_at),
-        ("log, log-format or log-file", *log != new.log, &log_at),
-        ("pid-file", *pid_file != new.pid_file, &[at(&said.pid_file)]),
-        ("state", *state != new.state, &[at(&said.state)]),
-        ("image-root", *image_root != new.image_root, &[at(&said.image_root)]),
-        ("cgroup-limits", *cgroup_limits != new.cgroup_limits, &[at(&said.cgroup_limits)]),
-        ("[cluster]", *cluster != new.cluster, &[at(&said.cluster)]),
-        ("sandbox", *sandbox != new.sandbox, &[at(&said.sandbox)]),
-        ("user", *user != new.user, &[at(&said.user)]),
-    ];
-    let keys = all.into_iter().filter(|(_, differs, _)| *differs).map(|(key, _, places)| {
-        let told = places.iter().flatten().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        match (told.is_empty(), places) {
-            // It is not in the file any more.
-            (true, _) => format!("daemon: {key}"),
-            (false, [_]) => told,
-            // Which of them it is nobody knows here.
-            (false, _) => format!("daemon: {key} ({told})"),
-        }
-    });
-    let keys: Vec<_> = keys.collect();
     ensure!(
         keys.is_empty(),
         "{}: cannot be changed while weir runs (restart it, or put back what was there)",

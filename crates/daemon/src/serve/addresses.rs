@@ -28,13 +28,13 @@ fn control_sockets(
     };
     let named = |path: &PathBuf| open(ControlSocket::at(path.clone()));
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
-    if service.control == Standard::Off {
+    if service.control_socket() == Standard::Off {
         return Ok((sockets, None));
     }
     let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
     match place.and_then(open) {
         Ok(listener) => sockets.push(listener),
-        Err(error) if service.control == Standard::Must => return Err(error),
+        Err(error) if service.control_socket() == Standard::Must => return Err(error),
         Err(error) => return Ok((sockets, Some(error))),
     }
     Ok((sockets, None))
@@ -74,7 +74,7 @@ fn told(
         let listeners = open("http", &page.address)?;
         Ok(weir_http::Page { listeners, names: page.names.clone(), token, keys })
     };
-    Ok(weir_http::Doors { metrics, page: service.http.as_ref().map(page).transpose()? })
+    Ok(weir_http::Doors { metrics, page: service.page().as_ref().map(page).transpose()? })
 }
 
 /// Everything that is bound before the first export runs, and used once all do.

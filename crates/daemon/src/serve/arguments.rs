@@ -4,19 +4,15 @@
 
 use std::{
     fmt::Display,
-    path::{self, PathBuf},
+    path::{self, Path, PathBuf},
 };
 
 use super::steps::Steps;
 use clap::{Arg, Args};
-use policy::access::Network;
-use reactor::Polling;
 use settings::{
-    AccessDraft, Address, DiskConfig, Door, Draft, ExportConfig, Fuse, GroupConfig, Image, Key, LogFormat,
-    Nbd, NbdDevice, NbdExport, OnEvent, Owner, Place, Placed, Record, Said, Sandbox, SecretSource,
-    ServiceDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
+    DaemonConfig, DiskConfig, Door, Draft, ExportConfig, Fuse, GroupConfig, Image, Key, Nbd, NbdDevice,
+    NbdExport, Place, Placed, SecretSource, Ublk, VhostUserBlk, Wrong,
     arguments::{KeyArgs, KeyOptions, shared_group},
-    log,
 };
 
 /// Shown below the options.
@@ -69,11 +65,9 @@ pub struct ServeArgs {
     #[command(flatten)]
     network: NetworkArgs,
     #[command(flatten)]
-    tls: TlsArgs,
+    daemon: KeyArgs<DaemonOptions>,
     #[command(flatten)]
     process: ProcessArgs,
-    #[command(flatten)]
-    log: LogArgs,
     #[command(flatten)]
     pub(super) steps: Steps,
 }
@@ -129,148 +123,18 @@ struct NetworkArgs {
     /// logical-block-size=N, read-only
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>, conflicts_with = "config")]
     nbd_device: Vec<NbdDevice>,
-    /// Clients at a time at each address; 0 is any number [default: 100]
-    #[arg(long, value_name = "N", value_parser = settings::connections)]
-    max_connections: Option<u32>,
-    /// Of them from one address, or one network of IPv6 of 64 bits, over TCP; further ones are
-    /// closed. 0 is any number [default: nine tenths of --max-connections]
-    #[arg(long, value_name = "N", value_parser = settings::connections)]
-    max_connections_per_address: Option<u32>,
-    /// Let clients of NBD come over TCP from this network, such as 10.0.0.0/8 or 2001:db8::/32, and
-    /// from no other; repeatable. Of several networks that an address lies in, the narrowest
-    /// decides
-    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
-    allow: Vec<Network>,
-    /// Close connections over TCP that come from this network; repeatable
-    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
-    deny: Vec<Network>,
-    /// Permissions of the sockets of --nbd and --vhost-user-blk, in octal, whatever the umask
-    /// [default: 0600]
-    #[arg(long, value_name = "MODE", value_parser = settings::socket_mode)]
-    socket_mode: Option<u32>,
-    /// Owner of those sockets: USER, USER:GROUP or :GROUP [default: the daemon's]
-    #[arg(long, value_name = "OWNER", value_parser = settings::read::<Owner>)]
-    socket_owner: Option<Owner>,
-    /// End once a client has been served and the last has gone
-    #[arg(long)]
-    exit_when_idle: bool,
-    /// Take commands of `weir status` and others, which are QEMU's machine protocol, at unix:PATH,
-    /// from root and the daemon's own user; repeatable [default: $WEIR_QMP, else
-    /// /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root]
-    #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
-    qmp: Vec<PathBuf>,
-    /// Fail if the default of --qmp cannot be had; without this, weir then serves and warns
-    #[arg(long)]
-    control: bool,
     /// Take commands nowhere
     #[arg(long, conflicts_with_all = ["qmp", "control"])]
     no_control: bool,
-    /// Tell Prometheus how disks, groups and the daemon do, over HTTP at unix:PATH or HOST:PORT, in
-    /// /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or :: is
-    /// every address of this host [default: nowhere]
-    #[arg(long, value_name = "ADDRESS")]
-    metrics: Option<Address>,
-    /// Start a command for each event, such as a limit that is hit or an image that fails. COMMAND
-    /// is an absolute path with arguments; it reads the event as JSON on standard input [default:
-    /// none; events are in the log]
-    #[arg(long, value_name = "COMMAND", value_parser = settings::read::<OnEvent>)]
-    on_event: Option<OnEvent>,
-    /// Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as
-    /// JSON, in /api/v1. Over TLS with --tls and --tls-certificates, but at unix:PATH. Nothing can
-    /// be changed there without --http-token-file [default: nowhere]
-    #[arg(long, value_name = "ADDRESS")]
-    http: Option<Address>,
-    /// Let whoever sends what is in this file, in one line of 16 characters or more, change limits
-    /// over --http. Only its owner may read it
-    #[arg(long, value_name = "FILE")]
-    http_token_file: Option<PathBuf>,
-    /// Another name of this host in the page's address; repeatable. Under a name that is not told,
-    /// it answers nobody [default: its addresses and localhost]
-    #[arg(long, value_name = "NAME", value_parser = settings::http_name)]
-    http_name: Vec<String>,
-}
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "TLS")]
-struct TlsArgs {
-    /// Encrypt: off, on (where the client asks) or required [default: off]
-    #[arg(long, value_name = "MODE")]
-    tls: Option<TlsMode>,
-    /// Directory with server-cert.pem and server-key.pem, and ca-cert.pem to verify clients
-    #[arg(long, value_name = "DIR")]
-    tls_certificates: Option<PathBuf>,
-    /// Refuse clients without a certificate that ca-cert.pem signs
-    #[arg(long)]
-    tls_verify_peer: bool,
-    /// File of pre-shared keys, user:hexkey lines as psktool writes them
-    #[arg(long, value_name = "FILE")]
-    tls_psk: Option<PathBuf>,
-    /// Serve a client only if its certificate's subject, such as O=Acme,CN=vm1, or its key's user
-    /// is this; * and ? are wild; repeatable
-    #[arg(long, value_name = "NAME", value_parser = settings::tls_name)]
-    tls_authz: Vec<String>,
 }
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Process")]
 struct ProcessArgs {
-    /// Threads that do I/O, from 1 to 256 [default: one for each CPU, at most 8]
-    #[arg(long, value_name = "N", value_parser = settings::workers)]
-    workers: Option<usize>,
-    /// How long a thread looks for completions before it sleeps, at most 1s; off (or 0) never
-    /// polls, auto polls while clients get more for it than it costs [default: off]
-    #[arg(long, value_name = "TIME|auto|off", value_parser = settings::polling)]
-    poll: Option<Polling>,
-    /// Memory for data: of requests, which wait for more, of disks in memory, where writes past it
-    /// fail with ENOSPC, of caches and read-ahead; at least 128M [default: four
-    /// fifths of what the machine, its cgroup and ulimit allow]
-    #[arg(long, value_name = "SIZE", value_parser = settings::size)]
-    memory: Option<u64>,
-    /// Leave the process's number in this file, locked, while it serves
-    #[arg(long, value_name = "FILE", alias = "pidfile")]
-    pid_file: Option<PathBuf>,
     /// Continue in the background once it serves. Until then, errors are reported here. From then
     /// on the log goes to --log-file, or nowhere without that option
     #[arg(long)]
     daemonize: bool,
-    /// Refuse images outside of this directory, and those that name files outside of it
-    #[arg(long, value_name = "DIR")]
-    image_root: Option<PathBuf>,
-    /// Also run the bursts, watermarks and groups of these limits of control groups, as
-    /// `weir cgroup watch` does
-    #[arg(long, value_name = "FILE")]
-    cgroup_limits: Option<PathBuf>,
-    /// Keep every request, with what it waited for, in recordings of an hour in this directory, the
-    /// newest: keep=TIME of them [default: 24h], and limit=SIZE at most [default: 1G]
-    #[arg(long, value_name = "DIR[,KEY=VALUE]", value_parser = settings::read::<Record>)]
-    record: Option<Record>,
-    /// Once all is open, give up what serving does not need, by seccomp, landlock and capabilities:
-    /// on, require to serve only where the kernel has all of them, or off [default: on]
-    #[arg(long, value_name = "MODE", value_parser = settings::read::<Sandbox>)]
-    sandbox: Option<Sandbox>,
-    /// Once all is open, go on as this user, and this group or else the user's own; as root only
-    #[arg(long, value_name = "USER[:GROUP]", value_parser = settings::read::<Owner>)]
-    user: Option<Owner>,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
-    /// if not root]
-    #[arg(long, value_name = "DIR")]
-    state: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Logging")]
-struct LogArgs {
-    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas
-    /// [default: info]
-    #[arg(long, value_name = "FILTER", value_parser = log::filter)]
-    log: Option<String>,
-    /// Lines for people or JSON objects: text or json [default: text]
-    #[arg(long, value_name = "FORMAT")]
-    log_format: Option<LogFormat>,
-    /// Append lines to this file instead of standard error, as with --daemonize; SIGUSR1 opens it
-    /// again, so that logrotate can move it away
-    #[arg(long, value_name = "FILE")]
-    log_file: Option<PathBuf>,
 }
 
 impl ServeArgs {
@@ -290,10 +154,11 @@ impl ServeArgs {
 
     /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
-        let Self { image, disk, mut network, tls, process, log, .. } = self;
+        let Self { image, disk, mut network, daemon, .. } = self;
         let (mut disks, group) = image.disks(&disk)?;
         network.own_doors(&mut disks)?;
-        Ok(Draft { disks, groups: group.into_iter().collect(), service: service(network, tls, process, log) })
+        let service = network.daemon(&daemon)?;
+        Ok(Draft { disks, groups: group.into_iter().collect(), service, cluster: None })
     }
 }
 
@@ -316,6 +181,21 @@ impl NetworkArgs {
             }
         }
         Ok(())
+    }
+
+    /// The process, with these keys and the addresses of NBD that are left.
+    fn daemon(self, keys: &KeyArgs<DaemonOptions>) -> Result<Placed<DaemonConfig>, Wrong> {
+        let mut daemon = Placed::<DaemonConfig>::default();
+        keys.read_into(&mut daemon, Path::new(""), |_| true)?;
+        for (index, nbd) in self.nbd.into_iter().enumerate() {
+            daemon.put(format!("nbd[{index}]"), Place::option("nbd", &nbd));
+            daemon.nbd.push(nbd);
+        }
+        if self.no_control {
+            daemon.control = Some(false);
+            daemon.put("control", Place::new("--no-control"));
+        }
+        Ok(daemon)
     }
 }
 
@@ -357,6 +237,26 @@ impl KeyOptions for DiskOptions {
 
     fn adapt(option: Arg) -> Arg {
         shared_group(option).conflicts_with("config")
+    }
+}
+
+/// Keys of the process.
+#[derive(Clone, Debug)]
+struct DaemonOptions;
+
+impl KeyOptions for DaemonOptions {
+    type Config = DaemonConfig;
+
+    /// All but the addresses of NBD, which have keys of their own behind a comma.
+    fn has(key: &Key<DaemonConfig>) -> bool {
+        key.name != "nbd"
+    }
+
+    fn adapt(option: Arg) -> Arg {
+        match option.get_id().as_str() {
+            "pid-file" => option.alias("pidfile"),
+            _ => option,
+        }
     }
 }
 
@@ -422,67 +322,6 @@ impl ImageArgs {
 }
 
 type Disks = (Vec<Placed<DiskConfig>>, Option<Placed<GroupConfig>>);
-
-fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArgs) -> ServiceDraft {
-    let socket = |path: PathBuf| {
-        let place = Place::option("qmp", format_args!("unix:{}", path.display()));
-        Said { value: path, place }
-    };
-    fn said<T>(name: &str, value: Option<T>, show: fn(&T) -> String) -> Option<Said<T>> {
-        value.map(|value| Said { place: Place::option(name, show(&value)), value })
-    }
-    fn each<T: Display>(name: &str, values: Vec<T>) -> Vec<Said<T>> {
-        let said = |value: T| Said { place: Place::option(name, &value), value };
-        values.into_iter().map(said).collect()
-    }
-    ServiceDraft {
-        // A section of the config file's own.
-        cluster: None,
-        nbd: each("nbd", network.nbd),
-        control: network
-            .control
-            .then(|| Said::new(true, Place::new("--control")))
-            .or_else(|| network.no_control.then(|| Said::new(false, Place::new("--no-control")))),
-        qmp: network.qmp.into_iter().map(socket).collect(),
-        metrics: Said::option("metrics", network.metrics),
-        on_event: Said::option("on-event", network.on_event),
-        http: Said::option("http", network.http),
-        http_token_file: said("http-token-file", network.http_token_file, |path| path.display().to_string()),
-        http_name: each("http-name", network.http_name),
-        socket_mode: Said::option("socket-mode", network.socket_mode),
-        socket_owner: Said::option("socket-owner", network.socket_owner),
-        exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),
-        workers: said("workers", process.workers, usize::to_string),
-        poll: said("poll", process.poll, Polling::to_string),
-        max_connections: Said::option("max-connections", network.max_connections),
-        max_connections_per_address: Said::option(
-            "max-connections-per-address",
-            network.max_connections_per_address,
-        ),
-        access: AccessDraft {
-            allow: each("allow", network.allow),
-            deny: each("deny", network.deny),
-            tls_authz: each("tls-authz", tls.tls_authz),
-        },
-        memory: said("memory", process.memory, |size| settings::exact_size(*size)),
-        tls: TlsDraft {
-            mode: Said::option("tls", tls.tls),
-            certificates: Said::option("tls-certificates", tls.tls_certificates),
-            verify_peer: Said::option("tls-verify-peer", tls.tls_verify_peer.then_some(true)),
-            psk: Said::option("tls-psk", tls.tls_psk),
-        },
-        log: Said::option("log", log.log),
-        log_format: Said::option("log-format", log.log_format),
-        log_file: Said::option("log-file", log.log_file),
-        pid_file: Said::option("pid-file", process.pid_file),
-        state: Said::option("state", process.state),
-        image_root: Said::option("image-root", process.image_root),
-        cgroup_limits: Said::option("cgroup-limits", process.cgroup_limits),
-        record: Said::option("record", process.record),
-        sandbox: Said::option("sandbox", process.sandbox),
-        user: Said::option("user", process.user),
-    }
-}
 
 #[cfg(test)]
 #[path = "arguments_tests.rs"]

@@ -2,7 +2,7 @@
 
 use clap::Parser as _;
 use policy::throttle::LimitKind;
-use settings::{Endpoint, Plan, Settings};
+use settings::{Address, Endpoint, Plan, Settings};
 use storage::Format;
 
 use super::*;
@@ -58,9 +58,9 @@ fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
 #[test]
 fn who_may_connect_is_said_as_for_chmod_and_chown() {
     let service = plan("a").unwrap().service;
-    assert_eq!((service.sockets, service.exit_when_idle), (settings::SocketAccess::default(), false));
+    assert_eq!((&service.sockets, service.exit_when_idle), (&settings::SocketAccess::default(), false));
     let service = plan("a --socket-mode 0660 --socket-owner :kvm --exit-when-idle").unwrap().service;
-    assert_eq!((service.sockets.mode, service.sockets.owner), (0o660, Some(":kvm".parse().unwrap())));
+    assert_eq!((service.sockets.mode, &service.sockets.owner), (0o660, &Some(":kvm".parse().unwrap())));
     assert!(service.exit_when_idle);
 }
 
@@ -210,20 +210,23 @@ fn values_that_make_no_sense_are_refused() {
     );
     check("a --workers 0", "--workers 0: is out of range; it is from 1 to 256");
     check("a --memory 1M", "--memory 1M: is too little; it is at least 128M");
-    check("a --poll 2s", "--poll 2s: is too long; it is 1s at most (0 never polls)");
+    check(
+        "a --poll 2s",
+        "invalid value '2s' for '--poll <TIME|auto|off>': is too long; it is 1s at most (0 never polls)",
+    );
     check(
         "a --force-share",
         "--force-share: needs read-only; sharing an image that others write is for reading alone",
     );
-    check("a --tls on", "--tls: has no credentials (set tls-certificates or tls-psk)");
+    check("a --tls on", "--tls on: has no credentials (set tls-certificates or tls-psk)");
 }
 
 #[test]
 fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
     let rule = "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)";
     for (options, place) in [
-        ("--tls required --tls-psk keys", "--tls"),
-        ("--max-connections 5", "--max-connections"),
+        ("--tls required --tls-psk keys", "--tls required"),
+        ("--max-connections 5", "--max-connections 5"),
         ("--description one", "--description one"),
     ] {
         check(&format!("a --vhost-user-blk unix:v {options}"), &format!("{place}: {rule}"));

@@ -33,7 +33,7 @@ use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
 use sandbox;
 use settings::{
-    Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Plan, Said, Service,
+    Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Placed, Plan, Service,
     Standard, Wrong, control::ControlSocket,
 };
 use storage::rate::Budgets;
@@ -68,7 +68,7 @@ pub struct CheckArgs {
 /// [`Failure::Found`] once all is told that is wrong.
 pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
     let mistakes = Mistakes::default();
-    let draft = settings::config::load_telling(&arguments.config, &mistakes);
+    let draft = settings::config::load_below(&arguments.config, &Placed::default(), &mistakes);
     let plan = Plan::judged(draft.clone(), 0, mistakes);
     check(draft, plan, Others::MayHave, Some(arguments.config))
 }
@@ -154,10 +154,10 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
     found.extend(registry.check_devices().err());
     let service = &draft.service;
     // One of them is given.
-    let keys = service.tls.certificates.as_ref().or(service.tls.psk.as_ref()).map(|said| &said.place);
+    let keys = service.given("tls-certificates").or(service.given("tls-psk"));
     found.extend(assemble::credentials(&plan.service.tls).err().map(|error| at(keys, error)));
     let said = sandbox::check(plan).err();
-    found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
+    found.extend(said.map(|error| at(service.given("user"), error)));
     found.extend(sandbox::check_room(plan).err());
     sockets(draft, plan, others, &mut found);
     for disk in &plan.disks {
@@ -166,28 +166,29 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
                 .filter_map(|(index, door)| Some(at(disk.item("export", index, ""), device(door).err()?))),
         );
     }
-    found.extend(plan.service.on_event.as_ref().and_then(|target| {
-        let place = service.on_event.as_ref().map(|said| &said.place);
-        on_event::check(target).err().map(|error| at(place, error))
+    found.extend(
+        plan.service.on_event.as_ref().and_then(|target| {
+            on_event::check(target).err().map(|error| at(service.given("on-event"), error))
+        }),
+    );
+    found.extend(service.http_token_file.as_ref().and_then(|file| {
+        let error = Token::read(file).err()?;
+        Some(at(service.given("http-token-file"), error))
     }));
-    found.extend(plan.service.http.as_ref().and_then(|http| {
-        let error = Token::read(http.token_file.as_deref()?).err()?;
-        Some(at(service.http_token_file.as_ref().map(|said| &said.place), error))
-    }));
-    found.extend(service.cgroup_limits.as_ref().and_then(|said| {
+    found.extend(service.given("cgroup-limits").and_then(|place| {
         let error = cgroup::watch::check_machine().err()?;
-        Some(at(Some(&said.place), error))
+        Some(at(Some(place), error))
     }));
-    let place = service.cluster.as_ref().map(|said| &said.place);
+    let place = draft.cluster.as_ref().map(Placed::own_place);
     found.extend(cluster::check(plan).await.err().map(|error| at(place, error)));
-    found.extend(service.record.as_ref().and_then(|Said { value: record, place }| {
+    found.extend(service.record.as_ref().and_then(|record| {
         // The dot, because of a file it would tell nothing.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
         let why = || recording::cannot_be_kept(record);
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
-        Some(at(Some(place), error))
+        Some(at(service.given("record"), error))
     }));
-    found.extend(service.pid_file.as_ref().and_then(|Said { value: path, place }| {
+    found.extend(service.pid_file.as_ref().and_then(|path| {
         let directory = sandbox::directory_of(path);
         let writable = access(directory, AccessFlags::W_OK).map_err(std::io::Error::from);
         let why = || format!("pid file {}: {}", path.display(), directory.display());
@@ -195,7 +196,7 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
             Ok(()) if others == Others::AreInTheWay => PidFile::check(path).err()?,
             writable => writable.err()?,
         };
-        Some(at(Some(place), error))
+        Some(at(service.given("pid-file"), error))
     }));
     found
 }
@@ -218,7 +219,7 @@ async fn images(
 ) -> anyhow::Result<()> {
     assemble::warn_of_remarks(plan);
     if let Some(path) = plan.service.image_root.as_deref() {
-        let place = draft.service.image_root.as_ref().map(|said| &said.place);
+        let place = draft.service.given("image-root");
         registry.confine(assemble::root(path).map_err(|error| at(place, error))?);
     }
     let (difference, _) = Difference::from_empty(registry, plan, |_| false).await?;
@@ -233,14 +234,14 @@ async fn images(
 }
 
 fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::Error>) {
-    let standard = draft.service.control.as_ref().map(|said| &said.place);
+    let standard = draft.service.given("control");
     let control = control(&plan.service).unwrap_or_else(|error| {
         found.push(at(standard, error));
         Vec::new()
     });
     found.extend(control.iter().filter_map(|socket| {
-        let said = draft.service.qmp.iter().find(|said| said.value == socket.path);
-        let place = said.map(|said| &said.place).or(standard);
+        let index = draft.service.qmp.iter().position(|path| *path == socket.path);
+        let place = index.and_then(|index| draft.service.item("qmp", index, "")).or(standard);
         listen::check_control(socket, others).err().map(|error| at(place, error))
     }));
     // Made for a control socket, they are there for the others.
@@ -270,13 +271,14 @@ fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::E
     };
     let said = |address: &Address| {
         let is_there = |at: &Endpoint| matches!(at, Endpoint::Address(known) if known == address);
-        let nbd = draft.service.nbd.iter().find(|said| is_there(&said.value.at)).map(|said| &said.place);
-        let mut told = draft.service.metrics.iter().chain(&draft.service.http);
-        let told = || told.find(|said| said.value == *address).map(|said| &said.place);
-        nbd.or_else(|| of_disk(address)).or_else(told)
+        let service = &draft.service;
+        let nbd = service.nbd.iter().position(|nbd| is_there(&nbd.at));
+        let nbd = nbd.and_then(|index| service.item("nbd", index, ""));
+        let http = [("metrics", &service.metrics), ("http", &service.http_address)];
+        let http = || http.into_iter().find(|(_, own)| own.as_ref() == Some(address));
+        nbd.or_else(|| of_disk(address)).or_else(|| service.given(http()?.0))
     };
-    let page = plan.service.http.as_ref().map(|http| http.address.clone());
-    let told = plan.service.metrics.clone().into_iter().chain(page);
+    let told = plan.service.metrics.clone().into_iter().chain(plan.service.http_address.clone());
     let all: Vec<_> = of_servers.chain(of_doors).chain(told).collect();
     for address in &all {
         match address {
@@ -287,17 +289,19 @@ fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::E
         }
     }
     // That of `user` is looked at elsewhere.
-    if let Some(Said { value: owner, place }) = &draft.service.socket_owner
+    if let Some(owner) = &draft.service.sockets.owner
         && all.iter().any(|address| matches!(address, Address::Unix(_)))
     {
-        found.extend(listen::check_owner(owner).err().map(|error| at(Some(place), error)));
+        found.extend(
+            listen::check_owner(owner).err().map(|error| at(draft.service.given("socket-owner"), error)),
+        );
     }
 }
 
 /// The control sockets without which there is no daemon.
 fn control(service: &Service) -> anyhow::Result<Vec<ControlSocket>> {
     let mut places: Vec<_> = service.qmp.iter().cloned().map(ControlSocket::at).collect();
-    if service.control == Standard::Must {
+    if service.control_socket() == Standard::Must {
         places.push(ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
     }
     Ok(places)

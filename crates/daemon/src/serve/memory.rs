@@ -15,7 +15,7 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 /// Puts the budget in force, and sets aside what the threads keep for reuse: an eighth of it at
 /// most.
 pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
-    let total = service.memory.unwrap_or_else(|| allowed(Path::new("/")).max(settings::check::LEAST_MEMORY));
+    let total = service.memory.unwrap_or_else(|| allowed(Path::new("/")).max(settings::LEAST_MEMORY));
     let budget = Budget::process();
     budget.set_total(total);
     // Tables, stacks and requests need more than their data.

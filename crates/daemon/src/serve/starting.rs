@@ -38,7 +38,7 @@ use image::Image;
 use reactor::Worker;
 use sandbox;
 use serde_json::{Map, Value};
-use settings::{Door, DoorExport, Plan, Record, ServiceDraft, state::Store};
+use settings::{DaemonConfig, Door, DoorExport, Placed, Plan, Record, state::Store};
 use storage::{OpenError, OwnMount, Passed, rate::Budgets};
 
 use super::{
@@ -63,7 +63,7 @@ pub(super) struct Start {
     pub(super) plan: Plan,
     pub(super) steps: Steps,
     /// The config file, and what the command line says beside it.
-    pub(super) file: Option<(PathBuf, ServiceDraft)>,
+    pub(super) file: Option<(PathBuf, Placed<DaemonConfig>)>,
     pub(super) inherited: Inherited,
     /// The process to take over from, in an upgrade.
     pub(super) old: Option<Newcomer>,
@@ -109,7 +109,7 @@ impl Daemon {
             not => return not.and(abandon(&registry).await).map(|()| None),
         };
         let taken = take_over(old, &registry, &bound.workers).await?;
-        let loaded = |(file, said)| Loaded { file, said, inherited: bound.inherited, plan, tls, budgets };
+        let loaded = |(file, options)| Loaded { file, options, inherited: bound.inherited, plan, tls, budgets };
         let loaded = file.map(|file| Rc::new(loaded(file)));
         let started =
             Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))

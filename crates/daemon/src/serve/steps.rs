@@ -13,7 +13,7 @@ use std::{path::PathBuf, rc::Rc};
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use control::{qmp, registry::Registry};
-use settings::{Place, Said, Wrong, keyval};
+use settings::{Place, Wrong, keyval};
 
 /// Heading of the options in the help of `qemu-storage-daemon`. The help of `weir serve` leaves
 /// them out: they are for command lines of that program.
@@ -39,8 +39,8 @@ impl Steps {
         [OPTIONS[0].0, OPTIONS[1].0, OPTIONS[2].0, OPTIONS[3].0, OPTIONS[4].0, OPTIONS[5].0];
 
     /// Takes the monitors out: the sockets where they are to be heard.
-    pub(super) fn take_monitors(&mut self) -> Result<Vec<Said<PathBuf>>, Wrong> {
-        let (mut sockets, mut monitors): (Vec<(String, Said<PathBuf>)>, Vec<_>) = Default::default();
+    pub(super) fn take_monitors(&mut self) -> Result<Vec<(PathBuf, Place)>, Wrong> {
+        let (mut sockets, mut monitors): (Vec<(String, (PathBuf, Place))>, Vec<_>) = Default::default();
         for (option, text) in &self.0 {
             let place = Place::option(option, text);
             match *option {
@@ -51,7 +51,7 @@ impl Steps {
                             place.wrong(format!("there is a chardev {id:?} already (choose another id)"))
                         );
                     }
-                    sockets.push((id, Said::new(path, place)));
+                    sockets.push((id, (path, place)));
                 }
                 "monitor" => {
                     let id = monitor(text).map_err(|rule| place.wrong(rule))?;
@@ -63,8 +63,8 @@ impl Steps {
                 _ => {}
             }
         }
-        if let Some((_, said)) = sockets.first() {
-            return Err(said.wrong("is not used (add --monitor with its id)"));
+        if let Some((_, (_, place))) = sockets.first() {
+            return Err(place.wrong("is not used (add --monitor with its id)"));
         }
         self.0.retain(|(option, _)| !["chardev", "monitor"].contains(option));
         Ok(monitors)
@@ -200,7 +200,7 @@ mod tests {
              --blockdev b --chardev socket,path=/c,,d,id=c,server,nowait --monitor c",
         );
         let sockets = steps.take_monitors().unwrap();
-        let paths: Vec<_> = sockets.iter().map(|said| said.value.display().to_string()).collect();
+        let paths: Vec<_> = sockets.iter().map(|(path, _)| path.display().to_string()).collect();
         assert_eq!(paths, ["/a", "/c,d"]);
         assert_eq!(steps, read("--blockdev b"));
     }

@@ -6,9 +6,8 @@ use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use policy::prefetch;
 use settings::{
-    DiskConfig, Key, Place, Placed, Settings, Wrong,
+    DiskConfig, Key, MAX_WORKERS, Place, Placed, Settings, Wrong,
     arguments::{KeyArgs, KeyOptions, shared_group},
-    check::MAX_WORKERS,
 };
 use storage::{delay::DelayOptions, rate::RateOptions};
 

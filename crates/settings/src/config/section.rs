@@ -6,14 +6,14 @@
 //!
 //! Values are handed on as text to the parsers of the options: `1000` and `"1000"` are the same.
 
-use std::{borrow::Cow, cell::RefCell, fmt, ops::Range, str::FromStr};
+use std::{borrow::Cow, cell::RefCell, fmt, ops::Range};
 
 use toml::{
     Spanned,
     de::{DeTable, DeValue},
 };
 
-use crate::{Mistakes, Place, Rule, Said, Wrong, suggest};
+use crate::{Mistakes, Place, Said, Wrong, suggest};
 
 /// Characters of a value that a message shows.
 const MAX_SHOWN: usize = 60;
@@ -108,14 +108,6 @@ impl<'a> Section<'a> {
         self.keep(self.get(key)?.parse(parser))
     }
 
-    pub(super) fn value<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Option<Said<T>> {
-        self.parse(key, crate::read)
-    }
-
-    pub(super) fn text(&self, key: &'static str) -> Option<Said<String>> {
-        self.parse(key, |text| Ok(text.to_owned()))
-    }
-
     /// `true` or `false`.
     pub(super) fn flag(&self, key: &'static str) -> Option<Said<bool>> {
         let entry = self.get(key)?;
@@ -127,11 +119,6 @@ impl<'a> Section<'a> {
                 None
             }
         }
-    }
-
-    /// A value read by its type, where `true` means `on` and `false` means `off`.
-    pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Option<Said<T>> {
-        self.parse_switch(key, crate::read)
     }
 
     /// As [`Self::parse`], where `true` means `on` and `false` means `off`.
@@ -168,11 +155,6 @@ impl<'a> Section<'a> {
         array.iter().enumerate().map(item).collect()
     }
 
-    #[cfg(test)]
-    pub(super) fn asked(&self) -> Vec<&'static str> {
-        self.asked.borrow().clone()
-    }
-
     pub(super) fn tell(&self, wrong: Wrong) {
         self.source.mistakes.tell(wrong);
     }
@@ -181,30 +163,13 @@ impl<'a> Section<'a> {
         self.source.mistakes.keep(result)
     }
 
-    /// Has the table read, up to its end: tells of keys in it that nobody asked for. None if
-    /// anything is wrong in it.
+    /// Reads the table to its end, and reports unknown keys. None if anything is wrong in it.
     pub(super) fn whole<T>(&self, read: impl FnOnce() -> Option<T>) -> Option<T> {
-        self.whole_or(read, |_, _| ())
-    }
-
-    /// The same, where a part of it may be judged all the same.
-    pub(super) fn whole_or<T>(
-        &self,
-        read: impl FnOnce() -> Option<T>,
-        judge: impl FnOnce(&T, &Mistakes),
-    ) -> Option<T> {
         let mistakes = self.source.mistakes;
         let before = mistakes.count();
         let value = read();
         self.finish();
-        match (mistakes.count() == before, value) {
-            (true, value) => value,
-            (false, None) => None,
-            (false, Some(part)) => {
-                judge(&part, mistakes);
-                None
-            }
-        }
+        value.filter(|_| mistakes.count() == before)
     }
 
     /// Tells of keys in the table that nobody asked for.

@@ -3,7 +3,7 @@
 mod documentation;
 mod mistakes;
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use block::disk::DetectZeroes;
 use policy::{
@@ -14,7 +14,7 @@ use reactor::Polling;
 use storage::CacheMode;
 
 use super::*;
-use crate::{Credentials, Endpoint, Plan, Sandbox, Settings, Tls};
+use crate::{Address, Credentials, Endpoint, Plan, Sandbox, Settings, Tls};
 
 /// The file as all of these tests know it: `/etc/weir/weir.toml`, called by its base name.
 fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
@@ -120,7 +120,7 @@ fn a_disk_with_nothing_but_an_image() {
     let plan = plan("[disk.vm1]\nimage = \"memory:1G\"\n");
     assert_eq!(plan.disks[0].cache, CacheMode::Writeback);
     assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (Settings::default(), &None));
-    assert_eq!((plan.service.qmp, plan.service.state), (Vec::<PathBuf>::new(), None));
+    assert_eq!((&plan.service.qmp, &plan.service.state), (&Vec::<PathBuf>::new(), &None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.service.max_connections, 100);
     assert_eq!(plan.service.poll, Polling::Off);
@@ -167,7 +167,7 @@ fn the_daemon_with_everything() {
     let service = plan.service;
     assert_eq!((service.workers, service.max_connections), (3, 0));
     assert_eq!(service.max_connections_per_address, Some(9));
-    let Access { networks, names } = service.access;
+    let Access { networks, names } = service.access.clone();
     assert_eq!(networks.allow.iter().map(ToString::to_string).collect::<Vec<_>>(), ["10.0.0.0/8", "::1/128"]);
     assert_eq!(networks.deny, ["10.1.0.0/16".parse().unwrap()]);
     assert_eq!(names, Some(Names::any_of(["CN=*".to_owned()])));
@@ -231,7 +231,7 @@ fn caches_and_secrets_of_qcow2() {
     assert_eq!(qcow2.caches.total_bytes, Some(4 << 20));
     let files: Vec<_> = qcow2.secrets.iter().map(ToString::to_string).collect();
     assert_eq!(files, ["/etc/weir/a", "/b"]);
-    assert_eq!(plan.service.image_root.unwrap().to_str(), Some("/etc/weir/images"));
+    assert_eq!(plan.service.image_root.as_ref().unwrap().to_str(), Some("/etc/weir/images"));
     check_disk(
         "l2-cache-size = 1\nrefcount-cache-size = 1\ncache-size = 1",
         "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",

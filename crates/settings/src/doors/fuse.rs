@@ -1,9 +1,18 @@
 //! `--fuse FILE[,growable,…]`: a disk as a file, over one that is there. The config file has the
 //! same keys, and `file`.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{Keyed, read_keys, switch, write_keys};
+use super::no_comma;
+use crate::{
+    addressed::{AddressedKeys, read_options, write_options},
+    key::{
+        Field, Key, KeyValue as _, Literal,
+        ValueKind::{Flag, Path, Word},
+        one, table,
+    },
+    placed::KeySet,
+};
 
 /// An export as a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,26 +35,75 @@ impl Fuse {
     }
 }
 
-impl Keyed for Fuse {
-    const VALUES: &'static [&'static str] = &["allow-other"];
+impl KeySet for Fuse {
     const REMOVED: &'static [(&'static str, &'static str)] =
         &[("io-uring", "was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)")];
 
-    fn set(&mut self, _: &str, value: &str) -> Result<(), String> {
-        self.allow_other = match value {
-            "auto" => None,
-            _ => Some(switch(value).map_err(|_| "is neither on, off nor auto")?),
-        };
-        Ok(())
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<Fuse>>> = LazyLock::new(keys);
+        &KEYS
     }
+}
 
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        vec![("growable", &mut self.growable), ("read-only", &mut self.read_only)]
+impl AddressedKeys for Fuse {
+    const ADDRESS: &'static str = "file";
+    const MISSING: Option<&'static str> = Some("no file (add file = \"PATH\")");
+}
+
+type Config = Fuse;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(Fuse) = |Fuse { file: _, growable: _, allow_other: _, read_only: _ }| ();
+
+/// The table.
+fn keys() -> Vec<Key<Fuse>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "fuse" {
+            "file", Path, "FILE", file_field(), "required", Reexport, Apart,
+                "Regular file that the disk is seen in place of";
+            "allow-other", Word(&["auto", "on", "off"]), "MODE", allow_other(), "auto", Reexport, Apart,
+                "Let other users than that of the daemon open the file, as its mode permits; auto: if the host allows it";
+            "growable", Flag, "", one!(growable), "false", Reexport, Apart,
+                "Let writes past the end and truncate make the disk larger";
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+                "Refuse writes, also where the disk accepts them";
+        }
     }
+}
 
-    fn said(&self) -> Vec<(&'static str, String)> {
-        let word = |on: bool| if on { "on" } else { "off" };
-        self.allow_other.map(|on| ("allow-other", word(on).to_owned())).into_iter().collect()
+fn file_field() -> Field<Fuse> {
+    Field::new(
+        |fuse: &mut Fuse, given| {
+            fuse.file = given.directory.join(file(no_comma(given.text)?)?);
+            Ok(())
+        },
+        |fuse| Some(fuse.file.write()),
+    )
+}
+
+fn allow_other() -> Field<Fuse> {
+    Field::new(
+        |fuse: &mut Fuse, given| {
+            fuse.allow_other = match given.text {
+                "auto" => None,
+                "on" => Some(true),
+                "off" => Some(false),
+                _ => return Err("is neither on, off nor auto".to_owned()),
+            };
+            Ok(())
+        },
+        |fuse| {
+            let word = fuse.allow_other.map_or("auto", |on| if on { "on" } else { "off" });
+            Some(Literal::Text(word.to_owned()))
+        },
+    )
+}
+
+impl Default for Fuse {
+    /// Over no file.
+    fn default() -> Self {
+        Self::at(PathBuf::new())
     }
 }
 
@@ -55,13 +113,13 @@ impl FromStr for Fuse {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let mut fuse = Self::at(file(parts.next().unwrap_or_default())?);
-        read_keys(&mut fuse, parts)?;
+        read_options(&mut fuse, parts)?;
         Ok(fuse)
     }
 }
 
 /// The file of an export.
-pub(crate) fn file(text: &str) -> Result<PathBuf, String> {
+fn file(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("names no file (write one that is there)".to_owned()),
         _ if text.contains('\0') => Err("holds a NUL byte (leave it out)".to_owned()),
@@ -73,7 +131,7 @@ pub(crate) fn file(text: &str) -> Result<PathBuf, String> {
 impl fmt::Display for Fuse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
-        write_keys(self, &Self::at(self.file.clone()), f)
+        write_options(self, f)
     }
 }
 

@@ -1,9 +1,17 @@
 //! `--nbd ADDRESS[,read-only]`: where clients of NBD connect, and what they may do there.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::LazyLock};
 
-use super::{Keyed, read_keys, write_keys};
-use crate::Endpoint;
+use crate::{
+    Address, Endpoint,
+    addressed::{AddressedKeys, read_options, write_options},
+    key::{
+        Key,
+        ValueKind::{Flag, Text},
+        maybe, one, table,
+    },
+    placed::KeySet,
+};
 
 /// A place where disks are exported over NBD.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -21,19 +29,85 @@ impl Nbd {
     }
 }
 
-impl Keyed for Nbd {
-    const VALUES: &'static [&'static str] = &[];
-
-    fn set(&mut self, _: &str, _: &str) -> Result<(), String> {
-        Ok(())
+impl KeySet for Nbd {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<Nbd>>> = LazyLock::new(keys);
+        &KEYS
     }
+}
 
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        vec![("read-only", &mut self.read_only)]
+impl AddressedKeys for Nbd {
+    const ADDRESS: &'static str = "listen";
+    const MISSING: Option<&'static str> = None;
+}
+
+type Config = Nbd;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(Nbd) = |Nbd { at: _, read_only: _ }| ();
+
+/// The table.
+fn keys() -> Vec<Key<Nbd>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "nbd" {
+            "listen", Text, "ADDRESS", one!(at), "required", Reexport, Apart,
+                "unix:PATH, HOST:PORT, or fd:NAME for a socket that a service manager passed";
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+                "Refuse writes, also where the disk accepts them";
+        }
     }
+}
 
-    fn said(&self) -> Vec<(&'static str, String)> {
-        Vec::new()
+impl Default for Nbd {
+    fn default() -> Self {
+        Self::at(Endpoint::Address(Address::standard()))
+    }
+}
+
+/// An export at an NBD server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NbdExport {
+    /// Address of the server.
+    pub listen: Endpoint,
+    /// Name of the export; `None` is the disk's.
+    pub name: Option<String>,
+    /// Refuses writes though the disk takes them.
+    pub read_only: bool,
+}
+
+impl Default for NbdExport {
+    fn default() -> Self {
+        Self { listen: Endpoint::Address(Address::standard()), name: None, read_only: false }
+    }
+}
+
+impl KeySet for NbdExport {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<NbdExport>>> = LazyLock::new(export_keys);
+        &KEYS
+    }
+}
+
+impl AddressedKeys for NbdExport {
+    const ADDRESS: &'static str = "listen";
+    const MISSING: Option<&'static str> = Some("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
+}
+
+/// The table of an export of a disk.
+fn export_keys() -> Vec<Key<NbdExport>> {
+    type Config = NbdExport;
+    const _: fn(NbdExport) = |NbdExport { listen: _, name: _, read_only: _ }| ();
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "nbd" {
+            "listen", Text, "ADDRESS", one!(listen), "required", Reexport, Apart,
+                "unix:PATH, HOST:PORT, or fd:NAME for a socket that a service manager passed; exports with the same address share a server";
+            "name", Text, "NAME", maybe!(name), "the name of the disk", Reexport, Apart,
+                "Name that clients ask for, unique at the address";
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+                "Refuse writes of its clients, though others may write";
+        }
     }
 }
 
@@ -43,7 +117,7 @@ impl FromStr for Nbd {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let mut nbd = Self::at(parts.next().unwrap_or_default().parse()?);
-        read_keys(&mut nbd, parts)?;
+        read_options(&mut nbd, parts)?;
         Ok(nbd)
     }
 }
@@ -52,7 +126,7 @@ impl FromStr for Nbd {
 impl fmt::Display for Nbd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.at)?;
-        write_keys(self, &Self::at(self.at.clone()), f)
+        write_options(self, f)
     }
 }
 

@@ -1,10 +1,17 @@
 //! `--nbd-device /dev/nbdN[,connections=4,…]`: a block device of the kernel's NBD client, which
 //! weir serves without a network. The config file has the same keys, and `device`.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{
-    Keyed, LEAST_BLOCK_BYTES, MAX_SECONDS, block_bytes, number, number_of_device, read_keys, write_keys,
+use super::{LEAST_BLOCK_BYTES, MAX_SECONDS, block_bytes, no_comma, number, number_of_device};
+use crate::{
+    addressed::{AddressedKeys, read_options, write_options},
+    key::{
+        Field, Key, Literal,
+        ValueKind::{Flag, Integer, Text},
+        maybe, one, table,
+    },
+    placed::KeySet,
 };
 
 /// Each is a socket, and a thread of the kernel.
@@ -46,45 +53,69 @@ impl Default for NbdDevice {
 impl NbdDevice {
     /// The device, where its number was given.
     pub fn path(&self) -> Option<PathBuf> {
-        self.number.map(|number| PathBuf::from(format!("/dev/nbd{number}")))
+        self.number.map(|_| PathBuf::from(self.device()))
+    }
+
+    /// The device as it is written; `auto` if the kernel chooses it.
+    fn device(&self) -> String {
+        self.number.map_or_else(|| "auto".to_owned(), |number| format!("/dev/nbd{number}"))
     }
 }
 
-impl Keyed for NbdDevice {
-    const VALUES: &'static [&'static str] = &["connections", "timeout", "dead-timeout", "logical-block-size"];
-
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        match key {
-            // Fits.
-            "connections" => {
-                self.connections = Some(number(value, "connections", 1, MAX_CONNECTIONS)? as u16);
-            }
-            "timeout" => self.timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
-            "dead-timeout" => self.dead_timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
-            _ => self.block_bytes = block_bytes(value)?,
-        }
-        Ok(())
+impl KeySet for NbdDevice {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<NbdDevice>>> = LazyLock::new(keys);
+        &KEYS
     }
+}
 
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        vec![("read-only", &mut self.read_only)]
-    }
+impl AddressedKeys for NbdDevice {
+    const ADDRESS: &'static str = "device";
+    const MISSING: Option<&'static str> =
+        Some("no device (add device = \"/dev/nbd0\", or \"auto\" for one that is free)");
+}
 
-    fn said(&self) -> Vec<(&'static str, String)> {
-        let Self { connections, timeout_s, dead_timeout_s, block_bytes, .. } = self;
-        let mut said = Vec::new();
-        said.extend(connections.map(|connections| ("connections", connections.to_string())));
-        if *timeout_s != 0 {
-            said.push(("timeout", timeout_s.to_string()));
+type Config = NbdDevice;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(NbdDevice) = |NbdDevice {
+                              number: _,
+                              connections: _,
+                              timeout_s: _,
+                              dead_timeout_s: _,
+                              block_bytes: _,
+                              read_only: _,
+                          }| ();
+
+/// The table.
+fn keys() -> Vec<Key<NbdDevice>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "nbd-device" {
+            "device", Text, "/dev/nbdN", device_field(), "required", Reexport, Apart,
+                "Block device of the kernel's NBD client, such as /dev/nbd0; auto is the first that is free";
+            "connections", Integer, "N", maybe!(connections, |text| number(text, "connections", 1, MAX_CONNECTIONS)), "one for each worker", Reexport, Apart,
+                "Sockets between the kernel and weir, from 1 to 64";
+            "timeout", Integer, "SECONDS", one!(timeout_s, |text| number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Apart,
+                "Seconds that the kernel waits for a reply before it gives a connection up; 0 is for ever";
+            "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| number(text, "seconds", 0, MAX_SECONDS)), "60", Reexport, Apart,
+                "Seconds that requests wait for weir to come back";
+            "logical-block-size", Integer, "N", one!(block_bytes, block_bytes), "512", Reexport, Apart,
+                "Bytes of a block: 512, 1024, 2048 or 4096";
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+                "Refuse writes, also where the disk accepts them";
         }
-        if *dead_timeout_s != DEFAULT_DEAD_SECONDS {
-            said.push(("dead-timeout", dead_timeout_s.to_string()));
-        }
-        if *block_bytes != LEAST_BLOCK_BYTES {
-            said.push(("logical-block-size", block_bytes.to_string()));
-        }
-        said
     }
+}
+
+fn device_field() -> Field<NbdDevice> {
+    Field::new(
+        |export: &mut NbdDevice, given| {
+            export.number = device(no_comma(given.text)?)?;
+            Ok(())
+        },
+        |export| Some(Literal::Text(export.device())),
+    )
 }
 
 impl FromStr for NbdDevice {
@@ -93,13 +124,13 @@ impl FromStr for NbdDevice {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let mut export = Self { number: device(parts.next().unwrap_or_default())?, ..Self::default() };
-        read_keys(&mut export, parts)?;
+        read_options(&mut export, parts)?;
         Ok(export)
     }
 }
 
 /// The number of a device; `None` for `auto`.
-pub(crate) fn device(text: &str) -> Result<Option<u32>, String> {
+fn device(text: &str) -> Result<Option<u32>, String> {
     if text == "auto" {
         return Ok(None);
     }
@@ -112,11 +143,8 @@ pub(crate) fn device(text: &str) -> Result<Option<u32>, String> {
 /// As it may be given again.
 impl fmt::Display for NbdDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.number {
-            Some(number) => write!(f, "/dev/nbd{number}")?,
-            None => f.write_str("auto")?,
-        }
-        write_keys(self, &Self::default(), f)
+        f.write_str(&self.device())?;
+        write_options(self, f)
     }
 }
 

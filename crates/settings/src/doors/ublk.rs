@@ -1,9 +1,18 @@
 //! `--ublk[=N][,queues=4,…]`: a block device of the kernel's ublk driver, `/dev/ublkbN`. The config
 //! file has the same keys, and `number`.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{Keyed, LEAST_BLOCK_BYTES, MAX_DEVICE, MAX_SECONDS, block_bytes, number, read_keys, write_keys};
+use super::{LEAST_BLOCK_BYTES, MAX_DEVICE, MAX_SECONDS, block_bytes, number};
+use crate::{
+    addressed::{AddressedKeys, read_options, write_options},
+    key::{
+        Key,
+        ValueKind::{Flag, Integer},
+        maybe, one, table,
+    },
+    placed::KeySet,
+};
 
 /// `UBLK_MAX_NR_QUEUES`, as the driver has it.
 const MAX_QUEUES: u32 = 4096;
@@ -66,40 +75,63 @@ impl Ublk {
     }
 }
 
-impl Keyed for Ublk {
-    const VALUES: &'static [&'static str] = &["queues", "queue-depth", "dead-timeout", "logical-block-size"];
+impl KeySet for Ublk {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<Ublk>>> = LazyLock::new(keys);
+        &KEYS
+    }
+}
 
-    // The ranges fit.
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        match key {
-            "queues" => self.queues = Some(number(value, "queues", 1, MAX_QUEUES)? as u16),
-            "queue-depth" => self.queue_depth = number(value, "requests", 1, MAX_QUEUE_DEPTH)? as u16,
-            "dead-timeout" => self.dead_timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
-            _ => self.block_bytes = block_bytes(value)?,
+impl AddressedKeys for Ublk {
+    const ADDRESS: &'static str = "number";
+    const MISSING: Option<&'static str> = None;
+}
+
+type Config = Ublk;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(Ublk) = |Ublk {
+                         number: _,
+                         queues: _,
+                         queue_depth: _,
+                         dead_timeout_s: _,
+                         block_bytes: _,
+                         discard: _,
+                         write_zeroes: _,
+                         write_cache: _,
+                         read_only: _,
+                         unprivileged: _,
+                         zero_copy: _,
+                     }| ();
+
+/// The table.
+fn keys() -> Vec<Key<Ublk>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "ublk" {
+            "number", Integer, "N", maybe!(number, device), "the first that is free", Reexport, Apart,
+                "The N of /dev/ublkbN";
+            "queues", Integer, "N", maybe!(queues, |text| number(text, "queues", 1, MAX_QUEUES)), "one for each worker", Reexport, Apart,
+                "Hardware queues, from 1 to 4096";
+            "queue-depth", Integer, "N", one!(queue_depth, |text| number(text, "requests", 1, MAX_QUEUE_DEPTH)), "128", Reexport, Apart,
+                "Requests of a queue at a time, from 1 to 4096";
+            "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Apart,
+                "Seconds that requests wait for weir to come back before they fail and the device goes; 0 is for ever";
+            "logical-block-size", Integer, "N", one!(block_bytes, block_bytes), "512", Reexport, Apart,
+                "Bytes of a block: 512, 1024, 2048 or 4096";
+            "discard", Flag, "", one!(discard), "true", Reexport, Apart,
+                "Offer discards";
+            "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Apart,
+                "Offer to write zeroes without data";
+            "write-cache", Flag, "", one!(write_cache), "true", Reexport, Apart,
+                "Offer a volatile write cache, if the cache mode of the disk has one";
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+                "Refuse writes, also where the disk accepts them";
+            "unprivileged", Flag, "", one!(unprivileged), "false", Reexport, Apart,
+                "Make the device for the user of the daemon, which need not be root";
+            "zero-copy", Flag, "", one!(zero_copy), "true", Reexport, Apart,
+                "Leave data in place where kernel and image can do that";
         }
-        Ok(())
-    }
-
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        vec![
-            ("discard", &mut self.discard),
-            ("write-zeroes", &mut self.write_zeroes),
-            ("write-cache", &mut self.write_cache),
-            ("read-only", &mut self.read_only),
-            ("unprivileged", &mut self.unprivileged),
-            ("zero-copy", &mut self.zero_copy),
-        ]
-    }
-
-    fn said(&self) -> Vec<(&'static str, String)> {
-        let depth = Some(self.queue_depth).filter(|depth| *depth != DEFAULT_QUEUE_DEPTH);
-        let dead = Some(self.dead_timeout_s).filter(|seconds| *seconds != 0);
-        let block = Some(self.block_bytes).filter(|bytes| *bytes != LEAST_BLOCK_BYTES);
-        let queues = self.queues.map(|queues| ("queues", queues.to_string()));
-        let depth = depth.map(|depth| ("queue-depth", depth.to_string()));
-        let dead = dead.map(|seconds| ("dead-timeout", seconds.to_string()));
-        let block = block.map(|bytes| ("logical-block-size", bytes.to_string()));
-        [queues, depth, dead, block].into_iter().flatten().collect()
     }
 }
 
@@ -116,13 +148,13 @@ impl FromStr for Ublk {
             let number = || device(first).map_err(|rule| format!("{first}: {rule}"));
             ublk.number = (!first.is_empty()).then(number).transpose()?;
         }
-        read_keys(&mut ublk, keys.into_iter().flat_map(|keys| keys.split(',')))?;
+        read_options(&mut ublk, keys.into_iter().flat_map(|keys| keys.split(',')))?;
         Ok(ublk)
     }
 }
 
 /// The number of a device.
-pub(crate) fn device(text: &str) -> Result<u32, String> {
+fn device(text: &str) -> Result<u32, String> {
     number(text, "a device", 0, MAX_DEVICE)
 }
 
@@ -132,7 +164,7 @@ impl fmt::Display for Ublk {
         if let Some(number) = self.number {
             write!(f, "{number}")?;
         }
-        write_keys(self, &Self::default(), f)
+        write_options(self, f)
     }
 }
 

@@ -5,9 +5,21 @@ use std::{
     fmt,
     path::{Path, PathBuf},
     str::FromStr,
+    sync::LazyLock,
 };
 
-use super::{Keyed, LEAST_BLOCK_BYTES, block_bytes, read_keys, write_keys};
+use super::{LEAST_BLOCK_BYTES, block_bytes, no_comma};
+use crate::{
+    address::socket_in,
+    addressed::{AddressedKeys, read_options, write_options},
+    key::{
+        Given, Key, KeyValue, Literal,
+        ValueKind::{Flag, Integer, Text},
+        maybe, one, table,
+    },
+    place::Mistakes,
+    placed::{KeySet, Placed},
+};
 
 /// A message of the protocol has eight bits for a ring's number.
 const MAX_QUEUES: u16 = 256;
@@ -134,42 +146,84 @@ impl VhostUserBlk {
     }
 }
 
-impl Keyed for VhostUserBlk {
-    const VALUES: &'static [&'static str] = &["queues", "queue-size", "serial", "logical-block-size"];
-
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
-        match key {
-            "queues" => self.queues = queues(value)?,
-            "queue-size" => self.queue_size = queue_size(value)?,
-            "serial" => self.serial = Some(serial(value)?),
-            _ => self.block_bytes = block_bytes(value)?,
-        }
-        Ok(())
+impl KeySet for VhostUserBlk {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<VhostUserBlk>>> = LazyLock::new(keys);
+        &KEYS
     }
 
-    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
-        vec![
-            ("discard", &mut self.discard),
-            ("write-zeroes", &mut self.write_zeroes),
-            ("write-cache", &mut self.write_cache),
-            ("read-only", &mut self.read_only),
-            ("client", &mut self.client),
-        ]
+    fn judge(export: &Placed<Self>, mistakes: &Mistakes) {
+        mistakes.keep(export.check().map_err(|rule| export.own_place().wrong(rule)));
+    }
+}
+
+impl AddressedKeys for VhostUserBlk {
+    const ADDRESS: &'static str = "listen";
+    const MISSING: Option<&'static str> = Some("no socket (add listen = \"unix:PATH\")");
+}
+
+type Config = VhostUserBlk;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(VhostUserBlk) = |VhostUserBlk {
+                                 socket: _,
+                                 client: _,
+                                 queues: _,
+                                 queue_size: _,
+                                 serial: _,
+                                 block_bytes: _,
+                                 discard: _,
+                                 write_zeroes: _,
+                                 write_cache: _,
+                                 read_only: _,
+                             }| ();
+
+/// The table.
+fn keys() -> Vec<Key<VhostUserBlk>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "vhost-user-blk" {
+            "listen", Text, "unix:PATH", one!(socket), "required", Reexport, Apart,
+                "Unix socket of the virtual machine, or fd:NAME for a socket that a service manager passed";
+            "queues", Integer, "N", one!(queues, queues), "16", Reexport, Apart,
+                "Virtqueues at most, from 1 to 256";
+            "queue-size", Integer, "N", one!(queue_size, queue_size), "1024", Reexport, Apart,
+                "Descriptors of a virtqueue at most: a power of two from 4 to 32768";
+            "serial", Text, "TEXT", maybe!(serial, serial), "the name of the disk", Reexport, Apart,
+                "Serial number that the guest reads, 20 bytes at most";
+            "logical-block-size", Integer, "N", one!(block_bytes, block_bytes), "512", Reexport, Apart,
+                "Bytes of a block: 512, 1024, 2048 or 4096";
+            "discard", Flag, "", one!(discard), "true", Reexport, Apart,
+                "Offer discards";
+            "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Apart,
+                "Offer to write zeroes without data";
+            "write-cache", Flag, "", one!(write_cache), "true", Reexport, Apart,
+                "Offer a volatile write cache, if the cache mode of the disk has one";
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+                "Refuse writes, also where the disk accepts them";
+            "client", Flag, "", one!(client), "false", Reexport, Apart,
+                "Connect to the socket, where the virtual machine listens";
+        }
+    }
+}
+
+impl Default for VhostUserBlk {
+    /// At no socket.
+    fn default() -> Self {
+        Self::at(Socket::Path(PathBuf::new()))
+    }
+}
+
+impl KeyValue for Socket {
+    fn read(given: Given<'_>) -> Result<Self, String> {
+        match no_comma(given.text)?.parse()? {
+            Self::Path(path) => socket_in(given.directory, &path).map(Self::Path),
+            passed @ Self::Passed(_) => Ok(passed),
+        }
     }
 
-    fn said(&self) -> Vec<(&'static str, String)> {
-        let mut said = Vec::new();
-        if self.queues != DEFAULT_QUEUES {
-            said.push(("queues", self.queues.to_string()));
-        }
-        if self.queue_size != DEFAULT_QUEUE_SIZE {
-            said.push(("queue-size", self.queue_size.to_string()));
-        }
-        said.extend(self.serial.clone().map(|serial| ("serial", serial)));
-        if self.block_bytes != LEAST_BLOCK_BYTES {
-            said.push(("logical-block-size", self.block_bytes.to_string()));
-        }
-        said
+    fn write(&self) -> Literal {
+        Literal::Text(self.to_string())
     }
 }
 
@@ -179,7 +233,7 @@ impl FromStr for VhostUserBlk {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let mut export = Self::at(parts.next().unwrap_or_default().parse()?);
-        read_keys(&mut export, parts)?;
+        read_options(&mut export, parts)?;
         export.check()?;
         Ok(export)
     }
@@ -189,7 +243,7 @@ impl FromStr for VhostUserBlk {
 impl fmt::Display for VhostUserBlk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.address())?;
-        write_keys(self, &Self::at(self.socket.clone()), f)
+        write_options(self, f)
     }
 }
 

@@ -5,12 +5,13 @@ use std::{path::PathBuf, time::Duration};
 use block::disk::{DetectZeroes, Discards, OnError};
 use image::qcow2::L2Size;
 use policy::{access::Network, prefetch::Mode};
+use reactor::Polling;
 use storage::{
     CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions, show_duration,
 };
 
 use super::{Given, KeyValue, Literal};
-use crate::{Image, SecretSource};
+use crate::{Address, Endpoint, Image, LogFormat, OnEvent, Owner, Sandbox, SecretSource, TlsMode};
 
 /// Types whose text is what they are parsed from.
 macro_rules! texts {
@@ -27,7 +28,35 @@ macro_rules! texts {
     )* };
 }
 
-texts!(CacheMode, OnError, Mode, Part, DelayOptions, RateOptions, FaultRule, Network);
+texts!(
+    CacheMode,
+    OnError,
+    Mode,
+    Part,
+    DelayOptions,
+    RateOptions,
+    FaultRule,
+    Network,
+    Owner,
+    OnEvent,
+    TlsMode,
+    LogFormat,
+    Sandbox
+);
+
+impl KeyValue for Polling {
+    fn read(given: Given<'_>) -> Result<Self, String> {
+        crate::polling(given.text)
+    }
+
+    fn write(&self) -> Literal {
+        Literal::Text(match self {
+            Self::Auto => "auto".to_owned(),
+            Self::Off => "off".to_owned(),
+            Self::UpTo(time) => show_duration(*time),
+        })
+    }
+}
 
 impl KeyValue for Format {
     fn read(given: Given<'_>) -> Result<Self, String> {
@@ -101,6 +130,47 @@ impl KeyValue for Duration {
 
     fn write(&self) -> Literal {
         Literal::Text(show_duration(*self))
+    }
+}
+
+/// Types whose values are plain numbers. The parser of a row bounds them.
+macro_rules! numbers {
+    ($($type:ty),*) => { $(
+        impl KeyValue for $type {
+            fn read(given: Given<'_>) -> Result<Self, String> {
+                given.text.parse().map_err(|_| format!("is not a number from 0 to {}", <$type>::MAX))
+            }
+
+            fn write(&self) -> Literal {
+                Literal::Number((*self).into())
+            }
+        }
+    )* };
+}
+
+numbers!(u16, u32);
+
+impl KeyValue for Address {
+    fn read(given: Given<'_>) -> Result<Self, String> {
+        let address: Self = given.text.parse()?;
+        address.relative_to(given.directory)
+    }
+
+    fn write(&self) -> Literal {
+        Literal::Text(self.to_string())
+    }
+}
+
+impl KeyValue for Endpoint {
+    fn read(given: Given<'_>) -> Result<Self, String> {
+        match given.text.parse()? {
+            Self::Address(address) => address.relative_to(given.directory).map(Self::Address),
+            other => Ok(other),
+        }
+    }
+
+    fn write(&self) -> Literal {
+        Literal::Text(self.to_string())
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::absolute;
 
 use clap::Args;
 use serde_json::{Map, Value, json};
-use settings::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
+use settings::{Door, Fuse, Literal, NbdDevice, Socket, Ublk, VhostUserBlk};
 
 #[derive(Debug, Args)]
 pub(super) struct DoorArgs {
@@ -48,44 +48,6 @@ impl DoorArgs {
     }
 }
 
-/// The keys that say where a door is, in a config file: none where the kernel chooses.
-fn place(door: &Door) -> Option<(&'static str, Value)> {
-    match door {
-        Door::VhostUserBlk(machine) => Some(("listen", json!(machine.address()))),
-        Door::Ublk(ublk) => ublk.number.map(|number| ("number", json!(number))),
-        Door::Fuse(fuse) => Some(("file", json!(fuse.file))),
-        Door::NbdDevice(_) => {
-            let device = door.path().map_or_else(|| "auto".to_owned(), |path| path.display().to_string());
-            Some(("device", json!(device)))
-        }
-    }
-}
-
-/// The keys that were said, each once; flags that are not as they are where nothing is said.
-fn keys<K: Keyed + Clone>(keyed: &K, standard: &K) -> Vec<(&'static str, Value)> {
-    let said = keyed.said().into_iter();
-    let number = |text: &str| text.parse::<u64>().map_or_else(|_| json!(text), |number| json!(number));
-    let mut keys: Vec<_> = said
-        // A serial number may look like any other.
-        .map(|(key, text)| (key, if key == "serial" { json!(text) } else { number(&text) }))
-        .collect();
-    let (mut keyed, mut standard) = (keyed.clone(), standard.clone());
-    let flags = keyed.flags().into_iter().zip(standard.flags());
-    keys.extend(
-        flags.filter(|((_, flag), (_, usual))| flag != usual).map(|((key, flag), _)| (key, json!(*flag))),
-    );
-    keys
-}
-
-fn all_keys(door: &Door) -> Vec<(&'static str, Value)> {
-    match door {
-        Door::VhostUserBlk(machine) => keys(machine, &VhostUserBlk::at(machine.socket.clone())),
-        Door::Ublk(ublk) => keys(ublk, &Ublk::default()),
-        Door::Fuse(fuse) => keys(fuse, &Fuse::at(fuse.file.clone())),
-        Door::NbdDevice(device) => keys(device, &NbdDevice::default()),
-    }
-}
-
 /// What `block-export-add` is told, but for id and node. QEMU's arguments have QEMU's names.
 pub(crate) fn asked(door: &Door, is_writable: bool) -> Map<String, Value> {
     let kind = match door {
@@ -100,25 +62,21 @@ pub(crate) fn asked(door: &Door, is_writable: bool) -> Map<String, Value> {
     if let Door::VhostUserBlk(machine) = door {
         asked.insert("num-queues".to_owned(), json!(machine.queues));
     }
-    if let Some((key, value)) = place(door) {
-        let (key, value) = match door {
-            Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. }) => {
+    for (key, literal) in door.literals() {
+        let value = Value::from(&literal);
+        let (key, value) = match (key, door) {
+            ("listen", Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. })) => {
                 ("addr", json!({ "type": "unix", "path": path }))
             }
-            Door::VhostUserBlk(VhostUserBlk { socket: Socket::Passed(name), .. }) => {
+            ("listen", Door::VhostUserBlk(VhostUserBlk { socket: Socket::Passed(name), .. })) => {
                 ("addr", json!({ "type": "fd", "str": name }))
             }
-            Door::Fuse(_) => ("mountpoint", value),
+            ("file", _) => ("mountpoint", value),
+            ("queues", Door::VhostUserBlk(_)) | ("read-only", _) => continue,
+            ("write-cache", _) => ("writethrough", json!(value == false)),
             _ => (key, value),
         };
         asked.insert(key.to_owned(), value);
-    }
-    for (key, value) in all_keys(door) {
-        match (key, door) {
-            ("queues", Door::VhostUserBlk(_)) | ("read-only", _) => {}
-            ("write-cache", _) => drop(asked.insert("writethrough".to_owned(), json!(value == false))),
-            _ => drop(asked.insert(key.to_owned(), value)),
-        }
     }
     asked
 }
@@ -127,12 +85,12 @@ pub(crate) fn asked(door: &Door, is_writable: bool) -> Map<String, Value> {
 pub(super) fn written(door: &Door) -> toml_edit::InlineTable {
     let mut table = toml_edit::InlineTable::new();
     table.insert("type", door.kind().into());
-    for (key, value) in place(door).into_iter().chain(all_keys(door)) {
-        let value: toml_edit::Value = match value {
-            Value::Bool(flag) => flag.into(),
-            // What keys have fits.
-            Value::Number(number) => number.as_i64().unwrap_or(i64::MAX).into(),
-            other => other.as_str().unwrap_or_default().into(),
+    for (key, literal) in door.literals() {
+        let value: toml_edit::Value = match literal {
+            Literal::Flag(flag) => flag.into(),
+            // Numbers of exports are small.
+            Literal::Number(number) => i64::try_from(number).unwrap_or(i64::MAX).into(),
+            other => other.to_string().into(),
         };
         table.insert(key, value);
     }

@@ -1,8 +1,13 @@
 //! What `block-export-add` is told of an export with a door of its own. QEMU's types have QEMU's
 //! arguments; what it has not begins with `x-`, and takes the keys of the config file.
 
+use std::path::Path;
+
 use serde_json::Value;
-use settings::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
+use settings::{
+    AddressedKeys, Door, Fuse, NbdDevice, Socket, Ublk, VhostUserBlk,
+    key::{Unread, ValueKind},
+};
 
 use crate::qmp::{arguments::Arguments, error::Error};
 
@@ -40,30 +45,38 @@ pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<Door, Error>
     })
 }
 
-/// The keys of a door, but for those that QEMU has by other names; that it is read-only is said by
-/// `writable`.
-fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K, others: &[&str]) -> Result<K, Error> {
-    for key in K::VALUES.iter().filter(|key| !others.contains(key)) {
-        let text = match arguments.optional::<Value>(key)? {
-            None => continue,
-            Some(Value::String(text)) => text,
-            Some(Value::Number(number)) => number.to_string(),
-            Some(_) => return Err(Error::wrong_type(&arguments.name_of(key), "string or integer")),
+/// Reads the keys of an export, except those that QEMU has by other names. `writable` states
+/// whether it is read-only.
+fn with_keys<K: AddressedKeys>(
+    arguments: &mut Arguments,
+    mut export: K,
+    others: &[&str],
+) -> Result<K, Error> {
+    for key in K::options().filter(|key| key.name != "read-only" && !others.contains(&key.name)) {
+        let text = match key.value {
+            ValueKind::Flag => arguments.optional::<bool>(key.name)?.map(|on| on.to_string()),
+            _ => match arguments.optional::<Value>(key.name)? {
+                None => None,
+                Some(Value::String(text)) => Some(text),
+                Some(Value::Number(number)) => Some(number.to_string()),
+                Some(_) => {
+                    return Err(Error::wrong_type(&arguments.name_of(key.name), "string or integer"));
+                }
+            },
         };
-        keyed.set(key, &text).map_err(|rule| Error::rule(&arguments.name_of(key), rule))?;
+        let Some(text) = text else { continue };
+        key.read(&mut export, &text, Path::new("")).map_err(|unread| match unread {
+            Unread::Malformed(rule) | Unread::OutOfRange(rule) => {
+                Error::rule(&arguments.name_of(key.name), rule)
+            }
+        })?;
     }
     for (key, rule) in K::REMOVED {
         if arguments.optional::<Value>(key)?.is_some() {
             return Err(Error::rule(&arguments.name_of(key), rule));
         }
     }
-    let is_own = |key: &str| key != "read-only" && !others.contains(&key);
-    for (key, flag) in keyed.flags().into_iter().filter(|(key, _)| is_own(key)) {
-        if let Some(on) = arguments.optional(key)? {
-            *flag = on;
-        }
-    }
-    Ok(keyed)
+    Ok(export)
 }
 
 /// QEMU's name for a device without a write cache.

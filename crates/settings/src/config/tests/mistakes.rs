@@ -150,7 +150,7 @@ fn values_are_refused_with_their_rule() {
 #[track_caller]
 fn check_all(text: &str, expect: &[&str]) {
     let mistakes = Mistakes::default();
-    let draft = parse_telling("f", text, Path::new("/etc/weir"), &mistakes);
+    let draft = parse_below("f", text, Path::new("/etc/weir"), &Placed::default(), &mistakes);
     let all = Plan::judged(draft, 0, mistakes).map(drop).err().unwrap_or_default();
     let all: Vec<_> = all.iter().map(ToString::to_string).collect();
     let is_so = |(said, expect): (&String, &&str)| said.starts_with(expect);
@@ -253,11 +253,11 @@ fn no_file_has_mistakes_without_end() {
     let disk = |n: usize| format!("[disk.d{n}]\nimage = \"null:1\"\ngroup = \"g\"\n");
     let text: String = (0..1000).map(disk).collect();
     let mistakes = Mistakes::default();
-    let draft = parse_telling("f", &text, Path::new(""), &mistakes);
+    let draft = parse_below("f", &text, Path::new(""), &Placed::default(), &mistakes);
     assert_eq!(Plan::judged(draft, 0, mistakes).unwrap_err().len(), 100);
     let text: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
     let mistakes = Mistakes::default();
-    parse_telling("f", &text, Path::new(""), &mistakes);
+    parse_below("f", &text, Path::new(""), &Placed::default(), &mistakes);
     assert!(mistakes.is_full());
 }
 

@@ -1,0 +1,104 @@
+//! Configs that are written as an address with keys behind commas: exports and recordings.
+//!
+//! ```text
+//!   --ublk=3,queues=2               an option                  read_options, write_options
+//!   { type = "ublk", queues = 2 }   a table of the config file config
+//!   {"type": "x-ublk", "queues": 2} QMP                        control::qmp
+//! ```
+//!
+//! All three follow from the table of keys.
+
+use std::{fmt, path::Path};
+
+use crate::{
+    key::{Key, Literal, Unread, ValueKind},
+    placed::KeySet,
+};
+
+/// A config with an address, which is the first part of an option.
+pub trait AddressedKeys: KeySet {
+    /// Key of the address.
+    const ADDRESS: &'static str;
+    /// The error of a table without the address; `None` if it may be missing.
+    const MISSING: Option<&'static str>;
+
+    /// Rows of the keys behind the address.
+    fn options() -> impl Iterator<Item = &'static Key<Self>> {
+        Self::keys().iter().filter(|key| key.name != Self::ADDRESS)
+    }
+
+    /// Names and values of the keys that do not have their default, the address first.
+    #[must_use]
+    fn literals(&self) -> Vec<(&'static str, Literal)> {
+        let default = Self::default();
+        let literal = |key: &'static Key<Self>| {
+            let literal = key.write(self)?;
+            let is_default = key.write(&default).as_ref() == Some(&literal);
+            (key.name == Self::ADDRESS || !is_default).then_some((key.name, literal))
+        };
+        Self::keys().iter().filter_map(literal).collect()
+    }
+}
+
+/// Reads `key=value`s, each once; a flag without a value is on.
+///
+/// # Errors
+/// The part that is wrong, and why.
+pub(crate) fn read_options<'a, T: AddressedKeys>(
+    config: &mut T,
+    parts: impl IntoIterator<Item = &'a str>,
+) -> Result<(), String> {
+    let mut seen: Vec<&str> = Vec::new();
+    for part in parts {
+        let (name, value) = part.split_once('=').unwrap_or((part, "on"));
+        if seen.contains(&name) {
+            return Err(format!("{name} is given twice (leave one away)"));
+        }
+        seen.push(name);
+        if let Some(key) = T::options().find(|key| key.name == name) {
+            read_option(key, config, value).map_err(|rule| format!("{part}: {rule}"))?;
+        } else if let Some((_, rule)) = T::REMOVED.iter().find(|(removed, _)| *removed == name) {
+            return Err(format!("{part}: {rule}"));
+        } else if name.is_empty() {
+            return Err("has a comma with nothing behind it (leave it away)".to_owned());
+        } else {
+            return Err(format!("{part}: no such key (there {})", names::<T>()));
+        }
+    }
+    Ok(())
+}
+
+/// Reads the value of an option, in which `true` and `false` stand for `on` and `off`, as in a
+/// config file.
+fn read_option<T: KeySet>(key: &Key<T>, config: &mut T, value: &str) -> Result<(), String> {
+    let value = match (key.value, value) {
+        (ValueKind::Flag, "on" | "true") => "true",
+        (ValueKind::Flag, "off" | "false") => "false",
+        (ValueKind::Flag, _) => return Err("is neither on nor off".to_owned()),
+        (_, "true") if key.is_switch() => "on",
+        (_, "false") if key.is_switch() => "off",
+        _ => value,
+    };
+    match key.read(config, value, Path::new("")) {
+        Ok(()) => Ok(()),
+        Err(Unread::Malformed(rule) | Unread::OutOfRange(rule)) => Err(rule),
+    }
+}
+
+/// `are queues, read-only and client`.
+fn names<T: AddressedKeys>() -> String {
+    let mut names: Vec<_> = T::options().map(|key| key.name).collect();
+    let last = names.pop().unwrap_or_default();
+    if names.is_empty() { format!("is {last}") } else { format!("are {} and {last}", names.join(", ")) }
+}
+
+/// Writes the keys that do not have their default, behind a comma each.
+pub(crate) fn write_options<T: AddressedKeys>(config: &T, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for (name, literal) in config.literals().into_iter().filter(|(name, _)| *name != T::ADDRESS) {
+        match literal {
+            Literal::Flag(on) => write!(f, ",{name}={}", if on { "on" } else { "off" })?,
+            other => write!(f, ",{name}={other}")?,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,436 @@
+//! The daemon as it is configured, and the table of its keys.
+//!
+//! `[daemon]` of the config file and the options of `weir serve` follow from the table. A field
+//! without a row does not compile ([`daemon_keys`]).
+
+mod security;
+
+use std::{path::PathBuf, sync::LazyLock, thread};
+
+use policy::access::Access;
+use reactor::Polling;
+
+use crate::{
+    Address, Http, LogFormat, LogSettings, Nbd, OnEvent, Owner, Record, Sandbox, SocketAccess, Standard,
+    TlsMode,
+    address::socket_in,
+    clients, http_name,
+    key::{
+        Field, Key, KeyValue, Literal,
+        ValueKind::{Count, Flag, Integer, Path, Size, Table, Text, Word, WordOr},
+        each, maybe, one, table,
+    },
+    log,
+    place::Mistakes,
+    placed::{KeySet, Placed},
+};
+
+/// Default number of workers at most: beyond it the queue of a disk is the bottleneck.
+const MAX_DEFAULT_WORKERS: usize = 8;
+/// Largest number of workers: each has rings and buffers of several MiB.
+pub const MAX_WORKERS: usize = 256;
+/// As QEMU's `max-connections`.
+const DEFAULT_MAX_CONNECTIONS: u32 = 100;
+/// Smallest budget of memory for data, in bytes: half of it is reserved for requests.
+pub const LEAST_MEMORY: u64 = 128 << 20;
+
+/// Settings of the process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DaemonConfig {
+    /// Addresses of NBD servers for disks without exports of their own.
+    pub nbd: Vec<Nbd>,
+    /// Permissions of the Unix sockets of exports.
+    pub sockets: SocketAccess,
+    /// Ends the daemon when the last client disconnects.
+    pub exit_when_idle: bool,
+    /// Unix sockets of the control protocol.
+    pub qmp: Vec<PathBuf>,
+    /// Whether there is a control socket at the default address; `None`: if `qmp` is empty and the
+    /// address is free.
+    pub control: Option<bool>,
+    /// Address of the metrics, over HTTP.
+    pub metrics: Option<Address>,
+    /// Command that receives events.
+    pub on_event: Option<OnEvent>,
+    /// Address of the page and its API, over HTTP.
+    pub http_address: Option<Address>,
+    /// File of the token that permits changes over HTTP.
+    pub http_token_file: Option<PathBuf>,
+    /// Names of this host in URLs of the page, in lower case.
+    pub http_names: Vec<String>,
+    /// Number of threads that perform I/O, from 1 to [`MAX_WORKERS`].
+    pub workers: usize,
+    /// Busy polling of the workers.
+    pub poll: Polling,
+    /// Clients at a time at each server; 0 is any number.
+    pub max_connections: u32,
+    /// Clients at a time from one address; 0 is any number, `None` nine tenths of
+    /// `max_connections`.
+    pub max_connections_per_address: Option<u32>,
+    /// Which clients may connect over NBD.
+    pub access: Access,
+    /// Budget of memory for data, in bytes; `None` is a part of the machine's.
+    pub memory: Option<u64>,
+    /// When connections are encrypted.
+    pub tls_mode: TlsMode,
+    /// Directory of X.509 certificates.
+    pub tls_certificates: Option<PathBuf>,
+    /// Whether clients must present a certificate.
+    pub tls_verify_peer: bool,
+    /// File of pre-shared keys.
+    pub tls_psk: Option<PathBuf>,
+    /// Content, form and destination of the log.
+    pub log: LogSettings,
+    /// File that contains the process's number while it serves.
+    pub pid_file: Option<PathBuf>,
+    /// Directory of the results of `weir probe`; `None` is the default one.
+    pub state: Option<PathBuf>,
+    /// Directory that contains all images and all files that they name.
+    pub image_root: Option<PathBuf>,
+    /// File of the limits of control groups to enforce.
+    pub cgroup_limits: Option<PathBuf>,
+    /// Recordings of all requests.
+    pub record: Option<Record>,
+    /// Rights that the daemon gives up when all is open.
+    pub sandbox: Sandbox,
+    /// User of the daemon when all is open; `None`: the user that started it.
+    pub user: Option<Owner>,
+}
+
+impl Default for DaemonConfig {
+    fn default() -> Self {
+        Self {
+            nbd: Vec::new(),
+            sockets: SocketAccess::default(),
+            exit_when_idle: false,
+            qmp: Vec::new(),
+            control: None,
+            metrics: None,
+            on_event: None,
+            http_address: None,
+            http_token_file: None,
+            http_names: Vec::new(),
+            workers: thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
+            poll: Polling::Off,
+            max_connections: DEFAULT_MAX_CONNECTIONS,
+            max_connections_per_address: None,
+            access: Access::default(),
+            memory: None,
+            tls_mode: TlsMode::Off,
+            tls_certificates: None,
+            tls_verify_peer: false,
+            tls_psk: None,
+            log: LogSettings { filter: "info".to_owned(), format: LogFormat::Text, file: None },
+            pid_file: None,
+            state: None,
+            image_root: None,
+            cgroup_limits: None,
+            record: None,
+            sandbox: Sandbox::default(),
+            user: None,
+        }
+    }
+}
+
+impl DaemonConfig {
+    /// The control socket at the default address.
+    #[must_use]
+    pub fn control_socket(&self) -> Standard {
+        match self.control {
+            None if self.qmp.is_empty() => Standard::Try,
+            None | Some(false) => Standard::Off,
+            Some(true) => Standard::Must,
+        }
+    }
+
+    /// The page and its API; `None` if it is not served.
+    #[must_use]
+    pub fn page(&self) -> Option<Http> {
+        let (token_file, names) = (self.http_token_file.clone(), self.http_names.clone());
+        self.http_address.clone().map(|address| Http { address, token_file, names })
+    }
+}
+
+impl Placed<DaemonConfig> {
+    /// True if a key of the command line is in force in place of this key of the file. `qmp` and
+    /// `control` are one setting, and so are `allow` and `deny`.
+    pub(crate) fn overrides(&self, key: &str) -> bool {
+        let is_given = |key| self.given(key).is_some();
+        match key {
+            "qmp" => is_given("qmp") || self.control == Some(false),
+            "control" => is_given("control") || is_given("qmp"),
+            "allow" | "deny" => is_given("allow") || is_given("deny"),
+            _ => is_given(key),
+        }
+    }
+}
+
+impl KeySet for DaemonConfig {
+    fn keys() -> &'static [Key<Self>] {
+        static KEYS: LazyLock<Vec<Key<DaemonConfig>>> = LazyLock::new(daemon_keys);
+        &KEYS
+    }
+
+    fn judge(daemon: &Placed<Self>, mistakes: &Mistakes) {
+        let again = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
+        if let Some(index) = again {
+            let place = daemon.item("qmp", index, "").unwrap_or(daemon.own_place());
+            mistakes.tell(place.wrong("is given twice (remove one)"));
+        }
+        if daemon.control == Some(false) && !daemon.qmp.is_empty() {
+            mistakes.tell(daemon.wrong("control", "and qmp names a control socket (leave one out)"));
+        }
+    }
+}
+
+type Config = DaemonConfig;
+
+// A new field does not compile until it is named here, together with its row in the table below.
+const _: fn(DaemonConfig) = |DaemonConfig {
+                                 nbd: _,
+                                 sockets: SocketAccess { mode: _, owner: _ },
+                                 exit_when_idle: _,
+                                 qmp: _,
+                                 control: _,
+                                 metrics: _,
+                                 on_event: _,
+                                 http_address: _,
+                                 http_token_file: _,
+                                 http_names: _,
+                                 workers: _,
+                                 poll: _,
+                                 max_connections: _,
+                                 max_connections_per_address: _,
+                                 access: Access { networks: _, names: _ },
+                                 memory: _,
+                                 tls_mode: _,
+                                 tls_certificates: _,
+                                 tls_verify_peer: _,
+                                 tls_psk: _,
+                                 log: LogSettings { filter: _, format: _, file: _ },
+                                 pid_file: _,
+                                 state: _,
+                                 image_root: _,
+                                 cgroup_limits: _,
+                                 record: _,
+                                 sandbox: _,
+                                 user: _,
+                             }| ();
+
+/// The table. The order is that of the help.
+fn daemon_keys() -> Vec<Key<DaemonConfig>> {
+    table! {
+        // name, value, placeholder, field, default, change, transfer, help
+        "Network" {
+            "nbd", Text, "ADDRESS", nbd(), "inherited sockets, else localhost:10809", Live, Apart,
+                "Where disks without an export are served over NBD: unix:PATH, HOST:PORT or fd:NAME, a socket that a service manager passed; port 0 is any free port. Not together with inherited sockets (LISTEN_FDS)";
+            "max-connections", Integer, "N", one!(max_connections, crate::connections), "100", Never, Apart,
+                "Clients at a time at each address, further clients wait; 0 is any number";
+            "max-connections-per-address", Integer, "N", maybe!(max_connections_per_address, crate::connections), "nine tenths of --max-connections", Never, Apart,
+                "Of them from one address, or one network of IPv6 of 64 bits, over TCP; further ones are closed. 0 is any number";
+            "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Never, Apart,
+                "Let clients of NBD come over TCP from this network, such as 10.0.0.0/8 or 2001:db8::/32, and from no other; repeatable. Of several networks that an address lies in, the narrowest decides";
+            "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Never, Apart,
+                "Close connections over TCP that come from this network; repeatable";
+            "socket-mode", Text, "MODE", socket_mode(), "0600", Never, Apart,
+                "Permissions of the Unix sockets of exports, in octal, whatever the umask";
+            "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's", Never, Apart,
+                "Owner of those sockets: USER, USER:GROUP or :GROUP, by name or number";
+            "exit-when-idle", Flag, "", one!(exit_when_idle), "", Never, Apart,
+                "End once a client has been served and the last has gone";
+            "qmp", Text, "unix:PATH", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root", Never, Apart,
+                "Take commands of `weir status` and others, which are QEMU's machine protocol, at unix:PATH, from root and the daemon's own user; repeatable";
+            "control", Flag, "", maybe!(control), "", Never, Apart,
+                "Fail if the default of --qmp cannot be had; without this, weir then serves and warns";
+            "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Never, Apart,
+                "Tell Prometheus how disks, groups and the daemon do, over HTTP at unix:PATH or HOST:PORT, in /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or :: is every address of this host";
+            "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Never, Apart,
+                "Start a command for each event, such as a limit that is hit or an image that fails. COMMAND is an absolute path with arguments; it reads the event as JSON on standard input";
+            "http", Text, "ADDRESS", maybe!(http_address), "nowhere", Never, Apart,
+                "Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as JSON, in /api/v1. Over TLS with --tls and --tls-certificates, but at unix:PATH. Nothing can be changed there without --http-token-file";
+            "http-token-file", Path, "FILE", maybe!(http_token_file), "", Never, Apart,
+                "Let whoever sends what is in this file, in one line of 16 characters or more, change limits over --http. Only its owner may read it";
+            "http-name", Text, "NAME", each!(http_names, http_name), "its addresses and localhost", Never, Apart,
+                "Another name of this host in the page's address; repeatable. Under a name that is not told, it answers nobody";
+        }
+        "TLS" {
+            "tls", Word(&["off", "on", "required"]), "MODE", one!(tls_mode), "off", Never, Apart,
+                "Encrypt: off, on (where the client asks) or required";
+            "tls-certificates", Path, "DIR", maybe!(tls_certificates), "", Never, Apart,
+                "Directory with server-cert.pem and server-key.pem, and ca-cert.pem to verify clients";
+            "tls-verify-peer", Flag, "", one!(tls_verify_peer), "", Never, Apart,
+                "Refuse clients without a certificate that ca-cert.pem signs";
+            "tls-psk", Path, "FILE", maybe!(tls_psk), "", Never, Apart,
+                "File of pre-shared keys, user:hexkey lines as psktool writes them";
+            "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Never, Apart,
+                "Serve a client only if its certificate's subject, such as O=Acme,CN=vm1, or its key's user is this; * and ? are wild; repeatable";
+        }
+        "Process" {
+            "workers", Count, "N", workers(), "one for each CPU, at most 8", Never, Apart,
+                "Threads that do I/O, from 1 to 256";
+            "poll", WordOr(&["auto", "off"]), "TIME|auto|off", one!(poll), "off", Never, Apart,
+                "How long a thread looks for completions before it sleeps, at most 1s; off (or 0) never polls, auto polls while clients get more for it than it costs";
+            "memory", Size, "SIZE", memory(), "four fifths of what the machine, its cgroup and ulimit allow", Never, Apart,
+                "Memory for data: of requests, which wait for more, of disks in memory, where writes past it fail with ENOSPC, of caches and read-ahead; at least 128M";
+            "pid-file", Path, "FILE", maybe!(pid_file), "", Never, Apart,
+                "Leave the process's number in this file, locked, while it serves";
+            "image-root", Path, "DIR", maybe!(image_root), "", Never, Apart,
+                "Refuse images outside of this directory, and those that name files outside of it";
+            "cgroup-limits", Path, "FILE", maybe!(cgroup_limits), "", Never, Apart,
+                "Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does";
+            "record", Table, "DIR[,KEY=VALUE]", record(), "", Live, Apart,
+                "Keep every request, with what it waited for, in recordings of an hour in this directory, the newest: keep=TIME of them [default: 24h], and limit=SIZE at most [default: 1G]";
+            "sandbox", Word(&["on", "require", "off"]), "MODE", one!(sandbox), "on", Never, Apart,
+                "Once all is open, give up what serving does not need, by seccomp, landlock and capabilities: on, require to serve only where the kernel has all of them, or off";
+            "user", Text, "USER[:GROUP]", maybe!(user, user), "", Never, Apart,
+                "Once all is open, go on as this user, and this group or else the user's own; as root only";
+            "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Never, Apart,
+                "Where `weir probe` left what devices can do";
+        }
+        "Logging" {
+            "log", Text, "FILTER", one!(log.filter, log::filter), "info", Never, Apart,
+                "off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas";
+            "log-format", Word(&["text", "json"]), "FORMAT", one!(log.format), "text", Never, Apart,
+                "Lines for people or JSON objects: text or json";
+            "log-file", Path, "FILE", maybe!(log.file), "", Never, Apart,
+                "Append lines to this file instead of standard error, as with --daemonize; SIGUSR1 opens it again, so that logrotate can move it away";
+        }
+    }
+}
+
+fn access(daemon: &DaemonConfig) -> &Access {
+    &daemon.access
+}
+
+fn access_mut(daemon: &mut DaemonConfig) -> &mut Access {
+    &mut daemon.access
+}
+
+/// Addresses, without the keys that `--nbd` has behind a comma.
+fn nbd() -> Field<DaemonConfig> {
+    Field::new(
+        |daemon: &mut DaemonConfig, given| {
+            daemon.nbd.push(Nbd::at(KeyValue::read(given)?));
+            Ok(())
+        },
+        |daemon| {
+            let texts = daemon.nbd.iter().map(|nbd| Literal::Text(nbd.to_string())).collect();
+            (!daemon.nbd.is_empty()).then_some(Literal::List(texts))
+        },
+    )
+    .list()
+}
+
+fn qmp() -> Field<DaemonConfig> {
+    Field::new(
+        |daemon: &mut DaemonConfig, given| {
+            daemon.qmp.push(socket_in(given.directory, &crate::socket(given.text)?)?);
+            Ok(())
+        },
+        |daemon| {
+            let text = |path: &PathBuf| Literal::Text(format!("unix:{}", path.display()));
+            (!daemon.qmp.is_empty()).then(|| Literal::List(daemon.qmp.iter().map(text).collect()))
+        },
+    )
+    .list()
+}
+
+fn socket_mode() -> Field<DaemonConfig> {
+    Field::new(
+        |daemon: &mut DaemonConfig, given| {
+            daemon.sockets.mode = crate::socket_mode(given.text)?;
+            Ok(())
+        },
+        |daemon| Some(Literal::Text(format!("{:04o}", daemon.sockets.mode))),
+    )
+}
+
+fn workers() -> Field<DaemonConfig> {
+    Field::new(
+        |daemon: &mut DaemonConfig, given| {
+            let number = usize::try_from(given.number).ok().filter(|n| (1..=MAX_WORKERS).contains(n));
+            daemon.workers =
+                number.ok_or_else(|| format!("is out of range; it is from 1 to {MAX_WORKERS}"))?;
+            Ok(())
+        },
+        |daemon| Some(Literal::Number(daemon.workers as u64)),
+    )
+}
+
+fn memory() -> Field<DaemonConfig> {
+    Field::new(
+        |daemon: &mut DaemonConfig, given| match given.number {
+            bytes if bytes < LEAST_MEMORY => Err("is too little; it is at least 128M".to_owned()),
+            bytes => {
+                daemon.memory = Some(bytes);
+                Ok(())
+            }
+        },
+        |daemon| daemon.memory.map(Literal::Number),
+    )
+}
+
+/// The text of an option; a table, which the config file's reader reads.
+fn record() -> Field<DaemonConfig> {
+    Field::new(
+        |daemon: &mut DaemonConfig, given| {
+            daemon.record = Some(given.text.parse()?);
+            Ok(())
+        },
+        |daemon| daemon.record.as_ref().map(|record| Literal::Text(record.to_string())),
+    )
+}
+
+/// A group alone would leave root its rights.
+fn user(text: &str) -> Result<Owner, String> {
+    let owner: Owner = text.parse()?;
+    match owner.user {
+        Some(_) => Ok(owner),
+        None => Err("names no user (write USER, or USER:GROUP)".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A value of each key that is not the default.
+    fn sample(key: &Key<DaemonConfig>) -> &'static str {
+        match key.name {
+            "nbd" | "metrics" | "http" => "localhost:1",
+            "max-connections" | "max-connections-per-address" | "workers" => "201",
+            "allow" | "deny" => "10.0.0.0/8",
+            "socket-mode" => "0660",
+            "socket-owner" | "user" => "qemu:kvm",
+            "qmp" => "unix:/q",
+            "on-event" => "/bin/true x",
+            "poll" => "5us",
+            "record" => "/day,keep=7200s",
+            "log" => "debug",
+            _ => match key.value {
+                Word(words) => words.iter().find(|word| **word != key.default).expect("two words"),
+                Flag => "true",
+                Size => "1G",
+                _ => "/text",
+            },
+        }
+    }
+
+    #[test]
+    fn a_row_reads_what_it_writes_and_touches_no_other() {
+        let directory = std::path::Path::new("");
+        for key in DaemonConfig::keys() {
+            let mut daemon = DaemonConfig::default();
+            let text = if key.name == "http-name" { "weir.example.org" } else { sample(key) };
+            assert_eq!(key.read(&mut daemon, text, directory), Ok(()), "{}", key.name);
+            assert!(!key.is_default(&daemon), "{}", key.name);
+            let changed: Vec<_> = daemon.differences(&DaemonConfig::default()).map(|key| key.name).collect();
+            assert_eq!(changed, [key.name]);
+            let mut again = DaemonConfig::default();
+            for text in key.write(&daemon).expect("a value").texts() {
+                key.read(&mut again, &text, directory).expect("what was written");
+            }
+            assert_eq!(again, daemon, "{}", key.name);
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Rules between the keys for TLS, the page and the clients of the daemon. Opens no file.
+
+use super::DaemonConfig;
+use crate::{
+    Credentials, Tls, TlsMode, clients,
+    place::{Place, Wrong},
+    placed::Placed,
+};
+
+impl Placed<DaemonConfig> {
+    /// Encryption of connections, as the four keys state it together.
+    ///
+    /// # Errors
+    /// Credentials that are unused, missing or of two kinds: no server quietly serves in the clear.
+    pub fn tls(&self) -> Result<Tls, Wrong> {
+        let verify_peer = self.given("tls-verify-peer").filter(|_| self.tls_verify_peer);
+        if self.tls_mode == TlsMode::Off {
+            let unused = self.given("tls-certificates").or(self.given("tls-psk")).or(verify_peer);
+            return match unused {
+                Some(place) => {
+                    Err(place.wrong("is not used, because tls is off (set tls to on or required)"))
+                }
+                None => Ok(Tls::Off),
+            };
+        }
+        let credentials = match (&self.tls_certificates, &self.tls_psk) {
+            (Some(_), Some(_)) => {
+                let rule = "tls-certificates is given too (choose certificates or keys)";
+                return Err(self.wrong("tls-psk", rule));
+            }
+            (Some(directory), None) => {
+                Credentials::Certificates { directory: directory.clone(), verify_peer: self.tls_verify_peer }
+            }
+            (None, Some(keys)) => match verify_peer {
+                Some(place) => {
+                    return Err(place.wrong("has no meaning with tls-psk (whoever has a key is verified)"));
+                }
+                None => Credentials::PreShared(keys.clone()),
+            },
+            (None, None) => {
+                return Err(self.wrong("tls", "has no credentials (set tls-certificates or tls-psk)"));
+            }
+        };
+        Ok(match self.tls_mode {
+            TlsMode::On => Tls::On(credentials),
+            TlsMode::Off | TlsMode::Required => Tls::Required(credentials),
+        })
+    }
+
+    /// Checks the keys of the page.
+    ///
+    /// # Errors
+    /// Keys that are not used, and a token that would be sent over the network in plain text.
+    pub(crate) fn check_page(&self, tls: &Tls) -> Result<(), Wrong> {
+        let Some(page) = self.page() else {
+            let unused = self.given("http-token-file").or(self.given("http-name"));
+            let rule = "is not used, because there is no page (set http too)";
+            return unused.map_or(Ok(()), |place| Err(place.wrong(rule)));
+        };
+        if page.token_file.is_some() && !page.is_local() && !page.is_encrypted(tls) {
+            let rule = format!(
+                "would be sent over the network in plain text to {} (set tls and tls-certificates, or use an address of this host alone)",
+                page.address
+            );
+            return Err(self.wrong("http-token-file", rule));
+        }
+        Ok(())
+    }
+
+    /// Checks which clients may connect.
+    ///
+    /// # Errors
+    /// A network twice; names that no client would be asked for.
+    pub(crate) fn check_access(&self, tls: &Tls) -> Result<(), Wrong> {
+        clients::check_access(self, &self.access, tls, true)
+    }
+
+    /// Place of the first network that may or may not connect.
+    pub(crate) fn network(&self) -> Option<&Place> {
+        self.given("allow").or(self.given("deny"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::placed::KeySet as _;
+
+    /// The daemon with these keys.
+    fn daemon(keys: &[(&str, &str)]) -> Placed<DaemonConfig> {
+        let mut daemon = Placed::<DaemonConfig>::default();
+        for (name, text) in keys {
+            let key = DaemonConfig::key(name).expect("a key");
+            daemon.set(key, text, Path::new(""), Place::new(format!("--{name}"))).expect("a value");
+        }
+        daemon
+    }
+
+    #[test]
+    fn a_token_is_never_sent_in_plain_text_over_a_network() {
+        let certificates = Tls::On(Credentials::Certificates { directory: "tls".into(), verify_peer: false });
+        let keys = Tls::On(Credentials::PreShared("keys.psk".into()));
+        let with_token = |address| daemon(&[("http", address), ("http-token-file", "token")]);
+        for local in [
+            "unix:/run/page.sock",
+            "localhost:80",
+            "127.0.0.1:80",
+            "127.8.9.1:80",
+            "[::1]:80",
+            "[::ffff:127.0.0.1]:80",
+        ] {
+            assert!(with_token(local).check_page(&Tls::Off).is_ok(), "{local}");
+        }
+        for other in ["0.0.0.0:80", "[::]:80", "192.0.2.1:80", "host:80", "localhost.example.org:80"] {
+            assert!(with_token(other).check_page(&certificates).is_ok(), "{other}");
+            for plain in [&Tls::Off, &keys] {
+                let error = with_token(other).check_page(plain).unwrap_err().to_string();
+                assert!(error.contains("would be sent over the network in plain text"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn keys_of_a_page_that_is_not_served_are_refused() {
+        let error = daemon(&[("http-name", "weir")]).check_page(&Tls::Off).unwrap_err().to_string();
+        assert_eq!(error, "--http-name: is not used, because there is no page (set http too)");
+        assert_eq!(daemon(&[]).check_page(&Tls::Off), Ok(()));
+    }
+}
