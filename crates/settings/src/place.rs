@@ -43,27 +43,15 @@ impl fmt::Display for Place {
 
 /// A value with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said<T> {
-    /// What was said.
-    pub value: T,
-    /// Where.
-    pub place: Place,
+pub(crate) struct Said<T> {
+    pub(crate) value: T,
+    pub(crate) place: Place,
 }
 
 impl<T> Said<T> {
     /// `value`, said at `place`.
-    pub fn new(value: T, place: Place) -> Self {
+    pub(crate) fn new(value: T, place: Place) -> Self {
         Self { value, place }
-    }
-
-    /// The complaint that the value breaks a rule.
-    pub fn wrong(&self, rule: impl Into<String>) -> Wrong {
-        self.place.wrong(rule)
-    }
-
-    /// What the option `--name` said, if it was given. Its place does not show the value.
-    pub fn option(name: &str, value: Option<T>) -> Option<Self> {
-        value.map(|value| Self::new(value, Place::new(format!("--{name}"))))
     }
 }
 
