@@ -156,3 +156,36 @@ fn number_of_device(path: &Path, prefix: &str) -> Option<u32> {
 
 /// A device's minor number has twenty bits.
 const MAX_DEVICE: u32 = (1 << 20) - 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_a_power_of_two_up_to_a_page() {
+        assert_eq!(["512", "1024", "2048", "4096"].map(block_bytes), [512, 1024, 2048, 4096].map(Ok));
+        for text in ["0", "256", "513", "4K", "8192", ""] {
+            let rule = "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes";
+            assert_eq!(block_bytes(text), Err(rule.to_owned()), "{text}");
+        }
+    }
+
+    #[test]
+    fn keys_of_an_option_are_given_once_and_have_values_of_their_own() {
+        for (text, wrong) in [
+            ("0,", "has a comma with nothing behind it (leave it away)"),
+            ("0,discard=maybe", "discard=maybe: is neither on nor off"),
+            ("0,discard=1", "discard=1: is neither on nor off"),
+            ("0,queues=1,queues=2", "queues is given twice (leave one away)"),
+            ("0,read-only,read-only", "read-only is given twice (leave one away)"),
+            (
+                "0,logical-block-size=4K",
+                "logical-block-size=4K: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
+            ),
+        ] {
+            assert_eq!(text.parse::<Ublk>().unwrap_err(), wrong);
+        }
+        let unknown = "0,queue=1".parse::<Ublk>().unwrap_err();
+        assert!(unknown.starts_with("queue=1: no such key (there are queues, "), "{unknown}");
+    }
+}

@@ -107,8 +107,6 @@ fn a_group_has_all_but_the_weight() {
     assert_eq!(shared.groups[0].settings, Settings { weight: 100, ..all });
     let weighted = Settings { weight: 300, ..Settings::default() };
     assert!(shared.disks.iter().all(|disk| disk.settings == weighted && disk.group.as_deref() == Some("g")));
-    check("a --weight 0", "--weight 0: is out of range; a weight is from 1 to 10000");
-    check("a --watermark 101", "--watermark 101: is out of range; a watermark is from 0 to 100 percent");
 }
 
 #[test]
@@ -122,11 +120,6 @@ fn the_daemon_is_controlled_at_unix_sockets() {
     assert_eq!(service.qmp, [PathBuf::from("/run/q"), PathBuf::from("r")]);
     assert_eq!(service.state, Some(PathBuf::from("/s")));
     check("a --qmp unix:q --qmp unix:q", "--qmp unix:q: is given twice (remove one)");
-    check("a --qmp unix:q --nbd unix:q", "--qmp unix:q: disks are exported at this socket (use another)");
-    check(
-        "a --qmp localhost:4444",
-        "invalid value 'localhost:4444' for '--qmp <unix:PATH>': is not a Unix socket; write unix:PATH",
-    );
 }
 
 #[test]
@@ -185,10 +178,6 @@ fn limits_that_make_no_sense_are_refused() {
         "a --iops-total 1000 --iops-total-max 500",
         "--iops-total-max 500: is below iops-total (1000); a burst rate must be at least the rate",
     );
-    check(
-        "a --iops-total-max-length 0",
-        "--iops-total-max-length 0: is too short; a burst length must be at least 1 second",
-    );
 }
 
 #[test]
@@ -209,14 +198,9 @@ fn values_that_make_no_sense_are_refused() {
          is too large; it may be 4294967295 at most, or 0 for any number",
     );
     check("a --workers 0", "--workers 0: is out of range; it is from 1 to 256");
-    check("a --memory 1M", "--memory 1M: is too little; it is at least 128M");
     check(
         "a --poll 2s",
         "invalid value '2s' for '--poll <TIME|auto|off>': is too long; it is 1s at most (0 never polls)",
-    );
-    check(
-        "a --force-share",
-        "--force-share: needs read-only; sharing an image that others write is for reading alone",
     );
     check("a --tls on", "--tls on: has no credentials (set tls-certificates or tls-psk)");
 }
@@ -253,9 +237,6 @@ fn what_is_read_ahead_is_every_disk_s() {
     };
     let planned = plan(&format!("a b --prefetch off {numbers}")).unwrap();
     assert!(planned.disks.iter().all(|disk| disk.prefetch == expect), "numbers are kept for later");
-    check("a --prefetch yes", "invalid value 'yes' for '--prefetch <MODE>': is none of on, off and auto");
-    check("a --prefetch-memory 4K", "--prefetch-memory 4K: is out of range; it may be from 256K to 1T");
-    check("a --prefetch-streams 0", "--prefetch-streams 0: is out of range; it may be from 1 to 4096");
 }
 
 #[test]

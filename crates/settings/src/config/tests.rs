@@ -204,6 +204,8 @@ fn what_is_read_ahead() {
     assert_eq!(prefetch(all), expect);
     check_disk("prefetch = 1", "is none of on, off and auto");
     check_disk("prefetch-window-max = \"1G\"", "is out of range; it may be from 4K to 64M");
+    check_disk("prefetch-memory = \"4K\"", "is out of range; it may be from 256K to 1T");
+    check_disk("prefetch-streams = 0", "is out of range; it may be from 1 to 4096");
     check_disk(
         "prefetch = false\nprefetch-window-max = \"64K\"",
         "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window may not be larger than the largest",

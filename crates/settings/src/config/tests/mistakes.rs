@@ -99,6 +99,7 @@ fn values_are_refused_with_their_rule() {
         "has no port (write localhost:PORT, such as localhost:10809, or unix:PATH)",
     );
     check_daemon("workers = 0", "is out of range; it is from 1 to 256");
+    check_daemon("memory = \"1M\"", "is too little; it is at least 128M");
     check_daemon("poll = \"2s\"", "is too long; it is 1s at most (0 never polls)");
     check_daemon("log-format = \"xml\"", "is not a log format; there are text and json");
     check(
