@@ -6,6 +6,7 @@ use std::{env, ffi::OsString};
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
 use daemon::serve::{QEMU_HEADING, ServeArgs};
+use settings::arguments::limits;
 
 use crate::{
     adding, attach, cluster, complete, generate, mount_helper, prefetch, record, reload, resume, status,
@@ -41,7 +42,7 @@ impl Cli {
 
     /// The command line's definition, with all that is added to the parts of it.
     pub(crate) fn whole() -> clap::Command {
-        complete::with_values(with_numbers(with_version(Self::command())))
+        complete::with_values(with_limits(with_numbers(with_version(Self::command()))))
     }
 
     /// What follows `weir serve`, with the options of `qemu-storage-daemon` in its help.
@@ -85,6 +86,17 @@ fn with_numbers(command: clap::Command) -> clap::Command {
     let taking =
         |argument: Arg| if is_number(&argument) { argument.allow_hyphen_values(true) } else { argument };
     command.mut_args(taking).mut_subcommands(with_numbers)
+}
+
+/// Describes the limits below the options of each command that has them, where they are hidden.
+fn with_limits(command: clap::Command) -> clap::Command {
+    let command = command.mut_subcommands(with_limits);
+    let has_limits = command.get_arguments().any(|argument| argument.get_id() == "iops-total");
+    let below = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+    match has_limits {
+        true => command.after_help(format!("{}\n\n{below}", limits::BLOCK)),
+        false => command,
+    }
 }
 
 fn with_version(command: clap::Command) -> clap::Command {

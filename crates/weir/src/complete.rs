@@ -11,6 +11,7 @@ use std::time::Duration;
 use block::disk::DetectZeroes;
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
+use policy::throttle::Setting;
 use serde_json::json;
 use storage::{CacheMode, Format};
 
@@ -23,7 +24,15 @@ const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Where a shell asks, answers it by this definition and ends the program.
 pub(crate) fn answer_shell(command: fn() -> Command) {
-    CompleteEnv::with_factory(command).var(VARIABLE).complete();
+    CompleteEnv::with_factory(move || with_shown_limits(command())).var(VARIABLE).complete();
+}
+
+/// Shows the limits, which the help describes without a list of them.
+fn with_shown_limits(command: Command) -> Command {
+    let is_limit = |argument: &Arg| Setting::from_name(argument.get_id().as_str()).is_some();
+    command
+        .mut_args(|argument| if is_limit(&argument) { argument.hide(false) } else { argument })
+        .mut_subcommands(with_shown_limits)
 }
 
 /// Adds to the options of `command`, and of all below it, what their values can be.
@@ -124,6 +133,7 @@ fn both(report: &Report) -> Vec<CompletionCandidate> {
 mod tests {
     use clap_complete::engine;
 
+    use super::with_shown_limits;
     use crate::cli::Cli;
 
     /// What is offered for the last word of a line.
@@ -131,7 +141,7 @@ mod tests {
         let words: Vec<_> = line.split(' ').map(Into::into).collect();
         let last = words.len() - 1;
         let here = std::env::current_dir().unwrap();
-        let found = engine::complete(&mut Cli::whole(), words, last, Some(&here)).unwrap();
+        let found = engine::complete(&mut with_shown_limits(Cli::whole()), words, last, Some(&here)).unwrap();
         found.iter().map(|one| one.get_value().to_string_lossy().into_owned()).collect()
     }
 
@@ -146,6 +156,8 @@ mod tests {
         assert_eq!(offered("weir prefetch vm1 o"), ["on", "off"]);
         assert_eq!(offered("weir disk add vm1 --on-write-error e"), ["enospc"]);
         assert_eq!(offered("weir throttle vm1 --iops-total-max-"), ["--iops-total-max-length"]);
+        let limits = offered("weir serve --iops-");
+        assert!(["--iops-total", "--iops-reservation"].iter().all(|one| limits.contains(&(*one).to_owned())));
         let commands = offered("weir ");
         assert!(commands.contains(&"docker-plugin".to_owned()), "{commands:?}");
         assert!(!commands.contains(&"generate".to_owned()), "what is hidden stays so: {commands:?}");

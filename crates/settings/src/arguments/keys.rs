@@ -110,7 +110,7 @@ impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
 /// The option of a key.
 fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
     let help = match key.default {
-        "" => key.help.clone(),
+        "" | "required" => key.help.clone(),
         default => format!("{} [default: {default}]", key.help),
     };
     let option = Arg::new(key.name).long(key.name).help(help).help_heading(key.heading);
@@ -125,7 +125,7 @@ fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
     match key.name {
         "format" => option.short('f'),
         "options" => option.short('o'),
-        _ => option.aliases(setting.and_then(limits::short_name)),
+        _ => option.aliases(setting.and_then(limits::short_name)).hide(setting.is_some()),
     }
 }
 

@@ -18,7 +18,17 @@ impl LimitArgs {
     }
 }
 
-/// The option of a setting.
+/// The nineteen options in the help of a command, which does not list them. Fits 80 columns.
+pub const BLOCK: &str = "\
+Limits:
+  --{iops,bps}-{total,read,write} R             per second; 0 is no limit
+  --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
+  --{iops,bps}-{total,read,write}-max-length L  seconds at M that may be saved up
+  --iops-size SIZE                              a larger request counts as more
+A total excludes a read or write limit of the same kind. L is 1 by default. A full burst lasts \
+L × M ÷ (M − R) seconds, because R passes in any case.";
+
+/// The option of a setting. [`BLOCK`] describes it in the help.
 pub fn option(setting: Setting) -> Arg {
     let parser = crate::limit_parser(setting);
     Arg::new(setting.name())
@@ -26,12 +36,12 @@ pub fn option(setting: Setting) -> Arg {
         .value_name(shares::placeholder(setting))
         .value_parser(parser)
         .help(shares::help(setting))
-        .help_heading("Limits")
         .aliases(short_name(setting))
+        .hide(true)
 }
 
 /// What people try first. Without it, the nearest name would be that of no limit, `--iops-size`.
-pub(crate) fn short_name(setting: Setting) -> Option<&'static str> {
+pub(super) fn short_name(setting: Setting) -> Option<&'static str> {
     match setting {
         Setting::Limit(LimitKind::IopsTotal, Part::Rate) => Some("iops"),
         Setting::Limit(LimitKind::BpsTotal, Part::Rate) => Some("bps"),

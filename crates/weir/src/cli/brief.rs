@@ -62,7 +62,7 @@ pub(super) fn brief(command: Command) -> Command {
 fn shortened(arg: Arg) -> Arg {
     let long = arg.get_long().unwrap_or_default().to_owned();
     match SERVE.iter().find(|(option, _)| *option == long) {
-        Some((_, help)) => without_keys(arg.help(*help).help_heading(None::<&str>)),
+        Some((_, help)) => without_keys(arg.help(*help).help_heading(None::<&str>).hide(false)),
         None => arg.hide(true),
     }
 }

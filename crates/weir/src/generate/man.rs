@@ -98,17 +98,21 @@ fn synopsis(command: &Command) -> Roff {
 /// Examples, notes and the exit status, of the text that the help has below the options.
 fn below_options(help: &str) -> Roff {
     let (exit, rest): (Vec<_>, Vec<_>) = help.lines().partition(|line| line.starts_with(EXIT));
-    let examples = rest.iter().position(|line| *line == "Examples:");
-    let (examples, notes) = match examples {
+    let begin = rest.iter().position(|line| *line == "Examples:");
+    let (before, examples, notes) = match begin {
         Some(begin) => {
             let after = &rest[begin + 1..];
-            after.split_at(after.iter().position(|line| line.is_empty()).unwrap_or(after.len()))
+            let end = after.iter().position(|line| line.is_empty()).unwrap_or(after.len());
+            (&rest[..begin], &after[..end], &after[end..])
         }
-        None => (&[][..], &rest[..]),
+        None => (&[][..], &[][..], &rest[..]),
     };
     let mut roff = Roff::new();
+    if let [heading, block @ ..] = before {
+        add_notes(&mut roff, heading.trim_end_matches(':'), block);
+    }
     let skipped = notes.iter().position(|line| !line.is_empty()).unwrap_or(notes.len());
-    add_notes(&mut roff, &notes[skipped..]);
+    add_notes(&mut roff, "Notes", &notes[skipped..]);
     roff.control("SH", ["EXIT STATUS"]);
     let exit = exit.first().copied().unwrap_or(EXIT_STATUS);
     roff.text([roman(&exit[EXIT.len()..])]);
@@ -116,11 +120,11 @@ fn below_options(help: &str) -> Roff {
     roff
 }
 
-fn add_notes(roff: &mut Roff, lines: &[&str]) {
+fn add_notes(roff: &mut Roff, heading: &str, lines: &[&str]) {
     if lines.is_empty() {
         return;
     }
-    roff.control("SH", ["NOTES"]);
+    roff.control("SH", [heading.to_uppercase().as_str()]);
     let (mut is_table, mut is_first) = (false, true);
     for line in lines.iter().filter(|line| !line.is_empty()) {
         // A table stays as it is, any other line is a paragraph.
