@@ -32,7 +32,7 @@ MACHINES ?=
 BESIDE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts fuzz miri soak doc reference lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -168,6 +168,10 @@ doc: ## build the documentation of the crates, private items included, and a pag
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" $(CARGO) doc --locked --workspace --no-deps --document-private-items
 	$(TESTS) --test e2e --no-run
 	"$(TARGET)/debug/weir" generate "$(TARGET)/doc/share" --date "$$(date -u +%F)"
+
+reference: ## renew the tables of keys and the schema of the config file in docs/reference
+	@scripts/deps build
+	$(CARGO) run --locked -p weir -- generate --reference docs/reference
 
 lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose over 100 columns
 	@scripts/deps build

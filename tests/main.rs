@@ -28,6 +28,7 @@ mod cgroup_run;
 mod cgroup_show;
 mod chains;
 mod cluster;
+mod config_schema;
 mod control;
 mod control_socket;
 mod descriptors;

@@ -192,9 +192,11 @@ fn an_installation_can_be_repeated_and_taken_away() {
         "usr/local/share/bash-completion/completions/weir",
         "usr/local/share/doc/weir/LICENSE-MIT",
         "usr/local/share/doc/weir/docs/reference/cli/serve.md",
+        "usr/local/share/doc/weir/docs/reference/config.schema.json",
         "usr/local/share/doc/weir/prometheus/weir.rules.yml",
         "usr/local/share/fish/vendor_completions.d/weir.fish",
         "usr/local/share/man/man1/weir-serve.1",
+        "usr/local/share/man/man5/weir.toml.5",
         "usr/local/share/man/man8/mount.weir.8",
         "usr/local/share/zsh/site-functions/_weir",
         "usr/sbin/mount.weir",
@@ -250,8 +252,9 @@ fn manual_pages_are_whole() {
     let scratch = Scratch::new();
     weir(&["generate", text(&scratch.path("")), "--date", "2026-01-02"]).succeeds();
     let directory = scratch.path("man/man1");
-    let pages: Vec<_> = files_below(&directory).iter().map(|page| directory.join(page)).collect();
+    let mut pages: Vec<_> = files_below(&directory).iter().map(|page| directory.join(page)).collect();
     assert!(pages.len() > 30, "{pages:?}");
+    pages.push(scratch.path("man/man5/weir.toml.5"));
     Client::new("mandoc").args(["-Tlint", "-Wwarning"]).args(&pages).succeeds();
     for page in &pages {
         let said =

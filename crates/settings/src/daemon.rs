@@ -293,7 +293,7 @@ fn daemon_keys() -> Vec<Key<DaemonConfig>> {
             "log-format", Word(&["text", "json"]), "FORMAT", one!(log.format), "text", Never, Apart,
                 "Lines for people or JSON objects: text or json";
             "log-file", Path, "FILE", maybe!(log.file), "", Never, Apart,
-                "Append lines to this file instead of standard error, as with --daemonize; SIGUSR1 opens it again, so that logrotate can move it away";
+                "Append lines to this file instead of standard error; SIGUSR1 opens it again, so that logrotate can move it away";
         }
     }
 }

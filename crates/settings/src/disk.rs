@@ -235,7 +235,7 @@ fn disk_keys() -> Vec<Key<DiskConfig>> {
     let mut keys = table! {
         // name, value, placeholder, field, default, change, transfer, help
         "Image" {
-            "image", Text, "IMAGE", one!(image), "", Never, Moves,
+            "image", Text, "IMAGE", one!(image), "required", Never, Moves,
                 "A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH";
             "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "found by probing, where that is safe", Never, Moves,
                 "How the image's bytes are laid out: raw or qcow2";

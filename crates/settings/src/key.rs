@@ -250,7 +250,8 @@ pub struct Key<T: 'static> {
     pub value: ValueKind,
     /// Placeholder of the value in the help.
     pub placeholder: &'static str,
-    /// The default in words; empty if the help has it.
+    /// The default in words; empty if the help has it, `required` if a table of the config file
+    /// needs the key.
     pub default: &'static str,
     /// What it does, in one sentence.
     pub help: String,

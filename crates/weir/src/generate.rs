@@ -2,17 +2,25 @@
 //!
 //! ```text
 //!   DIR/man/man1/weir-serve.1 …                   a page for each command
+//!   DIR/man/man5/weir.toml.5                      the keys of the config file
 //!   DIR/doc/weir/docs/reference/cli/serve.md …    the same in Markdown
 //!   DIR/bash-completion/completions/weir
 //!   DIR/zsh/site-functions/_weir
 //!   DIR/fish/vendor_completions.d/weir.fish
 //! ```
 //!
+//! `--reference docs/reference` renews what the sources keep: the tables of keys in config.md, and
+//! config.schema.json.
+//!
 //! DIR is what `PREFIX/share` is to become: `make install` and the Debian package call it. The
 //! scripts are small, and ask the program itself (`complete`).
 
+mod config_page;
+mod keys;
 mod man;
 mod reference;
+mod schema;
+mod tables;
 
 use std::{
     fs,
@@ -30,22 +38,29 @@ use crate::complete;
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
     /// Where to, as PREFIX/share
-    #[arg(value_name = "DIR")]
-    directory: PathBuf,
+    #[arg(value_name = "DIR", required_unless_present = "reference", requires = "date")]
+    directory: Option<PathBuf>,
     /// The date of the manual pages
-    #[arg(long, value_name = "YYYY-MM-DD")]
+    #[arg(long, value_name = "YYYY-MM-DD", default_value = "")]
     date: String,
+    /// Renew the tables of keys and the schema in this directory of the sources
+    #[arg(long, value_name = "DIR", conflicts_with = "directory")]
+    reference: Option<PathBuf>,
 }
 
 /// Of the command line of this definition.
 pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Failure> {
-    let directory = &arguments.directory;
+    if let Some(reference) = &arguments.reference {
+        renew(reference)?;
+    }
+    let Some(directory) = &arguments.directory else { return Ok(()) };
     for (file, text) in reference::pages(command.clone()) {
         write(&directory.join("doc/weir/docs/reference/cli").join(file), text.as_bytes())?;
     }
     for page in man::pages(command, &arguments.date)? {
         write(&directory.join("man/man1").join(page.file), &page.text)?;
     }
+    write(&directory.join("man/man5/weir.toml.5"), &config_page::page(&arguments.date)?)?;
     let scripts: [(&dyn EnvCompleter, &str, &str); 3] = [
         (&Bash, "bash-completion/completions/weir", WHOLE_WORDS),
         (&Zsh, "zsh/site-functions/_weir", AT_ONCE),
@@ -85,7 +100,18 @@ complete -o nospace -o bashdefault -o nosort -F _weir weir 2> /dev/null \
     || complete -o nospace -o bashdefault -F _weir weir
 "#;
 
+/// Writes what the sources keep of the tables of keys.
+fn renew(reference: &Path) -> anyhow::Result<()> {
+    write(&reference.join(schema::FILE), schema::text()?.as_bytes())?;
+    let document = reference.join(tables::FILE);
+    let text = fs::read_to_string(&document).with_context(|| document.display().to_string())?;
+    write(&document, tables::renewed(&text)?.as_bytes())
+}
+
 fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, bytes));
     written.with_context(|| path.display().to_string())
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,104 @@
+//! The tables of keys as other parts of the generator read them: without the types of the configs.
+
+use settings::{
+    AddressedKeys, Cluster, DaemonConfig, DiskConfig, Fuse, GroupConfig, Key, KeySet, NbdDevice, NbdExport,
+    Record, Ublk, VhostUserBlk,
+    key::{Change, ValueKind},
+};
+
+/// A row of a table.
+pub(super) struct Row {
+    pub(super) name: &'static str,
+    pub(super) heading: &'static str,
+    pub(super) value: ValueKind,
+    pub(super) placeholder: &'static str,
+    pub(super) default: &'static str,
+    pub(super) help: &'static str,
+    pub(super) change: Change,
+    pub(super) is_list: bool,
+    /// The config has a value if the key is not given.
+    pub(super) has_default: bool,
+}
+
+impl Row {
+    /// The help without what is only true of an option: that it can be repeated, and its dashes.
+    pub(super) fn meaning(&self) -> String {
+        as_keys(&self.help.replace("; repeatable", ""))
+    }
+}
+
+impl<T: Default> From<&'static Key<T>> for Row {
+    fn from(key: &'static Key<T>) -> Self {
+        Self {
+            name: key.name,
+            heading: key.heading,
+            value: key.value,
+            placeholder: key.placeholder,
+            default: key.default,
+            help: &key.help,
+            change: key.change,
+            is_list: key.is_list(),
+            has_default: key.write(&T::default()).is_some(),
+        }
+    }
+}
+
+/// A table of a config file.
+pub(super) struct Section {
+    /// Name in the schema.
+    pub(super) name: &'static str,
+    /// The table as it is written in a file.
+    pub(super) title: &'static str,
+    /// Meaning of the table.
+    pub(super) about: &'static str,
+    /// Value of `type`, of the table of an export.
+    pub(super) kind: Option<&'static str>,
+    pub(super) rows: Vec<Row>,
+}
+
+impl Section {
+    fn of<T: KeySet>(name: &'static str, title: &'static str, about: &'static str) -> Self {
+        let rows = T::keys().iter().map(Row::from).collect();
+        Self { name, title, about, kind: None, rows }
+    }
+
+    fn export<T: AddressedKeys>(kind: &'static str, name: &'static str, about: &'static str) -> Self {
+        Self { kind: Some(kind), ..Self::of::<T>(name, "export", about) }
+    }
+}
+
+/// All tables of a config file, the five exports last.
+pub(super) fn sections() -> Vec<Section> {
+    vec![
+        Section::of::<DaemonConfig>("daemon", "[daemon]", "The process"),
+        Section::of::<Record>("record", "record", "Recordings of all requests"),
+        Section::of::<Cluster>("cluster", "[cluster]", "The hosts that share limits, and their etcd"),
+        Section::of::<GroupConfig>("group", "[group.NAME]", "Limits that disks and other groups share"),
+        Section::of::<DiskConfig>("disk", "[disk.NAME]", "A disk"),
+        Section::export::<NbdExport>("nbd", "export-nbd", "An export at an NBD server"),
+        Section::export::<VhostUserBlk>(
+            "vhost-user-blk",
+            "export-vhost-user-blk",
+            "A socket for a virtual machine",
+        ),
+        Section::export::<Ublk>("ublk", "export-ublk", "A block device of the kernel's ublk driver"),
+        Section::export::<Fuse>("fuse", "export-fuse", "The disk as a file, by FUSE"),
+        Section::export::<NbdDevice>(
+            "nbd-device",
+            "export-nbd-device",
+            "A block device of the kernel's NBD client",
+        ),
+    ]
+}
+
+/// The name of a key in place of the name of its option: `` `read-only` `` for `--read-only`.
+pub(super) fn as_keys(help: &str) -> String {
+    let word = |word: &str| match word.strip_prefix("--") {
+        Some(name) => {
+            let end = name.find(|c: char| !c.is_ascii_lowercase() && c != '-').unwrap_or(name.len());
+            format!("`{}`{}", &name[..end], &name[end..])
+        }
+        None => word.to_owned(),
+    };
+    help.split(' ').map(word).collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,109 @@
+//! The schema of a config file (JSON Schema, draft 2020-12), for editors.
+//!
+//! It has the keys, their types and words, and what is required. Ranges and the rules between keys
+//! are `weir check-config`'s.
+
+use serde_json::{Map, Value, json};
+use settings::key::ValueKind;
+
+use super::keys::{Row, Section, as_keys, sections};
+
+/// File below docs/reference.
+pub(super) const FILE: &str = "config.schema.json";
+
+/// The text of the file.
+pub(super) fn text() -> anyhow::Result<String> {
+    Ok(serde_json::to_string_pretty(&schema())? + "\n")
+}
+
+/// The schema.
+pub(super) fn schema() -> Value {
+    let sections = sections();
+    let exports: Vec<_> = sections.iter().filter(|section| section.kind.is_some()).collect();
+    let mut definitions: Map<_, _> =
+        sections.iter().map(|section| (section.name.to_owned(), object(section))).collect();
+    let references: Vec<_> = exports.iter().map(|section| reference(section.name)).collect();
+    definitions.insert("export".to_owned(), json!({ "type": "object", "oneOf": references }));
+    let named = |name| json!({ "type": "object", "additionalProperties": reference(name) });
+    json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Config file of weir",
+        "type": "object",
+        "additionalProperties": false,
+        "properties": {
+            "daemon": reference("daemon"),
+            "cluster": reference("cluster"),
+            "group": named("group"),
+            "disk": named("disk"),
+        },
+        "$defs": definitions,
+    })
+}
+
+fn reference(name: &str) -> Value {
+    json!({ "$ref": format!("#/$defs/{name}") })
+}
+
+fn object(section: &Section) -> Value {
+    let mut properties: Map<_, _> =
+        section.rows.iter().map(|row| (row.name.to_owned(), property(row))).collect();
+    let is_required = |row: &&Row| row.default == "required";
+    let mut required: Vec<_> = section.rows.iter().filter(is_required).map(|row| row.name).collect();
+    if let Some(kind) = section.kind {
+        properties.insert("type".to_owned(), json!({ "const": kind }));
+        required.insert(0, "type");
+    }
+    json!({
+        "type": "object",
+        "description": section.about,
+        "additionalProperties": false,
+        "properties": properties,
+        "required": required,
+    })
+}
+
+fn property(row: &Row) -> Value {
+    let help = row.meaning();
+    let description = match row.default {
+        "" => help,
+        default => format!("{help} [default: {}]", as_keys(default)),
+    };
+    let value = match row.value {
+        ValueKind::Table => reference(row.name),
+        _ => value(row.value),
+    };
+    let mut property = match row.is_list {
+        true => json!({ "anyOf": [value, { "type": "array", "minItems": 1, "items": value }] }),
+        false => value,
+    };
+    property["description"] = description.into();
+    property
+}
+
+/// Values as the reader of the file takes them: a string may have a number, and a text may be one.
+fn value(kind: ValueKind) -> Value {
+    match kind {
+        ValueKind::Flag => json!({ "type": "boolean" }),
+        ValueKind::Word(words) => json!({ "enum": with_flags(words) }),
+        ValueKind::WordOr(words) => {
+            json!({ "anyOf": [{ "enum": with_flags(words) }, { "type": ["string", "number"] }] })
+        }
+        ValueKind::Count | ValueKind::Integer | ValueKind::Seconds => {
+            json!({ "type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+$" })
+        }
+        ValueKind::Size => json!({
+            "type": ["integer", "string"],
+            "minimum": 0,
+            "pattern": "^(0[xX][0-9a-fA-F]+|[0-9]+(\\.[0-9]*)?([kKmMgGtTpPeE]?[bB]?|[kKmMgGtTpPeE][iI][bB]?))$",
+        }),
+        ValueKind::Path => json!({ "type": "string", "minLength": 1 }),
+        ValueKind::Text => json!({ "type": ["string", "number"] }),
+        ValueKind::Table => unreachable!("a table has a definition of its own"),
+    }
+}
+
+/// The words, and the flags that stand for `on` and `off`.
+fn with_flags(words: &[&str]) -> Vec<Value> {
+    let flags = [("on", true), ("off", false)].into_iter().filter(|(word, _)| words.contains(word));
+    words.iter().map(|word| json!(word)).chain(flags.map(|(_, flag)| json!(flag))).collect()
+}

@@ -1,0 +1,93 @@
+//! The tables of keys in the reference of the config file.
+//!
+//! ```text
+//!   <!-- keys: disk, Image, Access -->   a table of the keys below these headings
+//!   | Key | Value | …
+//!   <!-- end -->
+//! ```
+//!
+//! Text outside of the markers is left as it is.
+
+use std::fmt::Write as _;
+
+use settings::key::{Change, ValueKind};
+
+use super::keys::{Row, as_keys, sections};
+
+/// File below docs/reference.
+pub(super) const FILE: &str = "config.md";
+
+const BEGIN: &str = "<!-- keys: ";
+const END: &str = "<!-- end -->";
+
+/// The document with each table as the tables of keys give it.
+///
+/// # Errors
+/// A marker that has no end, or names no table.
+pub(super) fn renewed(document: &str) -> anyhow::Result<String> {
+    let mut rest = document;
+    let mut text = String::new();
+    while let Some((before, after)) = rest.split_once(BEGIN) {
+        let (which, after) = after.split_once(" -->\n").unwrap_or((after, ""));
+        let (_, after) =
+            after.split_once(END).ok_or_else(|| anyhow::anyhow!("{BEGIN}{which}: no {END} below"))?;
+        write!(text, "{before}{BEGIN}{which} -->\n{}{END}", table(which)?)?;
+        rest = after;
+    }
+    Ok(text + rest)
+}
+
+/// The table of a section, of the rows below some headings if any are named: `disk, Image`.
+fn table(which: &str) -> anyhow::Result<String> {
+    let mut words = which.split(", ");
+    let name = words.next().unwrap_or_default();
+    let headings: Vec<_> = words.collect();
+    let sections = sections();
+    let section = sections.iter().find(|section| section.name == name);
+    let section = section.ok_or_else(|| anyhow::anyhow!("{BEGIN}{which}: no table {name}"))?;
+    let rows = section.rows.iter().filter(|row| headings.is_empty() || headings.contains(&row.heading));
+    let lines: Vec<_> = rows.map(line).collect();
+    anyhow::ensure!(!lines.is_empty(), "{BEGIN}{which}: no keys below {headings:?}");
+    let head = "| Key | Value | Meaning | Default | Reload |\n| --- | --- | --- | --- | --- |\n";
+    Ok(head.to_owned() + &lines.concat())
+}
+
+fn line(row: &Row) -> String {
+    let reload = match row.change {
+        Change::Live => "live",
+        Change::Reexport => "export",
+        Change::Never => "no",
+    };
+    let default = match row.default {
+        "" if row.value == ValueKind::Flag && row.has_default => "`false`".to_owned(),
+        "" => "none".to_owned(),
+        default => as_keys(default),
+    };
+    format!(
+        "| `{}` | {} | {} | {default} | {reload} |\n",
+        row.name,
+        value(row),
+        row.meaning().replace('|', "\\|")
+    )
+}
+
+fn value(row: &Row) -> String {
+    let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
+    let one = match row.value {
+        ValueKind::Flag => "`true`, `false`".to_owned(),
+        ValueKind::Word(all) => words(all),
+        ValueKind::WordOr(all) => format!("{} or {}", words(all), placeholder(row)),
+        ValueKind::Count | ValueKind::Integer => "number".to_owned(),
+        ValueKind::Size => "size".to_owned(),
+        ValueKind::Seconds => "seconds".to_owned(),
+        ValueKind::Path => "path".to_owned(),
+        ValueKind::Text => placeholder(row),
+        ValueKind::Table => "table".to_owned(),
+    };
+    if row.is_list { format!("{one}, or a list") } else { one }
+}
+
+/// The placeholder without the words that it also has: `TIME` of `TIME|auto|off`.
+fn placeholder(row: &Row) -> String {
+    format!("`{}`", row.placeholder.split('|').next().unwrap_or_default())
+}

@@ -1,0 +1,39 @@
+//! The files that the sources keep are those of the tables of keys.
+
+use std::{fs, path::PathBuf};
+
+use serde_json::Value;
+
+use super::{schema, tables};
+
+/// How the kept files are renewed.
+const REMEDY: &str = "run `make reference`";
+
+fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn reference(file: &str) -> String {
+    fs::read_to_string(repository().join("docs/reference").join(file)).expect(REMEDY)
+}
+
+#[test]
+fn the_reference_has_the_tables_of_keys() {
+    let document = reference(tables::FILE);
+    assert!(tables::renewed(&document).unwrap() == document, "{}: {REMEDY}", tables::FILE);
+    for section in super::keys::sections() {
+        for row in section.rows {
+            assert!(document.contains(&format!("| `{}` |", row.name)), "{}: {}", section.name, row.name);
+        }
+    }
+    assert_eq!(
+        tables::renewed("a <!-- keys: x -->\n").unwrap_err().to_string(),
+        "<!-- keys: x: no <!-- end --> below"
+    );
+}
+
+#[test]
+fn the_kept_schema_is_that_of_the_tables() {
+    let kept: Value = serde_json::from_str(&reference(schema::FILE)).unwrap();
+    assert!(kept == schema::schema(), "{}: {REMEDY}", schema::FILE);
+}

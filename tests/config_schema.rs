@@ -1,0 +1,113 @@
+//! The schema of the config file under a validator of JSON Schema: it accepts every example of the
+//! documents and packages, and accepts and refuses other files as weir does.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::json;
+
+use crate::harness::Client;
+
+/// Reads config files from standard input, as a list of texts, and prints for each an empty line if
+/// the schema accepts it, else its complaint.
+const VALIDATE: &str = r#"
+import json, sys, tomllib
+import jsonschema
+schema = json.load(open(sys.argv[1]))
+jsonschema.Draft202012Validator.check_schema(schema)
+validator = jsonschema.Draft202012Validator(schema)
+for text in json.load(sys.stdin):
+    errors = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(tomllib.loads(text))]
+    print(" ".join(errors[:1]).replace("\n", " "))
+"#;
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The complaints of the schema about files; empty if it accepts one.
+fn complaints(files: &[&str]) -> Vec<String> {
+    let schema = repository().join("docs/reference/config.schema.json");
+    let schema = schema.to_str().expect("UTF-8");
+    let client = Client::new("/usr/bin/python3").args(["-c", VALIDATE, schema]);
+    let printed = client.reading(&json!(files).to_string()).succeeds();
+    let complaints: Vec<_> = printed.lines().map(str::to_owned).collect();
+    assert_eq!(complaints.len(), files.len(), "{printed}");
+    complaints
+}
+
+/// TOML blocks of a document that are config files.
+fn examples(document: &str) -> impl Iterator<Item = &str> {
+    let blocks = document.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
+    blocks.filter(|block| {
+        ["[disk.", "[daemon]", "[group.", "[cluster]"].iter().any(|table| block.contains(table))
+    })
+}
+
+#[test]
+fn the_examples_of_documents_and_packages_pass() {
+    let mut files = Vec::new();
+    for directory in ["docs", "docs/reference"] {
+        for entry in fs::read_dir(repository().join(directory)).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "md") {
+                let document = fs::read_to_string(&path).unwrap();
+                files.extend(examples(&document).map(|example| (path.clone(), example.to_owned())));
+            }
+        }
+    }
+    assert!(files.len() > 8, "{files:?}");
+    let path = repository().join("packaging/weir.toml");
+    let shipped = fs::read_to_string(&path).unwrap();
+    // A comment after two signs is prose, one after a sign and a space is a setting or prose.
+    let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
+    let lines =
+        shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });
+    files.push((path.clone(), lines.collect::<Vec<_>>().join("\n")));
+    files.push((path, shipped));
+    let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
+    for ((path, text), complaint) in files.iter().zip(complaints(&texts)) {
+        assert_eq!(complaint, "", "{}:\n{text}", path.display());
+    }
+}
+
+#[test]
+fn the_schema_accepts_and_refuses_as_the_reader_does() {
+    let cases = [
+        ("[disk.a]\nimage = \"a\"\nread-only = true\niops-total = \"5\"\nbps-total = \"1.5G\"\n", true),
+        (
+            "[disk.a]\nimage = \"a\"\nprefetch = false\ndetect-zeroes = \"unmap\"\nl2-cache-size = \"full\"\n",
+            true,
+        ),
+        ("[disk.a]\nimage = \"a\"\nexport = { type = \"ublk\", queues = 2 }\n", true),
+        (
+            "[disk.a]\nimage = \"a\"\nexport = [{ type = \"nbd\", listen = \"h:1\" }]\nallow = [\"::1\"]\n",
+            true,
+        ),
+        ("[daemon]\npoll = false\ntls = true\nworkers = 2\nrecord = { directory = \"d\" }\n", true),
+        ("[disk.a]\n", false),
+        ("[disk.a]\nimage = \"a\"\ncahce = \"none\"\n", false),
+        ("[disk.a]\nimage = \"a\"\ncache = \"fast\"\n", false),
+        ("[disk.a]\nimage = \"a\"\ncache = true\n", false),
+        ("[disk.a]\nimage = \"a\"\nread-only = 1\n", false),
+        ("[disk.a]\nimage = \"a\"\niops-total = \"1K\"\n", false),
+        ("[disk.a]\nimage = \"a\"\niops-total = -5\n", false),
+        ("[disk.a]\nimage = \"a\"\nbps-total = \"10 MB\"\n", false),
+        ("[disk.a]\nimage = \"a\"\nallow = []\n", false),
+        ("[disk.a]\nimage = \"a\"\nexport = { type = \"nbd\" }\n", false),
+        ("[disk.a]\nimage = \"a\"\nexport = { type = \"nbd\", listen = \"h:1\", queues = 2 }\n", false),
+        ("[disk.a]\nimage = \"a\"\nexport = { type = \"iscsi\" }\n", false),
+        ("[daemon]\nworker = 2\n", false),
+        ("[daemon]\nrecord = \"d\"\n", false),
+        ("[cluster]\nname = \"a\"\n", false),
+        ("[disks.a]\nimage = \"a\"\n", false),
+    ];
+    let files = cases.map(|(text, _)| text);
+    for ((text, is_right), complaint) in cases.into_iter().zip(complaints(&files)) {
+        assert_eq!(complaint.is_empty(), is_right, "{complaint}\n{text}");
+        let read = settings::config::parse("f", text, Path::new("/"));
+        assert_eq!(read.is_ok(), is_right, "{text}: {read:?}");
+    }
+}
