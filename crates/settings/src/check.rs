@@ -15,7 +15,7 @@ use storage::{Format, rate::RateOptions};
 
 use super::{
     Address, DaemonConfig, DiskConfig, DoorExport, Draft, Endpoint, Export, Mistakes, NbdExport, Place,
-    Placed, Plan, Server, Service, Tls, TlsMode, Wrong, clients,
+    Placed, Plan, PlannedDisk, Server, Service, Tls, TlsMode, Wrong, clients,
     groups::{self, Groups},
     promises,
 };
@@ -99,7 +99,7 @@ impl Plan {
         let mut draft = draft;
         draft.groups = groups::plan(draft.groups, &mistakes);
         let known = Groups::new(&draft.groups);
-        draft.disks.iter_mut().for_each(|disk| judge_disk(disk, &known, &mistakes));
+        draft.disks.iter_mut().for_each(|disk| judge_disk(disk, Some(&known), &mistakes));
         if mistakes.count() == 0 {
             mistakes.keep(promises::check(&draft.groups, &draft.disks));
         }
@@ -125,6 +125,35 @@ impl Plan {
         let cluster = cluster.map(Placed::into_config);
         let service = Service { config, tls: tls.unwrap_or(Tls::Off), cluster };
         mistakes.unless(Self { disks, groups, servers, doors, service })
+    }
+}
+
+impl PlannedDisk {
+    /// Checks a disk that is added to a running daemon, which has these TLS credentials. `standard`
+    /// are the endpoints of disks without exports of their own, and whether they are read-only
+    /// there.
+    ///
+    /// The caller looks for its group, for other disks of the same image or the same imitated
+    /// device, and for other exports at the same endpoints.
+    ///
+    /// # Errors
+    /// All mistakes, with those that are known already.
+    pub fn new(
+        mut disk: Placed<DiskConfig>,
+        standard: &[(Endpoint, bool)],
+        tls: &Tls,
+        mistakes: Mistakes,
+    ) -> Result<Self, Vec<Wrong>> {
+        mistakes.keep(named(&disk.name).map_err(|rule| disk.own_place().wrong(rule)));
+        mistakes.keep(check_image(&disk));
+        judge_disk(&mut disk, None, &mistakes);
+        mistakes.keep(check_access(&disk, tls));
+        let disks = [disk];
+        let servers = servers(&disks, standard, &[], &mistakes);
+        let doors = doors(&disks, &servers, &mistakes);
+        check_clients_of(&disks, &servers, &mistakes);
+        let [disk] = disks;
+        mistakes.unless(Self { disk, servers, doors })
     }
 }
 
@@ -327,13 +356,14 @@ fn check_rates(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
 }
 
 /// Judges a disk by itself and with its group, and makes what follows from other keys explicit.
-fn judge_disk(disk: &mut Placed<DiskConfig>, groups: &Groups<'_>, mistakes: &Mistakes) {
+/// Without `groups` the caller looks for its group.
+fn judge_disk(disk: &mut Placed<DiskConfig>, groups: Option<&Groups<'_>>, mistakes: &Mistakes) {
     if check_name(&disk.description).is_err() {
         mistakes.tell(disk.wrong("description", "a description is one line of 4096 bytes at most"));
     }
     disk.judge(mistakes);
     if let Some(group) = &disk.group {
-        groups.look_for(group, mistakes, |rule| disk.wrong("group", rule));
+        groups.map(|groups| groups.look_for(group, mistakes, |rule| disk.wrong("group", rule)));
         if disk.settings.watermark > 0 {
             let rule = format!(
                 "the disk is in group {group:?}, which has the watermark for its members (set it at [group.{group}])"
@@ -519,20 +549,30 @@ fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
     }
 }
 
+/// True if clients of other hosts may connect to the server.
+fn is_tcp(server: &Server) -> bool {
+    !matches!(server.endpoint, Endpoint::Address(Address::Unix(_)))
+}
+
+const NO_NETWORK: &str = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
+
 /// Who may come over the network, where nobody can: there are Unix sockets alone, or no NBD.
 fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
-    let is_tcp = |server: &&Server| !matches!(server.endpoint, Endpoint::Address(Address::Unix(_)));
-    let rule = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
     // A daemon without disks is told of a server later.
     let of_all = draft.service.network();
     let per_address = draft.service.given("max-connections-per-address");
     if !draft.disks.is_empty()
         && let Some(place) = of_all.or(per_address)
-        && !servers.iter().any(|server| is_tcp(&server))
+        && !servers.iter().any(is_tcp)
     {
-        mistakes.tell(place.wrong(rule));
+        mistakes.tell(place.wrong(NO_NETWORK));
     }
-    for (index, disk) in draft.disks.iter().enumerate() {
+    check_clients_of(&draft.disks, servers, mistakes);
+}
+
+/// The same of the rules of each disk.
+fn check_clients_of(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: &Mistakes) {
+    for (index, disk) in disks.iter().enumerate() {
         let has = |server: &&Server| server.exports.iter().any(|export| export.disk == index);
         let mut at = servers.iter().filter(has).peekable();
         if let Some(name) = disk.given("tls-authz").filter(|_| at.peek().is_none()) {
@@ -540,8 +580,8 @@ fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
                 .tell(name.wrong("is not used, because the disk is not exported over NBD (leave it out)"));
         }
         let network = disk.given("allow").or(disk.given("deny"));
-        if let Some(network) = network.filter(|_| !at.any(|server| is_tcp(&server))) {
-            mistakes.tell(network.wrong(rule));
+        if let Some(network) = network.filter(|_| !at.any(is_tcp)) {
+            mistakes.tell(network.wrong(NO_NETWORK));
         }
     }
 }

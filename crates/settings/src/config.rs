@@ -11,6 +11,7 @@
 //!
 //! Paths are seen from the file's own directory. An unknown key is an error.
 
+mod object;
 mod section;
 #[cfg(test)]
 mod tests;
@@ -21,6 +22,7 @@ use std::{
     path::Path,
 };
 
+pub use object::{disk_of_object, group_of_object};
 use reactor::regular;
 use section::{Entry, Section, Source};
 use toml::de::DeTable;

@@ -4,6 +4,8 @@
 //! saved, what a reload compares and what another host or process receives follow from its rows. A
 //! field without a row does not compile ([`disk_keys`]).
 
+mod export;
+
 use std::{path::PathBuf, sync::LazyLock};
 
 use block::disk::{DetectZeroes, Discards, ErrorPolicies, OnError};
@@ -351,20 +353,15 @@ fn clean_interval() -> Field<DiskConfig> {
     )
 }
 
-/// Tables, which the config file's reader reads.
+/// Tables, which the config file's reader reads ([`ExportConfig`]).
 fn exports() -> Field<DiskConfig> {
     Field::new(
         |_: &mut DiskConfig, _| {
             Err("is not a table; write its settings as KEY = VALUE lines below it".to_owned())
         },
         |disk| {
-            let shown = |export: &ExportConfig| match export {
-                ExportConfig::Nbd(NbdExport { listen, name, read_only }) => {
-                    Literal::Text(format!("nbd {listen} {name:?} {read_only}"))
-                }
-                ExportConfig::Own(door) => Literal::Text(format!("{} {door}", door.kind())),
-            };
-            (!disk.exports.is_empty()).then(|| Literal::List(disk.exports.iter().map(shown).collect()))
+            let tables = disk.exports.iter().map(ExportConfig::table);
+            (!disk.exports.is_empty()).then(|| Literal::List(tables.collect()))
         },
     )
     .list()

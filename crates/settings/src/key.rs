@@ -76,6 +76,8 @@ pub enum Literal {
     Text(String),
     /// Several values, in order.
     List(Vec<Self>),
+    /// A table: its keys with their values, in order.
+    Table(Vec<(&'static str, Self)>),
 }
 
 impl Literal {
@@ -96,6 +98,10 @@ impl fmt::Display for Literal {
             Self::Number(value) => value.fmt(f),
             Self::Text(text) => text.fmt(f),
             Self::List(_) => f.write_str(&self.texts().join(", ")),
+            Self::Table(keys) => {
+                let keys: Vec<_> = keys.iter().map(|(key, value)| format!("{key}={value}")).collect();
+                f.write_str(&keys.join(","))
+            }
         }
     }
 }
@@ -107,6 +113,7 @@ impl From<&Literal> for Value {
             Literal::Number(value) => (*value).into(),
             Literal::Text(text) => text.as_str().into(),
             Literal::List(all) => all.iter().map(Self::from).collect(),
+            Literal::Table(keys) => keys.iter().map(|(key, value)| (*key, Self::from(value))).collect(),
         }
     }
 }
@@ -308,6 +315,12 @@ impl<T: Default> Key<T> {
     #[must_use]
     pub fn is_list(&self) -> bool {
         self.field.is_list
+    }
+
+    /// True if a number of it is a size.
+    #[must_use]
+    pub fn is_size(&self) -> bool {
+        self.placeholder == "SIZE"
     }
 
     fn is_number(&self) -> bool {

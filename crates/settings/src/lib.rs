@@ -113,6 +113,17 @@ pub struct Plan {
     pub service: Service,
 }
 
+/// A disk that is added to those of a daemon, with its exports.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedDisk {
+    /// The disk.
+    pub disk: Placed<DiskConfig>,
+    /// The NBD servers where it is exported.
+    pub servers: Vec<Server>,
+    /// Its exports by other protocols.
+    pub doors: Vec<DoorExport>,
+}
+
 /// A place where clients connect, and what they find there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {

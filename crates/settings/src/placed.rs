@@ -152,6 +152,11 @@ impl<T: KeySet> Placed<T> {
         Ok(())
     }
 
+    /// Rows of the keys that were given, in the order of the table.
+    pub fn given_keys(&self) -> impl Iterator<Item = &'static Key<T>> {
+        T::keys().iter().filter(|key| self.given(key.name).is_some())
+    }
+
     /// Tells of the rules that the config breaks by itself.
     pub(crate) fn judge(&self, mistakes: &Mistakes) {
         self.tell_out_of_range(mistakes);

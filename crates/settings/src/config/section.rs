@@ -32,8 +32,12 @@ impl<'a> Source<'a> {
         Self { name, text, line_starts, mistakes }
     }
 
-    /// What is at this position of the text.
+    /// What is at this position of the text. Text without a name is not the user's, who wrote no
+    /// lines.
     pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Place {
+        if self.name.is_empty() {
+            return Place::new(what.to_string());
+        }
         let line = 1 + self.line_starts.partition_point(|&start| start <= position);
         Place::in_line(line, format!("{}:{line}: {what}", self.name))
     }

@@ -1,0 +1,148 @@
+//! Disks and groups as JSON objects: the keys of a table in the config file, with the same values.
+//!
+//! Clients of the control socket, other hosts and the old process of an upgrade describe disks in
+//! this form. The object is written as a config file of one table and read by the config file's
+//! reader, so both accept the same keys and values and report the same mistakes.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::parse_telling;
+use crate::{DiskConfig, Draft, GroupConfig, Mistakes, Place, Placed};
+
+/// Reads the disk `name` with these keys; `export` is an array of tables. Paths start at
+/// `directory`.
+///
+/// Rules that hold between several keys are not checked: see [`crate::PlannedDisk::new`]. Returns
+/// `None` if a mistake was reported.
+pub fn disk_of_object(
+    name: &str,
+    keys: &Map<String, Value>,
+    directory: &Path,
+    mistakes: &Mistakes,
+) -> Option<Placed<DiskConfig>> {
+    parsed("disk", name, keys, directory, mistakes)?.disks.pop()
+}
+
+/// Reads the group `name` with these keys, and checks it by itself. Returns `None` if a mistake was
+/// reported.
+pub fn group_of_object(
+    name: &str,
+    keys: &Map<String, Value>,
+    mistakes: &Mistakes,
+) -> Option<Placed<GroupConfig>> {
+    let group = parsed("group", name, keys, Path::new(""), mistakes)?.groups.pop()?;
+    mistakes.keep(crate::check::named(name).map_err(|rule| group.own_place().wrong(rule)));
+    group.judge(mistakes);
+    (mistakes.count() == 0).then_some(group)
+}
+
+fn parsed(
+    kind: &str,
+    name: &str,
+    keys: &Map<String, Value>,
+    directory: &Path,
+    mistakes: &Mistakes,
+) -> Option<Draft> {
+    let mut text = format!("[{kind}.{}]\n", quoted(name));
+    for (key, value) in keys {
+        match written(value) {
+            Ok(value) => text += &format!("{} = {value}\n", quoted(key)),
+            Err(rule) => mistakes.tell(Place::new(format!("{kind}.{name}.{key}")).wrong(rule)),
+        }
+    }
+    if mistakes.count() > 0 {
+        return None;
+    }
+    let draft = parse_telling("", &text, directory, mistakes);
+    (mistakes.count() == 0).then_some(draft)
+}
+
+/// The value as TOML on one line.
+fn written(value: &Value) -> Result<String, &'static str> {
+    Ok(match value {
+        Value::Null => return Err("is null (leave the key out, or give a value)"),
+        Value::Bool(flag) => flag.to_string(),
+        // Larger numbers are not TOML's; their text is read as the same number.
+        Value::Number(number) if number.as_i64().is_some() => number.to_string(),
+        Value::Number(number) => quoted(&number.to_string()),
+        Value::String(text) => quoted(text),
+        Value::Array(values) => {
+            let values: Vec<_> = values.iter().map(written).collect::<Result<_, _>>()?;
+            format!("[{}]", values.join(", "))
+        }
+        Value::Object(keys) => {
+            let pair = |(key, value): (&String, &Value)| Ok(format!("{} = {}", quoted(key), written(value)?));
+            let pairs: Vec<_> = keys.iter().map(pair).collect::<Result<_, _>>()?;
+            format!("{{ {} }}", pairs.join(", "))
+        }
+    })
+}
+
+/// A basic string of TOML. JSON's escapes are the same, but JSON leaves DEL unescaped.
+fn quoted(text: &str) -> String {
+    Value::from(text).to_string().replace('\u{7f}', "\\u007f")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::KeySet as _;
+
+    fn disk(keys: &Value) -> Result<Placed<DiskConfig>, Vec<String>> {
+        let mistakes = Mistakes::default();
+        let keys = keys.as_object().expect("an object");
+        let disk = disk_of_object("vm1", keys, Path::new("/images"), &mistakes);
+        let all =
+            mistakes.unless(disk).map_err(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>());
+        Ok(all?.expect("no mistakes"))
+    }
+
+    #[test]
+    fn what_a_table_writes_is_read_back() {
+        let keys = json!({
+            "image": "vm1.raw", "cache": "none", "read-only": true, "iops-total": "2000", "allow": ["10.0.0.0/8"],
+            "description": "a \"b\"\u{7f}\\", "weight": 200, "bps-total": 1_000_000_000_000_000_u64,
+            "export": [{ "type": "ublk", "number": 3, "discard": false }, { "type": "nbd", "listen": "unix:s" }],
+        });
+        let config = disk(&keys).expect("a disk").into_config();
+        assert_eq!(config.image.to_string(), "/images/vm1.raw");
+        assert_eq!((config.settings.weight, config.exports.len()), (200, 2));
+        let mut keys = Map::new();
+        for key in DiskConfig::keys().iter().filter(|key| !key.is_default(&config)) {
+            keys.insert(key.name.to_owned(), Value::from(&key.write(&config).expect("a value")));
+        }
+        assert_eq!(disk(&keys.into()).expect("a disk").into_config(), config);
+    }
+
+    #[test]
+    fn all_mistakes_are_reported_by_key() {
+        let wrong =
+            disk(&json!({ "image": "a", "cach": "none", "weight": "x", "export": [{ "type": "usb" }] }));
+        let expect = [
+            "disk.vm1.weight = \"x\": is not a whole number",
+            "disk.vm1.export[0].type = \"usb\": is not a type of export",
+            "disk.vm1.cach: unknown key (did you mean \"cache\"?)",
+        ];
+        let wrong = wrong.expect_err("three mistakes");
+        assert_eq!(wrong.len(), expect.len(), "{wrong:?}");
+        for (wrong, expect) in wrong.iter().zip(expect) {
+            assert!(wrong.starts_with(expect), "{wrong}");
+        }
+        assert!(disk(&json!({ "image": null })).is_err_and(|wrong| wrong[0].contains("vm1.image: is null")));
+        assert!(disk(&json!({})).is_err_and(|wrong| wrong[0].contains("no image")));
+    }
+
+    #[test]
+    fn a_name_does_not_end_its_table() {
+        let mistakes = Mistakes::default();
+        let keys = json!({ "image = \"x\"\n[daemon]": 1 });
+        let read = disk_of_object("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &mistakes);
+        assert!(read.is_none() && mistakes.count() > 0);
+        let group = group_of_object("a]\n[b", &Map::new(), &Mistakes::default());
+        assert!(group.is_none(), "a name has no control characters");
+    }
+}
