@@ -3,7 +3,7 @@
 //! ```text
 //!   leaving     the host that has it: asks, closes the image, gives, and takes it back if need be
 //!   arriving    the host where it goes: looks whether it could have it, opens the image, claims it
-//!   described   what both tell of it
+//!   moved_disk  what both tell of it
 //! ```
 //!
 //! The steps in etcd, and which of them decides, are in `cluster::moving`. The image is open in one
@@ -12,12 +12,12 @@
 //! Never changes a config file.
 
 mod arriving;
-mod described;
 mod leaving;
+mod moved_disk;
 
 pub use arriving::receive;
-pub(crate) use described::Described;
 pub(crate) use leaving::{Wish, away};
+pub(crate) use moved_disk::MovedDisk;
 use policy::time::Duration;
 use settings::config;
 

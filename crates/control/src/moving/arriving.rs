@@ -10,7 +10,7 @@ use cluster::{
 };
 use settings::Door as DoorKind;
 
-use super::{Described, LOOK, PAUSE};
+use super::{LOOK, MovedDisk, PAUSE};
 use crate::{
     assemble::{self, Assembly},
     registry::{Door, NewExport, Registry},
@@ -68,7 +68,7 @@ async fn reply(cluster: &Cluster, offered: &Offered, said: Said) {
 
 const UNREADABLE: &str = "what is offered cannot be read";
 
-fn read(offered: &Offered) -> anyhow::Result<Described> {
+fn read(offered: &Offered) -> anyhow::Result<MovedDisk> {
     serde_json::from_value(offered.offer.described.clone()).context(UNREADABLE)
 }
 
@@ -94,7 +94,7 @@ async fn look(registry: &Rc<Registry>, offered: &Offered) -> anyhow::Result<()> 
 async fn check(
     registry: &Rc<Registry>,
     disk: &str,
-    described: &Described,
+    described: &MovedDisk,
 ) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<Group>>)> {
     let planned = described.planned(disk).context(UNREADABLE)?;
     let group = described.group.as_ref().map(|there| {
@@ -111,7 +111,7 @@ async fn check(
     Ok((planned, group))
 }
 
-fn check_exports(registry: &Rc<Registry>, described: &Described) -> anyhow::Result<()> {
+fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Result<()> {
     ensure!(!registry.lifecycle.leaving.get(), "another weir is about to take over there (try again)");
     if let Some(serving) = serving(registry, described)? {
         for name in &described.exports {
@@ -140,7 +140,7 @@ fn try_beside(socket: &Path) -> anyhow::Result<()> {
 }
 
 /// Where it is to be exported over NBD, if it is.
-fn serving(registry: &Registry, described: &Described) -> anyhow::Result<Option<Rc<Serving>>> {
+fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<Rc<Serving>>> {
     if described.exports.is_empty() {
         return Ok(None);
     }
@@ -174,7 +174,7 @@ fn assembly(registry: &Registry) -> Assembly {
 
 /// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
 /// Nobody reaches it yet.
-pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &Described) -> anyhow::Result<()> {
+pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) -> anyhow::Result<()> {
     let (planned, group) = check(registry, disk, described).await?;
     let image = assembly(registry).open(&planned).await?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
@@ -260,7 +260,7 @@ async fn take(
 }
 
 /// Lets clients have it.
-async fn export(registry: &Rc<Registry>, disk: &str, described: &Described) {
+async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
     let nbd = match serving(registry, described) {
         Ok(serving) => serving
             .into_iter()

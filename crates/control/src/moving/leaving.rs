@@ -10,7 +10,7 @@ use cluster::{
 use export::nbd::Removal;
 use serde_json::{Value, json};
 
-use super::{APPEARS, Described, PATIENCE, PAUSE, arriving};
+use super::{APPEARS, MovedDisk, PATIENCE, PAUSE, arriving};
 use crate::{
     registry::{Door, NewExport, Refused, Registry, RunningExport},
     serving::Serving,
@@ -67,7 +67,7 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) 
         "it lies on another node (`blockdev-del` takes it off)"
     );
     let exports = registry.exports.of_disk(&wish.disk);
-    let described = Described::of(registry, &running, &exports, wish.listen.clone())?;
+    let described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
     if !wish.force {
         check_unused(&exports).await?;
     }
@@ -222,7 +222,7 @@ async fn give(
 ) -> anyhow::Result<Option<Answer>> {
     let running = registry.disks.get(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
-    let mut described = Described::of(registry, &running, &exports, wish.listen.clone())?;
+    let mut described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
     let there = exports.iter().filter(|export| !export.is_ending());
     let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
     let removal = if wish.force { Removal::Hard } else { Removal::Safe };
@@ -311,7 +311,7 @@ async fn take_back(
     registry: &Rc<Registry>,
     cluster: &Rc<Cluster>,
     (wish, number): (&Wish, u64),
-    described: &Described,
+    described: &MovedDisk,
     why: &str,
 ) -> Whose {
     tracing::warn!(disk = wish.disk, to = wish.to, "the disk is taken back: {why}");

@@ -25,7 +25,7 @@ use block::disk::DetectZeroes;
 use clap::Parser as _;
 use console::Failure;
 
-use self::{arguments::Arguments, image::Described, objects::Objects, overlay::Overlay};
+use self::{arguments::Arguments, image::ServedImage, objects::Objects, overlay::Overlay};
 use super::{answer, ended, serve, version, what_is_wrong};
 use crate::{background, cli::Cli};
 
@@ -62,8 +62,8 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
     }
     let objects = Objects::read(&arguments.object)?;
     let mut image = match arguments.image_opts {
-        true => Described::of_options(file, &objects)?,
-        false => Described::of_file(file, &objects)?,
+        true => ServedImage::of_options(file, &objects)?,
+        false => ServedImage::of_file(file, &objects)?,
     };
     if arguments.snapshot
         && (arguments.load_snapshot.is_some() || arguments.offset.is_some() || !image.part.is_empty())
@@ -110,7 +110,7 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// The command line of `weir serve` that it stands for.
-fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyhow::Result<Vec<String>> {
+fn as_serve(arguments: &Arguments, image: ServedImage, objects: &Objects) -> anyhow::Result<Vec<String>> {
     let level = if arguments.verbose { "info" } else { "error" };
     let mut words = vec![format!("--log={level}"), "--no-control".to_owned()];
     let device = arguments.connect.as_deref();
@@ -275,8 +275,8 @@ mod tests {
             let objects = Objects::read(&arguments.object)?;
             let file = arguments.file[0].to_str().unwrap();
             let image = match arguments.image_opts {
-                true => Described::of_options(file, &objects)?,
-                false => Described::of_file(file, &objects)?,
+                true => ServedImage::of_options(file, &objects)?,
+                false => ServedImage::of_file(file, &objects)?,
             };
             as_serve(arguments, image, &objects)
         };

@@ -9,7 +9,7 @@ use super::objects::Objects;
 
 /// An image as options of `weir serve`, and its location.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Described {
+pub(super) struct ServedImage {
     pub(super) options: Vec<String>,
     pub(super) file: String,
     /// The file is an address: a URI or an image of a Ceph cluster.
@@ -22,7 +22,7 @@ pub(super) struct Described {
     pub(super) part: Vec<String>,
 }
 
-impl Described {
+impl ServedImage {
     /// FILE is a path, an address or `json:{…}`.
     pub(super) fn of_file(name: &str, objects: &Objects) -> anyhow::Result<Self> {
         match ImageDescription::of_name(name) {
@@ -100,9 +100,9 @@ impl Described {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Described, String> {
+    fn read(text: &str) -> Result<ServedImage, String> {
         let objects = Objects::read(&["secret,id=s,file=/key".to_owned()]).unwrap();
-        Described::of_options(text, &objects).map_err(|error| error.to_string())
+        ServedImage::of_options(text, &objects).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn a_protocol_is_no_path() {
         let file = |name: &str| {
-            let described = Described::of_file(name, &Objects::default());
+            let described = ServedImage::of_file(name, &Objects::default());
             described.map(|image| image.file).map_err(|error| error.to_string())
         };
         assert_eq!(file("file:/a").unwrap(), "/a");

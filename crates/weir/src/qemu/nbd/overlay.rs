@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, bail};
 use tempfile::NamedTempFile;
 
-use super::image::Described;
+use super::image::ServedImage;
 
 /// Where QEMU has them: what outgrows memory belongs on a disk.
 const DIRECTORY: &str = "/var/tmp";
@@ -26,7 +26,7 @@ pub(super) struct Overlay {
 impl Overlay {
     /// Makes one in front of `image`, which is then that. `format` is the image's where it does not
     /// say it itself.
-    pub(super) fn over(image: &mut Described, format: Option<&str>) -> anyhow::Result<Self> {
+    pub(super) fn over(image: &mut ServedImage, format: Option<&str>) -> anyhow::Result<Self> {
         let directory = env::var_os("TMPDIR").map_or_else(|| PathBuf::from(DIRECTORY), PathBuf::from);
         let file = tempfile::Builder::new().prefix("weir-snapshot-").tempfile_in(&directory);
         let file = file.with_context(|| format!("a temporary file in {}", directory.display()))?;

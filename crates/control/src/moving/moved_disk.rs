@@ -24,7 +24,7 @@ use crate::{
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Described {
+pub(crate) struct MovedDisk {
     /// Of its section in a config file.
     keys: BTreeMap<String, Value>,
     pub(super) group: Option<GroupThere>,
@@ -44,7 +44,7 @@ pub(super) struct GroupThere {
     pub(super) cluster: bool,
 }
 
-impl Described {
+impl MovedDisk {
     /// As it runs here.
     ///
     /// # Errors
