@@ -110,10 +110,9 @@ def thousands(setup, _stack):
     def add(monitor, numbers):
         for number in numbers:
             group, disk = f"g{number}", f"d{number}"
-            monitor.run("object-add", **{"qom-type": "throttle-group", "id": group})
-            node = {"driver": "raw", "node-name": disk, "file": {"driver": "null-co", "size": 1 << 20}}
-            export = {"type": "nbd", "id": disk, "name": disk, "node-name": disk}
-            monitor.run("x-weir-add-disk", node=node, settings={"group": group}, exports=[export])
+            monitor.run("x-weir-add-group", name=group, keys={})
+            keys = {"image": "null:1M", "format": "raw", "group": group}
+            monitor.run("x-weir-add-disk", name=disk, keys=keys)
 
     def sample():
         with groups.weir(setup.program, UNREACHED, [ACTIVE], daemon={"memory": "64G"}) as daemon:

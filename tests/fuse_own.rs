@@ -16,13 +16,9 @@ use crate::{
 };
 
 /// Adds the disk `b` of this image.
-fn add(qmp: &mut Qmp, driver: &str, file: &Value) -> Value {
-    let node = json!({ "driver": driver, "node-name": "b", "file": file });
-    qmp.ask("x-weir-add-disk", json!({ "node": node }))
-}
-
-fn by_name(path: &Path) -> Value {
-    json!({ "driver": "file", "filename": text(path) })
+fn add(qmp: &mut Qmp, format: &str, image: &Path) -> Value {
+    let keys = json!({ "image": text(image), "format": format });
+    qmp.ask("x-weir-add-disk", json!({ "name": "b", "keys": keys, "exports": [] }))
 }
 
 /// A second name of the mount.
@@ -75,7 +71,7 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
     qmp.ask_with(&open, "add-fd", &json!({ "fdset-id": 7 }));
     let set = PathBuf::from("/dev/fdset/7");
 
-    for (driver, path) in [
+    for (format, path) in [
         ("raw", &file),
         ("raw", &link),
         ("raw", &bound.0),
@@ -84,11 +80,10 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
         ("qcow2", &overlay),
         ("qcow2", &split),
     ] {
-        let said = add(&mut qmp, driver, &by_name(path)).to_string();
+        let said = add(&mut qmp, format, path).to_string();
         assert_says(&said, &["itself serves", "requests would deadlock"]);
     }
-    let host_device = json!({ "driver": "host_device", "filename": text(device.path()) });
-    assert_says(&add(&mut qmp, "raw", &host_device).to_string(), &["itself serves"]);
+    assert_says(&add(&mut qmp, "raw", device.path()).to_string(), &["itself serves"]);
     drop((device, bound));
 
     // The daemon and its disk are as before, and another process may have the file.
@@ -103,7 +98,7 @@ fn an_image_on_a_file_of_the_same_daemon_is_refused_by_every_name() {
     let export = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
     qmp.command("block-export-del", json!({ "id": export["id"], "mode": "hard" }));
     wait_until_unmounted(&file);
-    assert_eq!(add(&mut qmp, "raw", &by_name(&file)).get("error"), None);
+    assert_eq!(add(&mut qmp, "raw", &file).get("error"), None);
     assert_eq!(File::open(&file).and_then(|file| file.metadata()).expect("it is there").len(), 2 * MIB);
     daemon.stop();
 }

@@ -1,6 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
+use std::{fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
 use block::{disk::Disk, layer::throttle::Group};
@@ -32,6 +32,13 @@ impl Assembly {
         Self { root, budgets, passed: None, secrets: Secrets::default() }
     }
 
+    /// For disks that are added to those of the registry.
+    pub(crate) fn beside(registry: &Registry) -> Self {
+        let loaded = registry.loaded.borrow();
+        let budgets = loaded.as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
+        Self::new(registry.image_root().cloned(), budgets)
+    }
+
     /// The same, with files that another daemon has passed.
     pub(crate) fn with_files(self, passed: Option<Passed>) -> Self {
         Self { passed, ..self }
@@ -48,7 +55,16 @@ impl Assembly {
             [] => Vec::new(),
             sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
         };
-        let mut options = options(planned, &self.budgets, self.root.clone(), own);
+        self.opening_with(planned, own)
+    }
+
+    /// The same with passphrases that were read before.
+    pub(crate) fn opening_with(
+        &self,
+        planned: &settings::PlacedDisk,
+        secrets: Vec<Secret>,
+    ) -> anyhow::Result<Opening> {
+        let mut options = options(planned, &self.budgets, self.root.clone(), secrets);
         options.storage.passed = self.passed.clone();
         let (name, said) = (planned.name.clone(), planned.qcow2_key().cloned());
         Ok(Opening { name, spec: planned.image.spec()?, options, said })
@@ -157,15 +173,7 @@ pub fn disk(
     disk.failures().set_policies(planned.on_error);
     disk.prefetch().set(planned.prefetch).with_context(named)?;
     disk.reserve_memory().with_context(named)?;
-    Ok(RunningDisk {
-        disk: Arc::new(disk),
-        config: planned.clone().into_config(),
-        caches: Cell::new(planned.qcow2.caches),
-        only_here: None,
-        below: Vec::new(),
-        storage: None,
-        told: None,
-    })
+    Ok(RunningDisk::new(disk, planned.clone().into_config()))
 }
 
 fn options(

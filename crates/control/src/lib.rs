@@ -24,6 +24,7 @@
 //! There is one list of what runs, the [`Registry`](registry::Registry). It belongs to the main
 //! thread; the data path has no need of it.
 
+mod adding;
 mod around_cluster;
 pub mod assemble;
 mod bitmaps;

@@ -2,16 +2,16 @@
 //!
 //! Only data: who looks after it is the registry.
 
-use std::{cell::Cell, rc::Rc, sync::Arc};
+use std::{cell::Cell, path::absolute, rc::Rc, sync::Arc};
 
 use block::{
     disk::{DetectZeroes, Discards, Disk},
-    layer::throttle::{DiskSettings, GroupSettings},
+    layer::throttle::{DiskSettings, Group, GroupSettings},
 };
 use image::qcow2::CacheSettings;
 use policy::time::Duration;
 use serde_json::{Map, Value};
-use settings::{DiskConfig, Image, KeySet as _, Settings};
+use settings::{DiskConfig, Image, Key, KeySet as _, Settings};
 use storage::CacheMode;
 
 /// Time that the removal of a disk waits for its files to be closed.
@@ -35,9 +35,33 @@ pub struct RunningDisk {
     /// The arguments of each `blockdev-add` that made it, the lowest node's first; none where a
     /// config file or a command line has it.
     pub(crate) told: Option<Vec<Map<String, Value>>>,
+    /// A client of the control socket added it by its keys: no config has it.
+    pub(crate) added: bool,
 }
 
 impl RunningDisk {
+    /// A disk that runs as it was configured.
+    pub(crate) fn new(disk: Disk, config: DiskConfig) -> Self {
+        Self {
+            disk: Arc::new(disk),
+            caches: Cell::new(config.qcow2.caches),
+            config,
+            only_here: None,
+            below: Vec::new(),
+            storage: None,
+            told: None,
+            added: false,
+        }
+    }
+
+    /// A disk without settings in a mebibyte of memory, for tests and fuzzing.
+    pub(crate) fn in_memory(name: &str, group: Option<&Arc<Group>>) -> Self {
+        let config = DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() };
+        let image = image::open_raw("memory:1M", storage::OpenOptions::default());
+        let image = image.expect("a mebibyte of memory");
+        Self::new(Disk::new(name, image, DiskSettings::default(), group).expect("no settings"), config)
+    }
+
     /// The config with everything that can be changed at run time as it is now.
     pub(crate) fn current_config(&self) -> DiskConfig {
         let throttle = self.disk.throttle();
@@ -49,6 +73,20 @@ impl RunningDisk {
         config.on_error = self.disk.failures().policies();
         config.qcow2.caches = self.caches.get();
         config
+    }
+
+    /// The keys that are not at their defaults and that `which` selects, as they are now, with
+    /// absolute paths. A format that was probed is not among them: opened as explicitly raw, the
+    /// image would accept a header of another format from its guest.
+    pub(crate) fn keys_now(&self, which: impl Fn(&Key<DiskConfig>) -> bool) -> Map<String, Value> {
+        let mut config = self.current_config();
+        if let Ok(here) = absolute(".") {
+            config.image = config.image.relative_to(&here);
+        }
+        config.read_only = self.disk.image().is_read_only();
+        let is_set = |key: &&Key<DiskConfig>| self.has_key(key.name) && !key.is_default(&config);
+        let keys = DiskConfig::keys().iter().filter(is_set).filter(|key| which(key));
+        keys.filter_map(|key| Some((key.name.to_owned(), Value::from(&key.write(&config)?)))).collect()
     }
 
     /// The keys of qcow2 images, where the image is one, and all others.

@@ -7,7 +7,9 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use policy::access::Access;
-use settings::{Door, DoorExport, Endpoint, Plan, Socket, Tls, VhostUserBlk};
+use settings::{
+    Door, DoorExport, Endpoint, PlacedDisk, Plan, PlannedDisk, Server, Socket, Tls, VhostUserBlk,
+};
 
 use super::{
     bitmaps,
@@ -35,13 +37,23 @@ pub(crate) enum Way {
 impl Wanted {
     /// All that a plan has, those over NBD first.
     pub fn all(plan: &Plan) -> Vec<Self> {
+        Self::of(&plan.disks, &plan.servers, &plan.doors)
+    }
+
+    /// Exports of a disk that is added.
+    pub(crate) fn of_added(planned: &PlannedDisk) -> Vec<Self> {
+        let PlannedDisk { disk, servers, doors } = planned;
+        Self::of(std::slice::from_ref(disk), servers, doors)
+    }
+
+    fn of(disks: &[PlacedDisk], servers: &[Server], doors: &[DoorExport]) -> Vec<Self> {
         let of_disk = |index: usize, read_only, way| {
-            let disk = &plan.disks[index];
+            let disk = &disks[index];
             Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
         };
-        let nbd = plan.servers.iter().flat_map(|server| {
+        let nbd = servers.iter().flat_map(|server| {
             server.exports.iter().map(|export| {
-                let disk = &plan.disks[export.disk];
+                let disk = &disks[export.disk];
                 let way = Way::Nbd {
                     endpoint: server.endpoint.clone(),
                     name: export.name.clone(),
@@ -52,7 +64,7 @@ impl Wanted {
                 of_disk(export.disk, export.read_only, way)
             })
         });
-        let own = plan.doors.iter();
+        let own = doors.iter();
         let own = own.map(|DoorExport { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
         nbd.chain(own).collect()
     }

@@ -13,7 +13,6 @@ use anyhow::Context as _;
 use clap::Args;
 use console::{Failure, print, print_json};
 pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
-pub(crate) use doors::asked;
 pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
 use serde_json::{Value, json};
 

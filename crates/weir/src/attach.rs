@@ -52,8 +52,8 @@ use settings::{Ublk, control::VARIABLE};
 use way::Way;
 
 use crate::{
+    added,
     client::{Client, Error, Target},
-    described,
 };
 
 /// How often whoever waits for a keeper's answer looks whether it stands still, in milliseconds.
@@ -253,7 +253,6 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
         }
         None => place::default_name(image),
     };
-    let from = std::env::current_dir().context("the current directory")?;
     let mount = mount.as_ref().map(|directory| -> anyhow::Result<Mount> {
         // As the kernel will name it, by which it is found again.
         let real = directory.canonicalize().ok().filter(|directory| directory.is_dir());
@@ -289,8 +288,8 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
             "{name}: {why_alone}, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
         ));
     }
-    let image = image.clone().relative_to(&from).to_string();
-    let options = described::with_whole_paths(disk);
+    let config = added::disk(&name, image, disk).map_err(Failure::Usage)?;
+    let (image, options) = (config.image.to_string(), added::options(&config));
     let ublk = arguments.ublk.as_ref().map(Ublk::to_string).unwrap_or_default();
     Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }

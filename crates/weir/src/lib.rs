@@ -8,7 +8,7 @@
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
 //!   adding               disks and groups, one more or one less
-//!   described            a disk's options, and what they are to a daemon that runs
+//!   added                the keys of a disk or group that is added: as options, to a daemon, in a file
 //!   reload               the config file is read again
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
@@ -23,6 +23,7 @@
 //! others. Never does anything by itself: what a command does lies in the room that is named after
 //! it.
 
+mod added;
 mod adding;
 mod attach;
 mod background;
@@ -30,7 +31,6 @@ mod cli;
 mod client;
 mod cluster;
 mod complete;
-mod described;
 mod generate;
 mod mount_helper;
 mod prefetch;

@@ -11,7 +11,7 @@ use anyhow::{Context as _, anyhow};
 use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
 use console::{Failure, print, print_json};
-pub(crate) use edit::{added, removed, written};
+pub(crate) use edit::{added, removed};
 pub(crate) use save::Saving;
 use serde_json::{Value, json};
 

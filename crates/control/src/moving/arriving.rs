@@ -80,7 +80,7 @@ async fn look(registry: &Rc<Registry>, offered: &Offered) -> anyhow::Result<()> 
     let (mut planned, group) = check(registry, &offered.disk, described).await?;
     // The other host writes to it.
     (planned.read_only, planned.force_share) = (true, true);
-    let image = assembly(registry).open(&planned).await?;
+    let image = Assembly::beside(registry).open(&planned).await?;
     // What is promised of the cluster's limits is so at the other host, until it gives the disk.
     let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
     let closed = match is_promised_twice {
@@ -167,16 +167,11 @@ fn serving(registry: &Registry, described: &MovedDisk) -> anyhow::Result<Option<
     }
 }
 
-fn assembly(registry: &Registry) -> Assembly {
-    let budgets = registry.loaded.borrow().as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
-    Assembly::new(registry.image_root().cloned(), budgets)
-}
-
 /// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
 /// Nobody reaches it yet.
 pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) -> anyhow::Result<()> {
     let (planned, group) = check(registry, disk, described).await?;
-    let image = assembly(registry).open(&planned).await?;
+    let image = Assembly::beside(registry).open(&planned).await?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
     if let Some(filled) = &described.filled {
         let filled = running.disk.throttle().fill(&filled.filled()?);

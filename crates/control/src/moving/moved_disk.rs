@@ -4,17 +4,16 @@
 //! What of a disk means something on one host alone is refused by name, rather than lost.
 
 use std::{
-    collections::BTreeMap,
-    fmt::Write as _,
     path::{Path, absolute},
     rc::Rc,
 };
 
 use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use settings::{
-    DiskConfig, Door as DoorKind, Key, KeySet as _, Plan, Socket, VhostUserBlk, config, key::Transfer,
+    DiskConfig, Door as DoorKind, KeySet as _, Mistakes, PlannedDisk, Socket, Tls, VhostUserBlk, config,
+    key::Transfer,
 };
 
 use crate::{
@@ -26,7 +25,7 @@ use crate::{
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct MovedDisk {
     /// Of its section in a config file.
-    keys: BTreeMap<String, Value>,
+    keys: Map<String, Value>,
     pub(super) group: Option<GroupThere>,
     /// Over NBD, by their names.
     pub(super) exports: Vec<String>,
@@ -58,16 +57,7 @@ impl MovedDisk {
         check(running)?;
         let disk = &running.disk;
         let opened = disk.image();
-        let mut config = running.current_config();
-        config.image = config.image.relative_to(&absolute(".")?);
-        config.format = Some(opened.format());
-        config.read_only = opened.is_read_only();
-        let moves = |key: &&Key<DiskConfig>| {
-            key.transfer == Transfer::Moves && key.name != "group" && !key.is_default(&config)
-        };
-        let moving = DiskConfig::keys().iter().filter(moves).filter(|key| running.has_key(key.name));
-        let value = |key: &Key<DiskConfig>| Some((key.name.to_owned(), Value::from(&key.write(&config)?)));
-        let keys = moving.filter_map(value).collect();
+        let keys = running.keys_now(|key| key.transfer == Transfer::Moves && key.name != "group");
         let group = disk.throttle().group().map(|group| GroupThere {
             name: group.name().to_owned(),
             cluster: registry.cluster_of(group.name()).is_some(),
@@ -103,18 +93,12 @@ impl MovedDisk {
     /// # Errors
     /// What is wrong with it.
     pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
-        let quoted = |text: &str| Value::from(text).to_string();
-        let mut text = format!("[daemon]\nnbd = \"unix:/nowhere\"\n[disk.{}]\n", quoted(name));
-        for (key, value) in &self.keys {
-            let is_key =
-                key.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
-            ensure!(is_key && !key.is_empty(), "a key that is none");
-            ensure!(value.is_string() || value.is_u64() || value.is_boolean(), "{key}: a value that is none");
-            let _ = writeln!(text, "{key} = {value}");
-        }
-        let draft = config::parse("offer", &text, Path::new("/"))?;
-        let mut plan = Plan::new(draft, 0)?;
-        plan.disks.pop().context("no disk")
+        ensure!(!self.keys.contains_key("export"), "export: is not transferred as a key");
+        let mistakes = Mistakes::default();
+        let disk = config::disk_of_object(name, &self.keys, Path::new("/"), &mistakes);
+        let disk = mistakes.first_unless(disk)?.context("no disk")?;
+        let planned = PlannedDisk::new(disk, &[], &Tls::Off, Mistakes::default());
+        Ok(planned.map_err(|all| all.into_iter().next().expect("a mistake"))?.disk)
     }
 
     /// # Errors

@@ -83,6 +83,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<status::QueryStatus>(),
     Entry::of::<latency::QueryLatencies>(),
     Entry::of::<weir::Set>(),
+    Entry::of::<adding::AddGroup>(),
     Entry::of::<cluster::QueryCluster>(),
     Entry::of::<cluster::ClusterSet>(),
     Entry::of::<cluster::ClusterRemove>(),

@@ -69,6 +69,14 @@ impl Error {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
 
+    /// What a command is refused with for an error of the daemon.
+    pub(crate) fn of(error: anyhow::Error) -> Self {
+        match error.downcast::<Refused>() {
+            Ok(refused) => refused.into(),
+            Err(error) => Self::generic(format!("{error:#}")),
+        }
+    }
+
     pub(crate) fn to_json(&self) -> Value {
         json!({ "class": self.class.name(), "desc": self.description })
     }

@@ -1,16 +1,10 @@
 //! What the fuzz targets, and tests, do with bytes of a client, and what has to hold whatever they
 //! are. Commands work on disks in memory, on a simulated reactor.
 
-use std::{cell::Cell, rc::Rc, sync::Arc};
+use std::rc::Rc;
 
-use block::{
-    disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
-};
-use image::open_raw;
+use block::layer::throttle::{Group, GroupSettings};
 use serde_json::Value;
-use settings::DiskConfig;
-use storage::OpenOptions;
 
 use super::{
     arguments::Arguments,
@@ -25,8 +19,14 @@ use super::{
 use crate::registry::{Registry, RunningDisk};
 
 /// Commands that reach beyond the process: they open files and listen on sockets.
-const OUTSIDE: [&str; 5] =
-    ["blockdev-add", "block-export-add", "block_resize", "nbd-server-start", "nbd-server-stop"];
+const OUTSIDE: [&str; 6] = [
+    "blockdev-add",
+    "block-export-add",
+    "block_resize",
+    "nbd-server-start",
+    "nbd-server-stop",
+    "x-weir-add-disk",
+];
 /// The longest error that may come of any input: a client's own text is repeated in parts only.
 const MAX_ERROR_BYTES: usize = 4096;
 
@@ -92,18 +92,7 @@ fn registry() -> Rc<Registry> {
         registry.add_group(group).expect("a new name");
     }
     for (name, group) in [("a", Some(&inner)), ("b", None)] {
-        let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
-        let disk = Disk::new(name, image, DiskSettings::default(), group).expect("no settings");
-        let running = RunningDisk {
-            disk: Arc::new(disk),
-            config: DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() },
-            caches: Cell::default(),
-            only_here: None,
-            below: Vec::new(),
-            storage: None,
-            told: None,
-        };
-        registry.add_disk(running).expect("a new name");
+        registry.add_disk(RunningDisk::in_memory(name, group)).expect("a new name");
     }
     registry
 }
@@ -175,6 +164,9 @@ mod tests {
 {"execute":"x-weir-set","arguments":{"name":"inner","watermark":90,"bps-read":1}}
 {"execute":"x-weir-set","arguments":{"name":"a","prefetch":"on","prefetch-window-min":4194304}}
 {"execute":"x-weir-set","arguments":{"name":"b","prefetch":"off","prefetch-window-max":65536,"prefetch-memory":262144}}
+{"execute":"x-weir-add-group","arguments":{"name":"h","keys":{"group":"inner","iops-total":"2K"}}}
+{"execute":"x-weir-add-group","arguments":{"name":"..","keys":{"watermark":101,"weights":[null]}}}
+{"execute":"object-del","arguments":{"id":"h"}}
 {"execute":"x-weir-query-status"}
 "#;
 

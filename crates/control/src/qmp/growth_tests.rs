@@ -13,14 +13,7 @@ async fn run(commands: &Commands, name: &str, arguments: Value) -> Result<Value,
 }
 
 fn disk(number: usize, group: &str) -> Value {
-    json!({
-        "node": {
-            "driver": "raw",
-            "node-name": format!("disk{number}"),
-            "file": { "driver": "null-co", "size": 1 << 20 },
-        },
-        "settings": { "group": group },
-    })
+    json!({ "name": format!("disk{number}"), "keys": { "image": "null:1M", "format": "raw", "group": group } })
 }
 
 /// Entries that walks visit while `count` groups with a disk each are added, and then by a query of
@@ -35,8 +28,8 @@ fn visited(count: usize) -> (u64, u64) {
         visits::take();
         for number in 0..count {
             let group = format!("group{number}");
-            let added = json!({ "qom-type": "throttle-group", "id": group });
-            run(&commands, "object-add", added).await.expect("a new group");
+            let added = json!({ "name": group, "keys": {} });
+            run(&commands, "x-weir-add-group", added).await.expect("a new group");
             run(&commands, "x-weir-add-disk", disk(number, &group)).await.expect("a new disk");
             // Listeners defer their work to a later turn of the executor.
             reactor::yield_now().await;

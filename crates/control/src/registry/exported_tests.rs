@@ -1,30 +1,16 @@
 //! Removal of several exports at once.
 
-use std::{cell::Cell, rc::Rc, sync::Arc};
+use std::{rc::Rc, sync::Arc};
 
-use block::{disk::Disk, layer::throttle::DiskSettings};
 use export::nbd::{Removal, Server, Terms};
-use image::open_raw;
 use policy::access::Access;
-use settings::{DiskConfig, Endpoint};
-use storage::OpenOptions;
+use settings::Endpoint;
 
 use super::{NewExport, Refused, Registry, RunningDisk};
 use crate::serving::Serving;
 
 fn add_disk(registry: &Rc<Registry>, name: &str) {
-    let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
-    let disk = Disk::new(name, image, DiskSettings::default(), None).expect("no settings");
-    let running = RunningDisk {
-        disk: Arc::new(disk),
-        config: DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() },
-        caches: Cell::default(),
-        only_here: None,
-        below: Vec::new(),
-        storage: None,
-        told: None,
-    };
-    registry.add_disk(running).expect("a new name");
+    registry.add_disk(RunningDisk::in_memory(name, None)).expect("a new name");
 }
 
 fn export(id: &str, disk: &str) -> NewExport {

@@ -3,8 +3,9 @@
 //!
 //! How each was made, and how it is set now. [`again`](super::again) is what a newcomer makes of it.
 //!
-//! The old process transfers the arguments of the commands that made each object, so there is no
-//! second description of a disk. The new process runs these commands inside its sandbox: a guest
+//! The old process transfers the keys of a disk that was added by them, and else the arguments of
+//! the commands that made an object, so there is no second description of a disk. The new process
+//! does the same as for such a command inside its sandbox: a guest
 //! may control the old process, which must not be able to do more than any client of the control
 //! socket. It compares the result like every other disk. Objects of the old config that the new
 //! config lacks are not transferred but reported: the operator has forgotten or removed them.
@@ -28,18 +29,28 @@ use crate::{
 
 /// How a disk was made and is set.
 pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
-    let Some(nodes) = &running.told else { return Origin::Config };
+    let nodes = running.told.as_deref().unwrap_or_default();
+    if nodes.is_empty() && !running.added {
+        return Origin::Config;
+    }
     if running.config.image.path().is_some_and(|path| path.starts_with("/dev/fdset")) {
         return Origin::Bound("its file was passed to the other by add-fd".to_owned());
     }
-    if nodes.iter().any(|node| node.contains_key("encrypt")) {
+    if nodes.iter().any(|node| node.contains_key("encrypt")) || !running.config.qcow2.secrets.is_empty() {
         return Origin::Bound("only the other was told its passphrase".to_owned());
+    }
+    if running.added && !running.below.is_empty() {
+        return Origin::Bound("blockdev-add put a node over it (remove that with blockdev-del)".to_owned());
+    }
+    if running.added {
+        let keys = Some(running.keys_now(|key| key.name != "export"));
+        return Origin::Added(AddedDisk { keys, ..AddedDisk::default() });
     }
     let nodes = nodes.iter().cloned().map(with_whole_paths).collect();
     let values =
         applied::of_disk(&running.current_config()).into_iter().filter(|(key, _)| running.has_key(key));
     let settings = settings(running.disk.name(), values);
-    Origin::Added(AddedDisk { nodes, settings })
+    Origin::Added(AddedDisk { nodes, settings, keys: None })
 }
 
 /// Those that were added, each behind the one that it is in.

@@ -19,6 +19,7 @@ use super::{
     told::{AddedDisk, AddedExport, OfferedDevice, OfferedExport, OfferedMachine, Origin},
 };
 use crate::{
+    adding::NewDisk,
     bitmaps,
     reconcile::source::Source as _,
     registry::{NewExport, Registry},
@@ -78,15 +79,22 @@ impl Newcomer {
             had.push(format!("server {address}"));
         }
         for offered in &self.offer.disks {
-            let Origin::Added(AddedDisk { nodes, settings }) = &offered.origin else { continue };
+            let Origin::Added(AddedDisk { nodes, settings, keys }) = &offered.origin else { continue };
             if registry.disks.get(&offered.name).is_ok() {
                 continue;
             }
             let named = || format!("disk {}: it was added, and cannot be had here", offered.name);
-            let made = add_disk(nodes, self.passed.clone()).await;
-            made.map_err(anyhow::Error::msg).with_context(named)?;
-            let set = perform("x-weir-set", settings.clone()).await;
-            set.map_err(anyhow::Error::msg).with_context(named)?;
+            if let Some(keys) = keys.clone() {
+                // Its exports are transferred by themselves.
+                let (name, exports) = (offered.name.clone(), Some(Vec::new()));
+                let new = NewDisk { name, keys, exports, sockets: Vec::new() };
+                new.add_again(registry, self.passed.clone()).await.with_context(named)?;
+            } else {
+                let made = add_disk(nodes, self.passed.clone()).await;
+                made.map_err(anyhow::Error::msg).with_context(named)?;
+                let set = perform("x-weir-set", settings.clone()).await;
+                set.map_err(anyhow::Error::msg).with_context(named)?;
+            }
             had.push(format!("disk {}", offered.name));
         }
         for offered in &self.offer.exports {

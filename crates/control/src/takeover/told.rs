@@ -69,13 +69,16 @@ impl<T> Origin<T> {
 }
 
 /// A disk that was added.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct AddedDisk {
     /// The arguments of each `blockdev-add`, the lowest node's first.
     pub(super) nodes: Vec<Map<String, Value>>,
     /// Arguments of `x-weir-set`.
     pub(super) settings: Map<String, Value>,
+    /// Keys of its table in a config file, if it was added by these. It has no nodes then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) keys: Option<Map<String, Value>>,
 }
 
 /// A group that was added.

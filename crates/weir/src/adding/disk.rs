@@ -6,18 +6,15 @@ use anyhow::{anyhow, bail};
 use api::ServerStatus;
 use clap::{Args, Subcommand};
 use console::{Failure, print, progress::IfLong};
-use policy::access::Network;
 use serde_json::{Value, json};
-use settings::{Address, Endpoint, Image, Nbd};
-
-use super::{
-    Asked,
-    doors::{self, DoorArgs},
-    finish, finish_with,
+use settings::{
+    Address, DiskConfig, Endpoint, ExportConfig, Image, KeySet as _, Nbd, NbdExport, arguments::KeyArgs,
 };
+
+use super::{Asked, doors::DoorArgs, finish, finish_with};
 use crate::{
+    added::{self, AddedDisk},
     client::Client,
-    described::{self, DiskOptions},
     saving::{self, SaveArgs},
 };
 
@@ -34,8 +31,7 @@ Examples:
   weir disk move vm3 --to host2
       To another host of the [cluster], which reaches the same image; its burst does not begin anew.
 
-A disk is added whole or not at all. What a control socket has no words for (descriptions, bitmaps) is written \
-into the config file, which `weir reload` applies; `weir attach` makes devices with mounts and all.";
+A disk is added whole or not at all. `weir attach` makes devices, with mounts.";
 
 /// What is done to disks.
 #[derive(Debug, Subcommand)]
@@ -65,21 +61,12 @@ pub(crate) struct AddArgs {
     /// unless it is served otherwise; never where only other disks' exports are]
     #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = nbd)]
     nbd: Vec<Nbd>,
-    /// Let clients have it from this network and no other; repeatable
-    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
-    allow: Vec<Network>,
-    /// Let no client have it from this network; repeatable
-    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
-    deny: Vec<Network>,
-    /// Let clients with this name have it, as --tls-authz of `weir serve`; repeatable
-    #[arg(long, value_name = "NAME", value_parser = settings::tls_name)]
-    tls_authz: Vec<String>,
     #[command(flatten)]
     doors: DoorArgs,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
-    disk: DiskOptions,
+    disk: KeyArgs<AddedDisk>,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -136,69 +123,57 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
 }
 
 fn add(arguments: AddArgs) -> Result<(), Failure> {
-    let AddArgs { name, image, nbd, allow, deny, tls_authz, doors, asked: Asked { json, qmp }, disk, save } =
-        arguments;
-    let doors = doors.all()?;
+    let AddArgs { name, image, nbd, doors, asked: Asked { json, qmp }, disk, save } = arguments;
+    let here = absolute(".")?;
+    let doors: Vec<_> =
+        doors.all().into_iter().map(|door| ExportConfig::Own(door).relative_to(&here)).collect();
     let is_over_nbd = !nbd.is_empty() || doors.is_empty();
-    let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect::<Vec<_>>();
-    let access = [("allow", texts(&allow)), ("deny", texts(&deny)), ("tls-authz", tls_authz)];
-    if let Some((key, _)) = access.iter().find(|(_, texts)| !is_over_nbd && !texts.is_empty()) {
+    let is_of_nbd = |key: &str| DiskConfig::key(key).is_some_and(|key| key.heading == "Access");
+    if let Some((key, _)) = disk.given().find(|(key, _)| !is_over_nbd && is_of_nbd(key)) {
         return Err(Failure::Usage(anyhow!(
             "--{key}: is not used, because the disk is not exported over NBD (leave it out, or add --nbd ADDRESS)"
         )));
     }
-    let here = absolute(".")?;
-    // The daemon may be in another directory, and so is the config file.
-    let (is_snapshot, is_in_cluster) = (image.is_snapshot(), image.is_rbd());
-    let image = image.relative_to(&here).to_string();
-    let options = described::with_whole_paths(&disk);
-    // What is wrong with it whatever a daemon has.
-    described::node(&name, &image, &options)?;
+    let mut config = added::disk(&name, &image, &disk).map_err(Failure::Usage)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     // How the daemon reaches its other images is of interest only for one in a Ceph cluster.
-    let report = if is_in_cluster { client.status()?.1 } else { client.summary()? };
-    let options = described::reached_alike(&image, options, &report.disks);
-    let described = described::node(&name, &image, &options)?;
-    let places = match is_over_nbd {
-        true => places(&name, &nbd, &here, &report.servers)?,
+    let report = if image.is_rbd() { client.status()?.1 } else { client.summary()? };
+    added::reach_alike(&mut config, &report.disks).map_err(anyhow::Error::from)?;
+    let nbd = match is_over_nbd {
+        true => nbd_exports(&name, &nbd, &here, &report.servers, save.save)?,
         false => Vec::new(),
     };
-    let saving = saving::prepare(&report, &save, |text| {
-        let format = ("format", described.node["driver"].as_str().filter(|_| !image.contains(':')));
-        let mut keys = keys(&image, format, &options);
-        let exports = places.iter().filter(|place| !place.is_implied).map(Place::written);
-        let exports = exports.chain(doors.iter().map(|door| Ok(doors::written(door))));
-        let exports = exports.collect::<Result<Vec<_>, _>>()?;
-        if !exports.is_empty() {
-            keys.push(("export".to_owned(), toml_edit::Array::from_iter(exports).into()));
-        }
-        let said = access.iter().filter(|(_, texts)| !texts.is_empty());
-        keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
-        saving::added(text, "disk", &name, keys)
-    })?;
-    let is_read = |(option, _): &(String, _)| ["read-only", "snapshot"].contains(&option.as_str());
-    let is_writable = !is_snapshot && !options.iter().any(is_read);
-    let mut exports = Vec::new();
-    // As a daemon calls those of its config file.
-    let id = |exports: &[Value], address: &str| {
-        json!(if exports.is_empty() { name.clone() } else { format!("{name}@{address}") })
-    };
-    for Place { server, read_only, .. } in &places {
-        let mut export = json!({ "type": "nbd", "name": name, "writable": is_writable && !read_only });
-        export["x-weir-listen"] = json!(server.address);
-        for (key, texts) in access.iter().filter(|(_, texts)| !texts.is_empty()) {
-            export[format!("x-weir-{key}")] = json!(texts);
-        }
-        export["id"] = id(&exports, &server.address);
-        exports.push(export);
-    }
-    for door in &doors {
-        let mut export = Value::Object(doors::asked(door, is_writable));
-        export["id"] = id(&exports, &door.address());
-        exports.push(export);
-    }
-    let answer = described.add(&mut client, exports)?;
+    nbd.into_iter().chain(doors).for_each(|export| added::export(&mut config, export));
+    let saving = saving::prepare(&report, &save, |text| saving::added(text, "disk", &name, &config))?;
+    let answer = added::send(&mut client, &config)?;
     finish_with(("disk", &name, "added"), saving, json, &answer)
+}
+
+/// Exports at the servers that were named. If none was, there are none in the config either: the
+/// daemon exports the disk at its own endpoints, as one of its config file.
+fn nbd_exports(
+    name: &str,
+    said: &[Nbd],
+    here: &Path,
+    servers: &[ServerStatus],
+    is_saved: bool,
+) -> anyhow::Result<Vec<ExportConfig>> {
+    let places = places(name, said, here, servers)?;
+    if places.iter().all(|place| place.is_implied) {
+        return Ok(Vec::new());
+    }
+    let export = |Place { server, read_only, .. }: Place<'_>| {
+        let listen = match &server.listen {
+            None if is_saved => bail!(
+                "--save: {}: a config file cannot name a socket that was passed without a name (leave --save out)",
+                server.address
+            ),
+            listen => listen.as_deref().unwrap_or(&server.address),
+        };
+        let listen = listen.parse().map_err(anyhow::Error::msg)?;
+        Ok(ExportConfig::Nbd(NbdExport { listen, name: None, read_only }))
+    };
+    places.into_iter().map(export).collect()
 }
 
 /// A server that is to have it, and how.
@@ -207,23 +182,6 @@ struct Place<'a> {
     read_only: bool,
     /// A config file that says nothing means this.
     is_implied: bool,
-}
-
-impl Place<'_> {
-    /// As an export of a config file.
-    fn written(&self) -> Result<toml_edit::InlineTable, String> {
-        let listen = self.server.listen.as_deref().ok_or_else(|| {
-            let address = &self.server.address;
-            format!("has no words for {address}, a socket that was passed without a name (leave --save out)")
-        })?;
-        let mut table = toml_edit::InlineTable::new();
-        table.insert("type", "nbd".into());
-        table.insert("listen", listen.into());
-        if self.read_only {
-            table.insert("read-only", true.into());
-        }
-        Ok(table)
-    }
 }
 
 /// Where the disk is to be over NBD: where it is said, or else at the daemon's own addresses. At
@@ -274,28 +232,6 @@ fn places<'a>(
         places.push(Place { server, read_only: *read_only, is_implied: false });
     }
     Ok(places)
-}
-
-/// As they stand in a config file.
-fn keys(
-    image: &str,
-    (format_key, format): (&str, Option<&str>),
-    options: &[(String, Option<String>)],
-) -> Vec<(String, toml_edit::Value)> {
-    let mut keys = vec![("image".to_owned(), image.into())];
-    if !options.iter().any(|(option, _)| option == format_key)
-        && let Some(format) = format
-    {
-        keys.push((format_key.to_owned(), format.into()));
-    }
-    keys.extend(options.iter().map(|(option, value)| {
-        let value = match value.as_deref() {
-            None => true.into(),
-            Some(text) => text.parse::<i64>().map_or_else(|_| text.into(), toml_edit::Value::from),
-        };
-        (option.clone(), value)
-    }));
-    keys
 }
 
 fn remove(arguments: RemoveArgs) -> Result<(), Failure> {

@@ -1,16 +1,19 @@
 //! `weir group add` and `weir group remove`.
 
-use clap::{Args, Subcommand};
+use std::path::Path;
+
+use clap::{Arg, Args, Subcommand};
 use console::Failure;
-use serde_json::{Map, Value, json};
-use settings::arguments::LimitArgs;
+use serde_json::json;
+use settings::{
+    GroupConfig, Key, Place, Placed,
+    arguments::{KeyArgs, KeyOptions},
+};
 
 use super::{Asked, finish};
 use crate::{
-    client::{
-        Client,
-        change::{Change, Name, Setpoint},
-    },
+    added,
+    client::Client,
     saving::{self, SaveArgs},
 };
 
@@ -41,34 +44,33 @@ pub(crate) enum GroupCommand {
     Remove(RemoveArgs),
 }
 
+/// Options of `weir group add`.
+#[derive(Clone, Debug)]
+struct AddedGroup;
+
+impl KeyOptions for AddedGroup {
+    type Config = GroupConfig;
+
+    fn has(_: &Key<GroupConfig>) -> bool {
+        true
+    }
+
+    /// `--cluster` is accepted for an error that explains how a group joins a cluster.
+    fn adapt(option: Arg) -> Arg {
+        if option.get_id() == "cluster" { option.hide(true) } else { option }
+    }
+}
+
 /// What `weir group add` is told.
 #[derive(Debug, Args)]
 pub(crate) struct AddArgs {
     /// The group's name: a letter, then letters, digits, `-`, `.` and `_`
     #[arg(value_name = "NAME")]
     name: String,
-    /// The group that it lies in
-    #[arg(long, value_name = "GROUP")]
-    group: Option<String>,
-    /// Its share of what that group has, from 1 to 10000 against the others' [default: 100]
-    #[arg(long, value_name = "N", value_parser = settings::count)]
-    weight: Option<u64>,
-    /// Operations per second that it is promised
-    #[arg(long, value_name = "N", value_parser = settings::count)]
-    iops_reservation: Option<u64>,
-    /// Bytes per second that it is promised
-    #[arg(long, value_name = "SIZE", value_parser = settings::size)]
-    bps_reservation: Option<u64>,
-    /// Percent of the device in use below which its limits do not hold [default: 0]
-    #[arg(long, value_name = "PERCENT", value_parser = settings::count)]
-    watermark: Option<u64>,
-    /// Told apart, to say how a group comes to be the cluster's.
-    #[arg(long, hide = true)]
-    cluster: bool,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
-    limits: LimitArgs,
+    keys: KeyArgs<AddedGroup>,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -95,65 +97,21 @@ pub(crate) fn run(command: GroupCommand) -> Result<(), Failure> {
     }
 }
 
-impl AddArgs {
-    fn change(&self) -> Change {
-        let mut change = Change::default();
-        for &(setting, value) in self.limits.given() {
-            change.set(Name::Limit(setting), Setpoint::Number(value));
-        }
-        for (name, value) in [
-            (Name::Weight, self.weight),
-            (Name::IopsReservation, self.iops_reservation),
-            (Name::BpsReservation, self.bps_reservation),
-            (Name::Watermark, self.watermark),
-        ] {
-            if let Some(value) = value {
-                change.set(name, Setpoint::Number(value));
-            }
-        }
-        if let Some(group) = &self.group {
-            change.set(Name::Group, Setpoint::Text(group.clone()));
-        }
-        change
-    }
-}
-
-/// The arguments of `object-add`.
-fn object(name: &str, change: &Change) -> Value {
-    let (mut limits, mut object) = (Map::new(), Map::new());
-    object.insert("qom-type".to_owned(), json!("throttle-group"));
-    object.insert("id".to_owned(), json!(name));
-    for (setting, value) in change.iter() {
-        let value = Value::from(value.clone());
-        match setting {
-            Name::Limit(limit) => drop(limits.insert(limit.name().to_owned(), value)),
-            Name::Group => drop(object.insert("x-weir-parent".to_owned(), value)),
-            other => drop(object.insert(format!("x-weir-{}", other.text()), value)),
-        }
-    }
-    object.insert("limits".to_owned(), limits.into());
-    object.into()
-}
-
 fn add(arguments: AddArgs) -> Result<(), Failure> {
-    if arguments.cluster {
-        let name = &arguments.name;
+    let AddArgs { name, asked: Asked { json, qmp }, keys, save } = arguments;
+    if keys.value("cluster").is_some() {
         return Err(Failure::Usage(anyhow::anyhow!(
             "--cluster: each host has the group by its config file (put [group.{name}] with cluster = true there, and `weir reload`; `weir throttle {name} --cluster --iops-total N` says the limits, once for all hosts)"
         )));
     }
-    let change = arguments.change();
-    change.judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
-    let AddArgs { name, asked: Asked { json, qmp }, save, .. } = arguments;
+    let config = GroupConfig { name: name.clone(), ..GroupConfig::default() };
+    let mut group = Placed::new(config, Place::new(&*name));
+    let read = keys.read_into(&mut group, Path::new(""), |_| true);
+    let group = read.and_then(|()| group.checked()).map_err(|wrong| Failure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp)?;
     let (_, report) = client.status()?;
-    let saving = saving::prepare(&report, &save, |text| {
-        let keys = change.iter().filter_map(|(setting, value)| {
-            Some((setting.text().to_owned(), saving::written(setting, value)?))
-        });
-        saving::added(text, "group", &name, keys)
-    })?;
-    client.execute("object-add", object(&name, &change))?;
+    let saving = saving::prepare(&report, &save, |text| saving::added(text, "group", &name, &group))?;
+    client.execute("x-weir-add-group", json!({ "name": name, "keys": added::keys(&group) }))?;
     finish(("group", &name, "added"), saving, json)
 }
 

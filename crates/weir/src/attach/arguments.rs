@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use settings::{Image, Ublk};
+use settings::{Image, Ublk, arguments::KeyArgs};
 
 use super::way::Way;
-use crate::{client::Target, described::DiskOptions};
+use crate::{added::AttachedDisk, client::Target};
 
 pub(crate) const ATTACH_EXAMPLES: &str = "\
 Examples:
@@ -89,7 +89,7 @@ pub(crate) struct AttachArgs {
     #[arg(long, value_name = "unix:PATH")]
     pub(super) qmp: Option<Target>,
     #[command(flatten)]
-    pub(super) disk: DiskOptions,
+    pub(super) disk: KeyArgs<AttachedDisk>,
 }
 
 impl AttachArgs {

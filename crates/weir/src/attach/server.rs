@@ -26,14 +26,13 @@ use nix::{
     },
     unistd::{Pid, Uid},
 };
-use serde_json::{Value, json};
-use settings::{Door, Ublk};
+use serde_json::json;
+use settings::{Door, ExportConfig, Fuse, NbdDevice, Ublk};
 
 use super::{Attached, Wanted, place::Place, way::Way};
 use crate::{
-    adding::asked,
+    added,
     client::{Client, Error, Target},
-    described,
 };
 
 /// What a keeper hears.
@@ -234,9 +233,10 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
         wanted.name
     );
     place.set_asked()?;
-    let export = export(wanted, place)?;
-    let options = described::reached_alike(&wanted.image, wanted.options.clone(), &report.disks);
-    described::node(&wanted.name, &wanted.image, &options)?.add(&mut client, vec![export])?;
+    let mut disk = added::disk_of_options(&wanted.name, &wanted.image, &wanted.options)?;
+    added::reach_alike(&mut disk, &report.disks)?;
+    added::export(&mut disk, ExportConfig::Own(export(wanted, place)?));
+    added::send(&mut client, &disk)?;
     let events = events.clone();
     tell_end(target, watch, &wanted.name, move |orderly| {
         let _ = events.send(Event::Ended { orderly });
@@ -244,25 +244,12 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     Ok(())
 }
 
-fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Value> {
-    let is_writable = !wanted.is_read_only();
-    let mut export = json!({ "id": wanted.name, "writable": is_writable });
-    match wanted.way {
-        Way::Ublk => {
-            for (key, value) in asked(&Door::Ublk(wanted.ublk()?), is_writable) {
-                export[key] = value;
-            }
-        }
-        Way::Nbd => export["type"] = json!("x-nbd-device"),
-        Way::Fuse => {
-            export["type"] = json!("fuse");
-            export["mountpoint"] = json!(make_file(place)?);
-        }
-    }
-    if let (Way::Nbd, Some(number)) = (wanted.way, wanted.number) {
-        export["device"] = json!(format!("/dev/nbd{number}"));
-    }
-    Ok(export)
+fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Door> {
+    Ok(match wanted.way {
+        Way::Ublk => Door::Ublk(wanted.ublk()?),
+        Way::Nbd => Door::NbdDevice(NbdDevice { number: wanted.number, ..NbdDevice::default() }),
+        Way::Fuse => Door::Fuse(Fuse::at(make_file(place)?.into())),
+    })
 }
 
 /// The node or the file of an export.

@@ -9,7 +9,10 @@
 //! Never judges values: whether the result is a config that makes sense is asked of the config's
 //! own reader.
 
-use toml_edit::{Decor, DocumentMut, Item, Table, TableLike, Value};
+use std::path::Path;
+
+use settings::{DiskConfig, Key, KeySet, Literal, Placed, key::Unread};
+use toml_edit::{Array, Decor, DocumentMut, InlineTable, Item, Table, TableLike, Value};
 
 use crate::client::change::{Change, Name, Setpoint};
 
@@ -22,7 +25,7 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
         format!("has no [{kind}.{name}] (did the {kind} come from another file, or over QMP?)")
     })?;
     for (setting, value) in change.iter() {
-        match written(setting, value) {
+        match set_to(setting, value)? {
             Some(written) => set(table, is_inline, setting, written, *value == setting.default()),
             None => remove(table, setting.text()),
         }
@@ -30,12 +33,12 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
     as_it_was(text, document.to_string())
 }
 
-/// With a table `[kind.name]` of these keys behind all others. Fails if there is one.
-pub(crate) fn added(
+/// With a table `[kind.name]` of the keys that were given behind all others. Fails if there is one.
+pub(crate) fn added<T: KeySet>(
     text: &str,
     kind: &str,
     name: &str,
-    keys: impl IntoIterator<Item = (String, Value)>,
+    config: &Placed<T>,
 ) -> Result<String, String> {
     let mut document = parsed(text)?;
     let of_kind = document.entry(kind).or_insert_with(|| {
@@ -49,8 +52,10 @@ pub(crate) fn added(
         return Err(format!("has a [{kind}.{name}] already"));
     }
     let mut table = Table::new();
-    for (key, value) in keys {
-        table.insert(&key, Item::Value(value));
+    for key in config.given_keys() {
+        if let Some(value) = written(key, config) {
+            table.insert(key.name, Item::Value(value));
+        }
     }
     if !text.trim().is_empty() {
         table.decor_mut().set_prefix("\n");
@@ -137,20 +142,51 @@ fn as_it_was(text: &str, edited: String) -> Result<String, String> {
     Ok(format!("{mark}{}", edited.replace("\r\n", "\n").replace('\n', "\r\n")))
 }
 
-/// The value as it is written in the file; `None` if there is no way to write it.
-pub(crate) fn written(name: Name, value: &Setpoint) -> Option<Value> {
-    match value {
-        Setpoint::Text(text) if text.is_empty() => None,
-        Setpoint::Text(text) => Some(text.as_str().into()),
-        Setpoint::Number(number) => {
-            let shown = name.show(value);
+/// The value of a key as it is written in the file; `None` if it has none.
+fn written<T: KeySet>(key: &Key<T>, config: &T) -> Option<Value> {
+    Some(match key.write(config)? {
+        Literal::Number(number) if key.is_size() => {
+            let shown = settings::exact_size(number);
             // `10M` is told from `10485760` as the operator would: with a suffix it is a string.
-            let suffixed = shown.ends_with(['K', 'M', 'G', 'T']) && shown == settings::exact_size(*number);
-            match i64::try_from(*number) {
-                Ok(_) if suffixed => Some(shown.into()),
-                Ok(number) => Some(number.into()),
-                Err(_) => Some(number.to_string().into()),
-            }
+            let is_suffixed = shown.ends_with(['K', 'M', 'G', 'T']);
+            if is_suffixed { shown.into() } else { as_toml(&Literal::Number(number)) }
+        }
+        literal => as_toml(&literal),
+    })
+}
+
+fn as_toml(literal: &Literal) -> Value {
+    match literal {
+        Literal::Flag(flag) => (*flag).into(),
+        // Larger numbers are not TOML's; their text is read as the same number.
+        Literal::Number(number) => {
+            i64::try_from(*number).map_or_else(|_| number.to_string().into(), Value::from)
+        }
+        Literal::Text(text) => text.as_str().into(),
+        Literal::List(values) => values.iter().map(as_toml).collect::<Array>().into(),
+        Literal::Table(keys) => {
+            let pairs = keys.iter().map(|(key, value)| (*key, as_toml(value)));
+            pairs.collect::<InlineTable>().into()
+        }
+    }
+}
+
+/// The value of a setting; `None` for no group.
+///
+/// # Errors
+/// The value is not one of the key's.
+fn set_to(name: Name, value: &Setpoint) -> Result<Option<Value>, String> {
+    let text = match value {
+        Setpoint::Text(text) if text.is_empty() => return Ok(None),
+        Setpoint::Text(text) => text.clone(),
+        Setpoint::Number(number) => number.to_string(),
+    };
+    let key = DiskConfig::key(name.text()).expect("a setting is a key of a disk");
+    let mut config = DiskConfig::default();
+    match key.read(&mut config, &text, Path::new("")) {
+        Ok(()) => Ok(written(key, &config)),
+        Err(Unread::Malformed(rule) | Unread::OutOfRange(rule)) => {
+            Err(format!("{} = {text}: {rule}", key.name))
         }
     }
 }
@@ -212,6 +248,8 @@ fn prefix(table: &mut dyn TableLike, key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use settings::Place;
+
     use super::*;
 
     const FILE: &str = "\
@@ -311,15 +349,20 @@ group = \"gold\"
 
     #[test]
     fn a_table_that_is_added_stands_behind_those_of_its_kind() {
-        let keys = |value: Value| [("image".to_owned(), value)];
+        let disk = |image: &str| {
+            let mut disk = Placed::new(DiskConfig::default(), Place::new("new"));
+            let key = DiskConfig::key("image").unwrap();
+            disk.set(key, image, Path::new(""), Place::new("image")).unwrap();
+            disk
+        };
         let new = "\n[disk.new]\nimage = \"y\"\n";
-        let after = added(FILE, "disk", "new", keys("y".into())).unwrap();
+        let after = added(FILE, "disk", "new", &disk("y")).unwrap();
         assert_eq!(after, FILE.replace("\n# the end", &format!("{new}\n# the end")));
         // Between groups and disks.
-        let after = added(FILE, "group", "new", keys("y".into())).unwrap();
+        let after = added(FILE, "group", "new", &disk("y")).unwrap();
         assert_eq!(after, FILE.replace("\n[disk.vm1]", "\n[group.new]\nimage = \"y\"\n\n[disk.vm1]"));
         let check = |before: &str, expect: &str| {
-            assert_eq!(added(before, "disk", "new", keys("y".into())).as_deref(), Ok(expect));
+            assert_eq!(added(before, "disk", "new", &disk("y")).as_deref(), Ok(expect));
         };
         check("", "[disk.new]\nimage = \"y\"\n");
         check("[daemon]\nworkers = 1\n", &format!("[daemon]\nworkers = 1\n{new}"));
@@ -327,7 +370,7 @@ group = \"gold\"
             "disk = { a = { image = \"x\" } }\n",
             "disk = { a = { image = \"x\" }, new = { image = \"y\" } }\n",
         );
-        assert_eq!(added(FILE, "disk", "vm1", []).unwrap_err(), "has a [disk.vm1] already");
+        assert_eq!(added(FILE, "disk", "vm1", &disk("y")).unwrap_err(), "has a [disk.vm1] already");
     }
 
     #[test]

@@ -37,33 +37,12 @@ pub(super) struct BlockdevAdd {
     told: Told,
 }
 
-impl BlockdevAdd {
-    /// The disk's.
-    pub(super) fn name(&self) -> &str {
-        &self.chain.names[0]
-    }
-
-    /// See [`Chain::read`].
-    pub(super) fn read_as(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
-        let told = arguments.sent().map(|mut sent| {
-            // Another daemon is told all of it.
-            sent.extend(name.clone().map(|name| ("node-name".to_owned(), name.into())));
-            vec![sent]
-        });
-        Ok(Self { chain: Chain::read(arguments, name)?, told })
-    }
-
-    /// Whether it lies on no node that is there already.
-    pub(super) fn has_storage(&self) -> bool {
-        matches!(self.chain.bottom, Bottom::Storage(_))
-    }
-}
-
 impl Command for BlockdevAdd {
     const NAME: &'static str = "blockdev-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Self::read_as(arguments, None)
+        let told = arguments.sent().map(|sent| vec![sent]);
+        Ok(Self { chain: Chain::read(arguments, None)?, told })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
@@ -107,13 +86,12 @@ async fn add(
     let disk = build(chain, opened, prefetch, group.as_ref())?;
     let config = DiskConfig { read_only: disk.image().is_read_only(), ..chain.config(storage) };
     let disk = RunningDisk {
-        disk,
-        config,
         caches: Cell::new(chain.caches()),
         only_here: chain.only_here(),
         below,
         storage: chain.as_it_lies().map(Rc::new),
         told,
+        ..RunningDisk::new(disk, config)
     };
     chain.policies.apply_to(disk.disk.failures());
     registry.add_disk(disk).map_err(generic)
@@ -247,14 +225,14 @@ fn build(
     image: Opened,
     prefetch: prefetch::Settings,
     group: Option<&Arc<Group>>,
-) -> Result<Arc<Disk>, Error> {
+) -> Result<Disk, Error> {
     let disk = Disk::new(&chain.names[0], image, DiskSettings::default(), group)
         .map_err(generic)?
         .with_discards(chain.discards)
         .with_detect_zeroes(chain.detect_zeroes);
     disk.prefetch().set(prefetch).map_err(generic)?;
     disk.reserve_memory().map_err(generic)?;
-    Ok(Arc::new(disk))
+    Ok(disk)
 }
 
 /// An existing node, with nothing above.
@@ -325,10 +303,8 @@ fn rename(
     name: &str,
     below: Vec<NodeBelow>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, config, caches, only_here, storage, told, .. } = taken;
-    let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
-    let disk = Arc::new(disk);
-    registry.add_disk(RunningDisk { disk, config, caches, only_here, below, storage, told }).map_err(generic)
+    let disk = Arc::into_inner(taken.disk).expect("taken when nobody else had it").renamed(name);
+    registry.add_disk(RunningDisk { disk: Arc::new(disk), below, ..taken }).map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {

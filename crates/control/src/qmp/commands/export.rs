@@ -16,7 +16,6 @@ use crate::{
     qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
     registry::{Door as Reach, NewExport, Refused, Registry, RunningDisk},
     serving::Serving,
-    wanted,
 };
 
 /// Bytes of a name or a description: what the NBD protocol can carry ("Values", strings).
@@ -78,37 +77,6 @@ impl Command for BlockExportAdd {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        self.add(&registry).await?.log();
-        Ok(json!({}))
-    }
-}
-
-/// An export that is there.
-pub(super) struct Added {
-    id: String,
-    disk: String,
-    address: String,
-}
-
-impl Added {
-    pub(super) fn log(&self) {
-        let Self { id, disk, address } = self;
-        tracing::info!(export = %id, disk = %disk, at = %address, "an export was added");
-    }
-
-    pub(super) fn uris(&self, registry: &Registry) -> Result<Vec<String>, Error> {
-        let terms = registry.exports.door_terms().map_err(|error| Error::generic(error.to_string()))?;
-        Ok(wanted::uris(&*registry.exports.get(&self.id)?, &terms.tls))
-    }
-}
-
-impl BlockExportAdd {
-    /// The disk's.
-    pub(super) fn node(&self) -> &str {
-        &self.node
-    }
-
-    pub(super) async fn add(self, registry: &Rc<Registry>) -> Result<Added, Error> {
         let Self { id, node, writable, kind, is_sent } = self;
         if registry.exports.get(&id).is_ok() {
             return Err(Error::generic(format!("Block export id '{id}' is already in use")));
@@ -121,7 +89,7 @@ impl BlockExportAdd {
             return Err(Error::generic("Cannot export read-only node as writable"));
         }
         let address = match kind {
-            Kind::Nbd(nbd) => nbd.add(registry, &disk, &id, writable).await?,
+            Kind::Nbd(nbd) => nbd.add(&registry, &disk, &id, writable).await?,
             Kind::Own(door, socket) => {
                 if let (Some(name), Some(socket)) = (door.passed(), socket) {
                     let terms =
@@ -133,7 +101,8 @@ impl BlockExportAdd {
             }
         };
         registry.exports.get(&id)?.added.set(is_sent);
-        Ok(Added { id, disk: node, address })
+        tracing::info!(export = %id, disk = %node, at = %address, "an export was added");
+        Ok(json!({}))
     }
 }
 

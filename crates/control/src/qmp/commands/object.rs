@@ -14,18 +14,19 @@
 use std::{path::Path, rc::Rc};
 
 use ::settings::Credentials;
-use block::layer::throttle::{Group, GroupSettings};
+use block::layer::throttle::GroupSettings;
+use export::nbd::TlsServer;
 use image::Secret;
 use policy::{
     access::{Names, Rule},
     throttle::Setting,
 };
-use reactor::regular;
 use serde_json::{Map, Value, json};
 use tls::TlsServer;
 
 use super::weir;
 use crate::{
+    adding,
     change::Change,
     qmp::{
         arguments::Arguments,
@@ -45,7 +46,6 @@ const PSK: &str = "tls-creds-psk";
 const SIMPLE: &str = "authz-simple";
 const LIST: &str = "authz-list";
 const TYPES: [&str; 6] = [LIST, SIMPLE, SECRET, TYPE, PSK, X509];
-const MAX_LEVELS: usize = 8;
 /// weir's own properties, with their types.
 const OWN: [(&str, &str); 5] = [
     ("x-weir-weight", "int"),
@@ -82,16 +82,6 @@ pub(super) enum ObjectAdd {
 pub(super) enum SecretFrom {
     Data(Secret),
     File(String),
-}
-
-impl ObjectAdd {
-    pub(super) fn id(&self) -> &str {
-        let (Self::Group { id, .. }
-        | Self::Secret { id, .. }
-        | Self::Credentials { id, .. }
-        | Self::Names { id, .. }) = self;
-        id
-    }
 }
 
 impl Command for ObjectAdd {
@@ -132,23 +122,9 @@ impl Command for ObjectAdd {
             }
         };
         let parent = parent.map(|name| registry.groups.get(&name)).transpose()?;
-        let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
-        if above >= MAX_LEVELS {
-            let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
-            return Err(Error::rule("x-weir-parent", rule));
-        }
         let settings = changes.apply_to(GroupSettings::default())?;
-        // Before it takes its reservation from its parent.
         check_id(&registry, &id)?;
-        registry.check_name(&id)?;
-        let group = Group::new(&id, settings, parent.as_ref())?;
-        registry.add_group(&group)?;
-        if let Err(why) = weir::settle(&registry).await {
-            registry.remove_group(&id)?;
-            drop(group);
-            weir::unsettle(&registry);
-            return Err(why);
-        }
+        adding::make_group(&registry, &id, settings, parent.as_ref()).await.map_err(Error::of)?;
         if is_sent {
             registry.groups.added.borrow_mut().insert(id);
         }
@@ -168,7 +144,7 @@ fn duplicate(id: &str) -> Error {
 }
 
 /// All but the type.
-pub(super) fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     if arguments.choice("format", &["raw", "base64"])? == Some(1) {
@@ -189,15 +165,7 @@ async fn add_secret(registry: &Registry, id: &str, from: SecretFrom) -> Result<V
     let secret = match from {
         SecretFrom::Data(secret) => secret,
         SecretFrom::File(path) => {
-            let (opened, root) = (path.clone(), registry.image_root().cloned());
-            let read = move || {
-                let file = match root {
-                    Some(root) => root.read(Path::new(&opened)).map_err(|error| error.why)?,
-                    None => regular::open(Path::new(&opened)).map_err(|error| error.to_string())?,
-                };
-                Secret::read(file).map_err(|error| error.to_string())
-            };
-            let read = reactor::blocking(read).await;
+            let read = adding::passphrase(registry, Path::new(&path)).await;
             read.map_err(|why| Error::generic(format!("Unable to read {}: {why}", shown(&path))))?
         }
     };

@@ -39,7 +39,13 @@ impl Command for Set {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let name = arguments.required("name")?;
-        Self::read_of(arguments, name)
+        let group = arguments.optional("group")?;
+        let limits = LimitChanges::read(arguments, Naming::Plain)?;
+        let own = Changes::read_own(arguments, "")?;
+        let caches = CacheChanges::read(arguments)?;
+        let prefetch = PrefetchChanges::read(arguments, "")?;
+        let policies = PolicyChanges::read(arguments, "")?;
+        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
@@ -56,17 +62,6 @@ impl Command for Set {
 }
 
 impl Set {
-    /// All but the name.
-    pub(super) fn read_of(arguments: &mut Arguments, name: String) -> Result<Self, Error> {
-        let group = arguments.optional("group")?;
-        let limits = LimitChanges::read(arguments, Naming::Plain)?;
-        let own = Changes::read_own(arguments, "")?;
-        let caches = CacheChanges::read(arguments)?;
-        let prefetch = PrefetchChanges::read(arguments, "")?;
-        let policies = PolicyChanges::read(arguments, "")?;
-        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
-    }
-
     async fn set_group(&self, registry: &Registry, group: &Group) -> Result<(), Error> {
         if !self.caches.is_empty() {
             return Err(Error::generic(format!(
@@ -94,7 +89,7 @@ impl Set {
         set_group(registry, group, self.changes.apply_to(group.settings())?).await
     }
 
-    pub(super) async fn set_disk(&self, registry: &Registry) -> Result<(), Error> {
+    async fn set_disk(&self, registry: &Registry) -> Result<(), Error> {
         let running = registry.disks.get(&self.name)?;
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;

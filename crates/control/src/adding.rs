@@ -1,0 +1,383 @@
+//! Disks and groups that clients of the control socket add, described by the keys of a config file.
+//!
+//! ```text
+//!   keys, exports ─► PlannedDisk ─► image ─► disk ─► exports
+//! ```
+//!
+//! A disk is read, checked, opened and exported by the code that serves the config file. It is
+//! added whole or not at all: if a step fails, the steps before it are taken back, and no event
+//! reports them.
+
+use std::{os::fd::OwnedFd, path::Path, rc::Rc, sync::Arc};
+
+use anyhow::{anyhow, bail, ensure};
+use block::layer::throttle::{Group, GroupSettings};
+use image::{Image, Secret};
+use reactor::regular;
+use serde_json::{Map, Value};
+use settings::{ExportConfig, Mistakes, PlacedDisk, PlannedDisk, SecretSource, Tls, Wrong, config};
+use storage::Passed;
+
+use super::{
+    assemble::{self, Assembly},
+    registry::{Registry, Refused, RunningExport},
+    opening::{Silent, State, Trial},
+    wanted::{self, Wanted},
+};
+
+/// Groups that contain a group, at most: every request passes all of them.
+const MAX_LEVELS: usize = 8;
+/// Bytes of an error that repeats what a client sent.
+const MAX_ERROR_BYTES: usize = 2048;
+
+/// A disk as a client describes it.
+#[derive(Debug)]
+pub(crate) struct NewDisk {
+    pub(crate) name: String,
+    /// Keys of its table in a config file, without `export`.
+    pub(crate) keys: Map<String, Value>,
+    /// Tables of `export`; `None` stands for the endpoints of disks without any.
+    pub(crate) exports: Option<Vec<Value>>,
+    /// Sockets that the client passed for the exports, by their names.
+    pub(crate) sockets: Vec<(String, OwnedFd)>,
+}
+
+impl NewDisk {
+    /// Adds the disk with its exports. Returns how clients call these.
+    ///
+    /// # Errors
+    /// All mistakes of the description, or the first step that fails.
+    pub(crate) async fn add(mut self, registry: &Rc<Registry>) -> anyhow::Result<Vec<String>> {
+        let (name, sockets) = (self.name.clone(), std::mem::take(&mut self.sockets));
+        registry.check_name(&name)?;
+        // Its first export has its name as id.
+        ensure!(!registry.exports.has_id(&name), Refused::IdTaken(name));
+        let planned = self.plan(registry)?;
+        let _arrival = registry.arrival(&name)?;
+        let image = open(registry, &planned.disk, None).await?;
+        list(registry, &planned.disk, image)?;
+        match complete(registry, &planned, sockets).await {
+            Ok(exports) => uris(registry, &exports),
+            Err(error) => {
+                if let Err(left) = registry.take_back(&name).await {
+                    bail!("{error:#}; and the disk stays: {left}");
+                }
+                if let Some(cluster) = registry.cluster() {
+                    cluster.promise(&**registry);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Adds the disk without exports, from files that the old process passed.
+    ///
+    /// # Errors
+    /// As [`NewDisk::add`].
+    pub(crate) async fn add_again(self, registry: &Rc<Registry>, passed: Passed) -> anyhow::Result<()> {
+        registry.check_name(&self.name)?;
+        let planned = self.plan(registry)?;
+        let image = open(registry, &planned.disk, Some(passed)).await?;
+        list(registry, &planned.disk, image)
+    }
+
+    fn plan(self, registry: &Registry) -> anyhow::Result<PlannedDisk> {
+        let Self { name, mut keys, exports, sockets: _ } = self;
+        ensure!(!keys.contains_key("export"), "export: belongs in `exports`, not in `keys` (move it there)");
+        let standard = match &exports {
+            None => registry.exports.standard_servers(),
+            Some(_) => Vec::new(),
+        };
+        if let Some(exports) = exports.filter(|exports| !exports.is_empty()) {
+            keys.insert("export".to_owned(), exports.into());
+        }
+        let mistakes = Mistakes::default();
+        let Some(mut disk) = config::disk_of_object(&name, &keys, Path::new(""), &mistakes) else {
+            return Err(mistakes.unless(()).map_or_else(|all| joined(&all), |()| anyhow!("no disk")));
+        };
+        find_servers(registry, &mut disk, &mistakes);
+        let standard: Vec<_> = standard
+            .iter()
+            .filter_map(|serving| Some((serving.endpoint.clone(), serving.standard.get()?)))
+            .collect();
+        let tls = registry.exports.door_terms().map_or(Tls::Off, |terms| terms.tls.clone());
+        let planned = PlannedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined(&all))?;
+        if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
+            let rule = "shared=NAME is for disks of the config file (leave it out, or write the disk there and `weir reload`)";
+            return Err(planned.disk.wrong("rate", rule).into());
+        }
+        let group = planned.disk.group.as_deref().filter(|group| registry.groups.get(group).is_err());
+        if let Some(group) = group {
+            let remedy = "`weir status` lists them; `weir group add` makes one";
+            return Err(planned
+                .disk
+                .wrong("group", format!("there is no group {group:?} ({remedy})"))
+                .into());
+        }
+        Ok(planned)
+    }
+}
+
+/// Replaces the addresses of NBD servers, which can be spelled in several ways, by the endpoints
+/// that the running servers have.
+fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Mistakes) {
+    let servers = registry.exports.servers();
+    for index in 0..disk.exports.len() {
+        let ExportConfig::Nbd(export) = &disk.exports[index] else { continue };
+        let listen = export.listen.clone();
+        let found = registry.exports.server_at(&listen);
+        let found = found.or_else(|| servers.iter().find(|one| one.is_at(&listen.to_string())).cloned());
+        let Some(serving) = found else {
+            let known: Vec<_> = servers.iter().map(|serving| serving.address()).collect();
+            let known =
+                if known.is_empty() { "nowhere".to_owned() } else { format!("at {}", known.join(", ")) };
+            let place = disk.item("export", index, "").unwrap_or(disk.own_place());
+            mistakes.tell(place.wrong(format!(
+                "the daemon does not listen there for NBD, but {known} (a new address is for the config file and `weir reload`)"
+            )));
+            continue;
+        };
+        if let ExportConfig::Nbd(export) = &mut disk.exports[index] {
+            export.listen = serving.endpoint.clone();
+        }
+    }
+}
+
+/// Opens the image of a disk that is not in the config file.
+async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<Passed>) -> anyhow::Result<Image> {
+    registry.check_image(&disk.image).await?;
+    let mut secrets = Vec::new();
+    for source in &disk.qcow2.secrets {
+        if let SecretSource::File(path) = source {
+            secrets.push(passphrase(registry, path).await.map_err(|why| disk.wrong("secret-file", why))?);
+        }
+    }
+    let mut opening = Assembly::beside(registry).with_files(passed).opening_with(disk, secrets)?;
+    if let Some(path) = disk.image.path() {
+        let descriptor = registry.objects.descriptors.of_path(path, disk.read_only);
+        opening.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
+    }
+    // An NBD server has time limits, which the keys set.
+    let trial = Trial::begin(opening, disk.image.path().is_none());
+    match trial.outcome().await {
+        Ok(opened) => opened.map_err(|error| registry.naming_holder_of(error)),
+        Err(Silent { state: State::Failed(error), .. }) => Err(registry.naming_holder_of(error)),
+        Err(silent) => bail!("{}: {silent} (restore its file system, and add the disk again)", disk.image),
+    }
+}
+
+/// Reads a passphrase that a client names by a file. Where images are confined to a directory, the
+/// file has to be there too, or a client could compare files that it must not read.
+///
+/// # Errors
+/// Why it cannot be read.
+pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secret, String> {
+    let (path, root) = (path.to_owned(), registry.image_root().cloned());
+    let read = move || {
+        // A pipe is refused: nothing bounds the time until it is written.
+        let file = match root {
+            Some(root) => root.read(&path).map_err(|error| error.why)?,
+            None => regular::open(&path).map_err(|error| error.to_string())?,
+        };
+        Secret::read(file).map_err(|error| error.to_string())
+    };
+    reactor::blocking(read).await
+}
+
+fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Result<()> {
+    let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
+    let mut running = assemble::disk(disk, group.as_ref(), image)?;
+    running.added = true;
+    Ok(registry.add_disk(running)?)
+}
+
+/// Does what a disk needs beside its image: room for what is reserved, and exports.
+async fn complete(
+    registry: &Rc<Registry>,
+    planned: &PlannedDisk,
+    sockets: Vec<(String, OwnedFd)>,
+) -> anyhow::Result<Vec<Rc<RunningExport>>> {
+    let name = &planned.disk.name;
+    for (name, socket) in sockets {
+        registry.exports.door_terms()?.inherited.borrow_mut().add(&name, socket);
+    }
+    registry.check_device_of(name)?;
+    if let Some(cluster) = registry.cluster() {
+        cluster.settle_promises(&**registry).await.map_err(anyhow::Error::msg)?;
+        cluster.has_again(name);
+    }
+    let mut exports = Vec::new();
+    for wanted in Wanted::of_added(planned) {
+        let export = wanted.add(registry).await?;
+        export.added.set(true);
+        exports.push(export);
+    }
+    for export in &exports {
+        tracing::info!(export = export.id, disk = name, at = export.door.address(), "an export was added");
+    }
+    Ok(exports)
+}
+
+fn uris(registry: &Registry, exports: &[Rc<RunningExport>]) -> anyhow::Result<Vec<String>> {
+    let mut all = Vec::new();
+    for export in exports {
+        all.extend(wanted::uris(export, &registry.exports.door_terms()?.tls));
+    }
+    Ok(all)
+}
+
+/// Adds a group with these keys of its table in a config file.
+///
+/// # Errors
+/// All mistakes of the keys; its reservation does not fit.
+pub(crate) async fn group(
+    registry: &Rc<Registry>,
+    name: &str,
+    keys: &Map<String, Value>,
+) -> anyhow::Result<()> {
+    let mistakes = Mistakes::default();
+    let Some(group) = config::group_of_object(name, keys, &mistakes) else {
+        return Err(mistakes.unless(()).map_or_else(|all| joined(&all), |()| anyhow!("no group")));
+    };
+    if group.cluster {
+        let rule = "is a key of the config file: each host of the cluster has the group there";
+        return Err(group
+            .wrong("cluster", format!("{rule} (write [group.{name}], and `weir reload`)"))
+            .into());
+    }
+    let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
+    make_group(registry, name, group.settings.of_group(), parent.as_ref()).await?;
+    registry.groups.added.borrow_mut().insert(name.to_owned());
+    Ok(())
+}
+
+/// Makes a group, if what it reserves fits.
+///
+/// # Errors
+/// Its name is in use; it is contained in too many groups; what it reserves does not fit.
+pub(crate) async fn make_group(
+    registry: &Rc<Registry>,
+    name: &str,
+    settings: GroupSettings,
+    parent: Option<&Arc<Group>>,
+) -> anyhow::Result<()> {
+    let above = std::iter::successors(parent, |group| group.parent()).count();
+    ensure!(
+        above < MAX_LEVELS,
+        "group {name}: {above} groups contain it; groups nest {MAX_LEVELS} deep at most (leave some out)"
+    );
+    // Before it takes its reservation from its parent.
+    registry.check_name(name)?;
+    let group = Group::new(name, settings, parent)?;
+    registry.add_group(&group)?;
+    let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
+    if let Err(why) = cluster.settle_promises(&**registry).await {
+        registry.remove_group(name)?;
+        drop(group);
+        cluster.promise(&**registry);
+        bail!("{why}");
+    }
+    Ok(())
+}
+
+/// All mistakes as one error, cut to [`MAX_ERROR_BYTES`].
+fn joined(all: &[Wrong]) -> anyhow::Error {
+    let mut text = all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    if text.len() > MAX_ERROR_BYTES {
+        text.truncate(text.floor_char_boundary(MAX_ERROR_BYTES));
+        text.push('…');
+    }
+    anyhow!(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn new(name: &str, keys: &Value, exports: Option<Vec<Value>>) -> NewDisk {
+        let keys = keys.as_object().expect("an object").clone();
+        NewDisk { name: name.to_owned(), keys, exports, sockets: Vec::new() }
+    }
+
+    fn with_registry(test: impl AsyncFn(Rc<Registry>) + 'static) {
+        reactor::sim::run(1, async move { test(Registry::new(None, Rc::new(|_| ()))).await });
+    }
+
+    #[test]
+    fn a_disk_has_the_config_that_its_keys_describe() {
+        with_registry(async |registry| {
+            let keys = json!({ "iops-total": 1000, "group": "g" });
+            group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys"))
+                .await
+                .expect("a group");
+            let refused = group(&registry, "h", keys.as_object().expect("keys")).await;
+            refused.expect("a group in a group");
+            assert_eq!(
+                registry.groups.get("h").expect("a group").parent().map(|parent| parent.name()),
+                Some("g")
+            );
+            let keys = json!({
+                "image": "null:1M", "format": "raw", "group": "g", "weight": 200, "iops-total": "70", "discard": "ignore",
+                "delay": "read=1ms", "description": "a disk",
+            });
+            assert!(new("d", &keys, None).add(&registry).await.expect("a disk").is_empty());
+            let running = registry.disks.get("d").expect("it was added");
+            assert!(running.added && running.config.description == "a disk");
+            assert_eq!(running.disk.throttle().settings().share.weight(), 200);
+            assert_eq!(
+                running.disk.throttle().group().map(|group| group.name().to_owned()).as_deref(),
+                Some("g")
+            );
+            // The new process of an upgrade makes the same of the keys that it receives.
+            let transferred = Value::Object(running.keys_now(|key| key.name != "export"));
+            new("again", &transferred, Some(Vec::new())).add(&registry).await.expect("a disk");
+            let mut again = registry.disks.get("again").expect("it was added").current_config();
+            again.name = "d".to_owned();
+            assert_eq!(again, running.current_config());
+        });
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_added_leaves_nothing() {
+        with_registry(async |registry| {
+            let nowhere = Some(vec![json!({ "type": "nbd", "listen": "unix:/nowhere" })]);
+            for (keys, exports, expect) in [
+                (json!({ "image": "null:1M", "cach": "none", "weight": 0 }), None, "cach: unknown key"),
+                (
+                    json!({ "image": "null:1M", "cach": "none", "weight": 0 }),
+                    None,
+                    "weight = 0: is out of range",
+                ),
+                (json!({ "image": "null:1M", "group": "g" }), None, "there is no group \"g\""),
+                (json!({ "image": "null:1M", "handover": true }), None, "is for images in files"),
+                (json!({ "image": "null:1M", "tls-authz": ["a"] }), None, "because tls is off"),
+                (
+                    json!({ "image": "null:1M" }),
+                    nowhere,
+                    "the daemon does not listen there for NBD, but nowhere",
+                ),
+                (json!({ "image": "null:1M", "export": [] }), None, "belongs in `exports`"),
+                (json!({ "format": "raw" }), None, "no image"),
+                (
+                    json!({ "image": "null:1M", "rate": "bytes=1M,shared=a" }),
+                    None,
+                    "is for disks of the config file",
+                ),
+            ] {
+                let error =
+                    new("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
+                assert!(error.contains(expect), "{error}");
+                assert!(registry.disks.all().is_empty() && registry.check_name("d").is_ok());
+                assert!(registry.in_between().is_none());
+            }
+            let long = json!({ "image": "null:1M", "x".repeat(1 << 16): 1 });
+            let error = new("d", &long, None).add(&registry).await.expect_err("a mistake").to_string();
+            assert!(error.len() <= MAX_ERROR_BYTES + 4);
+            let cluster = json!({ "cluster": true });
+            let refused = group(&registry, "g", cluster.as_object().expect("keys")).await;
+            assert!(refused.is_err() && registry.groups.all().is_empty());
+        });
+    }
+}

@@ -1,0 +1,235 @@
+//! A disk or a group that a command adds to a running daemon: its options, what the daemon
+//! receives, and its values in a config file. All three are the keys of the table.
+
+use std::path::{Path, absolute};
+
+use anyhow::Context as _;
+use api::DiskStatus;
+use clap::{Arg, builder::Resettable};
+use serde_json::{Map, Value, json};
+use settings::{
+    DiskConfig, ExportConfig, Image, Key, KeySet, Place, Placed, Wrong,
+    arguments::{KeyArgs, KeyOptions},
+};
+use storage::{Spec, rbd::Address};
+
+use crate::client::{self, Client};
+
+/// Options of `weir disk add`.
+#[derive(Clone, Debug)]
+pub(crate) struct AddedDisk;
+
+/// Options of `weir attach`, which exports a disk as a device and not over NBD.
+#[derive(Clone, Debug)]
+pub(crate) struct AttachedDisk;
+
+/// A daemon may already have images in Ceph clusters.
+const RBD_HELP: [(&str, &str); 2] = [
+    (
+        "rbd-config",
+        "Ceph's config file, for images rbd:POOL/IMAGE [default: that of the daemon's other images, \
+         else the one that Ceph finds]",
+    ),
+    (
+        "rbd-user",
+        "User of the Ceph cluster, without `client.` [default: that of the daemon's other images, \
+         else admin]",
+    ),
+];
+
+impl KeyOptions for AddedDisk {
+    type Config = DiskConfig;
+
+    fn has(key: &Key<DiskConfig>) -> bool {
+        !["image", "export"].contains(&key.name)
+    }
+
+    fn adapt(option: Arg) -> Arg {
+        let option = match RBD_HELP.into_iter().find(|(id, _)| option.get_id() == id) {
+            Some((_, help)) => option.help(help),
+            None => option,
+        };
+        // `-o` belongs to mount(8) in `weir attach`, and means the same in both commands.
+        if option.get_short() == Some('o') { option.short(Resettable::Reset) } else { option }
+    }
+}
+
+impl KeyOptions for AttachedDisk {
+    type Config = DiskConfig;
+
+    fn has(key: &Key<DiskConfig>) -> bool {
+        let of_nbd = key.heading == "Access" || ["description", "bitmap", "handover"].contains(&key.name);
+        AddedDisk::has(key) && !of_nbd
+    }
+
+    fn adapt(option: Arg) -> Arg {
+        AddedDisk::adapt(option)
+    }
+}
+
+/// The config of a disk with the options that were given. Relative paths start at the current
+/// directory.
+///
+/// # Errors
+/// A value is not well formed or out of its range; values contradict each other.
+pub(crate) fn disk<O: KeyOptions<Config = DiskConfig>>(
+    name: &str,
+    image: &Image,
+    options: &KeyArgs<O>,
+) -> anyhow::Result<Placed<DiskConfig>> {
+    let here = absolute(".").context("the current directory")?;
+    let mut disk = with_image(name, image.clone().relative_to(&here));
+    options.read_into(&mut disk, &here, |_| true)?;
+    Ok(disk.checked()?)
+}
+
+/// The same from options as [`options`] returns them.
+///
+/// # Errors
+/// A name or a value that is not of the table.
+pub(crate) fn disk_of_options(
+    name: &str,
+    image: &str,
+    options: &[(String, Option<String>)],
+) -> anyhow::Result<Placed<DiskConfig>> {
+    let mut disk = with_image(name, image.parse()?);
+    for (option, text) in options {
+        let key = DiskConfig::key(option).with_context(|| format!("--{option}: no such option"))?;
+        let text = text.as_deref().unwrap_or("true");
+        disk.set(key, text, Path::new("/"), Place::option(option, text))?;
+    }
+    Ok(disk.checked()?)
+}
+
+fn with_image(name: &str, image: Image) -> Placed<DiskConfig> {
+    let place = Place::new(image.to_string());
+    let config = DiskConfig { name: name.to_owned(), image, ..DiskConfig::default() };
+    let mut disk = Placed::new(config, Place::new(name));
+    disk.put("image", place);
+    disk
+}
+
+/// The keys but the image as options of `weir serve`, with absolute paths; a flag has no value.
+pub(crate) fn options(disk: &Placed<DiskConfig>) -> Vec<(String, Option<String>)> {
+    let keys = disk.given_keys().filter(|key| key.name != "image");
+    let texts = keys.flat_map(|key| {
+        let texts = key.write(disk).map(|literal| literal.texts()).unwrap_or_default();
+        let is_flag = key.value == settings::key::ValueKind::Flag;
+        texts.into_iter().map(move |text| (key.name.to_owned(), (!is_flag).then_some(text)))
+    });
+    texts.collect()
+}
+
+/// The keys that were given, as JSON has them.
+pub(crate) fn keys<T: KeySet>(config: &Placed<T>) -> Map<String, Value> {
+    let value = |key: &Key<T>| Some((key.name.to_owned(), Value::from(&key.write(config)?)));
+    config.given_keys().filter_map(value).collect()
+}
+
+/// Adds an export to those of the disk.
+pub(crate) fn export(disk: &mut Placed<DiskConfig>, export: ExportConfig) {
+    let key = format!("export[{}]", disk.exports.len());
+    disk.put(key, disk.own_place().clone());
+    disk.exports.push(export);
+}
+
+/// Adds the disk to the daemon, with its exports; without any, at the daemon's own endpoints.
+/// Returns the daemon's answer, which has their `uris`. If it fails, nothing was added.
+///
+/// # Errors
+/// The daemon's.
+pub(crate) fn send(client: &mut Client, disk: &Placed<DiskConfig>) -> Result<Value, client::Error> {
+    let mut keys = keys(disk);
+    let exports = keys.remove("export");
+    let mut asked = json!({ "name": disk.name, "keys": keys });
+    if let Some(exports) = exports {
+        asked["exports"] = exports;
+    }
+    client.execute("x-weir-add-disk", asked)
+}
+
+/// Sets Ceph's config file and user as all images of the daemon in a Ceph cluster have them, unless
+/// the disk has others.
+///
+/// # Errors
+/// They are not well formed.
+pub(crate) fn reach_alike(disk: &mut Placed<DiskConfig>, disks: &[DiskStatus]) -> Result<(), Wrong> {
+    let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
+    let (Some(own), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
+        return Ok(());
+    };
+    if !others.all(|other| other == (config.clone(), user.clone())) {
+        return Ok(());
+    }
+    let given = disk.rbd_config.as_ref().map(|path| path.to_string_lossy().into_owned());
+    let (own_config, own_user) = (own.0.or(given), own.1.or(disk.rbd_user.clone()));
+    // A user of another cluster need not exist in this one.
+    if own_config.is_some() && own_config != config {
+        return Ok(());
+    }
+    let more = [
+        ("rbd-config", config.filter(|_| own_config.is_none())),
+        ("rbd-user", user.filter(|_| own_user.is_none())),
+    ];
+    for (key, text) in more.into_iter().filter_map(|(name, text)| Some((DiskConfig::key(name)?, text?))) {
+        disk.set(key, &text, Path::new("/"), Place::new(format!("{} of the daemon's images", key.name)))?;
+    }
+    Ok(())
+}
+
+/// Ceph's config file and user, as far as the image names them; `None` for an image in no cluster.
+fn cluster_access(image: &str) -> Option<(Option<String>, Option<String>)> {
+    let image: Image = image.parse().ok()?;
+    let Ok(Spec::Rbd(address)) = image.spec().ok()?.parse() else { return None };
+    let Address { config, user, .. } = *address;
+    Some((config.map(|path| path.to_string_lossy().into_owned()), user))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_read_back_with_absolute_paths() {
+        let options = [
+            ("format".to_owned(), Some("qcow2".to_owned())),
+            ("read-only".to_owned(), None),
+            ("secret-file".to_owned(), Some("/key".to_owned())),
+            ("iops-total".to_owned(), Some("70".to_owned())),
+        ];
+        let disk = disk_of_options("a", "/a.qcow2", &options).unwrap();
+        assert_eq!(super::options(&disk), options);
+        let keys = json!({
+            "image": "/a.qcow2", "format": "qcow2", "read-only": true, "secret-file": ["/key"], "iops-total": 70,
+        });
+        assert_eq!(Value::Object(super::keys(&disk)), keys);
+        let wrong = [("weight".to_owned(), Some("0".to_owned()))];
+        let wrong = disk_of_options("a", "/a", &wrong).unwrap_err().to_string();
+        assert!(wrong.starts_with("--weight 0: is out of range"), "{wrong}");
+    }
+
+    #[test]
+    fn images_in_a_cluster_are_reached_as_the_others() {
+        let with = |image: &str, given: &[(&str, &str)], others: &[&str]| {
+            let status = |image: &&str| DiskStatus { image: (*image).to_owned(), ..DiskStatus::default() };
+            let others: Vec<_> = others.iter().map(status).collect();
+            let given = given.iter().map(|(key, value)| ((*key).to_owned(), Some((*value).to_owned())));
+            let mut disk = disk_of_options("a", image, &given.collect::<Vec<_>>()).unwrap();
+            reach_alike(&mut disk, &others).unwrap();
+            let shown = |(key, value): (String, Option<String>)| format!("{key}={}", value.unwrap());
+            options(&disk).into_iter().map(shown).collect::<Vec<_>>().join(" ")
+        };
+        let others = ["vm.raw", "rbd:p/a:conf=/c:id=weir", "rbd:p/b@one:conf=/c:id=weir"];
+        assert_eq!(with("rbd:p/x", &[], &others), "rbd-config=/c rbd-user=weir");
+        assert_eq!(with("rbd:p/x", &[("rbd-user", "me")], &others), "rbd-config=/c rbd-user=me");
+        assert_eq!(with("rbd:p/x:id=me", &[], &others), "rbd-config=/c");
+        assert_eq!(with("rbd:p/x:conf=/c", &[], &others), "rbd-user=weir");
+        // Images of another cluster.
+        assert_eq!(with("rbd:p/x:conf=/d", &[], &others), "");
+        assert_eq!(with("rbd:p/x", &[("rbd-config", "/d")], &others), "rbd-config=/d");
+        // The others differ, or none is in a cluster.
+        assert_eq!(with("rbd:p/x", &[], &["rbd:p/a:conf=/c", "rbd:p/b:conf=/d"]), "");
+        assert_eq!(with("rbd:p/x", &[], &["rbd:p/a"]), "");
+        assert_eq!(with("vm.raw", &[], &others), "");
+    }
+}
