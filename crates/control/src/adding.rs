@@ -160,8 +160,8 @@ async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<Passed>) ->
     // An NBD server has time limits, which the keys set.
     let trial = Trial::begin(opening, disk.image.path().is_none());
     match trial.outcome().await {
-        Ok(opened) => opened.map_err(|error| registry.naming_holder_of(error)),
-        Err(Silent { state: State::Failed(error), .. }) => Err(registry.naming_holder_of(error)),
+        Ok(opened) => opened.map_err(|error| registry.naming_holder_of(error, [])),
+        Err(Silent { state: State::Failed(error), .. }) => Err(registry.naming_holder_of(error, [])),
         Err(silent) => bail!("{}: {silent} (restore its file system, and add the disk again)", disk.image),
     }
 }
@@ -370,7 +370,7 @@ mod tests {
                     new("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
                 assert!(error.contains(expect), "{error}");
                 assert!(registry.disks.all().is_empty() && registry.check_name("d").is_ok());
-                assert!(registry.in_between().is_none());
+                assert!(registry.disks.in_between().is_none());
             }
             let long = json!({ "image": "null:1M", "x".repeat(1 << 16): 1 });
             let error = new("d", &long, None).add(&registry).await.expect_err("a mistake").to_string();

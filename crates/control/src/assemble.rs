@@ -1,6 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
+use std::{fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
 use block::{disk::Disk, layer::throttle::Group};

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::parse_telling;
+use super::parse_below;
 use crate::{DiskConfig, Draft, GroupConfig, Mistakes, Place, Placed};
 
 /// Reads the disk `name` with these keys; `export` is an array of tables. Paths start at
@@ -55,7 +55,7 @@ fn parsed(
     if mistakes.count() > 0 {
         return None;
     }
-    let draft = parse_telling("", &text, directory, mistakes);
+    let draft = parse_below("", &text, directory, &Placed::default(), mistakes);
     (mistakes.count() == 0).then_some(draft)
 }
 

@@ -15,7 +15,7 @@ use std::{path::Path, rc::Rc};
 
 use ::settings::Credentials;
 use block::layer::throttle::GroupSettings;
-use export::nbd::TlsServer;
+use tls::TlsServer;
 use image::Secret;
 use policy::{
     access::{Names, Rule},
