@@ -40,7 +40,8 @@ impl Steps {
 
     /// Takes the monitors out: the sockets where they are to be heard.
     pub(super) fn take_monitors(&mut self) -> Result<Vec<(PathBuf, Place)>, Wrong> {
-        let (mut sockets, mut monitors): (Vec<(String, (PathBuf, Place))>, Vec<_>) = Default::default();
+        let mut sockets: Vec<(String, (PathBuf, Place))> = Vec::new();
+        let mut monitors = Vec::new();
         for (option, text) in &self.0 {
             let place = Place::option(option, text);
             match *option {

@@ -19,7 +19,7 @@ const EXIT: &str = "Exit status: ";
 
 /// Files and variables, and the options that show that a command has to do with them.
 const FILES: [(&str, &str, &str); 3] = [
-    ("config", "/etc/weir/weir.toml", "The config file of the service weir.service."),
+    ("config", "/etc/weir/weir.toml", "The config file of the service weir.service: weir.toml(5)."),
     ("qmp", "/run/weir/qmp.sock", "The control socket of the daemon, where commands look for it."),
     ("state", "/var/lib/weir", "What `weir probe` has found out about devices, as root."),
 ];
