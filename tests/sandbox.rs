@@ -114,7 +114,7 @@ fn who_the_daemon_cannot_be_is_named() {
         &["user: there is no user \"no-such-user\" (`useradd --system no-such-user` makes one)"],
     );
     let said = serve(&["--user", ":root"]).rejects_usage();
-    assert_says(&said, &["--user: names no user"]);
+    assert_says(&said, &["'--user <USER[:GROUP]>': names no user"]);
     let file = scratch.sparse("file", 0);
     let said = serve(&["--user", "nobody", "--fuse", text(&file)]).fails();
     assert_says(&said, &["needs root until the end (leave one of them out)"]);
