@@ -15,7 +15,6 @@ use std::{path::Path, rc::Rc};
 
 use ::settings::Credentials;
 use block::layer::throttle::GroupSettings;
-use tls::TlsServer;
 use image::Secret;
 use policy::{
     access::{Names, Rule},
