@@ -20,8 +20,8 @@ use storage::Passed;
 
 use super::{
     assemble::{self, Assembly},
-    registry::{Registry, Refused, RunningExport},
     opening::{Silent, State, Trial},
+    registry::{Refused, Registry, RunningExport},
     wanted::{self, Wanted},
 };
 
@@ -309,9 +309,7 @@ mod tests {
     fn a_disk_has_the_config_that_its_keys_describe() {
         with_registry(async |registry| {
             let keys = json!({ "iops-total": 1000, "group": "g" });
-            group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys"))
-                .await
-                .expect("a group");
+            group(&registry, "g", json!({ "weight": 50 }).as_object().expect("keys")).await.expect("a group");
             let refused = group(&registry, "h", keys.as_object().expect("keys")).await;
             refused.expect("a group in a group");
             assert_eq!(
@@ -366,8 +364,7 @@ mod tests {
                     "is for disks of the config file",
                 ),
             ] {
-                let error =
-                    new("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
+                let error = new("d", &keys, exports).add(&registry).await.expect_err("a mistake").to_string();
                 assert!(error.contains(expect), "{error}");
                 assert!(registry.disks.all().is_empty() && registry.check_name("d").is_ok());
                 assert!(registry.disks.in_between().is_none());

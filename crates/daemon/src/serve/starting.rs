@@ -109,7 +109,8 @@ impl Daemon {
             not => return not.and(abandon(&registry).await).map(|()| None),
         };
         let taken = take_over(old, &registry, &bound.workers).await?;
-        let loaded = |(file, options)| Loaded { file, options, inherited: bound.inherited, plan, tls, budgets };
+        let loaded =
+            |(file, options)| Loaded { file, options, inherited: bound.inherited, plan, tls, budgets };
         let loaded = file.map(|file| Rc::new(loaded(file)));
         let started =
             Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))

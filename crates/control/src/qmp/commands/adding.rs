@@ -8,8 +8,8 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     adding::{self, NewDisk},
-    registry::Registry,
     qmp::{arguments::Arguments, command::Command, error::Error},
+    registry::Registry,
 };
 
 #[derive(Debug)]
