@@ -46,8 +46,8 @@ pub struct TlsServer {
 }
 
 impl TlsServer {
-    /// Credentials from a directory of X.509 files. With `verify_peer` a client must present a certificate that
-    /// ca-cert.pem signs and that ca-crl.pem, if there is one, does not revoke.
+    /// Credentials from a directory of X.509 files. With `verify_peer` a client must present a
+    /// certificate that ca-cert.pem signs and that ca-crl.pem, if there is one, does not revoke.
     ///
     /// # Errors
     /// The fault of a file, with its path.

@@ -92,8 +92,8 @@ pub(crate) struct InputArgs {
 #[command(next_help_heading = "Devices")]
 pub(crate) struct DeviceArgs {
     /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what
-    /// `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device for each
-    /// disk [default: takes no time]
+    /// `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device of
+    /// each disk [default: takes no time]
     #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
     pub(crate) device: Option<DeviceSpec>,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
