@@ -18,6 +18,8 @@ mod images;
 mod look;
 pub(crate) mod seats;
 pub mod source;
+#[cfg(test)]
+mod tests;
 mod undo;
 
 use std::{

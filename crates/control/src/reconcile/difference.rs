@@ -83,7 +83,7 @@ impl Difference {
         Self { new_disks, new_exports, ..Self::default() }
     }
 
-    async fn of(registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<Self> {
+    pub(super) async fn of(registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<Self> {
         let mut found = Self::default();
         found.of_groups(registry, before, plan)?;
         found.of_disks(registry, before, plan)?;

@@ -1,0 +1,150 @@
+//! Start, reload, dry run and retry of plans whose disks lie in memory.
+
+use std::{path::Path, rc::Rc};
+
+use image::open_raw;
+use serde_json::Value;
+use settings::{Plan, config};
+use storage::{OpenOptions, rate::Budgets};
+
+use super::{Difference, Occasion, Reconciliation, source::Fresh};
+use crate::{listen::Others, registry::Registry};
+
+const DISKS: &str = "[group.g]\niops-total = 1000\n\
+    [disk.a]\nimage = \"memory:1M\"\ngroup = \"g\"\n[disk.b]\nimage = \"memory:2M\"\n";
+
+/// The plan of a config file. Its server would listen on a socket that the tests never bind.
+fn plan(text: &str) -> Plan {
+    let text = format!("[daemon]\nnbd = \"fd:never-bound\"\n{text}");
+    let draft = config::parse("weir.toml", &text, Path::new("/")).expect("a config");
+    let mut plan = Plan::new(draft, 1).expect("a plan");
+    plan.servers.clear();
+    plan
+}
+
+fn work<'a>(occasion: Occasion, registry: &'a Rc<Registry>, plan: &'a Plan) -> Reconciliation<'a> {
+    Reconciliation::new(occasion, registry, plan, None, Budgets::default())
+}
+
+async fn start(registry: &Rc<Registry>, plan: &Plan) {
+    let (difference, late) = Difference::from_empty(registry, plan, |_| false).await.expect("new names");
+    assert!(late.new_disks.is_empty() && late.new_exports.is_empty());
+    let mut work = work(Occasion::Start, registry, plan);
+    let images = work.open(&difference, &Fresh).await.expect("memory");
+    work.apply(&difference, images, &mut Fresh).await.expect("nothing is missing");
+}
+
+/// What a reload from one plan to the other reports, or why it is refused.
+async fn reload(registry: &Rc<Registry>, [before, after]: [&Plan; 2]) -> Result<Vec<Value>, String> {
+    let difference =
+        Difference::of(registry, Some(before), after).await.map_err(|error| format!("{error:#}"))?;
+    let mut work = work(Occasion::Reload, registry, after);
+    let dry = work.foresee(&difference).await.map_err(|error| format!("{error:#}"))?;
+    work.reconcile(&difference, &mut Fresh).await.map_err(|error| format!("{error:#}"))?;
+    work.clear(&difference, before).await;
+    assert_eq!(dry, work.told, "a dry run reports what the reload does");
+    Ok(std::mem::take(&mut work.told))
+}
+
+fn names(registry: &Registry) -> (Vec<String>, Vec<String>) {
+    let disks = registry.disks.all().iter().map(|disk| disk.disk.name().to_string()).collect();
+    (disks, registry.groups.all().iter().map(|group| group.name().to_owned()).collect())
+}
+
+fn on_simulation(test: impl AsyncFnOnce(Rc<Registry>) + 'static) {
+    reactor::sim::run(1, async { test(Registry::new(Some("/weir.toml".into()), Rc::new(|_| ()))).await });
+}
+
+#[test]
+fn a_start_lists_the_plan_and_a_reload_of_it_changes_nothing() {
+    on_simulation(async |registry| {
+        let plan = plan(DISKS);
+        start(&registry, &plan).await;
+        assert_eq!(names(&registry), (vec!["a".to_owned(), "b".to_owned()], vec!["g".to_owned()]));
+        let a = registry.disks.get("a").expect("listed");
+        assert_eq!(a.disk.throttle().group().expect("in a group").name(), "g");
+        assert_eq!(reload(&registry, [&plan, &plan]).await, Ok(Vec::new()));
+    });
+}
+
+#[test]
+fn a_reload_reports_each_change_as_its_dry_run_does() {
+    on_simulation(async |registry| {
+        let before = plan(DISKS);
+        start(&registry, &before).await;
+        let after = plan(
+            "[group.h]\niops-total = 10\n[disk.b]\nimage = \"memory:2M\"\ngroup = \"h\"\n\
+             [disk.c]\nimage = \"memory:3M\"\n",
+        );
+        let told = reload(&registry, [&before, &after]).await.expect("possible");
+        let short = |told: &Value| {
+            let text = |key: &str| told[key].as_str().unwrap_or_default();
+            format!("{} {} {}", text("kind"), text("name"), text("change"))
+        };
+        let told: Vec<_> = told.iter().map(short).collect();
+        let expected = ["group h added", "disk b set", "disk c added", "disk a removed", "group g removed"];
+        assert_eq!(told, expected);
+        assert_eq!(names(&registry), (vec!["b".to_owned(), "c".to_owned()], vec!["h".to_owned()]));
+    });
+}
+
+#[test]
+fn a_step_that_fails_rolls_back_those_before() {
+    on_simulation(async |registry| {
+        let before = plan(DISKS);
+        start(&registry, &before).await;
+        // Another disk takes the name while images are opened.
+        let after = plan(&format!("{DISKS}[group.h]\niops-total = 9\n[disk.c]\nimage = \"memory:1M\"\n"));
+        let difference = Difference::of(&registry, Some(&before), &after).await.expect("possible");
+        let mut work = work(Occasion::Reload, &registry, &after);
+        let images = work.open(&difference, &Fresh).await.expect("memory");
+        let taken = plan("[disk.c]\nimage = \"memory:4M\"\n");
+        start(&registry, &taken).await;
+        let refused = work.apply(&difference, images, &mut Fresh).await.expect_err("the name is in use");
+        assert!(refused.to_string().contains("has this name already"), "{refused}");
+        work.undo().await;
+        let disks = ["a", "b", "c"].map(str::to_owned).to_vec();
+        assert_eq!(names(&registry), (disks, vec!["g".to_owned()]));
+        assert_eq!(registry.disks.get("c").expect("the other").disk.size_bytes(), 4 << 20);
+    });
+}
+
+#[test]
+fn a_start_is_divided_by_disk() {
+    on_simulation(async |registry| {
+        let plan = plan(DISKS);
+        let is_late = |disk: &settings::PlacedDisk| disk.name == "a";
+        let (first, late) = Difference::from_empty(&registry, &plan, is_late).await.expect("new names");
+        assert_eq!((first.new_disks, late.new_disks), (vec![1], vec![0]));
+        assert_eq!((first.new_groups, late.new_groups), (vec![0], Vec::new()));
+    });
+}
+
+#[test]
+fn a_retry_lists_one_disk_of_the_plan() {
+    on_simulation(async |registry| {
+        start(&registry, &plan("[group.g]\niops-total = 1000\n[disk.b]\nimage = \"memory:2M\"\n")).await;
+        let plan = plan(DISKS);
+        let difference = Difference::of_disk(&plan, "a");
+        let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
+        let mut work = work(Occasion::Retry, &registry, &plan);
+        work.apply(&difference, vec![(0, image)], &mut Fresh).await.expect("all else is there");
+        assert_eq!(names(&registry).0, ["a", "b"]);
+    });
+}
+
+#[test]
+fn a_check_finds_what_a_start_is_refused_for() {
+    on_simulation(async |registry| {
+        let plan = plan("[disk.a]\nimage = \"/nowhere/a.raw\"\nformat = \"raw\"\n");
+        let (difference, _) = Difference::from_empty(&registry, &plan, |_| false).await.expect("new names");
+        let mut checking = work(Occasion::Start, &registry, &plan);
+        let checked = checking.look_at_images(&difference, Others::AreInTheWay);
+        let (silent, found) = checked.await.expect("no groups");
+        let found: Vec<_> = found.iter().map(|error| format!("{error:#}")).collect();
+        let started = work(Occasion::Start, &registry, &plan).open(&difference, &Fresh).await;
+        let started = format!("{:#}", started.map(drop).expect_err("there is no such file"));
+        assert_eq!((silent.len(), found), (0, vec![started.clone()]));
+        assert!(started.starts_with("weir.toml:4: disk.a.image"), "{started}");
+    });
+}
