@@ -39,7 +39,7 @@ use control::{
     listen::{Inherited, Others},
     notify,
     qmp::Control,
-    reconcile::source::Source as _,
+    reconcile::source::Source,
     registry::{End, Registry},
     takeover::newcomer::Newcomer,
 };
@@ -72,7 +72,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let draft = mistakes.first_unless(draft)?;
     let before = takeover.map(|control| newcomer(control, &draft)).transpose()?;
     let regrets = before.as_ref().map(Newcomer::regrets).transpose()?;
-    let passed = before.as_ref().and_then(|before| before.inherited()).unwrap_or_else(|| inherited.count());
+    let passed = before.as_ref().and_then(Source::inherited).unwrap_or_else(|| inherited.count());
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.service.log)?;
     op::keep_from_children().context("what was passed cannot be kept from other programs")?;

@@ -45,7 +45,7 @@ impl Reconciliation<'_> {
             }
         }
         for (index, planned) in groups.iter().enumerate() {
-            if !difference.new_groups.binary_search(&index).is_ok() {
+            if difference.new_groups.binary_search(&index).is_err() {
                 let node = Node::Group(self.registry.groups.get(&planned.name)?);
                 // It stays where it is.
                 let now = Seat::now(&node);
