@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 use super::{House, control};
 use crate::{
     harness::{
-        Client, MIB, Qmp, Scratch, assert_says, create_encrypted, nbdsh_command, qemu_img, text, weir,
+        Client, MIB, Qmp, Scratch, assert_says, create_encrypted, nbdsh_command, qemu_img, qemu_io, text,
+        weir,
     },
     machines::{features, front_end},
 };
@@ -122,6 +123,25 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
         Client::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);
     assert!(written.succeeds().contains("512/512"));
     assert!(!used.exists() && !unused.exists(), "sockets go with the last");
+}
+
+#[test]
+fn added_disks_with_access_rules_and_groups_with_names_of_a_config_are_transferred() {
+    let scratch = Scratch::new();
+    let [first, second] = ["first.raw", "second.raw"].map(|name| scratch.sparse(name, MIB));
+    let house = House { on_tcp: true, ..House::new(scratch, &[text(&first), "--format", "raw"]) };
+    let current = house.serve().start();
+    // QEMU's identifiers begin with a letter.
+    prints(&house, &["group", "add", "7-gold", "--iops-total", "4000"]);
+    let added = ["-f", "raw", "--group", "7-gold", "--allow", "127.0.0.0/8", "--description", "second"];
+    prints(&house, &[&["disk", "add", "second", text(&second)][..], &added].concat());
+    let before = all(&house);
+    let current = house.take_over(current).0;
+    assert_eq!(all(&house), before);
+    qemu_io(["-f", "raw"], &["write -P 1 0 4k", "read -P 1 0 4k"], current.uri("second"));
+    let current = house.take_over(current).0;
+    assert_eq!(all(&house), before);
+    current.stop();
 }
 
 #[test]

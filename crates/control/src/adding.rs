@@ -195,12 +195,9 @@ fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Res
 async fn complete(
     registry: &Rc<Registry>,
     planned: &PlannedDisk,
-    sockets: Vec<(String, OwnedFd)>,
+    mut sockets: Vec<(String, OwnedFd)>,
 ) -> anyhow::Result<Vec<Rc<RunningExport>>> {
     let name = &planned.disk.name;
-    for (name, socket) in sockets {
-        registry.exports.door_terms()?.inherited.borrow_mut().add(&name, socket);
-    }
     registry.check_device_of(name)?;
     if let Some(cluster) = registry.cluster() {
         cluster.settle_promises(&**registry).await.map_err(anyhow::Error::msg)?;
@@ -208,6 +205,11 @@ async fn complete(
     }
     let mut exports = Vec::new();
     for wanted in Wanted::of_added(planned) {
+        // The daemon keeps one socket that was passed at run time, for the export that comes next.
+        if let Some(at) = sockets.iter().position(|(name, _)| wanted.is_at_passed(name)) {
+            let (name, socket) = sockets.swap_remove(at);
+            registry.exports.door_terms()?.inherited.borrow_mut().add(&name, socket);
+        }
         let export = wanted.add(registry).await?;
         export.added.set(true);
         exports.push(export);
@@ -329,7 +331,7 @@ mod tests {
                 Some("g")
             );
             // The new process of an upgrade makes the same of the keys that it receives.
-            let transferred = Value::Object(running.keys_now(|key| key.name != "export"));
+            let transferred = Value::Object(running.keys_of_upgrade());
             new("again", &transferred, Some(Vec::new())).add(&registry).await.expect("a disk");
             let mut again = registry.disks.get("again").expect("it was added").current_config();
             again.name = "d".to_owned();

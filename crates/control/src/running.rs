@@ -89,6 +89,12 @@ impl RunningDisk {
         keys.filter_map(|key| Some((key.name.to_owned(), Value::from(&key.write(&config)?)))).collect()
     }
 
+    /// The keys that the new process of an upgrade receives. Exports are transferred by themselves,
+    /// each with its access rules.
+    pub(crate) fn keys_of_upgrade(&self) -> Map<String, Value> {
+        self.keys_now(|key| key.name != "export" && key.heading != "Access")
+    }
+
     /// The keys of qcow2 images, where the image is one, and all others.
     pub(crate) fn has_key(&self, name: &str) -> bool {
         let is_raw = matches!(self.disk.image(), image::Image::Raw(_));

@@ -46,6 +46,12 @@ impl Wanted {
         Self::of(std::slice::from_ref(disk), servers, doors)
     }
 
+    /// True if a client passed the socket of this export under the name.
+    pub(crate) fn is_at_passed(&self, name: &str) -> bool {
+        let Way::Own(Door::VhostUserBlk(export)) = &self.way else { return false };
+        matches!(&export.socket, Socket::Passed(passed) if passed == name)
+    }
+
     fn of(disks: &[PlacedDisk], servers: &[Server], doors: &[DoorExport]) -> Vec<Self> {
         let of_disk = |index: usize, read_only, way| {
             let disk = &disks[index];

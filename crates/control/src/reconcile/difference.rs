@@ -76,6 +76,11 @@ impl Difference {
         Ok((first, second))
     }
 
+    /// True if there are images to open.
+    pub fn has_new_disks(&self) -> bool {
+        !self.new_disks.is_empty()
+    }
+
     /// One disk of the plan with its exports, for which nothing else is missing.
     pub(crate) fn of_disk(plan: &Plan, name: &str) -> Self {
         let new_disks = plan.disks.iter().position(|disk| disk.name == name).into_iter().collect();

@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use image::Image;
 use nix::unistd::{AccessFlags, access};
 use settings::{PlacedDisk, SecretSource};
@@ -56,6 +56,10 @@ impl Reconciliation<'_> {
             };
             let Some(trial) = trial else { continue };
             let looked = match trial.outcome().await {
+                // A start has no deadline for an image on this host.
+                Err(one) if self.occasion == Occasion::Start && !is_far => {
+                    Err(anyhow!("{one}: a start waits until it answers (restore its file system)"))
+                }
                 Err(one) => {
                     silent.push((index, one.to_string()));
                     continue;
@@ -125,7 +129,9 @@ impl Reconciliation<'_> {
         if self.occasion == Occasion::Start {
             self.registry.add_disk(running)?;
         }
-        let path = planned.image.path().filter(|_| !planned.force_share);
+        // A reload of a disk with handover takes no lock, whatever program has it.
+        let takes_lock = self.occasion == Occasion::Start || !planned.handover;
+        let path = planned.image.path().filter(|_| !planned.force_share && takes_lock);
         if let Some(path) = path.map(Path::to_owned) {
             let read_only = planned.read_only;
             let in_use = reactor::blocking(move || storage::in_use(&path, read_only)).await;

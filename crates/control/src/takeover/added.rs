@@ -43,7 +43,7 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
         return Origin::Bound("blockdev-add put a node over it (remove that with blockdev-del)".to_owned());
     }
     if running.added {
-        let keys = Some(running.keys_now(|key| key.name != "export"));
+        let keys = Some(running.keys_of_upgrade());
         return Origin::Added(AddedDisk { keys, ..AddedDisk::default() });
     }
     let nodes = nodes.iter().cloned().map(with_whole_paths).collect();

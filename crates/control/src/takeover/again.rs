@@ -7,9 +7,10 @@
 use std::rc::Rc;
 
 use anyhow::Context as _;
+use block::layer::throttle::GroupSettings;
 use export::nbd;
 use reactor::Worker;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use settings::Endpoint;
 use storage::Passed;
 
@@ -19,7 +20,7 @@ use super::{
     told::{AddedDisk, AddedExport, OfferedDevice, OfferedExport, OfferedMachine, Origin},
 };
 use crate::{
-    adding::NewDisk,
+    adding::{self, NewDisk},
     bitmaps,
     reconcile::source::Source as _,
     registry::{NewExport, Registry},
@@ -46,17 +47,12 @@ impl Newcomer {
                 continue;
             }
             let named = || format!("group {}: it was added, and cannot be had here", group.name);
-            let mut made = Map::from_iter([
-                ("qom-type".to_owned(), json!("throttle-group")),
-                ("id".to_owned(), json!(group.name)),
-            ]);
-            if let Some(parent) = &group.parent {
-                made.insert("x-weir-parent".to_owned(), json!(parent));
-            }
-            for (command, arguments) in [("object-add", made), ("x-weir-set", group.settings.clone())] {
-                let done = perform(command, arguments).await;
-                done.map_err(anyhow::Error::msg).with_context(named)?;
-            }
+            let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
+            let made = adding::make_group(registry, &group.name, GroupSettings::default(), parent.as_ref());
+            made.await.with_context(named)?;
+            registry.groups.added.borrow_mut().insert(group.name.clone());
+            let set = perform("x-weir-set", group.settings.clone()).await;
+            set.map_err(anyhow::Error::msg).with_context(named)?;
             had.push(format!("group {}", group.name));
         }
         for at in 0..self.offer.servers.len() {

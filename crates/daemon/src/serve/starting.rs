@@ -296,12 +296,14 @@ impl<'a> Opened<'a> {
         let own = plan.service.record.as_ref().filter(|_| is_upgrade);
         let pid_file = settle(plan, registry, workers, (is_alone, own)).await?;
         uris.extend(uris_beyond(&before, registry, &plan.service.tls));
-        let Some(opened) = until_ended(work.open(&late, source), DISKS_OPEN, events).await else {
-            return Ok(None);
-        };
-        work.apply(&late, opened?, source).await?;
-        work.retry_later(plan);
-        uris.extend(work.take_uris());
+        if late.has_new_disks() {
+            let Some(opened) = until_ended(work.open(&late, source), DISKS_OPEN, events).await else {
+                return Ok(None);
+            };
+            work.apply(&late, opened?, source).await?;
+            work.retry_later(plan);
+            uris.extend(work.take_uris());
+        }
         Ok(Some(Complete { pid_file, uris }))
     }
 }

@@ -64,7 +64,7 @@ impl KeyOptions for AddedGroup {
 /// What `weir group add` is told.
 #[derive(Debug, Args)]
 pub(crate) struct AddArgs {
-    /// The group's name: a letter, then letters, digits, `-`, `.` and `_`
+    /// The group's name, as in the config file
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
