@@ -243,8 +243,8 @@ fn what_fails_leaves_nothing() {
         (&["disk", "add", "a", image, "-f", "raw"][..], "a: a disk or a group has this name already (choose"),
         (&["disk", "add", "..", image, "-f", "raw"], "disk.\"..\": the name is a directory's"),
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
-        (&["disk", "add", "b", "none.raw"], "none.raw: no such file (create it first, or check the path)"),
-        (&["disk", "add", "b", "/"], "/: is a directory (an image is a regular file or a block device)"),
+        (&["disk", "add", "b", "none.raw"], "none.raw: lies outside of the image root"),
+        (&["disk", "add", "b", "/"], "/: the sandbox lets the daemon open no image there"),
         // The second step, and the third.
         (&["disk", "add", "b", image, "-f", "raw", "--group", "nobody"], "there is no group \"nobody\""),
         (

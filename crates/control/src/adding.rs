@@ -285,8 +285,8 @@ pub(crate) async fn make_group(
 /// All mistakes as one error, cut to [`MAX_ERROR_BYTES`].
 fn joined(all: &[Wrong]) -> anyhow::Error {
     let mut text = all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-    if text.len() > MAX_ERROR_BYTES {
-        text.truncate(text.floor_char_boundary(MAX_ERROR_BYTES));
+    if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_ERROR_BYTES) {
+        text.truncate(end);
         text.push('…');
     }
     anyhow!(text)

@@ -11,7 +11,10 @@
 
 use std::path::Path;
 
-use settings::{DiskConfig, Key, KeySet, Literal, Placed, key::Unread};
+use settings::{
+    DiskConfig, Key, KeySet, Literal, Placed,
+    key::{Unread, ValueKind},
+};
 use toml_edit::{Array, Decor, DocumentMut, InlineTable, Item, Table, TableLike, Value};
 
 use crate::client::change::{Change, Name, Setpoint};
@@ -52,7 +55,8 @@ pub(crate) fn added<T: KeySet>(
         return Err(format!("has a [{kind}.{name}] already"));
     }
     let mut table = Table::new();
-    for key in config.given_keys() {
+    let (tables, values) = config.given_keys().partition::<Vec<_>, _>(|key| key.value == ValueKind::Table);
+    for key in values.into_iter().chain(tables) {
         if let Some(value) = written(key, config) {
             table.insert(key.name, Item::Value(value));
         }
