@@ -297,7 +297,7 @@ fn changes(
         changed.insert("name".to_owned(), name.as_ref().into());
         Some(changed)
     });
-    let gone = before.keys().filter(|name| !after.contains_key(*name)).map(|name| name.to_string());
+    let gone = before.keys().filter(|name| !after.contains_key(*name)).map(ToString::to_string);
     (changed.collect(), gone.collect())
 }
 

@@ -195,6 +195,7 @@ fn read_key<T: KeySet>(
         }
         _ if key.is_list() => section.list(key.name, plain),
         _ if key.is_switch() => section.parse_switch(key.name, plain).into_iter().collect(),
+        ValueKind::Text => section.parse_text(key.name, plain).into_iter().collect(),
         _ => section.parse(key.name, plain).into_iter().collect::<Vec<_>>(),
     };
     for said in values {

@@ -10,7 +10,7 @@ use std::{borrow::Cow, cell::RefCell, fmt, ops::Range};
 
 use toml::{
     Spanned,
-    de::{DeTable, DeValue},
+    de::{DeInteger, DeTable, DeValue},
 };
 
 use crate::{Mistakes, Place, Said, Wrong, suggest};
@@ -110,6 +110,22 @@ impl<'a> Section<'a> {
         parser: impl Fn(&str) -> Result<T, String>,
     ) -> Option<Said<T>> {
         self.keep(self.get(key)?.parse(parser))
+    }
+
+    /// As [`Self::parse`], for keys whose value is text. A number in another base than ten is
+    /// refused, because its digits are not those of the file: `0o660` would be the mode `432`.
+    pub(super) fn parse_text<T>(
+        &self,
+        key: &'static str,
+        parser: impl Fn(&str) -> Result<T, String>,
+    ) -> Option<Said<T>> {
+        let entry = self.get(key)?;
+        let is_decimal = |integer: &DeInteger<'_>| integer.radix() == 10;
+        if entry.value.get_ref().as_integer().is_some_and(|integer| !is_decimal(integer)) {
+            let rule = "is a number in another base than ten (write it as text, such as \"0660\")";
+            return self.keep(Err(entry.place().wrong(rule)));
+        }
+        self.keep(entry.parse(parser))
     }
 
     /// `true` or `false`.

@@ -32,6 +32,10 @@ fn names_must_be_there_and_their_own() {
         &disk_with("iops_total = 5"),
         "weir.toml:3: disk.vm1.iops_total: unknown key (did you mean \"iops-total\"?)",
     );
+    check(
+        "[daemon]\nsocket-mode = 0o660\n",
+        "weir.toml:2: daemon.socket-mode = 0o660: is a number in another base than ten (write it as text, such as \"0660\")",
+    );
     check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
     check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-total\"?)");
     check(
