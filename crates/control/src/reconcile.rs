@@ -251,6 +251,9 @@ impl Reconciliation<'_> {
             let place = export.and_then(|(index, _)| disk.item("export", index, ""));
             return format!("{}: disk {}", place.unwrap_or_else(|| disk.place("name")), disk.name);
         }
+        if !self.plan.service.nbd.is_empty() {
+            return "daemon.nbd".to_owned();
+        }
         let address = match &server.endpoint {
             Endpoint::Address(address) => address.to_string(),
             Endpoint::Inherited | Endpoint::Passed(_) => "the sockets that were passed".to_owned(),
