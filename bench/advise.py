@@ -293,7 +293,7 @@ def previewing(setup, _stack):
                 page.asks("PATCH", f"{disk}/limits", {"iops-total": to})
                 page.close()
                 felt = keeps_asking(setup, daemon.uri, seconds)
-            said = [then[key] for key in ("operations_per_second", "latency_p50_ns", "latency_p99_ns")]
+            said = [then[key] for key in ("iops", "latency-p50-ns", "latency-p99-ns")]
             figures[f"off_{to}"] = max(abs(felt / said - 1) for felt, said in zip(felt, said, strict=True))
         return figures | {"off": max(figures.values())}
 

@@ -11,6 +11,8 @@ SHELL = Path(__file__).with_name("devices.sh").read_text()
 DISK = "/tmp/disk.raw"
 DISK_MIB = 64
 WAYS = ("ublk", "nbd")
+# Options of `weir attach`.
+OPTIONS = {"ublk": "ublk", "nbd": "nbd-device"}
 # How often processes of weir's are killed, and with --full.
 KILLS, FULL_KILLS = 3, 20
 # Operations per second, at first and later, and how many are asked for at once: a tenth passes at
@@ -101,13 +103,13 @@ class Attach:
             weir attach {DISK} -f raw 2>&1
             weir attach --list
             weir detach disk
-            for way in ublk nbd; do
-                part $way
+            for way in ublk nbd-device; do
+                part ${{way%-device}}
                 weir attach {DISK} -f raw --$way --mount /mnt/d
                 write_files /mnt/d
                 ! weir attach {DISK} -f raw --name other
                 (cd /mnt/d && ! weir detach disk)
-                part ${{way}}_left
+                part ${{way%-device}}_left
                 umount /mnt/d
                 weir attach --list
                 weir detach disk 2>/dev/null || :
@@ -124,7 +126,7 @@ class Attach:
                 printf '\\125\\252'
             }}
             table | dd of={DISK} conv=notrunc 2>/dev/null
-            for way in ublk nbd; do
+            for way in ublk nbd-device; do
                 device=$(weir attach {DISK} -f raw --$way 2>/dev/null)
                 cat /sys/block/${{device#/dev/}}/${{device#/dev/}}p1/size
                 weir detach disk
@@ -144,7 +146,7 @@ class Attach:
     def limit(self, way):
         """By the guest's own clock, and changed while the disk is attached."""
         parts = self._parts(f"""
-            device=$(weir attach {DISK} -f raw --{way} --iops-total {LIMIT})
+            device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --iops-total {LIMIT})
             reads() {{
                 # For what it has used up to be there again.
                 pause 1
@@ -173,7 +175,7 @@ class Attach:
         them. What was acknowledged is in the image, and nothing else is left.
         """
         parts = self._parts(f"""
-            device=$(weir attach {DISK} -f raw --{way} --iops-total {LIMIT})
+            device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --iops-total {LIMIT})
             numbers $device
             more_numbers 8
             part name
@@ -208,7 +210,7 @@ class Attach:
         """
         parts = self._parts(f"""
             mkfs.ext4 -q {DISK}
-            device=$(weir attach {DISK} -f raw --{way})
+            device=$(weir attach {DISK} -f raw --{OPTIONS[way]})
             mount -t ext4 $device /mnt/d
             write_files /mnt/d
             rm -f /tmp/did
@@ -233,7 +235,7 @@ class Attach:
             left
             stuck
             part others
-            device=$(weir attach {DISK} -f raw --{way} --mount /mnt/d)
+            device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --mount /mnt/d)
             (cd /mnt/d && md5sum -c sums)
             weir detach /mnt/d
             e2fsck -fn {DISK}
@@ -253,7 +255,7 @@ class Attach:
         was killed, --recover goes on. Nothing is lost, and nothing comes twice.
         """
         parts = self._parts(f"""
-            device=$(weir attach {DISK} -f raw --{way})
+            device=$(weir attach {DISK} -f raw --{OPTIONS[way]})
             numbers $device
             more_numbers 8
             for time in $(seq {self._kills}); do
@@ -322,7 +324,7 @@ class Attach:
         parts = self._parts(f"""
             truncate -s 1M /tmp/small.raw
             serve /tmp/small.raw --nbd unix:/tmp/daemon.sock --sandbox off
-            device=$(weir attach {DISK} -f raw --{way} --qmp unix:$qmp)
+            device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --qmp unix:$qmp)
             numbers $device
             more_numbers 8
             killed

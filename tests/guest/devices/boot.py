@@ -72,16 +72,16 @@ class Boot:
         """What is there once the device's name is printed, for each way that udev's rules may know."""
         checks = []
         self.guest.run(INSTALL_RULES)
-        for way in ("ublk", "nbd"):
+        for way, option in (("ublk", "ublk"), ("nbd", "nbd-device")):
             label = f"on-{way}"
             parts = self.guest.parts(
                 f"""
                 weir image create -q -f qcow2 /srv/{label}.qcow2 64M
-                device=$(weir attach --{way} /srv/{label}.qcow2)
+                device=$(weir attach --{option} /srv/{label}.qcow2)
                 mkfs.ext4 -q -L {label} $device
                 weir detach $device
                 part device
-                weir attach --udev --{way} /srv/{label}.qcow2 2>/dev/null
+                weir attach --udev --{option} /srv/{label}.qcow2 2>/dev/null
                 part link
                 readlink -f /dev/disk/by-label/{label} || ls -R /dev/disk
                 """,
