@@ -50,10 +50,8 @@ pub(crate) fn names<T: 'static>(
     Field::new(
         move |config: &mut T, given| {
             let name = tls_name(given.text)?;
-            let names = &mut access_mut(config).names;
-            let known = names.take().map(|names| names.rules).unwrap_or_default();
-            let patterns = known.into_iter().map(|rule| rule.pattern).chain([name]);
-            *names = Some(Names::any_of(patterns));
+            let names = access_mut(config).names.get_or_insert_with(|| Names::any_of([]));
+            names.rules.extend(Names::any_of([name]).rules);
             Ok(())
         },
         move |config| {

@@ -143,8 +143,12 @@ impl<T: KeySet> Placed<T> {
             Err(Unread::OutOfRange(rule)) => self.out_of_range.push(place.wrong(rule)),
         }
         if key.is_list() {
-            let of_key = |known: &str| known.strip_prefix(key.name).is_some_and(|rest| rest.starts_with('['));
-            let index = self.places.iter().filter(|(known, _)| of_key(known)).count();
+            // Values of a list follow each other, so the search ends at the value before.
+            let of_key = |known: &str| {
+                known.strip_prefix(key.name)?.strip_prefix('[')?.split(']').next()?.parse().ok()
+            };
+            let before: Option<usize> = self.places.iter().rev().find_map(|(known, _)| of_key(known));
+            let index = before.map_or(0, |before| before + 1);
             self.put(format!("{}[{index}]", key.name), place);
         } else {
             self.put(key.name, place);
