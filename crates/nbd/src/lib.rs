@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The protocol's numbers ([`proto`]), the bytes that come ([`inbox`], [`wire`]) and what carries
-//! them ([`stream`], [`tls`], [`keys`]) are the same for who serves and for who asks. Who asks is
-//! [`client`], so that a disk of another server can be a storage; who serves is `export`, above.
+//! them ([`stream`], over the crate `tls`) are the same for servers and clients. The client is
+//! [`client`], so that a disk of another server can be a storage; the server is `export`, above.
 //! `docs/decisions/0045` says why they are here.
 //!
 //! The specification is `doc/proto.md` of github.com/NetworkBlockDevice/nbd. Comments name its
