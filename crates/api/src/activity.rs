@@ -115,7 +115,7 @@ pub struct MemberActivity {
     #[serde(flatten)]
     pub latencies: LatencyPercentiles,
     /// Share of the last second during which some request waited for a limit.
-    pub wait_ratio: Option<Number>,
+    pub wait_ratio: Number,
     /// The limit that requests waited for longest in the last second.
     pub throttle_cause: Option<ThrottleCause>,
     /// Reads since the start.
@@ -177,7 +177,7 @@ pub struct BucketActivity {
     /// Level above which requests wait.
     pub capacity: u64,
     /// Level as a share of the capacity, at most 1.
-    pub ratio: Option<Number>,
+    pub ratio: Number,
 }
 
 /// One disk.
@@ -247,7 +247,7 @@ pub struct CacheActivity {
     /// Share of the lookups of the last second that found their entry.
     pub hit_rate: Option<Number>,
     /// Share of the disk whose entries fit into the cache.
-    pub covered_ratio: Option<Number>,
+    pub covered_ratio: Number,
 }
 
 /// One group. Totals and rates are the sums of the disks in it and below it.

@@ -296,7 +296,7 @@ fn disk(
         }),
         l2_cache: l2.map(|l2| CacheActivity {
             hit_rate: growth.and_then(|growth| growth.ratio(8, 9)).map(ratio),
-            covered_ratio: Some(ratio(covered(l2.covered_bytes))),
+            covered_ratio: ratio(covered(l2.covered_bytes)),
         }),
         memory: DiskMemory { reserved: figures.reserved_bytes, requests: figures.requests_bytes },
     };
@@ -377,7 +377,7 @@ fn member(
     MemberActivity {
         group,
         latencies,
-        wait_ratio: Some(ratio(passed.held)),
+        wait_ratio: ratio(passed.held),
         throttle_cause,
         reads: totals_of(totals.reads, totals.read_bytes, &stats.reads),
         writes: totals_of(totals.writes, totals.written_bytes, &stats.writes),
@@ -413,9 +413,9 @@ fn bucket_level(stats: &Stats) -> Option<f64> {
 /// Level and capacity of each bucket, by the name of its limit.
 fn buckets(stats: &Stats) -> BTreeMap<&'static str, BucketActivity> {
     let bucket = |kind: LimitKind| {
-        let Level { units, capacity, .. } = stats.levels[kind.index()]?;
-        let ratio = stats.levels[kind.index()].as_ref().map(|level| ratio(level.ratio()));
-        Some((limit_name(kind), BucketActivity { level: units, capacity, ratio }))
+        let level = stats.levels[kind.index()].as_ref()?;
+        let Level { units, capacity, .. } = *level;
+        Some((limit_name(kind), BucketActivity { level: units, capacity, ratio: ratio(level.ratio()) }))
     };
     LimitKind::ALL.into_iter().filter_map(bucket).collect()
 }
@@ -597,7 +597,8 @@ mod tests {
         let level = Level { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
         stats.levels[LimitKind::IopsTotal.index()] = Some(level);
         assert_eq!(bucket_level(&stats).map(ratio), Number::from_f64(0.104));
-        let bucket = BucketActivity { level: 1245, capacity: 12_000, ratio: Number::from_f64(0.104) };
+        let bucket =
+            BucketActivity { level: 1245, capacity: 12_000, ratio: Number::from_f64(0.104).unwrap() };
         assert_eq!(buckets(&stats), BTreeMap::from([("iops-total", bucket)]));
     }
 

@@ -43,6 +43,11 @@ impl Image {
         }
     }
 
+    /// True if the image is reached over a network: at an NBD server or in a Ceph cluster.
+    pub fn is_remote(&self) -> bool {
+        matches!(self.0, Spec::Nbd(_) | Spec::Rbd(_))
+    }
+
     /// Whether it is an image of a Ceph cluster.
     pub fn is_rbd(&self) -> bool {
         matches!(self.0, Spec::Rbd(_))

@@ -36,8 +36,7 @@ impl Reconciliation<'_> {
             }
             let opening = self.assembly.opening(planned).await;
             let opening = self.placed(planned, opening)?;
-            let is_local = planned.image.remote().is_none() && !planned.image.is_rbd();
-            if self.occasion == Occasion::Start && is_local {
+            if self.occasion == Occasion::Start && !planned.image.is_remote() {
                 let opened = opening.open().await;
                 images.push((index, self.opened(planned, opened, &images)?));
             } else {

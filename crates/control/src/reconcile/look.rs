@@ -40,24 +40,24 @@ impl Reconciliation<'_> {
         let mut trials = BTreeMap::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
-            let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
             // All servers at once, as each may take until the deadline.
-            if is_far && let Some(trial) = self.begin_look(planned, others, &mut found).await {
+            if planned.image.is_remote()
+                && let Some(trial) = self.begin_look(planned, others, &mut found).await
+            {
                 trials.insert(index, trial);
             }
         }
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
-            let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
             let trial = match trials.remove(&index) {
-                None if is_far => continue,
+                None if planned.image.is_remote() => continue,
                 None => self.begin_look(planned, others, &mut found).await,
                 trial => trial,
             };
             let Some(trial) = trial else { continue };
             let looked = match trial.outcome().await {
                 // A start has no deadline for an image on this host.
-                Err(one) if self.occasion == Occasion::Start && !is_far => {
+                Err(one) if self.occasion == Occasion::Start && !planned.image.is_remote() => {
                     Err(anyhow!("{one}: a start waits until it answers (restore its file system)"))
                 }
                 Err(one) => {
