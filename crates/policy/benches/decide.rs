@@ -1,11 +1,12 @@
-//! What a decision costs, with all the bookkeeping.
+//! Cost of a decision of the throttle tree, including all bookkeeping.
 //!
-//! One iteration is one request admitted by a group at its limit: two calls of `poll` (one admits,
-//! one says until when) and one of `request`. `idle` is one disk that keeps asking, alone or among
-//! 10,000 that do not. `spare` is the question whether to read ahead, answered with yes and no, and
-//! a request that passes at once where something has been read ahead.
+//! One iteration admits one request in a group at its limit: two calls of `poll` (one admits, one
+//! returns the next deadline) and one of `request`. `idle` is one disk with a constant load, alone
+//! or among 10,000 idle ones. `spare` measures admission of read-ahead, accepted and refused, and a
+//! request that is admitted at once while spare levels are in use.
 //!
-//! A figure is that of the fastest of many batches: other work on the machine only adds to it.
+//! Results are those of the fastest of many batches, because other work on the machine only adds
+//! time.
 
 use criterion::{Bencher, BenchmarkId, Criterion, criterion_group, criterion_main};
 use policy::request::Direction;
@@ -22,7 +23,7 @@ fn limits() -> Limits {
     limits
 }
 
-/// A group at its limit, and disks in it that always have more to ask for.
+/// A group at its limit, and disks that always have more requests.
 struct Busy {
     tree: Tree<u32>,
     disks: Vec<NodeId>,
@@ -30,7 +31,7 @@ struct Busy {
 }
 
 impl Busy {
-    /// So many disks, in groups of their own below so many levels.
+    /// Disks in groups of their own, nested `levels` deep.
     fn new(disks: u32, levels: usize, promised: bool) -> Self {
         let mut tree = Tree::new(Instant::ZERO);
         let mut group = tree.add(None, limits(), Share::default()).unwrap();
@@ -55,7 +56,7 @@ impl Busy {
 
     fn ask(&mut self, number: u32) {
         let (disk, now) = (self.disks[number as usize], self.now);
-        // While the bucket fills up, some pass at once.
+        // Until the bucket is full, requests are admitted at once.
         while let Admission::Admitted(_) =
             self.tree.request(disk, Direction::Read, Cost::one(4096), number, now)
         {}
@@ -76,7 +77,7 @@ impl Busy {
     }
 }
 
-/// Times batches of steps, and counts every iteration like one of the fastest batch.
+/// Runs batches of steps and reports every iteration with the time of the fastest batch.
 fn fastest(iterations: u64, mut step: impl FnMut()) -> Duration {
     const BATCH: u32 = 500;
     let mut least = Duration::MAX;
@@ -90,7 +91,7 @@ fn fastest(iterations: u64, mut step: impl FnMut()) -> Duration {
     least.mul_f64(iterations as f64 / f64::from(BATCH))
 }
 
-/// Has criterion time this step.
+/// Measures a step with criterion.
 fn timed(mut step: impl FnMut()) -> impl FnMut(&mut Bencher<'_>) {
     move |bencher: &mut Bencher<'_>| bencher.iter_custom(|iterations| fastest(iterations, &mut step))
 }
@@ -113,7 +114,7 @@ fn busy(criterion: &mut Criterion) {
 fn idle(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("idle");
     for disks in [0, 10_000] {
-        // At its limit, and below it, where a request passes at once.
+        // At the limit, and below it, where requests are admitted at once.
         let mut busy = Busy::new(1, 1, false);
         let host = busy.tree.parent(busy.disks[0]).unwrap();
         for _ in 0..disks {
@@ -146,7 +147,7 @@ fn spare(criterion: &mut Criterion) {
         let mut tree = Tree::<u32>::new(Instant::ZERO);
         let host = tree.add(None, limits(), Share::default()).unwrap();
         let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
-        // More than full, until as much is given back.
+        // Overruns the bucket; a refund of the same amount reverses it.
         while tree.spare(disk, &ahead, GivenBack::NOTHING, Instant::ZERO) {}
         group.bench_function(
             answer,
@@ -163,7 +164,7 @@ fn spare(criterion: &mut Criterion) {
     let host = tree.add(None, in_operations, Share::default()).unwrap();
     let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
     let mut now = Instant::ZERO;
-    // So much that it does not run out meanwhile.
+    // Too much to leak during the measurement.
     assert!(tree.spare(disk, &Cost::one(u64::MAX), GivenBack::NOTHING, now));
     group.bench_function(
         "request below the limit",

@@ -1,13 +1,13 @@
-//! Who may connect to a server, or have one of its exports: by the network that a client comes
-//! from, and by the name that its TLS credentials have proved.
+//! Access rules of a server or one of its exports: by the client's network, and by the name that
+//! its TLS credentials prove.
 //!
 //! ```text
-//!   address ─► Networks: the narrowest one that has it decides ─┐
-//!                                                               ├─► both, or it is refused
-//!   name ────► Names: the first rule that fits it decides ──────┘
+//!   address ─► Networks: the narrowest match decides ─┐
+//!                                                     ├─► both must allow the client
+//!   name ────► Names: the first match decides ────────┘
 //! ```
 //!
-//! Never asks who somebody is: that is found out where connections are.
+//! Never authenticates: the code that owns the connection determines address and name.
 
 mod names;
 mod network;
@@ -18,36 +18,36 @@ use core::net::IpAddr;
 pub use names::{Names, Rule};
 pub use network::{Network, Networks, origin};
 
-/// What is known of a client.
+/// Identity of a connected client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Client {
-    /// Where it comes from; `None` through a Unix socket, where files' permissions decide.
+    /// Address of the peer; `None` for a Unix socket, where file permissions restrict access.
     pub address: Option<IpAddr>,
-    /// What its credentials have proved: the subject of a certificate, or the user of a key.
+    /// Authenticated name: the subject of a certificate, or the user of a pre-shared key.
     pub name: Option<String>,
 }
 
-/// Who is let in. By default everybody is.
+/// Access rules. The default allows every client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// Where clients may come from.
+    /// Rules for the client's address.
     pub networks: Networks,
-    /// Whose clients they may be; `None`: anybody's.
+    /// Rules for the client's name; `None` allows clients with any name, or without one.
     pub names: Option<Names>,
 }
 
 impl Access {
-    /// Whether nobody is refused.
+    /// True if every client is allowed.
     pub fn is_open(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Whether this client is let in. A client without a name is not where names are asked for.
+    /// True if the client is allowed. With rules for names, a client without a name is denied.
     pub fn admits(&self, client: &Client) -> bool {
         self.networks.admits(client.address) && self.admits_name(client.name.as_deref())
     }
 
-    /// The same, as far as its name decides.
+    /// True if the rules for names allow this name. Does not look at networks.
     pub fn admits_name(&self, name: Option<&str>) -> bool {
         self.names.as_ref().is_none_or(|names| name.is_some_and(|name| names.admits(name)))
     }

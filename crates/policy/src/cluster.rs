@@ -1,36 +1,36 @@
-//! One group's limits over many hosts: who may use how much of them, and for how long.
+//! One group's limits over many hosts: quota leases, granted by an elected leader.
 //!
 //! ```text
-//!                demand, what it holds               a part, as a lease
+//!                demand, lease in force            grant of a quota lease
 //!     [Host] ──────────────────────────► [Leader] ─────────────────────────► [Host]
 //!       │                                   │  divide()                        │
 //!       ▼ Tree::divide                      ▼ fenced by its term               ▼
-//!     safe share + lease              the store (etcd) carries the words     safe share + lease
+//!     fallback share + lease          the store (etcd) holds the messages    fallback share + lease
 //! ```
 //!
-//! A host decides alone about each request, within its part. The leader moves parts. Rules that
-//! keep the sum of what is in force at or below the limit:
+//! A host admits each request alone, within its quota. The leader moves quota between hosts. These
+//! rules keep the sum of the quotas in force at or below the limit:
 //!
-//! 1. Every host has its **safe share** ([`Spec::safe`]) by right and for ever; those of all hosts
-//!    are set aside. Only the rest is leased.
-//! 2. A lease answers one report of that host, and ends [`Timing::lease`] after the host *sent* it,
-//!    by the host's clock. So a late, repeated or restored grant is worth no more than when it was
-//!    written.
-//! 3. Nobody is raised but out of what is free: what another host has acknowledged to have given
-//!    up, or what its lease has run out of, by the leader's clock with a margin.
+//! 1. Every host may always use its **fallback share** ([`Spec::safe`]). The fallback shares of all
+//!    hosts are reserved; only the remainder is leased.
+//! 2. A lease answers one report of its host and ends [`Timing::lease`] after the host *sent* that
+//!    report, by the host's clock. A late, repeated or restored grant is therefore never valid
+//!    longer than the original.
+//! 3. A host's quota is raised only from free quota: quota that another host has acknowledged to
+//!    have given up, or whose lease has expired by the leader's clock plus a margin.
 //! 4. A host obeys one leader, the one whose term it named in the report that is answered. A new
-//!    leader counts on what hosts report in its own term, never on what the store remembers.
-//! 5. Until one lease after its election a leader passes on only what hosts gave up to it: others
-//!    may hold what it does not know of. So it learns nothing, and moves at once.
-//! 6. A leader acts only while its own lease, by its own clock, has not run out, and writes in a
-//!    transaction on its key.
-//! 7. Room for a burst moves with the rates, and arises nowhere but by time
+//!    leader relies on what hosts report in its own term, never on old contents of the store.
+//! 5. For one lease after its election, a leader grants only quota that hosts report to it: hosts
+//!    that it has not heard of may hold the rest. It needs no hand-over and can act at once.
+//! 6. A leader acts only until its own lease expires by its own clock, and writes in a transaction
+//!    on its key.
+//! 7. Burst capacity moves with the rates and accrues only with time
 //!    ([`Tree::divide`](crate::throttle::Tree::divide)). A host begins with full buckets.
 //!
-//! What the store must do: one key for the leader with a lease of [`Timing::lease`]; a transaction
-//! on that key; a key for each host's report, one for each grant. It may lose what it wrote last.
+//! Required of the store: a key for the leader with a lease of [`Timing::term_lease`], transactions
+//! on that key, a key for each host's report and one for each grant. It may lose its last writes.
 //!
-//! Never does I/O, never reads a clock, never knows what the store is.
+//! Never does I/O, never reads a clock, never depends on which store is used.
 
 mod demand;
 mod division;
@@ -49,21 +49,20 @@ use alloc::format;
 use alloc::string::String;
 use core::fmt;
 
-/// A number for each limit, by [`LimitKind::index`].
+/// One value for each limit, indexed by [`LimitKind::index`].
 pub type ByKind = [u64; 6];
 
-/// The most hosts that may take part in a group.
+/// Maximum number of hosts in a group.
 pub const MAX_HOSTS: u32 = 10_000;
 
-/// What all safe shares together are by default, in millionths of the limit: shares then come
-/// within 5 % of the ideal also where one host alone is busy.
+/// Default sum of all fallback shares, in millionths of the limit. At 2 %, shares are within 5 % of
+/// the ideal even if only one host is busy.
 const SAFE_OF_ALL: u64 = 20_000;
 
-/// How long a host's name stays taken after it was taken or prolonged: three times as long as until
-/// it is prolonged.
+/// Time that a host's name stays reserved after its last renewal; three renewal intervals.
 pub const NAME_LEASE: Duration = Duration::from_secs(60);
 
-/// The limits of a group over all its hosts, and what each host has of them without a lease.
+/// The limits of a group over all its hosts, and the fallback share of each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spec {
     version: u64,
@@ -72,19 +71,19 @@ pub struct Spec {
     safe_ppm: u32,
 }
 
-/// Why a group cannot be divided so.
+/// Reason why limits cannot be divided among hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Indivisible {
-    /// No host, or more than [`MAX_HOSTS`].
+    /// No hosts, or more than [`MAX_HOSTS`].
     Hosts(u32),
-    /// The rate of this limit is less than 1 unit a second for each host.
+    /// The rate of this limit is below 1 unit per second and host: limit, rate, number of hosts.
     TooLow(LimitKind, u64, u32),
-    /// All hosts' safe shares, of so many millionths each, are more than there is.
+    /// The fallback shares exceed the limit: millionths for each host, number of hosts.
     SafeShare(u32, u32),
 }
 
 impl Indivisible {
-    /// What is wrong and what helps, for somebody who says by this name how many hosts there are.
+    /// Message with a remedy; `name` is the key or option that sets the number of hosts.
     pub fn told(&self, name: &str) -> String {
         match self {
             Self::Hosts(hosts) => format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"),
@@ -112,12 +111,12 @@ impl fmt::Display for Indivisible {
 impl core::error::Error for Indivisible {}
 
 impl Spec {
-    /// Valid limits for up to `hosts` hosts. `safe_ppm` is the safe share of one host in millionths
-    /// of the limits; by default all of them have 2 % together. `version` is another one for each
-    /// other content.
+    /// Limits for up to `hosts` hosts. `safe_ppm` is the fallback share of one host in millionths
+    /// of the limits; by default all hosts together have 2 %. Specs with different contents must
+    /// have different `version`s.
     ///
     /// # Errors
-    /// [`Indivisible`].
+    /// [`Indivisible`] if a fallback share is below 1 unit per second or all exceed the limit.
     pub fn new(version: u64, limits: Limits, hosts: u32, safe_ppm: Option<u32>) -> Result<Self, Indivisible> {
         if !(1..=MAX_HOSTS).contains(&hosts) {
             return Err(Indivisible::Hosts(hosts));
@@ -127,6 +126,8 @@ impl Spec {
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
             if u128::from(spec.safe()[kind.index()]) * u128::from(hosts) > u128::from(rate) {
+                // `safe()` is raised to 1 unit, so the sum may be too large although the ppm are
+                // not.
                 let is_low = u64::from(safe_ppm) * u64::from(hosts) <= 1_000_000;
                 return Err(match is_low {
                     true => Indivisible::TooLow(kind, rate, hosts),
@@ -137,23 +138,23 @@ impl Spec {
         Ok(spec)
     }
 
-    /// Tells this content from any other.
+    /// Identifies the contents: equal for equal specs only.
     pub const fn version(&self) -> u64 {
         self.version
     }
 
-    /// Of all hosts together.
+    /// Limits of all hosts together.
     pub const fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// The most hosts that take part.
+    /// Maximum number of hosts.
     pub const fn hosts(&self) -> u32 {
         self.hosts
     }
 
-    /// What each host may use without a lease, in units per second: at least 1 of each limit that
-    /// is set.
+    /// Fallback share: the rates that each host may use without a lease, in units per second. At
+    /// least 1 for each limit that is set.
     pub fn safe(&self) -> ByKind {
         self.rates().map(|rate| match rate {
             0 => 0,
@@ -165,8 +166,8 @@ impl Spec {
         LimitKind::ALL.map(|kind| self.limits.limit(kind).rate)
     }
 
-    /// The limits of a host that has so much of each rate: bursts have the same part, and last as
-    /// long.
+    /// Limits of a host with these rates. Burst rates are scaled like the rates; burst lengths
+    /// stay.
     fn part(&self, rates: ByKind) -> Limits {
         let mut part = self.limits;
         for kind in LimitKind::ALL {
@@ -174,19 +175,20 @@ impl Spec {
             if whole.rate > 0 {
                 let burst = u128::from(whole.burst_rate) * u128::from(rate) / u128::from(whole.rate);
                 let limit = part.limit_mut(kind);
-                // At least 1: 0 would be no limit. At least the rate, as the whole burst is.
+                // At least 1, because 0 means no limit.
                 (limit.rate, limit.burst_rate) = (rate.max(1), burst as u64);
             }
         }
         part
     }
 
-    /// The units that the buckets of so much of each rate hold.
+    /// Capacity of the buckets of a host with these rates, in units.
     fn size(&self, rates: ByKind) -> ByKind {
         LimitKind::ALL.map(|kind| {
             let (whole, rate) = (self.limits.limit(kind), u128::from(rates[kind.index()]));
             let size = match (whole.rate, whole.burst_rate) {
                 (0, _) => 0,
+                // Without a burst rate, a bucket holds a tenth of a second, as in QEMU.
                 (_, 0) => rate / 10,
                 (all, burst) => rate * u128::from(burst) * u128::from(whole.burst_length_s) / u128::from(all),
             };
@@ -195,75 +197,75 @@ impl Spec {
     }
 }
 
-/// How often hosts and the leader look, and how long a lease lasts.
+/// Tick of hosts and leader, and duration of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {
-    /// Between two looks of a host at its demand, and of the leader at the division.
+    /// Interval at which a host measures its demand and the leader divides the limits.
     pub tick: Duration,
-    /// Of a part.
+    /// Duration of a quota lease.
     pub lease: Duration,
 }
 
-/// Of the leader's key, where parts last longer: the least that etcd takes, so that another is soon
-/// elected. It is one key, so that is few messages.
+/// Longest lease of the leader's key: the minimum of etcd, so that a failed leader is replaced
+/// soon. There is one such key for a group, so that renewals cost few messages.
 const TERM_LEASE: Duration = Duration::from_secs(2);
 
 impl Timing {
-    /// By `docs/decisions/0040-one-limit-over-hosts.md`.
+    /// Values from `docs/decisions/0040-one-limit-over-hosts.md`.
     pub const DEFAULT: Self = Self { tick: Duration::from_millis(200), lease: Duration::from_secs(5) };
 
-    /// Of the leader's key.
+    /// Duration of the lease on the leader's key.
     pub fn term_lease(&self) -> Duration {
         self.lease.min(TERM_LEASE)
     }
 
-    /// How often the leader's key is prolonged.
+    /// Interval at which the leader's key is renewed.
     pub fn keep(&self) -> Duration {
         self.term_lease() / 3
     }
 
-    /// What clocks may differ by over a lease: 1 in 1000, where 400 ppm are asked for.
+    /// Allowed clock drift over a lease: 1 in 1000, where the requirement on clocks is 400 ppm.
     fn margin(&self) -> Duration {
         self.lease / 1000
     }
 }
 
-/// One election. `nonce` is drawn for each, so that no two are equal, even where the store has lost
-/// the first.
+/// One election. A random `nonce` distinguishes elections even if the store has lost the first one
+/// and reuses its revision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Term {
-    /// The revision of the leader's key, by which transactions are fenced.
+    /// Revision of the leader's key, used to fence transactions.
     pub revision: u64,
-    /// Drawn at random.
+    /// Random number.
     pub nonce: u64,
 }
 
-/// What a host tells the leader.
+/// Report of a host to the leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// The run of the host's process: larger in a later one.
+    /// Run of the host's process: larger in each later run.
     pub instance: u64,
-    /// Rises by one with each report of a run.
+    /// Number of the report, rising by one within a run.
     pub number: u64,
-    /// The leader whose grants, and nobody else's, it accepts in answer to this.
+    /// The only leader whose grants the host accepts as answers to this report.
     pub follows: Option<Term>,
-    /// The last grant of that leader that is in force or has been; 0 for none.
+    /// The latest grant of that leader that is or was in force; 0 for none.
     pub seq: u64,
-    /// What it uses besides its safe share, in units per second.
+    /// Leased rates in force besides the fallback share, in units per second.
     pub leased: ByKind,
-    /// The version of the limits that it has.
+    /// Version of the limits that the host uses.
     pub version: u64,
-    /// Its safe share.
+    /// Fallback share that the host uses.
     pub safe: ByKind,
-    /// Room for bursts, in units, that grants of that leader have taken from it so far.
+    /// Burst capacity that the host has given up under grants of that leader so far, in units.
     pub given: ByKind,
-    /// What it wants.
+    /// Measured demand.
     pub wants: Usage,
 }
 
 impl Report {
-    /// No rate above what any limit may be, so that sums of all hosts' do not overflow, whoever has
-    /// written them. What a host wants may be all there is.
+    /// Caps rates at the largest valid limit, so that sums over all hosts cannot overflow whatever
+    /// the store contains. A demand may be `u64::MAX`.
     fn bounded(mut self) -> Self {
         let most = |rate: u64| rate.min(MAX_VALUE);
         (self.leased, self.safe) = (self.leased.map(most), self.safe.map(most));
@@ -272,22 +274,22 @@ impl Report {
     }
 }
 
-/// What the leader lets a host use, as an answer to a report.
+/// Grant of a quota lease, the leader's answer to a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// By whom.
+    /// Term of the leader that granted it.
     pub term: Term,
-    /// To which run of the host.
+    /// Run of the host that it is for.
     pub instance: u64,
-    /// Which report it answers, from whose sending the lease counts.
+    /// Number of the report that it answers. The lease begins when that report was sent.
     pub answers: u64,
-    /// Rises with each other content.
+    /// Rises with each change of the contents.
     pub seq: u64,
-    /// The limits that this is a part of.
+    /// The limits that the quota is a part of.
     pub spec: Spec,
-    /// Besides the safe share, in units per second.
+    /// Leased rates besides the fallback share, in units per second.
     pub leased: ByKind,
-    /// Room for bursts, in units, that comes with the grants of this leader so far.
+    /// Burst capacity added by the grants of this leader so far, in units.
     pub credit: ByKind,
 }
 

@@ -9,11 +9,11 @@
 //!              │     ╰──── now                replaced, or lost a part of its totals.
 //! ```
 //!
-//! The value of a counter after a fall is not its growth. A cgroup of version 1 counts what its
-//! living descendants have done: when one is removed, the counter falls to a total of hours.
+//! The value after a fall is not the growth: a v1 cgroup counts the work of its living descendants,
+//! and when one is removed, the counter falls to a total that was collected over hours.
 //!
-//! The kernel keeps some counters in 32 bits. They wrap around at 2³², which
-//! [`growth_of_32_bits`] takes for growth where that is below 2³¹.
+//! Some kernel counters have 32 bits and wrap around. [`growth_of_32_bits`] accepts a wrap-around
+//! if the growth is below 2³¹.
 
 use crate::time::{Duration, NANOS_PER_SECOND};
 
@@ -37,11 +37,12 @@ pub const fn growth_of_32_bits(before: u64, now: u64) -> Option<u64> {
     if now >= before {
         return growth(before, now);
     }
+    // A counter above 32 bits cannot have wrapped, and a wrap of 2³¹ or more is taken for a reset.
     let wrapped = (now as u32).wrapping_sub(before as u32);
     if before <= u32::MAX as u64 && wrapped < 1 << 31 { Some(wrapped as u64) } else { None }
 }
 
-/// Growth of the counters of one object in a time above zero.
+/// Growth of the counters of one object over a non-zero time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth<const N: usize> {
     /// Growth of each counter.
@@ -51,7 +52,7 @@ pub struct Growth<const N: usize> {
 }
 
 impl<const N: usize> Growth<N> {
-    /// `None` if any counter fell, and if no time has passed.
+    /// Returns `None` if any counter fell or no time has passed.
     pub fn between(before: &[u64; N], now: &[u64; N], elapsed: Duration) -> Option<Self> {
         let by = growths(before, now)?;
         (!elapsed.is_zero()).then_some(Self { by, elapsed })
@@ -62,12 +63,12 @@ impl<const N: usize> Growth<N> {
         self.by[index] as f64 / self.elapsed.as_secs_f64()
     }
 
-    /// Share of the time that a counter of nanoseconds has grown by, 0 to 1.
+    /// Busy share of the elapsed time, 0 to 1, of a counter that counts nanoseconds.
     pub fn share_of_time(&self, index: usize) -> f64 {
         (self.per_second(index) / NANOS_PER_SECOND as f64).min(1.0)
     }
 
-    /// Share of the first counter in the growth of both; `None` if neither has grown.
+    /// Share of counter `some` in the growth of `some` and `others`; `None` if neither has grown.
     pub fn ratio(&self, some: usize, others: usize) -> Option<f64> {
         let (some, others) = (self.by[some], self.by[others]);
         let both = some.saturating_add(others);

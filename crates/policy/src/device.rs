@@ -1,29 +1,30 @@
-//! An imitated device: how many bytes and requests a second it does, and when each request is done.
+//! A simulated device with limited bandwidth and IOPS: computes when each request completes.
 //!
-//! Each rate has a **line**: the instant until which the device has work. A request is put at the
-//! end of every line that applies to it, takes its bytes (or one) divided by the rate there, and is
-//! done once it has passed on all of them:
+//! Each rate has a **line**: the instant until which the device is busy. A request is appended to
+//! every line that applies to it, occupies each for its bytes (or one request) divided by the rate,
+//! and completes at the end of the slowest:
 //!
 //! ```text
-//!   line  ████████████████▒▒▒▒▒▒│ request completes here
+//!   line  ████████████████▒▒▒▒▒▒│ completion
 //!         other requests   ours
 //! ```
 //!
-//! An idle line may be caught up by [`CATCH_UP_NS`], or a client with one request at a time would
-//! get less than the rate, as timers fire late and clients take time to answer.
+//! An idle line may start up to [`CATCH_UP_NS`] in the past. Without that, a client with a queue
+//! depth of 1 would get less than the rate, because timers fire late and clients need time to
+//! react.
 //!
-//! Never refuses a request; has no bursts and no shares.
+//! Never rejects a request; has no bursts and no shares.
 
 use crate::request::Direction;
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 
-/// How far behind the present a line may be and still be caught up, in nanoseconds.
+/// Time that an idle line may catch up, in nanoseconds.
 pub const CATCH_UP_NS: u64 = 10_000_000;
 
-/// Rates a second; `None` and 0 are unlimited.
+/// Rates per second; `None` and 0 are unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
-    /// Bytes, reads and writes together.
+    /// Bytes of reads and writes.
     pub bytes: Option<u64>,
     /// Requests of any kind.
     pub iops: Option<u64>,
@@ -33,7 +34,7 @@ pub struct Rates {
     pub write: Option<u64>,
 }
 
-/// The lines of a device.
+/// The lines of one device.
 #[derive(Clone, Debug)]
 pub struct Lines {
     bytes: Option<Line>,
@@ -42,7 +43,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// An idle device of these rates.
+    /// An idle device with these rates.
     pub fn new(rates: Rates) -> Self {
         let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(Line::new);
         Self {
@@ -52,8 +53,8 @@ impl Lines {
         }
     }
 
-    /// When a request that comes now and moves so many bytes is done; [`Instant::ZERO`] without any
-    /// rate. Zeroing and discarding are writes of no bytes: a device is not sent the zeroes.
+    /// Completion time of a request of `bytes` that arrives at `now`; [`Instant::ZERO`] if no rate
+    /// is set. Charge zeroing and discards as writes of no bytes: they transfer no data.
     pub fn charge(&mut self, direction: Direction, bytes: u64, now: Instant) -> Instant {
         let of_direction = &mut self.by_direction[direction.index()];
         let lines = [(&mut self.iops, 1), (&mut self.bytes, bytes), (of_direction, bytes)];
@@ -61,7 +62,7 @@ impl Lines {
         lines.into_iter().filter_map(end).fold(Instant::ZERO, Instant::max)
     }
 
-    /// How long the device has worked by `now`: its busiest line's time since it was made.
+    /// Busy time of the device until `now`: that of its busiest line since creation.
     pub fn worked(&self, now: Instant) -> Duration {
         let [read, write] = &self.by_direction;
         let lines = [&self.bytes, &self.iops, read, write];
@@ -73,7 +74,7 @@ impl Lines {
 struct Line {
     rate: u64,
     end: Instant,
-    /// What the division left of a nanosecond, in units / rate, so that small requests add up.
+    /// Remainder of the last division, in units of 1 / rate ns, so that small requests add up.
     left_over: u64,
     work: Duration,
 }
@@ -83,12 +84,13 @@ impl Line {
         Self { rate, end: Instant::ZERO, left_over: 0, work: Duration::ZERO }
     }
 
-    /// Returns when they will have passed.
+    /// Returns the completion time of the appended units.
     fn append(&mut self, units: u64, now: Instant) -> Instant {
         let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(CATCH_UP_NS));
         if self.end < earliest {
             (self.end, self.left_over) = (earliest, 0);
         }
+        // 128 bits: units times 10⁹ exceed 64 bits above 18 GB.
         let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(self.left_over);
         let rate = u128::from(self.rate);
         let cost = Duration::from_nanos(u64::try_from(scaled / rate).unwrap_or(u64::MAX));
@@ -99,6 +101,7 @@ impl Line {
     }
 
     fn worked(&self, now: Instant) -> Duration {
+        // The part of the work that lies in the future is not done yet.
         self.work.saturating_sub(Duration::from_nanos(self.end.nanos_since(now)))
     }
 }
@@ -109,7 +112,7 @@ mod tests {
 
     #[test]
     fn fractions_of_a_nanosecond_add_up() {
-        // Three a nanosecond: each alone would cost nothing.
+        // Three units per nanosecond: without the remainder, each would cost nothing.
         let mut line = Line::new(3 * NANOS_PER_SECOND);
         let mut end = Instant::ZERO;
         for _ in 0..3_000_000 {

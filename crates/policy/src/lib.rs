@@ -1,20 +1,20 @@
-//! weir's decisions, and nothing else: when a request may pass, what is merged, what is read ahead.
+//! Decisions as pure functions and state machines: admission, merging, read-ahead, quota division.
 //!
-//! The way through it:
-//! - [`throttle`]: limits, groups, shares and promises; who may pass now, and when the next one
-//!   may.
+//! The modules:
+//! - [`throttle`]: limits, groups, weights and reservations; which request is admitted, and when
+//!   the next one can be.
 //! - [`cluster`]: one group's limits divided over many hosts.
-//! - [`watermark`]: whether limits bind at all, by how much of the device is in use.
+//! - [`watermark`]: lifts limits while the device's utilization is low.
 //! - [`steering`]: the same limits as rates for the host's control groups.
-//! - [`merge`]: which waiting requests become one.
-//! - [`prefetch`]: who reads in sequence, what to read ahead of him, and what to keep.
-//! - [`device`]: when an imitated device is done with a request.
-//! - [`polling`]: whether a thread that waits for completions had better stay awake.
-//! - [`access`]: which clients are let in.
-//! - [`counter`]: growth and rates of counters, also of those that fall.
-//! - [`request`] and [`time`]: the words that all of them share.
+//! - [`merge`]: joins adjacent requests of a batch.
+//! - [`prefetch`]: detects sequential readers, decides what to read ahead and what to cache.
+//! - [`device`]: completion times of a simulated device.
+//! - [`polling`]: decides if a thread that waits for completions polls or sleeps.
+//! - [`access`]: access rules for clients.
+//! - [`counter`]: growth and rates of counters, including counters that fall.
+//! - [`request`] and [`time`]: types that all of them share.
 //!
-//! Time comes in as an argument ([`time::Instant`]), decisions go out as values: the daemon, the
+//! Time is an argument ([`time::Instant`]) and decisions are return values, so the daemon, the
 //! simulator and the tests run the same code.
 //!
 //! Never does I/O, starts a thread or reads a clock: `Instant::now()` does not compile here.

@@ -1,46 +1,46 @@
-//! Merging: which of the requests that wait together may become one I/O.
+//! Merging: joins adjacent requests of a batch into one I/O.
 //!
 //! ```text
 //!   batch    0 read 8K+4K   1 read 0+4K   2 write 64K+4K   3 read 4K+4K   4 flush   5 read 12K+4K
 //!   plan    [1 3 0]                      [2]                             [4]       [5]
 //! ```
 //!
-//! A device serves one long request sooner than many adjacent short ones. virtio-blk merges what it
-//! finds in its ring; this does the same for every export. It only plans: the caller gathers the
-//! buffers, issues the I/O and answers each request.
+//! A device serves one long request faster than many adjacent short ones. virtio-blk merges the
+//! requests in its ring; this module does it for every export. It only plans: the caller gathers
+//! the buffers, submits the I/O and completes each request.
 //!
-//! Never joins across barriers, nor requests with different flags. If two requests overlap and one
-//! of them writes, everything between the two barriers stays in its order.
+//! Never merges across barriers, nor requests with different flags. If two requests overlap and one
+//! of them writes, the order between the two enclosing barriers does not change.
 
 use alloc::vec::Vec;
 use core::ops::Range;
 
-/// What a request does, as far as merging cares.
+/// Kind of a request, as far as merging distinguishes kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Operation {
     /// Reads data.
     Read,
-    /// Writes data that comes with it.
+    /// Writes the data of the request.
     Write,
-    /// Anything else, such as a flush or a discard: a barrier that nothing is merged across.
+    /// Anything else, such as a flush or a discard. Requests are not merged across it.
     Barrier,
 }
 
-/// A request that might be merged with others.
+/// A request of a batch, considered for merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// What it does.
+    /// Kind of the request.
     pub operation: Operation,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Bytes. A request of none is not merged, and may keep its neighbours apart.
+    /// Length in bytes. A request of zero bytes is not merged, and may separate its neighbours.
     pub length: u64,
-    /// Requests of different keys are not merged: flags such as FUA, or what else must be equal.
+    /// Only requests with equal keys are merged: flags such as FUA, and any other required match.
     pub key: u32,
 }
 
 impl Candidate {
-    /// `None` if it overflows, where nothing is adjacent.
+    /// End of the range; `None` on overflow, so that nothing is adjacent to it.
     const fn end(&self) -> Option<u64> {
         self.offset.checked_add(self.length)
     }
@@ -54,39 +54,39 @@ impl Candidate {
     }
 }
 
-/// How large a merged request may become. A single request beyond it stays as it is.
+/// Maximum size of a merged request. A single request above it is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// Requests, each bringing one buffer. With 0 or 1, nothing is merged.
+    /// Number of requests, each with one buffer. 0 and 1 disable merging.
     pub segments: usize,
-    /// Bytes, all together.
+    /// Total bytes.
     pub bytes: u64,
 }
 
 impl Default for Bounds {
-    /// Linux's `IOV_MAX`; the largest request that every NBD server must accept.
+    /// Linux's `IOV_MAX` segments, and the largest request that every NBD server must accept.
     fn default() -> Self {
         Self { segments: 1024, bytes: 32 << 20 }
     }
 }
 
-/// Makes plans, and keeps the memory for it from one to the next.
+/// Plans the merging of batches. Reuses its memory from one batch to the next.
 #[derive(Debug, Default)]
 pub struct Planner {
     order: Vec<usize>,
-    /// Where each group ends in `order`.
+    /// End of each group in `order`.
     ends: Vec<usize>,
 }
 
 impl Planner {
-    /// A planner that has allocated nothing.
+    /// Returns a planner without allocating.
     pub const fn new() -> Self {
         Self { order: Vec::new(), ends: Vec::new() }
     }
 
-    /// Divides a batch, given in the order of arrival, into groups that may be one I/O each.
+    /// Divides a batch, given in order of arrival, into groups; each group can be one I/O.
     ///
-    /// O(n) for most batches with nothing to merge, else O(n log n).
+    /// O(n) for most batches with nothing to merge, otherwise O(n log n).
     pub fn plan(&mut self, batch: &[Candidate], bounds: Bounds) -> Plan<'_> {
         self.order.clear();
         self.ends.clear();
@@ -106,11 +106,11 @@ impl Planner {
         Plan { order: &self.order, ends: &self.ends }
     }
 
-    /// A run: at least two reads and writes without a barrier.
+    /// Plans a run: at least two reads and writes without a barrier between them.
     fn plan_run(&mut self, batch: &[Candidate], run: Range<usize>, bounds: Bounds) {
         let first_group = self.ends.len();
         let order = &mut self.order[run.clone()];
-        // The index makes the order total, so equal requests stay in the order of arrival.
+        // The index makes the order total, so equal requests stay in order of arrival.
         order.sort_unstable_by_key(|&i| (batch[i].operation, batch[i].key, batch[i].offset, i));
         let mut bytes = 0;
         let mut group_start = run.start;
@@ -132,6 +132,8 @@ impl Planner {
         }
         self.ends.push(run.end);
 
+        // Sorting has moved reads before writes. If an overlap makes that visible, merging is
+        // abandoned for the whole run and each request becomes a group, in order of arrival.
         let merged = self.ends.len() - first_group < run.len();
         if !merged || self.has_conflict(batch, run.clone()) {
             self.ends.truncate(first_group);
@@ -142,16 +144,18 @@ impl Planner {
         }
     }
 
-    /// Whether two requests of the run overlap and one of them writes.
+    /// True if two requests of the run overlap and one of them writes.
     fn has_conflict(&mut self, batch: &[Candidate], run: Range<usize>) -> bool {
         if batch[run.clone()].iter().all(|candidate| candidate.operation == Operation::Read) {
             return false;
         }
-        // Sorted behind the plan's own order, and taken off again below.
+        // A temporary order by offset, appended to the plan's own order and truncated below.
         let scratch = self.order.len();
         self.order.extend(run);
         self.order[scratch..].sort_unstable_by_key(|&i| batch[i].offset);
         let (mut end_of_writes, mut end_of_all) = (0, 0);
+        // Sorted by offset, a request overlaps an earlier one only if it begins before the furthest
+        // end so far. Reads conflict with writes only, so the two ends are separate.
         let conflict = self.order[scratch..].iter().any(|&i| {
             let candidate = &batch[i];
             let end = candidate.end().unwrap_or(u64::MAX);
@@ -168,12 +172,12 @@ impl Planner {
     }
 }
 
-/// Whether some request may begin where another ends; `false` is certain, `true` is not.
+/// True if some request may begin where another ends. False is certain, true is not.
 ///
-/// Sorting most batches in vain would be most of what planning costs. This is linear: it marks
-/// where requests begin in a small table, by a hash, and looks up where they end.
+/// Without this check, most of the planning time would be spent on sorting batches in vain. It is
+/// linear: a small hash table marks where requests begin, and their ends are looked up in it.
 fn may_have_neighbours(run: &[Candidate]) -> bool {
-    // With 32 requests, one batch in eight is sorted in vain; with many, all are.
+    // 8192 bits. With 32 requests, one batch in eight is sorted in vain; with many, all are.
     let mut begins = [0u64; 128];
     let place = |offset: u64| {
         // The top bits of a product with 2⁶⁴ divided by the golden ratio (Knuth, TAOCP 6.4).
@@ -200,8 +204,8 @@ fn adjacent(earlier: &Candidate, later: &Candidate) -> bool {
 
 /// A batch, divided into groups.
 ///
-/// Carried out group after group, it does what the batch in its order of arrival does. Groups
-/// between barriers may run together whenever the requests might have.
+/// Executing group after group has the same effect as executing the batch in order of arrival.
+/// Groups between two barriers may run concurrently if their requests could have.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan<'a> {
     order: &'a [usize],
@@ -209,14 +213,14 @@ pub struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// The groups: indices into the batch, by rising offset, end to end without a gap.
+    /// The groups: indices into the batch, in order of rising offset, contiguous on the disk.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &'a [usize]> + use<'a> {
         let Self { order, ends } = *self;
         let mut start = 0;
         ends.iter().map(move |&end| &order[core::mem::replace(&mut start, end)..end])
     }
 
-    /// How many requests merging saves.
+    /// Number of requests saved by merging.
     pub const fn merged(&self) -> usize {
         self.order.len() - self.ends.len()
     }

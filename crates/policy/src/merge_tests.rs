@@ -1,4 +1,4 @@
-//! Merging, statement by statement; `tests/merge.rs` tries random plans.
+//! Merging of single batches. `tests/merge.rs` tests random ones.
 
 use super::*;
 use Operation::{Barrier, Read, Write};
@@ -36,30 +36,30 @@ fn check(batch: &[Candidate], expected: &[&[usize]]) {
 
 #[test]
 fn adjacent_requests_of_one_kind_become_one() {
-    // A batch of none or one is itself.
+    // Batches of zero and one request.
     check(&[], &[]);
     check(&[read(0, 4 * K)], &[&[0]]);
     check(&[flush()], &[&[0]]);
-    // Neighbours, in whatever order they came; without any, in the order of arrival.
+    // Adjacent requests, in any order of arrival. Without adjacent ones, the order of arrival.
     check(&[read(0, 4 * K), read(4 * K, 8 * K), read(12 * K, 512)], &[&[0, 1, 2]]);
     check(&[write(8 * K, K), write(0, 4 * K), write(4 * K, 4 * K)], &[&[1, 2, 0]]);
     check(&[read(100 * K, K), read(0, K), write(50 * K, K)], &[&[0], &[1], &[2]]);
-    // A gap or an overlap of one byte keeps reads apart; overlapping ones are no conflict.
+    // A gap or an overlap of one byte prevents merging of reads. Overlapping reads do not conflict.
     check(&[read(0, 4095), read(4096, 4096)], &[&[0], &[1]]);
     check(&[read(0, 4097), read(4096, 4096)], &[&[0], &[1]]);
     check(&[read(0, K), read(0, K), read(K, K)], &[&[0], &[1, 2]]);
-    // Reads and writes, each with their own.
+    // Reads merge with reads, writes with writes.
     check(&[write(4 * K, K), read(0, K), write(5 * K, K), read(K, K)], &[&[1, 3], &[0, 2]]);
     check(&[read(0, K), write(K, K)], &[&[0], &[1]]);
-    // Flags keep requests apart.
+    // Different flags prevent merging.
     let fua = Candidate { key: 1, ..write(K, K) };
     check(&[write(0, K), fua, write(2 * K, K)], &[&[0], &[1], &[2]]);
     check(&[Candidate { offset: 0, ..fua }, fua], &[&[0, 1]]);
-    // The end of numbers is not passed.
+    // No overflow at the largest offset.
     let last = read(u64::MAX - 1, 1);
     check(&[last, read(u64::MAX, 1), read(u64::MAX, u64::MAX)], &[&[0, 1], &[2]]);
     check(&[write(0, u64::MAX), write(u64::MAX, u64::MAX)], &[&[0], &[1]]);
-    // Requests of no bytes stay alone.
+    // Requests of zero bytes are not merged.
     check(&[read(0, K), read(K, 0), read(2 * K, K)], &[&[0], &[1], &[2]]);
     check(&[write(0, K), write(K, 0), write(K, K), write(2 * K, K)], &[&[0], &[1], &[2, 3]]);
     check(&[write(K, 0), write(0, K), write(K, 2 * K)], &[&[0], &[1], &[2]]);

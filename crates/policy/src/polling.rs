@@ -1,49 +1,49 @@
-//! Whether a thread that waits for completions had better stay awake, found out by trying both.
+//! Decides if a thread that waits for completions polls or sleeps, by measuring both.
 //!
 //! ```text
-//!   asleep │ awake │ asleep │ awake │ verdict ─► as it says for a while ─► asleep │ awake │ …
+//!   sleep │ poll │ sleep │ poll │ verdict ─► stays as decided for a while ─► sleep │ poll │ …
 //! ```
 //!
-//! A thread that sleeps between completions costs least. But it has to be woken, and where a wake-
-//! up goes is the kernel's choice: it may put a server and its client on one processor, where they
-//! take turns while the other one is idle, and a thread that stays awake is left alone. Which it is
-//! depends on the kernel, the hypervisor and the client, so nothing here knows: the thread is awake
-//! for some milliseconds now and then, and what came of it decides. The longer a verdict has held,
-//! the longer the next one does.
+//! Sleeping between completions is cheapest, but the scheduler of the kernel decides where a woken
+//! thread runs: it may put a server and its client on one processor, where they alternate while
+//! another processor is idle. A thread that polls is left alone. The better choice depends on
+//! kernel, hypervisor and client and cannot be derived, so the thread polls for some milliseconds
+//! now and then and compares. The longer a verdict has been confirmed, the longer the next one
+//! holds.
 //!
-//! Never knows what completes, and never decides how long to look for it.
+//! Independent of what completes. Never decides how long a thread polls before it sleeps.
 
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 
-/// What is measured at a time: some hundred completions at the least rate.
+/// Duration of a measurement: some hundred completions at the lowest rate that is tried.
 const WINDOW: Duration = Duration::from_millis(16);
-/// What passes first: the kernel moves threads apart at its ticks, which are 1 to 10 ms apart.
+/// Time before a measurement. The kernel moves threads apart at its ticks, every 1 to 10 ms.
 const SETTLING: Duration = Duration::from_millis(12);
-/// Windows of a trial, every other one awake.
+/// Measurements in a trial, alternately sleeping and polling.
 const WINDOWS: u8 = 4;
-/// How often it is seen to that a thread that is awake has reason to.
+/// Interval at which a polling thread checks that polling still pays.
 const LOOK: Duration = Duration::from_millis(20);
-/// How long a verdict stands: so long at first, twice as long each time it is the same.
+/// Duration of a verdict: this at first, doubled each time it is confirmed.
 const SHORTEST: Duration = Duration::from_millis(500);
 const LONGEST: Duration = Duration::from_secs(8);
-/// Completions a second below which nothing is tried: what a thread awake costs is shared by too
-/// few.
+/// Completions per second below which polling is not tried: too few would share its cost.
 const LEAST_RATE: u64 = 20_000;
-/// The rate awake, in percent of the one asleep, that is worth anything.
+/// Minimum rate while polling, in percent of the rate while sleeping.
 const WORTH: u64 = 115;
-/// Percent that a completion's processor time may rise for each percent of the rate.
+/// Allowed increase of processor time for a completion, in percent for each percent of the rate.
 const PRICE: u64 = 3;
-/// A thread that waits for a processor this part of its time fights for one: nobody gains by that.
+/// A thread that waits for a processor for more than this fraction (1 / n) of the time competes
+/// with other threads; polling would make that worse.
 const CONTENDED: u64 = 8;
 
-/// What a thread has done so far, counted from any beginning.
+/// Cumulative counters of a thread, from any start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Operations that have completed.
+    /// Completed operations.
     pub completions: u64,
-    /// Processor time the thread has used, in nanoseconds.
+    /// Processor time used, in nanoseconds.
     pub processor_ns: u64,
-    /// How long the thread was ready to run and did not, in nanoseconds.
+    /// Time that the thread was runnable but did not run, in nanoseconds.
     pub starved_ns: u64,
 }
 
@@ -57,7 +57,7 @@ impl Work {
     }
 }
 
-/// Work and the time it took.
+/// Work in an interval.
 #[derive(Clone, Copy, Debug, Default)]
 struct Measured {
     work: Work,
@@ -72,13 +72,13 @@ impl Measured {
         self.elapsed_ns += other.elapsed_ns;
     }
 
-    /// Completions a second.
+    /// Completions per second.
     fn rate(&self) -> u64 {
         let rate = u128::from(self.work.completions) * u128::from(NANOS_PER_SECOND);
         u64::try_from(rate / u128::from(self.elapsed_ns.max(1))).unwrap_or(u64::MAX)
     }
 
-    /// Picoseconds of processor time for a completion.
+    /// Processor time of a completion, in picoseconds.
     fn cost(&self) -> u64 {
         self.work.processor_ns.saturating_mul(1000) / self.work.completions.max(1)
     }
@@ -90,15 +90,15 @@ impl Measured {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Before a window of a trial: what happens does not count.
+    /// Before a measurement of a trial. This time is not counted.
     Settling(u8),
     Window(u8),
-    /// A verdict stands until then.
+    /// A verdict holds until then.
     Standing(Instant),
 }
 
-/// The decision of one thread. Call [`Polling::next`] when [`Polling::ends`] has come, and whenever
-/// is convenient after it: a thread that sleeps need not be woken for it.
+/// The decision for one thread. Call [`Polling::next`] at [`Polling::ends`] or any time after it: a
+/// sleeping thread need not be woken for that.
 #[derive(Clone, Debug)]
 pub struct Polling {
     awake: bool,
@@ -108,7 +108,7 @@ pub struct Polling {
     before: Work,
     asleep: Measured,
     roused: Measured,
-    /// The last verdict, and how long it stood or stands.
+    /// The last verdict, and its duration.
     verdict: bool,
     stood: Duration,
 }
@@ -124,17 +124,17 @@ impl Default for Polling {
 }
 
 impl Polling {
-    /// Whether to look for completions instead of sleeping.
+    /// True if the thread should poll instead of sleeping.
     pub fn is_awake(&self) -> bool {
         self.awake
     }
 
-    /// When it is to be asked again.
+    /// Time of the next call of [`Polling::next`].
     pub fn ends(&self) -> Instant {
         self.ends
     }
 
-    /// Goes on, by what the thread has done so far.
+    /// Advances the trial; `work` are the current counters of the thread.
     pub fn next(&mut self, now: Instant, work: Work) {
         let measured = Measured { work: work.since(self.before), elapsed_ns: now.nanos_since(self.began) };
         (self.began, self.before) = (now, work);
@@ -165,6 +165,7 @@ impl Polling {
         } else {
             self.asleep.add(measured);
         }
+        // Contention ends the trial early: its remaining windows would slow other threads down.
         if self.awake && measured.is_contended() {
             return self.conclude(false, now);
         }
@@ -179,6 +180,8 @@ impl Polling {
         let percent = |awake: u64, asleep: u64| awake.saturating_mul(100) / asleep.max(1);
         let rate = percent(self.roused.rate(), self.asleep.rate());
         let cost = percent(self.roused.cost(), self.asleep.cost());
+        // The gain must be noticeable, and each percent of it may cost PRICE percent per
+        // completion.
         rate >= WORTH && cost <= 100 + PRICE * (rate - 100)
     }
 
@@ -197,6 +200,7 @@ impl Polling {
 
     fn stand(&mut self, awake: bool, stood: Duration, now: Instant) {
         (self.awake, self.verdict, self.stood) = (awake, awake, stood);
+        // A sleeping thread keeps its verdict to the end. A polling one is checked in between.
         let until = now + stood;
         self.enter(Stage::Standing(until), if awake { until.min(now + LOOK) } else { until });
     }
@@ -206,13 +210,13 @@ impl Polling {
 mod tests {
     use super::*;
 
-    /// A thread under load: what it completes and what that takes of a processor, asleep and awake.
+    /// A thread under load: its rates and costs while sleeping and while polling.
     #[derive(Clone, Copy)]
     struct Machine {
         rates: [u64; 2],
-        /// Nanoseconds of processor time each.
+        /// Processor time of a completion, in nanoseconds.
         costs: [u64; 2],
-        /// Of a second, ready to run and not running.
+        /// Nanoseconds per second in which the thread is runnable and does not run.
         starved_ns: [u64; 2],
     }
 
@@ -234,7 +238,7 @@ mod tests {
             Self { polling, now: Instant::from_nanos(5), done: 0.0, work }
         }
 
-        /// Runs for so long; the time it was awake.
+        /// Runs for `time` and returns the time spent polling.
         fn run(&mut self, machine: Machine, time: Duration) -> Duration {
             let (end, mut awake) = (self.now + time, Duration::ZERO);
             while self.now < end {
@@ -306,7 +310,7 @@ mod tests {
         let mut worker = Worker::new();
         let part = worker.part_awake(contended, Duration::from_secs(10));
         assert!(part > 0.0 && part < 0.02, "{part}");
-        // Also where the fight begins later.
+        // Contention that begins after the verdict.
         let mut worker = Worker::new();
         worker.run(APART, Duration::from_secs(1));
         assert!(worker.polling.is_awake());

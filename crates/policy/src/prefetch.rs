@@ -1,26 +1,26 @@
-//! Prefetching: who reads in sequence, how far to read ahead, and what to keep.
+//! Prefetching: detects sequential readers, decides how far to read ahead and what to cache.
 //!
 //! ```text
-//!   read ──► extents.rs: in memory? ── yes ──► chunk.rs: has been read ──► its stream ──┐
-//!               │ no                                                                   │
-//!               ▼                                                                      ▼
-//!            expectations.rs: was it expected? ── for the third time ──► streams.rs: how far ahead of it
-//!               │ no                                                        │  window.rs: how much, how early
-//!               ▼                                                           │  gate.rs: does it pay?
-//!            expects what may follow                                        ▼  congestion.rs: is there room?
-//!                                                                         ahead.rs: to be read
+//!   read ──► extents.rs: cached? ──── yes ──► chunk.rs: mark as read ──► its stream ──┐
+//!               │ no                                                                  │
+//!               ▼                                                                     ▼
+//!            expectations.rs: expected? ── third request ──► streams.rs: position, lead
+//!               │ no                                            │  window.rs: how much, how early
+//!               ▼                                               │  gate.rs: does it pay?
+//!            record what may follow                             ▼  congestion.rs: in-flight limit
+//!                                                            ahead.rs: ranges to read
 //!
 //!   memory is full ──► lists.rs: which chunk to evict
-//!   write ──► cache.rs: what it overlaps is not found any more, also if it is still in flight
+//!   write ──► cache.rs: invalidate overlapping chunks, including those in flight
 //! ```
 //!
-//! The rules and defaults are those of pcache (KVM Forum 2016): keep only data that was read ahead;
-//! ignore requests above a size; when memory is short, evict what has been read first. Beyond it:
-//! streams are found by place, also backward and strided ones; each has a window that adapts (AMP,
-//! FAST 2007); memory is divided by what pays (SARC, FAST 2005); a gate closes if the data is not
-//! used.
+//! Rules and defaults follow pcache (KVM Forum 2016): cache only data that was read ahead; ignore
+//! requests above a size; when memory is full, evict data that has been read first. Additions:
+//! streams are detected by offset, including backward and strided ones; each has an adaptive window
+//! (AMP, FAST 2007); memory is divided by marginal utility (SARC, FAST 2005); a gate stops
+//! read-ahead whose data is not used.
 //!
-//! Never does I/O, keeps no data and knows no clock: tokens stand for a chunk's data.
+//! Never does I/O, reads a clock or holds data: tokens represent the data of chunks.
 
 mod ahead;
 mod cache;

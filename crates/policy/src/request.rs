@@ -1,11 +1,11 @@
-//! What policy needs to know of a request: its direction, its place and its size. Never its data.
+//! The direction of a request. Policy sees direction, offset and size, never the data.
 
-/// Which of a disk's two queues a request waits in, and which buckets apply to it.
+/// Direction of a request: selects the queue of the disk and the buckets that apply.
 ///
 /// Discards and write-zeroes count as writes (QEMU's docs/throttle.txt: they change the disk).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// Reads, also of holes that are answered without touching the disk.
+    /// Reads, including reads of holes, which do not reach the storage.
     Read,
     /// Writes, write-zeroes and discards.
     Write,

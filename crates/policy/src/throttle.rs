@@ -1,49 +1,51 @@
-//! Throttling: which request may pass now, and when the next one may.
+//! Throttling: decides which request is admitted now, and when the next one can be.
 //!
 //! ```text
-//!   disk A  reads  ▕▏▕▏▕▏ ─┐  A's own    ┐ turns, by weight     group's     ┐ turns      host's
-//!   disk A  writes ▕▏▕▏ ───┴─ limits ────┤ and by promise ────► limits ─────┤ ─────────► limits ──► pass
-//!   disk B  reads  ▕▏ ─────── limits ────┘                                  │
-//!   disk C  reads  (idle) ·                                    a group's ───┘
+//!   disk A  reads  ▕▏▕▏▕▏ ─┐  A's own    ┐ scheduled by weight   group's     ┐ scheduled    host's
+//!   disk A  writes ▕▏▕▏ ───┴─ limits ────┤ and reservation ────► limits ─────┤ ───────────► limits ──► admit
+//!   disk B  reads  ▕▏ ─────── limits ────┘                                   │
+//!   disk C  reads  (idle) ·                                     a group's ───┘
 //! ```
 //!
 //! **The bucket** (`bucket.rs`). Each of a node's six limits ([`LimitKind`]) is a leaky bucket.
-//! Admitted work fills it, and it leaks at the limit's rate. While it is more than full, what it
-//! applies to waits. Its size is the burst: a tenth of a second's worth by default, else `-max` ×
-//! `-max-length`. A burst longer than one second has a second, small bucket that leaks at `-max`. A
-//! request passes whatever its size; the requests after it pay for what was too much.
+//! Admitted work fills it, and it leaks at the limit's rate. While its level exceeds its size,
+//! requests that it applies to wait. The size is the burst capacity: a tenth of a second at the
+//! rate by default, otherwise `-max` × `-max-length`. A burst longer than one second has a second,
+//! small bucket that leaks at `-max`. A request is admitted whatever its size; later requests wait
+//! for the excess.
 //!
-//! **The slice** (`price.rs`). A request worth more than 90 ms of its scarcest limit is charged in
-//! parts of that size, and passes with the last part. Others have their turns between the parts.
+//! **The slice** (`price.rs`). A request that costs more than 90 ms of its scarcest limit is
+//! charged in slices of that size and admitted with the last one. Siblings are served between the
+//! slices.
 //!
-//! **The tree** (`tree.rs`). Disks have limits, and belong to groups that have limits, which may
-//! belong to groups. All levels hold at once. Thousands of idle disks cost a decision nothing.
+//! **The tree** (`tree.rs`). Disks have limits and belong to groups with limits, which may belong
+//! to other groups. All levels apply at once. Idle disks cost a decision nothing, even thousands.
 //!
-//! **The turn** (`schedule.rs`). The cost of a request is the time that it takes of the scarcest
-//! limit above its siblings. They share that time by weight, so neither small requests nor short
-//! queues are at a disadvantage. A reservation comes first, up to its rate; those that cannot be
-//! kept are refused (`booking.rs`).
+//! **The schedule** (`schedule.rs`). The cost of a request is the time that it needs of the
+//! scarcest limit above its siblings. They share that time by weight, so neither small requests nor
+//! short queues are at a disadvantage. A reservation is served first, up to its rate; reservations
+//! that do not fit are rejected (`booking.rs`).
 //!
 //! **The longest wait.** The first request in a disk's queue waits, in each group, until each
-//! sibling has had two turns and its share of what this one had. A turn is a request or a slice, C.
-//! With weights w and nothing promised, that is at most Σ (2 Cⱼ + wⱼ/wᵢ · Cᵢ) over its siblings,
-//! plus one turn that its own bucket is overrun by, plus 40 ms of credit
-//! (`tests/throttle/every_order.rs` tries all orders of events). Promises lengthen it at most a
-//! hundredfold.
+//! sibling has been served twice and has got its share of the service of this one. One service is a
+//! request or a slice, of cost C. With weights w and without reservations, the wait is at most Σ (2
+//! Cⱼ + wⱼ/wᵢ · Cᵢ) over its siblings, plus one service by which its own bucket is overrun, plus 40
+//! ms of credit (`tests/throttle/every_order.rs` checks all orders of events). Reservations
+//! multiply it by a hundred at most.
 //!
-//! **The two directions** are apart, as in QEMU: a read passes waiting writes, unless both wait for
-//! a total limit. Then they have turns like siblings, and alternate within a disk.
+//! **The two directions** have separate queues, as in QEMU: a read overtakes waiting writes, unless
+//! both wait for a total limit. Then they are scheduled like siblings, and alternate within a disk.
 //!
-//! **Read-ahead** (`bucket/spare.rs`, `tree/spare.rs`) uses what guests leave. Each bucket has a
-//! second level on top of the guests', which drains only when theirs is empty. A read-ahead is
-//! admitted while both together are not more than full at every level, and nobody waits there.
-//! Guests pay for data from memory as for any other, and the spare level gets that amount back
+//! **Read-ahead** (`bucket/spare.rs`, `tree/spare.rs`) uses spare capacity. Each bucket has a
+//! second level on top of the guests', which leaks only while theirs is empty. Read-ahead is
+//! admitted if both together do not exceed the size at any level and no request waits there. Guests
+//! are charged for cached data as for any other, and the spare level is refunded that amount
 //! ([`GivenBack`]).
 //!
 //! Names, defaults and validity of limits are those of QEMU (docs/throttle.txt; `throttle_is_valid`
 //! in util/throttle.c).
 //!
-//! Never rejects a request, never drops one, never knows its data.
+//! Never rejects or drops a request, never sees its data.
 
 mod booking;
 mod bucket;

@@ -1,7 +1,7 @@
-//! Instants as numbers: nanoseconds since an epoch that only the caller knows.
+//! Instants as numbers: nanoseconds since an epoch that the caller chooses.
 //!
-//! The reactor counts from its own start on the monotonic clock, the simulated one from zero.
-//! Policy code only subtracts and compares. It never reads a clock.
+//! The reactor counts from its start on the monotonic clock, the simulated reactor from zero.
+//! Policy code only subtracts and compares, and never reads a clock.
 
 use core::fmt;
 use core::ops::{Add, AddAssign, Sub};
@@ -10,7 +10,7 @@ pub use core::time::Duration;
 /// Nanoseconds in a second.
 pub const NANOS_PER_SECOND: u64 = 1_000_000_000;
 
-/// A point on a monotonic clock, in nanoseconds since that clock's own epoch.
+/// A point on a monotonic clock, in nanoseconds since the epoch of that clock.
 ///
 /// 64 bits of nanoseconds last 584 years, so additions saturate instead of failing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -32,21 +32,22 @@ impl Instant {
         self.0
     }
 
-    /// Nanoseconds from `earlier` to `self`; zero if `earlier` is later: workers read the clock
-    /// before they take a group's lock, so their instants may arrive out of order.
+    /// Nanoseconds from `earlier` to `self`; zero if `earlier` is later. Workers read the clock
+    /// before they acquire a group's lock, so instants may arrive out of order.
     pub const fn nanos_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
 }
 
-/// A date of UTC, in seconds since 1970, as people read it: `2026-11-21 06:15:21`.
+/// A date and time in UTC, in seconds since 1970. Displayed as `2026-11-21 06:15:21`.
 #[derive(Clone, Copy, Debug)]
 pub struct Date(pub u32);
 
 impl fmt::Display for Date {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (days, second) = (self.0 / 86_400, self.0 % 86_400);
-        // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
+        // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms": the year begins in March,
+        // so that the leap day is its last day.
         let days = days + 719_468;
         let (era, day) = (days / 146_097, days % 146_097);
         let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
@@ -75,7 +76,7 @@ impl AddAssign<Duration> for Instant {
 
 impl Sub for Instant {
     type Output = Duration;
-    /// Zero if `rhs` is later, as [`Instant::nanos_since`].
+    /// Returns zero if `rhs` is later, as [`Instant::nanos_since`] does.
     fn sub(self, rhs: Self) -> Duration {
         Duration::from_nanos(self.nanos_since(rhs))
     }

@@ -1,31 +1,32 @@
-//! The watermark: limits that hold only while the device is short.
+//! The watermark: enforces limits only while the device is busy.
 //!
 //! ```text
-//!     use of the device
-//!      100 % ┬──────────────── saturated: factor falls, the faster the longer it lasts ──► 1: as set
-//!       98 % ├─ ─ ─ ─ ─ ─ ─ ─ ─ what the factor is steered to
-//!  watermark ├──────────────── from here up: limits × factor
-//!      − 5   ├──────────────── below this, and a larger factor changes nothing: lifted
+//!     utilization
+//!      100 % ┬──────────────── saturated: factor falls, ever faster ─────────────────► 1: as set
+//!       98 % ├─ ─ ─ ─ ─ ─ ─ ─ ─ target of the control loop
+//!  watermark ├──────────────── from here: limits × factor
+//!      − 5   ├──────────────── below this, if a larger factor has no effect: lifted
 //!        0 % ┴
 //! ```
 //!
-//! A group with a watermark may exceed its limits as long as the device has room (io-throttle v16
-//! for Linux, 2009). If it has none, the limits hold again, all multiplied by the largest factor
-//! that the device allows. So the groups keep sharing in proportion to their limits, which
-//! io-throttle did not achieve. If work without limits takes the device, the factor falls to 1.
+//! A group with a watermark may exceed its limits while the device has spare capacity (io-throttle
+//! v16 for Linux, 2009). If it has none, the limits apply again, all multiplied by the largest
+//! factor that the device allows. The groups therefore keep sharing in proportion to their limits,
+//! which io-throttle did not achieve. If unlimited work saturates the device, the factor falls to
+//! 1.
 //!
-//! **The loop.** Use is smoothed over 150 ms, because one large request may fill a sample. The
-//! factor is steered in proportion to the difference between use and 98 %, with a damping of 0.7. A
-//! saturated device does not show how far the factor is off, so there it falls faster the longer
-//! that lasts.
+//! **The loop.** Utilization is smoothed over 150 ms, because one large request may fill a sample.
+//! The factor changes in proportion to the difference between utilization and 98 %, with a damping
+//! of 0.7. Saturation hides the size of the error, so on a saturated device the factor falls faster
+//! the longer that lasts.
 //!
-//! If the factor rises and use does not follow, limits are not what holds the groups back: the
-//! factor stops at four times, and below the watermark limits are lifted instead. This test keeps
-//! one busy group among many from oscillating, because the factor that it needs is far from what
-//! all take together. Nor does the factor rise while no group takes what it already allows: a
-//! device that stalls would wind it up.
+//! If the factor rises and utilization does not follow, the groups are not throttled by the limits:
+//! the factor stops at four times, and below the watermark the limits are lifted instead. Without
+//! this test one busy group among many would oscillate, because the factor that it needs is far
+//! from the ratio of all groups together. The factor does not rise either while no group uses what
+//! it already allows; otherwise a stalled device would wind it up.
 //!
-//! Never looks at a device itself: samples come in, an [`Enforcement`] comes out.
+//! Never measures a device itself: samples are the input, an [`Enforcement`] is the output.
 
 mod consumption;
 
@@ -34,7 +35,7 @@ pub use consumption::{Consumed, Taken};
 use crate::throttle::{Enforcement, Scale};
 use crate::time::Instant;
 
-/// What a device can do, as measured; 0 where that is unknown.
+/// Measured capacity of a device; 0 where unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
     /// Read operations per second.
@@ -47,7 +48,7 @@ pub struct Capacity {
     pub write_bps: u64,
 }
 
-/// What a device did: rates over some short time.
+/// Measured rates of a device, averaged over some short time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rates {
     /// Read operations per second.
@@ -61,18 +62,18 @@ pub struct Rates {
 }
 
 impl Capacity {
-    /// How much of the device these rates are, in thousandths: the larger of operations and bytes.
+    /// Utilization at these rates, in thousandths: the larger of operations and bytes.
     ///
-    /// A mix takes the sum of what reads and writes take. `None` if that is unknown for all that
-    /// was done. More than 1000 is possible: a device is at times faster than when it was measured.
+    /// For a mix, the utilizations of reads and writes are added. `None` if no capacity is known.
+    /// May exceed 1000: a device can be faster than when it was measured.
     pub fn use_of(&self, rates: Rates) -> Option<u64> {
         let operations = part(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
         let bytes = part(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
         operations.max(bytes)
     }
 
-    /// What can be promised, in operations and bytes per second: the slower of reading and writing.
-    /// 0 where one of them is unknown.
+    /// Rates that can be reserved, in operations and bytes per second: the smaller of reading and
+    /// writing; 0 if either is unknown.
     pub fn reservable(&self) -> [u64; 2] {
         [self.read_iops.min(self.write_iops), self.read_bps.min(self.write_bps)]
     }
@@ -89,15 +90,15 @@ fn part(read: u64, of_read: u64, write: u64, of_write: u64) -> Option<u64> {
     }
 }
 
-/// Percent of a device in use from which on a group's limits hold; 0 is always.
+/// Utilization in percent from which a group's limits apply; 0 means always.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Watermark(u8);
 
 impl Watermark {
-    /// Limits hold whatever the device does.
+    /// Limits always apply.
     pub const ALWAYS: Self = Self(0);
 
-    /// A watermark of so many percent, or `None` above 100.
+    /// A watermark in percent; `None` above 100.
     pub fn new(percent: u8) -> Option<Self> {
         (percent <= 100).then_some(Self(percent))
     }
@@ -111,81 +112,85 @@ impl Watermark {
         1 << self.0
     }
 
-    /// From which use on limits hold. No device is ever measured at quite 100 %.
+    /// Utilization from which limits apply. Capped, because measured utilization hardly reaches 100
+    /// %.
     fn upper(self) -> f64 {
         (f64::from(self.0) / 100.0).min(TARGET)
     }
 
-    /// Below which use they no longer do.
+    /// Utilization below which limits may be lifted again.
     fn lower(self) -> f64 {
         self.upper() - HYSTERESIS
     }
 }
 
-/// What was seen of a device since the last sample.
+/// Measurements of a device since the last sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// How much of the device was in use, in thousandths ([`Capacity::use_of`], or its busy time).
+    /// Utilization in thousandths ([`Capacity::use_of`], or the busy time of the device).
     pub used: u64,
-    /// How many times their limits all groups took together, in thousandths
+    /// Consumption of all groups as a multiple of their limits, in thousandths
     /// ([`Consumed::together`]).
     pub together: u64,
-    /// The same of the group that took most of its own ([`Consumed::most`]).
+    /// Consumption of the group with the largest multiple ([`Consumed::most`]).
     pub most: u64,
 }
 
 impl Sample {
-    /// A sample of a device in use by `used` thousandths, by those who took this.
+    /// A sample with utilization `used`, in thousandths, and the groups' consumption.
     pub fn new(used: u64, consumed: &Consumed) -> Self {
         Self { used, together: consumed.together(), most: consumed.most() }
     }
 }
 
-/// What use is steered to while limits hold; at saturation the device would share, not the limits.
+/// Target utilization while limits apply. At saturation the device would decide the shares, not the
+/// limits.
 const TARGET: f64 = 0.98;
 const SATURATED: f64 = 0.99;
 const HYSTERESIS: f64 = 0.05;
 const SMOOTHING_S: f64 = 0.15;
-/// Part of the relative error that the factor moves by a second; damps by 0.7.
+/// Relative change of the factor per second and relative error; gives a damping of 0.7.
 const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
-/// How fast the factor falls on a saturated device, by second, and how much faster each second.
+/// Rate at which the factor falls on a saturated device, per second; its increase per second; its
+/// maximum.
 const FALL: f64 = 0.07;
 const FALL_FASTER: f64 = 4.0;
 const FALL_FASTEST: f64 = 2.5;
-/// A factor that has risen so many times without use rising is not what holds anybody back.
+/// If the factor has risen this many times and utilization has not, limits do not throttle any
+/// group.
 const UNANSWERED: f64 = 4.0;
-/// Use has risen if it has by this factor, and by so much of the device.
+/// Utilization counts as risen if it rose by this factor, and by this share of the device.
 const ANSWER: f64 = 1.1;
 const LEAST_ANSWER: f64 = 0.02;
-/// A factor so many times above what the greediest group took lately holds nobody.
+/// A factor this many times above the recent multiple of the greediest group throttles no group.
 const UNBOUND: f64 = 1.25;
 const LATELY_S: f64 = 2.0;
-/// Samples further apart than this, in seconds, say nothing of what was between them.
+/// Time between samples, in seconds, above which the earlier one is discarded.
 const STALE_S: f64 = 1.0;
 
 /// Decides how the limits of all groups with a watermark on one device are enforced.
 ///
-/// Call [`observe`](Controller::observe) about every 50 ms, and then
-/// [`enforcement`](Controller::enforcement) for every watermark on the device: others are
-/// forgotten.
+/// Call [`observe`](Controller::observe) about every 50 ms, then
+/// [`enforcement`](Controller::enforcement) for every watermark in use on the device; the state of
+/// all others is dropped.
 #[derive(Clone, Debug)]
 pub struct Controller {
     last: Option<Instant>,
-    /// Smoothed, 1 being all of the device.
+    /// Smoothed utilization; 1 is the whole device.
     used: f64,
-    /// Smoothed, 1 being the limits: what all took together, and who took most of its own.
+    /// Smoothed multiples of the limits: of all groups together, and of the greediest.
     together: f64,
     most: f64,
-    /// The largest of the latter for a while.
+    /// Decaying maximum of `most`.
     most_lately: f64,
-    /// By watermark: asked for since the last sample.
+    /// Watermarks requested since the last sample, one bit for each percentage.
     asked: u128,
-    /// By watermark: limits hold.
+    /// Watermarks whose limits apply, one bit for each percentage.
     holding: u128,
     factor: f64,
-    /// Factor and use when use last answered to the factor.
+    /// Factor and utilization when utilization last responded to the factor.
     answered: (f64, f64),
-    /// Seconds for which smoothed use, and for which every sample, has been saturated.
+    /// Seconds for which smoothed utilization, and every single sample, has been saturated.
     saturated_s: f64,
     full_s: f64,
 }
@@ -197,7 +202,7 @@ impl Default for Controller {
 }
 
 impl Controller {
-    /// A controller that has seen nothing, and lifts.
+    /// A controller without samples; limits are lifted.
     pub const fn new() -> Self {
         Self {
             last: None,
@@ -214,7 +219,7 @@ impl Controller {
         }
     }
 
-    /// How limits with this watermark are to be enforced, by what has been observed.
+    /// Current enforcement of limits with this watermark.
     pub fn enforcement(&mut self, watermark: Watermark) -> Enforcement {
         self.asked |= watermark.bit();
         if watermark == Watermark::ALWAYS {
@@ -229,22 +234,23 @@ impl Controller {
         }
     }
 
-    /// Use of the device in thousandths, smoothed.
+    /// Smoothed utilization in thousandths.
     pub fn used(&self) -> u64 {
         (self.used * 1000.0) as u64
     }
 
-    /// Takes in what was seen up to `now`.
+    /// Adds a sample taken at `now`.
     pub fn observe(&mut self, now: Instant, sample: Sample) {
         let elapsed_s = self.last.map_or(STALE_S, |last| now.nanos_since(last) as f64 / 1e9);
         self.last = Some(now);
         if elapsed_s >= STALE_S {
-            // One sample alone proves no use.
+            // Start at zero: a single sample must not count as sustained utilization.
             (self.used, self.together, self.most, self.most_lately) = (0.0, 0.0, 0.0, 0.0);
             (self.saturated_s, self.full_s) = (0.0, 0.0);
         }
         let elapsed_s = elapsed_s.min(SMOOTHING_S);
         let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
+        // First-order low-pass filters with a common time constant.
         self.used += (in_ones(sample.used) - self.used) * fresh;
         self.together += (in_ones(sample.together) - self.together) * fresh;
         self.most += (in_ones(sample.most) - self.most) * fresh;
@@ -256,6 +262,8 @@ impl Controller {
         }
         self.judge();
         if self.holding != 0 && !held {
+            // Start at the current multiple of the limits, so that enforcement changes no rate
+            // abruptly.
             self.factor = self.together.clamp(1.0, largest());
             self.answered = (self.factor, self.used);
             self.saturated_s = 0.0;
@@ -267,8 +275,8 @@ impl Controller {
         let change = if is_saturated {
             self.saturated_s += elapsed_s;
             let fall = (FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST);
-            // With requests in lumps (writeback), use is at times far above what the device can do,
-            // and nothing in between, which makes the factor rise: it must fall by as much.
+            // Bursty requests (writeback) produce samples far above the capacity with zeros between
+            // them. The zeros raise the factor, so it must fall by as much.
             -fall.max(GAIN * (self.used - TARGET) / TARGET)
         } else {
             self.saturated_s = 0.0;
@@ -276,7 +284,7 @@ impl Controller {
         };
         let (factor_then, used_then) = self.answered;
         let rose = self.used >= used_then * ANSWER + LEAST_ANSWER;
-        // Use that falls has not answered either, but demand has changed.
+        // A fall of utilization is not a response to the factor either, but demand has changed.
         let fell = self.used <= used_then / ANSWER - LEAST_ANSWER;
         if change <= 0.0 || rose || fell {
             self.answered = (self.factor, self.used);
@@ -284,11 +292,13 @@ impl Controller {
             return;
         }
         let is_full = is_saturated || self.full_s >= SMOOTHING_S;
-        // A larger one would hold back nobody less, and a device that is full needs none.
+        // A larger factor would admit nothing more, or the device is full.
         if change <= 0.0 || !(self.is_unbound() || is_full) {
             self.factor *= 1.0 + change * elapsed_s;
         }
         if is_full {
+            // On a full device the factor is capped at the recent use, so that limits throttle at
+            // once.
             self.factor = self.factor.min(self.most_lately * UNBOUND);
         }
         self.factor = self.factor.clamp(1.0, largest());
@@ -304,6 +314,7 @@ impl Controller {
             let held = self.holding & watermark.bit() != 0;
             self.used >= watermark.upper() || held && (self.used >= watermark.lower() || !unanswered)
         };
+        // Only watermarks in use are kept; `ALWAYS` (0) needs no state.
         let asked = (1..=100).map(Watermark).filter(|watermark| self.asked & watermark.bit() != 0);
         self.holding = asked.filter(holds).fold(0, |holding, watermark| holding | watermark.bit());
         self.asked = 0;

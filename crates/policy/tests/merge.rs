@@ -1,4 +1,4 @@
-//! Merging against the disk: a plan does what the batch does request by request.
+//! Merging against a model of a disk: executing a plan has the same effect as executing the batch.
 
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 const DISK: usize = 64;
 
 fn any_candidate() -> impl Strategy<Value = Candidate> {
-    // Few offsets and short lengths, so that neighbours and overlaps are common.
+    // Few offsets and short lengths, so that adjacent and overlapping requests are common.
     let operation = prop_oneof![
         8 => Just(Operation::Read),
         8 => Just(Operation::Write),
@@ -20,7 +20,7 @@ fn any_candidate() -> impl Strategy<Value = Candidate> {
     })
 }
 
-/// Streams of neighbours cut up and shuffled, with and without strays.
+/// Shuffled pieces of sequential streams, with and without random requests.
 fn any_batch() -> impl Strategy<Value = Vec<Candidate>> {
     let stream = (any_candidate(), 1..6usize).prop_map(|(first, count)| {
         let step = first.length.max(1);
@@ -32,7 +32,7 @@ fn any_batch() -> impl Strategy<Value = Vec<Candidate>> {
     prop::collection::vec(stream, 0..8).prop_map(|streams| streams.concat()).prop_shuffle()
 }
 
-/// A disk that remembers what each request of a batch read.
+/// A disk that records what each request of a batch has read.
 struct Disk {
     bytes: Vec<u8>,
     read: Vec<Vec<u8>>,
@@ -48,9 +48,9 @@ impl Disk {
         let range = offset as usize..(offset + length) as usize;
         match operation {
             Operation::Read => self.read[number] = self.bytes[range].to_vec(),
-            // Each request writes bytes of its own.
+            // Each request writes a different byte.
             Operation::Write => self.bytes[range].fill(100 + number as u8),
-            // What a barrier sees: everything so far. Remembered as if it had read the whole disk.
+            // The effect of a barrier is the state it sees, recorded as a read of the whole disk.
             Operation::Barrier => self.read[number] = self.bytes.clone(),
         }
     }

@@ -1,4 +1,4 @@
-//! Pools steered in virtual time, with a kernel that keeps the rates it was told.
+//! Pools in virtual time, over a model of a kernel that enforces the rates it was set to.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use policy::{
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
-/// 20 MiB/s for five seconds, then 4.
+/// 20 MiB/s for five seconds, then 4 MiB/s.
 const BURSTS: [(&str, u64); 3] =
     [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
 const STEP: Duration = Duration::from_millis(5);
@@ -24,7 +24,7 @@ fn limits(settings: &[(&str, u64)]) -> Limits {
     limits
 }
 
-/// What a member would do if nothing held it back, in seconds and bytes per second.
+/// Load of a member without limits: times in seconds, rates in bytes per second.
 #[derive(Clone, Copy, Debug)]
 struct Load {
     from_s: f64,
@@ -42,12 +42,12 @@ impl Load {
     }
 }
 
-/// The kernel's side of a member: rates, and how far the request at hand has got.
+/// The kernel's state of a member: rates, and progress of the current request.
 struct Kept {
     load: Load,
     rates: Rates,
     passed: Passed,
-    /// At most a tenth of a second's worth more than a request.
+    /// Budget: at most a tenth of a second at the rate more than a request.
     credit: [f64; 2],
     asked: f64,
     waited: bool,
@@ -60,7 +60,7 @@ struct Bench {
     looks: usize,
     told: usize,
     due: HashMap<usize, Instant>,
-    /// Bytes passed by all, at each step.
+    /// Bytes of all members in each step.
     history: Vec<u64>,
     by_member: Vec<Vec<u64>>,
 }
@@ -139,7 +139,7 @@ impl Bench {
         }
     }
 
-    /// Bytes per second of all, between two instants in seconds.
+    /// Bytes per second of all members between two instants in seconds.
     fn rate(&self, from_s: f64, until_s: f64) -> f64 {
         let steps = |seconds: f64| (seconds / STEP.as_secs_f64()) as usize;
         self.history[steps(from_s)..steps(until_s)].iter().sum::<u64>() as f64 / (until_s - from_s)
@@ -202,7 +202,7 @@ fn a_burst_lasts_as_long_as_the_bucket_says_and_then_the_rate_holds() {
     let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     bench.run(40.0);
     near(bench.rate(0.0, 5.0), 20.0 * MIB as f64, 0.01);
-    // 100 MiB fill at 20 − 4 a second: 6.25 s.
+    // The bucket of 100 MiB fills at 20 − 4 MiB/s: 6.25 s.
     near(bench.rate(0.0, 6.25), 20.0 * MIB as f64, 0.01);
     near(bench.rate(6.5, 36.5), 4.0 * MIB as f64, 0.01);
 }
@@ -214,7 +214,7 @@ fn a_burst_is_there_again_as_far_as_the_bucket_has_drained() {
     bench.run(10.0);
     bench.kept[0].load = idle;
     bench.run(20.0);
-    // Ten seconds' leak of 4 MiB is 40 MiB of burst: 40 ÷ 16 seconds.
+    // In ten seconds 40 MiB leak, enough for a burst of 40 ÷ 16 seconds.
     near(bench.rate(20.1, 22.1), 20.0 * MIB as f64, 0.06);
     near(bench.rate(23.0, 30.0), 4.0 * MIB as f64, 0.05);
 }
@@ -250,6 +250,7 @@ fn what_one_leaves_the_other_has() {
 
 #[test]
 fn who_is_gone_leaves_its_part_until_it_is_seen_again() {
+    // An absent member's part is divided among the rest at once.
     let members = [(100, Load::greedy(65_536)), (300, Load::greedy(65_536))];
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &members);
     bench.run(5.0);
@@ -265,6 +266,7 @@ fn who_is_gone_leaves_its_part_until_it_is_seen_again() {
 
 #[test]
 fn who_cannot_be_seen_has_its_part_kept_for_it() {
+    // An unmeasurable member is not set to another rate, but counts as demanding everything.
     let members = [(100, Load::greedy(65_536)), (300, Load::NONE)];
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &members);
     bench.run(8.0);
@@ -277,6 +279,7 @@ fn who_cannot_be_seen_has_its_part_kept_for_it() {
 
 #[test]
 fn who_may_burst_is_looked_at_before_that_can_be_over() {
+    // 100 MiB at a surplus of 16 MiB/s.
     let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     assert_eq!(bench.pool.bursts_end(bench.now), Some(bench.now + Duration::from_millis(6250)));
     bench.run(10.0);
@@ -301,6 +304,7 @@ fn a_total_goes_to_the_direction_that_asks() {
 
 #[test]
 fn what_nobody_needs_to_look_at_is_not_looked_at() {
+    // A single member with limits that the kernel has itself needs no steering.
     let alone = Bench::new(&[("bps-write", 8 * MIB), ("iops-read", 100)], &[(100, Load::greedy(4096))]);
     assert_eq!(alone.pool.due(0, Instant::ZERO), None);
     let mut idle = Bench::new(&BURSTS, &[(100, Load::NONE)]);
@@ -364,7 +368,7 @@ fn a_pool_that_is_resumed_grants_no_second_burst() {
     bench.look(0);
     bench.pool.decide(bench.now);
     let (levels, passed) = (bench.pool.levels(), bench.pool.members()[0].passed());
-    // A second goes by unseen, at the burst's rate.
+    // A second at the burst rate passes without a measurement.
     let since = bench.now;
     bench.due.clear();
     bench.run(1.0);
@@ -379,7 +383,7 @@ fn a_pool_that_is_resumed_grants_no_second_burst() {
     near(bench.rate(6.5, 30.0), 4.0 * MIB as f64, 0.02);
 }
 
-/// Two members that each pass what they are told, for a second.
+/// Two members that use the rates they are set to for a second.
 fn busy(pool: &mut Pool, now: &mut Instant, passed: &mut [Passed; 2], busy: [bool; 2]) {
     for _ in 0..10 {
         *now += Duration::from_millis(100);
@@ -402,7 +406,7 @@ fn a_part_that_shrinks_by_little_is_told_to_whoever_has_more() {
     pool.add(Member::new(100));
     pool.add(Member::new(100));
     let mut passed = [Passed::default(); 2];
-    // Idle members and busy ones: neither keeps what others may have by now.
+    // Idle and busy members: neither may keep a rate that other hosts may have by now.
     for members in [[false, false], [true, false], [true, true]] {
         for thousandths in [1000_u64, 999, 996, 960, 910, 905, 1000] {
             busy(&mut pool, &mut now, &mut passed, members);
@@ -437,7 +441,7 @@ fn who_takes_all_of_a_part_is_said_to_be_held_back_and_others_are_not() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
-    /// What is told at any one time adds up to no more than the limit, whatever the members do.
+    /// The sum of the rates in force never exceeds the limit, whatever the members do.
     #[test]
     fn the_parts_never_add_up_to_more_than_the_limit(
         rate in 1_000_u64..100_000_000,
@@ -463,10 +467,10 @@ proptest! {
             bench.run(0.1);
             let told = |member: &Member| member.told().map_or(0, |told| told.bps.into_iter().flatten().sum::<u64>());
             let sum: u64 = bench.pool.members().iter().map(told).sum();
-            // A fall of less than 0.5 % is not told, and one unlimited direction counts nothing.
+            // A fall of less than 0.5 % is not set, and an unlimited direction does not count.
             prop_assert!(sum as f64 <= most as f64 * 1.005 + members.len() as f64 * 4.0, "{} told of {}", sum, most);
         }
-        // Over the long run no more passes than the rate and the bucket, or one request.
+        // In the long run I/O is bounded by the rate, the bucket, and one request of each member.
         let largest: u64 = members.iter().map(|member| member.4).sum();
         let held = if burst > 0 { (most + most / 10) as f64 } else { rate as f64 / 10.0 * members.len() as f64 + rate as f64 / 10.0 };
         let passed: f64 = bench.kept.iter().filter(|kept| total || kept.load.direction == 1).map(|kept| kept.bytes() as f64).sum();

@@ -1,8 +1,8 @@
 //! The watermark on a device of 22 MB/s: the cases of io-throttle v16's announcement (Andrea Righi,
-//! linux-kernel, 3 May 2009), in virtual time. Its figures stand beside ours.
+//! linux-kernel, 3 May 2009) in virtual time. Its results are printed beside ours.
 //!
-//! The device serves one request after the other; *cached*, writes go into memory of a bounded size
-//! first. Two clients write 1 MiB at a time, as dd did.
+//! The device serves one request at a time; if *cached*, writes first go into memory of a bounded
+//! size. Two clients write 1 MiB at a time, like dd.
 
 use policy::request::Direction;
 use policy::throttle::{
@@ -16,7 +16,7 @@ use std::mem;
 const MB: u64 = 1_000_000;
 const REQUEST: u64 = 1 << 20;
 const DEVICE_BPS: u64 = 22 * MB;
-/// What io-throttle's machine would have let pile up, scaled down with the rest.
+/// Dirty memory that io-throttle's machine allowed, scaled down with the rest.
 const CACHE: u64 = 32 * MB;
 const TICK: Duration = Duration::from_micros(500);
 const SAMPLE_TICKS: u64 = 100;
@@ -24,10 +24,10 @@ const SAMPLE_TICKS: u64 = 100;
 struct Client {
     disk: NodeId,
     limit_bps: u64,
-    /// Sends while this holds.
+    /// Sends requests until then.
     until: Instant,
     from: Instant,
-    /// Sends no sooner than so long after the last.
+    /// Minimum interval between two requests.
     pace: Duration,
     sent: Instant,
     idle: bool,
@@ -43,9 +43,9 @@ struct Model {
     cached: bool,
     now: Instant,
     ticks: u64,
-    /// At the device: whose request, and how much of it is left.
+    /// Queue of the device: client, and remaining bytes of the request.
     queue: VecDeque<(usize, u64)>,
-    /// Between these it serves nobody.
+    /// Interval in which the device is stalled.
     stall: (Instant, Instant),
     dirty: u64,
     done: u64,
@@ -72,7 +72,8 @@ impl Model {
         }
     }
 
-    /// A client under a limit of its own (0: none, and no watermark), sending for some seconds.
+    /// A client with a limit of its own (0: neither limit nor watermark) that sends for some
+    /// seconds.
     fn add(&mut self, limit_bps: u64, from_s: u64, until_s: u64) -> usize {
         let mut limits = Limits::default();
         limits.limit_mut(LimitKind::BpsTotal).rate = limit_bps;
@@ -126,7 +127,7 @@ impl Model {
             let drained = capacity.min(self.dirty);
             self.dirty -= drained;
             self.done += drained;
-            // Memory takes what there is room for, in turn.
+            // The cache accepts requests in order, as far as they fit.
             while let Some((client, length)) = self.queue.pop_front() {
                 if self.dirty + length > CACHE {
                     self.queue.push_front((client, length));
@@ -198,7 +199,7 @@ impl Model {
             .collect()
     }
 
-    /// How often limits were lifted or put back in force after this second.
+    /// Number of times that limits were lifted or enforced again after this second.
     fn flaps_after(&self, second: u64) -> usize {
         let states = self.changes.iter().map(|(at, enforcement)| (*at, *enforcement == Enforcement::Lifted));
         let all: Vec<_> = states.collect();
@@ -210,7 +211,7 @@ fn s(seconds: u64) -> Instant {
     Instant::from_nanos(seconds * 1_000_000_000)
 }
 
-/// One case of the table: two streams for 60 s, the first five left out.
+/// One case of the table: two streams for 60 s, without the first five.
 fn case(limited: bool, watermark: u8, cached: bool) -> [f64; 2] {
     let mut model = Model::new(watermark, cached);
     for limit in [4 * MB, 2 * MB] {
@@ -302,7 +303,7 @@ fn a_third_stream_without_limits_leaves_the_others_what_they_were_promised_as_li
     let mut model = Model::new(90, false);
     model.add(4 * MB, 0, 1000);
     model.add(2 * MB, 0, 1000);
-    // Deep enough to keep the device busy whatever the others do.
+    // A queue depth that keeps the device busy, whatever the limited streams do.
     for _ in 0..16 {
         model.add(0, 20, 40);
     }
@@ -352,10 +353,10 @@ fn use_is_the_larger_of_operations_and_bytes() {
     assert!(Watermark::new(100).is_some() && Watermark::new(101).is_none());
 }
 
-/// A device that takes what passes in pieces of 4 MiB, as writeback comes: most samples see
-/// nothing, some four times what it can do. What the limits of 6 MB/s take is seen only every few
-/// samples, as of control groups. Returns the factor after a minute, and the share of the device in
-/// use during its second half.
+/// A device that receives writes in pieces of 4 MiB, like writeback: most samples see nothing, some
+/// see four times its capacity. Consumption under limits of 6 MB/s is measured only every few
+/// samples, as for control groups. Returns the factor after a minute, and the utilization in its
+/// second half.
 fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
     const LIMITS: f64 = 6e6;
     const DEVICE: f64 = 20e6;
@@ -395,7 +396,7 @@ fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
 fn lumps_do_not_wind_the_factor_up() {
     for (watermark, every) in [(90, 1), (100, 1), (90, 2), (100, 2), (90, 3)] {
         let (factor, used) = in_lumps(watermark, every);
-        // 20 of 6 are 3.33: much above that, nothing is held back and nobody's proportion is kept.
+        // 20 of 6 MB/s is a factor of 3.33: far above it nothing is throttled, and shares are lost.
         let told = format!("watermark {watermark}, every {every}: {factor:.2} times, {used:.3} used");
         assert!((2.8..4.2).contains(&factor), "{told}");
         assert!(used > 0.93, "{told}");

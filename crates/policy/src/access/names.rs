@@ -1,17 +1,17 @@
-//! Names that clients have proved to have, and which of them are let in.
+//! Allow and deny rules for authenticated client names.
 
 use alloc::{string::String, vec::Vec};
 
 use Character::{Escaped, Plain};
 
-/// One rule.
+/// One rule: a pattern, and the verdict on names that match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// A name; with `is_glob`, `*` is any number of characters and `?` is one.
+    /// A name. With `is_glob`, `*` matches any number of characters and `?` matches one.
     pub pattern: String,
-    /// Whether it may have such characters.
+    /// True if `*` and `?` are wildcards.
     pub is_glob: bool,
-    /// Whether a name that fits is let in.
+    /// True if matching names are allowed, false if they are denied.
     pub allows: bool,
 }
 
@@ -21,38 +21,40 @@ impl Rule {
     }
 }
 
-/// The first rule that fits a name decides.
+/// An ordered list of rules. The first rule that matches a name decides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Names {
-    /// In order.
+    /// Rules, in the order of evaluation.
     pub rules: Vec<Rule>,
-    /// What becomes of a name that no rule fits.
+    /// Result for names that no rule matches.
     pub otherwise: bool,
 }
 
 impl Names {
-    /// Those that fit one of these patterns, and no others.
+    /// Rules that allow names matching one of these patterns and deny all others.
     pub fn any_of(patterns: impl IntoIterator<Item = String>) -> Self {
         let rule = |pattern| Rule { pattern, is_glob: true, allows: true };
         Self { rules: patterns.into_iter().map(rule).collect(), otherwise: false }
     }
 
-    /// Whether this name is let in.
+    /// True if the name is allowed.
     pub fn admits(&self, name: &str) -> bool {
         let rule = self.rules.iter().find(|rule| rule.fits(name));
         rule.map_or(self.otherwise, |rule| rule.allows)
     }
 }
 
-/// In time proportional to both lengths at most: after a mismatch only the last `*` is tried anew.
+/// Matches a glob in O(pattern · name) at most: after a mismatch only the last `*` is extended.
 fn is_like(pattern: &str, name: &str) -> bool {
     let (pattern, name) = (characters(pattern), characters(name));
     let (mut at, mut read) = (0, 0);
-    // Behind the last `*`, and how much of the name that one has taken.
+    // Position after the last `*` in the pattern, and the end of the text that this `*` matches.
     let mut last = None;
     while read < name.len() {
         match pattern.get(at) {
             Some(Plain('*')) => {
+                // Extending an earlier `*` could not help: the last one can match whatever it
+                // would.
                 at += 1;
                 last = Some((at, read));
             }
@@ -70,11 +72,12 @@ fn is_like(pattern: &str, name: &str) -> bool {
     pattern[at..].iter().all(|&rest| rest == Plain('*'))
 }
 
-/// One of a name's. A comma inside a part is none between two parts.
+/// A character of a name. An escaped character never matches a plain one: a comma inside an
+/// attribute value must not be mistaken for the comma between two attributes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Character {
     Plain(char),
-    /// Behind a backslash (RFC 4514 section 2.4).
+    /// Preceded by a backslash (RFC 4514 section 2.4).
     Escaped(char),
 }
 
@@ -104,7 +107,7 @@ mod tests {
             ("vm?", &["vm1", "vmé"], &["vm", "vm10"]),
             ("*a*b", &["ab", "aab", "xaxbxb"], &["ba", "abx", "a"]),
             ("a**", &["a", "ab"], &["ba"]),
-            // A part whose text looks like another part.
+            // An attribute value that contains the text of another attribute.
             ("CN=*,O=Acme", &["CN=a\\,b,O=Acme", "CN=\\\\,O=Acme"], &["CN=a\\,O=Acme"]),
             ("O=Acme\\, Inc,CN=a?", &["O=Acme\\, Inc,CN=a\\+"], &["O=Acme, Inc,CN=ab"]),
             ("DOMAIN\\*", &["DOMAIN\\alice"], &["DOMAIN"]),
@@ -129,7 +132,7 @@ mod tests {
             otherwise: false,
         };
         assert!(names.admits("earl"));
-        // An exact rule knows no stars.
+        // Without `is_glob`, `*` is an ordinary character.
         assert!(!names.admits("eve2") && !names.admits("*") && !names.admits("bob"));
         assert!(Names { rules: Vec::new(), otherwise: true }.admits("bob"));
     }

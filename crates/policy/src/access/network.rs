@@ -1,9 +1,10 @@
-//! Networks, written as `ADDRESS/LENGTH`, and which of them clients may come from.
+//! Networks, written as `ADDRESS/LENGTH`, and the allow and deny rules for them.
 //!
-//! Of all networks that an address lies in, the narrowest decides, whatever the order in which they
-//! are written. So a part of what is allowed can be denied, and a part of that allowed again.
+//! Of all networks that contain an address, the one with the longest prefix decides, in whatever
+//! order they are written. A subnet of an allowed network can be denied, and a part of it allowed
+//! again.
 //!
-//! An IPv4 address that an IPv6 socket shows as `::ffff:a.b.c.d` is that IPv4 address.
+//! An IPv4 address that an IPv6 socket reports as `::ffff:a.b.c.d` is treated as IPv4.
 
 use alloc::{format, string::String, vec::Vec};
 use core::{
@@ -12,27 +13,28 @@ use core::{
     str::FromStr,
 };
 
-/// Bits in front of an IPv4 address that is written as IPv6 (RFC 4291 section 2.5.5.2).
+/// Prefix of an IPv4-mapped IPv6 address, in bits (RFC 4291 section 2.5.5.2).
 const MAPPED_BITS: u8 = 96;
-/// Bits of an IPv6 address that one host's all have (RFC 4291 section 2.5.4).
+/// Prefix that all IPv6 addresses of one host share, in bits (RFC 4291 section 2.5.4).
 const BITS_OF_HOST: u8 = 64;
 
-/// All addresses that begin with the same bits.
+/// A range of addresses with a common prefix (CIDR).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Network {
-    /// Zero behind the prefix; never an IPv4 address in IPv6.
+    /// Zero after the prefix; never an IPv4-mapped IPv6 address.
     address: IpAddr,
-    /// Bits; at most 32 of IPv4, 128 of IPv6.
+    /// Bits of the prefix: at most 32 for IPv4, 128 for IPv6.
     length: u8,
 }
 
 impl Network {
-    /// The network of this length around an address; a longer one than there are bits is the
-    /// address alone.
+    /// The network with a prefix of `length` bits that contains `address`. A length above the size
+    /// of the address is reduced to it.
     fn around(address: IpAddr, length: u8) -> Self {
         match address {
             IpAddr::V4(v4) => {
                 let length = length.min(32);
+                // `checked_shl` because a shift by all 32 bits (a prefix of 0) would overflow.
                 let mask = u32::MAX.checked_shl(32 - u32::from(length)).unwrap_or(0);
                 Self { address: Ipv4Addr::from_bits(v4.to_bits() & mask).into(), length }
             }
@@ -52,7 +54,7 @@ impl Network {
 impl FromStr for Network {
     type Err = String;
 
-    /// An address, alone or with the length of its prefix; behind the prefix it is zero.
+    /// Parses an address, alone or with its prefix length. Fails if a bit after the prefix is set.
     fn from_str(text: &str) -> Result<Self, String> {
         let usage = "is no network; write ADDRESS or ADDRESS/LENGTH, such as 10.0.0.0/8 or 2001:db8::/32";
         let (address, length) = text.split_once('/').map_or((text, None), |(a, b)| (a, Some(b)));
@@ -83,18 +85,19 @@ impl fmt::Display for Network {
     }
 }
 
-/// Where clients may come from.
+/// Access rules for client addresses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Networks {
-    /// If there is one, who comes from none of these is refused.
+    /// Allowed networks. If there is any, an address outside of all of them is denied.
     pub allow: Vec<Network>,
-    /// Who comes from one of these is refused.
+    /// Denied networks.
     pub deny: Vec<Network>,
 }
 
 impl Networks {
-    /// The narrowest network that has the address decides; if none has, it is let in unless some
-    /// are allowed. Without an address there is nothing to refuse.
+    /// True if the address is allowed: the longest matching prefix decides. An address that no
+    /// network contains is allowed only if `allow` is empty. A client without an address is
+    /// allowed.
     pub fn admits(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address.map(|address| address.to_canonical()) else { return true };
         let narrowest = |networks: &[Network]| {
@@ -102,15 +105,18 @@ impl Networks {
         };
         match (narrowest(&self.allow), narrowest(&self.deny)) {
             (None, None) => self.allow.is_empty(),
+            // `None` is less than any length. On equal lengths, deny wins.
             (allowed, denied) => allowed > denied,
         }
     }
 }
 
-/// Whose address it is, for counting: one host has many addresses of IPv6, all in one network.
+/// Key for counting the connections of one host. An IPv6 host has many addresses in one /64, so its
+/// key is that prefix.
 pub fn origin(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
-        // On one link, all hosts are in the same network.
+        // Link-local addresses of all hosts have the same prefix, so they are distinguished in
+        // full.
         IpAddr::V6(v6) if !v6.is_unicast_link_local() => Network::around(v6.into(), BITS_OF_HOST).address,
         other => other,
     }
@@ -145,7 +151,7 @@ mod tests {
         check(&nested, &["10.0.0.1", "10.1.2.3"], &["10.1.2.4", "192.168.0.1"]);
         check(&networks(&["0.0.0.0/0"], &["10.0.0.0/8"]), &["9.0.0.1"], &["10.0.0.1", "2001:db8::1"]);
         check(&networks(&["2001:db8::/32"], &["2001:db8:1::/48"]), &["2001:db8::1"], &["2001:db8:1::1"]);
-        // The same on both sides, which no configuration has.
+        // The same network in both lists; the config rejects this.
         check(&networks(&["10.0.0.0/8"], &["10.0.0.0/8"]), &[], &["10.0.0.1"]);
     }
 
@@ -153,7 +159,7 @@ mod tests {
     fn an_ipv4_address_is_the_same_in_ipv6() {
         check(&networks(&["10.0.0.0/8"], &[]), &["::ffff:10.1.2.3"], &["::ffff:11.1.2.3"]);
         check(&networks(&[], &["::ffff:10.0.0.0/104"]), &["11.0.0.1"], &["10.1.2.3", "::ffff:10.1.2.3"]);
-        // All of IPv6 is not all of IPv4.
+        // `::/0` does not include IPv4-mapped addresses.
         check(&networks(&["::/0"], &[]), &["::1", "2001:db8::1"], &["10.0.0.1", "::ffff:10.0.0.1"]);
     }
 

@@ -1,72 +1,72 @@
-//! What a host would use of each limit, judged by what passed and whether anything was held back.
+//! Demand of a host for each limit, estimated from admitted requests and throttled time.
 //!
-//! A host that its part holds back most of the time wants all there is: how much more its clients
-//! would ask for, nobody can know. Others want what passed, on average, and as much more as it
-//! swings: requests that come at random instants must not look like a change each tick. What cannot
-//! be chance, in a tick or in several on one side of the average, or is nothing twice, counts at
-//! once: so that what a host no longer uses is free.
+//! A host that is throttled most of the time demands everything, because the load that its clients
+//! would offer cannot be measured. Otherwise demand is the average rate plus a margin for its
+//! variation, so that requests at random instants do not look like a change in each tick. A
+//! deviation too large for chance, in one tick or in several on the same side of the average, and
+//! two ticks without requests count at once, so that unused quota is freed.
 //!
-//! Never asks the tree anything: its statistics are an argument.
+//! Never queries the tree: its statistics are an argument.
 
 use super::ByKind;
 use crate::counter;
 use crate::throttle::{LimitKind, Stats};
 use crate::time::{Instant, NANOS_PER_SECOND};
 
-/// Held back for more than this part of the time is held back.
+/// A limit that throttles for more than this fraction (1 / n) of a tick counts as throttling.
 const HELD_BACK: u64 = 16;
-/// What others want beyond what passed, of it; a request more in each tick at least.
+/// Margin above the average rate, as a fraction (1 / n); at least one request per tick.
 const HEADROOM: u64 = 64;
-/// The average forgets this part of itself in a tick.
+/// Weight of a new tick in the moving average (1 / n).
 const FORGETS: u64 = 8;
-/// Parts of a unit that averages are kept in.
+/// Fixed-point scale of the averages: parts of a unit.
 const PARTS: u128 = 256;
 
-/// What a host wants, as it stands in its reports.
+/// Demand of a host, as sent in its reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// In units per second; `u64::MAX` for all there is.
+    /// Units per second; `u64::MAX` for everything there is.
     pub demand: ByKind,
-    /// How long the request has waited for the group's limits that waits longest, in nanoseconds.
+    /// Age of the oldest request that waits for the group's limits, in nanoseconds.
     pub waiting_ns: u64,
-    /// Of the disks that want something, together.
+    /// Sum of the weights of the disks with demand.
     pub weight: u64,
-    /// Promised to those disks: operations and bytes per second.
+    /// Sum of those disks' reservations: operations and bytes per second.
     pub reserved: [u64; 2],
 }
 
-/// What passes of one limit as a rule, in parts of a unit per second.
+/// Moving average of one limit's admitted units, in parts of a unit per second.
 #[derive(Clone, Copy, Debug, Default)]
 struct Usual {
     rate: u64,
-    /// How far single ticks are off from that.
+    /// Mean absolute deviation of single ticks from the average.
     swing: u64,
-    /// Units of a request, as it was last.
+    /// Units of one request, as measured last.
     one: u64,
     was_none: bool,
-    /// How many ticks in a row were above it, or below, and by how much together.
+    /// Consecutive ticks on one side of the average: if above, their number, sum of deviations.
     run: (bool, u32, u64),
-    /// How many ticks in a row it was held back most of the time.
+    /// Consecutive ticks in which this limit throttled for more than half of the time.
     held_ticks: u32,
-    /// Since it was something else: only then is there an average.
+    /// Ticks since the last change of the rate; an average exists only after some.
     ticks: u64,
-    /// What it was said to want; that stays while the difference is its swing.
+    /// Last demand reported. Changes only if the difference exceeds the variation.
     said: u64,
 }
 
-/// What passed of one limit in a tick.
+/// Measurements of one limit in a tick.
 #[derive(Clone, Copy)]
 struct Tick {
     units: u64,
-    /// Units of a request; 0 where none passed.
+    /// Units of one request; 0 if none was admitted.
     one: u64,
     elapsed_ns: u64,
-    /// For how long this limit held something back.
+    /// Time for which this limit throttled requests.
     held_ns: u64,
 }
 
 impl Usual {
-    /// What is wanted, in units per second.
+    /// Demand in units per second.
     fn wants(&mut self, tick: Tick) -> u64 {
         let a_second = |units: u128| {
             let parts = units.saturating_mul(PARTS) * u128::from(NANOS_PER_SECOND);
@@ -80,7 +80,8 @@ impl Usual {
         let is_held = tick.held_ns > tick.elapsed_ns / HELD_BACK;
         let off = now.abs_diff(self.rate);
         let is_none = tick.units == 0;
-        // Where it is known how evenly requests come, less than what chance may do is a change.
+        // Once the variation is known, a deviation that Poisson arrivals would allow is a change if
+        // it exceeds four times that variation.
         let known = if self.ticks > FORGETS { self.swing.saturating_mul(4) } else { u64::MAX };
         let chance = self.chance(tick.elapsed_ns).min(known.saturating_add(one_more));
         let is_other = off > chance || self.drifts(now, off, chance) || (is_none && self.was_none);
@@ -88,16 +89,19 @@ impl Usual {
         if is_other {
             self.run = Default::default();
         }
+        // Two levels: a sixteenth of the tick counts as throttling, half of it as being throttled
+        // mostly.
         let is_mostly = tick.held_ns > tick.elapsed_ns / 2;
         self.held_ticks = if is_mostly { self.held_ticks.saturating_add(1) } else { 0 };
-        // Who has just begun to wait wants no more than it has, or much more; who has used up its
-        // burst little by little wants a little more.
+        // A client that has just begun to wait needs slightly or much more than its quota:
+        // everything is demanded. A client that has gradually used up its burst needs slightly
+        // more.
         if is_held && (is_mostly || (is_other && now > self.rate)) {
             let is_all = self.held_ticks != 1 || is_other;
             (self.rate, self.swing, self.ticks, self.said) = (now, 0, 0, 0);
             return if is_all { u64::MAX } else { now.max(one_more).saturating_mul(2) / PARTS as u64 };
         }
-        // A change falls into the middle of a tick, and what has waited passes in the next two.
+        // A change falls into the middle of a tick, and the backlog is admitted in the next two.
         self.ticks = if is_other { 1 } else { self.ticks.saturating_add(1) };
         if self.ticks <= 3 {
             (self.rate, self.swing, self.said) = (now, 0, 0);
@@ -111,7 +115,8 @@ impl Usual {
         }
         let more = (self.rate / HEADROOM).max(one_more).max(self.swing);
         let wants = u128::from(self.rate) + u128::from(more);
-        // What waits should pass within a tick, or it looks as if all there is were wanted.
+        // The backlog must be admitted within a tick, or the host appears throttled and demands
+        // everything.
         let held_ns = u128::from(tick.held_ns.max(tick.elapsed_ns / 2));
         let held = if is_held { wants * held_ns / u128::from(tick.elapsed_ns) } else { 0 };
         let wants = u64::try_from(wants + held).unwrap_or(u64::MAX);
@@ -121,24 +126,25 @@ impl Usual {
         self.said / PARTS as u64
     }
 
-    /// Whether several ticks on one side of the average are off by more than they may be: by chance
-    /// the sum grows with the root of their number. A fifth more is asked than of a single tick, as
-    /// they are looked at each time.
+    /// True if the deviations of consecutive ticks on one side of the average exceed chance, whose
+    /// sum grows with the root of their number. The bound is a fifth higher than that of a single
+    /// tick, because it is tested in each tick.
     fn drifts(&mut self, now: u64, off: u64, chance: u64) -> bool {
         let is_above = now > self.rate;
         let (was_above, ticks, sum) = self.run;
-        // Next to nothing ends them as well: it would hide what comes after it.
+        // A small deviation ends the series too: it would dilute those that follow.
         self.run = match is_above == was_above && off > chance / 5 {
             true => (is_above, ticks.saturating_add(1), sum.saturating_add(off)),
             false => (is_above, 1, off),
         };
         let (_, ticks, sum) = self.run;
         let square = |value: u64| u128::from(value).pow(2);
+        // sum / ticks.sqrt() > chance * 6 / 5, squared to stay with integers.
         ticks > 1 && square(sum) / 36 > (square(chance) / 25).saturating_mul(ticks.into())
     }
 
-    /// What a tick may be off by where requests come at random: half a request, and two and a half
-    /// times the root of as many as are expected (the standard deviation of Poisson's).
+    /// Deviation of a tick that Poisson arrivals allow: half a request, plus 2.5 standard
+    /// deviations (roots of the expected number).
     fn chance(&self, elapsed_ns: u64) -> u64 {
         let one = u128::from(self.one.max(1));
         let second = u128::from(NANOS_PER_SECOND);
@@ -148,7 +154,7 @@ impl Usual {
     }
 }
 
-/// Compares what a group's statistics say with what they said before.
+/// Computes the demand of a host from consecutive statistics of its group.
 #[derive(Clone, Debug)]
 pub struct Demand {
     at: Instant,
@@ -159,20 +165,20 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// From the group's statistics at the start.
+    /// `stats` are the statistics of the group at the start.
     pub fn new(at: Instant, stats: Stats) -> Self {
         Self { at, last: stats, usual: [Usual::default(); 6], demand: ByKind::default() }
     }
 
-    /// The demand as of the time since the last call, in units per second.
+    /// Demand since the last call, in units per second.
     ///
-    /// Operations are requests, also with an `iops-size`: where those are larger, the limit holds
-    /// them back, and then the host wants all.
+    /// An operation is a request, also with an `iops-size`: if requests are larger than that, the
+    /// limit throttles them and the host demands everything.
     pub fn observe(&mut self, now: Instant, stats: Stats) -> ByKind {
         let elapsed_ns = now.nanos_since(self.at).max(1);
         let before = counters(&core::mem::replace(&mut self.last, stats));
         self.at = now;
-        // A counter that falls: the group was replaced, and its work since then is unknown.
+        // A counter fell: the group was replaced, and its work since the last call is unknown.
         let Some([held_ns, read_requests, read_bytes, write_requests, written_bytes]) =
             counter::growths(&before, &counters(&stats))
         else {
@@ -197,6 +203,7 @@ impl Demand {
                 (_, true) => bytes / requests,
                 (_, false) => 1,
             };
+            // Throttled time is attributed to the limit that binds at the end of the tick.
             let held_ns = if stats.binding == Some(kind) { held_ns } else { 0 };
             self.usual[kind.index()].wants(Tick { units, one, elapsed_ns, held_ns })
         });

@@ -1,41 +1,42 @@
-//! Divides what there is of each limit among hosts. A pure function of integers.
+//! Divides the available rate of each limit among hosts. A pure function of integers.
 //!
-//! First each has its floor and what it was promised, as far as it wants that. Then all rise to one
-//! level, by weight, each up to what it wants (max-min fairness); what was promised counts towards
-//! that. What nobody wants is divided by weight, so that who becomes busy finds some.
+//! First each host gets its floor and its reservation, up to its demand. Then all are raised to one
+//! level, scaled by weight, each up to its demand (weighted max-min fairness); reservations count
+//! towards the level. Quota that exceeds all demands is distributed by weight, so that a host that
+//! becomes busy has some at once.
 //!
-//! Never gives out more than there is. Less than two units a host are not given out: one that its
-//! part is rounded down by, one that the level stays below. The order of the claims does not
+//! Never distributes more than is available. Less than two units for each host stay undistributed:
+//! one from rounding down its quota, one from rounding the level. The order of the claims does not
 //! matter.
 
 use super::ByKind;
 use crate::throttle::LimitKind;
 use alloc::vec::Vec;
 
-/// A wait as long shows that a host wants more than it takes, whatever it says, in nanoseconds.
+/// Wait after which a host is treated as demanding everything, whatever it reports, in nanoseconds.
 const STUCK_NS: u64 = 1_000_000_000;
-/// The level's fraction.
+/// Fraction bits of the fixed-point level.
 const FRACTION_BITS: u32 = 32;
-/// Weights above count as this, so that products fit 128 bits. 10,000 disks of the largest weight.
+/// Cap on weights so that products fit into 128 bits: 10,000 disks with the largest weight.
 const MAX_WEIGHT: u64 = 100_000_000;
 
-/// What one host asks for.
+/// Claim of one host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Claim {
-    /// What it gets in any case, in units per second.
+    /// Unconditional part, in units per second.
     pub floor: ByKind,
-    /// Of its disks together; at least 1.
+    /// Sum of its disks' weights; values below 1 count as 1.
     pub weight: u64,
-    /// Promised to its disks: operations and bytes per second.
+    /// Sum of its disks' reservations: operations and bytes per second.
     pub reserved: [u64; 2],
-    /// What it would use, in units per second.
+    /// Demand in units per second.
     pub demand: ByKind,
-    /// How long the request has waited that waits longest, in nanoseconds.
+    /// Age of its oldest waiting request, in nanoseconds.
     pub waiting_ns: u64,
 }
 
-/// What each host gets of what is `available` of each limit, in units per second, its floor
-/// included, in their order. The floors must fit, else each gets as much less.
+/// Divides the `available` rate of each limit, in units per second, and returns each host's part,
+/// including its floor, in the order of the claims. If the floors do not fit, all are scaled down.
 pub fn divide(available: ByKind, claims: &[Claim]) -> Vec<ByKind> {
     let mut parts: Vec<ByKind> = claims.iter().map(|_| [0; 6]).collect();
     for kind in LimitKind::ALL {
@@ -72,7 +73,7 @@ impl Want {
         ((level * self.weight) >> FRACTION_BITS).clamp(self.least, self.most)
     }
 
-    /// Rounded up: what others lose by rounding down, nobody gains.
+    /// As [`Want::at_level`], rounded up: no host gains the units that others lose by rounding.
     fn room_at_level(&self, level: u128) -> u128 {
         (level * self.weight).div_ceil(1 << FRACTION_BITS).clamp(self.least, self.most)
     }
@@ -80,7 +81,7 @@ impl Want {
 
 fn divide_one(available: u64, mut wants: Vec<Want>) -> Vec<u64> {
     let available = u128::from(available);
-    // Broken promises are broken for all alike; floors last.
+    // Floors that do not fit are scaled down first, then the reservations above the floors.
     shrink(available, &mut wants, |want| (&mut want.floor, 0));
     shrink(available, &mut wants, |want| {
         let floor = want.floor;
@@ -90,20 +91,20 @@ fn divide_one(available: u64, mut wants: Vec<Want>) -> Vec<u64> {
         want.most = want.most.min(available).max(want.least);
     }
     let sum = |level: u128| wants.iter().map(|want| want.room_at_level(level)).sum::<u128>();
-    // The highest level that fits.
+    // Binary search for the highest level that fits: the sum is monotonic in the level.
     let (mut fits, mut above) = (0, (available << FRACTION_BITS) + 1);
     while fits + 1 < above {
         let middle = fits + (above - fits) / 2;
         if sum(middle) <= available { fits = middle } else { above = middle }
     }
     let rest = available.saturating_sub(sum(fits));
-    // Where somebody still wants more, the rest is what rounding has left.
+    // While some host has unmet demand, the rest is only what rounding has left.
     let rest = if wants.iter().any(|want| want.at_level(fits) < want.most) { 0 } else { rest };
     let weights: u128 = wants.iter().map(|want| want.weight).sum();
     wants.iter().map(|want| (want.at_level(fits) + rest * want.weight / weights) as u64).collect()
 }
 
-/// Lowers a number of each, down to another, by the same part, until they fit.
+/// Scales one value of each claim down towards its floor, by the same factor, until all fit.
 fn shrink(available: u128, wants: &mut [Want], mut of: impl FnMut(&mut Want) -> (&mut u128, u128)) {
     let (mut kept, mut more) = (0, 0);
     for want in wants.iter_mut() {
@@ -111,6 +112,7 @@ fn shrink(available: u128, wants: &mut [Want], mut of: impl FnMut(&mut Want) -> 
         kept += floor;
         more += number.saturating_sub(floor);
     }
+    // Floors of zero make this the same scaling for the first and the second call.
     let left = available.saturating_sub(kept);
     if more <= left {
         return;
@@ -194,7 +196,7 @@ mod tests {
                 let (fair, demand) = (available.saturating_sub(promised) * claim.weight / weights, claim.demand[IOPS]);
                 prop_assert!(part + 2 >= demand.min(fair).max(claim.reserved[0].min(demand)).max(claim.floor[IOPS]));
             }
-            // All others are greedy: who asks for all has the share by weight, or the promise.
+            // All others demand everything: a host that exaggerates gets its share or reservation.
             let mut busy = claims.clone();
             busy.iter_mut().for_each(|claim| claim.demand[IOPS] = ALL);
             let liar = busy[0];
@@ -204,7 +206,8 @@ mod tests {
 
         #[test]
         fn wanting_more_never_gives_less_and_takes_from_others_only(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
-            // What rounding does not give out it may give out the next time.
+            // Rounding may leave undistributed units in one division and distribute them in the
+            // next.
             let rounding = 2 * claims.len() as u64;
             let before = parts(available, &claims);
             let mut wants_more = claims.clone();

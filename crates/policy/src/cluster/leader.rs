@@ -1,16 +1,16 @@
-//! The leader's side: which host may have how much, and what must be given up before.
+//! The leader's side: the quota of each host, and the quota that must be given up first.
 //!
 //! ```text
-//!     limit ▕ safe shares of all hosts │ A: in force or on its way │ B │ ... │ free ▏
-//!                                        ▲ the most of both,                   │
-//!                                        │ until acknowledged or run out       ▼
-//!                                        └── lowered first ◄─── divide() ───► raised out of this alone
+//!     limit ▕ fallback shares of all hosts │ A: in force or in transit │ B │ ... │ free ▏
+//!                                            ▲ the larger of both,               │
+//!                                            │ until acknowledged or expired     ▼
+//!                                            └── lowered first ◄─ divide() ──► raised from free only
 //! ```
 //!
-//! One grant at a time is on its way to a host. Room for bursts goes the same way as the rates.
+//! At most one grant for each host is unacknowledged. Burst capacity moves like the rates.
 //!
-//! Never raises one host before another has given up as much. Never trusts that what it wrote, or
-//! what others wrote before, is still in the store, nor that it reached anybody.
+//! Never raises one host before another has given up as much. Never assumes that its writes, or
+//! those of earlier leaders, are still in the store or have reached a host.
 
 use super::{ByKind, Claim, Grant, Report, Spec, Term, Timing, Usage, divide, zip};
 use crate::throttle::LimitKind;
@@ -19,20 +19,20 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
 
-/// A part of a host that is off by less than this part of itself, and half that of the limit, is
-/// left as it is.
+/// A host whose quota differs from its target by less than this fraction (1 / n) of itself, and
+/// half that fraction of the limit, is not changed.
 const NOTICED: u64 = 64;
 
-/// As [`NOTICED`], of what a host would get besides all that it wants.
+/// As [`NOTICED`], for quota above the host's demand.
 const SPARE: u64 = 2;
 
-/// What the leader asks of the program around it.
+/// Request of the leader to the program that runs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Write these grants, by the host's name, in a transaction that holds only while the store's
-    /// leader key is this term's. If it does not hold, call [`Leader::depose`].
+    /// Write these grants, keyed by the host's name, in one transaction that compares the leader
+    /// key of the store with this term. If the comparison fails, call [`Leader::depose`].
     Write(Vec<(String, Grant)>),
-    /// It leads no more: drop it, and stand for election again, with another nonce.
+    /// Leadership is lost: drop the leader and stand for election again, with another nonce.
     StandDown,
 }
 
@@ -43,25 +43,27 @@ struct Sent {
     until: Instant,
 }
 
-/// What is known of a host.
+/// State of one host.
 #[derive(Clone, Debug)]
 struct Member {
     last: Report,
     heard: Instant,
-    /// Whether it has named this leader, so that what it says it holds is true.
+    /// True if the host has named this leader, so that its report of the lease in force is
+    /// reliable.
     follows: bool,
     seq: u64,
     held: ByKind,
     version: u64,
-    /// By this leader's clock no part of `held` is in force from here on.
+    /// Instant, by this leader's clock, from which no part of `held` is in force.
     until: Instant,
     sent: Option<Sent>,
     answered: u64,
     given: ByKind,
     credit: ByKind,
-    /// It has given up its place: nothing of it counts once its lease has run out.
+    /// The host has left the group. It is forgotten once its lease has expired.
     is_gone: bool,
-    /// Room that was given up with the next acknowledgement may have been replaced already.
+    /// True if capacity given up with the next acknowledgement may have been granted to others
+    /// already, and must not be counted again.
     is_void: bool,
 }
 
@@ -84,12 +86,14 @@ impl Member {
         }
     }
 
-    /// The most that may be in force there.
+    /// The largest rates that may be in force on the host.
     fn bound(&self) -> ByKind {
         zip(self.held, self.sent.map_or([0; 6], |sent| sent.leased), u64::max)
     }
 
     fn run_out(&mut self, now: Instant) {
+        // An expired lease frees the quota without an acknowledgement, so capacity that a later one
+        // reports as given up is void.
         if self.until <= now {
             self.is_void |= self.held != [0; 6];
             self.held = [0; 6];
@@ -100,7 +104,7 @@ impl Member {
         }
     }
 
-    /// Whether something that it has or may get is a part of other limits.
+    /// True if a lease in force or in transit is a part of limits of another version.
     fn has_other(&self, version: u64) -> bool {
         (self.held != [0; 6] && self.version != version)
             || self.sent.is_some_and(|sent| sent.version != version)
@@ -111,13 +115,14 @@ impl Member {
 ///
 /// # Protocol
 ///
-/// 1. Made once the election is won. [`Leader::kept_alive`] whenever the key's lease was prolonged,
-///    with the instant at which that was *asked for*.
-/// 2. [`Leader::on_spec`] and [`Leader::on_report`] with what the store holds, in any order and as
-///    often as it is read.
-/// 3. [`Leader::tick`] at [`Leader::next`]; what it returns is done once, and need not succeed.
+/// 1. Create it once the election is won. Call [`Leader::kept_alive`] whenever the lease of the key
+///    was renewed, with the instant at which the renewal was *sent*.
+/// 2. Call [`Leader::on_spec`] and [`Leader::on_report`] with the contents of the store, in any
+///    order and as often as they are read.
+/// 3. Call [`Leader::tick`] at [`Leader::next`], and execute each returned action once. An action
+///    may fail.
 ///
-/// Instants are of a clock that goes on while the process or the machine sleeps.
+/// Instants are of a clock that includes time in which the process or the machine is suspended.
 #[derive(Debug)]
 pub struct Leader {
     term: Term,
@@ -125,22 +130,23 @@ pub struct Leader {
     timing: Timing,
     valid_until: Instant,
     is_deposed: bool,
-    /// Leases of leaders before may be in force until here.
+    /// Leases of earlier leaders may be in force until this instant.
     unknown_until: Instant,
-    /// What hosts held when they named this leader first.
+    /// Sum of the leases that hosts held when they first named this leader.
     found: ByKind,
-    /// Whose that is.
+    /// Hosts that are included in `found`.
     counted: BTreeSet<String>,
     members: BTreeMap<String, Member>,
-    /// Room for bursts that was given up and nobody has yet; at most what is free can hold.
+    /// Burst capacity that hosts have given up and no host has got yet; at most as much as the free
+    /// quota can hold.
     room: ByKind,
     next: Instant,
     ticked: Instant,
 }
 
 impl Leader {
-    /// The winner of an election that was asked for at `asked` and won by `won`, since when nobody
-    /// else has lent anything of this group.
+    /// The winner of an election that was requested at `asked` and won by `won`. No other leader of
+    /// this group has granted anything since `won`.
     pub fn new(term: Term, spec: Spec, timing: Timing, asked: Instant, won: Instant) -> Self {
         let mut leader = Self {
             term,
@@ -160,45 +166,46 @@ impl Leader {
         leader
     }
 
-    /// The lease of its key was prolonged by a request that was sent at `asked`.
+    /// Records that the lease of the leader's key was renewed by a request sent at `asked`.
     pub fn kept_alive(&mut self, asked: Instant) {
         let until = asked + self.timing.term_lease().saturating_sub(self.timing.margin());
         self.valid_until = self.valid_until.max(until);
     }
 
-    /// Its key has gone, or is another's.
+    /// Records that the leader's key was deleted or has another owner.
     pub const fn depose(&mut self) {
         self.is_deposed = true;
     }
 
-    /// Which election it won.
+    /// The election that this leader won.
     pub const fn term(&self) -> Term {
         self.term
     }
 
-    /// When to call [`Leader::tick`].
+    /// Time of the next call of [`Leader::tick`].
     pub const fn next(&self) -> Instant {
         self.next
     }
 
-    /// More hosts take part than the limits are set up for: their safe shares are too many.
+    /// True if more hosts take part than the limits allow for: the fallback shares exceed their
+    /// sum.
     pub fn is_crowded(&self) -> bool {
         self.members.len() > self.spec.hosts() as usize
     }
 
-    /// Other limits for the group. What hosts have of the old ones is lowered before anybody is
-    /// raised; a host that cannot be reached keeps the safe share that it knows of.
+    /// Changes the limits of the group. Quota under the old limits is lowered before any host is
+    /// raised. An unreachable host keeps the fallback share that it knows.
     pub fn on_spec(&mut self, spec: Spec, now: Instant) {
         if spec != self.spec {
             self.spec = spec;
-            // Room for a burst of other limits is of another size.
+            // The unit of burst capacity differs between limits, so old capacity cannot be kept.
             self.room = [0; 6];
             self.hurry(now);
         }
     }
 
-    /// What a host says, by its name. One that was read before, or of an earlier run, changes
-    /// nothing; nor does another run while the first may hold a lease.
+    /// Processes a host's report. Ignores one that was read before or is of an earlier run, and one
+    /// of a later run while the current run may hold a lease.
     pub fn on_report(&mut self, name: &str, report: Report, now: Instant) {
         let report = report.bounded();
         let late = now + self.timing.lease + self.timing.margin();
@@ -208,6 +215,7 @@ impl Leader {
         let Some(member) = self.members.get_mut(name) else { return };
         member.run_out(now);
         if report.instance != member.last.instance {
+            // Two runs must not hold leases at once: their sum could exceed what is accounted here.
             let is_over = member.bound() == [0; 6] && report.instance > member.last.instance;
             if !is_over {
                 return;
@@ -219,9 +227,10 @@ impl Leader {
         if report.number > member.last.number {
             (member.heard, member.is_gone) = (now, false);
         }
-        // What says that the lease should go on, and nothing else, waits for the next tick.
+        // A report that only extends the lease waits for the next tick.
         let same = Report { number: report.number, ..member.last.clone() };
         let waiting_ns = report.wants.waiting_ns;
+        // A longer wait alone is no news: it changes with every report of a throttled host.
         let is_news = Report { wants: Usage { waiting_ns, ..same.wants }, ..same } != report
             || !member.follows
             || member.sent.is_some();
@@ -230,10 +239,12 @@ impl Leader {
                 member.follows = true;
                 (member.held, member.until, member.version) = (report.leased, late, report.version);
                 (member.given, member.seq) = (report.given, report.seq);
-                // A later run can hold nothing but what this leader gave to it.
+                // Counted once for each name: a later run can hold only what this leader granted.
                 if self.counted.insert(String::from(name)) {
                     self.found = zip(self.found, report.leased, u64::saturating_add);
                 }
+            // An acknowledgement of the grant in transit: it replaces `held` only now, because
+            // until then either of the two may have been in force.
             } else if let Some(sent) = member.sent.filter(|_| report.seq == member.seq) {
                 (member.held, member.until, member.version) = (sent.leased, sent.until, sent.version);
                 member.sent = None;
@@ -251,17 +262,16 @@ impl Leader {
         }
     }
 
-    /// A host's report was taken away: it has ended in order, or somebody says that it will not
-    /// come back. What it holds counts until its lease has run out; then nothing of it does.
+    /// Records that a host's report was deleted: the host has shut down, or an administrator has
+    /// removed it. Its lease counts until it expires.
     pub fn on_gone(&mut self, name: &str) {
         if let Some(member) = self.members.get_mut(name) {
             member.is_gone = true;
         }
     }
 
-    /// Whether a lease of this host may be in force, of this leader's or of one before. If not,
-    /// what was granted to it last is worth nothing to anybody, and may be taken away once its
-    /// report has gone.
+    /// True if a lease of this host may be in force, granted by this leader or an earlier one. If
+    /// false, its last grant is worthless and may be deleted once its report is gone.
     pub fn may_hold(&self, name: &str, now: Instant) -> bool {
         let holds = |member: &Member| {
             (member.held != [0; 6] && now < member.until)
@@ -270,18 +280,19 @@ impl Leader {
         now < self.unknown_until || self.members.get(name).is_some_and(holds)
     }
 
-    /// Sooner than at the next tick, but not for each report alone.
+    /// Schedules a tick before the regular one, but not for each report alone.
     fn hurry(&mut self, now: Instant) {
         self.next = self.next.min((self.ticked + self.timing.tick / 8).max(now));
     }
 
-    /// What is to be written now.
+    /// The actions to execute now.
     pub fn tick(&mut self, now: Instant) -> Vec<Action> {
         if self.is_deposed || now >= self.valid_until {
             self.is_deposed = true;
             self.next = Instant::MAX;
             return Vec::from([Action::StandDown]);
         }
+        // Expire leases first: the free quota and the targets depend on them.
         (self.ticked, self.next) = (now, now + self.timing.tick);
         self.members.values_mut().for_each(|member| member.run_out(now));
         self.members.retain(|_, member| !member.is_gone || member.bound() != [0; 6]);
@@ -293,7 +304,7 @@ impl Leader {
         if grants.is_empty() { Vec::new() } else { Vec::from([Action::Write(grants)]) }
     }
 
-    /// What all safe shares take, also of hosts that have not been heard of, and of hosts that know
+    /// Sum of all fallback shares, including those of hosts not heard of, and of hosts that use
     /// other limits.
     fn set_aside(&self) -> ByKind {
         let safe = self.spec.safe();
@@ -304,19 +315,21 @@ impl Leader {
         })
     }
 
-    /// What may be leased in all.
+    /// Rates that may be leased in total.
     fn leasable(&self) -> ByKind {
         zip(self.spec.rates(), self.set_aside(), u64::saturating_sub)
     }
 
-    /// What nobody has, and nobody can have that is not known.
+    /// Quota that is not leased, excluding quota that an earlier leader may have granted.
     fn free(&self, now: Instant) -> ByKind {
+        // While leases of earlier leaders may be in force, only quota that hosts have reported to
+        // this leader is known to be exclusively its own.
         let found = if now < self.unknown_until { self.found } else { [u64::MAX; 6] };
         let there_is = zip(self.leasable(), found, u64::min);
         self.members.values().fold(there_is, |free, member| zip(free, member.bound(), u64::saturating_sub))
     }
 
-    /// What each host that can be reached should have besides its safe share.
+    /// Target quota of each reachable host, besides its fallback share.
     fn targets(&self, now: Instant) -> BTreeMap<String, ByKind> {
         let safe = self.spec.safe();
         let alive =
@@ -330,6 +343,7 @@ impl Leader {
             waiting_ns: member.last.wants.waiting_ns,
         };
         let claims: Vec<Claim> = self.members.values().filter(alive).map(claim).collect();
+        // The claims' floors are fallback shares, which are not part of the leasable rates.
         let count = claims.len() as u64;
         let available =
             zip(self.leasable(), safe.map(|safe| safe.saturating_mul(count)), u64::saturating_add);
@@ -337,16 +351,16 @@ impl Leader {
         names.zip(parts.map(|part| zip(part, safe, u64::saturating_sub))).collect()
     }
 
-    /// What each host is to have next, where that is something else.
+    /// Next quota of each host whose quota changes.
     fn changes(&self, free: ByKind, targets: &BTreeMap<String, ByKind>) -> BTreeMap<String, ByKind> {
         let (rates, version) = (self.spec.rates(), self.spec.version());
-        // Parts of two limits at once may be more than either.
+        // Parts of two versions of the limits may together exceed both, so none is raised.
         let mixed = self.members.values().any(|member| member.has_other(version));
         let (over, safe) = (self.is_over(), self.spec.safe());
         let open = || {
             targets.iter().filter_map(|(name, target)| {
                 let member = self.members.get(name)?;
-                // A larger safe share comes out of what others have given up.
+                // A larger fallback share is backed by quota that other hosts must give up first.
                 let waits = over.contains(&true)
                     && (0..6).any(|at| member.held[at] + member.last.safe[at] < safe[at]);
                 (member.sent.is_none() && !waits).then_some((name, member, target))
@@ -366,11 +380,12 @@ impl Leader {
         }
         let next = |member: &Member, target: &ByKind| -> ByKind {
             core::array::from_fn(|at| {
-                // With the safe share that comes with other limits no more than before.
+                // The fallback share that comes with the new limits replaces a part of the lease,
+                // so that the sum of both does not rise.
                 let less = safe[at].saturating_sub(member.last.safe[at]);
                 let less = if member.last.version == version { 0 } else { less };
                 let (held, target) = (member.held[at].saturating_sub(less), target[at]);
-                // What nobody wants moves with what somebody wants, and not for its own sake.
+                // Quota above the demand is moved only if the gain is large.
                 let wants = member.last.wants.demand[at].saturating_sub(safe[at]);
                 let is_spare = held >= wants && target > held && member.last.wants.waiting_ns == 0;
                 let is_worth = |at, held: u64, target: u64| {
@@ -378,7 +393,8 @@ impl Leader {
                         && (!is_spare || held.abs_diff(target) > held.max(target) / SPARE)
                 };
                 if target < held {
-                    // Little of many is much for who is short.
+                    // A small surplus of many hosts adds up for one that lacks quota, so it is
+                    // taken if the raises exceed the free quota.
                     let is_little = !is_worth(at, held, target)
                         && (wanted[at] <= u128::from(free[at]) || held - target <= held / (8 * NOTICED));
                     return if over[at] || !is_little { target } else { held };
@@ -387,7 +403,7 @@ impl Leader {
                     return held;
                 }
                 let more = u128::from(target - held);
-                // The same part for all of what they want, where that is more than there is.
+                // If the raises exceed the free quota, each is scaled by the same factor.
                 let share = more * u128::from(free[at]) / wanted[at].max(1);
                 held + more.min(share) as u64
             })
@@ -401,7 +417,7 @@ impl Leader {
             .collect()
     }
 
-    /// Where hosts have more than there is, because there was more before.
+    /// For each limit, true if more is leased than may be, because the limits were lowered.
     fn is_over(&self) -> [bool; 6] {
         let leasable = self.leasable();
         let bounds = self.members.values().map(Member::bound);
@@ -409,7 +425,7 @@ impl Leader {
         LimitKind::ALL.map(|kind| held[kind.index()] > leasable[kind.index()])
     }
 
-    /// The grants to write: changes, and answers to reports that have none.
+    /// The grants to write: changes, and answers to unanswered reports.
     fn write(&mut self, free: ByKind, changes: BTreeMap<String, ByKind>) -> Vec<(String, Grant)> {
         let (spec, term, late) = (self.spec, self.term, self.timing.lease + self.timing.margin());
         let room = self.room;
@@ -418,7 +434,7 @@ impl Leader {
             let until = member.heard + late;
             if let Some(leased) = changes.get(name) {
                 let more = zip(*leased, member.held, u64::saturating_sub);
-                // As much of the room as it gets of what is free.
+                // Burst capacity in proportion to the free quota that the host gets.
                 let credit = core::array::from_fn(|at| {
                     let part = u128::from(room[at]) * u128::from(more[at]) / u128::from(free[at].max(1));
                     part as u64
@@ -430,7 +446,7 @@ impl Leader {
             } else if member.last.number <= member.answered {
                 continue;
             } else if let Some(sent) = &mut member.sent {
-                // Not again as a part of other limits: then it waits for its lease to run out.
+                // A grant under old limits is not extended: it must expire.
                 if sent.version != spec.version() {
                     continue;
                 }
@@ -441,8 +457,10 @@ impl Leader {
                 continue;
             }
             member.answered = member.last.number;
+            // A repeated grant carries the same contents, so it does not matter which copy the host
+            // reads.
             let leased = member.sent.map_or(member.held, |sent| sent.leased);
-            // Of what a host says that it holds, not more than there is.
+            // A host may report a larger lease than the limit.
             let leased = zip(leased, spec.rates(), u64::min);
             let grant = Grant {
                 term,

@@ -1,16 +1,16 @@
-//! Hosts that share a group's limits, leaders and a store, on one virtual clock: the twin of a
-//! cluster, for tests and predictions.
+//! Simulated cluster: hosts that share a group's limits, leaders and a store on one virtual clock,
+//! for tests and predictions.
 //!
 //! ```text
 //!     Machine: clients ─► Tree ─► Demand ─► Host ──reports──► Store ──► Leader
 //!        ▲                                   ▲                  │          │
-//!        └──────── World: clocks that drift, messages that take time, and are lost ◄──┘
+//!        └──── World: drifting clocks, messages that are delayed or lost ◄─────┘
 //! ```
 //!
-//! Hosts, leaders, trees and demands are those of the daemon. What is imitated is the store, the
-//! network, and the clients. A [`World`] does the same again for the same seed.
+//! Hosts, leaders, trees and demands are the daemon's own code. Store, network and clients are
+//! models. A [`World`] repeats the same run for the same seed.
 //!
-//! Never reads a clock: what it calls time is its own.
+//! Never reads a clock: its time is virtual.
 
 mod audit;
 mod machine;
@@ -24,7 +24,7 @@ pub use random::Random;
 pub use store::{Store, Traffic};
 pub use world::{Setting, Word, World};
 
-/// Nanoseconds.
+/// Nanoseconds in a millisecond.
 pub const MS: u64 = 1_000_000;
-/// Nanoseconds.
+/// Nanoseconds in a second.
 pub const S: u64 = 1000 * MS;

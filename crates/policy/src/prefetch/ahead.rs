@@ -1,17 +1,18 @@
-//! What is to be read ahead, for which stream, and the units in which that is done.
+//! A read-ahead request: the stream it is for and its ranges, in whole blocks.
 //!
-//! Never knows what is in memory.
+//! Independent of the contents of the cache.
 
 use core::ops::Range;
 
 use crate::throttle::Cost;
 
-/// Bytes of a block, the unit in which "read" is remembered: the field's page.
+/// Size of a block in bytes: the page size. A chunk tracks in blocks which parts have been read.
 pub(super) const BLOCK_BYTES: u64 = 4096;
-/// Most bytes of a chunk: what one request usefully asks for, one bit a block.
+/// Maximum size of a chunk in bytes: the largest useful request, tracked with one bit for each
+/// block.
 pub(super) const CHUNK_MAX_BYTES: u64 = 1 << 20;
 
-/// One that was forgotten is not found by it any more.
+/// Identifies a stream. Once the stream is forgotten, its ID finds no other one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StreamId {
     pub(super) index: u32,
@@ -22,7 +23,7 @@ impl StreamId {
     pub(super) const NONE: Self = Self { index: u32::MAX, generation: 0 };
 }
 
-/// What is to be read ahead: one range of a sequential stream, several of a strided one.
+/// Read-ahead to perform: one range of a sequential stream, or several of a strided one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ahead {
     pub(super) stream: StreamId,
@@ -46,10 +47,10 @@ impl Ahead {
         on_trial: false,
     };
 
-    /// The ranges, in the order in which they will be needed: whole blocks of the disk, not empty.
+    /// The ranges in the order in which they will be needed: whole blocks of the disk, not empty.
     ///
-    /// Blocks, because while somebody writes, a reader may have one part from memory and one from
-    /// the image: each sector must still be old or new as a whole.
+    /// Whole blocks, because during a concurrent write a reader may get one part of a sector from
+    /// the cache and the other from the image, and each sector must be either old or new.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let Self { first, length, step, count, size_bytes, .. } = *self;
         (0..count.cast_signed()).map(move |index| {
@@ -59,20 +60,21 @@ impl Ahead {
         })
     }
 
-    /// What reading it costs: an operation for each range.
+    /// Cost for the throttle layer: one operation for each range.
     pub const fn cost(&self) -> Cost {
         Cost::equal(self.count, self.range_bytes())
     }
 
     pub(super) const fn range_bytes(&self) -> u64 {
         let is_aligned =
+            // A range that begins inside a block may touch one more block than its length suggests.
             self.first.is_multiple_of(BLOCK_BYTES) && self.step.unsigned_abs().is_multiple_of(BLOCK_BYTES);
         let begins_inside = if is_aligned { 0 } else { BLOCK_BYTES };
         self.length.next_multiple_of(BLOCK_BYTES) + begins_inside
     }
 }
 
-/// The blocks that a range touches, as they are read ahead and dropped ([`Ahead::ranges`]).
+/// The blocks that a range touches: the unit of read-ahead and invalidation ([`Ahead::ranges`]).
 pub fn whole_blocks(range: &Range<u64>) -> Range<u64> {
     let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
     start..range.end.checked_next_multiple_of(BLOCK_BYTES).unwrap_or(u64::MAX)

@@ -1,12 +1,12 @@
-//! The cache of one disk: every decision about its reads and writes, in order. Used behind one
-//! lock, which workers hold for nanoseconds.
+//! The prefetch cache of one disk: every decision about its reads and writes, in order. Protected
+//! by one lock that workers hold for nanoseconds.
 //!
-//! **Never stale.** What [`Cache::read`] finds was read from the image after the last write to it
-//! had ended. A write, when it begins, removes what it overlaps from the map, chunks in flight
-//! included. Until it ends, no read-ahead may begin there ([`Writes`]).
+//! **Never stale.** Data that [`Cache::read`] returns was read from the image after the last write
+//! to it had ended. A write that begins removes the chunks it overlaps from the map, including
+//! chunks in flight. Until it ends, no read-ahead starts in its range ([`Writes`]).
 //!
-//! **Never above its memory.** A chunk counts from before it is requested until nothing of it can
-//! be found, and none begins without room for it. Chunks in flight cannot be evicted.
+//! **Never above its memory limit.** A chunk counts from before it is requested until none of its
+//! data can be found, and no chunk is started unless it fits. Chunks in flight cannot be evicted.
 
 use super::ahead::{Ahead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
 use super::chunk::{Chunk, footprint};
@@ -25,33 +25,33 @@ use crate::time::Instant;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-/// Requests of a scan until it is a stream.
+/// Number of requests after which a scan becomes a stream.
 const RUN: u8 = 3;
-/// Windows that a stream on trial must use.
+/// Number of minimum windows that a stream on trial must use.
 const TRIAL_WINDOWS: u64 = 2;
 
-/// What a read finds.
+/// Result of looking up a read.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found<T> {
-    /// Nothing: read it from the image.
+    /// A miss: read all of it from the image.
     Nothing,
-    /// All of it, in one chunk.
+    /// A hit in one chunk.
     Whole(Cached<T>),
-    /// Parts that follow each other and cover it.
+    /// Consecutive parts that together cover the read.
     Parts(Vec<Part<T>>),
 }
 
-/// A part of what a read asks for.
+/// A part of a read.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Part<T> {
-    /// It is in a chunk.
+    /// Data of a chunk.
     Cached(Cached<T>),
-    /// It must be read from the image.
+    /// Not cached: read this range of the disk from the image.
     Missing(Range<u64>),
 }
 
 impl<T> Part<T> {
-    /// Bytes.
+    /// Length in bytes.
     pub const fn length(&self) -> u64 {
         match self {
             Self::Cached(Cached { range, .. }) | Self::Missing(range) => range.end - range.start,
@@ -59,41 +59,44 @@ impl<T> Part<T> {
     }
 }
 
-/// Bytes of a chunk.
+/// A range of a chunk.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Cached<T> {
-    /// The caller's word for the chunk's data.
+    /// The caller's token for the chunk's data.
     pub token: T,
-    /// Bytes of the chunk, which may still be on their way.
+    /// Bytes relative to the start of the chunk. The data may still be in flight.
     pub range: Range<u64>,
 }
 
-/// A chunk on its way.
+/// Identifies a chunk in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FetchId(u32);
 
-/// What is to be read from the image, now.
+/// A range to read from the image now.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "its memory is taken until it is told how it ended"]
 pub struct Fetch<T> {
-    /// For [`Cache::complete`] and [`Cache::fail`].
+    /// ID for [`Cache::complete`] and [`Cache::fail`].
     pub id: FetchId,
-    /// The bytes of the disk.
+    /// Bytes of the disk.
     pub range: Range<u64>,
-    /// The caller's word for the data.
+    /// The caller's token for the data.
     pub token: T,
 }
 
-/// A disk's prefetch cache. `T` stands for the data of a chunk; clones stand for the same.
+/// A disk's prefetch cache. `T` is a token for the data of a chunk; clones represent the same data.
 ///
 /// # Protocol
 ///
-/// 1. [`read`](Cache::read) for every read, [`write_begins`](Cache::write_begins) before and
-///    [`write_ends`](Cache::write_ends) after everything else that changes what is on the disk.
-/// 2. For every range of an [`Ahead`]: [`begin`](Cache::begin), when its data is about to be read;
-///    then exactly one of [`complete`](Cache::complete) and [`fail`](Cache::fail) for each [`Fetch`].
-/// 3. [`take_dropped`](Cache::take_dropped) after each of these, to let go of what it gives.
-/// 4. Who holds a token whose data is on its way waits for the data, wherever it may have gone.
+/// 1. Call [`read`](Cache::read) for every read. Call [`write_begins`](Cache::write_begins) before
+///    and [`write_ends`](Cache::write_ends) after every other operation that changes the disk.
+/// 2. For every range of an [`Ahead`], call [`begin`](Cache::begin) immediately before reading the
+///    data, then exactly one of [`complete`](Cache::complete) and [`fail`](Cache::fail) for each
+///    [`Fetch`].
+/// 3. After each of these calls, drop the tokens that [`take_dropped`](Cache::take_dropped)
+///    returns.
+/// 4. A caller with a token whose data is in flight waits for the data, even if the cache has
+///    dropped the chunk since.
 #[derive(Debug)]
 pub struct Cache<T> {
     settings: Settings,
@@ -106,12 +109,12 @@ pub struct Cache<T> {
     gate: Gate,
     congestion: Congestion,
     stats: Stats,
-    /// Used since limits were asked last.
+    /// Read-ahead used since the last request for admission.
     given_back: GivenBack,
     dropped: Vec<T>,
 }
 
-/// How a request met its data; the later, the worse.
+/// State of the data that a request needs, in the order of increasing delay.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Met {
     There,
@@ -120,7 +123,7 @@ enum Met {
 }
 
 impl<T> Default for Cache<T> {
-    /// An empty cache, with nothing read ahead until it is [set](Cache::set).
+    /// An empty cache with read-ahead off until [`Cache::set`] is called.
     fn default() -> Self {
         let settings = Settings::off();
         Self {
@@ -146,10 +149,10 @@ impl<T: Clone> Cache<T> {
         self.settings
     }
 
-    /// Puts other settings in force. What is in memory stays as far as it may.
+    /// Changes the settings. Cached data that still fits is kept.
     ///
     /// # Errors
-    /// [`Invalid`]: everything stays as it was.
+    /// [`Invalid`]; the old settings remain in force.
     pub fn set(&mut self, settings: Settings) -> Result<(), Invalid> {
         settings.check()?;
         let old = core::mem::replace(&mut self.settings, settings);
@@ -173,27 +176,29 @@ impl<T: Clone> Cache<T> {
         Ok(())
     }
 
-    /// The words for chunks that went since this was asked last, to be dropped outside the lock.
+    /// Returns the tokens of chunks removed since the last call, so that the caller can drop them
+    /// outside the lock.
     #[must_use = "their memory is not in use any more"]
     pub fn take_dropped(&mut self) -> Vec<T> {
         core::mem::take(&mut self.dropped)
     }
 
-    /// What happened so far, and what there is.
+    /// Counters since the creation, and current levels.
     pub fn stats(&self) -> Stats {
         let closed = self.settings.mode == Mode::Auto && !self.gate.lends(self.settings.window_min_bytes);
         Stats { memory_bytes: self.memory_bytes, streams: self.streams.leading(), closed, ..self.stats }
     }
 
-    /// Counts on from what another cache has counted.
+    /// Adds the counters of another cache to this one's.
     pub fn count_on(&mut self, stats: &Stats) {
         self.stats = self.stats.plus(stats);
     }
 
-    /// Looks at a read of a disk of `size_bytes`: what of it is in memory, and what to read ahead.
-    /// `may` has the last word on that, and is told how much read-ahead was used since.
+    /// Looks up a read of a disk of `size_bytes`, made of `requests` merged requests; returns the
+    /// cached parts and the read-ahead to start. `may` decides if that read-ahead is admitted; its
+    /// second argument is the read-ahead used since its last call.
     ///
-    /// The range is not empty and lies inside the disk.
+    /// The range must not be empty and must lie inside the disk.
     pub fn read(
         &mut self,
         range: Range<u64>,
@@ -206,6 +211,7 @@ impl<T: Clone> Cache<T> {
         }
         let length = range.end - range.start;
         self.gate.asked(length);
+        // Merged requests are judged by their average size: merging must not hide small readers.
         if length / requests.max(1) > self.settings.largest_request_bytes {
             self.stats.skipped += 1;
             return (Found::Nothing, None);
@@ -213,6 +219,7 @@ impl<T: Clone> Cache<T> {
         let (found, met, owner) = self.find(&range);
         let stream = match self.streams.get_mut(owner).map(|stream| stream.step()) {
             Some(step) if !step.has_gaps() => Some(owner),
+            // A strided stream that finds its data in the gaps of another may be a sequential scan.
             Some(_) => self.follow(&range, Some(owner)),
             None => self.follow(&range, None),
         };
@@ -221,6 +228,7 @@ impl<T: Clone> Cache<T> {
     }
 
     fn find(&mut self, range: &Range<u64>) -> (Found<T>, Met, StreamId) {
+        // The common case, one extent that covers the read, without an allocation.
         let last = self.extents.overlapping(range).next();
         let (found, met, stream) = match last {
             None => (Found::Nothing, Met::Missing, StreamId::NONE),
@@ -284,6 +292,7 @@ impl<T: Clone> Cache<T> {
             self.gate.used(used, on_trial);
             self.streams.count_used(owner, used);
         }
+        // A chunk that was read to its end shows that the window was not too large: it may grow.
         if used > 0 && is_used_up {
             let most = self.most_ahead();
             if let Some(stream) = self.streams.get_mut(owner) {
@@ -293,8 +302,8 @@ impl<T: Clone> Cache<T> {
         (cached, met, owner)
     }
 
-    /// The stream that a request belongs to which found no data by one, or by one with gaps: a scan
-    /// that was expected, which may become a stream by this.
+    /// Finds the stream of a request that hit no chunk of a stream, or one of a strided stream. The
+    /// request may have been expected by a scan, and may make that scan a stream.
     fn follow(&mut self, range: &Range<u64>, with_gaps: Option<StreamId>) -> Option<StreamId> {
         let expectations = self.expectations.as_mut()?;
         let length = range.end - range.start;
@@ -319,7 +328,7 @@ impl<T: Clone> Cache<T> {
             }
             return with_gaps;
         }
-        // A backward scan has come to its last request; others to where they go on.
+        // The head of a backward stream is its last offset; of any other the next one.
         let head = if met.step == Step::Backward { range.start } else { next? };
         let window = Window::new(self.settings.window_min_bytes, self.most_ahead());
         Some(self.streams.join(met.step, head, length, window))
@@ -339,14 +348,16 @@ impl<T: Clone> Cache<T> {
         let had_lead = stream.lead_bytes() > 0;
         stream.advance(range.start, length);
         let has_lead = stream.lead_bytes() > 0;
+        // The reader has caught up with its read-ahead. On a congested device a larger lead is no
+        // remedy.
         let is_late = met == Met::OnItsWay || (met == Met::Missing && had_lead && !has_lead);
         if is_late && !is_congested {
             stream.window.came_late(most);
         }
         let (step, next) = (stream.step(), stream.next(length));
-        // Memory too short for two requests gains nothing.
+        // Memory for less than two requests gains nothing.
         let ahead = if most < 2 * length { None } else { self.plan(id, most, size_bytes, may) };
-        // Requests found by their data would crowd out what is not known.
+        // A stream that is found by its data needs no expectation, which would displace others.
         let is_found = met != Met::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
             expectations.expect(next, Expected { step, run: RUN, stream: id });
@@ -354,7 +365,7 @@ impl<T: Clone> Cache<T> {
         ahead
     }
 
-    /// Reads ahead of a stream, with at most so much in memory.
+    /// Plans read-ahead of a stream, with at most `most` bytes read ahead of it in memory.
     fn plan(
         &mut self,
         id: StreamId,
@@ -374,6 +385,8 @@ impl<T: Clone> Cache<T> {
         if bytes == 0 {
             return None;
         }
+        // The order matters: congestion may reserve a turn, and admission is charged. Only if both
+        // agree has the stream advanced.
         let ahead = Ahead { on_trial, ..stream.plan(id, bytes, size_bytes)? };
         if !may(&ahead, core::mem::take(&mut self.given_back)) {
             return None;
@@ -387,8 +400,8 @@ impl<T: Clone> Cache<T> {
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)
     }
 
-    /// A range of an [`Ahead`] is about to be read: what of it is neither in memory nor on its way,
-    /// as far as there is room. `make` makes a token for each.
+    /// Starts reading a range of an [`Ahead`]: returns the pieces that are neither cached nor in
+    /// flight, as far as memory allows. `make` creates a token for each.
     pub fn begin(
         &mut self,
         ahead: &Ahead,
@@ -406,6 +419,7 @@ impl<T: Clone> Cache<T> {
                 let end = gap.end.min(start + CHUNK_MAX_BYTES);
                 let piece = start..end;
                 start = end;
+                // A read concurrent with this write may return old data, so nothing is started.
                 if self.writes.overlaps(&piece) {
                     continue;
                 }
@@ -433,23 +447,24 @@ impl<T: Clone> Cache<T> {
         Fetch { id: FetchId(number), range, token }
     }
 
-    /// The data of a chunk is there.
+    /// Records that the data of a chunk has arrived.
     pub fn complete(&mut self, id: FetchId, now: Instant) {
         let chunk = self.chunks.get_mut(id.0);
         let begun = chunk.begun.take().expect("completed once");
         let (length, is_found) = (chunk.length, chunk.extents > 0);
         self.congestion.ended(length);
         self.congestion.took(length, now.nanos_since(begun));
+        // A write has removed the chunk from the map while it was in flight.
         if is_found {
             self.chunks.touch(id.0);
         } else {
             self.remove(id.0);
         }
-        // Settings may have changed meanwhile.
+        // The memory limit may have been lowered while chunks in flight could not be evicted.
         self.make_room(0);
     }
 
-    /// The data of a chunk could not be read: as if it had never been asked for.
+    /// Records that the data of a chunk could not be read, and removes the chunk.
     pub fn fail(&mut self, id: FetchId) {
         let chunk = self.chunks.get_mut(id.0);
         chunk.begun = None;
@@ -457,14 +472,14 @@ impl<T: Clone> Cache<T> {
         self.evict(id.0);
     }
 
-    /// A write, or whatever else changes the range, begins: nothing there is found any more.
+    /// Invalidates the range of a write, or of another change of the disk, that is about to begin.
     pub fn write_begins(&mut self, range: Range<u64>) -> WriteId {
-        // Whole blocks, as they were read ahead.
+        // Whole blocks, the unit of read-ahead.
         self.drop_range(&whole_blocks(&range));
         self.writes.begin(range)
     }
 
-    /// The write has ended, well or not.
+    /// Records the end of a write, successful or not.
     pub fn write_ends(&mut self, write: WriteId) {
         self.writes.end(write);
     }
@@ -488,8 +503,9 @@ impl<T: Clone> Cache<T> {
         }
     }
 
-    /// Evicts until there is room for so many more bytes; `false` if there cannot be now.
+    /// Evicts chunks until `bytes` more fit; returns false if that is not possible now.
     fn make_room(&mut self, bytes: u64) -> bool {
+        // Terminates: each round removes a chunk or finds that all are in flight.
         while self.memory_bytes + bytes > self.settings.memory_bytes {
             let Some(victim) = self.chunks.victim() else { return false };
             let owner = self.chunks.get(victim).stream;
@@ -502,7 +518,7 @@ impl<T: Clone> Cache<T> {
         true
     }
 
-    /// Removes a chunk that is there; returns how much of it was unread.
+    /// Removes a chunk that is not in flight; returns its number of unread bytes.
     fn evict(&mut self, number: u32) -> u64 {
         let chunk = self.chunks.get(number);
         if chunk.extents > 0 {

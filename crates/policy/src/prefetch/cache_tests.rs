@@ -1,4 +1,4 @@
-//! What the cache decides; that it is never stale, and never takes more memory than it has.
+//! Decisions of the cache; that it never returns stale data and never exceeds its memory limit.
 
 use super::*;
 use crate::prefetch::Setting;
@@ -11,12 +11,12 @@ const K: u64 = 1 << 10;
 const DISK: u64 = 1 << 30;
 const NOW: Instant = Instant::ZERO;
 
-/// A cache and a disk that answers at once; a token is the number of the read-ahead.
+/// A cache and a disk that completes immediately. A token is the number of the read-ahead.
 struct Bench {
     cache: Cache<u32>,
     disk_bytes: u64,
     made: u32,
-    /// What was read ahead, in order.
+    /// Ranges read ahead, in order.
     fetched: Vec<Range<u64>>,
     on_their_way: VecDeque<FetchId>,
 }
@@ -34,7 +34,7 @@ impl Bench {
         Self::new(settings)
     }
 
-    /// A read, whose read-ahead stays on its way.
+    /// A read whose read-ahead stays in flight.
     fn ask(&mut self, offset: u64, length: u64) -> Found<u32> {
         let range = offset..offset + length;
         let (found, ahead) = self.cache.read(range, 1, self.disk_bytes, |_, _| true);
@@ -60,7 +60,7 @@ impl Bench {
         }
     }
 
-    /// A read of 4 KiB, whose read-ahead is there before the next. Says whether all was in memory.
+    /// A read of 4 KiB whose read-ahead completes before the next one. Returns true for a hit.
     fn read(&mut self, offset: u64) -> bool {
         let found = self.ask(offset, 4 * K);
         self.arrive();
@@ -148,7 +148,7 @@ fn two_strided_scans_in_turn_are_found() {
 fn several_readers_of_one_file_read_it_from_the_disk_once() {
     let mut bench = Bench::new(Settings::default());
     for offset in blocks(4000) {
-        // Each a little behind the one before.
+        // Four readers, each slightly behind the one before.
         for lag in 0..4 {
             let lag = lag * 37 * 4 * K;
             if offset >= lag {
@@ -164,13 +164,13 @@ fn several_readers_of_one_file_read_it_from_the_disk_once() {
 #[test]
 fn requests_that_overtake_each_other_are_one_stream() {
     let mut bench = Bench::new(Settings::default());
-    // Eight in flight, in any order.
+    // A queue depth of eight, completing in any order.
     let (mut offsets, mut random): (Vec<_>, _) = (blocks(4000).collect(), fastrand());
     for some in offsets.chunks_mut(8) {
         (1..8).for_each(|at| some.swap(at, random() as usize % (at + 1)));
     }
     assert!(bench.hits(offsets) > 3900);
-    // At most one more that went a few steps backward.
+    // A second stream may have been detected where requests went a few steps backward.
     assert!(bench.cache.stats().streams <= 2);
 }
 
@@ -207,7 +207,7 @@ fn large_requests_are_passed_by_and_counted() {
         assert_eq!(bench.ask(request * 128 * K, 128 * K), Found::Nothing);
     }
     assert_eq!((bench.cache.stats().skipped, bench.fetched.len()), (10, 0));
-    // Small ones that were merged are small ones.
+    // Small requests merged into a large one count as small.
     let (_, ahead) = bench.cache.read(0..128 * K, 32, DISK, |_, _| true);
     assert_eq!((ahead, bench.cache.stats().skipped), (None, 10));
 }
@@ -303,7 +303,7 @@ fn the_window_grows_to_its_maximum_and_no_further() {
     let mut bench = Bench::with(Setting::WindowMax, 512 * K);
     for offset in blocks(4000) {
         bench.ask(offset, 4 * K);
-        // Slow storage: what was asked for comes later.
+        // Slow storage: read-ahead arrives after it was needed.
         if bench.on_their_way.len() > 2 {
             bench.arrive();
         }
@@ -329,7 +329,7 @@ fn settings_change_what_is_kept_at_once() {
     assert!(bench.hits(blocks(100)) > 90);
 }
 
-/// Numbers that look random and are always the same.
+/// Deterministic pseudo-random numbers.
 fn fastrand() -> impl FnMut() -> u64 {
     let mut state = 1_u64;
     move || {
@@ -362,14 +362,14 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// Units of the model: half a block, so that ranges are not aligned to blocks.
+/// Unit of the model: half a block, so that ranges are not aligned to blocks.
 const UNIT: u64 = 2 * K;
 const UNITS: usize = 260;
 
-/// A disk whose bytes are the numbers of the last write to them, as chunks saw it.
+/// A disk whose contents are the number of the last write to each unit, as chunks saw it.
 struct Model {
     versions: Vec<u32>,
-    /// Of each token: what its chunk's units were when it was begun.
+    /// For each token: the contents of its chunk when it was begun.
     seen: Vec<Vec<u32>>,
     writing: VecDeque<(WriteId, Range<usize>)>,
     next: u32,
@@ -409,7 +409,7 @@ proptest! {
                     cache.fail(on_their_way.swap_remove(which % on_their_way.len()));
                 }
                 Event::Set { memory, mode } => {
-                    // What is on its way when memory shrinks is there until it has arrived.
+                    // A chunk in flight stays above a lowered limit until it has arrived.
                     over.set(over.get().max(cache.stats().memory_bytes));
                     cache.set(Settings { memory_bytes: memory, mode, window_min_bytes: 8 * K, ..Settings::default() }).unwrap();
                 }

@@ -1,14 +1,15 @@
-//! A chunk: the data that one read-ahead brings, and which of its blocks have been read.
+//! A chunk: the data of one read-ahead, with a bitmap of the blocks that have been read.
 //!
-//! It is the unit of memory and of eviction. Writes may cut holes into it in the map of
-//! [extents](super::extents); it stays in memory until nothing of it can be found.
+//! It is the unit of memory and eviction. Writes may cut holes into its [extents](super::extents);
+//! it stays in memory until none is left.
 
 use core::ops::Range;
 
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
 
-/// Memory of a buffer: allocators of I/O memory round up to a power of two, at least a page.
+/// Memory of a buffer in bytes: allocators of I/O memory round up to a power of two, at least a
+/// page.
 pub(super) fn footprint(length: u64) -> u64 {
     length.max(BLOCK_BYTES).next_power_of_two()
 }
@@ -21,7 +22,7 @@ impl Blocks {
         self.0[(block / 64) as usize] >> (block % 64) & 1 == 1
     }
 
-    /// Adds those that `from..to` touches (bytes, not empty); returns how many were new.
+    /// Adds the blocks that `from..to` (bytes, not empty) touches; returns how many were new.
     pub(super) fn add(&mut self, from: u64, to: u64) -> u64 {
         let (first, last) = (from / BLOCK_BYTES, (to - 1) / BLOCK_BYTES);
         let mut added = 0;
@@ -41,20 +42,20 @@ impl Blocks {
 
 #[derive(Debug)]
 pub(super) struct Chunk<T> {
-    /// The caller's word for the data.
+    /// The caller's token for the data.
     pub(super) token: T,
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) extents: u32,
-    /// Blocks that were read or dropped.
+    /// Blocks that were read or invalidated.
     pub(super) settled: Blocks,
     pub(super) open_blocks: u64,
     pub(super) stream: StreamId,
-    /// Lent by the gate.
+    /// Charged to the gate's credit.
     pub(super) on_trial: bool,
-    /// What was charged for the range that it is a part of, in bytes.
+    /// Bytes charged for the whole range that the chunk is a part of.
     pub(super) charged_bytes: u64,
-    /// When it was asked for; `None` once it is there.
+    /// Time of the request; `None` once the data has arrived.
     pub(super) begun: Option<Instant>,
 }
 
@@ -75,7 +76,7 @@ impl<T> Chunk<T> {
         }
     }
 
-    /// Marks bytes as read or dropped; returns how many were neither.
+    /// Marks bytes as read or invalidated; returns how many were neither.
     pub(super) fn settle(&mut self, from: u64, to: u64) -> u64 {
         let before = self.open_bytes();
         self.open_blocks -= self.settled.add(from, to);
@@ -83,12 +84,13 @@ impl<T> Chunk<T> {
     }
 
     fn open_bytes(&self) -> u64 {
+        // The last block of the disk may be shorter.
         let last = (self.length - 1) / BLOCK_BYTES;
         let missing = if self.settled.has(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };
         self.open_blocks * BLOCK_BYTES - missing
     }
 
-    /// Marks all that is left; returns its bytes.
+    /// Marks all remaining bytes; returns their number.
     pub(super) fn settle_rest(&mut self) -> u64 {
         let bytes = self.open_bytes();
         self.open_blocks = 0;

@@ -1,41 +1,45 @@
-//! Congestion: how much read-ahead may be in flight, and which reader is next.
+//! Congestion control: limits read-ahead in flight and queues streams for it.
 //!
-//! Read-ahead in flight stands in the device's queue before the guests' own requests. So the time
-//! that read-aheads of a size take is compared with the best seen recently. If they take several
-//! times as long, and longer than the queue of a fast device is worth, less may be in flight;
-//! otherwise more. Delay indicates congestion as in TCP Vegas; steps down are larger than up.
+//! Read-ahead in flight delays the guests' own requests in the device's queue. Its response time is
+//! therefore compared with the best recent one for the same size. If it is several times longer,
+//! and longer than the queue of a fast device justifies, the limit is lowered; otherwise raised.
+//! Delay indicates congestion as in TCP Vegas; steps down are larger than steps up.
 //!
-//! A reader without data that is refused reads by itself and waits in a queue for read-ahead. Room
-//! is kept for those that have waited longest, or who has just got data would be the first to ask.
+//! A stream without cached data that is refused read-ahead waits in a queue. Capacity is reserved
+//! for the streams that have waited longest; otherwise a stream that has just got data would be the
+//! first to ask again.
 
 use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
-/// A congested device takes so many times the best: a window's requests queue up to four deep...
+/// Ratio of smoothed to best response time above which a device is congested. Requests of a window
+/// queue up to four deep...
 const CONGESTED: u64 = 4;
-/// ... and this long: a flash device does many times the work at the depth where it takes so long.
+/// ... and it must exceed this time: a flash device has a multiple of its throughput at the queue
+/// depth that takes this long.
 const TOLERATED_NS: u64 = 2_000_000;
-/// Bytes that may be on their way at first, and that always may.
+/// Initial and lowest limit of bytes in flight.
 const ALLOWED_AT_FIRST: u64 = 2 << 20;
 const LEAST_ALLOWED: u64 = 512 << 10;
-/// A reader's part while others wait.
+/// Share of one stream in bytes while others wait.
 const SHARE: u64 = LEAST_ALLOWED / 2;
-/// A smaller window is not worth a request, in bytes.
+/// Smallest useful request in bytes.
 const LEAST_WORTH: u64 = 32 << 10;
-/// After so many questions of others, and four for each that waits, a silent reader has left.
+/// A waiting stream is forgotten if it does not ask again within this many requests of other
+/// streams, plus four for each waiting one.
 const REMEMBERED: u64 = 64;
-/// Sizes are told apart by their power of two.
+/// Classes of request sizes: powers of two.
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
 #[derive(Debug)]
 pub(super) struct Congestion {
     paces: [Pace; SIZES],
     is_congested: bool,
-    /// Bytes on their way, and how many may be.
+    /// Bytes in flight, and their limit.
     on_its_way: u64,
     allowed: u64,
     most_allowed: u64,
-    /// Streams without data that were refused, and the question count when they last were.
+    /// Refused streams without data, with the value of `questions` at their last request.
     waiting: VecDeque<(StreamId, u64)>,
     questions: u64,
 }
@@ -64,12 +68,13 @@ impl Congestion {
         self.allowed = self.allowed.min(self.most_allowed);
     }
 
-    /// How much of what is wanted may be on its way now; 0 if nothing worth a request. A quarter of
-    /// all at most, or large windows would keep small ones out.
+    /// Number of bytes, up to `wanted`, that the stream may read ahead now; 0 if less than a useful
+    /// request. At most a quarter of the limit, so that large windows do not displace small ones.
     pub(super) fn room(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
         self.forget_those_who_left();
         let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
         let before = place.unwrap_or(self.waiting.len()) as u64;
+        // Each stream that waits before this one has a share reserved.
         let free = self.allowed.saturating_sub(self.on_its_way).saturating_sub(before * SHARE);
         let is_alone = self.waiting.len() == usize::from(place.is_some());
         let most = if is_alone { (self.allowed / 4).max(SHARE) } else { SHARE };
@@ -106,10 +111,11 @@ impl Congestion {
     pub(super) fn took(&mut self, bytes: u64, took_ns: u64) {
         let pace = &mut self.paces[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
         let took_ns = took_ns.max(1);
+        // The first request of this size is its own reference.
         if pace.best_ns == 0 {
             *pace = Pace { best_ns: took_ns, smoothed_ns: took_ns };
         }
-        // The best ages, as devices change: it doubles after some hundred.
+        // The best time ages because devices change: it doubles after some hundred requests.
         pace.best_ns = took_ns.min(pace.best_ns.saturating_add(pace.best_ns / 512 + 1));
         pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
         let bound_ns = pace.best_ns.saturating_mul(CONGESTED).max(TOLERATED_NS);

@@ -1,28 +1,30 @@
-//! What might be read next: candidates for a stream, before it is known to be one.
+//! Expected offsets: candidates for streams, before a scan is detected.
 //!
 //! A request that belongs to no stream records where the next request of a scan would begin:
 //!
 //! ```text
-//!            ┌─ backward              ┌─ forward: where this one ends
-//!   …  ▕▁▁▁▁▁▏  ▕▁▁▁ this ▁▁▁▏  ▕▁▁▁▁▁▏  …  as far again as from one of the last requests: strided
+//!            ┌─ backward              ┌─ forward: at the end of this one
+//!   …  ▕▁▁▁▁▁▏  ▕▁▁▁ this ▁▁▁▏  ▕▁▁▁▁▁▏  …  strided: the distance from a recent request, once more
 //! ```
 //!
-//! The next request looks up whether it was expected, by its exact offset. So other readers in
-//! between do not matter, nor the order in which most requests of a deep queue arrive. Expectations
-//! of random reads are overwritten: the table has a fixed size, and a request costs a few stores.
+//! The next request looks its exact offset up. Interleaved requests of other readers therefore do
+//! not matter, nor does reordering in a deep queue. Expectations of random reads are overwritten:
+//! the table has a fixed size, and a request costs a few stores.
 
 use super::ahead::StreamId;
 use super::streams::Step;
 use alloc::boxed::Box;
 use alloc::vec;
 
-/// A power of two. At four slots a request, one is forgotten after about 500 random requests.
+/// Number of slots, a power of two. At four slots for each request, an expectation survives about
+/// 500 random requests.
 const SLOTS: usize = 2048;
-/// Requests after which an expectation is met by chance alone.
+/// Age in requests above which an expectation is met by chance only.
 const LIFETIME: u32 = 2048;
-/// Last requests that a strided scan may have begun with: as many scans may be mixed.
+/// Number of recent requests that may begin a strided scan, so that as many scans can be
+/// interleaved.
 const RECENT: usize = 2;
-/// The longest stride, in bytes: a slot has 32 bits for it.
+/// Maximum stride in bytes: a slot has 32 bits for it.
 const LONGEST_STRIDE: u64 = 1 << 30;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +34,7 @@ pub(super) struct Expected {
     pub(super) stream: StreamId,
 }
 
-/// Aligned, so that a random request touches one cache line for each slot and not two.
+/// Aligned so that a slot never crosses a cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct Slot {
@@ -45,7 +47,7 @@ const _: () = assert!(size_of::<Slot>() == 32);
 
 #[derive(Debug)]
 pub(super) struct Expectations {
-    /// [`SLOTS`]; empty until something is expected, because they take 64 KiB.
+    /// [`SLOTS`] entries; empty until the first expectation, because they need 64 KiB.
     slots: Box<[Slot]>,
     clock: u32,
     recent: [u64; RECENT],
@@ -57,19 +59,20 @@ impl Expectations {
         Self { slots: Box::default(), clock: 0, recent: [u64::MAX; RECENT], next_recent: 0 }
     }
 
-    /// Each expectation is met once.
+    /// Returns and removes the expectation of a request at `offset`.
     pub(super) fn meet(&mut self, offset: u64) -> Option<Expected> {
         self.clock = self.clock.wrapping_add(1);
         let slot = self.slots.get_mut(place(offset))?;
         if slot.offset != offset || self.clock.wrapping_sub(slot.made) > LIFETIME {
             return None;
         }
+        // Met once: a repeated read of the same offset is no scan.
         slot.offset = u64::MAX;
         Some(slot.what)
     }
 
-    /// A scan that is known better is not forgotten for it, nor one without gaps for one with a
-    /// stride: readers that take turns look strided.
+    /// Records an expectation, unless that would replace one of a longer scan, or one without gaps
+    /// by a strided one: interleaved readers look strided.
     pub(super) fn expect(&mut self, offset: u64, what: Expected) {
         if self.slots.is_empty() {
             self.slots = empty_slots();
@@ -77,6 +80,7 @@ impl Expectations {
         let slot = &mut self.slots[place(offset)];
         let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;
         if slot.offset != u64::MAX && is_young {
+            // At the same offset, a scan without gaps is preferred, then the longer one.
             let order = |expected: &Expected| (!expected.step.has_gaps(), expected.run);
             let is_better = if slot.offset == offset {
                 order(&slot.what) > order(&what)
@@ -94,7 +98,7 @@ impl Expectations {
         let begin = |step| Expected { step, run: 1, stream: StreamId::NONE };
         for recent in self.recent {
             let distance = offset.abs_diff(recent);
-            // Closer ones are scans of their own kind, or overlap.
+            // Smaller distances are sequential scans, or overlaps.
             if recent == u64::MAX || distance <= length || distance > LONGEST_STRIDE {
                 continue;
             }
@@ -119,11 +123,11 @@ impl Expectations {
 #[cold]
 fn empty_slots() -> Box<[Slot]> {
     let what = Expected { step: Step::Forward, run: 0, stream: StreamId::NONE };
-    // Nothing begins at u64::MAX.
+    // No request begins at u64::MAX.
     vec![Slot { offset: u64::MAX, made: 0, what }; SLOTS].into()
 }
 
-/// Fibonacci hashing: requests are aligned, so the low bits alone would say little.
+/// Fibonacci hashing, because requests are aligned and their low bits are mostly zero.
 fn place(offset: u64) -> usize {
     let mixed = (offset >> 9).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed >> (64 - SLOTS.trailing_zeros())) as usize

@@ -1,17 +1,17 @@
-//! Which bytes of the disk are in which part of which chunk: an ordered map of disjoint extents.
+//! Map from ranges of the disk to parts of chunks: an ordered map of disjoint extents.
 //!
 //! ```text
 //!   disk     ──▕▁▁▁▁ extent ▁▁▁▁▏──▕▁ extent ▁▏────▕▁ extent ▁▏──
 //!   chunks       ▕▁▁▁▁▁▁▁ 7 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▏        ▕▁▁▁▁ 3 ▁▁▁▁▏
 //! ```
 //!
-//! A write cuts what it overlaps out of the map. The rest of a chunk is still found.
+//! A write removes its range from the map. The rest of a chunk is still found.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use core::ops::Range;
 
-/// A part of a chunk, by the offset on the disk at which it begins.
+/// A part of a chunk, keyed by its offset on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) offset: u64,
@@ -43,13 +43,13 @@ struct Value {
 pub(super) struct Extents(BTreeMap<u64, Value>);
 
 impl Extents {
-    /// Those that overlap the range, the last first.
+    /// Extents that overlap the range, in descending order.
     pub(super) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = Extent> {
         let start = range.start;
         let before = self.0.range(..range.end).rev();
         before
             .map(|(&offset, &Value { length, chunk, from })| Extent { offset, length, chunk, from })
-            // Disjoint: behind one that ends before the range all do.
+            // Extents are disjoint, so all below one that ends before the range do too.
             .take_while(move |extent| extent.end() > start)
     }
 
@@ -69,13 +69,14 @@ impl Extents {
         gaps
     }
 
-    /// It overlaps none.
+    /// Inserts an extent that overlaps no other.
     pub(super) fn insert(&mut self, extent: Extent) {
         let Extent { offset, length, chunk, from } = extent;
         self.0.insert(offset, Value { length, chunk, from });
     }
 
-    /// `cut` is told of each part that goes, and of the change in its chunk's number of extents.
+    /// Removes a range. Calls `cut` with each removed part and the change in the number of extents
+    /// of its chunk (-1, 0 or 1).
     pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(Extent, i32)) {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };
@@ -88,6 +89,7 @@ impl Extents {
                 from: gone.from + gone.length,
                 ..extent
             };
+            // What remains on either side of the removed part goes back into the map.
             let mut extents = -1;
             for rest in [left, right] {
                 if rest.length > 0 {

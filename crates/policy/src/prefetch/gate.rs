@@ -1,30 +1,30 @@
-//! The gate: whether reading ahead pays, and what it may cost while that is unknown.
+//! The gate: decides if read-ahead pays, and bounds its cost while that is unknown.
 //!
 //! ```text
-//!   bytes that readers asked for   × 1/64 ─┐
-//!   bytes used of what was read ahead × 1/8 ┴─► credit ──► lent to new streams, back when used
-//!                                                 └──► bytes that nobody read
+//!   bytes that readers requested       × 1/64 ─┐
+//!   bytes read ahead and used          × 1/8  ─┴─► credit ──► lent to new streams, returned when used
+//!                                                     └─────► bytes that were never read
 //! ```
 //!
-//! A new stream is on trial until it has used twice the smallest window, and as much again as was
-//! wasted of it. What it reads ahead meanwhile is taken from a credit, which used data returns with
-//! interest. If runs keep ending as soon as they are noticed, the gate closes; what is asked for
-//! adds to the credit, so reading ahead is tried again. Streams that have proved themselves pass a
-//! closed gate.
+//! A new stream is on trial until it has used twice the minimum window plus as much as was wasted
+//! on it. Read-ahead on trial is taken from a credit; used data is returned with interest. If
+//! streams keep ending as soon as they are detected, the credit is exhausted and the gate closes;
+//! requested bytes refill it, so read-ahead is tried again. Streams past their trial are not
+//! affected by a closed gate.
 
-/// Least credit at first, in bytes: a cache's default memory. Larger caches have more, so that as
-/// many streams as find room can begin at once.
+/// Minimum initial credit in bytes: the default memory of a cache. Larger caches have more, so that
+/// as many streams as fit can start at once.
 const LEAST_CREDIT: u64 = 4 << 20;
-/// One byte in so many that are asked for may be wasted: half of what a user would notice.
+/// Fraction (1 / n) of the requested bytes that may be wasted: half of what users would notice.
 const ASKED_PART: u64 = 64;
-/// Interest on what is used: one in so many bytes.
+/// Interest on used data (1 / n).
 const USED_PART: u64 = 8;
 
 #[derive(Debug)]
 pub(super) struct Gate {
     credit: i64,
     most_credit: i64,
-    /// In 64ths of a byte.
+    /// Remainder of requested bytes, in 1/64 of a byte.
     rest: u64,
 }
 
@@ -45,9 +45,10 @@ impl Gate {
         self.add(rest / ASKED_PART);
     }
 
-    /// Whether so much may be read ahead on trial.
+    /// True if `bytes` may be read ahead on trial.
     pub(super) fn lends(&self, bytes: u64) -> bool {
-        // What is more than there can ever be is not refused for ever.
+        // A window above the maximum credit is admitted at full credit; otherwise it never would
+        // be.
         self.credit >= bytes.cast_signed().min(self.most_credit)
     }
 
@@ -59,7 +60,7 @@ impl Gate {
         self.add(bytes / USED_PART + if on_trial { bytes } else { 0 });
     }
 
-    /// On trial it has been paid for.
+    /// Charges wasted bytes, except on trial, when `lend` has charged them already.
     pub(super) fn wasted(&mut self, bytes: u64, on_trial: bool) {
         if !on_trial {
             self.credit = (self.credit - bytes.cast_signed()).max(-self.most_credit);

@@ -1,30 +1,29 @@
-//! Two lists of chunks in the order of their last use, and how memory is divided between them.
+//! Two LRU lists of chunks, and the division of memory between them.
 //!
 //! ```text
-//!   newest ◄──────────────── ahead ────────────────► oldest      has blocks that nobody has read yet
-//!   newest ◄── behind ──► oldest                                 all read once; kept for another read
+//!   newest ◄──────────────── ahead ────────────────► oldest      has blocks that were never read
+//!   newest ◄── behind ──► oldest                                 read; kept for another reader
 //! ```
 //!
-//! SARC (Gill and Modha, FAST 2005) divides a cache by what a little more memory would be worth to
-//! either list: hits near the oldest end of a list are hits that a slightly shorter list would have
-//! missed. In place of its random data, which is not cached here, stands read-ahead that has been
-//! read.
+//! SARC (Gill and Modha, FAST 2005) divides a cache by the marginal utility of memory for either
+//! list: a hit near the oldest end of a list would be a miss if the list were slightly shorter. The
+//! list of read data replaces SARC's list of random data, which is not cached here.
 //!
-//! A chunk's stamp, the bytes that had passed through the list when it entered, says how near the
-//! end it is. Never decides to evict; says only from which list.
+//! A chunk's stamp, the bytes that had entered the list before it, gives its distance from the end.
+//! Never decides when to evict, only from which list.
 
 use super::chunk::Chunk;
 use alloc::vec::Vec;
 
 const NONE: u32 = u32::MAX;
-/// The oldest sixteenth of a list's bytes is near the end.
+/// The oldest part (1 / n) of a list's bytes counts as near the end.
 const BOTTOM: u64 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
-    /// Not read yet, or not whole.
+    /// At least one block has not been read.
     Ahead,
-    /// Read.
+    /// All blocks have been read.
     Behind,
 }
 
@@ -61,7 +60,7 @@ pub(super) struct Chunks<T> {
     slots: Vec<Option<Slot<T>>>,
     vacant: Vec<u32>,
     lists: [List; 2],
-    /// Bytes that the list of what is ahead should have.
+    /// Target size of the list of unread chunks, in bytes.
     wanted_ahead: u64,
     memory_bytes: u64,
 }
@@ -80,7 +79,7 @@ impl<T> Chunks<T> {
         chunks
     }
 
-    /// Three quarters are for what is ahead, to begin with.
+    /// Sets the memory limit, and the initial division: three quarters for unread chunks.
     pub(super) fn divide(&mut self, memory_bytes: u64) {
         self.memory_bytes = memory_bytes;
         self.wanted_ahead = memory_bytes / 4 * 3;
@@ -96,7 +95,7 @@ impl<T> Chunks<T> {
             self.slots[number as usize] = slot;
             return number;
         }
-        // Chunks take at least a page each, so there are far fewer than 2³².
+        // A chunk needs at least a page, so there are far fewer than 2³².
         self.slots.push(slot);
         (self.slots.len() - 1) as u32
     }
@@ -123,7 +122,8 @@ impl<T> Chunks<T> {
         self.slots[number as usize].take().expect("removed once").chunk
     }
 
-    /// Makes a chunk the newest of its list, which depends on whether all of it has been read.
+    /// Moves a chunk to the newest end of its list: ahead or behind, depending on its unread
+    /// blocks.
     pub(super) fn touch(&mut self, number: u32) {
         self.learn(number);
         self.unlink(number);
@@ -143,6 +143,7 @@ impl<T> Chunks<T> {
         self.slot_mut(number).links = Links { part: Some(part), newer: NONE, older, stamp };
     }
 
+    // The list above its target is shortened. If neither is, read data is evicted first.
     pub(super) fn victim(&self) -> Option<u32> {
         let [ahead, behind] = &self.lists;
         let behind_first =
@@ -151,20 +152,22 @@ impl<T> Chunks<T> {
         [first.oldest, second.oldest].into_iter().find(|number| *number != NONE)
     }
 
-    /// Moves the division by a hit near the end of a list.
+    /// Adjusts the division after a hit near the end of a list.
     fn learn(&mut self, number: u32) {
         let Slot { chunk, links } = self.slot(number);
         let (Some(part), bytes) = (links.part, chunk.footprint()) else { return };
         let list = &self.lists[part as usize];
         let total = self.lists[0].bytes + self.lists[1].bytes;
-        // Nothing is lost while there is room for all.
+        // While everything fits, no hit would have been a miss.
         if total + total / BOTTOM < self.memory_bytes || list.oldest == NONE {
             return;
         }
         let oldest = self.slot(list.oldest).links.stamp;
+        // Stamps are positions in bytes, so the difference is the distance from the oldest end.
         if links.stamp - oldest > list.bytes / BOTTOM {
             return;
         }
+        // Bounds keep a minimum of both lists, so that each can still produce hits to learn from.
         let (least, most) = (self.memory_bytes / 4, self.memory_bytes / 16 * 15);
         self.wanted_ahead = match part {
             Part::Ahead => (self.wanted_ahead + bytes).min(most),
@@ -219,7 +222,7 @@ mod tests {
         assert_eq!(chunks.victim(), Some(numbers[0]), "nothing was read");
         read(&mut chunks, numbers[5]);
         read(&mut chunks, numbers[2]);
-        // Ahead has what it should: what has been read makes room.
+        // The unread list is at its target, so read data is evicted.
         assert_eq!(chunks.victim(), Some(numbers[5]));
         chunks.remove(numbers[5]);
         assert_eq!(chunks.victim(), Some(numbers[2]));
@@ -237,7 +240,8 @@ mod tests {
         }
         let begin = chunks.wanted_ahead();
         for _ in 0..4 {
-            // The oldest of what was read is read again: a little less, and it had been gone.
+            // Hits at the oldest end of the read list: with slightly less memory they would be
+            // misses.
             let oldest = chunks.lists[Part::Behind as usize].oldest;
             chunks.touch(oldest);
         }

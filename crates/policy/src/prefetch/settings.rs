@@ -1,5 +1,5 @@
-//! The settings of a disk's prefetch cache, as values. Names, meanings and defaults are those of
-//! pcache (proposed for QEMU, KVM Forum 2016) where it had them.
+//! Settings of a disk's prefetch cache. Names, meanings and defaults are those of pcache (proposed
+//! for QEMU, KVM Forum 2016) where it has them.
 
 use core::fmt;
 use core::ops::RangeInclusive;
@@ -7,14 +7,14 @@ use core::str::FromStr;
 
 use super::ahead::CHUNK_MAX_BYTES;
 
-/// Whether to read ahead.
+/// Mode of read-ahead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Never.
+    /// No read-ahead.
     Off,
-    /// Whatever looks sequential, also where that has not paid.
+    /// Read ahead of every stream, even if that has not paid off before.
     On,
-    /// Where it pays: not of images that are in memory already or that others may write to.
+    /// Read ahead if it pays. Not for images in memory or images that other processes may write to.
     #[default]
     Auto,
 }
@@ -23,7 +23,7 @@ impl Mode {
     /// Every mode.
     pub const ALL: [Self; 3] = [Self::Off, Self::On, Self::Auto];
 
-    /// As it is written.
+    /// Value of the mode in config files and options.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -39,7 +39,7 @@ impl fmt::Display for Mode {
     }
 }
 
-/// No [`Mode`] has that name.
+/// Error for a name that is not a [`Mode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownMode;
 
@@ -59,7 +59,7 @@ impl FromStr for Mode {
     }
 }
 
-/// A setting that is a number.
+/// A numeric setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Setting {
     /// [`Settings::memory_bytes`].
@@ -75,11 +75,11 @@ pub enum Setting {
 }
 
 impl Setting {
-    /// Every one.
+    /// All settings.
     pub const ALL: [Self; 5] =
         [Self::Memory, Self::LargestRequest, Self::WindowMin, Self::WindowMax, Self::Streams];
 
-    /// As users write it.
+    /// Key in config files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Memory => "prefetch-memory",
@@ -90,13 +90,13 @@ impl Setting {
         }
     }
 
-    /// Values it may have: bytes, or streams.
+    /// Valid values: bytes, or a number of streams.
     pub const fn range(self) -> RangeInclusive<u64> {
         match self {
             Self::Memory => 256 << 10..=1 << 40,
-            // Larger ones than 32 MiB reach no export.
+            // No export accepts requests above 32 MiB.
             Self::LargestRequest => 512..=32 << 20,
-            // What is read at a time is never more.
+            // A chunk cannot be larger.
             Self::WindowMin => 4 << 10..=CHUNK_MAX_BYTES,
             Self::WindowMax => 4 << 10..=64 << 20,
             Self::Streams => 1..=4096,
@@ -104,22 +104,22 @@ impl Setting {
     }
 }
 
-/// A disk's settings.
+/// Settings of a disk's prefetch cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Whether to read ahead.
+    /// Mode of read-ahead.
     pub mode: Mode,
-    /// Bytes of data, read ahead or on its way, at most. 4 MiB unless set, from 256 KiB to 1 TiB.
+    /// Maximum data in memory or in flight, in bytes. Default 4 MiB; 256 KiB to 1 TiB.
     pub memory_bytes: u64,
-    /// Larger requests are not looked at. 64 KiB unless set, from 512 B to 32 MiB.
+    /// Size above which requests are ignored, in bytes. Default 64 KiB; 512 B to 32 MiB.
     pub largest_request_bytes: u64,
-    /// Bytes read ahead of a stream at first. 128 KiB unless set, from 4 KiB to 1 MiB; less where
-    /// memory is short.
+    /// Initial window of a stream, in bytes. Default 128 KiB; 4 KiB to 1 MiB. Reduced if memory is
+    /// short.
     pub window_min_bytes: u64,
-    /// Most bytes read ahead of a stream. 2 MiB unless set, from `window_min_bytes` to 64 MiB, and
-    /// at most half the memory.
+    /// Maximum window of a stream, in bytes. Default 2 MiB; `window_min_bytes` to 64 MiB, and at
+    /// most half the memory.
     pub window_max_bytes: u64,
-    /// Most streams that are read ahead of at a time. 256 unless set, from 1 to 4096.
+    /// Maximum number of concurrent streams. Default 256; 1 to 4096.
     pub streams: u32,
 }
 
@@ -136,17 +136,17 @@ impl Default for Settings {
     }
 }
 
-/// Why settings cannot be.
+/// Reason why settings are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Invalid {
-    /// A value outside [`Setting::range`].
+    /// A value is outside of [`Setting::range`].
     OutOfRange {
-        /// Of which setting.
+        /// The setting.
         setting: Setting,
-        /// The value.
+        /// Its value.
         value: u64,
     },
-    /// The smallest window above the largest.
+    /// The minimum window exceeds the maximum.
     WindowsCross {
         /// [`Settings::window_min_bytes`].
         min: u64,
@@ -180,12 +180,12 @@ impl fmt::Display for Invalid {
 impl core::error::Error for Invalid {}
 
 impl Settings {
-    /// The defaults, with nothing read ahead.
+    /// The defaults with read-ahead off.
     pub fn off() -> Self {
         Self { mode: Mode::Off, ..Self::default() }
     }
 
-    /// The value of one of them.
+    /// Value of one setting.
     pub fn get(&self, setting: Setting) -> u64 {
         match setting {
             Setting::Memory => self.memory_bytes,
@@ -196,7 +196,7 @@ impl Settings {
         }
     }
 
-    /// Changes the value of one of them; [`Settings::check`] says whether it may be.
+    /// Changes one setting without validation; see [`Settings::check`].
     pub fn set(&mut self, setting: Setting, value: u64) {
         match setting {
             Setting::Memory => self.memory_bytes = value,
@@ -207,10 +207,10 @@ impl Settings {
         }
     }
 
-    /// Whether they can be put in force.
+    /// Validates the settings.
     ///
     /// # Errors
-    /// [`Invalid`], the first that is wrong.
+    /// [`Invalid`] for the first error found.
     pub fn check(&self) -> Result<(), Invalid> {
         for setting in Setting::ALL {
             let value = self.get(setting);

@@ -1,36 +1,36 @@
-//! What a prefetch cache has done since it was made, and what it holds now.
+//! Statistics of a prefetch cache: cumulative counters and current levels.
 
 /// Counters and levels of one disk's cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Reads answered from memory alone, also where the data was still on its way.
+    /// Reads answered from memory alone, including those that waited for data in flight.
     pub hits: u64,
-    /// Reads of which a part was in memory.
+    /// Reads of which only a part was in memory.
     pub partial_hits: u64,
-    /// Reads of which nothing was.
+    /// Reads of which no part was in memory.
     pub misses: u64,
-    /// Reads that were too large to be looked at.
+    /// Reads above the size limit, which bypass the cache.
     pub skipped: u64,
-    /// Of the hits, those that had to wait for data on its way.
+    /// Hits that waited for data in flight.
     pub waited: u64,
-    /// Bytes that readers had from memory.
+    /// Bytes of reads answered from memory.
     pub hit_bytes: u64,
-    /// Bytes that were read ahead, or are being.
+    /// Bytes read ahead, including those in flight.
     pub read_ahead_bytes: u64,
-    /// Of these, bytes that somebody then read.
+    /// Bytes read ahead that were then read.
     pub used_bytes: u64,
-    /// Of these, bytes that were dropped before anybody read them.
+    /// Bytes read ahead that were dropped unread.
     pub wasted_bytes: u64,
-    /// Bytes of memory in use now.
+    /// Memory in use, in bytes.
     pub memory_bytes: u64,
-    /// Streams that have something read ahead which nobody has read yet.
+    /// Streams with unread data.
     pub streams: u32,
-    /// Whether nothing new is read ahead of now, because it does not pay.
+    /// True if the gate is closed: new streams get no read-ahead because it does not pay.
     pub closed: bool,
 }
 
 impl Stats {
-    /// What adds up, of both; what is now, of this one.
+    /// Adds the counters of `other`; keeps the levels of `self`.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {
         Self {
@@ -47,13 +47,13 @@ impl Stats {
         }
     }
 
-    /// The share of reads answered from memory, partly or whole, from 0 to 1.
+    /// Share of reads answered from memory, partly or wholly, from 0 to 1; `None` before any read.
     pub fn hit_rate(&self) -> Option<f64> {
         let hits = self.hits + self.partial_hits;
         share(hits, hits + self.misses)
     }
 
-    /// The used share of read-ahead whose fate is known, from 0 to 1; none before.
+    /// Used share of the read-ahead that was used or dropped, from 0 to 1; `None` before any.
     pub fn accuracy(&self) -> Option<f64> {
         share(self.used_bytes, self.used_bytes + self.wasted_bytes)
     }

@@ -1,40 +1,42 @@
-//! The known streams, each with how far it has come and how far has been read ahead of it.
+//! The detected streams, each with the position of its reader and of its read-ahead.
 //!
 //! ```text
 //!            head               ahead
-//!   ─ read ────┤── read ahead ────┤──────► not yet         forward; backward is its mirror image
+//!   ─ read ────┤── read ahead ────┤──────► later           forward; backward is mirrored
 //! ```
 //!
-//! A stream is a place and a rule, not a client: whoever reads there next continues it. When a slot
-//! is needed, a stream goes by second chance. Never knows what is in memory.
+//! A stream is a position and a rule, not a client: any request that matches continues it. If all
+//! slots are in use, one is replaced by the second-chance (clock) algorithm. Independent of what is
+//! cached.
 
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use super::window::Window;
 use alloc::vec::Vec;
 
-/// Most places of a strided stream that are read ahead at a time.
+/// Maximum number of ranges of a strided stream that are read ahead at a time.
 const MOST_PLACES: u64 = 64;
-/// How far a new scan may be from a stream to be part of it, in bytes: as far as requests of a deep
+/// Distance in bytes within which a new scan joins an existing stream: as far as requests of a deep
 /// queue overtake each other.
 const NEAR_BYTES: u64 = 512 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Each begins where the one before ended.
+    /// Each request begins at the end of its predecessor.
     Forward,
-    /// Each ends where the one before began.
+    /// Each request ends at the beginning of its predecessor.
     Backward,
-    /// Each begins so many bytes behind where the one before began. Not 0; may be negative.
+    /// Each request begins this many bytes after the beginning of its predecessor. Not 0; may be
+    /// negative.
     Stride(i32),
 }
 
 impl Step {
-    /// Whether it leaves bytes between its requests.
+    /// True if there are unread bytes between the requests.
     pub(super) const fn has_gaps(self) -> bool {
         matches!(self, Self::Stride(_))
     }
 
-    /// Where the request after one at `offset` begins; `None` outside any disk.
+    /// Offset of the request after one at `offset`; `None` if that lies outside of any disk.
     pub(super) fn next(self, offset: u64, length: u64) -> Option<u64> {
         match self {
             Self::Forward => offset.checked_add(length),
@@ -47,7 +49,7 @@ impl Step {
 #[derive(Clone, Debug)]
 pub(super) struct Stream {
     step: Step,
-    /// Of its requests.
+    /// Length of its requests in bytes.
     length: u64,
     head: u64,
     ahead: u64,
@@ -65,6 +67,7 @@ impl Stream {
         self.went_on = true;
         let end = offset.saturating_add(length);
         match self.step {
+            // A request that was overtaken does not move the head back.
             Step::Forward => self.head = self.head.max(end),
             Step::Backward => self.head = self.head.min(offset),
             Step::Stride(step) => {
@@ -85,7 +88,7 @@ impl Stream {
         }
     }
 
-    /// Whether so much was used, beyond as much as was wasted.
+    /// True if at least `bytes` were used in excess of the wasted ones.
     pub(super) const fn has_used(&self, bytes: u64) -> bool {
         self.used_bytes >= bytes + self.wasted_bytes
     }
@@ -101,7 +104,7 @@ impl Stream {
         self.step
     }
 
-    /// Bytes read ahead and not reached yet.
+    /// Bytes read ahead that the reader has not reached.
     pub(super) fn lead_bytes(&self) -> u64 {
         let distance = self.head.abs_diff(self.ahead);
         match self.step {
@@ -110,11 +113,11 @@ impl Stream {
         }
     }
 
-    /// What to read ahead next: about so many bytes, inside the disk; `None` at its end.
+    /// The next read-ahead: about `bytes`, inside the disk; `None` at its end.
     pub(super) fn plan(&self, id: StreamId, bytes: u64, size_bytes: u64) -> Option<Ahead> {
         let (first, length, step, count) = match self.step {
             Step::Forward => {
-                // To a boundary of blocks, so that the next is aligned.
+                // Ends at a block boundary, so that the next one is aligned.
                 let end = (self.ahead.saturating_add(bytes) / BLOCK_BYTES * BLOCK_BYTES).min(size_bytes);
                 (self.ahead, end.checked_sub(self.ahead)?, 0, 1)
             }
@@ -123,9 +126,10 @@ impl Stream {
                 (from, self.ahead - from, 0, 1)
             }
             Step::Stride(step) => {
-                // What is read, and kept, are whole blocks.
+                // Whole blocks are read and cached, so a short request costs a block.
                 let most = bytes.div_ceil(self.length.max(BLOCK_BYTES)).min(MOST_PLACES);
                 let there = if step > 0 {
+                    // The last range must end inside the disk.
                     let room = size_bytes.checked_sub(self.ahead.checked_add(self.length)?)?;
                     room / u64::from(step.unsigned_abs()) + 1
                 } else {
@@ -165,7 +169,7 @@ impl Stream {
     }
 }
 
-/// On the way of a stride.
+/// True if `place` comes before `other` in the direction of the stride.
 const fn is_before(place: u64, other: u64, step: i32) -> bool {
     if step > 0 { place < other } else { place > other }
 }
@@ -175,7 +179,7 @@ pub(super) struct Streams {
     slots: Vec<Stream>,
     most: usize,
     hand: usize,
-    /// How many have something read ahead that nobody has read yet.
+    /// Number of streams with unread data.
     leading: u32,
     next_generation: u32,
 }
@@ -185,9 +189,9 @@ impl Streams {
         Self { slots: Vec::new(), most: most as usize, hand: 0, leading: 0, next_generation: 0 }
     }
 
-    /// Forgets all, and knows at most so many from now on.
+    /// Forgets all streams and limits their number to `most`.
     pub(super) fn forget_all(&mut self, most: u32) {
-        // Generations go on, so that nobody takes a new stream for an old one.
+        // Generations continue, so that no old ID finds a new stream.
         *self = Self { next_generation: self.next_generation, ..Self::new(most) };
     }
 
@@ -223,8 +227,9 @@ impl Streams {
         self.leading -= u32::from(ends);
     }
 
-    /// The stream that a scan belongs to which has come to `next`: one that is near, or a new one.
+    /// Returns the stream of a scan that has reached `next`: an existing one nearby, or a new one.
     pub(super) fn join(&mut self, step: Step, next: u64, length: u64, window: Window) -> StreamId {
+        // Linear, but rare: only a scan that has just been detected comes here.
         if let Some(index) = self.slots.iter().position(|stream| stream.is_near(step, next)) {
             return StreamId { index: index as u32, generation: self.slots[index].generation };
         }
@@ -253,6 +258,7 @@ impl Streams {
         StreamId { index: index as u32, generation }
     }
 
+    // Terminates after at most one round: it clears the mark of every stream that it passes.
     fn oldest(&mut self) -> usize {
         loop {
             let index = self.hand;

@@ -2,18 +2,18 @@
 //!
 //! ```text
 //!   reader                    ahead
-//!     ├──────── trigger ────────┤            lead down to the trigger: read `size` more
+//!     ├──────── trigger ────────┤            lead is down to `trigger`: read `size` more
 //!     ├──────── trigger ────────┼──── size ────┤
 //! ```
 //!
-//! As in AMP (Gill and Bathen, FAST 2007), each stream has its own two figures, and both adapt.
-//! `size` grows when one was used up, because large requests cost the device less. `trigger` grows
-//! when the reader came before its data. Both shrink when data was dropped unread. AMP changes them
-//! by a page at a time; here a step is a `size`, so that a reader of slow storage waits less often.
+//! As in AMP (Gill and Bathen, FAST 2007), each stream adapts both values. `size` grows when a
+//! chunk was used up, because large requests cost the device less. `trigger` grows when the reader
+//! had to wait for data. Both shrink when data was dropped unread. AMP adjusts by a page at a time;
+//! here `trigger` grows by `size`, so that readers of slow storage wait less often.
 
 use super::ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
 
-/// In bytes.
+/// Sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Window {
     pub(super) size: u64,
@@ -21,13 +21,13 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// What a stream begins with: `min`, and earlier by half of it.
+    /// Initial window of a stream: size `min`, triggered at half of it.
     pub(super) fn new(min: u64, most: u64) -> Self {
         let size = largest(min, most);
         Self { size, trigger: size / 2 }.within(most)
     }
 
-    /// The same where no more than `most` may be read ahead.
+    /// The window, limited to `most` bytes of read-ahead.
     pub(super) fn within(self, most: u64) -> Self {
         let size = largest(self.size, most);
         Self { size, trigger: self.trigger.min(most.saturating_sub(size)) }
@@ -47,7 +47,7 @@ impl Window {
     }
 }
 
-/// The largest power of two, as buffers are, up to `wanted`, of which two are at most `most`.
+/// Largest power of two (as buffers are) up to `wanted` of which two fit into `most`.
 fn largest(wanted: u64, most: u64) -> u64 {
     let size = wanted.min(most / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
     1 << size.ilog2()

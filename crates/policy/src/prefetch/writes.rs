@@ -1,11 +1,10 @@
-//! The writes in flight: what may not be read ahead meanwhile.
-//!
-//! Data read during a write to the same place may be old, so it is not read ahead.
+//! The writes in flight. Their ranges are not read ahead, because a read during a write may return
+//! old data.
 
 use alloc::vec::Vec;
 use core::ops::Range;
 
-/// A write under way.
+/// Identifies a write in flight.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "what it writes to is read ahead again only after its end"]
 pub struct WriteId(u32);
@@ -32,6 +31,7 @@ impl Writes {
     }
 
     pub(super) fn overlaps(&self, range: &Range<u64>) -> bool {
+        // Without a write in flight, the common case, no range is compared.
         self.vacant.len() < self.slots.len()
             && self.slots.iter().flatten().any(|write| write.start < range.end && range.start < write.end)
     }

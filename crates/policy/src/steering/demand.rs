@@ -1,20 +1,20 @@
-//! How much of a divided limit a member can use, judged by how much of its part it used.
+//! Demand of a member for a divided limit, estimated from the use of its part.
 //!
-//! A member that used nearly all of its part is held back by it and counts as wanting everything.
-//! Others want a little more than they used. A stuck member (a large request behind a small rate)
-//! is told from an idle one by the kernel's own account of waiting.
+//! A member that uses nearly all of its part is throttled and counts as demanding everything. Other
+//! members demand slightly more than they use. A stuck member (a large request at a low rate) is
+//! distinguished from an idle one by the kernel's statistics on waiting.
 
-/// Seconds that the rate is smoothed over: a large request at a small rate passes all at once.
+/// Time constant of the smoothed rate in seconds: at a low rate a large request completes at once.
 const SMOOTHING_S: f64 = 0.4;
-/// A member that took this part of what it was given is held back by that.
+/// Used share of a part above which the member counts as throttled.
 const HELD_BACK: f64 = 0.85;
-/// Seconds for which it then counts as held back: writeback comes in lumps, with two seconds of
-/// nothing between them. An idle member is forgotten sooner (`pool.rs`).
+/// Time in seconds for which a member counts as throttled: writeback is bursty, with pauses of two
+/// seconds. An idle member is forgotten sooner (`pool.rs`).
 const REMEMBERED_S: f64 = 3.0;
-/// How much more than what it took a member may want that is not held back.
+/// Demand of a member that is not throttled, relative to its rate.
 const HEADROOM: f64 = 1.3;
 
-/// Of one direction of one member, for bytes or operations.
+/// Demand of one member in one direction, for bytes or operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Demand {
     rate: f64,
@@ -22,17 +22,19 @@ pub(super) struct Demand {
 }
 
 impl Demand {
-    /// Takes in that so many units passed, while so many a second were allowed (`None`: any
-    /// number), and whether something waited and nothing passed.
+    /// Adds a measurement: `units` in `elapsed_s`, with `granted` units per second allowed (`None`:
+    /// unlimited). `stuck` is true if requests waited and none completed.
     pub(super) fn observe(&mut self, units: u64, elapsed_s: f64, granted: Option<f64>, stuck: bool) {
         if elapsed_s <= 0.0 {
             return;
         }
+        // First-order low-pass filter, stable for any interval between measurements.
         let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
         let now = units as f64 / elapsed_s;
         self.rate += (now - self.rate) * fresh;
         self.held_back_s -= elapsed_s;
         let held_back = granted.is_some_and(|granted| self.rate.max(now) >= granted * HELD_BACK);
+        // A member without a limit cannot be throttled by it, however long it waits.
         if held_back || (stuck && granted.is_some()) {
             self.held_back_s = REMEMBERED_S;
         }
@@ -51,7 +53,7 @@ impl Demand {
 mod tests {
     use super::*;
 
-    /// The same for two seconds.
+    /// Demand after two seconds of the same load.
     fn after(units_per_tick: u64, granted: f64, stuck: bool) -> f64 {
         let mut demand = Demand::default();
         for _ in 0..20 {
@@ -75,7 +77,7 @@ mod tests {
     #[test]
     fn a_large_request_now_and_then_is_a_rate() {
         let mut demand = Demand::default();
-        // 1 MiB every second, at 1 MiB/s.
+        // 1 MiB every second at a rate of 1 MiB/s.
         for tick in 0..40 {
             let passed = if tick % 10 == 9 { 1 << 20 } else { 0 };
             demand.observe(passed, 0.1, Some(1_048_576.0), passed == 0);

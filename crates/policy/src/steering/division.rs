@@ -1,26 +1,27 @@
-//! Divides a rate among those who ask for it: by what they ask for if that fits, by weight if not.
+//! Divides a rate among members: by demand if that fits, otherwise by weight.
 //!
-//! Always gives out exactly the rate: what nobody asks for is divided by weight.
+//! Always distributes exactly the rate: what exceeds all demands is divided by weight.
 
 use alloc::vec::Vec;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Claim {
-    /// More than 0.
+    /// Greater than 0.
     pub(super) weight: f64,
-    /// Units per second that it can use; may be infinite.
+    /// Demand in units per second; may be infinite.
     pub(super) demand: f64,
 }
 
-/// The part of `rate` that each gets, in their order.
+/// Divides `rate`; returns the parts in the order of the claims.
 ///
-/// Who asks for less than its share by weight gets that, and the others share the rest, again by
-/// weight (max-min fairness). What is left is added to all by weight.
+/// A claim below its share by weight is met, and the remainder is divided among the rest, again
+/// by weight (max-min fairness). What remains then is added to all by weight.
 pub(super) fn divide(rate: f64, claims: &[Claim]) -> Vec<f64> {
     let mut parts: Vec<f64> = claims.iter().map(|_| 0.0).collect();
     let mut open: Vec<usize> = (0..claims.len()).collect();
     let mut left = rate;
-    // Satisfied in the order of demand beside weight, one pass does.
+    // In ascending order of demand per weight, one pass suffices: an unmet claim is never followed
+    // by one that could be met.
     open.sort_by(|&one, &other| {
         let level = |index: usize| claims[index].demand / claims[index].weight;
         level(one).total_cmp(&level(other))

@@ -1,14 +1,16 @@
-//! One set of limits and the members that share it: what each may have now, and when to look again.
+//! One set of limits and the members that share it: the current rates of each, and when to measure
+//! again.
 //!
-//! Protocol: [`observe`](Pool::observe) each member when it is due, then [`decide`](Pool::decide)
-//! once, and set the changes in the kernel in their order. [`due`](Pool::due) says when to look at
-//! a member again. A control group alone is a pool of one.
+//! Protocol: call [`observe`](Pool::observe) for each member that is due, then
+//! [`decide`](Pool::decide) once, and set the returned rates in the kernel in their order.
+//! [`due`](Pool::due) returns the time of the next measurement of a member. A single control group
+//! is a pool with one member.
 //!
-//! **Why so few looks are enough.** The kernel enforces the burst rate, so a bucket cannot be full
-//! before what remains of it ÷ (burst rate − rate) has passed, and the last look is made then. An
-//! idle member is looked at once a second; a pool without bursts that nobody shares, never.
+//! **Why few measurements suffice.** The kernel enforces the burst rate, so a bucket cannot be full
+//! before (its remaining capacity) ÷ (burst rate − rate) has passed, and that is when it is
+//! measured. An idle member is measured once a second; an unshared pool without bursts, never.
 //!
-//! Never gives more than the limits allow at that moment: rates that fall come first.
+//! Never exceeds the limits in a transition: rates are lowered before others are raised.
 
 use alloc::vec::Vec;
 
@@ -20,41 +22,44 @@ use crate::request::Direction;
 use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits, Stats, WaitSummary};
 use crate::time::{Duration, Instant};
 
-/// A member's reads and writes, counted from some start.
+/// Cumulative counters of a member's reads and writes.
 pub type Passed = [Counters; 2];
 
-/// How soon a member is looked at again, at the soonest.
+/// Minimum interval between two measurements of a member.
 const SHORTEST: Duration = Duration::from_millis(20);
-/// Longest time ahead that is told: years.
+/// Cap on the predicted length of a burst in seconds (about 30 years).
 const LONGEST_S: f64 = 1e9;
-/// The same while it does something.
+/// Maximum intervals between two measurements of an active and of an idle member.
 const ACTIVE: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
-/// A member counts as active for this long.
+/// Time after its last I/O for which a member counts as active.
 const STILL_ACTIVE: Duration = Duration::from_secs(2);
-/// A burst whose bucket is full within this time is over: telling takes some time as well.
+/// A burst ends this many seconds before its bucket is full, because setting rates takes time.
 const NEARLY_FULL_S: f64 = 0.01;
-/// A burst is there again once its bucket has room for so many seconds of it.
+/// A new burst starts when its bucket has capacity for this many seconds of it.
 const ROOM_AGAIN_S: f64 = 0.1;
-/// Seconds without anything passing or waiting after which a member's wants are forgotten.
+/// Seconds without I/O or waiting after which a member's demand is forgotten.
 const FORGOTTEN_AFTER_S: f64 = 0.5;
-/// Who waits for longer, and nothing passes, waits for another device or a network.
+/// A member that waits longer without I/O waits for another device or a network.
 const STUCK_AT_MOST_S: f64 = 5.0;
-/// What an idle member keeps of its share, so that it can begin: more where waiting is not seen.
+/// Part of its share that an idle member keeps for its next requests: more if waiting is not
+/// measured, because then it cannot show that it needs more.
 const IDLE_PART: f64 = 0.02;
 const IDLE_PART_UNSEEN: f64 = 0.1;
 const LEAST: u64 = 2;
-/// A rate is told anew if it rises or falls by these factors. Each telling loses what the kernel
-/// had saved up for a waiting request (measured: 4 % of 4 MB/s, told every 50 ms).
+/// Factors by which a rate must rise or fall to be set again. Setting `io.max` discards the budget
+/// that the kernel has accumulated for a waiting request (measured: a loss of 4 % at 4 MB/s, set
+/// every 50 ms).
 const RISE_WORTH_TELLING: f64 = 1.03;
 const FALL_WORTH_TELLING: f64 = 0.995;
-/// The same while another member gains, so that the parts add up.
+/// As [`FALL_WORTH_TELLING`], while another member's rate rises, so that the sum stays within the
+/// limit.
 const SHARED_FALL_WORTH_TELLING: f64 = 0.999;
-/// The same under a watermark, which is no promise to the last percent; and for idle members.
+/// As [`FALL_WORTH_TELLING`], under a watermark, which is not exact; and for idle members.
 const LOOSE_FALL_WORTH_TELLING: f64 = 0.97;
 const IDLE_FALL_WORTH_TELLING: f64 = 0.9;
 
-/// The units that rates are in, and the limits on each.
+/// Units of rates, and the limits in each.
 const UNITS: [Unit; 2] = [
     Unit { total: LimitKind::BpsTotal, of: [LimitKind::BpsRead, LimitKind::BpsWrite] },
     Unit { total: LimitKind::IopsTotal, of: [LimitKind::IopsRead, LimitKind::IopsWrite] },
@@ -62,11 +67,11 @@ const UNITS: [Unit; 2] = [
 
 struct Unit {
     total: LimitKind,
-    /// By direction.
+    /// Limits of reads and writes.
     of: [LimitKind; 2],
 }
 
-/// Who shares the limits of a pool.
+/// A member of a pool.
 #[derive(Clone, Debug)]
 pub struct Member {
     weight: u32,
@@ -75,17 +80,17 @@ pub struct Member {
     waiting_seen: bool,
     demand: [[Demand; 2]; 2],
     told: Option<Rates>,
-    /// Seconds for which something has waited and nothing passed.
+    /// Seconds for which requests have waited and none has completed.
     stuck_s: f64,
-    /// Seconds for which nothing has passed or waited.
+    /// Seconds without I/O and without waiting.
     idle_s: f64,
-    /// It leaves its part to the others.
+    /// True if the member is absent and its part is given to present ones.
     is_gone: bool,
     is_unseen: bool,
 }
 
 impl Member {
-    /// A member with this weight; its part is kept for it until it is observed.
+    /// A member with this weight. Until its first measurement it counts as demanding everything.
     pub fn new(weight: u32) -> Self {
         Self {
             weight: weight.max(1),
@@ -101,27 +106,28 @@ impl Member {
         }
     }
 
-    /// What the kernel was told last.
+    /// Rates set last.
     pub const fn told(&self) -> Option<Rates> {
         self.told
     }
 
-    /// What had passed at the last look.
+    /// Counters at the last measurement.
     pub fn passed(&self) -> Option<Passed> {
         self.seen.map(|(_, passed)| passed)
     }
 }
 
-/// Limits and their members.
+/// Limits and the members that share them.
 #[derive(Clone, Debug)]
 pub struct Pool {
     ledger: Ledger,
     members: Vec<Member>,
-    /// By [`LimitKind::index`].
+    /// True for limits at their burst rate, by [`LimitKind::index`].
     bursting: [bool; 6],
-    /// What ever passed for all.
+    /// I/O of all members since the creation.
     passed: Passed,
-    /// Its limits are a part of others' and have been changed: no rate may stay above them.
+    /// True if the limits are a part of larger ones and have been replaced: then no rate may exceed
+    /// its part, not even slightly.
     is_part: bool,
     has_changed: bool,
     decided_at: Option<Instant>,
@@ -131,7 +137,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool without members yet. The limits must be valid.
+    /// A pool without members. The limits must be valid.
     pub fn new(limits: &Limits, now: Instant) -> Self {
         Self {
             ledger: Ledger::new(limits, now),
@@ -146,9 +152,9 @@ impl Pool {
         }
     }
 
-    /// Other valid limits from now on, which are a part of what others share as well: the next
-    /// [`decide`](Pool::decide) tells whoever has more than its part of them, by however little.
-    /// What is in the buckets stays there.
+    /// Replaces the limits, which must be valid and a part of limits that other hosts share. The
+    /// next [`decide`](Pool::decide) lowers every rate above its part, by however little. Bucket
+    /// levels are kept.
     pub fn put(&mut self, limits: &Limits, now: Instant) {
         self.ledger.leak_to(now);
         let (levels, enforcement) = (self.ledger.levels(), self.enforcement());
@@ -158,8 +164,8 @@ impl Pool {
         (self.is_part, self.has_changed) = (true, true);
     }
 
-    /// What has passed, and for how long limits held somebody back: for
-    /// [`cluster::Demand`](crate::cluster::Demand). Nobody knows what waits.
+    /// I/O and throttled time, for [`cluster::Demand`](crate::cluster::Demand). Waiting requests
+    /// are unknown.
     pub fn stats(&self) -> Stats {
         let [reads, writes] = self.passed;
         Stats {
@@ -176,13 +182,13 @@ impl Pool {
         }
     }
 
-    /// The weights of members that did something lately, together.
+    /// Sum of the weights of the active members.
     pub fn weight(&self, now: Instant) -> u64 {
         let active = self.members.iter().filter(|member| member.is_active(now));
         active.map(|member| u64::from(member.weight)).sum()
     }
 
-    /// A limit that somebody takes all of.
+    /// A limit that some member uses entirely.
     fn holds_back(&self) -> Option<LimitKind> {
         let takes_all = |unit: usize, directions: core::ops::Range<usize>| {
             let there = self.members.iter().filter(|member| !member.is_gone && !member.is_unseen);
@@ -198,33 +204,33 @@ impl Pool {
         UNITS.iter().enumerate().find_map(of_unit)
     }
 
-    /// Adds a member, whose number is the count of those before.
+    /// Adds a member. Its index is the previous number of members.
     pub fn add(&mut self, member: Member) {
         self.members.push(member);
     }
 
-    /// All members.
+    /// All members, by index.
     pub fn members(&self) -> &[Member] {
         &self.members
     }
 
-    /// What its limits are.
+    /// The limits of the pool.
     pub fn limits(&self) -> &Limits {
         self.ledger.limits()
     }
 
-    /// What passed for all members since the pool was made.
+    /// I/O of all members since the creation.
     pub const fn passed(&self) -> &Passed {
         &self.passed
     }
 
-    /// How full the buckets are, by [`LimitKind::index`], for [`resume`](Pool::resume).
+    /// Bucket levels by [`LimitKind::index`], for [`resume`](Pool::resume).
     pub fn levels(&self) -> [u64; 6] {
         self.ledger.levels()
     }
 
-    /// Goes on from where another pool left off: with buckets so full, and members of which so much
-    /// had passed. What has passed since is charged at the next look.
+    /// Continues for another pool: with its bucket levels, and its members' counters as of `since`.
+    /// I/O since then is charged at the next measurement.
     pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<Passed>]) {
         self.ledger.restore(levels);
         for (member, passed) in self.members.iter_mut().zip(passed) {
@@ -232,36 +238,36 @@ impl Pool {
         }
     }
 
-    /// Applies the limits so from now on; [`decide`](Pool::decide) tells.
+    /// Changes how the limits are enforced, with the next [`decide`](Pool::decide).
     pub fn enforce(&mut self, enforcement: Enforcement) {
         self.ledger.enforce(enforcement);
     }
 
-    /// How they are applied at present.
+    /// Current enforcement of the limits.
     pub const fn enforcement(&self) -> Enforcement {
         self.ledger.enforcement()
     }
 
-    /// Forgets what a member was told, as it did not arrive: the next decision tells it again.
+    /// Records that setting a member's rates failed, so that the next decision sets them again.
     pub fn not_told(&mut self, member: usize) {
         self.members[member].told = None;
     }
 
-    /// A member is gone: until it is observed again, the others have its part.
+    /// Marks a member as absent. Until it is measured again, its part is given to the others.
     pub fn gone(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member { is_gone: true, ..Member::new(member.weight) };
     }
 
-    /// A member cannot be seen, and is told what [`settled`](Pool::settled) grants it: until it is
-    /// observed again it counts as wanting all it can get.
+    /// Marks a member as unmeasurable: it is set to the rates of [`settled`](Pool::settled) and
+    /// counts as demanding everything until it is measured again.
     pub fn unseen(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member::new(member.weight);
     }
 
-    /// Takes in what has passed for a member by `now`, and whether it waited since the last time
-    /// (`None` if nobody knows).
+    /// Records a member's counters at `now`, and if it has waited since the last measurement
+    /// (`None` if unknown).
     pub fn observe(&mut self, member: usize, now: Instant, passed: Passed, waited: Option<bool>) {
         let of = &mut self.members[member];
         (of.is_gone, of.is_unseen) = (false, false);
@@ -271,7 +277,7 @@ impl Pool {
         let counters = |passed: &Passed| passed.map(|passed| [passed.bytes, passed.requests]);
         let since =
             |direction: usize| counter::growths(&counters(&before)[direction], &counters(&passed)[direction]);
-        // A counter that falls: the cgroup was made again, and its work since then is unknown.
+        // A counter fell: the cgroup was recreated, and its I/O since the last call is unknown.
         let (Some(read), Some(written)) = (since(0), since(1)) else { return };
         let since = [read, written];
         let nothing = since.iter().flatten().all(|units| *units == 0);
@@ -281,6 +287,8 @@ impl Pool {
             of.demand = Default::default();
         }
         let is_stuck = of.stuck_s > 0.0 && of.stuck_s < STUCK_AT_MOST_S;
+        // A stuck member demands more in the directions that it has used. Without waiting
+        // statistics by direction, its recent rates are the only hint.
         let stuck = if is_stuck { of.lately() } else { [false; 2] };
         let told = of.told.unwrap_or_default();
         for direction in Direction::ALL {
@@ -301,7 +309,7 @@ impl Pool {
         }
     }
 
-    /// What the kernel is to be told now, by member: those that get less first.
+    /// The rates to set now, with the index of the member: those that fall come first.
     pub fn decide(&mut self, now: Instant) -> Vec<(usize, Rates)> {
         self.ledger.leak_to(now);
         if let Some(kind) = self.holds_back() {
@@ -325,7 +333,7 @@ impl Pool {
             if member.is_gone || member.is_unseen { None } else { worth_telling(member.told, *rates, fall) }
         };
         let both = || self.members.iter().zip(&rates);
-        // What somebody gains others lose, and then that is told as well.
+        // If one member's rate rises, others must fall by as much, so even small falls are set.
         let somebody_gains = both().any(|(member, rates)| {
             worth(member, rates, fall(member)).is_some() && gains(member.told, *rates)
         });
@@ -350,12 +358,12 @@ impl Pool {
         changes.into_iter().map(|(_, index, rates)| (index, rates)).collect()
     }
 
-    /// When a member is to be looked at again; `None` if only a watermark can change its rates.
+    /// Time of the next measurement of a member; `None` if only a watermark can change its rates.
     pub fn due(&self, member: usize, now: Instant) -> Option<Instant> {
         self.is_steered().then(|| self.next_look(member, now))
     }
 
-    /// The same for who watches a pool in any case, for a watermark.
+    /// As [`due`](Pool::due), for a caller that measures every pool because of a watermark.
     pub fn next_look(&self, member: usize, now: Instant) -> Instant {
         let member = &self.members[member];
         let Some((seen, _)) = member.seen else { return now };
@@ -363,11 +371,11 @@ impl Pool {
         self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
     }
 
-    /// When a burst can be over: by then all members are to be looked at. `None` without one.
+    /// Earliest possible end of a burst, when all members must be measured; `None` without a burst.
     pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
         let scale = self.scale();
         let there = self.members.iter().filter(|member| !member.is_gone);
-        // What passed for whoever was not looked at since is not in the bucket yet.
+        // I/O since the oldest measurement is not in the buckets yet; the burst rate bounds it.
         let oldest = there.filter_map(|member| Some(member.seen?.0)).min().unwrap_or(now);
         let unknown_s = now.nanos_since(oldest) as f64 / 1e9;
         let lasts_s = |kind: LimitKind| {
@@ -381,12 +389,12 @@ impl Pool {
         Some(now + Duration::from_secs_f64(shortest_s.min(LONGEST_S)).max(SHORTEST))
     }
 
-    /// Whether there is anything to steer: see [`is_steered`].
+    /// True if this pool needs steering ([`is_steered`]).
     pub fn is_steered(&self) -> bool {
         is_steered(self.limits(), self.members.len())
     }
 
-    /// What each member is held to when nobody steers: limits without bursts, divided by weight.
+    /// Rates to set when steering stops: limits without bursts, divided by weight.
     pub fn settled(&self) -> Vec<Rates> {
         let rate = |limit: Limit, _| (limit.rate > 0).then_some(limit.rate as f64);
         self.divided(rate, |_| f64::INFINITY)
@@ -415,7 +423,7 @@ impl Pool {
         Some(rate as f64 * self.scale())
     }
 
-    /// The rates of all members where limits let pass `rate` and members want `wants`.
+    /// Rates of all members, given the `rate` of each limit and the demand `wants` of each member.
     fn divided(
         &self,
         rate: impl Fn(Limit, LimitKind) -> Option<f64>,
@@ -429,7 +437,7 @@ impl Pool {
                 for (rates, parts) in all.iter_mut().zip(parts) {
                     let told = if unit == 0 { &mut rates.bps } else { &mut rates.iops };
                     for direction in directions.clone() {
-                        // The kernel takes no less than 2 (block/blk-throttle.c, tg_set_limit).
+                        // The kernel rejects rates below 2 (block/blk-throttle.c, tg_set_limit).
                         let part = (parts[direction] as u64).max(LEAST);
                         told[direction] = Some(told[direction].map_or(part, |told| told.min(part)));
                     }
@@ -443,7 +451,7 @@ impl Pool {
         all
     }
 
-    /// One limit in parts: by member, then by direction.
+    /// Divides one limit: by member, then by direction.
     fn parts(
         &self,
         rate: f64,
@@ -478,7 +486,7 @@ impl Pool {
     }
 }
 
-/// Whether these limits have bursts or totals, or are shared, which the kernel does not keep.
+/// True if these limits have features that the kernel lacks: bursts, totals or several members.
 pub fn is_steered(limits: &Limits, members: usize) -> bool {
     LimitKind::ALL.into_iter().any(|kind| {
         let Limit { rate, burst_rate, .. } = limits.limit(kind);
@@ -492,7 +500,7 @@ impl Member {
         self.active.is_some_and(|active| now.nanos_since(active) < STILL_ACTIVE.as_nanos() as u64)
     }
 
-    /// By direction: whether it was in use lately; both, if none was.
+    /// Directions with recent operations; both if neither has any.
     fn lately(&self) -> [bool; 2] {
         let operations = self.demand[1].each_ref().map(Demand::rate);
         let all: f64 = operations.iter().sum();
@@ -504,8 +512,8 @@ impl Member {
     }
 }
 
-/// The kernel counts an operation larger than `iops-size` as one: so bytes are bounded to as many
-/// as that many operations of that size. A mixture of sizes may pass twice the limit at the worst.
+/// Bounds bytes by operations · `iops_size`, because the kernel counts an operation above
+/// `iops-size` as one. A mixture of sizes may reach twice the limit in the worst case.
 fn bound_sizes(rates: &mut Rates, iops_size: u64) {
     for direction in Direction::ALL.map(Direction::index) {
         let Some(operations) = rates.iops[direction] else { continue };
@@ -514,7 +522,8 @@ fn bound_sizes(rates: &mut Rates, iops_size: u64) {
     }
 }
 
-/// Whether a change is worth telling, and when: 0 before 1, so that rates fall first.
+/// Returns `None` if a change is too small to be set, otherwise its rank: 0 if a rate falls, so
+/// that it is set before those that only rise (1).
 fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
     let Some(told) = told else { return Some(1) };
     let (mut falls, mut rises) = (false, false);

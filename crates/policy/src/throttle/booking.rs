@@ -1,15 +1,15 @@
-//! Whether a promise can be kept: reservations against the limits and the device above them.
+//! Admission control for reservations: checks them against the limits and the device above them.
 //!
-//! A promise above the limits would be broken silently, so it is refused when it is made, with the
-//! figures. Each node stores the sum of the promises below it, so a check costs one step for each
-//! level. Never considers what is in use.
+//! A reservation above the limits could not be honoured, so it is rejected when it is set, with the
+//! numbers. Each node stores the sum of the reservations below it, so a check takes one step for
+//! each level. Does not consider current use.
 
 use super::limits::{Invalid, LimitKind, Limits};
 use super::share::Share;
 use crate::time::Date;
 use core::fmt;
 
-/// What a reservation is measured in.
+/// Unit of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Unit {
     /// Operations per second.
@@ -27,7 +27,7 @@ impl Unit {
         self as usize
     }
 
-    /// The setting that promises it.
+    /// The setting for a reservation in this unit.
     pub const fn reservation(self) -> &'static str {
         match self {
             Self::Iops => "iops-reservation",
@@ -45,31 +45,31 @@ impl fmt::Display for Unit {
     }
 }
 
-/// What promises have to fit in.
+/// Source of an upper bound for reservations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// A limit of the node itself or of one above it.
+    /// A limit of the node or of a node above it.
     Limit,
-    /// The rate of the device below, which is imitated.
+    /// The configured rate of the simulated device.
     Rate,
-    /// What a probe measured of the device below, at this time in seconds since 1970.
+    /// The measured capacity of the device; time of the probe in seconds since 1970.
     Probe(u32),
-    /// What other hosts leave of a limit over many hosts.
+    /// A limit over many hosts, less what other hosts have reserved.
     Cluster,
-    /// What other hosts leave of what is below all of them, as probes measured it.
+    /// The measured capacity of storage that all hosts share, less what other hosts have reserved.
     Pool,
-    /// A limit over many hosts, whatever others are promised.
+    /// A limit over many hosts, regardless of other reservations.
     Whole,
 }
 
 impl Bound {
-    /// Whether other hosts have to do with it: what fits now may not later, though nothing is
-    /// changed here.
+    /// True if other hosts influence the bound, so that a reservation may cease to fit without a
+    /// local change.
     pub const fn is_shared(self) -> bool {
         matches!(self, Self::Cluster | Self::Pool | Self::Whole)
     }
 
-    /// What helps besides a lower reservation.
+    /// Remedy for the message, other than a lower reservation.
     pub const fn remedy(self) -> &'static str {
         match self {
             Self::Limit => "raise the limit",
@@ -84,21 +84,21 @@ impl Bound {
     }
 }
 
-/// More is promised than can be kept.
+/// Reservations that exceed a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overbooked {
-    /// What is promised.
+    /// Unit of the reservations.
     pub unit: Unit,
-    /// How much of it in all, with the promise that is refused.
+    /// Sum of the reservations, including the rejected one.
     pub asked: u64,
-    /// How much there is.
+    /// The amount that can be reserved.
     pub available: u64,
-    /// What sets that bound.
+    /// Source of the bound.
     pub bound: Bound,
 }
 
 impl Overbooked {
-    /// By how much too much.
+    /// The excess of the sum over the bound.
     pub const fn excess(&self) -> u64 {
         self.asked - self.available
     }
@@ -127,21 +127,21 @@ impl fmt::Display for Overbooked {
 
 impl core::error::Error for Overbooked {}
 
-/// How many levels a tree may have: a disk, and groups in groups above it. Each costs every
-/// decision; nobody has asked for more than three (disk, tenant, host).
+/// Maximum number of levels of a tree: a disk, and nested groups above it. Each level adds to the
+/// cost of every decision; three (disk, tenant, host) cover the known uses.
 pub const MAX_LEVELS: usize = 8;
 
-/// Why a tree did not take a setting. Everything is then as it was.
+/// Reason why a tree rejected a setting. The tree is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Refused {
-    /// Limits that break a rule.
+    /// The limits break a rule.
     Limits(Invalid),
-    /// A reservation that cannot be kept.
+    /// A reservation exceeds a bound.
     Overbooked(Overbooked),
-    /// A node below [`MAX_LEVELS`] others.
+    /// The node would be deeper than [`MAX_LEVELS`].
     TooDeep,
-    /// Limits, or a watermark, of a group whose limits are divided over hosts.
+    /// Limits or a watermark for a group whose limits are divided over hosts.
     Lent,
 }
 
@@ -176,16 +176,16 @@ impl From<Overbooked> for Refused {
     }
 }
 
-/// What can be promised of the device below a node.
+/// Reservable capacity of the device below a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reservable {
-    /// In operations and bytes per second; 0 is unknown, and bounds nothing.
+    /// Operations and bytes per second; 0 means unknown and is no bound.
     pub amounts: [u64; 2],
-    /// When a probe measured it, in seconds since 1970; `None` where the device is imitated.
+    /// Time of the probe in seconds since 1970; `None` for a simulated device.
     pub probed_at_s: Option<u32>,
 }
 
-/// What a node has to give its children.
+/// Capacity that a node can divide among its children.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Supply {
     pub(super) limits: Limits,
@@ -211,7 +211,7 @@ impl Supply {
     }
 }
 
-/// What these limits ever let pass in a second, reads and writes together; 0 if that has no bound.
+/// Maximum sustained rate under these limits, reads and writes together; 0 if unbounded.
 fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
     let [total, read, write] = match unit {
         Unit::Iops => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
@@ -220,6 +220,7 @@ fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
     let rate = |kind| limits.limit(kind).rate;
     if rate(total) > 0 {
         rate(total)
+    // A limit on one direction alone does not bound the sum of both.
     } else if rate(read) > 0 && rate(write) > 0 {
         rate(read) + rate(write)
     } else {
@@ -227,7 +228,8 @@ fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
     }
 }
 
-/// What a node takes of its parent's supply: its own promise, or the sum below it if that is more.
+/// Part of the parent's capacity that a node reserves: its own reservation, or the sum of those
+/// below it if that is larger.
 pub(super) fn demand(share: Share, promised_below: [u64; 2]) -> [u64; 2] {
     let own = [share.iops_reservation(), share.bps_reservation()];
     Unit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))

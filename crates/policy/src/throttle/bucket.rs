@@ -1,27 +1,26 @@
-//! A leaky bucket: how much has passed, and how long the next must wait; and the six of a node.
+//! A leaky bucket: measures admitted work and computes waits; and the six buckets of a node.
 //!
-//! The level rises by what is admitted and leaks at the configured rate. Callers pass the time.
+//! The level rises by admitted work and leaks at the configured rate. Time is an argument.
 //!
 //! ```text
-//!      add(units)             burst_rate · length ─┬─ more than full: wait
+//!      add(units)             burst_rate · length ─┬─ above: wait
 //!          │                  (rate / 10 if none)  │
 //!          ▼                                       │
 //!     ▕▔▔▔▔▔▔▔▏                           level ───┤
 //!     ▕ level ▏──► leaks at `rate`              0 ─┴─
 //! ```
 //!
-//! With a length above 1 the same units also enter a second bucket, which leaks at `burst_rate` and
-//! holds `burst_rate / 10`. It spreads the burst over its length.
+//! With a length above 1 the units also enter a second bucket, which leaks at `burst_rate` and
+//! holds `burst_rate / 10`. It limits the rate within the burst.
 //!
 //! Levels are whole billionths of a unit, so a leak is exact to the nanosecond.
 //!
 //! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`).
 //!
-//! Never refuses: a request larger than the bucket is added whole, and the requests after it pay
-//! for it.
+//! Never rejects: a request larger than the bucket is added whole, and later requests wait for it.
 //!
-//! Another limit takes over what passed under the one before, so that nobody gains by changing it.
-//! What a smaller bucket cannot hold is deferred, and nobody waits for it:
+//! A new limit takes over the level of the old one, so that changing a limit yields no extra burst.
+//! Work that a smaller bucket cannot hold is deferred, and no request waits for it:
 //!
 //! ```text
 //!     ▕       ▏
@@ -32,11 +31,12 @@
 //!     ▕▓▓▓▓▓▓▓▏  │   ◄──────────────     ▕▒▒▒▒▒▒▒▏           counts again in a larger bucket
 //! ```
 //!
-//! Both together leak at the rates in force and rise by what passes. Requests pass only below the
-//! ceiling, which is never above the largest size that there was. Hence the promise: over any
-//! window no more passes than the rates in force allowed, one burst (the largest in force), and
-//! the one request that makes a bucket run over. The wait after a change is at most what that
-//! request costs under the new rate, however long the burst before was.
+//! Level plus deferred work leaks at the rates in force and rises by admitted work. Requests are
+//! admitted only below the ceiling, which never exceeds the largest size so far. This gives the
+//! guarantee: over any window, admitted work is at most what the rates in force allowed, plus one
+//! burst (the largest in force), plus the one request that overruns the bucket. The wait after a
+//! change is at most the cost of that request under the new rate, however long the previous burst
+//! was.
 
 use super::cost::Cost;
 use super::enforcement::Scale;
@@ -56,19 +56,19 @@ pub use filled::{Contents, Filled};
 
 use spare::Spare;
 
-/// Billionths in a unit.
+/// Resolution of levels: parts of a unit.
 const UNIT: u128 = 1_000_000_000;
 
-/// One bucket, or the two that a burst longer than a second needs. Rate 0 lets everything pass.
+/// One bucket, or two if the burst is longer than a second. With rate 0 there is no limit.
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
-    /// Billionths per nanosecond (which is units per second).
+    /// Billionths per nanosecond, which equals units per second.
     rate: u64,
     size: u128,
     level: u128,
-    /// What passed under other limits and found no room here.
+    /// Work admitted under other limits that exceeds this bucket.
     deferred: u128,
-    /// 0 if the burst has no rate of its own to keep.
+    /// 0 unless the burst is longer than a second.
     burst_rate: u64,
     burst_size: u128,
     burst_level: u128,
@@ -80,7 +80,7 @@ impl Bucket {
         Self::scaled(limit, Scale::ONE)
     }
 
-    /// An empty bucket whose rates and sizes are so many times those of the limit.
+    /// An empty bucket with the limit's rates and sizes multiplied by `scale`.
     fn scaled(limit: Limit, scale: Scale) -> Self {
         let Limit { rate, burst_rate, burst_length_s } = limit;
         let size = if burst_rate == 0 {
@@ -103,10 +103,10 @@ impl Bucket {
         }
     }
 
-    /// Puts another limit in force, which takes over what has passed.
+    /// Changes the limit and keeps the admitted work.
     ///
-    /// A limit that is taken away keeps its levels as they are. They do not leak meanwhile: what
-    /// passes then is charged to other limits, and must not be free here as well.
+    /// A limit that is removed keeps its levels unchanged. They do not leak meanwhile: work is then
+    /// charged to other limits, and must not reduce the level here as well.
     fn change(&mut self, limit: Limit, scale: Scale, rest: Rest) {
         let mut new = Self::scaled(limit, scale);
         if new.rate == 0 {
@@ -124,13 +124,13 @@ impl Bucket {
         *self = new;
     }
 
-    /// Leaks as another limit would, which does not hold.
+    /// Leaks at the rates of a limit that is not enforced.
     const fn run_at(&mut self, limit: Limit) {
         let is_long = limit.rate > 0 && limit.burst_length_s > 1;
         (self.rate, self.burst_rate) = (limit.rate, if is_long { limit.burst_rate } else { 0 });
     }
 
-    /// What may be added, in billionths of a unit, before the bucket is more than full.
+    /// Capacity, in billionths of a unit, until the bucket is full.
     fn room(&self) -> u128 {
         let main = self.size.saturating_sub(self.level);
         if self.burst_rate == 0 { main } else { main.min(self.burst_size.saturating_sub(self.burst_level)) }
@@ -145,9 +145,9 @@ impl Bucket {
         }
     }
 
-    /// Nanoseconds until a request may pass, exactly; 0 if it may now.
+    /// Exact time in nanoseconds until a request may be admitted; 0 if it may be now.
     ///
-    /// The slower level decides. (QEMU asks the second only once the first has run down.)
+    /// The slower level decides. (QEMU looks at the second only once the first has leaked.)
     fn wait_ns(&self) -> u64 {
         let main = wait_until_full(self.level, self.size, self.rate);
         main.max(wait_until_full(self.burst_level, self.burst_size, self.burst_rate))
@@ -161,7 +161,7 @@ impl Bucket {
     }
 }
 
-/// Lets `leaked` run out of a level, and what is more out of what is deferred.
+/// Reduces a level by `leaked`, and deferred work by the remainder.
 fn run_out(level: &mut u128, deferred: &mut u128, leaked: u128) {
     if *deferred > 0 {
         *deferred = deferred.saturating_sub(leaked.saturating_sub(*level));
@@ -169,14 +169,14 @@ fn run_out(level: &mut u128, deferred: &mut u128, leaked: u128) {
     *level = level.saturating_sub(leaked);
 }
 
-/// What becomes of what a smaller bucket cannot hold.
+/// Treatment of work that a smaller bucket cannot hold.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rest {
     Deferred,
     WaitedFor,
 }
 
-/// The level and what is deferred in a bucket of another size.
+/// Level and deferred work after a change of the bucket's size.
 fn take_over(size: u128, level: u128, deferred: u128, new_size: u128, rest: Rest) -> (u128, u128) {
     let (ceiling, passed) = (size.saturating_add(deferred), level.saturating_add(deferred));
     let most = if rest == Rest::Deferred { passed } else { deferred };
@@ -195,13 +195,13 @@ fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
     }
     let excess = level - size;
     match u64::try_from(excess) {
-        // Nearly always: the wide division takes a library call.
+        // The common case. A 128-bit division is a library call.
         Ok(excess) => excess.div_ceil(rate),
         Err(_) => u64::try_from(excess.div_ceil(u128::from(rate))).unwrap_or(u64::MAX),
     }
 }
 
-/// Those of the four limits for a direction that are set.
+/// The limits that are set, of the four that apply to a direction.
 #[derive(Clone, Copy, Debug)]
 struct Applying {
     kinds: [LimitKind; 4],
@@ -230,15 +230,15 @@ pub(super) struct Buckets {
     buckets: [Bucket; 6],
     applying: [Applying; 2],
     iops_size: u64,
-    /// The smallest that there was; 0 if there was none.
+    /// The smallest `iops-size` so far; 0 if there was none.
     least_iops_size: u64,
-    /// Levels are as of this instant.
+    /// Instant of the levels.
     now: Instant,
     spare: Spare,
 }
 
 impl Buckets {
-    /// For valid limits.
+    /// Empty buckets. The limits must be valid.
     pub(super) fn new(limits: &Limits, now: Instant) -> Self {
         Self {
             buckets: LimitKind::ALL.map(|kind| Bucket::new(limits.limit(kind))),
@@ -250,13 +250,15 @@ impl Buckets {
         }
     }
 
-    /// Brings all levels to `now`. An instant before the last changes nothing.
+    /// Advances all levels to `now`. An earlier instant changes nothing.
     pub(super) fn leak_to(&mut self, now: Instant) {
         let elapsed_ns = now.nanos_since(self.now);
         if elapsed_ns == 0 {
             return;
         }
         self.now = now;
+        // First: spare levels leak at the rate that the guests' levels, not yet leaked, leave
+        // unused.
         if self.spare.in_use {
             self.leak_spare(elapsed_ns);
         }
@@ -267,7 +269,8 @@ impl Buckets {
         }
     }
 
-    /// Nanoseconds until a request may pass, and the limit it waits for longest.
+    /// Nanoseconds until a request may be admitted and the limit with the longest wait; `None` if
+    /// it may be now.
     pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
         let mut longest = None;
         for (kind, bucket) in self.applying(direction) {
@@ -279,16 +282,15 @@ impl Buckets {
         longest
     }
 
-    /// The same limits, so many times as fast and as large. A watermark narrows them when others
-    /// want the device: what passed while they were wide is waited for.
+    /// Scales the limits. When a watermark lowers the scale because the device is busy, requests
+    /// wait for the work admitted at the higher scale.
     pub(super) fn rescale(&mut self, limits: &Limits, scale: Scale) {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::WaitedFor);
         }
     }
 
-    /// Puts other limits in force, which must be valid. They take over what has passed until now,
-    /// at which instant the buckets must be.
+    /// Changes the limits, which must be valid. The buckets must be at the current instant.
     pub(super) fn change(&mut self, limits: &Limits, scale: Scale) {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::Deferred);
@@ -296,9 +298,8 @@ impl Buckets {
         self.apply(limits);
     }
 
-    /// Has what has passed run out as these limits, which must be valid, would have it. They are
-    /// lifted: until they hold, by [`Buckets::change`], nobody waits, and the sizes are those that
-    /// held last.
+    /// Leaks at the rates of these limits, which must be valid and are not enforced. Until
+    /// [`Buckets::change`], no request waits, and the bucket sizes stay as they were.
     pub(super) fn run_at(&mut self, limits: &Limits) {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].run_at(limits.limit(kind));
@@ -309,6 +310,7 @@ impl Buckets {
     fn apply(&mut self, limits: &Limits) {
         self.applying = Direction::ALL.map(|direction| Applying::new(limits, direction));
         self.iops_size = limits.iops_size;
+        // For upper bounds of past operations (`brought.rs`): the smallest size counts most.
         if limits.iops_size > 0 && (self.least_iops_size == 0 || limits.iops_size < self.least_iops_size) {
             self.least_iops_size = limits.iops_size;
         }
@@ -320,7 +322,7 @@ impl Buckets {
         kinds.map(|kind| (*kind, &self.buckets[kind.index()]))
     }
 
-    /// Operations a request counts as here, in billionths.
+    /// Operations that a request counts as, in billionths.
     pub(super) fn operations(&self, cost: &Cost) -> u64 {
         if self.iops_size == 0 {
             return cost.requests().saturating_mul(UNIT as u64);
@@ -328,27 +330,27 @@ impl Buckets {
         u64::try_from(cost.operations(self.iops_size)).unwrap_or(u64::MAX)
     }
 
-    /// How long the scarcest limit takes for a request; 0 without limits. See [`divide`].
+    /// Time that a request needs of the scarcest limit; 0 without limits. See [`divide`].
     pub(super) fn price_ns(&self, direction: Direction, cost: &Cost) -> u64 {
         let prices =
             self.applying(direction).map(|(kind, bucket)| divide(self.units(kind, cost), bucket.rate));
         prices.fold(0, u64::max)
     }
 
-    /// How long the scarcest limit on operations takes for one; 0 without such a limit.
+    /// Time that one operation needs of the scarcest limit on operations; 0 without such a limit.
     pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
         let operations = self.applying(direction).filter(|(kind, _)| !kind.counts_bytes());
         operations.map(|(_, bucket)| divide(UNIT, bucket.rate)).fold(0, u64::max)
     }
 
-    /// The fraction of a request, in parts of [`WHOLE`], that has room in all its buckets.
+    /// Fraction of a request, in parts of [`WHOLE`], that fits into all its buckets.
     pub(super) fn room(&self, direction: Direction, cost: &Cost) -> u32 {
         let mut least = WHOLE;
         for (kind, bucket) in self.applying(direction) {
             let units = self.units(kind, cost);
             let room = bucket.room();
             if room < units {
-                // Below WHOLE, since room < units.
+                // Below WHOLE, because room < units.
                 least = least.min((room.saturating_mul(u128::from(WHOLE)) / units) as u32);
             }
         }
@@ -363,39 +365,38 @@ impl Buckets {
         }
     }
 
-    /// Whole units that may pass at once before requests wait; `None` if the limit is not set.
+    /// Whole units that may be admitted at once before requests wait; `None` if the limit is not
+    /// set.
     pub(super) fn tokens(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
         (bucket.rate > 0).then(|| u64::try_from(bucket.room() / UNIT).unwrap_or(u64::MAX))
     }
 
-    /// Whole units until the bucket is full, whatever the rate of a burst; `None` if not set.
+    /// Whole units until the main bucket is full, ignoring the burst rate; `None` if not set.
     pub(super) fn remaining(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
         let remaining = bucket.size.saturating_sub(bucket.level) / UNIT;
         (bucket.rate > 0).then(|| u64::try_from(remaining).unwrap_or(u64::MAX))
     }
 
-    /// What has passed and not run out yet, in whole units, what is deferred included.
+    /// Admitted work that has not leaked, in whole units, including deferred work.
     pub(super) fn level(&self, kind: LimitKind) -> u64 {
         let bucket = &self.buckets[kind.index()];
         u64::try_from(bucket.level.saturating_add(bucket.deferred) / UNIT).unwrap_or(u64::MAX)
     }
 
-    /// The level with the bucket's capacity and the time it takes to run out; `None` if the limit
-    /// is not set.
+    /// Level, capacity, and time until the bucket is empty; `None` if the limit is not set.
     pub(super) fn level_now(&self, kind: LimitKind) -> Option<Level> {
         let bucket = &self.buckets[kind.index()];
         let rate = u128::from(bucket.rate);
         let empty_in_ns = bucket.level.saturating_add(bucket.deferred).checked_div(rate)?;
         let empty_in_ns = u64::try_from(empty_in_ns).unwrap_or(u64::MAX);
-        // Rounded up, because a limit of 5 has a bucket of half an operation.
+        // Rounded up, because the bucket of a limit of 5 IOPS holds half an operation.
         let capacity = u64::try_from(bucket.size.div_ceil(UNIT)).unwrap_or(u64::MAX);
         Some(Level { units: self.level(kind), capacity, empty_in_ns })
     }
 
-    /// Fills this limit's bucket with so many units, if it is set; what is more than full is
-    /// deferred.
+    /// Sets the level of a limit's bucket, if it is set. Units above its size are deferred.
     pub(super) fn fill(&mut self, kind: LimitKind, units: u64) {
         let bucket = &mut self.buckets[kind.index()];
         if bucket.rate > 0 {
@@ -405,7 +406,7 @@ impl Buckets {
         }
     }
 
-    /// In billionths of the limit's unit.
+    /// Units of a request for this limit, in billionths.
     fn units(&self, kind: LimitKind, cost: &Cost) -> u128 {
         if kind.counts_bytes() { u128::from(cost.bytes()) * UNIT } else { cost.operations(self.iops_size) }
     }

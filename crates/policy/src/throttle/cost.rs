@@ -1,17 +1,17 @@
-//! What a request is charged: its bytes, and the operations it counts as.
+//! Cost of a request: its bytes, and the operations it counts as.
 //!
-//! Merging must not change the bill: requests that became one I/O are charged as the client sent
-//! them. `iops-size` may change while a request waits, so the lengths are kept and the operations
-//! are computed on admission. Never knows where on the disk a request goes.
+//! Merging must not change the cost: requests merged into one I/O are charged as the client sent
+//! them. `iops-size` may change while a request waits, so lengths are stored and operations are
+//! computed on admission. Independent of the position on the disk.
 
 use alloc::boxed::Box;
 
-/// The resolution of operations: a billionth, so that 6 KiB at an `iops-size` of 4096 can be 1.5.
+/// Resolution of operations: 6 KiB with an `iops-size` of 4096 counts as 1.5.
 pub(super) const BILLION: u64 = 1_000_000_000;
 
-/// What one request, or several that were merged into one I/O, are charged.
+/// Cost of one request, or of several merged into one I/O.
 ///
-/// Flushes are never charged: they are not given to a tree.
+/// Flushes have no cost: they bypass the tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cost {
     bytes: u64,
@@ -20,7 +20,7 @@ pub struct Cost {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Lengths {
-    /// By far the most, and needs no allocation.
+    /// The common case, which needs no allocation.
     Equal {
         count: u64,
         length: u64,
@@ -29,19 +29,19 @@ enum Lengths {
 }
 
 impl Cost {
-    /// The cost of one request of `length` bytes. One of no bytes still counts as an operation.
+    /// Cost of one request of `length` bytes. A request of zero bytes counts as an operation.
     pub const fn one(length: u64) -> Self {
         Self::equal(1, length)
     }
 
-    /// The cost of `count` requests of `length` bytes each.
+    /// Cost of `count` requests of `length` bytes each.
     pub const fn equal(count: u64, length: u64) -> Self {
         Self { bytes: count.saturating_mul(length), lengths: Lengths::Equal { count, length } }
     }
 
-    /// The cost of the requests of these lengths, which pass as one I/O. No lengths cost nothing.
+    /// Cost of requests of these lengths, admitted as one I/O. No lengths have no cost.
     ///
-    /// Allocates only where the lengths differ.
+    /// Allocates only if the lengths differ.
     pub fn merged(lengths: &[u64]) -> Self {
         let bytes = lengths.iter().fold(0, |sum: u64, length| sum.saturating_add(*length));
         let first = lengths.first().copied().unwrap_or(0);
@@ -53,12 +53,12 @@ impl Cost {
         Self { bytes, lengths }
     }
 
-    /// Bytes, of all requests together.
+    /// Total bytes.
     pub const fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// How many requests the client sent.
+    /// Number of requests that the client sent.
     pub const fn requests(&self) -> u64 {
         match &self.lengths {
             Lengths::Equal { count, .. } => *count,
@@ -66,7 +66,7 @@ impl Cost {
         }
     }
 
-    /// What each request has, where they differ.
+    /// Length of each request, if they differ.
     pub const fn lengths(&self) -> Option<&[u64]> {
         match &self.lengths {
             Lengths::Equal { .. } => None,
@@ -74,7 +74,7 @@ impl Cost {
         }
     }
 
-    /// Operations to charge under this `iops-size`, in billionths, rounded up.
+    /// Operations under this `iops-size`, in billionths, rounded up.
     pub(super) fn operations(&self, iops_size: u64) -> u128 {
         match &self.lengths {
             Lengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),
@@ -87,7 +87,7 @@ fn operations_of(length: u64, iops_size: u64) -> u128 {
     if iops_size == 0 || length <= iops_size {
         return u128::from(BILLION);
     }
-    // Below 18 GB one 64-bit division does; the wide one is a library call.
+    // Below 18 GB a 64-bit division suffices; the 128-bit one is a library call.
     match length.checked_mul(BILLION) {
         Some(scaled) => u128::from(scaled.div_ceil(iops_size)),
         None => (u128::from(length) * u128::from(BILLION)).div_ceil(u128::from(iops_size)),

@@ -1,18 +1,18 @@
-//! Whether a node's limits hold as they are set, more loosely, or not at all for the time being.
+//! Enforcement of a node's limits: as set, scaled, or temporarily lifted.
 //!
-//! The watermark ([`crate::watermark`]) decides it, and a tree carries it out. It is not a setting.
+//! Decided by the watermark ([`crate::watermark`]) and applied by a tree. Not a setting.
 
-/// A factor that rates are multiplied by, in thousandths. At least 1.
+/// Factor on rates, in thousandths; at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Scale(u32);
 
 impl Scale {
-    /// Rates as they are set.
+    /// Rates as set.
     pub const ONE: Self = Self(1000);
-    /// A thousandfold, which is as good as lifted.
+    /// Factor 1000, practically lifted.
     pub const MAX: Self = Self(1_000_000);
 
-    /// A factor in thousandths, brought into the range from [`Scale::ONE`] to [`Scale::MAX`].
+    /// A factor in thousandths, clamped to the range from [`Scale::ONE`] to [`Scale::MAX`].
     pub fn from_thousandths(thousandths: u64) -> Self {
         let bounded = thousandths.clamp(u64::from(Self::ONE.0), u64::from(Self::MAX.0));
         Self(bounded as u32)
@@ -29,20 +29,20 @@ impl Scale {
     }
 }
 
-/// How a node's own limits are applied.
+/// Enforcement of a node's own limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Enforcement {
-    /// As they are set.
+    /// As set.
     #[default]
     Enforced,
-    /// All rates and burst sizes multiplied by the same factor.
+    /// All rates and burst sizes are multiplied by the same factor.
     Scaled(Scale),
-    /// Not asked and not charged.
+    /// Requests neither wait for the limits nor are charged to them.
     Lifted,
 }
 
 impl Enforcement {
-    /// The one with the smaller factor: what lies on several devices goes by the shortest.
+    /// The enforcement with the smaller factor: a group on several devices follows the busiest one.
     #[must_use]
     pub fn stricter(self, other: Self) -> Self {
         let factor = |enforcement: Self| match enforcement {

@@ -1,14 +1,14 @@
-//! A heap whose items can be found again: any is moved or removed in O(log n).
+//! An indexed heap: any item can be moved or removed in O(log n).
 //!
-//! The standard library's heap cannot change a key, and a scheduler does mostly that. Each entry
-//! has four children and keys stand beside the items, for fewer levels and cache lines.
+//! The standard library's heap cannot change a key, which is a scheduler's most frequent operation.
+//! A node has four children and entries contain their keys, for fewer levels and cache misses.
 //!
-//! Items are small numbers: a table keeps where each one is. Equal keys come out in any order.
+//! Items are small numbers; a table maps each to its position. Items with equal keys have no order.
 
 use alloc::vec::Vec;
 
 const CHILDREN: usize = 4;
-/// In the table of places: not in the heap.
+/// Position of an item that is not in the heap.
 const ABSENT: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +20,7 @@ struct Entry<K> {
 #[derive(Debug)]
 pub(super) struct Heap<K> {
     entries: Vec<Entry<K>>,
-    /// By item: its index in `entries`.
+    /// Index in `entries` of each item.
     places: Vec<u32>,
 }
 
@@ -72,7 +72,7 @@ impl<K: Copy + Ord> Heap<K> {
         }
     }
 
-    /// Changes every key; of two, the smaller must not become the larger.
+    /// Changes every key. `change` must be monotonic, so that the order is preserved.
     pub(super) fn map_keys(&mut self, change: impl Fn(K) -> K) {
         for entry in &mut self.entries {
             entry.key = change(entry.key);
@@ -88,7 +88,7 @@ impl<K: Copy + Ord> Heap<K> {
         self.places[entry.item as usize] = at as u32;
     }
 
-    /// Puts `entry` at `at` or above. What stood at `at` is overwritten.
+    /// Moves `entry` up from `at` to its position. Overwrites the entry at `at`.
     fn rise(&mut self, mut at: usize, entry: Entry<K>) {
         while at > 0 {
             let parent = (at - 1) / CHILDREN;
@@ -101,13 +101,15 @@ impl<K: Copy + Ord> Heap<K> {
         self.put(at, entry);
     }
 
-    /// Puts `entry` at `at` or below. What stood at `at` is overwritten.
+    /// Moves `entry` down from `at` to its position. Overwrites the entry at `at`.
     fn sink(&mut self, mut at: usize, entry: Entry<K>) {
         loop {
             let first = at * CHILDREN + 1;
             let children = first..(first + CHILDREN).min(self.entries.len());
             let Some(smallest) = children.min_by_key(|child| self.entries[*child].key) else { break };
             if entry.key <= self.entries[smallest].key {
+                // The last entry fills the hole. It may belong above or below it, because it can
+                // come from another subtree.
                 break;
             }
             self.put(at, self.entries[smallest]);
@@ -130,7 +132,7 @@ mod tests {
             let mut model = BTreeMap::new();
             for (item, key) in steps {
                 match key {
-                    // The item makes the key unique, so that the first is.
+                    // The item makes keys unique, and thereby the minimum.
                     Some(key) => {
                         heap.set(item, (key, item));
                         model.insert(item, (key, item));

@@ -1,8 +1,7 @@
-//! Buckets for work that somebody else admits: how much of a burst is left, by what has passed.
+//! Buckets for work that the kernel admits: tracks the remaining burst by measured I/O.
 //!
-//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel admits them (`io.max`),
-//! only what has passed since the last look is known: a charge comes first, and then time leaks
-//! out.
+//! A [`Tree`](super::Tree) admits single requests. If the kernel admits them (`io.max`), only the
+//! I/O since the last measurement is known: it is charged first, and the levels leak afterwards.
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 
@@ -23,22 +22,22 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Empty buckets for these limits, which must be valid.
+    /// Empty buckets. The limits must be valid.
     pub fn new(limits: &Limits, now: Instant) -> Self {
         Self { limits: *limits, buckets: Buckets::new(limits, now), enforcement: Enforcement::Enforced }
     }
 
-    /// The limits that it was made for.
+    /// The limits of the buckets.
     pub const fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// How these limits are applied at present.
+    /// Current enforcement of the limits.
     pub const fn enforcement(&self) -> Enforcement {
         self.enforcement
     }
 
-    /// Applies the limits so from now on. What is in the buckets stays.
+    /// Changes the enforcement. Levels are kept.
     pub fn enforce(&mut self, enforcement: Enforcement) {
         if enforcement.scale() != self.enforcement.scale() {
             self.buckets.rescale(&self.limits, enforcement.scale());
@@ -46,12 +45,12 @@ impl Ledger {
         self.enforcement = enforcement;
     }
 
-    /// Charges what has passed since the last time. While limits are lifted nothing is charged.
+    /// Charges I/O since the last measurement. Does nothing while limits are lifted.
     pub fn charge(&mut self, direction: Direction, operations: u64, bytes: u64) {
         if (operations, bytes) == (0, 0) || self.enforcement == Enforcement::Lifted {
             return;
         }
-        // As evenly as whole bytes can be: how they were spread is unknown.
+        // The sizes of the requests are unknown: assume equal ones, up to a byte.
         let operations = operations.max(1);
         let (each, longer) = (bytes / operations, bytes % operations);
         for (count, length) in [(operations - longer, each), (longer, each + 1)] {
@@ -59,22 +58,22 @@ impl Ledger {
         }
     }
 
-    /// Lets run out what the time up to `now` leaks.
+    /// Leaks until `now`.
     pub fn leak_to(&mut self, now: Instant) {
         self.buckets.leak_to(now);
     }
 
-    /// What is left of a burst, in whole units; `None` if the limit is not set.
+    /// Remaining capacity in whole units; `None` if the limit is not set.
     pub fn remaining(&self, kind: LimitKind) -> Option<u64> {
         self.buckets.remaining(kind)
     }
 
-    /// How full each bucket is, in whole units, by [`LimitKind::index`]; for [`Ledger::restore`].
+    /// Levels in whole units, by [`LimitKind::index`]; for [`Ledger::restore`].
     pub fn levels(&self) -> [u64; 6] {
         LimitKind::ALL.map(|kind| self.buckets.level(kind))
     }
 
-    /// Fills the buckets as far as they were.
+    /// Sets the levels.
     pub fn restore(&mut self, levels: [u64; 6]) {
         for kind in LimitKind::ALL {
             self.buckets.fill(kind, levels[kind.index()]);

@@ -1,22 +1,22 @@
-//! The limits that a user may set: six rates with their bursts, and `iops-size`; and their rules.
+//! The limits that users set: six rates with their bursts, and `iops-size`; and their rules.
 //!
 //! Command line, config file and control protocol share this table of settings ([`Setting::ALL`]),
-//! so that a name, a range or a rule cannot differ between them.
+//! so names, ranges and rules cannot differ between them.
 //!
 //! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented.
-//! Never silently corrects a value: a wrong one is [`Invalid`].
+//! Never corrects a value silently: a wrong one is [`Invalid`].
 
 use crate::request::Direction;
 use core::fmt;
 
-/// The largest rate, burst rate, `iops-size`, or burst rate × burst length (QEMU's
+/// Maximum rate, burst rate, `iops-size`, and burst rate × burst length (QEMU's
 /// `THROTTLE_VALUE_MAX`).
 pub const MAX_VALUE: u64 = 1_000_000_000_000_000;
 
-/// The longest burst length that can be set by name, in seconds (32 bits wide in QEMU).
+/// Maximum burst length of a setting, in seconds (32 bits in QEMU).
 pub const MAX_BURST_LENGTH_S: u64 = u32::MAX as u64;
 
-/// Which of the six limits: bytes or operations per second, of all requests, of reads or of writes.
+/// Kind of a limit: bytes or operations per second, of all requests, of reads or of writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LimitKind {
     /// Bytes per second, reads and writes together.
@@ -38,12 +38,12 @@ impl LimitKind {
     pub const ALL: [Self; 6] =
         [Self::BpsTotal, Self::BpsRead, Self::BpsWrite, Self::IopsTotal, Self::IopsRead, Self::IopsWrite];
 
-    /// Position in [`LimitKind::ALL`]: for tables with an entry a limit.
+    /// Position in [`LimitKind::ALL`], for tables with an entry for each limit.
     pub const fn index(self) -> usize {
         self as usize
     }
 
-    /// The four limits that a request of this direction must respect.
+    /// The four limits that apply to requests of this direction.
     pub const fn applying_to(direction: Direction) -> [Self; 4] {
         match direction {
             Direction::Read => [Self::BpsTotal, Self::BpsRead, Self::IopsTotal, Self::IopsRead],
@@ -51,24 +51,24 @@ impl LimitKind {
         }
     }
 
-    /// Whether this limit counts bytes; otherwise it counts operations.
+    /// True for limits on bytes, false for limits on operations.
     pub const fn counts_bytes(self) -> bool {
         matches!(self, Self::BpsTotal | Self::BpsRead | Self::BpsWrite)
     }
 }
 
-/// Which number of a limit.
+/// A number of a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
-    /// The rate that holds in the long run.
+    /// The sustained rate.
     Rate,
     /// The rate during a burst (`-max`).
     BurstRate,
-    /// Seconds at the burst rate that a full bucket holds (`-max-length`).
+    /// Burst capacity in seconds at the burst rate (`-max-length`).
     BurstLength,
 }
 
-/// One of the nineteen numbers that make up [`Limits`].
+/// One of the nineteen numbers of [`Limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Setting {
     /// A number of one of the six limits.
@@ -81,7 +81,7 @@ use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
 use Part::{BurstLength, BurstRate, Rate};
 use Setting::{IopsSize, Limit as Of};
 
-/// QEMU's names, without the `throttling.` before them.
+/// QEMU's names without the prefix `throttling.`, in the order that [`Setting::name`] computes.
 const NAMES: [(Setting, &str); 19] = [
     (Of(BpsTotal, Rate), "bps-total"),
     (Of(BpsTotal, BurstRate), "bps-total-max"),
@@ -116,7 +116,7 @@ impl Setting {
         all
     };
 
-    /// The name a user knows it by, such as `iops-total-max-length`.
+    /// Key or option of the setting, such as `iops-total-max-length`.
     pub const fn name(self) -> &'static str {
         let row = match self {
             Of(kind, part) => kind.index() * 3 + part as usize,
@@ -125,12 +125,12 @@ impl Setting {
         NAMES[row].1
     }
 
-    /// The setting of that exact name, if there is one.
+    /// The setting with exactly this name.
     pub fn from_name(name: &str) -> Option<Self> {
         NAMES.iter().find(|(_, known)| *known == name).map(|(setting, _)| *setting)
     }
 
-    /// The largest value [`Limits::set`] takes.
+    /// Maximum value that [`Limits::set`] accepts.
     pub const fn maximum(self) -> u64 {
         match self {
             Of(_, BurstLength) => MAX_BURST_LENGTH_S,
@@ -138,7 +138,8 @@ impl Setting {
         }
     }
 
-    /// Whether the value is a number of bytes (possibly per second), which users write as `10M`.
+    /// True if the value is a number of bytes (possibly per second), which users may write as
+    /// `10M`.
     pub const fn is_size(self) -> bool {
         match self {
             Of(kind, part) => kind.counts_bytes() && !matches!(part, BurstLength),
@@ -156,22 +157,22 @@ impl fmt::Display for Setting {
 /// One limit: a rate in units (bytes or operations) per second, and its burst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Units per second in the long run; 0 is no limit.
+    /// Sustained rate in units per second; 0 is no limit.
     pub rate: u64,
-    /// Units per second during a burst; 0 is no burst beyond a tenth of a second's worth of `rate`.
+    /// Burst rate in units per second; with 0 the burst capacity is a tenth of a second at `rate`.
     pub burst_rate: u64,
-    /// Seconds at `burst_rate` that a full bucket holds; at least 1. The bucket leaks at `rate`
-    /// meanwhile, so a full burst lasts longer: [`Limit::full_burst_ms`].
+    /// Burst capacity in seconds at `burst_rate`; at least 1. The bucket leaks at `rate` meanwhile,
+    /// so a full burst lasts longer: [`Limit::full_burst_ms`].
     pub burst_length_s: u64,
 }
 
 impl Limit {
-    /// No limit: what every limit is until it is set.
+    /// No limit: the default.
     pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1 };
 
     /// Duration of a burst at `burst_rate` after a long idle time, in milliseconds, rounded:
-    /// `burst_length_s · burst_rate ÷ (burst_rate − rate)`. `None` without a burst, or where the
-    /// burst rate is the rate, so that the burst has no end.
+    /// `burst_length_s · burst_rate ÷ (burst_rate − rate)`. `None` without a burst, or if the burst
+    /// rate equals the rate, so that the burst does not end.
     pub const fn full_burst_ms(&self) -> Option<u64> {
         if self.burst_rate <= self.rate {
             return None;
@@ -190,24 +191,24 @@ impl Default for Limit {
     }
 }
 
-/// Everything a disk or a group is limited by. The default limits nothing.
+/// Limits of a disk or a group. The default limits nothing.
 ///
-/// A value may break the rules; [`Limits::validate`] tells.
+/// Values may break the rules until [`Limits::validate`] is called.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     limits: [Limit; 6],
-    /// Bytes above which a request counts `size / iops_size` operations: 6 KiB at 4096 is 1.5. 0
-    /// counts every request as one.
+    /// Size in bytes above which a request counts as `size / iops_size` operations: 6 KiB at 4096
+    /// is 1.5. With 0 every request counts as one.
     pub iops_size: u64,
 }
 
 impl Limits {
-    /// The limit of that kind.
+    /// The limit of a kind.
     pub const fn limit(&self, kind: LimitKind) -> Limit {
         self.limits[kind.index()]
     }
 
-    /// The limit of that kind, to change.
+    /// Mutable access to the limit of a kind.
     pub const fn limit_mut(&mut self, kind: LimitKind) -> &mut Limit {
         &mut self.limits[kind.index()]
     }
@@ -222,8 +223,8 @@ impl Limits {
         }
     }
 
-    /// Sets one setting, in its own unit. A value above [`Setting::maximum`] is refused and changes
-    /// nothing; [`Limits::validate`] judges the whole afterwards.
+    /// Changes one setting, in its own unit. Fails and changes nothing if the value exceeds
+    /// [`Setting::maximum`]. Does not check other rules; see [`Limits::validate`].
     pub fn set(&mut self, setting: Setting, value: u64) -> Result<(), Invalid> {
         if value > setting.maximum() {
             return Err(Invalid { setting, value, rule: Rule::AtMost(setting.maximum()) });
@@ -237,12 +238,12 @@ impl Limits {
         Ok(())
     }
 
-    /// These, with other settings in the order given, and without what has no meaning any more: a
-    /// limit's burst goes with the limit, a burst's length with the burst, the size of an operation
-    /// with the last limit on operations; unless they are given too.
+    /// Applies settings in the order given, and resets dependent ones that are not given: the burst
+    /// of a limit that is removed, the length of a burst that is removed, and `iops-size` with the
+    /// last limit on operations.
     ///
     /// # Errors
-    /// The first broken [`Rule`].
+    /// [`Invalid`] with the first broken [`Rule`].
     pub fn changed(mut self, given: &[(Setting, u64)]) -> Result<Self, Invalid> {
         for &(setting, value) in given {
             self.set(setting, value)?;
@@ -272,12 +273,12 @@ impl Limits {
         }
     }
 
-    /// Whether no limit is set, so that every request passes at once.
+    /// True if no limit is set.
     pub fn is_unlimited(&self) -> bool {
         self.limits.iter().all(|limit| limit.rate == 0)
     }
 
-    /// Checks every [`Rule`], in QEMU's order, and reports the first that is broken.
+    /// Checks all rules, in QEMU's order, and returns the first error.
     pub fn validate(&self) -> Result<(), Invalid> {
         for part in [Rate, BurstRate] {
             self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
@@ -325,34 +326,33 @@ impl Limits {
     }
 }
 
-/// A setting that cannot stand, with its value and the rule it breaks.
+/// A setting that breaks a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Invalid {
-    /// The setting at fault.
+    /// The setting.
     pub setting: Setting,
     /// Its value.
     pub value: u64,
-    /// What is wrong with it.
+    /// The broken rule.
     pub rule: Rule,
 }
 
-/// The rules that limits obey.
+/// Rules for limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// A total limit excludes a read or write limit of the same kind (here: that one, with its
-    /// value).
+    /// A total limit excludes a read or write limit of the same kind (this one, with its value).
     Excludes(Setting, u64),
-    /// `iops-size` says how operations are counted, so a limit on operations must be there.
+    /// `iops-size` needs a limit on operations.
     NeedsIops,
-    /// A value has this maximum.
+    /// Maximum value.
     AtMost(u64),
-    /// A burst lasts at least one second.
+    /// A burst length is at least one second.
     AtLeastOneSecond,
     /// A burst length above 1 needs a burst rate, and a burst rate needs a rate.
     Needs(Setting),
-    /// Burst rate (here: that setting, with its value) × burst length is at most [`MAX_VALUE`].
+    /// Burst rate (this setting, with its value) × burst length is at most [`MAX_VALUE`].
     BurstTooLarge(Setting, u64),
-    /// A burst rate is at least the rate (here: that setting, with its value).
+    /// A burst rate is at least the rate (this setting, with its value).
     AtLeastRate(Setting, u64),
 }
 
@@ -364,7 +364,7 @@ impl fmt::Display for Invalid {
 }
 
 impl fmt::Display for Rule {
-    /// The predicate of a sentence whose subject is the setting with its value.
+    /// Formats the predicate of a sentence whose subject is the setting with its value.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Excludes(other, other_value) => write!(

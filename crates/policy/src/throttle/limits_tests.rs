@@ -19,7 +19,7 @@ fn valid(settings: &[(&str, u64)]) -> bool {
     limits(settings).validate().is_ok()
 }
 
-/// A burst given as QEMU's own tests give it, past the range that a name accepts.
+/// A burst as in QEMU's own tests, beyond the range that a setting accepts.
 fn burst(rate: u64, burst_rate: u64, burst_length_s: u64) -> Result<(), Rule> {
     let mut limits = Limits::default();
     *limits.limit_mut(IopsRead) = Limit { rate, burst_rate, burst_length_s };

@@ -1,6 +1,6 @@
-//! A disk or a group in the tree: its settings, its waiting work, and what became of past work.
+//! A disk or a group of the tree: settings, waiting requests, and statistics.
 //!
-//! Knows nothing of its neighbours. An idle node takes a few hundred bytes and no time.
+//! Independent of its neighbours. An idle node takes a few hundred bytes and no time.
 
 use super::booking::{Reservable, demand};
 use super::bucket::Buckets;
@@ -17,23 +17,23 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
-/// What waits, and has not been blocked by a node's own limits for so long, waits for others.
+/// Time after which a node's own limit no longer counts as the cause of waiting requests.
 const BINDS_NO_MORE: u64 = crate::time::NANOS_PER_SECOND;
 
-/// A disk or a group of one particular tree. Never valid again once it was removed.
+/// Identifies a disk or a group of one tree. Never valid again after the node was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeId {
     pub(super) slot: usize,
-    /// Tells the slot's earlier nodes from this one.
+    /// Distinguishes the node from earlier ones in the same slot.
     pub(super) generation: u64,
 }
 
-/// A request that waits in a tree, for [`Tree::cancel`](super::Tree::cancel).
+/// Identifies a waiting request for [`Tree::cancel`](super::Tree::cancel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(super) node: NodeId,
     pub(super) direction: Direction,
-    /// Rises with every request that queues in the tree.
+    /// Rises with every request queued in the tree.
     pub(super) number: u64,
 }
 
@@ -42,15 +42,15 @@ pub(super) struct Waiter<T> {
     pub(super) number: u64,
     pub(super) since: Instant,
     pub(super) cost: Cost,
-    /// Of [`WHOLE`](super::price::WHOLE): what it has been charged so far, a slice at a time.
+    /// Part of [`WHOLE`](super::price::WHOLE) that has been charged so far, in slices.
     pub(super) paid: u32,
-    /// For how long limits of its disk and of the group around it had held something when it came,
-    /// in nanoseconds.
+    /// Throttled time of its disk and of the group above when the request was queued, in
+    /// nanoseconds.
     pub(super) limited_ns: [u64; 2],
     pub(super) token: T,
 }
 
-/// Limits that are set, and what has been taken of them. Most nodes have none, and save the space.
+/// Limits and their buckets. Boxed, because most nodes have none.
 #[derive(Clone, Debug)]
 pub(super) struct Limited {
     pub(super) limits: Limits,
@@ -63,8 +63,8 @@ impl Limited {
         Self { limits, buckets: Buckets::new(&limits, now) }
     }
 
-    /// Puts other limits in force, which take over what has passed: see `bucket.rs`. Those that are
-    /// set while they are lifted hold nothing yet, and have no burst to give to those after them.
+    /// Changes the limits, which take over the admitted work: see `bucket.rs`. Limits set while
+    /// lifted throttle nothing yet, and later ones inherit no burst from them.
     pub(super) fn set(&mut self, limits: &Limits, enforcement: Enforcement, now: Instant) {
         self.buckets.leak_to(now);
         match enforcement {
@@ -74,7 +74,7 @@ impl Limited {
         self.limits = *limits;
     }
 
-    /// Enforces the same limits in another way than before.
+    /// Changes the enforcement of the limits.
     pub(super) fn enforce(&mut self, before: Enforcement, enforcement: Enforcement, now: Instant) {
         self.buckets.leak_to(now);
         if enforcement == Enforcement::Lifted {
@@ -87,65 +87,67 @@ impl Limited {
     }
 }
 
-/// What has been charged to a disk, to go on from in another tree or place.
+/// Work charged to a disk, to continue in another tree or group.
 #[derive(Clone, Debug)]
 pub struct Charged {
-    /// To its own limits.
+    /// Charged to its own limits.
     pub(super) own: Option<Box<Limited>>,
-    /// To groups that it leaves, from its parent up; behind these what it brought for higher ones.
+    /// Charged to groups that it leaves, from its parent upwards; then contents it carried for
+    /// higher levels.
     pub(super) apart: Vec<Option<Box<Limited>>>,
-    /// To groups that stay above it.
+    /// Charged to groups that remain above it.
     pub(super) common: Vec<Option<Box<Limited>>>,
 }
 
-/// See the head of this file.
+/// A disk or a group. See the head of this file.
 #[derive(Debug)]
 pub(super) struct Node<T> {
     pub(super) generation: u64,
     pub(super) present: bool,
-    /// A limit on both directions together is set here or above.
+    /// True if a limit on both directions together is set here or above.
     pub(super) shared: bool,
     pub(super) parent: usize,
     pub(super) number: u32,
     pub(super) level: usize,
     pub(super) limited: Option<Box<Limited>>,
-    /// The last limits there were, if none are now: others may follow, and take over what has
-    /// passed.
+    /// The last limits, if none are set now: new ones take over their admitted work.
     pub(super) past: Option<Box<Limited>>,
-    /// A disk's: what it brought to the groups above, from its parent up, and to more than there
-    /// are. As if it alone had filled their buckets.
+    /// Of a disk: contents that it carried into the groups above, from its parent upwards and
+    /// beyond the top level, as if it alone had filled their buckets.
     pub(super) brought: Vec<Option<Box<Limited>>>,
     pub(super) enforcement: Enforcement,
     pub(super) share: Share,
-    /// None until it has had a child: idle disks are many.
+    /// `None` until the first child, because most nodes are disks.
     pub(super) schedule: Option<Box<Schedule>>,
-    /// Served first where nothing else decides: the direction that was not served last.
+    /// Direction preferred on ties: the one not served last.
     pub(super) first: Direction,
     queues: [VecDeque<Waiter<T>>; 2],
-    /// By direction, of the whole subtree.
+    /// Requests of the whole subtree, by direction.
     pub(super) waiting: [usize; 2],
     pub(super) counters: [Counters; 2],
-    /// Requests that were counted when somebody looked who divides limits over hosts.
+    /// Number of counted requests when the demand was measured last
+    /// ([`Tree::wanted`](super::Tree::wanted)).
     pub(super) seen: u64,
-    /// By direction: whether work waits for this node's own limits.
+    /// By direction: true if requests wait for this node's own limits.
     pub(super) blocked: [bool; 2],
-    /// Since when it has been blocked; if it is not, since when it has been free.
+    /// Start of the current state: throttled by its own limits, or not.
     blocked_or_free_since: Instant,
-    /// By direction: the limit that work waited for last, and until when.
+    /// By direction: the last limit that requests waited for, and until when.
     freed: [Option<(LimitKind, Instant)>; 2],
     limited_ns: u64,
     binding: Option<LimitKind>,
     waits: Option<Box<AllWaits>>,
-    /// None without a reservation of its own: few have one.
+    /// `None` unless the node itself has a reservation.
     pub(super) promise: Option<Box<Promise>>,
-    /// Of the device below.
+    /// Reservable capacity of the device below.
     pub(super) device: Reservable,
-    /// By unit: what is promised to its children.
+    /// Sum of the children's reservations, by unit.
     pub(super) promised: [u64; 2],
 }
 
 impl<T> Node<T> {
-    /// The node's share of its parent, with the larger of its own promise and those below it.
+    /// The node's share of its parent, with the larger of the node's reservation and the sum below
+    /// it.
     pub(super) fn entitlement(&self) -> Share {
         let [iops, bps] = demand(self.share, self.promised);
         self.share.with_reservation(iops, bps)
@@ -189,8 +191,8 @@ impl<T> Node<T> {
         self.limited.as_ref().map_or_else(Limits::default, |limited| limited.limits)
     }
 
-    /// Puts limits in force, as they are enforced now. They take over what has passed under those
-    /// before: see `bucket.rs`.
+    /// Sets limits under the current enforcement. They take over the work admitted under the
+    /// previous ones: see `bucket.rs`.
     pub(super) fn set_limits(&mut self, limits: Limits, now: Instant) {
         let before = self.limited.take().or_else(|| self.past.take());
         if limits.is_unlimited() {
@@ -202,7 +204,7 @@ impl<T> Node<T> {
         self.limited = Some(limited);
     }
 
-    /// Another promise is another account.
+    /// Sets the share. A changed reservation resets its statistics.
     pub(super) fn set_share(&mut self, share: Share, now: Instant) {
         let is_same = |promise: &Share| (promise.iops_reservation(), promise.bps_reservation());
         if !share.is_reserved() {
@@ -213,8 +215,8 @@ impl<T> Node<T> {
         self.share = share;
     }
 
-    /// Puts another part of a limit in force that is divided over hosts: see `bucket/part.rs`.
-    /// While limits are not enforced as they are set, nothing is given up.
+    /// Sets another part of a limit that is divided over hosts: see `bucket/part.rs`. Nothing is
+    /// given up while limits are scaled or lifted.
     pub(super) fn divide(&mut self, limits: Limits, credit: [u64; 6], now: Instant) -> [u64; 6] {
         if self.enforcement != Enforcement::Enforced || limits.is_unlimited() {
             self.set_limits(limits, now);
@@ -229,7 +231,7 @@ impl<T> Node<T> {
         given
     }
 
-    /// Enforces the limits so from now on.
+    /// Changes the enforcement of the limits.
     pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant) {
         let before = core::mem::replace(&mut self.enforcement, enforcement);
         if let Some(limited) = &mut self.limited {
@@ -237,13 +239,12 @@ impl<T> Node<T> {
         }
     }
 
-    /// What was charged to its own limits, or to the last there were, up to now: for
-    /// [`Node::take_over`] of another.
+    /// Contents of the node's own limits, or of its last ones, for [`Node::take_over`].
     pub(super) fn charged(&self) -> Option<Box<Limited>> {
         self.limited.as_ref().or(self.past.as_ref()).cloned()
     }
 
-    /// Goes on from what was charged to another node.
+    /// Takes over the contents of another node.
     pub(super) fn take_over(&mut self, charged: Box<Limited>, now: Instant) {
         let limits = self.limits();
         self.limited = None;
@@ -251,14 +252,14 @@ impl<T> Node<T> {
         self.set_limits(limits, now);
     }
 
-    /// The buckets that have to be asked, if any, as of `now`.
+    /// The buckets, advanced to `now`; `None` if no limits are enforced.
     pub(super) fn enforced(&mut self, now: Instant) -> Option<&mut Buckets> {
         let buckets = self.enforced_as_they_are()?;
         buckets.leak_to(now);
         Some(buckets)
     }
 
-    /// The same, as of the instant at which somebody asked last.
+    /// As [`Node::enforced`], without advancing them.
     pub(super) fn enforced_as_they_are(&mut self) -> Option<&mut Buckets> {
         if self.enforcement == Enforcement::Lifted {
             return None;
@@ -266,7 +267,7 @@ impl<T> Node<T> {
         Some(&mut self.limited.as_mut()?.buckets)
     }
 
-    /// Whether something in or below this node could pass now as far as those below are concerned.
+    /// True if a request in or below this node is ready as far as all levels below are concerned.
     pub(super) fn has_work(&self, direction: Direction) -> bool {
         match &self.schedule {
             Some(schedule) if schedule.has_work(direction) => true,
@@ -282,7 +283,7 @@ impl<T> Node<T> {
         &mut self.queues[direction.index()]
     }
 
-    /// Takes that request out of its queue, if it still waits; found in O(log n).
+    /// Removes a request from its queue, if it still waits. Found by binary search in O(log n).
     pub(super) fn take(&mut self, direction: Direction, number: u64) -> Option<Waiter<T>> {
         let queue = self.queue_mut(direction);
         let at = queue.binary_search_by_key(&number, |waiter| waiter.number).ok()?;
@@ -302,11 +303,12 @@ impl<T> Node<T> {
         if by.is_some() {
             self.binding = by;
         }
+        // While blocked, the end of the block is updated at each check; afterwards it stays.
         let freed = &mut self.freed[direction.index()];
         *freed = by.or(freed.map(|(kind, _)| kind)).map(|kind| (kind, now));
     }
 
-    /// The limit that work waited for last in this direction, and until when.
+    /// The last limit that requests of this direction waited for, and until when.
     pub(super) fn freed(&self, direction: Direction) -> Option<(LimitKind, Instant)> {
         self.freed[direction.index()]
     }
@@ -319,7 +321,7 @@ impl<T> Node<T> {
         }
     }
 
-    /// For how long its limits have held something so far, in nanoseconds.
+    /// Time for which requests waited for this node's limits, in nanoseconds.
     pub(super) fn limited_ns(&self, now: Instant) -> u64 {
         let so_far = if self.blocked == [false; 2] { 0 } else { now.nanos_since(self.blocked_or_free_since) };
         self.limited_ns + so_far
@@ -328,7 +330,7 @@ impl<T> Node<T> {
     pub(super) fn brief(&self, now: Instant) -> Brief {
         let is_blocked = self.blocked != [false; 2];
         let since = now.nanos_since(self.blocked_or_free_since);
-        // Work that passes here as soon as it comes may wait for a group above.
+        // Requests that pass this node at once may wait for a group above it.
         let binds = is_blocked || (self.waiting != [0; 2] && since < BINDS_NO_MORE);
         Brief {
             limited_ns: self.limited_ns(now),
@@ -351,7 +353,7 @@ impl<T> Node<T> {
         let Counted { passed, limited_ns, kept, waits, longest_wait_ns: _ } = counted;
         for (own, more) in self.counters.iter_mut().zip(passed) {
             *own = own.plus(*more);
-            // Nobody has asked here.
+            // These requests were made in another process and are not new demand here.
             self.seen = self.seen.saturating_add(more.requests);
         }
         self.limited_ns = self.limited_ns.saturating_add(*limited_ns);

@@ -1,29 +1,29 @@
-//! What a request costs in time, and how a large one is paid for in parts.
+//! Cost of a request in time, and the slices in which a large one is charged.
 //!
-//! Charged at once, a request of 4 MiB under 1 MB/s would make everybody else wait for four
-//! seconds. So it is paid for in slices of 90 ms, with the others' requests in between, and passes
-//! when it is paid. Each level's buckets are charged the same fractions, which add up to the whole
-//! exactly.
+//! Charged at once, a request of 4 MiB at 1 MB/s would delay all siblings by four seconds. It is
+//! therefore charged in slices of 90 ms, with the siblings' requests in between, and admitted with
+//! the last one. The buckets of every level are charged the same fractions, which add up to the
+//! whole exactly.
 //!
-//! Never stores anything: all of it follows from the request, the limits in force and what is paid.
+//! Stateless: everything follows from the request, the limits in force and the part charged so far.
 
 use core::ops::Range;
 
-/// A slice at the scarcest limit: a small request behind a large one should have its answer within
-/// 100 ms. The rest is for the timer and the data.
+/// Duration of a slice at the scarcest limit: a small request behind a large one should complete
+/// within 100 ms. The difference is for the timer and the transfer.
 pub(super) const SLICE_NS: u64 = 90_000_000;
 
-/// The parts of a whole request: one of the largest request (32 MiB, by NBD) is below a byte.
+/// Parts of a whole request. A part of the largest request (32 MiB, by NBD) is less than a byte.
 pub(super) const WHOLE: u32 = 1 << 30;
 
-/// The longest time a single request is taken to cost in its siblings' eyes, about 19 hours, so
-/// that sums cannot overflow. The buckets are charged in full.
+/// Cap on the cost of a single request in the schedule, about 19 hours, so that sums cannot
+/// overflow. Buckets are charged in full.
 pub(super) const LONGEST_NS: u64 = 1 << 46;
 
-/// `billionths / rate`: nanoseconds that so much takes at this rate per second. Rounded up, at most
-/// [`LONGEST_NS`].
+/// `billionths / rate`: time that the units take at a rate per second, in nanoseconds. Rounded up,
+/// at most [`LONGEST_NS`].
 pub(super) fn divide(billionths: u128, rate: u64) -> u64 {
-    // Below 18 units this fits 64 bits; the wide division takes a library call.
+    // Up to 18 units this fits into 64 bits; a 128-bit division is a library call.
     let ns = match u64::try_from(billionths) {
         Ok(small) => small.div_ceil(rate),
         Err(_) => u64::try_from(billionths.div_ceil(u128::from(rate))).unwrap_or(u64::MAX),
@@ -31,25 +31,25 @@ pub(super) fn divide(billionths: u128, rate: u64) -> u64 {
     ns.min(LONGEST_NS)
 }
 
-/// The part of `amount` that falls to this part of a request. Adjoining parts add up exactly.
+/// Share of `amount` that belongs to a part of a request. Adjacent parts add up exactly.
 pub(super) fn part_of(amount: u128, part: &Range<u32>) -> u128 {
     if *part == (0..WHOLE) {
         return amount;
     }
-    // 2⁶⁴ bytes have 2⁹⁴ billionths: × 2³⁰ fits. Sums of several saturate.
+    // 2⁶⁴ bytes have 2⁹⁴ billionths, times 2³⁰ fits. Sums of several requests saturate.
     let upto = |end: u32| amount.saturating_mul(u128::from(end)) / u128::from(WHOLE);
     upto(part.end) - upto(part.start)
 }
 
-/// The slice of a request that takes `total_ns`, of [`WHOLE`]. Never less than an operation: at 2
-/// IOPS two waiting requests are served one after the other, not both at the end.
+/// Size of a slice, in parts of [`WHOLE`], of a request that takes `total_ns`. At least one
+/// operation: at 2 IOPS two waiting requests are served one by one, not both at the end.
 pub(super) fn slice_of(total_ns: u64, operation_ns: u64) -> u32 {
     let slice_ns = SLICE_NS.max(operation_ns);
     if total_ns <= slice_ns {
         return WHOLE;
     }
-    // Both at most 2⁴⁶: the product fits 128 bits, and the quotient is below WHOLE.
-    // Rounded up, or ten tenths would leave a crumb for an eleventh turn.
+    // Both at most 2⁴⁶: the product fits into 128 bits, and the quotient is below WHOLE.
+    // Rounded up; otherwise ten tenths would leave a remainder for an eleventh service.
     (u128::from(slice_ns) * u128::from(WHOLE)).div_ceil(u128::from(total_ns)) as u32
 }
 

@@ -1,34 +1,34 @@
-//! Whether a reservation is kept: time in which work waited, in windows of a second, and whether
-//! what passed meanwhile was what is promised.
+//! Monitors a reservation: compares the service it got with the guarantee, in windows of one second
+//! of waiting.
 //!
 //! ```text
 //!   waits        ────────────          ──────────────────────
-//!   windows      [   1 s of waiting            ][    1 s    ]      a gap is part of none
-//!   passed       in time of the promise: 1.2 s ✓    0.7 s ✗         95 % of the window is enough
+//!   windows      [   1 s of waiting            ][    1 s    ]      gaps are not counted
+//!   service      in time of the reservation: 1.2 s ✓  0.7 s ✗      95 % of a window is enough
 //! ```
 //!
-//! What passes is counted by its price in time of the promise, a slice at a time. So `iops-size`
-//! and both units are counted as they are promised, and a large request does not seem to be missing
-//! while it is paid for. Only time in which something waits counts: who asks for less than is
-//! promised misses nothing.
+//! Service is measured by its cost in time of the reservation, slice by slice. `iops-size` and both
+//! units are therefore counted as reserved, and a large request counts while it is charged. Only
+//! time in which requests wait is counted: a node that requests less than its reservation does not
+//! miss it.
 //!
-//! Never decides who is next: that is `schedule.rs`.
+//! Never schedules: that is `schedule.rs`.
 
 use crate::time::Instant;
 
-/// Waiting after which it is judged.
+/// Waiting time of a window.
 const WINDOW_NS: u64 = 1_000_000_000;
-/// A window that waiting has not filled by then tells of too long a time, and is dropped.
+/// Age above which a window that waiting has not filled is dropped.
 const STALE_NS: u64 = 4 * WINDOW_NS;
-/// Percent of the promise that keep it: as `weir verify` has it.
+/// Percentage of the reservation that counts as met; the same as in `weir verify`.
 const KEPT_PERCENT: u64 = 95;
 
-/// What became of a reservation, counted from when it was made.
+/// Result of monitoring a reservation since it was set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Kept {
-    /// Nanoseconds during which work waited, and as much passed as is promised.
+    /// Time during which requests waited and the reservation was met, in nanoseconds.
     pub met_ns: u64,
-    /// The same, and less passed.
+    /// Time during which requests waited and the reservation was missed, in nanoseconds.
     pub missed_ns: u64,
 }
 
@@ -36,7 +36,7 @@ pub struct Kept {
 pub(super) struct Promise {
     kept: Kept,
     waits_since: Option<Instant>,
-    /// Of this window.
+    /// Start of the current window.
     began: Instant,
     waited_ns: u64,
     had_ns: u64,
@@ -48,32 +48,33 @@ impl Promise {
         Self { kept: Kept { met_ns: 0, missed_ns: 0 }, waits_since, began: now, waited_ns: 0, had_ns: 0 }
     }
 
-    /// Work waits from now on, or no longer.
+    /// Records that requests wait from now on, or no longer.
     pub(super) fn waits(&mut self, waits: bool, now: Instant) {
         if waits == self.waits_since.is_some() {
             return;
         }
         self.advance(now);
         let is_stale = now.nanos_since(self.began) > STALE_NS;
+        // A window is continued across short gaps, so that a bursty client fills it at all.
         if waits && (self.waited_ns == 0 || is_stale) {
             (self.began, self.waited_ns, self.had_ns) = (now, 0, 0);
         }
         self.waits_since = waits.then_some(now);
     }
 
-    /// So much of the promise has passed.
+    /// Records service, in time of the reservation.
     pub(super) fn had(&mut self, promised_ns: u64, now: Instant) {
         self.had_ns = self.had_ns.saturating_add(promised_ns);
         self.advance(now);
     }
 
-    /// What is known by `now`, also of who has had nothing for long.
+    /// Result as of `now`, including a wait that has not ended.
     pub(super) fn kept(mut self, now: Instant) -> Kept {
         self.advance(now);
         self.kept
     }
 
-    /// Adds what became of it elsewhere.
+    /// Adds the result of another process.
     pub(super) const fn count_on(&mut self, kept: Kept) {
         self.kept.met_ns = self.kept.met_ns.saturating_add(kept.met_ns);
         self.kept.missed_ns = self.kept.missed_ns.saturating_add(kept.missed_ns);
@@ -123,7 +124,7 @@ mod tests {
         promise.waits(true, ms(6000));
         promise.waits(false, ms(6900));
         assert_eq!(promise.kept(ms(60_000)), Kept::default());
-        // Much later: that was another time.
+        // A window that began long ago is discarded.
         promise.waits(true, ms(60_000));
         promise.waits(false, ms(60_500));
         assert_eq!(promise.kept(ms(90_000)), Kept::default());
@@ -139,7 +140,7 @@ mod tests {
     #[test]
     fn a_window_is_time_of_waiting() {
         let mut promise = Promise::new(false, ms(0));
-        // Half of each 100 ms it waits, and has half of what is promised for all of it.
+        // Waits for half of each 100 ms, and gets half of the reservation for all of it.
         for at in (0..2000).step_by(100) {
             promise.waits(true, ms(at));
             promise.waits(false, ms(at + 50));

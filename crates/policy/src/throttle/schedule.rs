@@ -1,35 +1,35 @@
-//! Whose turn it is among the children of one node.
+//! Scheduler for the children of one node.
 //!
 //! ```text
-//!   children that could pass now, a heap by tag for each direction
+//!   children that are ready, in a heap by tag for each direction
 //!
-//!     promises   R = 12.1 ms  R = 13.0 ms             R ≤ now: goes first, the smallest
-//!     turns      S = 40   S = 41   S = 41   S = 55    else the smallest start tag
-//!                 ▲ virtual time follows the start tags of what is served
+//!     reservations  R = 12.1 ms  R = 13.0 ms          R ≤ now: served first, the smallest
+//!     weights       S = 40   S = 41   S = 41   S = 55    otherwise the smallest start tag
+//!                    ▲ virtual time follows the start tags of served requests
 //! ```
 //!
 //! **By weight**: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A child is served at
-//! its start tag S = max(F, floor), and then F = S + cost / weight. v, the node's virtual time, is
-//! the S that was served last. So busy children keep equal F, whatever a single request costs.
+//! its start tag S = max(F, floor), after which F = S + cost / weight. v, the node's virtual time,
+//! is the S served last. Busy children therefore keep equal F, whatever a single request costs.
 //!
-//! A child that was idle starts at the *floor*: v as it was 20 to 40 ms ago, if that is not more
-//! than 20 ms of its own cost below v. (In the textbook the floor is v itself, but a client that
-//! waits for each answer comes just after v has moved on.) However many children return at once,
-//! together they catch up what passed in that time, and busy children wait no longer than that.
+//! A child that was idle starts at the *floor*: v as of 20 to 40 ms ago, but at most 20 ms of its
+//! own cost below v. (In the paper the floor is v itself, but a client with a queue depth of 1
+//! always returns just after v has advanced.) However many children return at once, together they
+//! catch up the service of that time, and busy children wait no longer than that.
 //!
-//! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a
-//! reservation has a tag in real time, R: when its next request is due. R moves on only when a
-//! request is served because it was due. Every service moves F on, so it counts towards the share
+//! **By reservation**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child
+//! with a reservation has a tag in real time, R: when its next request is due. R advances only when
+//! a request is served because it was due. Every service advances F, so it counts towards the share
 //! by weight.
 //!
-//! **Nobody starves**: promises may take all that the limits let pass, but one turn in a hundred
-//! goes by weight. Promises move F ahead of v only up to a bound, so a child that loses its promise
-//! soon has turns again.
+//! **No starvation**: reservations may use all that the limits admit, but one part in a hundred is
+//! served by weight. Reservations advance F ahead of v only up to a bound, so a child that loses
+//! its reservation is soon served by weight again.
 //!
-//! A child has one standing for both directions if these draw from a common limit, otherwise one
-//! for each ([`Lane`]): under a limit on writes, a child that writes much should not read less.
+//! A child has one set of tags for both directions if they share a limit, otherwise one for each
+//! ([`Lane`]): under a limit on writes, a child that writes much should not read less.
 //!
-//! Never looks at buckets: the tree offers a child when it can pass, and withdraws it.
+//! Never looks at buckets: the tree offers a child when it is ready, and withdraws it.
 
 use super::heap::Heap;
 use super::price::SLICE_NS;
@@ -38,36 +38,36 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// How long ago a child may have missed its turns and still have them by weight, and the most of
-/// its own cost they are worth. A client with one request in flight misses a turn whenever an
-/// answer or a timer is late. Credit is also a burst over the siblings.
+/// Time that a returning child may catch up, and the maximum of the child's cost that counts. A
+/// client with a queue depth of 1 misses its turn whenever a completion or a timer is late. Credit
+/// is also a burst at the siblings' expense.
 const CREDIT_NS: u64 = 20_000_000;
 
-/// How much of its promise a child that was idle may catch up: a promise can come due while
-/// somebody else's slice is being paid for.
+/// Time of its reservation that a returning child may catch up: it may come due during another
+/// child's slice.
 const PROMISE_CREDIT_NS: u64 = SLICE_NS + CREDIT_NS;
 
-/// How much of it a child that was busy may catch up: each slow turn makes everybody late at every
-/// level. Bounded, because what a slow device could not give should not be had all at once.
+/// Time of its reservation that a busy child may catch up: each slow service delays all children at
+/// every level. Bounded, so that a shortfall of a slow device is not made up all at once.
 const ARREARS_NS: u64 = 1_000_000_000;
 
-/// How far service by promise may move F ahead of v, in time of the child's own cost.
+/// Maximum by which service by reservation advances F ahead of v, in time of the child's own cost.
 const LEAD_NS: u64 = SLICE_NS;
 
-/// Of what passes where promises take everything, one part in so many still goes by weight.
+/// Fraction (1 / n) of the service that remains by weight if reservations take everything.
 const WEIGHT_PHASE_PART: u64 = 100;
 
-/// Bits of virtual time for a nanosecond at weight 1: rounds well for every weight up to 10,000.
+/// Bits of virtual time for a nanosecond at weight 1: precise for every weight up to 10,000.
 const VIRTUAL_BITS: u32 = 14;
 
-/// Virtual time is moved back when it passes this. The largest step is 2⁶⁰: nothing overflows.
+/// Virtual time above which it is moved back. The largest step is 2⁶⁰, so nothing overflows.
 const LATEST: u64 = 1 << 62;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// Of both directions.
+    /// Tags of both directions.
     Shared,
-    /// Of this direction alone.
+    /// Tags of one direction.
     Of(Direction),
 }
 
@@ -83,7 +83,7 @@ impl Lane {
         }
     }
 
-    /// Whether a charge in this lane moves this direction's tags.
+    /// True if a charge in this lane changes this direction's tags.
     pub(super) fn covers(self, direction: Direction) -> bool {
         self == Self::Shared || self == Self::Of(direction)
     }
@@ -91,30 +91,30 @@ impl Lane {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Phase {
-    /// Its promise is due.
+    /// Its reservation is due.
     Promise,
     /// By weight.
     Weight,
 }
 
-/// Of equal tags, who was offered first goes first.
+/// Key of the weight heap. Of equal start tags, the one offered first is served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Turn {
     start: u64,
     order: u32,
 }
 
-/// Who would be served next, and why. The smaller of two goes first.
+/// The next child to serve, and the reason. The smaller of two is served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Candidate {
     pub(super) phase: Phase,
-    /// R by promise, S by weight.
+    /// R by reservation, S by weight.
     tag: u64,
     pub(super) child: u32,
 }
 
 impl Candidate {
-    /// Whether this one has a strictly better claim than another, of another direction.
+    /// True if this candidate is strictly preferred to one of the opposite direction.
     pub(super) fn precedes(&self, other: &Self) -> bool {
         (self.phase, self.tag) < (other.phase, other.tag)
     }
@@ -124,9 +124,9 @@ impl Candidate {
 pub(super) struct Service {
     pub(super) lane: Lane,
     pub(super) phase: Phase,
-    /// Time it takes of the scarcest limit.
+    /// Time that it takes of the scarcest limit.
     pub(super) cost_ns: u64,
-    /// Time it takes of the promise; 0 without one.
+    /// Time that it takes of the reservation; 0 without one.
     pub(super) promised_ns: u64,
 }
 
@@ -138,9 +138,9 @@ struct Child {
     inverse_weight: u64,
     /// [`CREDIT_NS`] in virtual time.
     credit: u64,
-    /// By lane: F.
+    /// Finish tags F, by lane.
     finish: [u64; 2],
-    /// R: when its promise is next due.
+    /// Tag R: when its reservation is next due, in nanoseconds.
     due: u64,
 }
 
@@ -149,7 +149,7 @@ impl Child {
         virtual_time(ns, self.inverse_weight)
     }
 
-    /// S.
+    /// Start tag S.
     fn start(&self, lane: Lane, clock: &Clock) -> u64 {
         let floor = clock.before.max(clock.now.saturating_sub(self.credit));
         self.finish[lane.index()].max(floor)
@@ -158,19 +158,19 @@ impl Child {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Clock {
-    /// v.
+    /// Virtual time v.
     now: u64,
-    /// v as it was at `marked`.
+    /// v as of `marked`.
     mark: u64,
-    /// v as it was at the mark before that one.
+    /// v as of the previous mark.
     before: u64,
     marked: Instant,
-    /// How much may be served by promise before a turn by weight.
+    /// Cost that may be served by reservation before the next service by weight.
     allowance_ns: u64,
 }
 
 impl Clock {
-    /// Notes v every [`CREDIT_NS`].
+    /// Records v every [`CREDIT_NS`].
     fn tick(&mut self, now: Instant) {
         if now.nanos_since(self.marked) >= CREDIT_NS {
             *self = Self { before: self.mark, mark: self.now, marked: now, ..*self };
@@ -226,7 +226,7 @@ impl Schedule {
         self.vacant.push(child);
     }
 
-    /// Changes a child's share. What it has been charged stays. It must have been withdrawn.
+    /// Changes a child's share; its tags stay. The child must have been withdrawn.
     pub(super) fn set_share(&mut self, child: u32, share: Share) {
         let child = self.child_mut(child);
         child.reserved = share.is_reserved();
@@ -254,7 +254,7 @@ impl Schedule {
         self.turns[direction.index()].contains(child)
     }
 
-    /// Says that this child could pass, also when it still could but has been charged since.
+    /// Offers a child that is ready, or updates its keys after a charge.
     pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane, now: Instant) {
         let order = self.next_order;
         self.next_order = order.wrapping_add(1);
@@ -265,6 +265,7 @@ impl Schedule {
             let was_idle =
                 !Direction::ALL.iter().any(|direction| self.promises[direction.index()].contains(child));
             let due = &mut self.child_mut(child).due;
+            // Must not be applied to a busy child: it would lose the arrears of slow services.
             if was_idle {
                 *due = (*due).max(now.as_nanos().saturating_sub(PROMISE_CREDIT_NS));
             }
@@ -280,6 +281,7 @@ impl Schedule {
 
     pub(super) fn next(&self, direction: Direction, lane: Lane, now: Instant) -> Option<Candidate> {
         let (turn, child) = self.turns[direction.index()].first()?;
+        // R may be due, but the weight phase has its fraction first.
         if let Some((due, child)) = self.promises[direction.index()].first()
             && due <= now.as_nanos()
             && self.clocks[lane.index()].allowance_ns > 0
@@ -289,7 +291,7 @@ impl Schedule {
         Some(Candidate { phase: Phase::Weight, tag: turn.start, child })
     }
 
-    /// Charges a child. If it is on offer, it must be offered again or withdrawn.
+    /// Charges a child for a service. If it is on offer, it must be offered again or withdrawn.
     pub(super) fn charge(&mut self, number: u32, service: Service, now: Instant) {
         let Service { lane, phase, cost_ns, promised_ns } = service;
         let clock = &mut self.clocks[lane.index()];
@@ -301,12 +303,16 @@ impl Schedule {
         match phase {
             Phase::Weight => {
                 child.finish[lane.index()] = finish;
+                // v never falls: a child that starts at the floor may have S below v.
                 clock.now = clock.now.max(start);
                 clock.allowance_ns = cost_ns.max(1).saturating_mul(WEIGHT_PHASE_PART - 1);
             }
             Phase::Promise => {
+                // Service by reservation counts towards the share, but only up to a bound (see the
+                // head).
                 let latest = clock.now + child.virtual_time(LEAD_NS) + step;
                 child.finish[lane.index()] = finish.min(latest);
+                // Arrears are bounded here, credit of an idle child in `offer`.
                 let earliest = now.as_nanos().saturating_sub(ARREARS_NS);
                 child.due = child.due.max(earliest).saturating_add(promised_ns);
                 clock.allowance_ns = clock.allowance_ns.saturating_sub(cost_ns.max(1));
@@ -317,7 +323,7 @@ impl Schedule {
         }
     }
 
-    /// The limits that charges were measured by have changed.
+    /// Resets all tags, because the limits that costs are measured by have changed.
     pub(super) fn forget(&mut self) {
         self.clocks = [Clock::default(); 2];
         for child in self.children.iter_mut().flatten() {
@@ -328,10 +334,11 @@ impl Schedule {
         }
     }
 
-    /// Moves the lane's virtual time back. Once in weeks, at the soonest.
+    /// Moves the lane's virtual time back; at most once in weeks.
     #[cold]
     fn move_back(&mut self, lane: Lane) {
-        // Start tags are behind v by the credit at most; whoever is further behind is idle.
+        // Start tags are at most the credit behind v. A tag further behind belongs to an idle
+        // child.
         let clock = &mut self.clocks[lane.index()];
         let by = clock.now - LATEST / 2;
         clock.now -= by;

@@ -1,14 +1,14 @@
-//! What a disk or a group is entitled to when its siblings want the same: a weight, and a promise.
+//! Share of a disk or a group among its siblings: a weight, and a reservation.
 //!
-//! Never says what somebody gets: that depends on what the others want.
+//! Independent of the resulting rate, which depends on the siblings' demand.
 
 use super::cost::{BILLION, Cost};
 use super::price::divide;
 
-/// What a node is entitled to when its parent is short.
+/// Share of a node in its parent's capacity.
 ///
-/// Siblings share by weight what is contended. A reservation is a rate that comes first; what a
-/// node gets by it counts towards its share, so a busy node gets the larger of the two.
+/// Siblings share contended capacity by weight. A reservation is a rate that is served first; it
+/// counts towards the share, so a busy node gets the larger of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     weight: u32,
@@ -17,16 +17,16 @@ pub struct Share {
 }
 
 impl Share {
-    /// The range of weights.
+    /// Valid weights.
     pub const WEIGHTS: core::ops::RangeInclusive<u32> = 1..=10_000;
 
-    /// A share of this weight that promises nothing, or `None` outside [`Share::WEIGHTS`].
+    /// A share without a reservation; `None` if the weight is outside of [`Share::WEIGHTS`].
     pub fn new(weight: u32) -> Option<Self> {
         Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
     }
 
-    /// The same weight, with a promise of so many operations (counted by `iops-size`) and bytes per
-    /// second; 0 promises nothing. With both, it ends with whichever is used up first.
+    /// The same weight with a reservation of operations (counted by `iops-size`) and bytes per
+    /// second; 0 reserves nothing. With both, the one that is used up first ends it.
     #[must_use]
     pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {
         Self { iops_reservation: iops, bps_reservation: bps, ..self }
@@ -37,12 +37,12 @@ impl Share {
         self.weight
     }
 
-    /// Operations per second that are promised; 0 is no promise.
+    /// Reserved operations per second; 0 if none.
     pub const fn iops_reservation(self) -> u64 {
         self.iops_reservation
     }
 
-    /// Bytes per second that are promised; 0 is no promise.
+    /// Reserved bytes per second; 0 if none.
     pub const fn bps_reservation(self) -> u64 {
         self.bps_reservation
     }
@@ -51,7 +51,7 @@ impl Share {
         self.iops_reservation > 0 || self.bps_reservation > 0
     }
 
-    /// How many nanoseconds of the promise a request uses up.
+    /// Time of the reservation that a request uses up, in nanoseconds.
     pub(super) fn promised_ns(self, cost: &Cost, operations: u64) -> u64 {
         let of = |billionths, rate| if rate == 0 { 0 } else { divide(billionths, rate) };
         of(u128::from(operations), self.iops_reservation)

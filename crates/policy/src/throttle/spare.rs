@@ -1,44 +1,43 @@
-//! Tokens of read-ahead that are returned: the account of data that guests found in memory.
+//! Refund of spare capacity: counts prefetched data that guests have read.
 //!
-//! A guest is charged for what it asks for, wherever the answer comes from. Data that was read
-//! ahead would be paid for twice, so the spare tokens are returned.
+//! A guest is charged for its requests, wherever the data comes from. Prefetched data would be
+//! charged twice, so the spare capacity is refunded.
 //!
-//! Never knows whose data it was: levels are sums. Never returns more than was taken.
+//! Not attributed to guests: levels are sums. Never refunds more than was charged.
 
 use super::cost::BILLION;
 
-/// What guests had from memory of what was read ahead, since it was last
-/// [told](super::Tree::spare).
+/// Prefetched data that guests have read since the last [refund](super::Tree::spare).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GivenBack {
     bytes: u64,
-    /// How many read-aheads that is, in billionths.
+    /// Number of read-aheads, in billionths.
     requests: u64,
 }
 
 impl GivenBack {
-    /// Nothing.
+    /// No refund.
     pub const NOTHING: Self = Self { bytes: 0, requests: 0 };
 
-    /// Adds bytes, at most `read_ahead_bytes`, that guests had for the first time from a read-ahead
-    /// charged as that many. Gives back the same fraction of its operations.
+    /// Adds `bytes`, at most `read_ahead_bytes`, that guests have read for the first time from a
+    /// read-ahead charged as `read_ahead_bytes`. Refunds the same fraction of its operations.
     pub fn add(&mut self, bytes: u64, read_ahead_bytes: u64) {
         let bytes = bytes.min(read_ahead_bytes);
         let billionths = (u128::from(bytes) * u128::from(BILLION)).checked_div(u128::from(read_ahead_bytes));
         self.bytes = self.bytes.saturating_add(bytes);
-        // No more than a billion.
+        // At most a billion.
         self.requests = self.requests.saturating_add(billionths.unwrap_or(0) as u64);
     }
 
-    /// Bytes.
+    /// Refunded bytes.
     pub const fn bytes(self) -> u64 {
         self.bytes
     }
 
-    /// Operations charged for it under this `iops-size`, in billionths: exact to the last few if
-    /// all read-aheads were above it or none was, else never more than were charged.
+    /// Operations charged for the data under this `iops-size`, in billionths. Exact, apart from
+    /// rounding, if all or none of the read-aheads were above it, otherwise a lower bound.
     pub(super) fn operations(self, iops_size: u64) -> u128 {
-        // The sum of the larger ones is no less than the larger sum.
+        // The sum of the maxima is at least the maximum of the sums.
         let by_size = (u128::from(self.bytes) * u128::from(BILLION)).checked_div(u128::from(iops_size));
         u128::from(self.requests).max(by_size.unwrap_or(0))
     }
@@ -83,7 +82,7 @@ mod tests {
         ) {
             let charged: u128 = parts.iter().map(|(_, of)| Cost::one(*of).operations(iops_size)).sum();
             prop_assert!(given_back(&parts).operations(iops_size) <= charged);
-            // Told at once or one by one.
+            // Refunded together or one by one.
             let one_by_one: u128 =
                 parts.iter().map(|part| given_back(&[*part]).operations(iops_size)).sum();
             prop_assert!(one_by_one <= charged);

@@ -1,5 +1,5 @@
-//! What passed a node, what waited and how long, and what it waits for now. The histogram of waits
-//! is made at the first wait. Never decides anything.
+//! Statistics of a node: admitted requests, waits, and the current throttle cause. The histogram of
+//! waits is allocated at the first wait.
 
 use super::cost::Cost;
 use super::limits::LimitKind;
@@ -7,17 +7,17 @@ use super::promise::Kept;
 use crate::time::Instant;
 use alloc::{boxed::Box, vec::Vec};
 
-/// What has been admitted by a node in one direction since it was added. Merged requests count as
-/// the client sent them. Saturates.
+/// Requests admitted by a node in one direction since it was added. Merged requests count as the
+/// client sent them. Saturates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Requests admitted, at once or after waiting.
+    /// Admitted requests.
     pub requests: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Those that had to wait.
+    /// Requests that waited.
     pub throttled: u64,
-    /// How long those waited, in nanoseconds, added up.
+    /// Sum of their waits in nanoseconds.
     pub waited_ns: u64,
 }
 
@@ -31,7 +31,7 @@ impl Counters {
         }
     }
 
-    /// Both together.
+    /// Sum of two counters.
     pub const fn plus(self, other: Self) -> Self {
         Self {
             requests: self.requests.saturating_add(other.requests),
@@ -42,33 +42,32 @@ impl Counters {
     }
 }
 
-/// How long requests waited, of those that did. All zero when none has.
+/// Distribution of waits, of requests that waited. All zero without any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WaitSummary {
-    /// Half of them waited no longer than this, in nanoseconds; right within 3.2 % or 1 µs.
+    /// Median in nanoseconds, accurate to 3.2 % or 1 µs.
     pub p50_ns: u64,
-    /// 99 of 100 waited no longer than this; right within 3.2 % or 1 µs.
+    /// 99th percentile in nanoseconds, accurate to 3.2 % or 1 µs.
     pub p99_ns: u64,
-    /// The longest wait, exactly.
+    /// The longest wait, exact.
     pub max_ns: u64,
 }
 
-/// How full a limit's bucket is.
+/// Level of a limit's bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Level {
-    /// Bytes or operations. Above `capacity` after a request larger than the bucket, and after a
-    /// change to a smaller limit.
+    /// Bytes or operations. Above `capacity` after a request larger than the bucket, or after the
+    /// limit was lowered.
     pub units: u64,
-    /// Bytes or operations of a full bucket, at least 1: the burst rate times the burst length, or
-    /// a tenth of the rate without a burst. The second bucket, which limits the rate of a long
-    /// burst, is not a part of it.
+    /// Capacity in bytes or operations, at least 1: burst rate times burst length, or a tenth of
+    /// the rate without a burst. Excludes the second bucket, which limits the rate of a long burst.
     pub capacity: u64,
-    /// Nanoseconds after which it is empty, if nothing else passes.
+    /// Time in nanoseconds after which the bucket is empty if nothing is admitted.
     pub empty_in_ns: u64,
 }
 
 impl Level {
-    /// Units until the bucket is full; a burst may spread them over its length.
+    /// Units until the bucket is full; a long burst spreads them over its length.
     pub const fn room(&self) -> u64 {
         self.capacity.saturating_sub(self.units)
     }
@@ -79,51 +78,51 @@ impl Level {
     }
 }
 
-/// A node, as seen at one instant.
+/// Statistics of a node at one instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats {
-    /// Reads that have passed it.
+    /// Admitted reads.
     pub reads: Counters,
-    /// Writes and discards that have passed it.
+    /// Admitted writes and discards.
     pub writes: Counters,
-    /// How long requests waited that passed it, whatever for, since it was added.
+    /// Waits of admitted requests, whatever the cause, since the node was added.
     pub waits: WaitSummary,
-    /// The same of those that passed in the last [`RECENT_NS`] to twice that.
+    /// Waits of requests admitted in the last [`RECENT_NS`] to twice that.
     pub recent_waits: WaitSummary,
-    /// Nanoseconds during which work waited for this node's own limits, in either direction.
+    /// Time for which requests waited for this node's own limits, in either direction, in
+    /// nanoseconds.
     pub limited_ns: u64,
-    /// The limit of this node that work waits for, or waited for within a second.
+    /// The limit of this node that requests wait for, or waited for in the last second.
     pub binding: Option<LimitKind>,
-    /// By [`LimitKind::index`]: units that may pass before something waits.
+    /// Units that may be admitted before requests wait, by [`LimitKind::index`]; `None` without a
+    /// limit.
     pub tokens: [Option<u64>; 6],
-    /// By [`LimitKind::index`]: what has passed and not run out of its bucket yet.
+    /// Bucket levels by [`LimitKind::index`]; `None` without a limit.
     pub levels: [Option<Level>; 6],
-    /// By direction: requests that wait here or below.
+    /// Requests that wait here or below, by direction.
     pub waiting: [usize; 2],
-    /// What became of its own reservation; `None` without one.
+    /// Result of monitoring its own reservation; `None` without one.
     pub kept: Option<Kept>,
 }
 
-/// What of [`Stats`] adds up as long as a node is there, for another process that goes on with it.
+/// The cumulative counters of [`Stats`]. An upgrade transfers them to the new process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// By direction.
+    /// Admitted requests, by direction.
     pub passed: [Counters; 2],
     /// As [`Stats::limited_ns`].
     pub limited_ns: u64,
     /// As [`Stats::kept`].
     pub kept: Option<Kept>,
-    /// How many requests waited, by the step of the histogram that their wait is in; none of steps
-    /// without any.
+    /// Histogram of waits: step and number of requests, for the steps with any.
     pub waits: Vec<(u16, u32)>,
-    /// The longest wait, in nanoseconds.
+    /// The longest wait in nanoseconds.
     pub longest_wait_ns: u64,
 }
 
-/// For how much of an interval, in nanoseconds, requests of a disk or a group waited for limits,
-/// its own or those of groups above: for at least as long as any of these was limited (`above_ns`),
-/// but no longer than its waits that ended come to together (`waited_ns`), unless something waits
-/// still.
+/// Throttled time of a disk or a group in an interval, in nanoseconds: by its own limits (`own_ns`)
+/// or those of groups above (`above_ns`). The largest counts. Time of groups counts at most as much
+/// as the waits that ended in the interval (`waited_ns`), unless requests still wait.
 pub fn limited_with_groups(
     own_ns: u64,
     above_ns: impl IntoIterator<Item = u64>,
@@ -134,7 +133,7 @@ pub fn limited_with_groups(
     own_ns.max(above_ns.into_iter().max().unwrap_or(0).min(most))
 }
 
-/// What of [`Stats`] costs next to nothing to ask for: for who looks at thousands each second.
+/// The part of [`Stats`] that is cheap to compute, for callers that poll thousands of nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Brief {
     /// As [`Stats::limited_ns`].
@@ -147,19 +146,19 @@ pub struct Brief {
     pub kept: Option<Kept>,
 }
 
-/// How long a wait counts among the recent ones, in nanoseconds; at most twice as long.
+/// Minimum time for which a wait counts as recent, in nanoseconds; the maximum is twice that.
 pub const RECENT_NS: u64 = 10_000_000_000;
 
-/// Waits are counted in units of 2¹⁰ ns, about a microsecond: nobody is told of less.
+/// Bits of a unit of the histogram: 2¹⁰ ns, about a microsecond.
 const UNIT_BITS: u32 = 10;
-/// Steps in an octave. A value counts as the middle of its step, off by 1/32 at most.
+/// Steps in an octave. A value counts as the middle of its step, an error of at most 1/32.
 const STEPS: u64 = 16;
 const STEP_BITS: u32 = STEPS.trailing_zeros();
-/// Up to 2⁴² ns, 73 minutes; longer waits count as that.
+/// Range of the histogram: 2⁴² ns, 73 minutes. Longer waits count as that.
 const OCTAVES: usize = 32 - STEP_BITS as usize + 1;
 const ALL_STEPS: usize = OCTAVES * STEPS as usize;
 
-/// A histogram of waits: less than 2 KiB, since 10,000 disks may have three.
+/// A histogram of waits: less than 2 KiB, because 10,000 disks may have three each.
 #[derive(Clone, Debug)]
 pub(super) struct Waits {
     counts: Box<[u32; ALL_STEPS]>,
@@ -178,7 +177,7 @@ impl Waits {
         if let Some(sum) = self.counts[at].checked_add(requests) {
             self.counts[at] = sum;
         } else {
-            // After four billion, only the proportions are kept.
+            // After four billion requests only the proportions are kept.
             self.counts.iter_mut().for_each(|count| *count /= 2);
             self.counts[at] = self.counts[at].saturating_add(requests);
         }
@@ -205,12 +204,12 @@ impl Waits {
 fn step_of(ns: u64) -> usize {
     let units = ns >> UNIT_BITS;
     let octave = (u64::BITS - units.leading_zeros()).saturating_sub(STEP_BITS + 1);
-    // The first two octaves hold the values below 2 × STEPS singly.
+    // The first two octaves have a step for each value below 2 × STEPS.
     let step = if units < STEPS { units } else { STEPS * u64::from(octave) + (units >> octave) };
     (step as usize).min(ALL_STEPS - 1)
 }
 
-/// The middle of a step, in nanoseconds.
+/// Middle of a step in nanoseconds.
 fn middle_of(step: usize) -> u64 {
     let (octave, within) = (step as u64 / STEPS, step as u64 % STEPS);
     let (first, width) =
@@ -218,14 +217,14 @@ fn middle_of(step: usize) -> u64 {
     (first << UNIT_BITS) + ((width << UNIT_BITS) / 2)
 }
 
-/// The waits since the start, and of these the recent ones: two histograms that take turns, the
-/// older of which is forgotten when the newer is [`RECENT_NS`] old.
+/// All waits since the start, and the recent ones: two alternating histograms, the older of which
+/// is dropped when the newer is [`RECENT_NS`] old.
 #[derive(Clone, Debug)]
 pub(super) struct AllWaits {
     all: Waits,
-    /// The newer first.
+    /// The newer one first.
     recent: [Waits; 2],
-    /// When the newer was begun.
+    /// Start of the newer one.
     begun: Instant,
 }
 
@@ -239,6 +238,8 @@ impl AllWaits {
         if age_ns >= RECENT_NS {
             self.recent.swap(0, 1);
             self.recent[0] = Waits::new();
+            // Nothing was recorded for a whole period, so the older histogram is out of date as
+            // well.
             if age_ns >= 2 * RECENT_NS {
                 self.recent[1] = Waits::new();
             }
@@ -252,14 +253,14 @@ impl AllWaits {
         self.all.summary()
     }
 
-    /// Tells all of them: for [`AllWaits::count_on`].
+    /// Writes all waits to `counted`, for [`AllWaits::count_on`].
     pub(super) fn tell(&self, counted: &mut Counted) {
         let steps = (0..).zip(self.all.counts.iter().copied());
         counted.waits = steps.filter(|(_, count)| *count > 0).collect();
         counted.longest_wait_ns = self.all.max_ns;
     }
 
-    /// Adds what waited elsewhere, not of late. A step that there is not counts as the longest.
+    /// Adds waits of another process; they are not recent. An unknown step counts as the longest.
     pub(super) fn count_on(&mut self, counted: &Counted) {
         self.all.max_ns = self.all.max_ns.max(counted.longest_wait_ns);
         for &(step, count) in &counted.waits {

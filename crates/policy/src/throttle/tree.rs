@@ -1,23 +1,23 @@
-//! The tree of disks and groups, and the decision which request passes next.
+//! The tree of disks and groups, and the decision which request is admitted next.
 //!
 //! ```text
-//!                       ( root: limits nothing )
+//!                       ( root: no limits )
 //!                         │                │
-//!                  group "host"          disk         each node: limits, how they are enforced, a share
+//!                  group "host"          disk         each node: limits, enforcement, a share
 //!                    │        │
-//!             group "gold"   disk                     inner nodes: whose turn it is (schedule.rs)
+//!             group "gold"   disk                     inner nodes: a scheduler (schedule.rs)
 //!               │      │
-//!             disk    disk                            leaves: what waits, in order
+//!             disk    disk                            leaves: queues of requests
 //! ```
 //!
-//! Used behind one lock, held for nanoseconds. The caller's own token stands for what waits.
+//! Protected by one lock, held for nanoseconds. A token of the caller represents a waiting request.
 //!
-//! Only nodes with waiting work are in any of the heaps, and only as far up as they could pass. A
-//! node whose limits are used up is in the heap of wakes alone. So a decision costs O(log n) for
-//! each level, where n counts the busy nodes.
+//! Only nodes with waiting requests are in a heap, and only up to the level at which they are
+//! throttled. A throttled node is in the heap of wake-ups only. A decision therefore takes O(log n)
+//! for each level, where n is the number of busy nodes.
 //!
-//! Never rejects, loses or reorders: each token comes out exactly once, and a disk's requests of
-//! one direction pass in the order in which they came.
+//! Never rejects, loses or reorders: each token is returned exactly once, and the requests of a
+//! disk in one direction are admitted in order of arrival.
 
 use super::booking::{MAX_LEVELS, Overbooked, Refused, Reservable, Supply, demand};
 use super::cost::Cost;
@@ -44,95 +44,98 @@ use serve::Path;
 
 const ROOT: usize = 0;
 
-/// The answer to a request.
+/// Result of submitting a request.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Admission<T> {
-    /// It may pass now, and has been charged.
+    /// Admitted and charged.
     Admitted(T),
-    /// It waits. [`Tree::poll`] says until when, so call that next.
+    /// Queued. Call [`Tree::poll`] next, which returns the time of the next decision.
     Queued(Ticket),
 }
 
-/// What is to be done now.
+/// Result of polling the tree.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Decision<T> {
-    /// This request may pass now, and has been charged. There may be more: poll again.
+    /// This request is admitted and charged. There may be more: poll again.
     Admit(T),
-    /// Nothing may pass before `until`; then something does, or a large request pays another part.
+    /// Nothing can be admitted before `until`. Then a request is admitted, or a slice of a large
+    /// one is charged.
     Wait {
-        /// When to poll again.
+        /// Time of the next poll.
         until: Instant,
     },
-    /// Nothing waits.
+    /// No request waits.
     Idle,
 }
 
-/// The limit that a request waited for last.
+/// Throttle cause: the limit that a request waited for last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Held {
-    /// Whose limit: 0 is the disk's own, 1 its group's, and so on up.
+    /// Level of the node with the limit: 0 is the disk, 1 its group, and so on upwards.
     pub level: usize,
-    /// Which.
+    /// Kind of the limit.
     pub kind: LimitKind,
 }
 
-/// A request that a removed node gives back. What it had paid of its price is lost.
+/// A waiting request of a node that was removed. Slices that were charged are not refunded.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Returned<T> {
-    /// Which way it goes.
+    /// Direction of the request.
     pub direction: Direction,
-    /// What it costs.
+    /// Cost of the request.
     pub cost: Cost,
-    /// What stands for it.
+    /// Token of the request.
     pub token: T,
 }
 
-/// Disks under limits of their own and of the groups they are in. All levels hold at once.
+/// A throttle tree: disks with limits of their own and of the groups they belong to. All levels
+/// apply at once.
 ///
-/// `T` stands for a waiting request.
+/// `T` is a token for a waiting request.
 ///
 /// # Protocol
 ///
-/// 1. [`add`](Tree::add) once for every group and disk; [`pass`](Tree::pass) or
+/// 1. Call [`add`](Tree::add) once for every group and disk; [`pass`](Tree::pass) or
 ///    [`request`](Tree::request) once for every read, write, write-zeroes and discard of a disk.
-///    Flushes move no data and are not asked about.
-/// 2. After a request was queued, after any change of a setting, after a removal, and when a timer
-///    has fired: call [`poll`](Tree::poll) until it no longer says [`Decision::Admit`]; then, if it
-///    says [`Decision::Wait`], have one timer for the whole tree fire at that instant. A timer that
-///    fires late costs nothing that a bucket cannot hold (a tenth of a second's worth, where no
-///    burst is configured); one that fires for nothing does no harm.
-/// 3. [`remove`](Tree::remove) gives back what still waits; the caller decides what becomes of it.
+///    Flushes move no data and are not submitted.
+/// 2. After a request was queued, after a change of settings, after a removal, and when the timer
+///    fires: call [`poll`](Tree::poll) until it returns something other than [`Decision::Admit`];
+///    on [`Decision::Wait`], arm one timer for the whole tree. A late timer loses no more than a
+///    bucket can hold (a tenth of a second without a configured burst); a spurious one is harmless.
+/// 3. [`remove`](Tree::remove) returns waiting requests, which the caller must complete.
 ///
-/// Instants come from one clock; an earlier one counts as the latest so far.
+/// Instants are of one clock; an earlier one counts as the latest so far.
 ///
-/// Order: first come, first served within a disk and a direction. Between siblings: promises that
-/// are due, then by weight (`schedule.rs`), each request or slice a turn. Between directions: the
-/// same rule where they draw from a common limit, else in alternation.
+/// Order: first come, first served within a disk and direction. Between siblings: reservations that
+/// are due, then by weight (`schedule.rs`); each request or slice is one service. Between
+/// directions: the same rule if they share a limit, otherwise alternation.
 ///
 /// All methods panic if the [`NodeId`] was removed.
 #[derive(Debug)]
 pub struct Tree<T> {
     nodes: Vec<Node<T>>,
     vacant: Vec<usize>,
-    /// Nodes with work that waits for their own limits, a direction each ([`wake_item`]).
+    /// Throttled nodes by the time at which they can continue, one item for each direction
+    /// ([`wake_item`]).
     wakes: Heap<Instant>,
     now: Instant,
     next_number: u64,
     path: Path,
-    /// Of the request that was admitted last.
+    /// Throttle cause of the request admitted last.
     held: Option<Held>,
-    /// A disk has brought something from elsewhere: until then nobody looks for what one did.
+    /// True once a disk has carried contents in from elsewhere. Until then no node is searched for
+    /// any.
     has_moved: bool,
-    /// Parts of limits over many hosts, by their slots: few.
+    /// Quota leases of nodes whose limits are divided over hosts, by slot. Few.
     lent: Vec<(usize, Lent)>,
-    /// The first instant at which one of them runs out.
+    /// The earliest end of a lease.
     lease_ends: Instant,
 }
 
 impl<T> Tree<T> {
-    /// A tree without nodes.
+    /// An empty tree.
     pub fn new(now: Instant) -> Self {
         let mut root = Node::new(ROOT, 0, Limits::default(), Share::default(), now);
         root.schedule = Some(Box::new(Schedule::new()));
@@ -150,22 +153,22 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Adds a disk or a group, on top or below a group, with empty buckets.
+    /// Adds a disk or a group with empty buckets, at the top level or below a group.
     ///
     /// # Errors
     /// [`Refused`]: invalid limits; a reservation that does not fit; more than [`MAX_LEVELS`].
     ///
     /// # Panics
-    /// If requests wait in `parent` itself: it is a disk.
+    /// Panics if requests wait in `parent` itself, because then it is a disk.
     pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: Share) -> Result<NodeId, Refused> {
         self.add_beside(None, parent, limits, share)
     }
 
-    /// Adds a disk, as [`Tree::add`] does, where another is to be removed next: what that one was
-    /// promised is free for this one, and its own no more.
+    /// Adds a disk like [`Tree::add`], to replace another one that is removed next: the reservation
+    /// of the replaced disk is cancelled and available to the new one.
     ///
     /// # Errors
-    /// [`Refused`], as [`Tree::add`]; everything stays as it was then.
+    /// [`Refused`], as [`Tree::add`]; the tree is unchanged.
     ///
     /// # Panics
     /// As [`Tree::add`].
@@ -199,6 +202,7 @@ impl<T> Tree<T> {
         let freed = leaving.map(|leaving| self.promised_without(leaving)).unwrap_or_default();
         self.check_promises(parent, [0; 2], wanted, &freed)?;
 
+        // All checks precede the first change, so an error leaves the tree unchanged.
         if let Some(leaving) = leaving {
             self.apply_share(leaving, self.nodes[leaving].share.with_reservation(0, 0));
         }
@@ -217,10 +221,10 @@ impl<T> Tree<T> {
         Ok(self.id(slot))
     }
 
-    /// Removes a node and gives back its waiting requests, in the order in which they came.
+    /// Removes a node and returns its waiting requests in order of arrival.
     ///
     /// # Panics
-    /// If it has children.
+    /// Panics if it has children.
     pub fn remove(&mut self, node: NodeId) -> Vec<Returned<T>> {
         let slot = self.slot(node);
         let node = &mut self.nodes[slot];
@@ -255,16 +259,16 @@ impl<T> Tree<T> {
         waiters.into_iter().map(give_back).collect()
     }
 
-    /// Puts limits and a share in force at once, also for requests that wait: poll afterwards.
+    /// Changes limits and share at once, also for waiting requests: poll afterwards.
     ///
-    /// Other limits take over what has passed under those before: over any window no more passes
-    /// than the limits in force allowed, and one burst, however often they change. (QEMU's begin
-    /// with empty buckets, and grant a burst with each change.) Limits that are lent
-    /// ([`Tree::lend`]) stay as they are.
+    /// New limits take over the work admitted under the old ones: over any window, admitted work is
+    /// at most what the limits in force allowed, plus one burst, however often they change. (QEMU
+    /// starts with empty buckets and grants a burst with each change.) Leased limits
+    /// ([`Tree::lend`]) are not changed.
     ///
     /// # Errors
-    /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was
-    /// then, levels included.
+    /// [`Refused`]: invalid limits, or reservations that do not fit. The tree is unchanged, levels
+    /// included.
     pub fn configure(
         &mut self,
         node: NodeId,
@@ -293,12 +297,12 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// Puts a part of limits in force that are divided over hosts ([`cluster`](crate::cluster)):
-    /// poll afterwards.
+    /// Sets a part of limits that are divided over hosts ([`cluster`](crate::cluster)): poll
+    /// afterwards.
     ///
-    /// Buckets that grow have no more room than before but for `credit`, and what a smaller bucket
-    /// no longer has room for is returned; both in whole units by [`LimitKind::index`]. The first
-    /// part comes full. Promises below are not asked: a part may be too small for them.
+    /// Buckets that grow gain capacity only by `credit`; capacity that a smaller bucket cannot keep
+    /// is returned; both in whole units by [`LimitKind::index`]. The first part comes filled.
+    /// Reservations below are not checked: a part may be too small for them.
     ///
     /// # Errors
     /// [`Invalid`] limits change nothing.
@@ -315,11 +319,11 @@ impl<T> Tree<T> {
         Ok(self.put_part(slot, limits, credit))
     }
 
-    /// Says what can be promised of the device below a node: reservations at and below the node
-    /// must fit in it.
+    /// Sets the reservable capacity of the device below a node: reservations at and below the node
+    /// must fit into it.
     ///
     /// # Errors
-    /// If more is promised already. What was known before stays in force then.
+    /// [`Refused`] if existing reservations exceed it. The previous capacity stays in force.
     pub fn set_device(&mut self, node: NodeId, device: Reservable) -> Result<(), Refused> {
         let slot = self.slot(node);
         let node = &mut self.nodes[slot];
@@ -328,7 +332,7 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// Says how a node's limits are applied: poll afterwards. What is in its buckets stays.
+    /// Changes the enforcement of a node's limits: poll afterwards. Bucket levels are kept.
     pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         let slot = self.slot(node);
         self.pass_time(now);
@@ -342,10 +346,10 @@ impl<T> Tree<T> {
         self.settle_both_up(slot);
     }
 
-    /// Asks for a request of a disk to pass. If it must wait, `token` comes out later.
+    /// Submits a request of a disk. If it must wait, `token` is returned by a later poll.
     ///
     /// # Panics
-    /// If the node has children: it is a group.
+    /// Panics if the node has children, because then it is a group.
     pub fn request(
         &mut self,
         disk: NodeId,
@@ -366,15 +370,15 @@ impl<T> Tree<T> {
         let is_first = queue.is_empty();
         queue.push_back(waiter);
         self.count_waiting(disk.slot, direction, |waiting| waiting + 1);
-        // Behind another it changes nothing for anybody.
+        // A request behind another one changes no schedule.
         if is_first {
             self.settle_up(disk.slot, direction);
         }
         Admission::Queued(Ticket { node: disk, direction, number })
     }
 
-    /// Takes back a request that waits, uncharged but for the part that a large one has paid.
-    /// `None` if it has been admitted, cancelled or given back already.
+    /// Cancels a waiting request; slices that were charged are not refunded. `None` if it was
+    /// admitted, cancelled or returned before.
     pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
         let Ticket { node: NodeId { slot, generation }, direction, number } = ticket;
         let node = self.nodes.get_mut(slot).filter(|node| node.present && node.generation == generation)?;
@@ -384,12 +388,12 @@ impl<T> Tree<T> {
         Some(waiter.token)
     }
 
-    /// Whether no limit is set from this node up: requests need not be asked about.
+    /// True if no limit is set at this node or above, so that its requests need not be submitted.
     pub fn is_unlimited(&self, node: NodeId) -> bool {
         self.path_up(self.slot(node)).all(|slot| self.nodes[slot].limited.is_none())
     }
 
-    /// A node's own limits, as they are set.
+    /// A node's own limits as set.
     pub fn limits(&self, node: NodeId) -> Limits {
         self.nodes[self.slot(node)].limits()
     }
@@ -399,34 +403,34 @@ impl<T> Tree<T> {
         self.nodes[self.slot(node)].share
     }
 
-    /// How a node's limits are applied.
+    /// Enforcement of a node's limits.
     pub fn enforcement(&self, node: NodeId) -> Enforcement {
         self.nodes[self.slot(node)].enforcement
     }
 
-    /// The group a node is in; `None` on top.
+    /// The group that contains a node; `None` at the top level.
     pub fn parent(&self, node: NodeId) -> Option<NodeId> {
         let parent = self.nodes[self.slot(node)].parent;
         (parent != ROOT).then(|| self.id(parent))
     }
 
-    /// The members of a group, in no particular order.
+    /// Members of a group, in no particular order.
     pub fn children(&self, node: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         let schedule = self.nodes[self.slot(node)].schedule.as_ref();
         schedule.into_iter().flat_map(|schedule| schedule.slots()).map(|slot| self.id(slot))
     }
 
-    /// Requests of this direction that wait at or below a node.
+    /// Number of requests of this direction that wait at or below a node.
     pub fn waiting(&self, node: NodeId, direction: Direction) -> usize {
         self.nodes[self.slot(node)].waiting[direction.index()]
     }
 
-    /// A node's counters and waits, as of `now`.
+    /// Statistics of a node as of `now`.
     pub fn stats(&self, node: NodeId, now: Instant) -> Stats {
         self.nodes[self.slot(node)].stats(self.now.max(now))
     }
 
-    /// What of [`Tree::stats`] costs next to nothing.
+    /// The part of [`Tree::stats`] that is cheap to compute.
     pub fn brief(&self, node: NodeId, now: Instant) -> Brief {
         self.nodes[self.slot(node)].brief(self.now.max(now))
     }
@@ -453,6 +457,8 @@ impl<T> Tree<T> {
         let (parent, number, entitlement) = (node.parent, node.number, node.entitlement());
         if let Some(schedule) = &mut self.nodes[parent].schedule {
             for direction in Direction::ALL {
+                // Keys in the heaps depend on the share, so the child is withdrawn and offered
+                // again.
                 schedule.withdraw(number, direction);
             }
             schedule.set_share(number, entitlement);
@@ -470,7 +476,7 @@ impl<T> Tree<T> {
         NodeId { slot, generation: self.nodes[slot].generation }
     }
 
-    /// A node and all above it, the root left out.
+    /// A node and its ancestors, without the root.
     fn path_up(&self, slot: usize) -> impl Iterator<Item = usize> + '_ {
         let up = |slot: usize| (slot != ROOT).then_some(slot);
         core::iter::successors(up(slot), move |slot| up(self.nodes[*slot].parent))
@@ -492,8 +498,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Checks, up from `slot`, that a child's demand may change from `old` to `new`; what nodes in
-    /// `freed` promise is taken from there.
+    /// Checks, upwards from `slot`, that a child's reservation may change from `old` to `new`. For
+    /// nodes in `freed`, the sums given there are used instead of the current ones.
     fn check_promises(
         &self,
         slot: usize,
@@ -512,7 +518,7 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// What is promised in each node above this one, if nothing is to this one.
+    /// Sums of reservations in each ancestor of a node, without those of the node.
     fn promised_without(&self, slot: usize) -> Vec<(usize, [u64; 2])> {
         let node = &self.nodes[slot];
         let (mut old, mut new) = (demand(node.share, node.promised), [0; 2]);
@@ -525,7 +531,7 @@ impl<T> Tree<T> {
         above.collect()
     }
 
-    /// Notes, up from `slot`, that a child's demand has changed from `old` to `new`.
+    /// Records, upwards from `slot`, that a child's reservation has changed from `old` to `new`.
     fn promise(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
         let (mut at, mut old, mut new) = (slot, old, new);
         while at != ROOT && old != new {
@@ -535,15 +541,15 @@ impl<T> Tree<T> {
             node.promised = promised;
             let above = node.parent;
             if old != new {
-                // A promise is worth what every level above makes of it.
+                // The schedule of every level must know the new sum.
                 self.entitle(at);
             }
             at = above;
         }
     }
 
-    /// Works out anew, from `slot` down, where the two directions draw from a common limit. Where
-    /// that changes, tags change their meaning, so earlier charges are forgotten.
+    /// Recomputes, downwards from `slot`, where the two directions share a limit. If that changes,
+    /// tags change their meaning and are reset.
     fn share_lanes(&mut self, slot: usize) {
         let mut below = Vec::from([slot]);
         while let Some(slot) = below.pop() {
@@ -567,7 +573,7 @@ fn draws_together(limits: &Limits) -> bool {
 }
 
 fn exchange(sum: [u64; 2], old: [u64; 2], new: [u64; 2]) -> [u64; 2] {
-    // Saturates where somebody promises 2⁶⁴: that is refused unless nothing bounds it.
+    // Saturates for reservations of 2⁶⁴, which are rejected unless nothing bounds them.
     [0, 1].map(|unit| (sum[unit] - old[unit].min(sum[unit])).saturating_add(new[unit]))
 }
 

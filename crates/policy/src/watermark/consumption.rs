@@ -1,17 +1,18 @@
-//! What those with limits took, compared with what their limits would have let pass. The controller
-//! of a watermark uses it while limits are lifted: how far above their limits all are together.
+//! Consumption of groups as a multiple of their limits. The controller of a watermark uses it while
+//! limits are lifted, to find the factor at which they would start to throttle.
 
 use crate::counter;
 use crate::throttle::{Counters, LimitKind, Limits};
 use crate::time::{Duration, NANOS_PER_SECOND};
 
-/// What one group or disk took in a time.
+/// Consumption of one group or disk in an interval.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
     limits: Limits,
     elapsed: Duration,
     bytes: [u64; 2],
-    /// Read, written: at least, and at most. Requests larger than `iops-size` count as several.
+    /// Reads and writes, each as lower and upper bound: requests above `iops-size` count as several
+    /// operations, and their sizes are unknown.
     operations: [[u64; 2]; 2],
 }
 
@@ -38,17 +39,17 @@ impl Taken {
     }
 }
 
-/// What all on one device took, beside what their limits would have let pass.
+/// Consumption of all groups on one device, compared with their limits.
 #[derive(Debug, Default)]
 pub struct Consumed {
-    /// By [`LimitKind::index`]: units that passed, and what was allowed, in billionths of them.
+    /// By [`LimitKind::index`]: units consumed, and units allowed times 10⁹.
     together: [(u128, u128); LimitKind::ALL.len()],
-    /// The largest multiple that one took of one of its limits, in thousandths.
+    /// The largest multiple of a limit that one group consumed, in thousandths.
     most: u64,
 }
 
 impl Consumed {
-    /// Adds what one of them took.
+    /// Adds one group's consumption.
     pub fn add(&mut self, taken: &Taken) {
         for kind in LimitKind::ALL {
             let rate = taken.limits.limit(kind).rate;
@@ -70,13 +71,13 @@ impl Consumed {
         }
     }
 
-    /// How many times their limits all took together, in thousandths; 0 if nothing is limited.
+    /// Consumption of all groups as a multiple of their limits, in thousandths; 0 without limits.
     pub fn together(&self) -> u64 {
         let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
         limited.copied().map(times).max().unwrap_or(0)
     }
 
-    /// How many times its limits the greediest took; in thousandths, never too little.
+    /// Multiple of the greediest group, in thousandths. An upper bound.
     pub fn most(&self) -> u64 {
         self.most
     }

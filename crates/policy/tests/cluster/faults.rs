@@ -1,4 +1,4 @@
-//! Everything that can go wrong, at random, for half a minute.
+//! All faults at random for half a minute.
 
 use crate::seeds::for_each;
 use crate::{TIMING, setting};
@@ -41,7 +41,7 @@ fn load(random: &mut Random) -> Load {
 fn one(seed: u64) {
     let mut random = Random::new(seed ^ 0x5eed);
     let hosts = random.between(2, 5) as usize;
-    // Where limits change, old safe shares must fit into any others.
+    // If limits change, old fallback shares must fit into all limits that follow.
     let changes = random.one_in(3);
     let most = if changes { 100_000 } else { 900_000 } / hosts as u64;
     let safe = |random: &mut Random| (!random.one_in(3)).then(|| random.between(1, most) as u32);
@@ -60,16 +60,16 @@ fn one(seed: u64) {
     let late = (!random.one_in(3)).then_some(30);
     let mut setting = setting(leaders, late);
     if seed.is_multiple_of(4) {
-        // As the daemon's: leases outlive the leader's key.
+        // As in the daemon: quota leases are longer than that of the leader's key.
         setting.timing = Timing::DEFAULT;
     }
-    // One that has left is forgotten, with the safe share of other limits that it knows.
+    // A host that leaves is forgotten, along with the fallback share of old limits that it knows.
     let leaves = !changes && random.one_in(2);
     let mut world = World::new(seed, spec, &clients, setting);
     let mut version = 1;
-    // Since when each host has had a greedy client, and nothing has stopped it.
+    // Time since which each host has had a greedy client without a fault.
     let mut since = vec![u64::MAX; hosts];
-    // With the least of all safe shares so far, which a host may know of.
+    // The smallest fallback share so far, which a host may still use.
     let mut slowest = 0;
     while world.now < SECONDS * S {
         world.run_until(world.now + random.between(10 * MS, 500 * MS));
@@ -121,7 +121,8 @@ fn one(seed: u64) {
                 continue;
             }
             *since = world.passed[host].1.max((*since).min(world.now));
-            // The least safe share is one operation or byte a second: a request takes its time.
+            // The smallest fallback share is one operation or byte per second, so a request takes
+            // long.
             let limits = world.machines[host].host.safe();
             let iops = limits.limit(LimitKind::IopsTotal).rate;
             let bps = limits.limit(LimitKind::BpsTotal).rate;
@@ -134,11 +135,11 @@ fn one(seed: u64) {
             );
         }
     }
-    // Of a byte a second nothing may have passed yet.
+    // At a byte per second nothing may have been admitted yet.
     assert!(slowest >= SECONDS * S || world.passed.iter().any(|(passed, _)| *passed > 0));
 }
 
-/// What was granted to hosts that have left goes, and nothing else.
+/// Grants of hosts that have left are deleted, and no others.
 #[test]
 fn what_was_granted_to_a_host_that_left_is_taken_away_once_its_lease_is_over() {
     for_each("--test cluster", "what_was_granted", 20, |seed| {
@@ -152,7 +153,7 @@ fn what_was_granted_to_a_host_that_left_is_taken_away_once_its_lease_is_over() {
         world.leave(1, 60 * S);
         world.run_until(world.now + TIMING.lease.as_nanos() as u64 / 4);
         assert!(world.store.has_leftovers(), "a lease may be in force");
-        // Another leads from now on, and knows nothing of it.
+        // A new leader does not know of the old grants.
         if let Some(leader) = world.leader().filter(|_| random.one_in(2)) {
             world.restart(leader);
         }

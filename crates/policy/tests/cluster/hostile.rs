@@ -1,5 +1,5 @@
-//! Values that somebody else has written into the store: any numbers at all. None may panic or hang
-//! whoever reads them, and nobody is given more than there is.
+//! Arbitrary values in the store, written by another program: they cause no panic, no hang, and no
+//! quota above the limit.
 
 use policy::cluster::{Action, Grant, Host, Leader, Report, Spec, Term, Timing, Usage};
 use policy::throttle::{LimitKind, Limits};
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 const TERM: Term = Term { revision: 1, nonce: 1 };
 const RATE: u64 = 10_000;
 
-/// Small ones, and those at the ends where sums go wrong.
+/// Small numbers, and large ones that overflow sums.
 fn number() -> impl Strategy<Value = u64> {
     prop_oneof![0..4_u64, 0..2 * RATE, Just(u64::MAX), Just(u64::MAX / 2 + 1), any::<u64>()]
 }

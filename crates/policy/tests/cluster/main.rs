@@ -1,12 +1,11 @@
-//! A group's limits over hosts, in virtual time: hosts with real trees and clients, leaders, and a
-//! store, each with a clock of its own.
+//! A group's limits over hosts in virtual time: hosts with real trees and simulated clients,
+//! leaders, and a store, each with its own clock.
 //!
-//! - `faults`: partitions, pauses, drift, restarts, dead leaders, late and lost messages, a store
-//!   that stops or goes back to what it held before: never more than the limit and one burst, and
-//!   nobody starves.
-//! - `hostile`: any numbers in what others have written.
-//! - `rules`: a word between one host and its leader at a time.
-//! - `shares`: without faults everybody has his share three ticks after a change.
+//! - `faults`: partitions, pauses, clock drift, restarts, dead leaders, late and lost messages, a
+//!   store that stops or loses writes: never more than the limit and one burst, and no starvation.
+//! - `hostile`: arbitrary values in the store.
+//! - `rules`: single messages between one host and its leader.
+//! - `shares`: without faults, every host has its share three ticks after a change.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
 //! repeats it.
@@ -24,7 +23,7 @@ use policy::time::Duration;
 
 pub(crate) const TIMING: Timing = Timing { tick: Duration::from_millis(200), lease: Duration::from_secs(2) };
 
-/// Everybody asks again and again; one message in `late` is late.
+/// Every process reads everything at each tick; one message in `late` is late.
 pub(crate) fn setting(leaders: usize, late: Option<u64>) -> Setting {
     Setting {
         timing: TIMING,

@@ -1,4 +1,4 @@
-//! What a host and its leader do with each single word, without a network between them.
+//! Reactions of a host and its leader to single messages, without a network.
 
 use crate::TIMING;
 use policy::cluster::{Action, Grant, Host, Indivisible, Leader, Report, Spec, Term, Usage};
@@ -40,7 +40,7 @@ fn grants(leader: &mut Leader, now: Instant) -> Vec<Grant> {
     leader.tick(now).into_iter().flat_map(written).collect()
 }
 
-/// A leader that has waited for what it does not know of.
+/// A leader for which leases of earlier leaders have expired.
 fn settled() -> Leader {
     let mut leader = Leader::new(ONE, spec(), TIMING, at(0), at(0));
     leader.kept_alive(at(4000));
@@ -124,7 +124,7 @@ fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
     let (mut leader, mut one) = (settled(), Host::new(1, spec(), TIMING));
     leader.on_report("a", report(&mut one, ONE, at(4000)), at(4000));
     accept(&mut one, &grants(&mut leader, at(4000))[0], at(4000));
-    // Of other limits, of which it would have more for ever.
+    // A host with other limits, under which its fallback share would be larger for ever.
     let safe = [0, 0, 0, 700, 0, 0];
     let ghost = Report { version: 7, safe, ..report(&mut Host::new(1, spec(), TIMING), TWO, at(4000)) };
     leader.on_report("ghost", ghost, at(4100));
@@ -134,7 +134,7 @@ fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
     leader.on_gone("ghost");
     leader.on_gone("a");
     assert!(grants(&mut leader, at(4400)).is_empty());
-    // While its lease may last nobody has what it has.
+    // Until the lease of the host that left has expired, its quota is not free.
     let mut two = Host::new(1, spec(), TIMING);
     leader.on_report("b", report(&mut two, ONE, at(4400)), at(4400));
     assert_eq!(grants(&mut leader, at(4500))[0].leased[3], 0, "the whole is in force yet");
@@ -149,7 +149,7 @@ fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
         at(7000),
     );
     assert_eq!(grants(&mut leader, at(7000))[0].leased[3], 800, "all but the safe shares");
-    // It is heard again, and grants go on where it stands.
+    // The host reports again, and its grants continue in sequence.
     leader.on_gone("b");
     let back = one.tick(ALL, at(10_000)).unwrap();
     leader.kept_alive(at(10_000));

@@ -1,4 +1,4 @@
-//! Without faults: three ticks after a change of demand, each host has what it should have.
+//! Without faults every host has its share three ticks after a change of demand.
 
 use crate::seeds::for_each;
 use crate::setting;
@@ -13,7 +13,7 @@ fn shares_are_within_five_percent_three_ticks_after_a_change() {
     for_each("--test cluster", "shares", 8, one);
 }
 
-/// Max-min fair by weight, promises first: by raising everybody a little until nothing is left.
+/// Weighted max-min fair shares, reservations first: raises all until nothing is left.
 fn ideal(hosts: &[(f64, f64, f64)]) -> Vec<f64> {
     let at = |level: f64| -> Vec<f64> {
         let part = |&(demand, weight, reserved): &(f64, f64, f64)| {
@@ -40,7 +40,7 @@ fn one(seed: u64) {
     };
     let clients: Vec<_> = (0..hosts).map(|_| client(&mut random)).collect();
     let mut world = World::new(seed, spec, &clients, setting(2, None));
-    // The election, and the lease that a new leader waits for.
+    // Time for the election, and for the lease that a new leader waits for.
     world.run_until(5 * S);
     for _ in 0..6 {
         {
@@ -65,14 +65,14 @@ fn one(seed: u64) {
             (demand, f64::from(client.weight), client.reserved as f64)
         };
         let ideal = ideal(&(0..hosts).map(wants).collect::<Vec<_>>());
-        // Who takes less than it may has a margin, so that it is seen when it wants more: a request
-        // in a tick, or a part of what it takes. Who wants all goes without that.
+        // A host below its quota keeps a margin, so that it can show more demand: one request in a
+        // tick, or a fraction of its rate. Greedy hosts go without that quota.
         let has_margin = |host: &usize| (0.0..f64::INFINITY).contains(&wants(*host).0) && ideal[*host] > 0.0;
         let margin = |host: usize| (wants(host).0 / 64.0).max(1.0 / 0.2);
         let margins: f64 = (0..hosts).filter(has_margin).map(margin).sum();
         for (host, ideal) in ideal.into_iter().enumerate() {
             let got = (world.passed[host].0 - before[host].0) as f64 / 2.0;
-            // What waited when a client stopped passes still.
+            // The backlog of a client that has stopped is still admitted.
             let waited = if ideal == 0.0 { 16.0 / 2.0 } else { 1.0 };
             let (demand, ..) = wants(host);
             let left = if ideal < demand { margins } else { 0.0 };

@@ -1,7 +1,7 @@
-//! A limit gives what it says: within 0.5 % over ten seconds, with the first 100 ms, the standing
-//! burst, left out.
+//! Accuracy of a limit: within 0.5 % over ten seconds, excluding the first 100 ms with the initial
+//! burst.
 //!
-//! With timers that fire on the nanosecond, and with timers that fire up to 5 ms late.
+//! With timers that are exact to the nanosecond, and with timers that are up to 5 ms late.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, ms};
 use policy::time::Duration;

@@ -1,4 +1,4 @@
-//! Promises that cannot be kept are refused, with the figures.
+//! Reservations that do not fit are rejected, with the numbers.
 
 use crate::timeline::{limits, promise, s};
 use policy::request::Direction;
@@ -60,7 +60,7 @@ fn promises_of_cousins_add_up_where_their_groups_meet() {
     for _ in 0..2 {
         let tenant = tree.add(Some(host), Limits::default(), promise(100, 0)).unwrap();
         tree.add(Some(tenant), Limits::default(), promise(300, 0)).unwrap();
-        // The tenant's own promise is within what its disks were promised: 300 in all, not 400.
+        // The tenant's own reservation includes those of its disks: 300 in total, not 400.
     }
     let third = tree.add(Some(host), Limits::default(), promise(400, 0)).unwrap();
     assert!(tree.add(Some(third), Limits::default(), promise(401, 0)).is_err());

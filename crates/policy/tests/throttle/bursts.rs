@@ -1,16 +1,16 @@
-//! Bursts: how much passes how fast before the rate holds, to the request.
+//! Bursts: how much is admitted, and how fast, before the rate applies; exact to the request.
 
 use crate::timeline::{Timeline, Workload, ms, s};
 
-/// Requests that pass from when to when, in milliseconds.
+/// Requests admitted in an interval, in milliseconds.
 #[test]
 fn so_much_passes_so_fast() {
     type Passes = (u64, u64, usize);
     let reads = Workload::READS;
     let rows: [(&str, &str, Workload, &[Passes]); 9] = [
-        // At first a tenth of a second's worth, one over, one leaked. Burst and rate are asked at
-        // once, so the bucket of 2000 × 60 leaks at 100 while it fills at 2000: it is full after
-        // 120,000 / 1900 seconds, 63.1.
+        // At first a tenth of a second's worth, one over, one leaked. Burst and rate apply
+        // together: the bucket of 2000 × 60 leaks at 100 while it fills at 2000, so it is full
+        // after 120,000 / 1900 = 63.1 seconds.
         (
             "a burst of 2000 for 60 s, then 100",
             "iops-total=100,iops-total-max=2000,iops-total-max-length=60",
@@ -72,7 +72,7 @@ fn a_burst_may_last_again_after_the_bucket_has_leaked() {
     disk.queue_reads(4000);
     assert_eq!(disk.admitted_between(s(1), s(2)), 1000);
     assert_eq!(disk.admitted_between(s(5), s(6)), 100);
-    // 3000 in the bucket leak in 30 s, once the 4000 have passed.
+    // 3000 in the bucket leak in 30 s, after the 4000 have been admitted.
     disk.run_until(s(60));
     disk.queue_reads(4000);
     assert_eq!(disk.admitted_between(s(61), s(62)), 1000);
@@ -85,7 +85,8 @@ fn an_oversized_request_passes_once_it_is_paid_for_and_nobody_waits_behind_it() 
     let huge = disk.add(Workload::READS.of(4 << 20).queued(1));
     let small = disk.add(Workload::READS.queued(1));
     assert_eq!(disk.admitted_of(small, s(0), ms(101)), 1, "behind one slice");
-    // Of 4.198 s, the last two tenths are a full bucket and the slice that makes it run over.
+    // Of 4.198 s, the last two tenths are the capacity of the bucket and the slice that overruns
+    // it.
     assert_eq!(disk.admitted_of(huge, s(0), ms(4000)), 0);
     assert_eq!(disk.admitted_of(huge, ms(4000), ms(4099)), 1);
 }

@@ -1,4 +1,4 @@
-//! Limits change while requests wait: new ones bind at once, refused ones change nothing.
+//! Changes of limits while requests wait: valid ones apply at once, invalid ones change nothing.
 
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
@@ -46,7 +46,7 @@ fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
     }
     assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
     assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
-    // One operation as limits are now; eight as they will be. The bucket is one too full.
+    // One operation under the old limits, eight under the new ones. The bucket is overrun by one.
     group.configure(disk, limits("iops-total=10,iops-size=4096"), Share::default(), s(0)).unwrap();
     let mut now = s(0);
     for tenth in 1..=8 {

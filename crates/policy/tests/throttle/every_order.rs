@@ -1,8 +1,9 @@
-//! Nobody starves: all sequences of so many events in a small tree, each wait held against the
-//! bound.
+//! No starvation: all sequences of a number of events in a small tree, with each wait checked
+//! against the bound.
 //!
-//! Three disks of weights 100, 100 and 300 in a group of 10 IOPS. From the moment that a request is
-//! the first of its queue until it passes is no longer than the head of `throttle` promises.
+//! Three disks with weights 100, 100 and 300 in a group of 10 IOPS. The time from when a request
+//! becomes the first of its queue until it is admitted never exceeds the bound in the head of
+//! `throttle`.
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;
@@ -11,11 +12,11 @@ use policy::time::{Duration, Instant};
 use std::collections::VecDeque;
 
 const WEIGHTS: [u32; 3] = [100, 100, 300];
-/// At the lower of the two limits.
+/// Duration of one service at the lower of the two limits.
 const TURN_MS: u64 = 100;
-/// Operations of the large request: so many turns.
+/// Operations of the large request, each one service.
 const LARGE: u64 = 3;
-/// How many events a sequence has. All 9⁵ of them take a second or two.
+/// Number of events in a sequence. All 9⁵ sequences take a second or two.
 const EVENTS: u32 = 5;
 
 #[derive(Clone, Copy, Debug)]
@@ -24,9 +25,9 @@ enum Event {
     Large,
     CancelNewest,
     Advance(u64),
-    /// Between 10 and 20 IOPS.
+    /// Changes the limit between 10 and 20 IOPS.
     Limit,
-    /// The third disk's weight, between 300 and 100.
+    /// Changes the third disk's weight between 300 and 100.
     Weight,
 }
 
@@ -54,7 +55,7 @@ struct Run {
     disks: [NodeId; 3],
     now: Instant,
     queues: [VecDeque<Waiting>; 3],
-    /// Since when the first of each queue has been the first.
+    /// Time since which the first request of each queue has been the first.
     first_since: [Instant; 3],
     next_token: u64,
     out: u64,
@@ -103,7 +104,7 @@ impl Run {
         self.poll();
     }
 
-    /// The second disk writes, the others read: the limit is both directions'.
+    /// The second disk writes, the first and third read; they share a total limit.
     fn direction(disk: usize) -> Direction {
         if disk == 1 { Direction::Write } else { Direction::Read }
     }
@@ -134,7 +135,7 @@ impl Run {
         self.out += 1;
     }
 
-    /// Polls until nothing passes, and returns the deadline.
+    /// Polls until nothing more is admitted, and returns the deadline.
     fn poll(&mut self) -> Option<Instant> {
         loop {
             match self.tree.poll(self.now) {
@@ -156,7 +157,7 @@ impl Run {
         self.out += 1;
     }
 
-    /// For one turn. An advance may pass a deadline by its own length, as a late timer does.
+    /// Bound for one service. An advance may miss a deadline by its own length, like a late timer.
     fn bound(disk: usize) -> Duration {
         let own = u64::from(WEIGHTS[disk]).min(100);
         let siblings = (0..3).filter(|other| *other != disk);
@@ -177,7 +178,7 @@ impl Run {
 
 #[test]
 fn in_every_order_of_events_every_request_passes_within_the_bound() {
-    // An empty bucket; one as full as the first disk alone can make it; and all disks busy.
+    // An empty bucket; one filled as far as the first disk alone can; and all disks busy.
     let starts: [&[usize]; 3] = [&[], &[0, 0], &[0, 0, 0, 1, 2, 2, 0, 1, 2]];
     let all = ALL.len() as u32;
     for start in starts {

@@ -1,4 +1,4 @@
-//! Nobody starves: members take turns, and who arrives does not overtake who waits.
+//! No starvation: members are served in rounds, and arriving requests do not overtake waiting ones.
 
 use crate::timeline::{Timeline, Workload, ms, s};
 use policy::request::Direction;
@@ -24,7 +24,7 @@ fn no_member_with_work_waits_longer_than_a_round() {
         })
         .collect();
     for client in clients {
-        // A round is 20 requests, 20 ms; a late timer adds at most 5 ms to it.
+        // A round is 20 requests, 20 ms; a late timer adds at most 5 ms.
         let gap = disks.longest_gap_of(client, s(1), s(11));
         assert!(gap <= Duration::from_millis(26), "client {client} waited {gap:?}");
     }
@@ -39,7 +39,7 @@ fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
     assert_eq!(disk.admitted_of(reads, s(1), ms(1001)), 1000);
 }
 
-/// What a group holds that nobody has polled although its time has come.
+/// A group in which a read is due that has not been polled.
 fn with_a_read_overdue() -> (Tree<&'static str>, NodeId) {
     let mut group = Tree::new(s(0));
     let disk = group.add(None, crate::timeline::limits("iops-total=10"), Share::default()).unwrap();

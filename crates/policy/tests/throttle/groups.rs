@@ -1,4 +1,4 @@
-//! Groups share one set of limits: the scenarios that QEMU's own group tests run, in virtual time.
+//! Groups share one set of limits: the scenarios of QEMU's own group tests in virtual time.
 
 use crate::timeline::{Timeline, Workload, ms, s};
 use policy::throttle::{Counters, Share};
@@ -32,7 +32,7 @@ fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
     }
 }
 
-/// Two clients of one disk, and how many requests of each pass from when to when, in milliseconds.
+/// Two clients of one disk, and the number of requests of each in an interval, in milliseconds.
 #[test]
 fn directions_share_a_total_and_nothing_else() {
     let (reads, writes) = (Workload::READS, Workload::WRITES);
@@ -87,7 +87,8 @@ fn counters_tell_what_passed_what_waited_and_for_how_long() {
     let first = disks.add(Workload::READS.of(512).queued(3));
     let second = disks.add(Workload::WRITES.of(4096).queued(1));
     disks.run_until(s(1));
-    // Two pass at once, one being exactly full. Then reads and writes alternate, 100 ms apart.
+    // Two are admitted at once: the first fills the bucket, the second overruns it. Then reads and
+    // writes alternate, 100 ms apart.
     let reads = disks.tree.stats(disks.disk(first), s(1)).reads;
     let writes = disks.tree.stats(disks.disk(second), s(1)).writes;
     assert_eq!((reads.requests, reads.bytes), (3, 1536));

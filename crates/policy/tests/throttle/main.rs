@@ -1,6 +1,6 @@
-//! Throttling in virtual time: one file a subject, all of them on the same [`timeline::Timeline`].
+//! Throttling in virtual time: one file for each subject, all on the same [`timeline::Timeline`].
 //!
-//! Nothing here sleeps or reads a clock, so every number is exact.
+//! No test sleeps or reads a clock, so every number is exact.
 
 mod accuracy;
 mod booking;

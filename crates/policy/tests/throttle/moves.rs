@@ -1,18 +1,18 @@
-//! Disks that go from group to group: what they take along, and what they leave to others.
+//! Disks that move between groups: the contents that they carry along, and those they leave behind.
 
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction;
 use policy::throttle::{Admission, Cost, Decision, NodeId, Share, Ticket, Tree};
 use policy::time::Instant;
 
-/// Groups of the same limits, and disks whose clients keep one request waiting.
+/// Groups with the same limits, and disks whose clients keep one request waiting.
 struct Groups {
     tree: Tree<usize>,
     now: Instant,
     groups: Vec<NodeId>,
     disks: Vec<NodeId>,
     passed: Vec<u64>,
-    /// Of the request that came to wait last.
+    /// Ticket of the request queued last.
     ticket: Option<Ticket>,
 }
 
@@ -24,7 +24,7 @@ impl Groups {
         Self { tree, now: Instant::ZERO, groups, disks: Vec::new(), passed: Vec::new(), ticket: None }
     }
 
-    /// A disk that asks for nothing until it is told to.
+    /// A disk without requests until [`Groups::ask`].
     fn add(&mut self, group: usize) -> usize {
         let parent = Some(self.groups[group]);
         let disk = self.tree.add(parent, limits(""), Share::default()).unwrap();
@@ -33,7 +33,7 @@ impl Groups {
         self.disks.len() - 1
     }
 
-    /// As a disk's seat does it. `None` is out of all groups.
+    /// Moves a disk like the block layer does. `None` is outside of all groups.
     fn move_to(&mut self, disk: usize, group: Option<usize>) {
         let parent = group.map(|group| self.groups[group]);
         let old = self.disks[disk];
@@ -54,7 +54,7 @@ impl Groups {
         }
     }
 
-    /// Has a disk's client ask from now on, as fast as it can.
+    /// Starts a greedy client of a disk.
     fn ask(&mut self, disk: usize) {
         loop {
             let node = self.disks[disk];
@@ -97,8 +97,8 @@ fn a_move_grants_no_burst() {
     assert!((5600..=5610).contains(&all.passed[disk]), "{}", all.passed[disk]);
 }
 
-/// A new group each time, as somebody makes them who reads the manual closely; by way of no group
-/// at all; and back and forth.
+/// A new group for each move, like a user who tries to evade limits; by way of no group; and back
+/// and forth.
 #[test]
 fn moves_five_times_a_second_give_the_rate() {
     for (setting, most) in [("iops-total=500", 5_060), ("iops-total=500,iops-total-max=2000", 7_010)] {
@@ -111,7 +111,8 @@ fn moves_five_times_a_second_give_the_rate() {
                 let waits = all.tree.waiting(all.disks[disk], Direction::Read);
                 assert_eq!(waits, 1, "its client keeps one waiting");
                 if by_way_of_none {
-                    // What waits would pass there, so that nothing does meanwhile.
+                    // Outside of all groups a waiting request would be admitted, so it is
+                    // cancelled.
                     let ticket = all.ticket.take().expect("one waits");
                     all.tree.cancel(ticket);
                     all.move_to(disk, None);
@@ -127,8 +128,8 @@ fn moves_five_times_a_second_give_the_rate() {
     }
 }
 
-/// A disk that did nothing in a full group brings nothing to the next; one that filled it takes the
-/// burst of the next with it, but nothing of its rate, however often it moves.
+/// A disk that was idle in a full group carries nothing to the next. One that filled it uses up the
+/// burst of the next group, but none of its rate, however often it moves.
 #[test]
 fn an_idle_disk_brings_nothing_and_others_keep_their_rate() {
     let mut all = Groups::new(&[BURST, BURST]);

@@ -1,5 +1,5 @@
-//! Buckets as the definition has them, written down a second time: what a tree is checked against.
-//! Knows nothing of slices, scales or who shares with whom.
+//! A second, naive implementation of the buckets, to check a tree against. Has no slices, scales or
+//! schedules.
 
 use policy::request::Direction;
 use policy::throttle::{Cost, LimitKind, Limits};
@@ -7,7 +7,7 @@ use policy::time::Instant;
 
 const UNIT: u128 = 1_000_000_000;
 
-/// What has passed and not run out yet, and up to how much of it more may pass; in billionths.
+/// Admitted work that has not leaked, and the ceiling below which more is admitted; in billionths.
 #[derive(Clone, Copy, Default)]
 struct Level {
     passed: u128,
@@ -15,7 +15,7 @@ struct Level {
 }
 
 impl Level {
-    /// The ceiling comes down to this size, as far as what has passed has room for as much again.
+    /// Lowers the ceiling to this size, as far as the admitted work plus one bucket allows.
     fn bound(&mut self, size: u128) {
         self.ceiling = self.ceiling.min(self.passed + size).max(size);
     }
@@ -26,17 +26,16 @@ impl Level {
     }
 }
 
-/// What one node's six buckets hold: the main level, and that of a burst that has a rate to keep.
+/// Levels of a node's six buckets: the main level, and that of a burst longer than a second.
 pub(crate) struct Levels {
     limits: Limits,
-    /// The last limits there were, while there are none.
+    /// The last limits, while there are none.
     past: Limits,
     levels: [[Level; 2]; 6],
     now: Instant,
 }
 
-/// The rates that each of a limit's two levels leaks at, and their sizes; 0 for one that is not
-/// there.
+/// Leak rates and sizes of both levels of a limit; 0 for a level that does not exist.
 fn rates_and_sizes(limits: &Limits, kind: LimitKind) -> [(u128, u128); 2] {
     let limit = limits.limit(kind);
     let (rate, burst) = (u128::from(limit.rate), u128::from(limit.burst_rate));
@@ -53,7 +52,7 @@ impl Levels {
         levels
     }
 
-    /// Other limits, which take over what has passed.
+    /// Changes the limits and keeps the admitted work.
     pub(crate) fn change(&mut self, limits: Limits, now: Instant) {
         self.leak_to(now);
         if limits.is_unlimited() && !self.limits.is_unlimited() {
@@ -94,7 +93,7 @@ impl Levels {
         })
     }
 
-    /// Pours in what passes. Only for lone requests or equal ones.
+    /// Charges an admission. Only for single or equal requests.
     pub(crate) fn charge(&mut self, direction: Direction, cost: &Cost) {
         for kind in LimitKind::applying_to(direction) {
             let units = if kind.counts_bytes() {

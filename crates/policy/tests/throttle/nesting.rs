@@ -1,4 +1,4 @@
-//! Disks in groups in groups: every level holds at once, and every level shares among its own.
+//! Disks in nested groups: every level applies at once, and each level schedules its own members.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s, weight};
 use policy::throttle::{Enforcement, Limits, MAX_LEVELS, Refused, Scale, Share, Tree};
@@ -85,7 +85,7 @@ fn a_limit_lifted_on_one_level_leaves_the_others_in_force() {
     assert_eq!(disks.admitted_of(disk, s(23), s(33)), 100);
 }
 
-/// QEMU lets the old wait run out: 8.3 s were seen.
+/// QEMU waits for the timer that was armed for the old limit: 8.3 s were measured.
 #[test]
 fn lifting_releases_all_that_waits_at_the_same_instant() {
     let lift: [fn(&mut Timeline); 3] = [
@@ -116,7 +116,7 @@ fn a_scale_multiplies_rates_and_keeps_what_is_in_the_buckets() {
     disks.run_until(s(1));
     disks.tree.enforce(disks.group, Enforcement::Scaled(Scale::from_thousandths(3500)), s(1));
     disks.poll_now();
-    // The bucket of 100 was full; one of 350 has room for 250 more.
+    // The bucket of 100 was full; scaled to 350 it has capacity for 250 more.
     assert_eq!(disks.admitted_between(s(1), ms(1001)), 250 + 4);
     assert_eq!(disks.admitted_between(s(2), s(12)), 35_000);
     assert_eq!(disks.tree.enforcement(disks.group), Enforcement::Scaled(Scale::from_thousandths(3500)));
@@ -137,7 +137,7 @@ fn groups_nest_to_eight_levels() {
     assert!(tree.pass(disk, policy::request::Direction::Read, &policy::throttle::Cost::one(1), s(0)));
 }
 
-/// Ten neighbours of a hundred times the weight, each in a group of its own.
+/// Ten neighbours with a hundred times the weight, each in a group of its own.
 #[test]
 fn a_promise_is_kept_through_a_group_that_was_promised_nothing() {
     let mut disks = Timeline::new("iops-total=2000").with_late_timers(Duration::from_millis(1));

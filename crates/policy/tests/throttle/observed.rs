@@ -1,4 +1,4 @@
-//! What a tree can tell of itself: waits, which limit, how much of the time, what is left.
+//! Statistics of a tree: waits, throttle cause, throttled time, remaining capacity.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s};
 use policy::request::Direction;
@@ -18,7 +18,7 @@ fn waits_are_summed_up() {
     assert_within_percent(5.0, stats.waits.p99_ns as f64, 9.9e9);
 }
 
-/// What was counted before adds up with what is counted, and how long waits were is the same.
+/// Counters of another process are added to the own ones; the distribution of waits stays the same.
 #[test]
 fn another_tree_counts_on() {
     let mut disk = Timeline::new("iops-total=10");
@@ -32,7 +32,7 @@ fn another_tree_counts_on() {
     assert_eq!((twice.writes, twice.limited_ns), (once.writes, 2 * once.limited_ns));
     assert_eq!((twice.waits, twice.recent_waits), (once.waits, once.recent_waits));
     assert_eq!((twice.tokens, twice.levels, twice.waiting), (once.tokens, once.levels, once.waiting));
-    // Nobody has asked there, and nothing is of late.
+    // They are not new demand, and not recent.
     let mut fresh = Timeline::new("iops-total=10");
     fresh.tree.count_on(fresh.group, &counted);
     let told = fresh.tree.stats(fresh.group, s(0));
@@ -148,7 +148,7 @@ fn a_reservation_that_is_met_says_so_and_one_that_cannot_be_is_missed() {
     disks.run_until(s(10));
     let before = kept(&disks, reserved, 10);
     assert!(before.met_ns > 8_000_000_000 && before.missed_ns == 0, "{before:?}");
-    // A part of a limit that is divided over hosts: less than is promised.
+    // A part of a limit divided over hosts: below the reservation.
     disks.tree.divide(disks.group, limits("iops-total=100"), [0; 6], s(10)).expect("valid limits");
     disks.run_until(s(20));
     let after = kept(&disks, reserved, 20);
@@ -161,7 +161,7 @@ fn a_reservation_that_is_met_says_so_and_one_that_cannot_be_is_missed() {
 
 #[test]
 fn what_is_promised_is_counted_by_iops_size() {
-    // Each request is four operations: 100 of them are what is promised.
+    // Each request counts as four operations: 100 requests meet the reservation.
     let mut disks = Timeline::new("iops-total=1000,iops-size=4096");
     let reserved = disks.add_with(promise(400, 0), Workload::READS.of(16 << 10).depth(8));
     for _ in 0..9 {

@@ -1,4 +1,4 @@
-//! Parts of limits that are divided over hosts: their room moves, and does not arise.
+//! Parts of limits divided over hosts: capacity moves between them, and none is created.
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;
@@ -10,7 +10,7 @@ fn only(units: u64) -> [u64; 6] {
     core::array::from_fn(|at| if at == IOPS { units } else { 0 })
 }
 
-/// 100 a second with a burst of 1000, as `part` hundredths of it.
+/// 100 per second with a burst of 1000, scaled to `part` hundredths.
 fn part(part: u64) -> Limits {
     limits(&format!("iops-total={part},iops-total-max={}", part * 10))
 }

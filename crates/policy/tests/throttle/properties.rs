@@ -1,4 +1,4 @@
-//! What holds of every tree, whatever its shape, the limits, the shares and the requests.
+//! Properties of every tree, whatever its shape, limits, shares and requests.
 
 use crate::naive::Levels;
 use crate::timeline::{Timeline, Workload};
@@ -55,7 +55,7 @@ pub(crate) fn any_enforcement() -> impl Strategy<Value = Enforcement> {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A disk, or a group with one disk in it, on top or below a group there is.
+    /// A disk, or a group with one disk in it, at the top level or below an existing group.
     Add(usize, bool, Limits, Share),
     Remove(usize),
     Request(usize, Direction, Vec<u64>),
@@ -63,13 +63,13 @@ enum Step {
     Limit(usize, Limits),
     Share(usize, Share),
     Enforce(usize, Enforcement),
-    /// Time passes; and sometimes an instant comes that is older than the last.
+    /// Time passes; sometimes an instant before the last one is used.
     Pass(u64, u64),
-    /// Time passes up to the deadline, exactly.
+    /// Time advances exactly to the deadline.
     Meet,
 }
 
-/// Requests up to this size are never paid for in parts under [`any_limits`].
+/// Requests up to this size are never charged in slices under [`any_limits`].
 const SMALL: u64 = 8_000;
 
 fn any_step(largest: u64) -> impl Strategy<Value = Step> {
@@ -90,7 +90,7 @@ fn any_step(largest: u64) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A tree, and what must be true of it: who waits, in which order.
+/// A tree, and its expected state: the waiting requests in order.
 struct Checked {
     tree: Tree<u64>,
     now: Instant,
@@ -101,7 +101,7 @@ struct Checked {
     owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
     out: u64,
-    /// Expected levels, unless requests are paid for in parts or limits are enforced differently.
+    /// Expected levels; `None` if requests are charged in slices or enforcement changes.
     levels: Option<HashMap<NodeId, Levels>>,
 }
 
@@ -127,7 +127,7 @@ impl Checked {
         self.waiting.values().map(VecDeque::len).sum()
     }
 
-    /// A node and the groups it is in.
+    /// A node and its groups.
     fn path(&self, node: NodeId) -> Vec<NodeId> {
         core::iter::successors(Some(node), |node| self.tree.parent(*node)).collect()
     }
@@ -263,7 +263,7 @@ impl Checked {
         self.out += given_back.len() as u64;
     }
 
-    /// Polls until nothing more may pass; returns the deadline if something waits.
+    /// Polls until nothing more is admitted; returns the deadline if requests wait.
     fn poll_all_at(&mut self, now: Instant) -> Option<Instant> {
         loop {
             match self.tree.poll(now) {
@@ -287,7 +287,7 @@ impl Checked {
         }
     }
 
-    /// Whatever waits, waits for some level on its way.
+    /// Every waiting request is throttled by some level on its path.
     fn nothing_could_pass(&mut self) {
         let waiting: Vec<_> =
             self.waiting.iter().filter(|(_, queue)| !queue.is_empty()).map(|(key, _)| *key).collect();
@@ -304,8 +304,8 @@ impl Checked {
         self.poll_all_at(self.now)
     }
 
-    /// Nothing passes a nanosecond before the deadline, and if all requests are small, something
-    /// then.
+    /// Nothing is admitted a nanosecond before the deadline; if all requests are small, one is
+    /// admitted at it.
     fn meet_deadline(&mut self) -> bool {
         let Some(until) = self.poll_all() else { return false };
         let (waiting, before) = (self.waiting_in_all(), Instant::from_nanos(until.as_nanos() - 1));
@@ -350,8 +350,8 @@ impl Checked {
 }
 
 proptest! {
-    /// Each level is charged what passed, to the billionth; nothing passes without room on every
-    /// level; nothing waits with room on every level.
+    /// Each level is charged exactly the admitted work; nothing is admitted without capacity at
+    /// every level; nothing waits with capacity at every level.
     #[test]
     fn small_requests_pass_when_every_level_has_room_and_not_before(
         limits in any_limits(),
@@ -395,7 +395,7 @@ proptest! {
     }
 }
 
-/// What may pass in a second beside the one request that makes the bucket run over.
+/// Units that may be admitted in a second, besides the one request that overruns the bucket.
 fn allowance(limits: &Limits, kind: LimitKind) -> u64 {
     let limit = limits.limit(kind);
     let size =

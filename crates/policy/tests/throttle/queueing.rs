@@ -32,7 +32,7 @@ impl Disks {
     }
 }
 
-/// A group that has just admitted what it can, so that all that follows waits; and its disk.
+/// A group at its limit, so that all further requests wait; and its disk.
 fn full_group() -> (Disks, NodeId) {
     let mut disks = Disks::new("iops-total=10");
     let disk = disks.add();
@@ -50,7 +50,7 @@ fn queue(group: &mut Disks, disk: NodeId, direction: Direction, token: &'static 
     }
 }
 
-/// Everything that comes out when each deadline is met to the nanosecond.
+/// Tokens in the order of admission when each deadline is met exactly.
 fn drain(group: &mut Disks) -> Vec<&'static str> {
     let mut now = s(0);
     let mut passed = Vec::new();
@@ -96,7 +96,7 @@ fn what_held_a_request_is_the_limit_that_let_go_last() {
         }
     };
     let by = |level, kind| Some(Held { level, kind });
-    // Small ones wait for the disk's own limit, large ones for the group's.
+    // Small requests are throttled by the disk's own limit, large ones by the group's.
     assert!(after(disk, 1, 10, 0).ends_with(&[by(0, LimitKind::IopsRead); 5]));
     assert!(after(disk, 8192, 4, 100).ends_with(&[by(1, LimitKind::BpsTotal); 2]));
     assert!(after(other, 8192, 4, 200).ends_with(&[by(1, LimitKind::BpsTotal); 2]));
@@ -164,7 +164,7 @@ fn a_member_with_all_cancelled_holds_up_nobody() {
     queue(&mut group, b, Read, "b");
     group.tree.cancel(ticket);
     assert_eq!(drain(&mut group), ["b"]);
-    // Whatever a cancelled turn left behind, the member has turns again afterwards.
+    // A cancelled request leaves nothing behind that would keep the member from being served.
     queue(&mut group, a, Read, "again");
     assert_eq!(drain(&mut group), ["again"]);
 }

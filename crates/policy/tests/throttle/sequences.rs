@@ -1,5 +1,5 @@
-//! Limits that change all the time give no more than limits that stay: whatever sequence of changes
-//! there is, over any window no more passes than the limits in force allowed, and one burst.
+//! Limits that change all the time admit no more than constant ones: in any window, at most what
+//! the limits in force allowed, plus one burst, whatever the sequence of changes.
 
 use crate::properties::{any_direction, any_enforcement};
 use crate::timeline::{Timeline, Workload, limits, ms, s};
@@ -9,19 +9,19 @@ use policy::time::{Duration, Instant};
 use proptest::prelude::*;
 
 const LARGEST: u64 = 16 << 10;
-/// Nodes that are watched: two groups at the top, three in these, and a disk that moves between the
-/// latter.
+/// Number of checked nodes: two groups at the top, three below them, and a disk that moves between
+/// the latter.
 const NODES: usize = 6;
 const DISK: usize = 5;
-/// The groups that the disk moves between, and which is above each.
+/// The groups between which the disk moves, and their parents.
 const GROUPS: [(usize, usize); 3] = [(2, 0), (3, 1), (4, 0)];
-/// Watched as well: whichever group is above the disk, by the level.
+/// Additional accounts: whichever group is above the disk, by level.
 const LEVELS: usize = 2;
-/// Windows may hold this many requests more: the one that makes a bucket run over, and one that has
-/// paid a part before the window.
+/// Number of requests by which a window may be exceeded: one that overruns a bucket, and one that
+/// was charged partly before the window.
 const ON_THE_WAY: f64 = 2.0;
 
-/// Limits from one in a second to a hundred thousand, some with long bursts, one of each unit.
+/// Limits from one to a hundred thousand per second, some with long bursts, one of each unit.
 fn any_limits() -> impl Strategy<Value = Limits> {
     let rate = prop_oneof![1 => Just(0u64), 2 => 1..20u64, 2 => 20..2_000u64, 1 => 2_000..100_000u64];
     let one = (0..3usize, rate, 0..40u64, 1..8u64);
@@ -41,13 +41,13 @@ fn any_limits() -> impl Strategy<Value = Limits> {
 #[derive(Clone, Debug)]
 enum Step {
     Limit(usize, Limits),
-    /// The limits that were in force before, again.
+    /// Restores the previous limits.
     Back(usize),
     Weight(u32),
     Enforce(usize, Enforcement),
-    /// To one of the groups, or out of all.
+    /// Moves the disk to one of the groups, or out of all.
     Move(usize),
-    /// A client that keeps one request waiting, for so long.
+    /// A client that keeps one request waiting, for a duration.
     Busy(Direction, u64, Duration),
     Idle(Duration),
 }
@@ -68,8 +68,8 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// One limit of one node: what passed under it less what it allowed, at each step, and the largest
-/// bucket in force since the step before.
+/// Account of one limit of one node: admitted minus allowed units at each step, and the largest
+/// bucket in force since the previous step.
 #[derive(Default)]
 struct Account {
     balance: f64,
@@ -81,14 +81,14 @@ struct World {
     now: Instant,
     nodes: [NodeId; NODES],
     before: [Limits; NODES],
-    /// The last limits there were, and their factor: while nothing is limited, or limits are
-    /// lifted, what passed runs out as if they held.
+    /// The last limits, with their factor: while there are none, or they are lifted, admitted work
+    /// leaks as if they applied.
     last: [(Limits, f64); NODES + LEVELS],
-    /// From the disk's parent up.
+    /// Nodes above the disk, from its parent upwards.
     above: Vec<usize>,
-    /// Those of the levels behind those of the nodes.
+    /// Accounts of the nodes, then those of the levels.
     accounts: [[Account; 6]; NODES + LEVELS],
-    /// Requests that a step may let pass, so that a case ends soon.
+    /// Number of requests that a step may admit, to bound the duration of a case.
     passed: u32,
 }
 
@@ -127,7 +127,7 @@ impl World {
         self.tree.configure(id, limits, self.tree.share(id), self.now).unwrap();
     }
 
-    /// As a disk's seat does it.
+    /// Moves the disk like the block layer does.
     fn move_to(&mut self, to: usize) {
         let above = GROUPS.get(to).map_or(Vec::new(), |(group, top)| vec![*group, *top]);
         let old = self.nodes[DISK];
@@ -172,7 +172,7 @@ impl World {
         }
     }
 
-    /// The limits that hold for a node now, with the factor that they hold by.
+    /// The limits that apply to a node now, with their factor.
     fn in_force(&self, node: usize) -> Option<(Limits, f64)> {
         let id = self.nodes[node];
         let limits = self.tree.limits(id);
@@ -237,7 +237,7 @@ impl World {
 }
 
 impl Account {
-    /// Over every window: no more than one burst and the requests on their way.
+    /// Over every window: at most one burst and the requests in progress.
     fn check(&self, request: f64, what: impl Fn() -> String) {
         for (first, (start, _)) in self.steps.iter().enumerate() {
             let mut burst: f64 = 0.0;
@@ -282,8 +282,8 @@ proptest! {
         world.check();
     }
 
-    /// The same of a client that goes from group to group, most of them with the same limits, as
-    /// somebody does who wants a burst each time.
+    /// As `no_sequence_of_changes_gives_more`, for a client that moves from group to group, most of
+    /// them with equal limits, to get a burst each time.
     #[test]
     fn no_sequence_of_moves_gives_more(
         limits in prop::collection::vec(prop_oneof![Just(Limits::default()), any_limits()], 3),
@@ -306,8 +306,8 @@ proptest! {
     }
 }
 
-/// A burst that was configured while limits were lifted has never been in force, and is nobody's:
-/// neither of who comes by, nor of the node itself.
+/// A burst that was configured while limits were lifted has never been in force and is not granted:
+/// neither to a disk that moves through, nor to the node itself.
 #[test]
 fn limits_that_never_held_give_no_burst() {
     use Step::{Busy, Enforce, Idle, Limit, Move};
@@ -327,7 +327,7 @@ fn limits_that_never_held_give_no_burst() {
             Limit(2, small),
             enforced(2),
         ],
-        // Passing by a group where it was set.
+        // Moving through a group in which it was set.
         vec![
             Limit(2, small),
             Limit(4, small),
@@ -338,7 +338,7 @@ fn limits_that_never_held_give_no_burst() {
             Move(1),
             Move(2),
         ],
-        // Passing by one where it has held, before the disk was there.
+        // Moving through a group in which it was in force before.
         vec![
             Limit(2, small),
             Limit(3, large),
@@ -350,7 +350,7 @@ fn limits_that_never_held_give_no_burst() {
             Idle(ms(90) - Instant::ZERO),
             Move(2),
         ],
-        // Staying in one until other limits hold there.
+        // Staying in a group until other limits apply there.
         vec![
             Limit(2, small),
             Limit(3, large),
@@ -376,7 +376,7 @@ fn limits_that_never_held_give_no_burst() {
     }
 }
 
-/// Ten times a second, as an autoscaler does it: 500 and 501 give what 500 gives.
+/// Ten changes per second, like an autoscaler: 500 and 501 admit what 500 admits.
 #[test]
 fn alternating_limits_give_no_burst_each_time() {
     for (one, other, most) in [
@@ -398,7 +398,7 @@ fn alternating_limits_give_no_burst_each_time() {
     }
 }
 
-/// After a burst of a hundred thousand, a limit of ten goes on at ten at once.
+/// After a burst of a hundred thousand, a limit of ten admits ten per second at once.
 #[test]
 fn a_lower_limit_locks_nobody_out() {
     let mut disk = Timeline::new("iops-total=500,iops-total-max=20000,iops-total-max-length=5");
@@ -406,7 +406,7 @@ fn a_lower_limit_locks_nobody_out() {
     disk.run_until(s(100));
     disk.change_limits("iops-total=10");
     assert_eq!(disk.admitted_between(s(100), s(110)), 100);
-    // What passed before still counts where there is room for it.
+    // Earlier admissions count again as far as the larger bucket holds them.
     disk.change_limits("iops-total=500,iops-total-max=20000,iops-total-max-length=5");
     let back = disk.admitted_between(s(110), s(111));
     assert!((499..=501).contains(&back), "{back}");

@@ -1,4 +1,4 @@
-//! Who gets how much of a limit: by weight, whatever sizes and depths; and by promise.
+//! Division of a limit: by weight, whatever the sizes and depths; and by reservation.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, promise, s, weight};
 use policy::request::Direction;
@@ -7,14 +7,14 @@ use policy::time::Duration;
 
 const LATE: Duration = Duration::from_millis(1);
 
-/// Bytes of every client, as parts of all that passed between 1 s and 21 s.
+/// Share of each client in the bytes admitted between 1 s and 21 s.
 fn parts(disks: &mut Timeline, clients: &[usize]) -> Vec<f64> {
     let bytes: Vec<_> = clients.iter().map(|client| disks.bytes_of(*client, s(1), s(21)) as f64).collect();
     let all: f64 = bytes.iter().sum();
     bytes.iter().map(|bytes| bytes / all).collect()
 }
 
-/// QEMU's round robin of requests: 5 % and 95 %.
+/// QEMU's round robin of requests gives 5 % and 95 %.
 #[test]
 fn small_and_large_requests_get_half_the_bytes_each() {
     for late in [Duration::ZERO, LATE] {
@@ -27,13 +27,13 @@ fn small_and_large_requests_get_half_the_bytes_each() {
     }
 }
 
-/// QEMU: 738 and 1290 of 2000 IOPS.
+/// QEMU gives 738 and 1290 of 2000 IOPS.
 #[test]
 fn depth_1_and_depth_64_get_half_each() {
     for (iops, late) in
         [(100, LATE), (500, LATE), (1000, LATE), (2000, Duration::from_micros(250)), (20_000, Duration::ZERO)]
     {
-        // A share that a client cannot ask for it cannot have.
+        // A client with a queue depth of 1 cannot use a share that its latency does not allow.
         let spacing = Duration::from_nanos(2_000_000_000 / iops);
         for latency in [Duration::ZERO, spacing / 4, spacing / 2] {
             let mut disks = Timeline::new(&format!("iops-total={iops}")).with_late_timers(late);
@@ -82,7 +82,7 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     assert_within_percent(2.0, of_reads, 0.75);
 }
 
-/// If turns alternated for all disks together, this one would only write.
+/// With a single alternation for all disks, this disk would only write.
 #[test]
 fn a_disk_reads_as_much_as_it_writes_beside_one_that_only_reads() {
     let mut disks = Timeline::new("iops-total=1000");
@@ -121,7 +121,7 @@ fn who_was_idle_has_no_claim_to_what_it_did_not_ask_for() {
     let late = disks.add(Workload::READS.queued(0));
     disks.run_until(s(60));
     let late = disks.add_to(disks.disk(late), Workload::READS.depth(32));
-    // Half, and what 20 ms of its own cost are.
+    // Half of the rate, plus 20 ms of its own cost.
     let got = disks.admitted_of(late, s(60), s(61));
     assert!((500..=520).contains(&got), "{got}");
     assert!(disks.admitted_of(busy, s(60), s(61)) >= 480);
@@ -138,7 +138,7 @@ fn who_took_more_while_nobody_else_asked_owes_nothing() {
     assert!(disks.admitted_of(second, s(30), s(31)) <= 520);
 }
 
-/// A reservation of 300 of 1000 IOPS; by weight it would have 91.
+/// A reservation of 300 of 1000 IOPS; the share by weight would be 91.
 #[test]
 fn a_reservation_is_met_under_ten_hostile_neighbours() {
     for (depth, latency) in [(1, Duration::ZERO), (1, Duration::from_millis(1)), (32, LATE)] {
@@ -154,7 +154,7 @@ fn a_reservation_is_met_under_ten_hostile_neighbours() {
     }
 }
 
-/// By weight it would have 0.9 MB/s.
+/// The share by weight would be 0.9 MB/s.
 #[test]
 fn a_reservation_of_bytes_is_met_under_neighbours_with_huge_requests() {
     let mut disks = Timeline::new("bps-total=10000000").with_late_timers(LATE);
@@ -214,7 +214,8 @@ fn who_loses_a_promise_has_turns_again_within_a_slice() {
     }
     disks.run_until(s(60));
     disks.tree.configure(disks.disk(reserved), Limits::default(), Share::default(), s(60)).unwrap();
-    // A tenth is its share. What counts of the nine tenths it had is 100 ms of its own cost.
+    // Its share by weight is a tenth. Of the nine tenths it had, 100 ms of its own cost count
+    // against it.
     let gap = disks.longest_gap_of(reserved, s(60), s(70));
     assert!(gap <= Duration::from_millis(1_020), "{gap:?}");
     assert_within_percent(2.0, disks.admitted_of(reserved, s(62), s(72)) as f64, 1000.0);

@@ -1,4 +1,4 @@
-//! Large requests are paid for in slices of 90 ms, so that nobody waits behind a whole one.
+//! Large requests are charged in slices of 90 ms, so that no request waits behind a whole one.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, s};
 use policy::request::Direction;
@@ -14,7 +14,7 @@ fn a_small_request_waits_one_slice_behind_huge_ones() {
         for late in [Duration::ZERO, Duration::from_millis(1)] {
             let mut disks = Timeline::new("bps-total=1000000").with_late_timers(late);
             disks.add(Workload::WRITES.of(huge).depth(4));
-            // At its fair rate: 4 KiB every 10 ms would be 410 kB/s of its 500.
+            // Below its fair rate: 4 KiB every 10 ms would be 410 kB/s of its 500.
             let small = disks.add(Workload::READS.paced(Duration::from_millis(100)));
             disks.run_until(s(120));
             let waited = disks.longest_wait_of(small);
@@ -36,7 +36,8 @@ fn huge_and_small_requests_get_half_each() {
 fn two_of_them_take_turns_slice_by_slice() {
     let mut disks = Timeline::new("bps-total=1000000");
     let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.of(900_000).queued(1)));
-    // Both are paid for at 1.8 s, less the bucket of 0.1 s and the last slice, one slice apart.
+    // Both are charged fully at 1.8 s, less the bucket of 0.1 s and the last slice, one slice
+    // apart.
     assert_eq!(disks.admitted_between(s(0), ms(1520)), 0);
     assert_eq!(disks.admitted_of(first, ms(1520), ms(1521)), 1);
     assert_eq!(disks.admitted_of(second, ms(1610), ms(1611)), 1);
@@ -48,10 +49,10 @@ fn what_a_huge_request_pays_is_its_cost_to_the_byte() {
     disks.add(Workload::READS.of(3_333_333).queued(7));
     disks.run_until(s(60));
     let small = disks.add(Workload::READS.of(1).queued(100_003));
-    // The bucket is empty: it holds a tenth of a second, and one byte makes it run over.
+    // The bucket is empty: it holds a tenth of a second, and one more byte overruns it.
     assert_eq!(disks.admitted_of(small, s(60), Instant::from_nanos(60_000_000_001)), 100_001);
 
-    // Seven times their cost, less the bucket and the slice that makes it run over.
+    // Seven times their cost, less the bucket and the slice that overruns it.
     let mut disk = Timeline::new("bps-total=1000000");
     disk.add(Workload::READS.of(3_333_333).queued(7));
     let last = 7 * 3_333_333_000 - 100_000_000;
@@ -67,7 +68,7 @@ fn a_burst_is_spent_at_once_and_in_few_steps() {
     let passed = tree.request(disk, Direction::Read, Cost::one(32 << 20), (), s(0));
     assert_eq!(passed, Admission::Admitted(()), "with 1 GB to spend nobody waits for a slice of 100 bytes");
 
-    // Behind another, it takes turns; a few dozen, not 300,000.
+    // Beside another disk it is served in slices: a few dozen, not 300,000.
     let other = tree.add(None, Limits::default(), Share::default()).unwrap();
     assert!(tree.pass(other, Direction::Read, &Cost::one(1), s(0)));
     assert!(tree.pass(disk, Direction::Read, &Cost::one(960_000_000), s(0)));
@@ -85,7 +86,7 @@ fn limits_that_change_midway_hold_for_the_rest() {
     let huge = disk.add(Workload::READS.of(10_000_000).queued(1));
     disk.run_until(s(5));
     disk.change_limits("bps-total=10000000");
-    // Half is paid. The rest takes 0.5 s, less the 0.1 of the empty bucket and half a slice.
+    // Half is charged. The rest takes 0.5 s, less the 0.1 of the empty bucket and half a slice.
     assert_eq!(disk.admitted_of(huge, s(5), ms(5_300)), 0);
     assert_eq!(disk.admitted_of(huge, ms(5_300), ms(5_400)), 1);
 }
@@ -117,7 +118,7 @@ fn no_window_sees_more_than_what_was_paid_for() {
     for _ in 0..3 {
         disks.add(Workload::READS.of(2 << 20).depth(2));
     }
-    // From the first on: every request is paid for before it passes, but for the last slice.
+    // From the start: every request is charged before it is admitted, except the last slice.
     for seconds in 1..=60 {
         let most = 1_000_000 * seconds + 200_000;
         assert!(disks.bytes_between(s(0), s(seconds)) <= most, "in {seconds} s");

@@ -1,4 +1,4 @@
-//! Read-ahead lives on what guests leave, and they cannot tell that it is there.
+//! Read-ahead uses the capacity that guests leave, and does not affect them.
 
 use crate::properties::{any_direction, any_enforcement, any_limits};
 use crate::timeline::{limits, ms, s};
@@ -10,7 +10,7 @@ use policy::throttle::{
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
 
-/// A tree of one group, and a disk of each of these limits in it.
+/// A tree with one group, and a disk with each of these limits in it.
 fn group<const N: usize>(of_group: &str, of_disks: [&str; N]) -> (Tree<u32>, NodeId, [NodeId; N]) {
     let mut tree = Tree::new(s(0));
     let group = tree.add(None, limits(of_group), Share::default()).unwrap();
@@ -22,7 +22,7 @@ fn read_ahead(tree: &mut Tree<u32>, disk: NodeId, length: u64, now: Instant) -> 
     tree.spare(disk, &Cost::one(length), GivenBack::NOTHING, now)
 }
 
-/// How many read-aheads of this length may be made at an instant.
+/// Number of read-aheads of this length that are admitted at an instant.
 fn fill(tree: &mut Tree<u32>, disk: NodeId, length: u64, now: Instant) -> usize {
     (0..).take_while(|_| read_ahead(tree, disk, length, now)).count()
 }
@@ -72,7 +72,7 @@ fn what_guests_use_is_not_spare() {
     pass(&mut tree, disk, Write, 100_000, s(0));
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1);
     pass(&mut tree, disk, Read, 50_000, ms(50));
-    // 250,000 in all, of which a bucket may stay.
+    // 250,000 in total, of which one bucket may remain.
     assert!(!read_ahead(&mut tree, disk, 1, ms(149)));
     assert!(read_ahead(&mut tree, disk, 1, ms(150)));
 }
@@ -87,7 +87,7 @@ fn read_ahead_gets_all_that_guests_leave() {
         }
         bytes += 500 * fill(&mut tree, disk, 500, ms(millisecond));
     }
-    // Half of ten seconds' worth, and the bucket, one request over, less what a guest has in it.
+    // Half of ten seconds' worth, plus the bucket, one request over, minus a guest's level in it.
     assert_eq!(bytes, 5_000_000 - 500 + 100_000);
 }
 
@@ -96,14 +96,14 @@ fn what_was_used_makes_room_again() {
     let (mut tree, _, [disk]) = group("bps-total=1000000,iops-read=100", [""]);
     assert_eq!(fill(&mut tree, disk, 50_000, s(0)), 3);
     pass(&mut tree, disk, Read, 50_000, s(0));
-    // The guest's 50,000 leak first, so all three are there still.
+    // The guest's 50,000 leak first, so all of the read-ahead remains.
     let now = ms(50);
     let mut half = GivenBack::NOTHING;
     half.add(25_000, 50_000);
     assert!(!tree.spare(disk, &Cost::one(1), half, now), "125,000 in a bucket of 100,000");
     assert!(tree.spare(disk, &Cost::one(1), half, now), "what is refused is not given back in vain");
     assert!(!read_ahead(&mut tree, disk, 1, now));
-    // More than there is changes nothing for what comes then.
+    // A refund above the level does not carry over.
     assert!(tree.spare(disk, &Cost::one(100_000), whole(1 << 40), now));
     assert_eq!(fill(&mut tree, disk, 100_000, now), 1);
 }
@@ -130,7 +130,7 @@ fn a_burst_may_be_used_but_at_its_rate() {
     assert_eq!(in_second(0), 1000 + 100 - 10 + 1, "a tenth of a second's worth at once, one over");
     assert_eq!(in_second(1), 1000);
     assert_eq!(in_second(5), 100, "the burst is over");
-    // A guest has all of it for itself.
+    // A guest gets the whole burst, as without read-ahead.
     let guest: usize = (0..100)
         .map(|step| (0..).take_while(|_| tree.pass(disk, Read, &Cost::one(1), ms(8000 + step * 10))).count())
         .sum();
@@ -145,7 +145,7 @@ fn whoever_waits_for_the_group_comes_before_read_ahead_in_it() {
     let ticket = queue(&mut tree, other, Read, s(0));
     assert_eq!(tree.poll(s(0)), Decision::Wait { until: ms(100) });
     assert!(!read_ahead(&mut tree, disk, 1, ms(50)));
-    // There is room now, and somebody who has not been told yet.
+    // There is capacity again, but a request waits for it that has not been polled.
     assert!(!read_ahead(&mut tree, disk, 1, ms(100)));
     assert!(!read_ahead(&mut tree, other, 1, ms(100)));
     assert_eq!(tree.cancel(ticket), Some(0));
@@ -196,6 +196,7 @@ fn every_level_counts_and_where_nothing_is_limited_nothing_is_kept() {
 
 #[test]
 fn limits_that_rest_are_not_asked_and_those_that_are_scaled_hold_more() {
+    // While limits are lifted, read-ahead is not charged.
     let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
     tree.enforce(group, Enforcement::Lifted, s(0));
     assert!((0..10).all(|_| read_ahead(&mut tree, disk, 1 << 30, s(0))));
@@ -225,7 +226,7 @@ enum Step {
     Enforce(usize, Enforcement),
     Limit(usize, Limits),
     Pass(u64),
-    /// Reads ahead, so much later than the present; and gives back so much.
+    /// Read-ahead: disk, length, refund, and how much later than the present.
     ReadAhead(usize, u64, u64, u64),
 }
 
@@ -245,7 +246,7 @@ fn any_step() -> impl Strategy<Value = Step> {
 
 const NODES: usize = 8;
 
-/// Two tenants of a host with two disks each, and a disk beside them.
+/// A host with two tenants of two disks each, and a disk beside them.
 fn host(all: &[Limits]) -> (Tree<u32>, [NodeId; NODES]) {
     let mut tree = Tree::new(s(0));
     let mut add =
@@ -257,7 +258,7 @@ fn host(all: &[Limits]) -> (Tree<u32>, [NodeId; NODES]) {
     (tree, [host, one, other, disks[0], disks[1], disks[2], disks[3], disks[4]])
 }
 
-/// Everything that a tree answers on the way, and what there is to say of it afterwards.
+/// All results of a tree during the steps, and its statistics afterwards.
 fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [Stats; NODES]) {
     let (mut tree, nodes) = host(all);
     let disk = |at: usize| nodes[3 + at % 5];
@@ -301,13 +302,13 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
     }
 }
 
-/// What a disk's device does, under limits of the disk and of its group.
+/// Load of a disk's device under limits of the disk and of its group.
 struct Device {
     tree: Tree<u32>,
     disk: NodeId,
     limits: [Limits; 2],
     now: Instant,
-    /// By direction, the lengths of all that it was asked for: by guests, or ahead of them.
+    /// Lengths of all requests and read-aheads, by direction.
     asked: [Vec<u64>; 2],
     largest: u64,
     in_memory: Vec<u64>,
@@ -317,7 +318,7 @@ struct Device {
 #[derive(Clone, Debug)]
 enum Ask {
     Guest(Direction, u64),
-    /// A guest reads what was read ahead.
+    /// A guest reads prefetched data.
     Hit,
     Ahead(u64),
 }
@@ -389,7 +390,7 @@ impl Device {
         self.largest = self.largest.max(length);
     }
 
-    /// Bounded by what leaked and so many buckets, each with a request that makes it run over.
+    /// The load is bounded by the leaked amount plus this many buckets, each overrun by a request.
     fn has_done_at_most(&self, buckets: u128) {
         let ns = u128::from(self.now.as_nanos());
         for limits in &self.limits {
@@ -427,8 +428,8 @@ proptest! {
         prop_assert_eq!(run(&limits, &steps, true), run(&limits, &steps, false));
     }
 
-    /// Whenever something is read ahead: the rate, one bucket, and the request itself. At any other
-    /// time guests may have come after it, and have a bucket for themselves.
+    /// At the time of a read-ahead, the load is bounded by rate, one bucket, and the read-ahead
+    /// itself. At other times guests may have used a bucket of their own on top.
     #[test]
     fn a_device_does_no_more_than_the_limits_let_pass(
         limits in prop::array::uniform2(any_limits()),

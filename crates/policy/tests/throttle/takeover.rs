@@ -1,4 +1,5 @@
-//! Another process goes on with the buckets: nothing passes that would not have passed.
+//! Buckets transferred to another process: nothing is admitted that the first would not have
+//! admitted.
 
 use policy::{
     request::Direction,
@@ -9,7 +10,7 @@ use proptest::prelude::*;
 
 const STEP: Duration = Duration::from_millis(1);
 
-/// A group and a disk in it, at work since `epoch` of a clock of their own.
+/// A group and a disk in it, running since `epoch` of its own clock.
 struct Process {
     tree: Tree<()>,
     nodes: [NodeId; 2],
@@ -24,7 +25,7 @@ impl Process {
         Self { tree, nodes: [group, disk], epoch }
     }
 
-    /// Goes on at `at`, in the time of the first process.
+    /// A process that takes over at `at`, in the time of the first one.
     fn after(&self, limits: [Limits; 2], epoch: Instant, at: Duration) -> Self {
         let mut next = Self::new(limits, epoch);
         for (from, to) in self.nodes.into_iter().zip(next.nodes) {
@@ -36,7 +37,7 @@ impl Process {
         next
     }
 
-    /// How many requests pass at this time, if more wait than can.
+    /// Number of requests admitted at this time if more wait than fit.
     fn pass(&mut self, at: Duration) -> u64 {
         let (now, cost) = (self.epoch + at, Cost::one(4096));
         (0..).take_while(|_| self.tree.pass(self.nodes[1], Direction::Write, &cost, now)).count() as u64
@@ -104,8 +105,8 @@ fn limits_that_cannot_be_are_refused() {
     assert_eq!(process.pass(Duration::from_secs(3600)), 0);
 }
 
-/// What a process that ends cannot keep waiting passes at once; what comes after it waits so much
-/// longer, there too.
+/// Requests that a stopping process admits because they cannot wait delay later ones, also in the
+/// next process.
 #[test]
 fn what_passed_at_the_end_is_paid_for_by_what_comes_after() {
     let limits = [limits(100, 0, 1), limits(50, 0, 1)];
@@ -122,7 +123,7 @@ fn what_passed_at_the_end_is_paid_for_by_what_comes_after() {
     for step in 1..=10_000 {
         let at = at + STEP * step;
         passed += second.pass(at);
-        // The disk's own, which is the scarcer.
+        // The disk's own limit, which is the lower one.
         let most = 50 * u64::from(step) / 1000 + burst;
         assert!(passed <= most.max(burst + 200), "{passed} after {step} ms");
     }

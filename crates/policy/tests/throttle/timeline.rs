@@ -1,9 +1,8 @@
-//! A virtual clock, a tree of disks and groups, clients that keep it busy, and a log of what
-//! passed.
+//! A virtual clock, a tree of disks and groups, clients that load it, and a log of admissions.
 //!
-//! A client is what fio is: it keeps `depth` requests in flight and sends the next when one is
-//! done. A request is done `latency` after it was admitted. Timers may be late by a random time,
-//! seeded, as a busy machine's are.
+//! A client behaves like fio: it keeps `depth` requests in flight and sends the next when one
+//! completes. A request completes `latency` after its admission. Timers may be late by a random
+//! time from a seed, as on a busy machine.
 
 use policy::request::Direction;
 use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Setting, Share, Tree};
@@ -19,7 +18,7 @@ pub(crate) fn ms(milliseconds: u64) -> Instant {
     Instant::from_nanos(milliseconds * 1_000_000)
 }
 
-/// Limits as a user writes them: `iops-total=100,iops-total-max=2000`.
+/// Limits in the syntax of users: `iops-total=100,iops-total-max=2000`.
 pub(crate) fn limits(text: &str) -> Limits {
     let mut limits = Limits::default();
     for (name, value) in text.split(',').filter_map(|setting| setting.split_once('=')) {
@@ -37,14 +36,14 @@ pub(crate) fn promise(iops: u64, bps: u64) -> Share {
     Share::default().with_reservation(iops, bps)
 }
 
-/// What a client does. By default: 4 KiB a request, one in flight, done at once, as many as it can.
+/// Load of a client. Default: requests of 4 KiB, queue depth 1, no latency, unlimited number.
 #[derive(Clone, Copy)]
 pub(crate) struct Workload {
     pub(crate) direction: Direction,
     pub(crate) length: u64,
     pub(crate) depth: u64,
     pub(crate) latency: Duration,
-    /// A new request no sooner than so long after the last was sent.
+    /// Minimum interval between two requests.
     pub(crate) pace: Duration,
     pub(crate) count: u64,
 }
@@ -85,7 +84,7 @@ struct Client {
     disk: NodeId,
     workload: Workload,
     unsent: u64,
-    /// When it sent last; right for one request in flight.
+    /// Time of the last request; meaningful for a queue depth of 1.
     sent: Instant,
     longest_wait: Duration,
 }
@@ -97,14 +96,14 @@ struct Passed {
     bytes: u64,
 }
 
-/// See the head of this file. Clients are known by number, in the order in which they were added.
+/// See the head of this file. Clients are numbered in the order in which they were added.
 pub(crate) struct Timeline {
     pub(crate) tree: Tree<usize>,
-    /// The group that disks are added to unless said otherwise.
+    /// The default group of new disks.
     pub(crate) group: NodeId,
     pub(crate) now: Instant,
     clients: Vec<Client>,
-    /// When which client may send another request.
+    /// Times at which clients may send their next requests.
     sends: BinaryHeap<Reverse<(Instant, usize)>>,
     timer: Instant,
     latest_timer: Duration,
@@ -133,7 +132,7 @@ impl Timeline {
         }
     }
 
-    /// Timers fire up to this much late.
+    /// Makes timers up to `by_up_to` late.
     pub(crate) fn with_late_timers(mut self, by_up_to: Duration) -> Self {
         self.latest_timer = by_up_to;
         self
@@ -147,7 +146,7 @@ impl Timeline {
         self.add_below(self.group, "", share, workload)
     }
 
-    /// A disk in another group, with limits of its own.
+    /// Adds a disk with limits of its own in another group.
     pub(crate) fn add_below(&mut self, group: NodeId, text: &str, share: Share, workload: Workload) -> usize {
         let disk = self.tree.add(Some(group), limits(text), share).unwrap();
         self.add_to(disk, workload)
@@ -176,13 +175,13 @@ impl Timeline {
         self.add(Workload::READS.queued(count))
     }
 
-    /// Waiting requests are judged anew.
+    /// Changes the limits of the group and polls.
     pub(crate) fn change_limits(&mut self, text: &str) {
         self.tree.configure(self.group, limits(text), Share::default(), self.now).unwrap();
         self.poll_now();
     }
 
-    /// Lets time pass up to, not including, `end`.
+    /// Advances time to `end`, excluding events at `end`.
     pub(crate) fn run_until(&mut self, end: Instant) {
         loop {
             let next_send = self.sends.peek().map_or(Instant::MAX, |Reverse((at, _))| *at);
@@ -200,7 +199,7 @@ impl Timeline {
         }
     }
 
-    /// What a caller does after any change.
+    /// Polls, as callers must after any change.
     pub(crate) fn poll_now(&mut self) {
         self.timer = self.now;
     }
@@ -220,14 +219,14 @@ impl Timeline {
         }
     }
 
-    /// What a caller of a group does after queueing and when its timer has fired.
+    /// Polls, as callers must after queueing and when the timer fires.
     fn poll(&mut self) {
         loop {
             match self.tree.poll(self.now) {
                 Decision::Admit(number) => self.passed(number),
                 Decision::Wait { until } => {
                     assert!(until > self.now, "a deadline that has passed");
-                    // Polling must not put a timer that is set off for ever.
+                    // Polling must not postpone a timer that is armed for ever.
                     if self.timer <= self.now || until < self.timer {
                         self.timer = until + self.lateness();
                     }
@@ -251,7 +250,7 @@ impl Timeline {
     }
 
     fn lateness(&mut self) -> Duration {
-        // xorshift64: any fixed sequence will do.
+        // xorshift64; any fixed sequence would do.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
@@ -261,13 +260,13 @@ impl Timeline {
 
     fn between(&mut self, from: Instant, to: Instant) -> impl Iterator<Item = Passed> + '_ {
         self.run_until(to);
-        // The log is in the order of time.
+        // The log is in order of time.
         let start = self.log.partition_point(|passed| passed.at < from);
         let end = self.log.partition_point(|passed| passed.at < to);
         self.log[start..end].iter().copied()
     }
 
-    /// Requests admitted from `from` up to, not including, `to`; lets time pass until then.
+    /// Number of requests admitted from `from` to `to`, excluding `to`. Advances time to `to`.
     pub(crate) fn admitted_between(&mut self, from: Instant, to: Instant) -> usize {
         self.between(from, to).count()
     }
@@ -280,7 +279,7 @@ impl Timeline {
         self.between(from, to).filter(|passed| passed.client == client).map(|passed| passed.bytes).sum()
     }
 
-    /// Of the requests that have passed; only for clients of depth 1.
+    /// Longest wait of admitted requests; only for clients with a queue depth of 1.
     pub(crate) fn longest_wait_of(&self, client: usize) -> Duration {
         assert_eq!(self.clients[client].workload.depth, 1);
         self.clients[client].longest_wait
@@ -290,8 +289,8 @@ impl Timeline {
         self.between(from, to).map(|passed| passed.bytes).sum()
     }
 
-    /// Bytes per second between the first and the last request admitted: whole requests in a window
-    /// are only as fine as one request.
+    /// Bytes per second between the first and the last admission, because a window holds only whole
+    /// requests.
     pub(crate) fn rate_between(&mut self, from: Instant, to: Instant) -> f64 {
         let passed: Vec<_> = self.between(from, to).collect();
         let [paid @ .., last] = &passed[..] else { return 0.0 };
@@ -299,7 +298,7 @@ impl Timeline {
         bytes as f64 / (last.at - passed[0].at).as_secs_f64()
     }
 
-    /// Between two requests of this client, both ends of the window counted in.
+    /// Longest time between two admissions of a client, including both ends of the window.
     pub(crate) fn longest_gap_of(&mut self, client: usize, from: Instant, to: Instant) -> Duration {
         let mut last = from;
         let mut longest = Duration::ZERO;
@@ -310,7 +309,7 @@ impl Timeline {
         longest.max(to - last)
     }
 
-    /// The most units of this kind that passed in any second: bytes, or requests.
+    /// Maximum units, bytes or requests, admitted in any second.
     pub(crate) fn most_in_any_second(&self, units: impl Fn(Direction, u64) -> u64) -> u64 {
         let second = Duration::from_secs(1);
         let units_of = |passed: &Passed| units(self.clients[passed.client].workload.direction, passed.bytes);

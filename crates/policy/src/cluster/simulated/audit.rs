@@ -1,5 +1,5 @@
-//! What has passed on all hosts together, held against the limits of the group: one bucket, poured
-//! into at every admission. It runs over if and only if some window let through more.
+//! Checks the admissions of all hosts together against the limits of the group: one bucket, filled
+//! at every admission. It overflows if and only if some window admits more than the limits allow.
 
 use super::S;
 use crate::throttle::{LimitKind, Limits};
@@ -7,7 +7,8 @@ use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::string::String;
 
-/// Clocks of hosts run at most 200 ppm fast, and a pair of levels in floating point is not exact.
+/// Factor on the leak rate: clocks of hosts run at most 200 ppm fast, and floating-point levels are
+/// not exact.
 const FAST: f64 = 1.000_25;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -16,19 +17,20 @@ struct Level {
     ceiling: f64,
 }
 
-/// The bucket, and what limits may be in force.
+/// The bucket, and the limits that may be in force.
 #[derive(Debug)]
 pub struct Audit {
-    /// With the time until which they may still be in force.
+    /// Limits, each with the time until which it may be in force.
     limits: VecDeque<(Limits, u64)>,
     levels: [[Level; 2]; 6],
     at: u64,
-    /// Sizes of buckets that hosts may keep which do not hear of other limits.
+    /// Bucket sizes that hosts may keep which have not learned of newer limits.
     kept: [[f64; 2]; 6],
-    /// One request of each client may make a bucket run over, operations and bytes; and of one that
-    /// is paid in slices, the bytes that were paid before count when it passes.
+    /// Allowed excess, in operations and bytes: one request of each client may overflow the bucket.
+    /// Of a request that is charged in slices, all bytes count when it is admitted, so bytes are
+    /// doubled.
     over: [f64; 2],
-    /// How long other limits may take to come to all hosts.
+    /// Time that new limits may take to reach all hosts.
     slack: u64,
 }
 
@@ -45,8 +47,8 @@ impl Audit {
         }
     }
 
-    /// Other limits. A host that does not hear of them keeps `safe` of those before, burst
-    /// included.
+    /// Changes the limits. A host that does not learn of the change keeps `safe` of the old limits,
+    /// including their bursts.
     pub(super) fn change(&mut self, limits: Limits, safe: f64, now: u64) {
         self.leak_to(now);
         for kind in LimitKind::ALL {
@@ -66,7 +68,7 @@ impl Audit {
         self.limits.iter().map(|(limits, _)| limits.limit(kind).rate).max().unwrap_or(0)
     }
 
-    /// What does not hold under some of the limits is without bound.
+    /// Rate and size of both levels. A level that some of the limits lack is unbounded.
     fn rates_and_sizes(&self, kind: LimitKind) -> [(f64, f64); 2] {
         let mut most = [(0.0_f64, 0.0_f64); 2];
         for (limits, _) in &self.limits {
@@ -82,7 +84,7 @@ impl Audit {
         most
     }
 
-    /// A process has ended, and with it what its buckets had run over by.
+    /// Forgets the excess of one process, which has ended and lost the state of its buckets.
     pub(super) fn forgive(&mut self, operations: u64, bytes: u64) {
         for kind in LimitKind::ALL {
             let units = if kind.counts_bytes() { bytes } else { operations } as f64;
@@ -97,7 +99,7 @@ impl Audit {
             let end = self.limits.front().map_or(now, |(_, until)| (*until).min(now)).max(self.at);
             let seconds = (end - self.at) as f64 / S as f64;
             for kind in LimitKind::ALL {
-                // Nothing to let out, and nothing that could run over.
+                // An unlimited kind has nothing to leak and cannot overflow.
                 if self.limits.iter().all(|(limits, _)| limits.limit(kind).rate == 0) {
                     continue;
                 }
@@ -106,7 +108,8 @@ impl Audit {
                     let level = &mut self.levels[kind.index()][at];
                     let leaks = if rate.is_finite() { rate * FAST * seconds } else { f64::MAX };
                     level.passed = (level.passed - leaks).max(0.0);
-                    // Under lower limits what has passed before still counts, and no more.
+                    // After limits are lowered, the excess of earlier admissions counts until it
+                    // leaks.
                     level.ceiling = level.ceiling.min(level.passed).max(size + over);
                 }
             }
@@ -117,7 +120,7 @@ impl Audit {
         }
     }
 
-    /// One read of so many bytes has passed. Says where that is more than may pass.
+    /// Counts the admission of one read of `bytes`. Fails if that exceeds a limit.
     pub(super) fn passed(&mut self, bytes: u64, now: u64) -> Result<(), String> {
         self.leak_to(now);
         let mut done = Ok(());

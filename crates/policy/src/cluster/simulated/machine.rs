@@ -1,4 +1,4 @@
-//! A host's tree with clients that keep it busy, or do not.
+//! A simulated host: its tree, and clients with configurable load.
 
 use super::{MS, Random};
 use crate::cluster::{ByKind, Host, Usage};
@@ -7,34 +7,34 @@ use crate::throttle::{Admission, Cost, Decision, Lent, Limits, NodeId, Share, Tr
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// How many requests a client has in flight that does not wait for its answers.
+/// Maximum number of requests in flight of an open-loop client (paced or random).
 const MOST_IN_FLIGHT: u64 = 16;
 
-/// What a client does from now on.
+/// Arrival pattern of a client's requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
-    /// Nothing.
+    /// No requests.
     Idle,
-    /// So many requests in flight, each done a millisecond after it passed.
+    /// Closed loop with this queue depth; each request completes a millisecond after admission.
     Greedy(u64),
-    /// A request each so many nanoseconds.
+    /// One request every that many nanoseconds.
     Paced(u64),
-    /// Requests that come by themselves, so many nanoseconds apart on average.
+    /// Requests at random instants, with this mean distance in nanoseconds.
     Random(u64),
 }
 
-/// Who reads from a disk of its own.
+/// A client that reads from its own disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Client {
-    /// What it does.
+    /// Arrival pattern.
     pub load: Load,
-    /// Bytes of each request.
+    /// Size of each request in bytes.
     pub length: u64,
-    /// Of its disk.
+    /// Weight of the disk.
     pub weight: u32,
-    /// Promised to its disk, in operations a second.
+    /// Reservation of the disk, in operations per second.
     pub reserved: u64,
-    /// Requests that wait or are being done.
+    /// Requests that wait or are in service.
     in_flight: u64,
     disk: Option<NodeId>,
     due: u64,
@@ -42,12 +42,12 @@ pub struct Client {
 }
 
 impl Client {
-    /// Valid weights and promises that fit.
+    /// The weight must be valid and the reservation must fit.
     pub const fn new(load: Load, length: u64, weight: u32, reserved: u64) -> Self {
         Self { load, length, weight, reserved, in_flight: 0, disk: None, due: 0, random: Random::new(0) }
     }
 
-    /// Begins anew now.
+    /// Starts a new load at `now`.
     pub(super) const fn begin(&mut self, load: Load, now: u64) {
         (self.load, self.due) = (load, now);
         if let Load::Random(mean) = load {
@@ -63,10 +63,10 @@ impl Client {
         }
     }
 
-    /// One has been sent.
+    /// Counts a request that was just sent.
     fn send(&mut self, now: u64) {
         self.in_flight += 1;
-        // What it could not send in time it does not send later.
+        // An open-loop client skips arrivals that it could not send in time.
         match self.load {
             Load::Paced(pace) => self.due = (self.due + pace).max(now.saturating_sub(pace)),
             Load::Random(mean) => self.due = self.due.max(now.saturating_sub(mean)) + self.random.gap(mean),
@@ -75,18 +75,18 @@ impl Client {
     }
 }
 
-/// The process on one host, in one of its runs. Its times are those of its clock.
+/// One run of weir's process on a host. Times are those of the host's clock.
 #[derive(Debug)]
 pub struct Machine {
-    /// Its side of the cluster.
+    /// The host's side of the quota protocol.
     pub host: Host,
     pub(super) tree: Tree<usize>,
     pub(super) group: NodeId,
-    /// Those of its disks.
+    /// Clients of the host's disks.
     pub clients: Vec<Client>,
     done: Vec<(u64, usize)>,
     pub(super) last: Usage,
-    /// When to call [`Machine::run`] next.
+    /// Time of the next call of [`Machine::run`].
     pub(super) next: u64,
 }
 
@@ -108,7 +108,7 @@ impl Machine {
         let Self { tree, clients, .. } = &mut machine;
         for (number, client) in clients.iter_mut().enumerate() {
             let share = Share::new(client.weight).unwrap_or_default().with_reservation(client.reserved, 0);
-            // What is promised on all hosts fits into the limits: the caller's promise.
+            // The caller guarantees that the reservations of all hosts fit into the limits.
             client.disk = Some(tree.add(Some(group), Limits::default(), share).expect("a promise that fits"));
             client.random = Random::new(seed ^ (number as u64) << 40);
             client.in_flight = 0;
@@ -117,14 +117,14 @@ impl Machine {
         machine
     }
 
-    /// Tells the tree when the lease ends: it looks at that by itself, whoever asks first.
+    /// Passes the end of the lease to the tree, which applies it on its own at any later call.
     pub(super) fn lend(&mut self) {
         let Self { host, tree, group, .. } = self;
         let (safe, whole) = (host.safe(), *host.spec().limits());
         tree.lend(*group, Lent { until: host.next(), safe, whole, left: [None; 2] });
     }
 
-    /// What the daemon does at each tick, and before each word.
+    /// Expires the lease, as the daemon does at each tick and before each message.
     pub(super) fn look_at_the_clock(&mut self, now: u64) {
         let Self { host, tree, group, .. } = self;
         host.run_out(Instant::from_nanos(now), |limits, credit, at| {
@@ -137,7 +137,8 @@ impl Machine {
         Usage { demand, waiting_ns: wanted.waiting_ns, weight: wanted.weight, reserved: wanted.reserved }
     }
 
-    /// Clients send what is due, and the tree lets pass what may; `passed` hears of each client's.
+    /// Sends the requests that are due and admits those that the tree allows; calls `passed` with
+    /// the client of each admission.
     pub(super) fn run(&mut self, now: u64, mut passed: impl FnMut(usize)) {
         let at = Instant::from_nanos(now);
         let mut wake = u64::MAX;
@@ -180,7 +181,7 @@ impl Machine {
             }
         }
         wake = self.done.iter().map(|(done, _)| *done).fold(wake, u64::min);
-        // Once it has passed, the tree knows.
+        // The tree has already handled an end of the lease that lies in the past.
         let ends = Some(self.host.next().as_nanos()).filter(|ends| *ends > now);
         self.next = wake.min(ends.unwrap_or(u64::MAX)).max(now + 1);
     }

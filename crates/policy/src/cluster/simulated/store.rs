@@ -1,5 +1,5 @@
-//! What weir asks of etcd, with its faults: it stops, and it comes back with less than it held.
-//! Counts what it is asked.
+//! Model of etcd as weir uses it, with its faults: it stops, or restarts without its last writes.
+//! Counts the requests it receives.
 
 use crate::cluster::{Grant, Report, Spec, Term};
 use alloc::collections::BTreeMap;
@@ -14,36 +14,36 @@ struct State {
     grants: BTreeMap<usize, Grant>,
 }
 
-/// What has come to the store and left it so far.
+/// Number of messages and bytes that the store has received and sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Puts of reports.
+    /// Reports written.
     pub reports: u64,
-    /// Transactions with grants.
+    /// Transactions that write or delete grants.
     pub transactions: u64,
-    /// Grants in these.
+    /// Grants written.
     pub grants: u64,
-    /// Leases that were prolonged: the leader's, and those of hosts' names.
+    /// Lease renewals: of the leader's key and of hosts' names.
     pub keeps: u64,
-    /// Elections that somebody stood for.
+    /// Attempts to become leader.
     pub campaigns: u64,
-    /// Reads, other than by watches.
+    /// Reads, except by watches.
     pub reads: u64,
-    /// Changes that were sent to those who watch.
+    /// Watch events sent.
     pub events: u64,
-    /// Bytes of values that were written.
+    /// Bytes of values written.
     pub written_bytes: u64,
-    /// Bytes of values that were sent to those who watch.
+    /// Bytes of values sent in watch events.
     pub sent_bytes: u64,
 }
 
 impl Traffic {
-    /// Messages that have arrived.
+    /// Number of requests received.
     pub const fn asked(&self) -> u64 {
         self.reports + self.transactions + self.keeps + self.campaigns + self.reads
     }
 
-    /// Since an earlier count.
+    /// Difference to an earlier reading.
     #[must_use]
     pub const fn since(&self, before: &Self) -> Self {
         Self {
@@ -60,7 +60,7 @@ impl Traffic {
     }
 }
 
-/// The store. It is asked by way of the [`World`](super::World).
+/// The store. Hosts and leaders reach it through the [`World`](super::World).
 #[derive(Debug)]
 pub struct Store {
     state: State,
@@ -68,7 +68,7 @@ pub struct Store {
     ttl: u64,
     leader_until: u64,
     is_down: bool,
-    /// Counted so far.
+    /// Traffic since the creation.
     pub traffic: Traffic,
 }
 
@@ -79,22 +79,22 @@ impl Store {
         Self { state, marked: None, ttl, leader_until: 0, is_down: false, traffic: ZERO }
     }
 
-    /// Whether it answers nobody.
+    /// True if the store answers no requests.
     pub const fn is_down(&self) -> bool {
         self.is_down
     }
 
-    /// Answers nobody from now on.
+    /// Stops answering requests.
     pub const fn stop(&mut self) {
         self.is_down = true;
     }
 
-    /// Remembers what it holds: [`World::lose`](super::World::lose) goes back to this.
+    /// Marks the current contents, which [`World::lose`](super::World::lose) restores.
     pub fn mark(&mut self) {
         self.marked = Some(self.state.clone());
     }
 
-    /// Loses what was written since the mark. Leases start anew, as etcd's do.
+    /// Loses all writes since the mark. The leases that remain start again in full, as in etcd.
     pub(super) fn lose(&mut self, now: u64) {
         if let Some(marked) = self.marked.take() {
             self.state = marked;
@@ -141,7 +141,7 @@ impl Store {
         self.state.reports.insert(host, report);
     }
 
-    /// Whether the transaction held.
+    /// Returns true if the transaction succeeded.
     pub(super) fn grant(&mut self, term: Term, grants: &[(usize, Grant)], bytes: u64, now: u64) -> bool {
         self.traffic.transactions += 1;
         let holds = self.leader(now) == Some(term);
@@ -154,19 +154,19 @@ impl Store {
         holds
     }
 
-    /// A host has ended in order, and takes its report away.
+    /// A host shuts down and deletes its report.
     pub(super) fn leave(&mut self, host: usize) {
         self.state.revision += 1;
         self.state.reports.remove(&host);
     }
 
-    /// Grants of hosts that have left.
+    /// Grants of hosts without a report.
     pub(super) fn left(&self) -> Vec<(usize, Grant)> {
         let has_left = |(host, _): &(&usize, &Grant)| !self.state.reports.contains_key(host);
         self.state.grants.iter().filter(has_left).map(|(host, grant)| (*host, *grant)).collect()
     }
 
-    /// Takes a grant away, while this term leads and the host has not come back. Whether it did.
+    /// Deletes a grant unless this term has ended or the host has returned. Returns true if it did.
     pub(super) fn sweep(&mut self, term: Term, host: usize, grant: &Grant, now: u64) -> bool {
         self.traffic.transactions += 1;
         let is_so = self.leader(now) == Some(term) && !self.state.reports.contains_key(&host);
@@ -178,7 +178,7 @@ impl Store {
         holds
     }
 
-    /// Whether something is granted to a host that is not there.
+    /// True if there is a grant of a host without a report.
     pub fn has_leftovers(&self) -> bool {
         !self.left().is_empty()
     }
@@ -196,7 +196,7 @@ impl Store {
         self.state.spec = spec;
     }
 
-    /// The limits that it holds.
+    /// The limits that the store contains.
     pub const fn spec(&self) -> Spec {
         self.state.spec
     }

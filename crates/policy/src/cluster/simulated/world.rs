@@ -1,8 +1,8 @@
-//! Hosts, leaders and a store on one virtual clock, which nobody sees: each has its own, that runs
-//! up to 200 ppm fast or slow. Messages take their time, and may be late, or lost.
+//! Hosts, leaders and a store on one virtual clock that none of them can read: each process has its
+//! own clock, up to 200 ppm fast or slow. Messages are delayed, and may be late or lost.
 //!
-//! After every event, what is in force on all hosts is at most the limit, in whole numbers; what
-//! passes goes to the [`Audit`]. What is more is kept as a violation.
+//! After every event the sum of the quotas in force, in whole units, is checked against the limit;
+//! admissions go to the [`Audit`]. The first excess is recorded as a violation.
 
 mod events;
 mod faults;
@@ -18,56 +18,57 @@ use alloc::string::{String, ToString as _};
 use alloc::vec::Vec;
 use events::{Answer, Ask, Event, Place};
 
-/// How often a host's name is taken anew.
+/// Interval at which a host renews its name.
 const KEEP_NAME: u64 = NAME_LEASE.as_nanos() as u64 / 3;
-/// How long after the store is back hosts ask it again, at most.
+/// Latest time after a restart of the store at which hosts query it again.
 const COMES_BACK: u64 = 2 * S;
 
-/// How a [`World`] runs.
+/// Parameters of a [`World`].
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
-    /// Of hosts and leaders.
+    /// Timing of hosts and leaders.
     pub timing: Timing,
-    /// Nanoseconds that a message takes, from and to, the store's own time included.
+    /// Minimum and maximum delay of a message in nanoseconds, including the store's processing
+    /// time.
     pub delay_ns: (u64, u64),
-    /// One message in so many takes up to three seconds, if any.
+    /// If set, one message in this many is delayed by up to three seconds.
     pub late: Option<u64>,
-    /// Clocks run up to so many millionths fast or slow.
+    /// Maximum deviation of clocks in either direction, in ppm.
     pub drift_ppm: u64,
-    /// Processes that stand for election.
+    /// Number of processes that stand for election.
     pub leaders: usize,
-    /// Everybody asks for everything at each tick, as if each watch had just ended. Else everybody
-    /// relies on watches, and asks anew where one has ended, as the daemon does.
+    /// If true, every process reads everything at each tick, as if its watch had just ended. If
+    /// false, processes rely on watches and read again after one has ended, as the daemon does.
     pub rereads: bool,
-    /// The most grants in one transaction.
+    /// Maximum number of grants in one transaction.
     pub operations: usize,
-    /// Bytes of a value, as it is written to the store.
+    /// Size in bytes of a value as written to the store.
     pub bytes: fn(Word<'_>) -> u64,
 }
 
 /// A value in the store.
 #[derive(Clone, Copy, Debug)]
 pub enum Word<'a> {
-    /// A host's.
+    /// Written by a host.
     Report(&'a Report),
-    /// A leader's.
+    /// Written by a leader.
     Grant(&'a Grant),
 }
 
-/// All of it.
+/// The simulated cluster.
 #[derive(Debug)]
 pub struct World {
     setting: Setting,
     seed: u64,
-    /// Nanoseconds since the beginning, by no clock.
+    /// True time: nanoseconds since the start, without drift.
     pub now: u64,
     random: Random,
-    /// What stands between hosts and leaders.
+    /// The store between hosts and leaders.
     pub store: Store,
     audit: Audit,
     /// The hosts' processes.
     pub machines: Vec<Machine>,
-    /// Requests that have passed, by host, and the last instant at which one did.
+    /// Admitted requests of each host, and the time of the last admission.
     pub passed: Vec<(u64, u64)>,
     demands: Vec<Demand>,
     runs_at: Vec<u64>,
@@ -75,11 +76,11 @@ pub struct World {
     leaders: Vec<Option<Leader>>,
     leads_at: Vec<u64>,
     kept_at: Vec<Instant>,
-    /// Hosts first, then leaders.
+    /// Processes: hosts first, then leaders.
     places: Vec<Place>,
     events: BTreeMap<(u64, u64), Event>,
     number: u64,
-    /// What is in force on each host, or was a moment ago, when it was more.
+    /// Quota in force on each host. May still include a lease that has expired since.
     in_force: Vec<ByKind>,
     sum: ByKind,
     most: ByKind,
@@ -87,10 +88,10 @@ pub struct World {
 }
 
 impl World {
-    /// Hosts that know these limits, each with its clients, at their safe share.
+    /// Hosts that know these limits and are at their fallback share, each with its clients.
     ///
     /// # Panics
-    /// If more is promised on a host than the limits have.
+    /// Panics if the reservations on a host exceed the limits.
     pub fn new(seed: u64, spec: Spec, clients: &[Vec<Client>], setting: Setting) -> Self {
         let mut random = Random::new(seed);
         let drift = setting.drift_ppm;
@@ -178,7 +179,7 @@ impl World {
         Instant::from_nanos(self.places[place].local(self.now))
     }
 
-    /// Lets happen what happens before that instant.
+    /// Processes all events before `end`.
     pub fn run_until(&mut self, end: u64) {
         while let Some((&key, _)) = self.events.first_key_value()
             && key.0 < end
@@ -198,7 +199,7 @@ impl World {
             Event::HostRuns(host, _) => (*host, self.places[*host].run),
             Event::LeaderTicks(leader, run) | Event::ToLeader(leader, run, _) => (hosts + leader, *run),
             Event::LeaderRuns(leader, _) => (hosts + leader, self.places[hosts + leader].run),
-            // It has no clock that could stand still.
+            // The store has no local clock and cannot be paused.
             Event::AtStore(place, run, _) => (*place, *run),
         };
         let event = match event {
@@ -210,6 +211,8 @@ impl World {
             }
             event => event,
         };
+        // An event for an earlier run of the process is lost, as a message to a closed connection
+        // is.
         if self.places[place].run != run {
             return;
         }
@@ -301,7 +304,7 @@ impl World {
         }
         if let Some(grant) = grant {
             state.on_grant(&grant, now, |limits, credit, at| {
-                // Parts of valid limits are valid.
+                // Limits scaled down from valid ones are valid.
                 tree.divide(*group, limits, credit, at).unwrap_or_default()
             });
             machine.lend();
@@ -340,7 +343,8 @@ impl World {
             }
             Ask::Campaign(nonce, asked) => {
                 let Some(term) = self.store.campaign(nonce, now) else { return };
-                // The end of the one before, and this.
+                // Two watch events for each host: deletion of the old key and creation of the new
+                // one.
                 self.store.traffic.events += 2 * hosts as u64;
                 for host in 0..hosts {
                     self.tell_host(host);
@@ -358,6 +362,7 @@ impl World {
                 self.store.traffic.reads += 1;
                 Answer::Read(self.store.spec(), self.store.reports())
             }
+            // Split transactions: each succeeds or fails alone, as in the daemon.
             Ask::Write(term, grants) => {
                 let bytes = grants.iter().map(|(_, grant)| (self.setting.bytes)(Word::Grant(grant))).sum();
                 if self.store.grant(term, &grants, bytes, now) {
@@ -406,7 +411,7 @@ impl World {
         let rereads = self.setting.rereads;
         match self.leaders[number].as_ref().map(Leader::term) {
             None => {
-                // Where it watches the leader's key, it knows.
+                // A process that watches the leader's key campaigns only once the key is gone.
                 if rereads || (!self.store.is_down() && self.store.leader(self.now).is_none()) {
                     let nonce = self.random.below(u64::MAX);
                     self.ask(place, Ask::Campaign(nonce, now));
@@ -426,7 +431,7 @@ impl World {
         }
     }
 
-    /// Has grants taken away that are worth nothing any more.
+    /// Requests the deletion of grants that are no longer valid.
     fn sweep(&mut self, number: usize, now: Instant) {
         let Some(leader) = &self.leaders[number] else { return };
         let (term, left) = (leader.term(), self.store.left().into_iter());
@@ -459,7 +464,7 @@ impl World {
         self.lead(number);
     }
 
-    /// Divides, if it is time, and has itself woken when it is next.
+    /// Runs the leader if it is due, and schedules its next run.
     fn lead(&mut self, number: usize) {
         let place = self.machines.len() + number;
         let now = self.local(place);
@@ -492,17 +497,17 @@ impl World {
         }
     }
 
-    /// Whether anybody leads.
+    /// True if some process is leader.
     pub fn is_led(&self) -> bool {
         self.leaders.iter().any(Option::is_some)
     }
 
-    /// The place of one that leads, if there is one.
+    /// The process that leads, if any.
     pub fn leader(&self) -> Option<usize> {
         self.leaders.iter().position(Option::is_some).map(|number| self.machines.len() + number)
     }
 
-    /// What a client does from now on.
+    /// Changes the load of a client.
     pub fn set_load(&mut self, host: usize, client: usize, load: Load) {
         let now = self.places[host].local(self.now);
         self.machines[host].clients[client].begin(load, now);

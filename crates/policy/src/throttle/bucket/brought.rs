@@ -1,34 +1,37 @@
-//! What one disk has of the buckets of its group, and what becomes of it in those of another.
+//! The bucket contents that a disk carries from one group to another.
 //!
 //! ```text
 //!   group's bucket, level and deferred: 900 ─┐
-//!                                            ├─ the least of both: 400 ──► the next group's bucket
-//!   what the disk brought here, and what ────┘                             is fuller by as much,
-//!   it has passed since: 400                                               up to its size
+//!                                            ├─ the minimum: 400 ──► added to the next group's
+//!   carried into the group plus work ────────┘                      bucket, up to its size
+//!   admitted since: 400
 //! ```
 //!
-//! A disk's own part of a bucket is not kept: that would cost every request. What is known is an
-//! upper bound of it. Whatever a bucket takes from another is taken so that both the level and the
-//! level with what is deferred are at least what they were in either. All that happens to a bucket
-//! (charges, leaks, other limits) keeps that order, so requests pass only where they would in a
-//! bucket that this disk alone had filled all the way. Hence the promise of `bucket.rs` holds for a
-//! disk that moves, as for one whose limits change.
+//! A disk's own part of a bucket is not tracked, because that would cost every request. An upper
+//! bound is known. Contents are combined so that both the level and level plus deferred work are at
+//! least what they were in either bucket. All later operations (charges, leaks, changes of limits)
+//! preserve that order, so requests are admitted only if a bucket filled by this disk alone would
+//! admit them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as for one whose
+//! limits change.
 
 use super::{Bucket, Buckets, Spare, UNIT};
 use crate::throttle::limits::LimitKind;
 use crate::throttle::stats::Counters;
 
 impl Bucket {
-    /// Leaves what a disk has of it: it came with `brought` and has passed so much since. Under a
-    /// limit that is not in force it has all that it came with, as it came.
+    /// Reduces the bucket of a group to the part of one disk, which carried in `brought` and had
+    /// `passed` admitted since. A limit that is not in force keeps all that was carried in,
+    /// unchanged.
     fn keep(&mut self, brought: Option<&Self>, passed: u128, in_force: bool) {
         let group = *self;
         let part = |(level, deferred): (u128, u128), size: u128, came_with: (u128, u128)| {
-            // By the request that ran it over. It may be more in a bucket that a watermark has
-            // narrowed, and then members of another group do not wait for it.
+            // Excess by the request that overran the bucket. After a watermark has scaled the
+            // bucket down it may be larger; members of the next group must not wait for that.
             let over = level.max(came_with.0).saturating_sub(size);
             let fullest = size + if group.rate > 0 { over.min(u128::from(group.rate) * UNIT) } else { over };
             let came_with = came_with.0.saturating_add(came_with.1);
+            // The minimum of two upper bounds: the whole bucket, and what this disk can have
+            // caused.
             let most = level.saturating_add(deferred).min(came_with.saturating_add(passed));
             let total = if in_force { most } else { most.max(came_with) };
             let level = total.min(fullest);
@@ -46,7 +49,7 @@ impl Bucket {
             part((group.burst_level, group.burst_deferred), self.burst_size, came_with);
     }
 
-    /// Adds what a disk brings, which is as this limit would have it.
+    /// Adds the contents that a disk carries, already converted to this limit.
     fn join(&mut self, brought: &Self) {
         let of = |bucket: &Self| (bucket.level, bucket.deferred);
         (self.level, self.deferred) = joined(self.size, of(self), of(brought));
@@ -56,7 +59,7 @@ impl Bucket {
         }
     }
 
-    /// Holds at least what a disk has brought, of which a part is here already.
+    /// Raises the contents to at least those that a disk carries, a part of which is here already.
     fn hold(&mut self, brought: &Self) {
         let most = |one: &mut u128, other| *one = (*one).max(other);
         let total = (self.level + self.deferred).max(brought.level + brought.deferred);
@@ -75,8 +78,8 @@ impl Bucket {
     }
 }
 
-/// Levels and what is deferred of two together, in a bucket of this size. As much as the bucket and
-/// what was deferred can hold: a disk that comes back has a part of it in the bucket already.
+/// Sum of two contents (level, deferred) in a bucket of this size. Capped at the size plus deferred
+/// work: a disk that returns has left a part in this bucket.
 fn joined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
     let [one_total, other_total] = [one, other].map(|(level, deferred)| level.saturating_add(deferred));
     let deferred = one.1.max(other.1);
@@ -87,8 +90,8 @@ fn joined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
 }
 
 impl Buckets {
-    /// Leaves what a disk has of these: see [`Bucket::keep`]. Nothing of read-ahead, of which
-    /// nobody knows whose it is.
+    /// Reduces the buckets to the part of one disk: see [`Bucket::keep`]. Spare levels are dropped,
+    /// because their share of each disk is unknown.
     pub(in crate::throttle) fn keep(
         &mut self,
         brought: Option<&Self>,
@@ -110,7 +113,8 @@ impl Buckets {
         self.spare = Spare::default();
     }
 
-    /// What so much counts as here at most, in billionths, however large each request was.
+    /// Upper bound of the units of this work for a limit, in billionths, whatever the request
+    /// sizes.
     fn most_units(&self, kind: LimitKind, passed: Counters) -> u128 {
         let bytes = u128::from(passed.bytes) * UNIT;
         if kind.counts_bytes() {
@@ -119,7 +123,7 @@ impl Buckets {
         u128::from(passed.requests) * UNIT + bytes.checked_div(u128::from(self.least_iops_size)).unwrap_or(0)
     }
 
-    /// Adds what a disk brings to the buckets of these kinds that are in force.
+    /// Adds the contents that a disk carries to the selected buckets that are in force.
     pub(in crate::throttle) fn join(&mut self, brought: &Self, of: impl Fn(LimitKind) -> bool) {
         for kind in LimitKind::ALL {
             let bucket = &mut self.buckets[kind.index()];
@@ -129,7 +133,7 @@ impl Buckets {
         }
     }
 
-    /// Sees to it that the buckets in force hold at least what a disk has brought.
+    /// Raises the buckets in force to at least the contents that a disk carries.
     pub(in crate::throttle) fn hold(&mut self, brought: &Self) {
         for (bucket, brought) in self.buckets.iter_mut().zip(&brought.buckets) {
             if bucket.rate > 0 {
@@ -138,7 +142,7 @@ impl Buckets {
         }
     }
 
-    /// Whether nothing has passed that has not run out.
+    /// True if all admitted work has leaked.
     pub(in crate::throttle) fn are_empty(&self) -> bool {
         self.buckets.iter().all(Bucket::is_empty)
     }

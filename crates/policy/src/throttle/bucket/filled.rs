@@ -1,40 +1,40 @@
-//! How full the buckets of a node are, as plain numbers: to go on from in another process, which
-//! has a clock of its own.
+//! Bucket contents of a node as plain numbers, for transfer to another process with its own clock.
 //!
-//! What leaks on the way is lost to whoever waits, so nobody gains by it. Of read-ahead nothing is
-//! told: it begins anew, and takes no more than guests leave.
+//! Leaks during the transfer are lost, so nothing is gained by it. Spare levels are not
+//! transferred: read-ahead starts anew, within the capacity that guests leave.
 
 use super::{Buckets, UNIT};
 use crate::throttle::limits::{LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE};
 use crate::time::Instant;
 
-/// No bucket holds more: the largest burst there is, and the largest request on top.
+/// Upper bound of any contents: the largest burst plus the largest request.
 const MOST: u128 = MAX_VALUE as u128 * (MAX_BURST_LENGTH_S as u128 + 1) * UNIT;
 
-/// The buckets of a node, and the limits that they are of.
+/// Bucket contents of a node, and the limits they belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Filled {
-    /// In force, or the last that were.
+    /// The limits in force, or last in force.
     pub limits: Limits,
-    /// By [`LimitKind::index`].
+    /// Contents by [`LimitKind::index`].
     pub levels: [Contents; 6],
 }
 
-/// What has passed and not run out of one bucket, in billionths of its unit.
+/// Admitted work of one bucket that has not leaked, in billionths of its unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// What is waited for.
+    /// Level that requests wait for.
     pub main: u128,
-    /// What is not: see `bucket.rs`.
+    /// Deferred work (see `bucket.rs`).
     pub deferred: u128,
-    /// The first, of the rate of the burst.
+    /// Level of the second bucket, for the burst rate.
     pub burst: u128,
-    /// The second of it.
+    /// Deferred work of the second bucket.
     pub burst_deferred: u128,
 }
 
 impl Buckets {
-    /// Of these limits, as full as they are told to be. The limits are valid.
+    /// Buckets with these limits, which must be valid, and contents. Contents are capped, because
+    /// another process sent them.
     pub(in crate::throttle) fn filled(filled: &Filled, now: Instant) -> Self {
         let mut buckets = Self::new(&filled.limits, now);
         for (bucket, level) in buckets.buckets.iter_mut().zip(filled.levels) {
@@ -46,7 +46,7 @@ impl Buckets {
         buckets
     }
 
-    /// How full they are, at their instant.
+    /// Contents at the instant of the buckets.
     pub(in crate::throttle) fn levels(&self) -> [Contents; 6] {
         LimitKind::ALL.map(|kind| {
             let bucket = &self.buckets[kind.index()];

@@ -1,18 +1,18 @@
-//! What read-ahead takes of the buckets: a second level in each, which guests never see.
+//! Read-ahead in the buckets: a second level in each, which guests never wait for.
 //!
 //! ```text
-//!     a read-ahead fits while both together are not more than full
+//!     read-ahead fits while both levels together do not exceed the size
 //!
 //!     ▕       ▏ ─┬─ size
-//!     ▕ spare ▏  │          leaks with what is left once the level below is empty
-//!     ▕▓level▓▏ ─┴───────►  leaks first, at `rate`: what guests were admitted
+//!     ▕ spare ▏  │          leaks with the remaining rate once the level below is empty
+//!     ▕▓level▓▏ ─┴───────►  leaks first, at `rate`: admitted requests of guests
 //! ```
 //!
-//! Both together are one ordinary leaky bucket, so read-ahead uses what guests leave. The lower
-//! part is the guests' bucket as it would be without any read-ahead: it is never changed here.
+//! Both together behave like one ordinary leaky bucket, so read-ahead uses what guests leave. The
+//! lower level equals that of a bucket without read-ahead and is never changed here.
 //!
-//! Never moves time on for guests: a read-ahead is recorded as of the guests' last request, with
-//! what will have leaked unused by the time it came.
+//! Never advances the guests' levels: read-ahead is recorded as of their last request, plus the
+//! capacity that will have leaked unused until the read-ahead arrived.
 
 use super::{Bucket, Buckets, UNIT};
 use crate::request::Direction;
@@ -25,16 +25,16 @@ const OF_WRITES_ALONE: [LimitKind; 2] = [LimitKind::BpsWrite, LimitKind::IopsWri
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spare {
-    /// Whether any level is above 0: all that guests pay for where nothing is read ahead.
+    /// True if any level is above 0. Without read-ahead, this check is its only cost for guests.
     pub(super) in_use: bool,
     levels: [Levels; 6],
 }
 
-/// What read-ahead took of one bucket, in billionths of a unit, as of the buckets' instant.
+/// Read-ahead in one bucket, in billionths of a unit, as of the buckets' instant.
 #[derive(Clone, Copy, Debug, Default)]
 struct Levels {
     main: u128,
-    /// 0 where the burst has no rate of its own to keep.
+    /// 0 unless the burst is longer than a second.
     burst: u128,
 }
 
@@ -43,14 +43,15 @@ impl Levels {
         self.main == 0 && self.burst == 0
     }
 
-    /// Leaks what guests leave of `elapsed_ns` worth; before the bucket itself leaks.
+    /// Leaks the part of `elapsed_ns` that guests leave. Must precede the leak of the bucket
+    /// itself.
     fn leak(&mut self, bucket: &Bucket, elapsed_ns: u64) {
         let left = |rate: u64, level: u128| worth(rate, elapsed_ns).saturating_sub(level);
         self.main = self.main.saturating_sub(left(bucket.rate, bucket.level));
         self.burst = self.burst.saturating_sub(left(bucket.burst_rate, bucket.burst_level));
     }
 
-    /// Whether the bucket, this included, is not more than full in `elapsed_ns`.
+    /// True if the bucket, including this level, does not exceed its size after `elapsed_ns`.
     fn fit(self, bucket: &Bucket, elapsed_ns: u64) -> bool {
         let level = |spare: u128, level: u128, rate: u64| {
             level.saturating_add(spare).saturating_sub(worth(rate, elapsed_ns))
@@ -60,10 +61,11 @@ impl Levels {
                 || level(self.burst, bucket.burst_level, bucket.burst_rate) <= bucket.burst_size)
     }
 
-    /// Adds what is read ahead `elapsed_ns` from the buckets' instant.
+    /// Adds read-ahead that arrives `elapsed_ns` after the buckets' instant.
     fn add(&mut self, bucket: &Bucket, billionths: u128, elapsed_ns: u64) {
         let add = |spare: u128, level: u128, rate: u64| {
-            // What leaks out of an empty bucket until then must not count against what comes then.
+            // Until then an empty bucket leaks nothing, so that capacity must not be available
+            // later.
             let for_nothing = worth(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
             spare.saturating_add(for_nothing).saturating_add(billionths)
         };
@@ -79,13 +81,13 @@ impl Levels {
     }
 }
 
-/// What leaks in so long, in billionths of a unit. At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
+/// Leak in `elapsed_ns`, in billionths of a unit. At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
 const fn worth(rate: u64, elapsed_ns: u64) -> u128 {
     rate as u128 * elapsed_ns as u128
 }
 
 impl Buckets {
-    /// Before the guests' levels leak, and only where there are spare ones.
+    /// Must precede the leak of the guests' levels. Called only if there are spare levels.
     pub(super) fn leak_spare(&mut self, elapsed_ns: u64) {
         let Self { buckets, spare, .. } = self;
         spare.in_use = false;
@@ -97,7 +99,7 @@ impl Buckets {
         }
     }
 
-    /// Forgets what was read ahead under limits that are no more: nothing would run out of them.
+    /// Drops the read-ahead of limits that were removed, which would never leak.
     pub(super) fn forget_spare_of_no_limit(&mut self) {
         let Self { buckets, spare, .. } = self;
         for (levels, bucket) in spare.levels.iter_mut().zip(buckets) {
@@ -106,8 +108,8 @@ impl Buckets {
         }
     }
 
-    /// Whether a read-ahead may be charged: no bucket of reads is more than full with what was read
-    /// ahead on top.
+    /// True if read-ahead may be charged: no bucket that applies to reads exceeds its size, spare
+    /// level included.
     pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         self.applying(Direction::Read)
@@ -124,7 +126,7 @@ impl Buckets {
         }
     }
 
-    /// Takes off what guests have been charged for instead.
+    /// Refunds read-ahead that guests have been charged for.
     pub(in crate::throttle) fn give_back(&mut self, given_back: GivenBack) {
         if !self.spare.in_use {
             return;
@@ -140,7 +142,7 @@ impl Buckets {
         }
     }
 
-    /// Whether writes wait for a limit that reads have no part in.
+    /// True if writes wait for a limit that does not apply to reads.
     pub(in crate::throttle) fn hold_back_writes_alone(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         OF_WRITES_ALONE.iter().any(|kind| self.buckets[kind.index()].wait_ns() > elapsed_ns)

@@ -1,4 +1,4 @@
-//! The spare level against its definition: two levels that leak one after the other.
+//! The spare level against its definition: two levels that leak one by one, the guests' first.
 
 use super::super::super::limits::{Limit, Limits};
 use super::super::super::price::WHOLE;
@@ -15,7 +15,7 @@ fn buckets(limit: Limit, kind: LimitKind, iops_size: u64) -> Buckets {
     Buckets::new(&limits, FIRST)
 }
 
-/// How many read-aheads of this length are charged at an instant until no more may be.
+/// Number of read-aheads of this length that fit at an instant.
 fn fill(buckets: &mut Buckets, length: u64, now: Instant) -> usize {
     let may = |buckets: &mut Buckets| {
         let may = buckets.has_spare(now);
@@ -34,7 +34,7 @@ fn ms(ms: u64) -> Instant {
 #[test]
 fn an_operation_above_iops_size_counts_in_proportion() {
     let limit = Limit { rate: 100, ..Limit::NONE };
-    // Ten fill the bucket, and one more makes it run over.
+    // Ten fill the bucket, and one more overruns it.
     assert_eq!(fill(&mut buckets(limit, LimitKind::IopsRead, 4096), 4096, FIRST), 11);
     assert_eq!(fill(&mut buckets(limit, LimitKind::IopsRead, 4096), 8192, FIRST), 6);
     assert_eq!(fill(&mut buckets(limit, LimitKind::IopsRead, 0), 8192, FIRST), 11);
@@ -44,7 +44,7 @@ fn an_operation_above_iops_size_counts_in_proportion() {
 
 #[test]
 fn both_levels_of_a_burst_have_to_have_room() {
-    // 1000 at 100/s, of which 50 at a time at 500/s.
+    // A burst of 1000 at 500/s over a rate of 100/s; the second bucket holds 50.
     let limit = Limit { rate: 100, burst_rate: 500, burst_length_s: 2 };
     let mut buckets = buckets(limit, LimitKind::IopsTotal, 0);
     assert_eq!(fill(&mut buckets, 1, FIRST), 51);
@@ -52,7 +52,7 @@ fn both_levels_of_a_burst_have_to_have_room() {
     for tenth in 2..=100 {
         fill(&mut buckets, 1, ms(tenth * 100));
     }
-    // Ten seconds at a hundred, and the bucket.
+    // Ten seconds at 100/s, plus the bucket.
     assert_eq!(buckets.spare.levels[LimitKind::IopsTotal.index()].main / UNIT - 10 * 100, 1001);
     assert_eq!(fill(&mut buckets, 1, ms(10_100)), 10);
 }
@@ -72,7 +72,7 @@ fn what_is_charged_long_after_the_last_request_is_charged_in_full() {
     assert!(!buckets.spare.in_use);
 }
 
-/// In billionths, as of the last event, whosever it was.
+/// In billionths, as of the last event of either level.
 #[derive(Default)]
 struct Model {
     now: Instant,

@@ -1,4 +1,4 @@
-//! The bucket against QEMU's own tests, and the definition in plain floating point.
+//! The bucket against QEMU's own tests, and against the definition in floating point.
 
 use super::*;
 use crate::time::Duration;
@@ -62,7 +62,7 @@ fn waits_only_once_more_than_full() {
         // Without a burst rate the bucket holds a tenth of a second.
         ((10, 0, 1), 1.0, 0.0),
         ((10, 0, 1), 2.0, 0.1),
-        // The slower of two decides: the burst has 381 too much at 200/s, the bucket 1 at 100/s.
+        // The slower one decides: the burst exceeds by 381 at 200/s, the bucket by 1 at 100/s.
         ((100, 200, 2), 401.0, 381.0 / 200.0),
     ];
     for ((rate, burst_rate, length), level, wait) in rows {
@@ -87,7 +87,7 @@ fn a_burst_lasts_until_the_whole_bucket_is_full() {
     }
 }
 
-/// All six limits at once, which no user may ask for, to see what each is charged.
+/// Charges all six limits at once, a combination that the rules reject, to observe each charge.
 fn charge(buckets: &mut Buckets, direction: Direction, cost: &Cost) {
     buckets.charge_part(direction, cost, &(0..WHOLE));
 }
@@ -152,7 +152,7 @@ fn an_earlier_instant_leaks_nothing_and_gives_nothing_back() {
     assert_eq!(wait(&buckets, Direction::Read), Duration::ZERO);
 }
 
-/// DESIGN §6 word for word, in units and seconds.
+/// The definition of the bucket (QEMU's docs/throttle.txt), in units and seconds.
 struct Model {
     rate: f64,
     burst_rate: f64,

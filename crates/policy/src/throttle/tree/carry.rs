@@ -1,4 +1,4 @@
-//! What has passed a node, for a tree in another process that goes on in its place.
+//! Transfer of a node's contents and counters to a tree in another process.
 
 use super::super::bucket::{Buckets, Filled};
 use super::super::limits::Invalid;
@@ -9,24 +9,24 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 
 impl<T> Tree<T> {
-    /// How full the buckets of a node are; `None` where it never had a limit.
+    /// Bucket contents of a node; `None` if it never had a limit.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn filled(&self, node: NodeId, now: Instant) -> Option<Filled> {
         let mut limited = *self.nodes[self.slot(node)].charged()?;
         limited.buckets.leak_to(self.now.max(now));
         Some(Filled { limits: limited.limits, levels: limited.buckets.levels() })
     }
 
-    /// Has the limits of a node take over what has passed elsewhere, as [`Tree::configure`] has
-    /// them take over what passed under others: poll afterwards.
+    /// Takes over contents of a node in another process, as [`Tree::configure`] takes over those of
+    /// previous limits: poll afterwards.
     ///
     /// # Errors
-    /// [`Invalid`] limits; then nothing has changed.
+    /// [`Invalid`] limits change nothing.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn fill(&mut self, node: NodeId, filled: &Filled, now: Instant) -> Result<(), Invalid> {
         filled.limits.validate()?;
         let slot = self.slot(node);
@@ -37,18 +37,18 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// What a node has counted so far.
+    /// Cumulative counters of a node.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn counted(&self, node: NodeId, now: Instant) -> Counted {
         self.nodes[self.slot(node)].counted(self.now.max(now))
     }
 
-    /// Counts on from what was counted elsewhere. Decides nothing.
+    /// Adds the counters of a node in another process. Does not affect decisions.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn count_on(&mut self, node: NodeId, counted: &Counted) {
         let (slot, now) = (self.slot(node), self.now);
         self.nodes[slot].count_on(counted, now);

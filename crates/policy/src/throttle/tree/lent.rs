@@ -1,15 +1,16 @@
-//! A node whose limits are a part of limits over many hosts: lent until an instant.
+//! Nodes with a quota lease: their limits are a part of limits over many hosts, valid until an
+//! instant.
 //!
 //! ```text
-//!   lent 6000 ───────────────┐ until
-//!                            └────── safe share, 66, from that instant on
-//!   promises below are judged by the whole limit, and what other hosts have left of it
+//!   lease: 6000 ─────────────┐ until
+//!                            └────── fallback share: 66, from that instant on
+//!   reservations below are checked against the whole limit, less those of other hosts
 //! ```
 //!
-//! The tree itself looks at the clock before it lets anything pass: so a process that was asleep
-//! while its lease ran out uses nothing of it, whoever asks first. That is one comparison.
+//! The tree checks the clock before it admits anything, so a process that was suspended while its
+//! lease expired uses nothing of it, whichever call comes first. That is one comparison.
 //!
-//! Never extends a lease: [`Tree::lend`] is the caller's, by the rules of
+//! Never extends a lease: the caller does ([`Tree::lend`]), by the rules of
 //! [`cluster`](crate::cluster).
 
 use super::super::booking::{Bound, Overbooked, Supply, Unit};
@@ -20,37 +21,36 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// What a node has of limits that are divided over hosts, besides the part in force.
+/// Quota lease of a node, in addition to the limits in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lent {
-    /// From here on `safe` holds; never, with [`Instant::MAX`].
+    /// End of the lease, from which `safe` is in force; [`Instant::MAX`] for never.
     pub until: Instant,
-    /// What holds without a lease. Valid, as `whole` is.
+    /// Limits without a lease. Must be valid, as must `whole`.
     pub safe: Limits,
-    /// Of all hosts together.
+    /// Limits of all hosts together.
     pub whole: Limits,
-    /// What may be promised here, in operations and bytes per second, besides what `whole` allows,
-    /// and what sets that bound; `None` is not bounded.
+    /// Bounds for reservations here, besides `whole`, with their source: operations and bytes per
+    /// second; `None` is no bound.
     pub left: [Option<(u64, Bound)>; 2],
 }
 
-/// What the members of a group want, for whoever divides limits over hosts.
+/// Demand of the members of a group, for the division of limits over hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
-    /// Of the members that wait, or asked since the last look, together.
+    /// Sum of the weights of members that wait or have sent requests since the last call.
     pub weight: u64,
-    /// Promised to those, in operations and bytes per second.
+    /// Sum of those members' reservations, in operations and bytes per second.
     pub reserved: [u64; 2],
-    /// How long the request has waited that waits longest, in nanoseconds.
+    /// Age of the oldest waiting request, in nanoseconds.
     pub waiting_ns: u64,
 }
 
 impl<T> Tree<T> {
-    /// Says until when the limits of a node hold, and what holds then. Promises that are there
-    /// stay, also where they are too many.
+    /// Sets the lease of a node. Existing reservations stay, even if they exceed its bounds.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn lend(&mut self, node: NodeId, lent: Lent) {
         let slot = self.slot(node);
         self.take_back(slot);
@@ -58,27 +58,27 @@ impl<T> Tree<T> {
         self.lease_ends = self.lent.iter().map(|(_, lent)| lent.until).min().unwrap_or(Instant::MAX);
     }
 
-    /// What was said of it, if it was.
+    /// The lease of a node, if it has one.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn lent(&self, node: NodeId) -> Option<Lent> {
         self.lent_at(self.slot(node))
     }
 
-    /// What is promised at and below a node, in operations and bytes per second.
+    /// Sum of the reservations at and below a node, in operations and bytes per second.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn promised(&self, node: NodeId) -> [u64; 2] {
         let node = &self.nodes[self.slot(node)];
         demand(node.share, node.promised)
     }
 
-    /// What the members of a group want that wait, or asked since this was called last.
+    /// Demand of the members that wait or have sent requests since the last call.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn wanted(&mut self, group: NodeId, now: Instant) -> Wanted {
         let slot = self.slot(group);
         let mut wanted = Wanted::default();
@@ -116,6 +116,8 @@ impl<T> Tree<T> {
     pub(super) fn check_supply(&self, slot: usize, promised: [u64; 2]) -> Result<(), Overbooked> {
         let node = &self.nodes[slot];
         let lent = self.lent_at(slot);
+        // Not the limits in force: those are a host's momentary part, which demand changes all the
+        // time.
         let limits = lent.map_or_else(|| node.limits(), |lent| lent.whole);
         let whole = |overbooked: Overbooked| match (overbooked.bound, lent) {
             (Bound::Limit, Some(_)) => Overbooked { bound: Bound::Whole, ..overbooked },
@@ -139,6 +141,8 @@ impl<T> Tree<T> {
 
     #[cold]
     fn run_out(&mut self, now: Instant) {
+        // In order of expiry, because time advances to each end: otherwise an earlier one would
+        // leak at its leased rate for too long.
         while let Some((at, _)) = self
             .lent
             .iter()
@@ -151,7 +155,7 @@ impl<T> Tree<T> {
             let (slot, safe) = (*slot, lent.safe);
             let until = core::mem::replace(&mut lent.until, Instant::MAX);
             self.now = self.now.max(until);
-            // What is given up here nobody may have: the leader has counted it as lost.
+            // Not reported: the leader has treated this capacity as void since the expiry.
             let _lost = self.put_part(slot, safe, [0; 6]);
         }
         self.lease_ends = self.lent.iter().map(|(_, lent)| lent.until).min().unwrap_or(Instant::MAX);
@@ -171,7 +175,7 @@ impl<T> Tree<T> {
         schedule.into_iter().flat_map(|schedule| schedule.slots()).collect()
     }
 
-    /// Since when the request waits at or below a node that waits longest.
+    /// Time at which the oldest waiting request at or below a node was queued.
     fn oldest(&self, slot: usize) -> Option<Instant> {
         debug_assert!(slot != ROOT, "of a group");
         let fronts = Direction::ALL.map(|direction| self.nodes[slot].queue(direction).front());
@@ -199,7 +203,7 @@ mod tests {
         Instant::ZERO + Duration::from_millis(ms)
     }
 
-    /// A group with 1000 of 10,000 until the instant of 1 s, 100 of them its safe share.
+    /// A group with 1000 of 10,000 IOPS until 1 s; its fallback share is 100.
     fn lent(left: [Option<(u64, Bound)>; 2]) -> (Tree<u32>, NodeId) {
         let mut tree = Tree::new(at(0));
         let group = tree.add(None, Limits::default(), Share::default()).unwrap();
@@ -214,12 +218,12 @@ mod tests {
         let disk = tree.add(Some(group), Limits::default(), Share::default()).unwrap();
         assert_eq!(tree.limits(group), iops(1000));
         let mut passed = 0;
-        // Asleep from here on until long after.
+        // The process is suspended from here until the lease has ended.
         while tree.pass(disk, Direction::Read, &Cost::one(4096), at(999)) {
             passed += 1;
         }
         assert_eq!(passed, 101, "a tenth of a second, and the one that makes it run over");
-        // What the last millisecond has leaked; and no room of the safe share's own.
+        // Capacity leaked in the last millisecond; the fallback share adds none.
         assert!(tree.pass(disk, Direction::Read, &Cost::one(4096), at(1000)));
         assert!(!tree.pass(disk, Direction::Read, &Cost::one(4096), at(1000)));
         assert_eq!(tree.limits(group), iops(100));

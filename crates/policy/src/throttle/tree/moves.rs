@@ -1,22 +1,22 @@
-//! Disks that move to another group, in this tree or another: what they take along.
+//! Disks that move to another group, in this tree or another: the contents that they carry along.
 //!
 //! ```text
-//!            host ──────── host          stays above: nothing is charged again
+//!            host ──────── host          remains above: not charged again
 //!              │             │
-//!   level 2   gold  ──────► blue         each level of its own to the one as far above the disk
+//!   level 2   gold  ──────► blue         each level is carried to the same level above the disk
 //!              │             │
 //!   level 1   left  ──────► right
 //!              │             │
 //!             disk ───────► disk         its own limits: all of it
 //! ```
 //!
-//! What a disk takes along of a group's buckets is at most what it has passed itself
-//! (`bucket/brought.rs`). The group that it leaves gets nothing back, the group where it arrives is
-//! never more than full with it, and keeps its rate.
+//! A disk carries at most the contents of a group's buckets that its own requests can have caused
+//! (`bucket/brought.rs`). The group that it leaves is not refunded. The group that it joins is at
+//! most full afterwards, and keeps its rate.
 //!
-//! A disk keeps what it brought, so that it takes it along once more, and for limits that do not
-//! hold where it is. That leaks as it would in a bucket of the group's that it alone had filled:
-//! whatever changes the group's limits changes it as well. Costs nothing while nothing moves.
+//! A disk stores the contents it carried, to carry them along once more, and for limits that are
+//! not in force where it is. That leaks like a bucket of the group that this disk alone had filled:
+//! changes of the group's limits apply to it. Costs nothing while no disk moves.
 
 use super::super::enforcement::Enforcement;
 use super::super::limits::{LimitKind, Limits};
@@ -27,14 +27,14 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 impl<T> Tree<T> {
-    /// What was charged to a disk's limits and, as far as it can have been this disk, to those of
-    /// the groups above: for [`Tree::take_over`], before it is removed.
+    /// Contents of a disk's limits and, as far as the disk can have caused them, of the groups
+    /// above: for [`Tree::take_over`], before the disk is removed.
     ///
-    /// Groups that are also above `beside`, where it is to go on if that is in this tree, have been
-    /// charged already, and are left out.
+    /// If the disk continues in this tree as `beside`, groups that are above both have been charged
+    /// already and are left out.
     ///
     /// # Panics
-    /// If either was removed.
+    /// Panics if either was removed.
     pub fn charged(&self, disk: NodeId, beside: Option<NodeId>, now: Instant) -> Charged {
         let now = self.now.max(now);
         let disk = &self.nodes[self.slot(disk)];
@@ -51,11 +51,11 @@ impl<T> Tree<T> {
         Charged { own: disk.charged(), apart, common }
     }
 
-    /// Has a disk's limits, and those of the groups above, take over what was charged elsewhere, as
+    /// Takes over contents from elsewhere into a disk's limits and those of the groups above, as
     /// [`Tree::configure`] does: poll afterwards.
     ///
     /// # Panics
-    /// If the node was removed.
+    /// Panics if the node was removed.
     pub fn take_over(&mut self, disk: NodeId, charged: Charged, now: Instant) {
         let slot = self.slot(disk);
         self.pass_time(now);
@@ -77,6 +77,7 @@ impl<T> Tree<T> {
         let beyond = brought.split_off(groups.len());
         brought.append(&mut common);
         brought.extend(beyond);
+        // Most disks carry nothing; an empty vector lets them skip all searches.
         while brought.pop_if(|last| last.is_none()).is_some() {}
         self.has_moved |= !brought.is_empty();
         self.nodes[slot].brought = brought;
@@ -86,15 +87,15 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Has what disks brought to a group follow its limits, which were others before.
+    /// Applies changed limits of a group to the contents that disks have carried into it.
     pub(super) fn follow_limits(&mut self, group: usize, before: &Limits) {
         let now = self.now;
         self.each_brought(group, |group, brought| group.follow(brought, before, now));
     }
 
-    /// The same where its limits are enforced otherwise. What was brought while they were lifted is
-    /// held against the burst of limits that were in force where it passed, and the group's bucket
-    /// is at least as full.
+    /// Applies changed enforcement of a group to the contents that disks have carried into it.
+    /// Contents carried in while limits were lifted count against the burst of the limits where
+    /// they were admitted, and fill the group's bucket to at least that level.
     pub(super) fn follow_enforcement(&mut self, group: usize, before: Enforcement) {
         let now = self.now;
         self.each_brought(group, |group, brought| {
@@ -130,7 +131,8 @@ impl<T> Tree<T> {
 }
 
 impl<T> Node<T> {
-    /// What a disk below has of this group's limits, or of the last there were, `level` up from it.
+    /// Contents of this group's limits, or of its last ones, that a disk `level` levels below can
+    /// have caused.
     fn part_of(&self, disk: &Self, level: usize, now: Instant) -> Option<Box<Limited>> {
         let mut brought = disk.brought.get(level).cloned().flatten();
         if let Some(brought) = &mut brought {
@@ -145,13 +147,13 @@ impl<T> Node<T> {
         (!part.buckets.are_empty()).then_some(part)
     }
 
-    /// Takes what a disk brings.
+    /// Adds the contents that a disk carries.
     fn join(&mut self, brought: &mut Limited, now: Instant) {
         self.follow(brought, &Limits::default(), now);
     }
 
-    /// Has what a disk brought follow the limits here, and takes it where there was no limit
-    /// before.
+    /// Converts the contents that a disk carried to the limits of this group, and adds those of
+    /// kinds that were unlimited before.
     fn follow(&mut self, brought: &mut Limited, before: &Limits, now: Instant) {
         let Some(limited) = &mut self.limited else { return };
         brought.set(&limited.limits, self.enforcement, now);

@@ -1,6 +1,6 @@
-//! The part of the tree that runs for every request. Four steps: *wake* what has waited long enough
-//! for its own limits; *pick* a way down from the root, turn by turn; *charge* every level on it;
-//! *settle* these levels again, bottom up.
+//! The part of the tree that runs for every request, in four steps: *wake* nodes whose limits admit
+//! again; *pick* a path from the root by the schedules; *charge* every level of it; *settle* these
+//! levels again, bottom up.
 
 use super::super::cost::{BILLION, Cost};
 use super::super::node::Waiter;
@@ -11,26 +11,26 @@ use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
 
-/// Where nothing above is limited, so many bytes count like an operation.
+/// Bytes that count as an operation if no limit applies above.
 const BYTES_PER_OPERATION: u64 = 4096;
-/// And an operation like so much time.
+/// Cost of such an operation.
 const UNLIMITED_OPERATION_NS: u64 = 10_000;
 
-/// A large request gets at most this part of what a burst has left at a time, so the turns that it
-/// takes grow with the logarithm of the burst, and no turn takes all of it.
+/// A large request gets at most this fraction (1 / n) of the remaining burst at a time, so the
+/// number of its slices is logarithmic in the burst, and no slice uses all of it.
 const BURST_PART: u32 = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Step {
     slot: usize,
     phase: Phase,
-    /// The request's price, at the scarcest limit down to this level.
+    /// Cost of the request at the scarcest limit down to this level.
     price_ns: u64,
-    /// Operations, in billionths, by whichever level down to this one counts most.
+    /// Operations, in billionths, by the level down to this one that counts most.
     operations: u64,
 }
 
-/// From the root down to a disk, both included. Kept by the tree, so that nobody copies it.
+/// Path from the root to a disk, both included. A field of the tree, so that it is not copied.
 #[derive(Debug)]
 pub(super) struct Path {
     steps: [Step; MAX_LEVELS + 1],
@@ -50,19 +50,19 @@ impl Path {
     }
 }
 
-/// What a request may be charged at once, in parts of [`WHOLE`].
+/// Parts of a request that may be charged now, in units of [`WHOLE`].
 struct Terms {
     slice: u32,
-    /// What has room in every bucket on the way.
+    /// Part that fits into every bucket on the path.
     room: u32,
 }
 
 impl<T> Tree<T> {
-    /// Whether a request of a disk may pass at once; it is charged if so. If not, [`Tree::request`]
-    /// queues it. For callers to whom a token is not free.
+    /// Admits and charges a request of a disk if that is possible at once; returns true if it did.
+    /// Otherwise call [`Tree::request`]. For callers that avoid creating a token.
     ///
     /// # Panics
-    /// If the node has children: it is a group.
+    /// Panics if the node has children, because then it is a group.
     pub fn pass(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) -> bool {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
@@ -72,7 +72,8 @@ impl<T> Tree<T> {
         }
         self.follow_up(slot);
         let terms = self.price(direction, cost);
-        // What the last slice lacks is paid for by whoever comes next, as with every request.
+        // The last slice may overrun the buckets, as any request may; the next request waits for
+        // it.
         if terms.slice < WHOLE && terms.room.saturating_add(terms.slice) < WHOLE {
             return false;
         }
@@ -81,11 +82,11 @@ impl<T> Tree<T> {
         true
     }
 
-    /// Charges a request of a disk that can wait no longer, whatever it finds. What comes after it
-    /// pays for it: buckets that it makes run over hold that up until they have leaked.
+    /// Charges a request of a disk that cannot wait, whatever the levels. Later requests wait until
+    /// buckets that it overruns have leaked.
     ///
     /// # Panics
-    /// If the node has children: it is a group.
+    /// Panics if the node has children, because then it is a group.
     pub fn charge_anyway(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
@@ -104,7 +105,7 @@ impl<T> Tree<T> {
         slot
     }
 
-    /// The next thing to do; never [`Decision::Idle`] with anything waiting.
+    /// The next decision. Never [`Decision::Idle`] while requests wait.
     pub fn poll(&mut self, now: Instant) -> Decision<T> {
         self.advance(now);
         while let Some(direction) = self.pick() {
@@ -118,19 +119,20 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Serves the first request of the disk that was picked, or the next part of a large one.
+    /// Serves the first request of the picked disk, or the next slice of a large one.
     fn serve(&mut self, direction: Direction) -> Option<T> {
         let slot = self.path.steps[self.path.length - 1].slot;
         for step in &self.path.steps[..self.path.length] {
             self.nodes[step.slot].first = opposite(direction);
         }
-        // Out of the queue while the tree is at work, since the price is asked of every level.
+        // Removed from the queue, because computing its price borrows every level.
         let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
         let terms = self.price(direction, &waiter.cost);
         let from = waiter.paid;
         let part = terms.slice.max(terms.room / BURST_PART);
         let to = if terms.slice == WHOLE { WHOLE } else { from.saturating_add(part).min(WHOLE) };
         if to < WHOLE {
+            // Back to the front of the queue: the remaining slices keep the order of arrival.
             waiter.paid = to;
             let cost = waiter.cost.clone();
             self.nodes[slot].queue_mut(direction).push_front(waiter);
@@ -145,14 +147,14 @@ impl<T> Tree<T> {
         Some(waiter.token)
     }
 
-    /// Which limit on the path held a request: its disk's own or its group's, if that was blocked
-    /// for half of the wait; else that which let go last.
+    /// Finds the throttle cause of a request: the limit of its disk or group, if that throttled for
+    /// half of the wait; otherwise the limit on the path that released it last.
     ///
-    /// Who waits at a group waits for the limits above it only after that, and where these are
-    /// always asked for more, for a moment each time: nobody is helped by more of that. The limit
-    /// that was blocked for the longest time is no answer either: a full group above is blocked
-    /// always, for other members. 16 bytes per waiting request record how long disk and group had
-    /// been blocked.
+    /// A request throttled by a group waits for the limits above only afterwards, and if those are
+    /// always busy, briefly each time: raising them would not help. The limit that throttled for
+    /// the longest time is no answer either: a busy group above throttles permanently, for other
+    /// members. For that, each waiting request stores the throttled times of disk and group (16
+    /// bytes).
     fn hold(&self, direction: Direction, waiter: &Waiter<T>) -> Option<Held> {
         let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
         let freed = steps.filter_map(|(level, step)| {
@@ -163,15 +165,15 @@ impl<T> Tree<T> {
             let is_most = limited_ns > 0 && limited_ns >= self.now.nanos_since(waiter.since) / 2;
             (until >= waiter.since).then_some((is_most, until, Held { level, kind }))
         });
-        // Of those that let go together the disk's own.
+        // Of several that released it together, the disk's own.
         let later = |one: (bool, Instant, Held), other: (bool, Instant, Held)| {
             if !one.0 && (other.0 || other.1 > one.1) { other } else { one }
         };
         freed.reduce(later).map(|(_, _, held)| held)
     }
 
-    /// What held the request that [`Tree::poll`] has admitted last; `None` where that was the turns
-    /// of others alone.
+    /// Throttle cause of the request that [`Tree::poll`] admitted last; `None` if it only waited
+    /// for the scheduler.
     pub fn held(&self) -> Option<Held> {
         self.held
     }
@@ -185,7 +187,7 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Whether all buckets from a disk up have room, and nobody who could pass is overtaken.
+    /// True if all buckets from a disk up have capacity and no ready request is overtaken.
     fn is_clear(&mut self, slot: usize, direction: Direction) -> bool {
         let (now, other, mut at) = (self.now, opposite(direction), slot);
         loop {
@@ -194,6 +196,8 @@ impl<T> Tree<T> {
             let overtakes = node.schedule.as_ref().is_some_and(|schedule| schedule.has_work(direction));
             let other_waits = shared && node.has_work(other);
             if let Some(buckets) = node.enforced(now) {
+                // A waiting request of the opposite direction that could pass as well has
+                // precedence: it came first, and its turn is decided by `poll`.
                 let other_is_due = || other_waits && buckets.binding(other).is_none();
                 if buckets.binding(direction).is_some() || overtakes || other_is_due() {
                     return false;
@@ -219,14 +223,14 @@ impl<T> Tree<T> {
         self.path.steps[..self.path.length].reverse();
     }
 
-    /// Follows the turns from the root to the disk that is next, and says in which direction.
+    /// Follows the schedules from the root to the next disk, and returns the direction to serve.
     fn pick(&mut self) -> Option<Direction> {
         let Self { nodes, path, now, .. } = self;
         path.length = 0;
         let mut slot = ROOT;
-        // By direction: whether a request of it may be chosen. Narrows on the way down.
+        // Directions in which a request may be chosen. Narrows on the way down.
         let mut open = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
-        // Where no limit applies, any child that is ready may be chosen.
+        // While no limit applies, any ready child may be chosen.
         let mut limited = false;
         loop {
             path.push(slot);
@@ -243,6 +247,8 @@ impl<T> Tree<T> {
             };
             let other = opposite(wanted);
             let (mut chosen, rival) = (next(wanted)?, next(other));
+            // Under a shared limit the directions compete by tag; otherwise they alternate
+            // (`node.first`).
             if let Some(rival) = rival
                 && node.shared
                 && rival.precedes(&chosen)
@@ -252,9 +258,9 @@ impl<T> Tree<T> {
             }
             let child = chosen.child;
             path.steps[path.length - 1].phase = chosen.phase;
-            // The child may prefer the other direction only where it is that direction's turn too.
-            // A standing for both directions is a turn for either, or a child whose turns always
-            // fall to one direction would never be served in the other.
+            // The child may prefer the opposite direction only if it is scheduled in that one as
+            // well. With common tags it is scheduled in either; otherwise a child that is always
+            // scheduled in one direction would never be served in the other.
             let other = opposite(wanted);
             let is_its_turn = |rival: Candidate| {
                 rival.child == child || (node.shared || !limited) && schedule.offers(child, other)
@@ -264,7 +270,7 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Works out what a request costs at every level, and how much of it may be paid now.
+    /// Computes the cost of a request at every level, and the part that may be charged now.
     fn price(&mut self, direction: Direction, cost: &Cost) -> Terms {
         let now = self.now;
         let mut price_ns = 0;
@@ -274,7 +280,7 @@ impl<T> Tree<T> {
                 price_ns = price_ns.max(limited.buckets.price_ns(direction, cost));
                 operations = operations.max(limited.buckets.operations(cost));
             }
-            // What is unlimited so far is not contended, and this only keeps some order.
+            // Without a limit there is no contention; this only keeps some order.
             let unlimited_ns = || {
                 let by_bytes = cost.bytes() / BYTES_PER_OPERATION;
                 cost.requests().max(by_bytes).saturating_mul(UNLIMITED_OPERATION_NS)
@@ -286,7 +292,7 @@ impl<T> Tree<T> {
         if price_ns <= SLICE_NS {
             return terms;
         }
-        // Rare from here on: what is large is asked about again, at the levels that hold it up.
+        // Rare from here on: a large request is priced again, by the levels that are enforced.
         let (mut enforced_ns, mut operation_ns) = (0, 0);
         for step in &self.path.steps[..self.path.length] {
             if let Some(buckets) = self.nodes[step.slot].enforced(now) {
@@ -308,6 +314,8 @@ impl<T> Tree<T> {
                 buckets.charge_part(direction, cost, part);
             }
             if level + 1 == self.path.length {
+                // The reservation is monitored with the node's own share, but scheduled with the
+                // entitlement, which includes reservations of its members.
                 break;
             }
             let child = &mut self.nodes[self.path.steps[level + 1].slot];
@@ -331,7 +339,7 @@ impl<T> Tree<T> {
         for level in (1..self.path.length).rev() {
             let slot = self.path.steps[level].slot;
             self.settle(slot, direction, true);
-            // Nothing to do, and nothing done before, for nearly all.
+            // Nearly always false.
             if self.nodes[slot].waiting[other.index()] > 0 {
                 let lane = lane_of(&self.nodes[self.nodes[slot].parent], direction);
                 self.settle(slot, other, lane.covers(other));
@@ -345,8 +353,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Brings a node's standing in one direction in line with its work and buckets. Says whether
-    /// its parent may have to be settled too.
+    /// Updates a node's place in its parent's schedule and in the heap of wake-ups to its requests
+    /// and buckets. Returns true if the parent may have to be settled too.
     fn settle(&mut self, slot: usize, direction: Direction, charged: bool) -> bool {
         let now = self.now;
         let node = &mut self.nodes[slot];
@@ -364,6 +372,8 @@ impl<T> Tree<T> {
                 None => self.wakes.remove(wake_item(slot, direction)),
             }
         }
+        // A node is offered to its parent only if its own limits admit, so `pick` never descends
+        // into a throttled subtree.
         let ready = has_work && binding.is_none();
         let (parent, number) = (self.nodes[slot].parent, self.nodes[slot].number);
         let parent = &mut self.nodes[parent];
@@ -378,7 +388,7 @@ impl<T> Tree<T> {
         ready != was_ready
     }
 
-    /// Settles a node and those above that it concerns.
+    /// Settles a node and those ancestors that are affected.
     pub(super) fn settle_up(&mut self, slot: usize, direction: Direction) {
         let mut at = slot;
         while at != ROOT && self.settle(at, direction, false) {
@@ -394,7 +404,7 @@ impl<T> Tree<T> {
 }
 
 fn of_part(ns: u64, part: &Range<u32>) -> u64 {
-    // No more than `ns`.
+    // At most `ns`.
     part_of(u128::from(ns), part) as u64
 }
 

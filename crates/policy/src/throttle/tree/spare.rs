@@ -1,7 +1,8 @@
-//! What may be read ahead: on tokens that no guest has used, while none waits for any.
+//! Admission of read-ahead: on spare capacity, while no guest waits for it.
 //!
-//! Apart from turns and time: a read-ahead is never queued. It changes only the spare levels of the
-//! buckets on its way, so guests' requests pass at the same instants and in the same order.
+//! Independent of schedules and time: read-ahead is never queued. It changes only the spare levels
+//! of the buckets on its path, so guests' requests are admitted at the same instants and in the
+//! same order.
 
 use super::super::cost::Cost;
 use super::super::node::Node;
@@ -11,19 +12,19 @@ use crate::request::Direction;
 use crate::time::Instant;
 
 impl<T> Tree<T> {
-    /// Whether a disk may be read ahead of now; it is charged to the spare level of every limit on
-    /// the way if so. If not, ask again when there is a reason to.
+    /// Admits read-ahead for a disk if possible, and charges it to the spare level of every limit
+    /// on the path; returns true if it did. Otherwise ask again at the next opportunity.
     ///
-    /// It may if nothing waits at any level that it would come before, and no bucket of reads there
-    /// is more than full with earlier read-ahead on top, whatever the size of this one.
-    /// `given_back` is taken off first, in any case; levels stop at 0.
+    /// It is admitted if, at every level, no request waits that it would overtake and no bucket for
+    /// reads exceeds its size including earlier read-ahead, whatever the size of this one.
+    /// `given_back` is refunded first, in any case; levels stop at 0.
     ///
-    /// Never changes what becomes of a request, so there is no need to poll after it. An instant
-    /// before the last counts as that one.
+    /// Never changes the admission of a request, so no poll is needed afterwards. An instant before
+    /// the last one counts as the last one.
     pub fn spare(&mut self, disk: NodeId, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
         self.run_out_by(now);
         let slot = self.slot(disk);
-        // All the way: each level is to have back what it is given.
+        // All levels, even if one refuses: each must get its refund.
         let mut free = true;
         self.each_up(slot, |node| {
             if let Some(buckets) = node.enforced_as_they_are() {
@@ -54,10 +55,11 @@ impl<T> Tree<T> {
     }
 }
 
-/// Whether a read-ahead may pass this level.
+/// True if this level admits read-ahead.
 fn is_free<T>(node: &mut Node<T>, now: Instant) -> bool {
     let reads_wait = node.has_work(Direction::Read);
-    // Where writes draw from a limit of reads too, unless something else holds them up in any case.
+    // If writes share a limit with reads, they wait for it, unless a limit of their own throttles
+    // them.
     let writes_wait = node.shared && node.has_work(Direction::Write);
     match node.enforced_as_they_are() {
         Some(buckets) => {

@@ -1,5 +1,4 @@
-//! What happens in the world, and where: events, what the store is asked, its answers, places with
-//! clocks of their own.
+//! Events, requests to the store and its answers, and processes with clocks of their own.
 
 use crate::cluster::{Grant, Report, Spec, Term};
 use crate::time::Instant;
@@ -44,7 +43,7 @@ pub(super) struct Place {
     pub(super) offset: u64,
     pub(super) paused_until: u64,
     pub(super) is_cut: bool,
-    /// Rises with each start: what was meant for an earlier run is lost.
+    /// Number of the run. Events for earlier runs are dropped.
     pub(super) run: u64,
 }
 
@@ -54,7 +53,7 @@ impl Place {
         (i128::from(now) + off) as u64 + self.offset
     }
 
-    /// Not before this instant of its clock.
+    /// True time of an instant of this clock, rounded up.
     pub(super) fn real(&self, local: u64) -> u64 {
         let since = i128::from(local.saturating_sub(self.offset));
         (since * 1_000_000 / i128::from(1_000_000 + self.ppm)) as u64 + 1

@@ -1,11 +1,11 @@
-//! What goes wrong, and what is told otherwise: the store, limits, partitions, pauses, restarts.
+//! Faults and changes of configuration: store outages, limits, partitions, pauses, restarts.
 
 use super::{Answer, Ask, COMES_BACK, Event, World, demand_of};
 use crate::cluster::simulated::{MS, Machine};
 use crate::cluster::{Host, Spec};
 
 impl World {
-    /// The store answers again. Its watches have ended.
+    /// Restarts the store. Watches have ended, so every process reads again.
     pub fn start_store(&mut self) {
         let was_down = self.store.is_down();
         self.store.start(self.now);
@@ -14,7 +14,7 @@ impl World {
         }
     }
 
-    /// Asks anew, soon, what has been missed.
+    /// Schedules the read with which a process catches up after its watch has ended.
     fn come_back(&mut self, place: usize) {
         let at = self.now + self.random.below(COMES_BACK);
         let (run, hosts) = (self.places[place].run, self.machines.len());
@@ -26,14 +26,14 @@ impl World {
         self.at(at, Event::AtStore(place, run, ask));
     }
 
-    /// Of the limits before, `safe` was every host's for ever.
+    /// Changes the limits. `safe` is the fallback share under the old ones, which hosts may keep.
     pub fn set_spec(&mut self, spec: Spec, safe: f64) {
         self.store.set_spec(spec);
         self.audit.change(*spec.limits(), safe, self.now);
         self.look_at_all();
     }
 
-    /// The store goes back to its mark, also where it has other limits.
+    /// Restores the marked contents of the store, which may include other limits.
     pub fn lose(&mut self, safe: f64) {
         let before = self.store.spec();
         self.store.lose(self.now);
@@ -43,12 +43,12 @@ impl World {
         self.look_at_all();
     }
 
-    /// Hosts first, then leaders.
+    /// Number of processes: hosts first, then leaders.
     pub const fn places(&self) -> usize {
         self.places.len()
     }
 
-    /// Nothing that a place sends arrives, or nothing that is sent to it; or everything again.
+    /// Partitions a process from the store, or reconnects it.
     pub fn cut(&mut self, place: usize, is_cut: bool) {
         let was_cut = core::mem::replace(&mut self.places[place].is_cut, is_cut);
         if was_cut && !is_cut && !self.setting.rereads {
@@ -56,19 +56,19 @@ impl World {
         }
     }
 
-    /// A process stands still for so many nanoseconds; what arrives waits for it.
+    /// Suspends a process for `length` nanoseconds. Its messages wait.
     pub fn pause(&mut self, place: usize, length: u64) {
         let until = &mut self.places[place].paused_until;
         *until = (*until).max(self.now + length);
     }
 
-    /// Whether it stands still.
+    /// True if the process is suspended.
     pub fn is_paused(&self, place: usize) -> bool {
         self.places[place].paused_until > self.now
     }
 
-    /// A host ends in order, where the store can be told, and starts again after so many
-    /// nanoseconds, with the limits that the store has then.
+    /// Shuts a host down, deregisters it if the store is reachable, and starts it again after
+    /// `away` nanoseconds with the limits that the store has at the shutdown.
     pub fn leave(&mut self, host: usize, away: u64) {
         let mut spec = self.machines[host].host.spec();
         if !self.store.is_down() && !self.places[host].is_cut {
@@ -85,7 +85,7 @@ impl World {
         self.pause(host, away);
     }
 
-    /// Kills a process, and starts another in its place.
+    /// Kills a process and starts another in its place.
     pub fn restart(&mut self, place: usize) {
         self.end(place);
         if place >= self.machines.len() {
@@ -101,7 +101,7 @@ impl World {
         self.places[place].paused_until = 0;
     }
 
-    /// Another run of a host, which knows these limits.
+    /// Starts another run of a host that knows these limits.
     fn start(&mut self, place: usize, spec: Spec) {
         let (run, now) = (self.places[place].run, self.places[place].local(self.now));
         let old = &self.machines[place];

@@ -1,4 +1,4 @@
-//! What is in force on all hosts together, held against the limit after each event.
+//! Checks the sum of the quotas in force on all hosts against the limit after each event.
 
 use super::World;
 use crate::cluster::simulated::MS;
@@ -13,16 +13,16 @@ impl World {
         machine.is_leased() && place.local(self.now) < machine.next().as_nanos()
     }
 
-    /// Whether what is in force on a host came with this grant, or would be prolonged by it. One
-    /// that an earlier run had is not, though the store has lost what was granted since.
+    /// True if the lease in force on a host came from this grant or would be extended by it. A
+    /// lease of an earlier run is not, even if the store has lost later grants.
     pub(super) fn is_worth_something(&self, host: usize, grant: &Grant) -> bool {
         let (machine, place) = (&self.machines[host].host, &self.places[host]);
         let lasts = |until: Instant| place.local(self.now) < until.as_nanos();
         self.has_lease(host) && grant.instance == place.run && machine.lease_of(grant).is_some_and(lasts)
     }
 
-    /// What is in force on a host. One without a lease that knows other limits, which the store has
-    /// lost or a leader has not heard of, counts as if it knew these.
+    /// Quota in force on a host. A host without a lease may know limits that the store has lost or
+    /// that a leader has not read; it counts with the smaller fallback share.
     fn in_force_on(&self, host: usize) -> ByKind {
         let machine = &self.machines[host].host;
         if self.has_lease(host) {
@@ -40,7 +40,7 @@ impl World {
         let before = core::mem::replace(&mut self.in_force[host], now);
         self.sum = core::array::from_fn(|at| self.sum[at] - before[at] + now[at]);
         if self.over().is_some() {
-            // Of others, what was in force may have ended since.
+            // Leases of other hosts may have expired since their last event.
             self.look_at_all();
         }
         self.most = zip(self.most, self.sum, u64::max);
@@ -61,18 +61,17 @@ impl World {
         self.sum = self.in_force.iter().fold([0; 6], sum);
     }
 
-    /// What is in force on all hosts together; a host's lease that has just ended may count still.
+    /// Sum of the quotas in force on all hosts. May include a lease that has just expired.
     pub const fn in_force(&self) -> ByKind {
         self.sum
     }
 
-    /// The most that was in force at any instant.
+    /// Maximum of the sum so far.
     pub const fn most_in_force(&self) -> ByKind {
         self.most
     }
 
-    /// Where more was in force than the limit, or more has passed than that and a burst: the first
-    /// time, if there was one.
+    /// The first violation: quotas in force above the limit, or admissions above limit plus burst.
     pub fn violation(&mut self) -> Option<&str> {
         self.look_at_all();
         (0..self.machines.len().min(1)).for_each(|host| self.look(host));
