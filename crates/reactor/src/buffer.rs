@@ -1,25 +1,24 @@
 //! Aligned, pooled memory for the data of requests.
 //!
-//! Every buffer begins on an [`ALIGNMENT`] boundary, so O_DIRECT takes it as it is. It comes from a
-//! pool of the thread: taking and returning one is a push and a pop. A buffer can be split without
-//! copying, which is how one merged read answers several requests.
+//! Every buffer begins at a multiple of [`ALIGNMENT`], as O_DIRECT requires. It comes from a pool
+//! of the thread: allocating and freeing are a pop and a push. A buffer can be split without
+//! copying, so that one merged read can answer several requests.
 //!
 //! ```text
 //!   Block (power of two, aligned)   ▕────────────────────────────────▏
 //!   Buffer, Buffer (disjoint views)  ▕──── a ────▏▕──────── b ──────▏
 //! ```
 //!
-//! A buffer may also be *lent*: a view of bytes that others hold too and that nobody changes while
-//! it exists. In this way data in memory reaches a client without a copy.
+//! A buffer may also be *lent*: a view of shared bytes that do not change while it exists. In this
+//! way data in memory reaches a client without a copy.
 //!
-//! A [frozen](Buffer::freeze) buffer leaves its thread: nobody changes it any more, and everybody
-//! may read it.
+//! A [frozen](Buffer::freeze) buffer is immutable and can be read by all threads.
 //!
-//! Data of a request that is in a guest's memory is no buffer: see [`Segment`].
+//! Data in a guest's memory is not a buffer: see [`Segment`].
 //!
 //! Never hands out uninitialised memory: new blocks are zeroed. A reused block holds *old data*, so
-//! whoever takes a buffer fills all of it before anyone else reads it (debug builds poison it);
-//! storages zero what they cannot fill.
+//! the code that allocates a buffer must fill all of it before other code reads it (debug builds
+//! poison it). Storages zero the part that they cannot fill.
 
 mod segments;
 
@@ -37,41 +36,40 @@ use std::{
 
 pub use self::segments::{Copies, Segment, Segments, Target, guest_copies};
 
-/// Alignment of every buffer's first byte, in bytes: the largest logical block size of a Linux
-/// block device.
+/// Alignment of a buffer's first byte: the largest logical block size of Linux block devices.
 pub const ALIGNMENT: usize = 4096;
 
-/// Blocks of 4 KiB (2^12) and above are pooled by size; the largest pooled class is 32 MiB (2^25).
+/// Blocks from 4 KiB (2^12) to 32 MiB (2^25) are pooled by size.
 const SMALLEST_CLASS: u32 = 12;
 const LARGEST_CLASS: u32 = 25;
 const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
 
-/// What one thread keeps for reuse at most, in bytes. Deep queues of small requests fit; a burst of
-/// huge ones is given back to the allocator.
+/// Maximum memory that a thread keeps for reuse, in bytes. Deep queues of small requests fit;
+/// bursts of huge ones are returned to the allocator.
 pub const POOL_BYTES: usize = 16 << 20;
 
-/// What it keeps: see [`keep_at_most`].
+/// The current maximum: see [`keep_at_most`].
 static KEPT_BYTES: AtomicUsize = AtomicUsize::new(POOL_BYTES);
 
-/// Has each thread keep no more than so many bytes for reuse, from now on. What is 128 KiB and
-/// larger, and not kept, goes back to the system at once.
+/// Limits the memory that each thread keeps for reuse. Freed allocations of 128 KiB and more are
+/// then returned to the system at once.
 pub fn keep_at_most(bytes: usize) {
     KEPT_BYTES.store(bytes.min(POOL_BYTES), Relaxed);
     #[cfg(target_env = "gnu")]
-    // SAFETY: it changes how memory is found from now on, and touches none.
+    // SAFETY: mallopt changes how later allocations are made and accesses no existing one.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_BYTES);
     }
 }
 
-/// From here on an allocation is a mapping of its own, in bytes. That is what glibc begins with; it
-/// raises it by itself to the largest that was ever freed. Blocks of 2 and 4 MiB by turns then left
-/// 420 MB in its arenas, of which 60 MB were ever in use at a time.
+/// Size in bytes above which an allocation is a separate mapping. It is glibc's initial value,
+/// which glibc raises to the largest size freed so far. With blocks of 2 and 4 MiB alternately, its
+/// arenas then kept 420 MB, of which at most 60 MB were in use.
 #[cfg(target_env = "gnu")]
 const MAPPED_BYTES: libc::c_int = 128 << 10;
 
-/// Gives memory that nobody uses back to the system: this thread's buffers for reuse, and what the
-/// allocator keeps. Costs a millisecond or so, and what comes next takes its memory anew.
+/// Returns unused memory to the system: this thread's pooled buffers, and the allocator's free
+/// memory. Takes about a millisecond, and later allocations are slower.
 pub fn trim() {
     let kept = POOL.with_borrow_mut(|pool| {
         pool.bytes = 0;
@@ -79,13 +77,13 @@ pub fn trim() {
     });
     drop(kept);
     #[cfg(target_env = "gnu")]
-    // SAFETY: it may be called at any time, and touches only memory that is free.
+    // SAFETY: malloc_trim may be called at any time and accesses free memory only.
     unsafe {
         libc::malloc_trim(0);
     }
 }
 
-/// One allocation. Freed when the last [`Buffer`] into it is gone and the pool does not want it.
+/// One allocation. Freed when its last [`Buffer`] is dropped, unless the pool keeps it.
 struct Block {
     memory: NonNull<u8>,
     layout: Layout,
@@ -108,8 +106,7 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: allocated in `with_layout` with this very layout, and no Buffer refers to it any
-        // more.
+        // SAFETY: allocated in `with_layout` with the same layout, and no Buffer refers to it.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
 }
@@ -127,29 +124,29 @@ fn class_of(len: usize) -> u32 {
     len.next_power_of_two().trailing_zeros().max(SMALLEST_CLASS)
 }
 
-/// Owned bytes, aligned to [`ALIGNMENT`] unless narrowed, split elsewhere or [lent](Buffer::lent).
+/// Owned bytes, aligned to [`ALIGNMENT`] unless advanced, split off or [lent](Buffer::lent).
 ///
-/// Belongs to the thread that took it (it is not `Send`).
+/// Not `Send`: it returns to the pool of its thread.
 pub struct Buffer {
     bytes: Bytes,
     start: usize,
     len: usize,
-    /// Nobody has written to it since it was filled with zeroes.
+    /// True if nothing was written since it was filled with zeroes.
     is_zero: bool,
 }
 
-/// What a buffer is a view of.
+/// Memory that a buffer is a view of.
 #[derive(Clone)]
 enum Bytes {
-    /// A block, in which no other buffer's view overlaps this one's. `Some` until dropped; an
-    /// `Option` so that `drop` can move it into the pool.
+    /// A block; views of different buffers do not overlap. `Some` until dropped; an `Option` so
+    /// that `drop` can move it into the pool.
     Own(Option<Rc<Block>>),
     Lent(Arc<[u8]>),
     Shared(Arc<Frozen>),
 }
 
 impl Buffer {
-    /// `len` bytes with unspecified (old) content. The caller fills all of it.
+    /// `len` bytes with unspecified (old) contents. The caller must fill all of it.
     pub fn new(len: usize) -> Self {
         let class = class_of(len);
         if class > LARGEST_CLASS {
@@ -167,7 +164,7 @@ impl Buffer {
             Some(block) => {
                 let mut reused = Self::whole(block, len);
                 if cfg!(debug_assertions) {
-                    // What a storage forgets to fill shows in every test that looks at data.
+                    // Makes a storage that forgets to fill it visible in every test of data.
                     reused.fill(0xee);
                 }
                 reused
@@ -175,42 +172,42 @@ impl Buffer {
         }
     }
 
-    /// The first `len` bytes of a block that nothing else refers to.
+    /// A buffer over the first `len` bytes of a block without other references.
     fn whole(block: Rc<Block>, len: usize) -> Self {
         Self { bytes: Bytes::Own(Some(block)), start: 0, len, is_zero: false }
     }
 
-    /// The bytes of `range`, where they are. They stay as they are while the buffer exists; writing
+    /// A view of `range`, without copying. The bytes do not change while the buffer exists; writing
     /// to it makes a copy first.
     ///
     /// # Panics
-    /// If the range is not inside `bytes`.
+    /// Panics if the range is not inside `bytes`.
     pub fn lent(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
         Self { bytes: Bytes::Lent(Arc::clone(bytes)), start: range.start, len: range.len(), is_zero: false }
     }
 
-    /// All the bytes of a frozen buffer, where they are; writing to this one makes a copy first.
+    /// A view of a frozen buffer, without copying; writing to it makes a copy first.
     pub fn shared(bytes: &Arc<Frozen>) -> Self {
         Self { bytes: Bytes::Shared(Arc::clone(bytes)), start: 0, len: bytes.len(), is_zero: false }
     }
 
-    /// `len` bytes of zero.
+    /// `len` zero bytes.
     pub fn zeroed(len: usize) -> Self {
         let mut buffer = Self::new(len);
         buffer.fill(0);
         buffer.known_zero()
     }
 
-    /// The same bytes, which the caller knows to be zero.
+    /// Marks the bytes as zero, which the caller must ensure.
     #[must_use]
     pub fn known_zero(mut self) -> Self {
         self.is_zero = true;
         self
     }
 
-    /// Whether all bytes are known to be zero without looking at them. Those of others may be zero
-    /// too.
+    /// True if all bytes are known to be zero without reading them. Bytes of other buffers may be
+    /// zero too.
     pub fn is_known_zero(&self) -> bool {
         self.is_zero
     }
@@ -222,12 +219,12 @@ impl Buffer {
         buffer
     }
 
-    /// Bytes in the buffer.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no bytes in the buffer.
+    /// True if the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -235,7 +232,7 @@ impl Buffer {
     /// Keeps the first `at` bytes and returns the rest, without copying.
     ///
     /// # Panics
-    /// If `at` is beyond the end.
+    /// Panics if `at` is beyond the end.
     pub fn split_off(&mut self, at: usize) -> Self {
         assert!(at <= self.len, "split at {at} of a buffer of {} bytes", self.len);
         let rest = Self {
@@ -248,12 +245,12 @@ impl Buffer {
         rest
     }
 
-    /// Forgets the bytes from `len` on; no effect if there are fewer.
+    /// Removes the bytes from `len` on; no effect if there are fewer.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// The bytes as they are, for good and for all threads. Not copied where no other buffer is a
+    /// Makes the bytes immutable and shareable between threads. Copies only if another buffer is a
     /// view of the same block.
     pub fn freeze(mut self) -> Frozen {
         let block = match &mut self.bytes {
@@ -268,10 +265,10 @@ impl Buffer {
         Self::copy_of(&self).freeze()
     }
 
-    /// Forgets the first `count` bytes.
+    /// Removes the first `count` bytes.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn advance(&mut self, count: usize) {
         assert!(count <= self.len, "advance by {count} in a buffer of {} bytes", self.len);
         self.start += count;
@@ -279,7 +276,7 @@ impl Buffer {
     }
 }
 
-/// The byte at `start` of a block.
+/// Address of the byte at `start` of a block.
 fn first_byte(block: &Option<Rc<Block>>, start: usize) -> *mut u8 {
     let block = block.as_ref().expect("present until drop");
     // SAFETY: a buffer's start + len never exceeds its block's size: `whole` sets them so and
@@ -291,8 +288,9 @@ impl Deref for Buffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match &self.bytes {
-            // SAFETY: the range lies in the block, is initialised (blocks start zeroed), and no
-            // other Buffer's range overlaps it, so nothing writes to it while `self` is borrowed.
+            // SAFETY: the range lies in the block and is initialised (blocks start zeroed). No
+            // range of another Buffer overlaps it, so nothing writes to it while `self` is
+            // borrowed.
             Bytes::Own(block) => unsafe {
                 std::slice::from_raw_parts(first_byte(block, self.start), self.len)
             },
@@ -324,13 +322,13 @@ impl Drop for Buffer {
     }
 }
 
-/// Keeps a block that nothing refers to any more for the next buffer, if there is room for it.
+/// Returns an unreferenced block to the pool, if it has room, or frees it.
 fn give_back(block: Rc<Block>) {
     let size = block.layout.size();
     if size > 1 << LARGEST_CLASS {
         return;
     }
-    // `try_with`: a buffer may outlive the pool while its thread ends; then it is simply freed.
+    // `try_with`: a buffer may outlive the pool while its thread exits, and is freed then.
     let _ = POOL.try_with(|pool| {
         let mut pool = pool.borrow_mut();
         if pool.bytes + size <= KEPT_BYTES.load(Relaxed) {
@@ -340,7 +338,7 @@ fn give_back(block: Rc<Block>) {
     });
 }
 
-/// Bytes that stay as they are, and that all threads may read: see [`Buffer::freeze`].
+/// Immutable bytes that all threads can read: see [`Buffer::freeze`].
 pub struct Frozen {
     /// `Some` until dropped.
     block: Option<Block>,
@@ -349,23 +347,23 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Bytes of memory that it takes: a part of a block keeps all of it.
+    /// Memory in bytes: the whole block, even if the bytes are a part of it.
     pub fn held_bytes(&self) -> usize {
         self.block.as_ref().map_or(0, |block| block.layout.size())
     }
 }
 
-// SAFETY: the block is plain memory that no thread has a part in; nothing else refers to it.
+// SAFETY: the block is plain memory without thread affinity, and nothing else refers to it.
 unsafe impl Send for Frozen {}
-// SAFETY: through a shared reference it is only read.
+// SAFETY: shared references allow reads only.
 unsafe impl Sync for Frozen {}
 
 impl Deref for Frozen {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         let block = self.block.as_ref().expect("present until drop");
-        // SAFETY: the range lies in the block, as it did in the buffer's; it is initialised, and
-        // nothing writes to it any more.
+        // SAFETY: the range lies in the block, as it did in the buffer; it is initialised, and
+        // nothing writes to it after `freeze`.
         unsafe { std::slice::from_raw_parts(block.memory.as_ptr().add(self.start), self.len) }
     }
 }

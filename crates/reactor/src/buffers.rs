@@ -1,8 +1,8 @@
-//! The table of buffers of a thread's ring: memory that the kernel puts there, and that reads and
-//! writes name by a number.
+//! The table of registered buffers of a thread's ring: memory that reads and writes refer to by
+//! index.
 //!
-//! A ring has one such table. It is made when somebody wants numbers first, and each has a run of
-//! them to itself until it lets go.
+//! A ring has one such table. It is registered at the first use; each user owns a range of indices
+//! until it drops it.
 
 use std::{
     io,
@@ -12,18 +12,18 @@ use std::{
 
 use super::{Driver, Reactor, with_current};
 
-/// Most that a ring may have (`IORING_MAX_REG_BUFFERS`).
+/// Maximum size of a table (`IORING_MAX_REG_BUFFERS`).
 const MOST: u16 = 1 << 14;
 
 #[derive(Debug, Default)]
 pub(super) struct Table {
     is_made: bool,
-    /// Which are taken, in order.
+    /// Ranges in use, in ascending order.
     taken: Vec<Range<u16>>,
 }
 
 impl Table {
-    /// Makes it, if there is none yet.
+    /// Registers the table, if it is not registered yet.
     pub(super) fn make(&mut self, make: impl FnOnce(u32) -> io::Result<()>) -> io::Result<()> {
         if !self.is_made {
             make(u32::from(MOST))?;
@@ -32,7 +32,8 @@ impl Table {
         Ok(())
     }
 
-    /// The first of so many that follow each other; `None` where they are not free.
+    /// Allocates `count` consecutive indices and returns the first; `None` if there is no such
+    /// range. First fit.
     fn take(&mut self, count: u16) -> Option<u16> {
         let (mut first, mut place) = (0, 0);
         for (index, range) in self.taken.iter().enumerate() {
@@ -51,19 +52,19 @@ impl Table {
     }
 }
 
-/// Numbers of buffers of this thread's ring, until this is dropped.
+/// A range of indices in the table of this thread's ring, freed on drop.
 #[derive(Debug)]
 pub(super) struct Numbers {
-    /// The kernel may work with them until the ring ends, so they do not keep it.
+    /// Weak, because the kernel may use the buffers until the ring ends.
     reactor: Weak<Reactor>,
     first: u16,
 }
 
 impl Numbers {
-    /// So many that follow each other.
+    /// Allocates `count` consecutive indices.
     ///
     /// # Errors
-    /// As `io_uring_register(2)`; `ENOBUFS`: others have them.
+    /// As `io_uring_register(2)`; `ENOBUFS` if no range is free.
     pub(super) fn take(count: u16) -> io::Result<Self> {
         let reactor = with_current(Rc::clone);
         let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
@@ -72,7 +73,7 @@ impl Numbers {
         Ok(Self { reactor: Rc::downgrade(&reactor), first })
     }
 
-    /// The first of them.
+    /// The first index.
     pub(super) fn first(&self) -> u16 {
         self.first
     }

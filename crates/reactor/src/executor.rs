@@ -1,12 +1,12 @@
-//! The queue of tasks that are ready, and the way into it from other threads.
+//! The queue of ready tasks, and its entry for other threads.
 //!
-//! Tasks come from `async-task`: one allocation each, and wakers that may be used from any thread.
-//! A wake-up from the own thread pushes to a plain queue. One from another thread goes to a locked
-//! list with an eventfd, which is written only when the reactor sleeps.
+//! Tasks are those of `async-task`: one allocation each, with wakers that work on any thread. A
+//! wake-up on the task's own thread pushes to a plain queue. One from another thread pushes to a
+//! locked list and writes an eventfd, but only if the reactor sleeps.
 //!
-//! Tasks belong to a [`Party`], which they inherit from who spawns them. Parties take turns, one
-//! task each, so one with many tasks keeps nobody waiting for all of them; within a party the
-//! oldest is first.
+//! Tasks belong to a task group ([`Party`]) that they inherit from the task that spawns them.
+//! Groups are served round robin, one task each, so a group with many tasks does not delay the
+//! others. Within a group the oldest task runs first.
 
 use std::{
     cell::{Cell, RefCell},
@@ -22,24 +22,24 @@ use std::{
 use async_task::Runnable;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// A task's result, to be awaited; dropping it cancels the task.
+/// Handle to await a task's result; dropping it cancels the task.
 pub type JoinHandle<T> = async_task::Task<T>;
 
-/// Queues for parties: where there are more, some share one, and its turns (stochastic fairness
-/// queueing, McKenney, INFOCOM 1990).
+/// Number of queues. If there are more groups, some share a queue and its turns (stochastic
+/// fairness queueing, McKenney, INFOCOM 1990).
 const QUEUES: u32 = u64::BITS;
 
-/// Those whose tasks have turns together: all that work for one client, on every thread.
+/// A task group, scheduled as one: all tasks that work for one client, on every thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Party {
     queue: u32,
 }
 
 impl Party {
-    /// Of what no client asks for.
+    /// The group of tasks that no client has caused.
     const HOUSE: Self = Self { queue: 0 };
 
-    /// Another than those before it, as far as there are queues.
+    /// A new group. It shares a queue only if there are more groups than queues.
     #[expect(clippy::new_without_default, reason = "each is another")]
     pub fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -47,12 +47,12 @@ impl Party {
     }
 }
 
-/// Tasks that can go on.
+/// Ready tasks.
 struct Ready {
     queues: [VecDeque<Runnable>; QUEUES as usize],
-    /// A bit for each queue that has some.
+    /// One bit for each queue that is not empty.
     waiting: u64,
-    /// Whose turn it is, or was last.
+    /// The group served now, or last.
     turn: Party,
 }
 
@@ -66,11 +66,13 @@ impl Ready {
         self.waiting |= 1 << party.queue;
     }
 
-    /// The oldest of whoever is next.
+    /// Removes the oldest task of the next group.
     fn pop(&mut self) -> Option<Runnable> {
         if self.waiting == 0 {
             return None;
         }
+        // Rotated so that bit 0 is the queue after the current one: the lowest set bit is the next
+        // queue with tasks, in round-robin order.
         let after = self.turn.queue + 1;
         let queue = (after + self.waiting.rotate_right(after).trailing_zeros()) % QUEUES;
         self.turn = Party { queue };
@@ -86,7 +88,7 @@ impl Ready {
         self.queues.iter().map(VecDeque::len).sum()
     }
 
-    /// The one with so many before it.
+    /// Removes the task at `index`, counted over all queues.
     fn remove(&mut self, mut index: usize) -> Option<Runnable> {
         for (queue, tasks) in (0..QUEUES).zip(&mut self.queues) {
             if index >= tasks.len() {
@@ -104,23 +106,23 @@ impl Ready {
     }
 }
 
-/// A closure for another thread's reactor.
+/// A closure to run on another thread's reactor.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
-/// What arrived from other threads.
+/// Work sent by another thread.
 pub(super) enum Arrival {
     Task(Party, Runnable),
     Job(Party, Job),
 }
 
-/// The part of a reactor that other threads may touch.
+/// The part of a reactor that other threads access.
 pub(super) struct Remote {
     id: u64,
     arrivals: Mutex<Vec<Arrival>>,
-    /// Set while the reactor waits in the kernel, or is about to: only then is the eventfd worth a
-    /// system call.
+    /// True while the reactor waits in the kernel or is about to. Only then is the eventfd written,
+    /// which is a system call.
     asleep: AtomicBool,
-    /// Anything in `arrivals`; lets the reactor look without taking the lock.
+    /// True if `arrivals` may not be empty, so that the reactor can check without the lock.
     pending: AtomicBool,
     pub(super) event: EventFd,
 }
@@ -133,24 +135,25 @@ impl Remote {
 
     pub(super) fn send(&self, arrival: Arrival) {
         self.lock().push(arrival);
-        // SeqCst with `sleep`: either we see it asleep, or it sees this before it goes to sleep.
+        // SeqCst, paired with `fall_asleep`: either this thread sees the reactor asleep, or the
+        // reactor sees `pending` before it sleeps.
         self.pending.store(true, Ordering::SeqCst);
         if self.asleep.swap(false, Ordering::SeqCst) {
-            // Fails only when the counter is about to overflow, and then the reactor wakes anyway.
+            // Fails only if the counter would overflow, and then the reactor wakes anyway.
             let _ = self.event.write(1);
         }
     }
 }
 
 thread_local! {
-    /// The id of the reactor on this thread; 0 is none.
+    /// ID of the reactor on this thread; 0 if none.
     static HERE: Cell<u64> = const { Cell::new(0) };
     static READY: RefCell<Ready> = const { RefCell::new(Ready::new()) };
 }
 
 pub(super) struct Executor {
     remote: Arc<Remote>,
-    /// The main task is done: the reactor must not wait for anything more.
+    /// True if the main task has completed: the reactor must not wait any more.
     finished: Cell<bool>,
 }
 
@@ -194,14 +197,14 @@ impl Executor {
         &self,
         future: impl Future<Output = T> + 'static,
     ) -> (Runnable, JoinHandle<T>) {
-        // A hundred functions around each kind of future take longer to be compiled than a second
-        // allocation costs the tests.
+        // Boxed in debug builds: monomorphizing a hundred functions for each kind of future takes
+        // longer to compile than the second allocation takes to run.
         #[cfg(debug_assertions)]
         let future = Box::pin(future) as std::pin::Pin<Box<dyn Future<Output = T>>>;
         async_task::spawn_local(future, self.scheduler())
     }
 
-    /// What a new task is told to do when it can go on.
+    /// Creates the schedule function of a new task.
     fn scheduler(&self) -> impl Fn(Runnable) + Send + Sync + use<> {
         let remote = Arc::clone(&self.remote);
         let party = READY.with_borrow(|ready| ready.turn);
@@ -214,12 +217,12 @@ impl Executor {
         }
     }
 
-    /// The oldest ready task of the party that is next.
+    /// Removes the oldest ready task of the next group.
     pub(super) fn pop(&self) -> Option<Runnable> {
         READY.with_borrow_mut(Ready::pop)
     }
 
-    /// The ready task at `pick(count)`; in simulation the seed picks.
+    /// Removes the ready task at index `pick(count)`; in simulation the seed picks.
     pub(super) fn pop_any(&self, pick: impl FnOnce(usize) -> usize) -> Option<Runnable> {
         READY.with_borrow_mut(|ready| {
             if ready.waiting == 0 {
@@ -230,15 +233,16 @@ impl Executor {
         })
     }
 
-    /// Nothing to run, and something to wait for.
+    /// True if no task is ready and the main task has not completed.
     pub(super) fn is_idle(&self) -> bool {
         !self.finished.get()
             && READY.with_borrow(|ready| ready.waiting == 0)
             && !self.remote.pending.load(Ordering::SeqCst)
     }
 
-    /// Takes in what other threads sent.
+    /// Moves work sent by other threads to the queues.
     pub(super) fn receive(&self) {
+        // Cleared before the list is taken: work that arrives in between sets it again.
         if !self.remote.pending.swap(false, Ordering::SeqCst) {
             return;
         }
@@ -254,8 +258,8 @@ impl Executor {
         }
     }
 
-    /// Announces that the reactor is about to wait in the kernel. False if something has arrived:
-    /// then it must not.
+    /// Announces that the reactor is about to wait in the kernel. Returns false if work has
+    /// arrived; then it must not wait.
     pub(super) fn fall_asleep(&self) -> bool {
         self.remote.asleep.store(true, Ordering::SeqCst);
         let may_sleep = !self.remote.pending.load(Ordering::SeqCst);
@@ -269,9 +273,9 @@ impl Executor {
         self.remote.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// Drops the tasks that are ready; returns how many there were.
+    /// Drops the ready tasks and returns their number.
     pub(super) fn drop_ready(&self) -> usize {
-        // Jobs are dropped unrun: they would make new tasks.
+        // Jobs are dropped without running, because they would spawn new tasks.
         let arrivals = std::mem::take(&mut *self.remote.lock());
         let ready = READY.replace(Ready::new());
         arrivals.len() + ready.len()

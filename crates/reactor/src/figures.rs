@@ -1,19 +1,19 @@
-//! What a reactor has done, for whoever asks from another thread. Never read by the reactor itself.
+//! Counters of a reactor, for readers on other threads. Never read by the reactor itself.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A sum that one thread alone adds to.
+/// A counter that a single thread writes.
 #[derive(Debug, Default)]
 pub(super) struct Sum(AtomicU64);
 
 impl Sum {
-    /// Without a locked instruction: nobody else writes.
+    /// Without an atomic read-modify-write, because there is one writer.
     pub(super) fn add(&self, more: u64) {
         self.0.store(self.0.load(Relaxed).wrapping_add(more), Relaxed);
     }
 }
 
-/// Of one reactor, since it began. Its own thread alone adds to it.
+/// Counters of one reactor since its start. Only its own thread writes them.
 #[derive(Debug, Default)]
 pub struct Figures {
     pub(super) turns: Sum,
@@ -22,21 +22,21 @@ pub struct Figures {
     pub(super) sleeps: Sum,
 }
 
-/// [`Figures`] at one moment.
+/// Values of [`Figures`] at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingTotals {
-    /// Rounds of its loop.
+    /// Iterations of the loop.
     pub turns: u64,
-    /// Operations that the kernel took from the ring.
+    /// Operations submitted to the ring.
     pub submitted: u64,
-    /// Operations that the kernel completed.
+    /// Operations completed by the kernel.
     pub completed: u64,
-    /// How often there was nothing to do but wait.
+    /// Waits in the kernel without any ready task.
     pub sleeps: u64,
 }
 
 impl Figures {
-    /// What was done so far.
+    /// Current values.
     pub fn totals(&self) -> RingTotals {
         let get = |sum: &Sum| sum.0.load(Relaxed);
         RingTotals {

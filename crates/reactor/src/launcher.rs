@@ -1,5 +1,5 @@
-//! Starting many futures of one type, most of which are ready at once: those cost neither a task
-//! nor memory.
+//! Starts many futures of one type, most of which complete at the first poll, without a task or an
+//! allocation for those.
 
 use std::{
     future::Future,
@@ -9,32 +9,34 @@ use std::{
 
 use super::{Driver, spawn, with_current};
 
-/// Where a future is tried before it becomes a task. Its room is used again and again, by those
-/// that are ready at once.
+/// Memory in which a future is polled before it becomes a task. Reused for futures that complete at
+/// the first poll.
 #[derive(Debug)]
 pub struct Launcher<F> {
     room: Option<Pin<Box<Option<F>>>>,
-    /// In simulation the seed decides what runs when.
+    /// In simulation every future becomes a task, because the seed decides the order of execution.
     is_simulated: bool,
 }
 
 impl<F: Future<Output = ()> + 'static> Launcher<F> {
-    /// For this thread.
+    /// A launcher for this thread.
     ///
     /// # Panics
-    /// Without a reactor on it.
+    /// Panics without a reactor on this thread.
     #[expect(clippy::new_without_default, reason = "a default does not panic")]
     pub fn new() -> Self {
         Self { room: None, is_simulated: with_current(|reactor| matches!(reactor.driver, Driver::Sim(_))) }
     }
 
-    /// As [`spawn`]. A future that has to wait is polled a second time, by its task.
+    /// As [`spawn`]. A future that does not complete is polled a second time, by its task.
     pub fn launch(&mut self, future: F) {
         if self.is_simulated {
             return spawn(future);
         }
         let mut room = self.room.take().unwrap_or_else(|| Box::pin(None));
         room.set(Some(future));
+        // A no-op waker suffices: if the future is pending, its task polls it again and registers
+        // its own waker.
         let mut context = Context::from_waker(Waker::noop());
         let tried = room.as_mut().as_pin_mut().map(|future| future.poll(&mut context));
         if tried.is_none_or(|tried| tried.is_ready()) {
@@ -57,7 +59,7 @@ mod tests {
     use super::*;
     use crate::{Polling, run, yield_now};
 
-    /// Yields so many times, and counts what has ended.
+    /// Yields `yields` times, then increments `ended`.
     async fn ending(yields: usize, ended: Rc<Cell<usize>>) {
         for _ in 0..yields {
             yield_now().await;

@@ -1,23 +1,23 @@
-//! One event loop for each thread: it runs the tasks of requests, fires timers and talks to the
-//! kernel through one io_uring.
+//! A single-threaded reactor: runs the tasks of requests, fires timers and performs I/O through one
+//! io_uring.
 //!
 //! A task belongs to the thread that spawned it and never moves, so tasks of one reactor share
 //! state without locks. Only wake-ups and jobs cross threads, through a queue and an eventfd.
 //!
 //! ```text
-//!   tasks ──► run what is ready ──► fire timers ──► submit all at once, reap all at once ─┐
-//!     ▲                                                                                   │
-//!     └──────────────── woken by completions, timers, other threads ◄─────────────────────┘
+//!   tasks ──► run ready tasks ──► fire timers ──► submit all at once, reap all at once ─┐
+//!     ▲                                                                                 │
+//!     └──────────────── woken by completions, timers, other threads ◄───────────────────┘
 //! ```
 //!
-//! It has a twin. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives the same
-//! tasks with a virtual clock, no kernel, and an order of execution drawn from a seed. Code of the
-//! data path cannot tell which one it runs on: it calls [`now`], [`sleep_until`] and [`spawn`], and
-//! only storages and streams over real files call [`op`].
+//! There are two drivers. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives
+//! the same tasks with a virtual clock, no kernel, and an order of execution drawn from a seed.
+//! Code of the data path does not depend on the driver: it calls [`now`], [`sleep_until`] and
+//! [`spawn`], and only storages and streams over real files call [`op`].
 //!
-//! Beside it is what all crates of the data path share: memory for I/O ([`buffer`]) and of virtual
-//! machines ([`guest`]), the memory budget ([`memory`]), errors of requests ([`error`]), small
-//! files that a user names ([`regular`]), and log messages with a bounded rate ([`seldom`],
+//! The crate also contains what all crates of the data path share: memory for I/O ([`buffer`]) and
+//! of virtual machines ([`guest`]), the memory budget ([`memory`]), errors of requests ([`error`]),
+//! small files named by users ([`regular`]), and rate-limited logs ([`seldom`],
 //! [`plain`](mod@plain)).
 //!
 //! Never holds a borrow or a lock while it polls a task.
@@ -70,7 +70,7 @@ pub use uring::Polling;
 pub use worker::check_may_block;
 pub use worker::{Worker, is_worker, may_block, never_blocks_here};
 
-/// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.
+/// The reactor of a thread. [`Driver`] is the part that differs in simulation.
 struct Reactor {
     executor: Executor,
     timers: RefCell<timer::Timers>,
@@ -78,7 +78,7 @@ struct Reactor {
 }
 
 enum Driver {
-    /// Boxed: much larger than its twin.
+    /// Boxed, because it is much larger than the simulated one.
     Uring(Box<uring::Uring>),
     Sim(sim::Sim),
 }
@@ -90,33 +90,33 @@ thread_local! {
 /// Calls `f` with this thread's reactor.
 ///
 /// # Panics
-/// Outside [`run`], [`sim::run`] and a [`Worker`].
+/// Panics outside of [`run`], [`sim::run`] and a [`Worker`].
 fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
     CURRENT.with_borrow(|current| f(current.as_ref().expect("no reactor runs on this thread")))
 }
 
-/// Whether this thread has a reactor: not as it ends.
+/// True if a reactor runs on this thread. False while the thread exits.
 pub fn runs_here() -> bool {
     CURRENT.try_with(|current| current.try_borrow().is_ok_and(|current| current.is_some())).unwrap_or(false)
 }
 
-/// Nanoseconds on the monotonic clock since the process first asked; one epoch for all threads,
-/// because groups of disks are shared between them.
+/// Nanoseconds on the monotonic clock since the first call in this process. One epoch for all
+/// threads, because groups of disks are shared between them.
 fn real_now() -> Instant {
     static EPOCH: OnceLock<Clock> = OnceLock::new();
     let elapsed = EPOCH.get_or_init(Clock::now).elapsed();
     Instant::from_nanos(u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX))
 }
 
-/// The instant, on the clock of all reactors that are not simulated: for threads without one.
+/// Current instant on the clock of all real reactors, for threads without a reactor.
 pub fn real_time() -> Instant {
     real_now()
 }
 
-/// The instant, on the clock of this thread's reactor.
+/// Current instant on the clock of this thread's reactor.
 ///
 /// # Panics
-/// Without a reactor on this thread.
+/// Panics without a reactor on this thread.
 pub fn now() -> Instant {
     with_current(|reactor| match &reactor.driver {
         Driver::Uring(_) => real_now(),
@@ -124,14 +124,14 @@ pub fn now() -> Instant {
     })
 }
 
-/// The instant, as of the first time it was asked for in this turn of the loop: at most as old as
-/// the tasks that ran since.
+/// Instant of the first call in this turn of the loop: at most as old as the tasks that have run
+/// since.
 ///
-/// For what is counted at every request, where a few microseconds matter less than reading the
-/// clock. Not for deadlines: what was waited for may seem not to have come yet.
+/// For statistics of every request, where reading the clock would cost more than a few microseconds
+/// of error. Not for deadlines: one that has passed may seem to lie in the future.
 ///
 /// # Panics
-/// Without a reactor on this thread.
+/// Panics without a reactor on this thread.
 pub fn recently() -> Instant {
     with_current(|reactor| match &reactor.driver {
         Driver::Uring(uring) => uring.recently(),
@@ -139,11 +139,11 @@ pub fn recently() -> Instant {
     })
 }
 
-/// Runs `future` as a task of its own on this thread. It is polled once before this returns (in
+/// Runs `future` as a new task on this thread. It is polled once before this function returns (in
 /// simulation the seed decides).
 ///
 /// # Panics
-/// Without a reactor on this thread.
+/// Panics without a reactor on this thread.
 pub fn spawn(future: impl Future<Output = ()> + 'static) {
     let reactor = with_current(Rc::clone);
     let (runnable, task) = reactor.executor.make_task(future);
@@ -154,20 +154,20 @@ pub fn spawn(future: impl Future<Output = ()> + 'static) {
 /// As [`spawn`], with a handle to await the result. Dropping the handle cancels the task.
 ///
 /// # Panics
-/// Without a reactor on this thread.
+/// Panics without a reactor on this thread.
 pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
     let (runnable, task) = with_current(Rc::clone).executor.make_task(future);
     runnable.schedule();
     task
 }
 
-/// As [`spawn`], with the result; dropping what is returned lets the task go on by itself. `None`
-/// if the reactor ended before the task did.
+/// As [`spawn`], with a handle to await the result. Dropping the handle detaches the task. The
+/// result is `None` if the reactor ended before the task did.
 ///
-/// For what must not stop half way because its client has gone.
+/// For operations that must be completed even if their client disconnects.
 ///
 /// # Panics
-/// Without a reactor on this thread.
+/// Panics without a reactor on this thread.
 pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> ToItsEnd<T> {
     let reactor = with_current(Rc::clone);
     let (runnable, task) = reactor.executor.make_task(future);
@@ -175,7 +175,7 @@ pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> To
     ToItsEnd(Some(task.fallible()))
 }
 
-/// A task that ends whether it is awaited or not: see [`spawn_to_end`].
+/// Handle of a task that completes even if it is not awaited: see [`spawn_to_end`].
 #[derive(Debug)]
 #[must_use = "the task's result is in it"]
 pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
@@ -204,7 +204,8 @@ pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep::new(deadline)
 }
 
-/// Lets every other task of the same [`Party`] that is ready run first, and others in their turn.
+/// Lets all ready tasks of the same task group ([`Party`]) run first, and those of other groups in
+/// their turn.
 pub async fn yield_now() {
     let mut yielded = false;
     std::future::poll_fn(|context| {
@@ -218,22 +219,23 @@ pub async fn yield_now() {
     .await;
 }
 
-/// Says of this thread that others' memory may have to wait for what it does: where it has to wait
-/// for memory itself, the kernel then takes none from those that write to a device that it serves
-/// (`PR_SET_IO_FLUSHER`).
+/// Marks this thread as one that other processes' writeback depends on (`PR_SET_IO_FLUSHER`): when
+/// it allocates memory, the kernel does not reclaim by writing to the device that the thread
+/// serves, which would deadlock.
 ///
 /// # Errors
 /// As `prctl(2)`: `EPERM` without `CAP_SYS_RESOURCE`.
 pub fn serves_writeback() -> std::io::Result<()> {
     const PR_SET_IO_FLUSHER: libc::c_int = 57; // linux/prctl.h
-    // SAFETY: it changes how the kernel finds memory for this thread, and nothing of ours.
+    // SAFETY: this prctl changes how the kernel allocates for this thread and accesses no memory of
+    // the process.
     let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
     if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets
-/// completions gather for some microseconds first and takes them together. For the caller who knows
-/// that its client has plenty to do.
+/// Hint that no client of this thread waits for latency: before its next sleep, the reactor lets
+/// completions accumulate for some microseconds and reaps them together. For callers whose client
+/// has a backlog.
 ///
 /// No effect in simulation, and on kernels before 6.12.
 pub fn linger() {
@@ -244,8 +246,8 @@ pub fn linger() {
     });
 }
 
-/// Says that this task has worked for as long as many others do together: before the next one runs,
-/// what has completed is looked at. For whoever does as much as a stranger asks for.
+/// Hint that this task has run for as long as many others: completions are reaped before the next
+/// task runs. For tasks whose amount of work a client decides.
 ///
 /// No effect in simulation.
 pub fn was_long() {
@@ -256,24 +258,24 @@ pub fn was_long() {
     });
 }
 
-/// Runs `f` on another thread and waits for it: for system calls that block and that io_uring
-/// lacks (SEEK_HOLE, opening a file). The number of threads has no limit, so callers bound the
-/// number of calls that one file, client or disk can have running. If the future is dropped, `f`
-/// runs to its end. In simulation it runs in place.
+/// Runs `f` on another thread and waits for it: for blocking system calls that io_uring lacks
+/// (SEEK_HOLE, opening a file). The number of threads is unbounded, so callers must bound the
+/// number of concurrent calls for a file, client or disk. If the future is dropped, `f` runs to its
+/// end. In simulation `f` runs in place.
 ///
 /// # Panics
-/// If `f` does, or no thread can be created.
+/// Panics if `f` does, or if no thread can be created.
 pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     if is_simulated() { f() } else { pool::run(f).await }
 }
 
-/// Runs `f` on another thread and waits for it: for computations that take long and always end
-/// (compression, key derivation). The number of threads has a limit, except between
-/// [`threads_must_end`] and [`threads_may_stay`]: then each call has a thread that ends with it. In
-/// simulation it runs in place.
+/// Runs `f` on another thread and waits for it: for long computations (compression, key
+/// derivation). The number of threads is bounded, except between [`threads_must_end`] and
+/// [`threads_may_stay`]: then each call has a thread that exits after it. In simulation `f` runs in
+/// place.
 ///
 /// # Panics
-/// If `f` does.
+/// Panics if `f` does.
 pub async fn computing<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     if is_simulated() {
         f()
@@ -288,17 +290,17 @@ fn is_simulated() -> bool {
     with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)))
 }
 
-/// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks
-/// that are left, those that are ready or wait for timers or I/O are dropped, and their I/O is
-/// cancelled and awaited; those that wait for each other or for another thread are never run again,
-/// and what they hold stays. So end them before `future` does.
+/// Runs `future`, and all tasks that it spawns, on this thread until `future` completes. Then tasks
+/// that are ready or wait for timers or I/O are dropped, and their I/O is cancelled and awaited.
+/// Tasks that wait for each other or for another thread are leaked with everything they own, so end
+/// them before `future` completes.
 ///
 /// # Errors
-/// Where io_uring cannot be set up: not in the kernel, or forbidden (`kernel.io_uring_disabled`,
-/// seccomp).
+/// Fails if io_uring is unavailable: missing in the kernel, or forbidden
+/// (`kernel.io_uring_disabled`, seccomp).
 ///
 /// # Panics
-/// If a reactor runs on this thread already.
+/// Panics if a reactor runs on this thread already.
 pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
     let executor = Executor::new()?;
     let driver = Driver::Uring(Box::new(uring::Uring::new(polling)?));
@@ -306,8 +308,8 @@ pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'stat
 }
 
 impl Reactor {
-    /// Installs a reactor on this thread, turns it until `future` is done, and takes it down again.
-    /// It is compiled once for all futures, of which tests have hundreds.
+    /// Installs a reactor on this thread, runs it until `future` completes, and shuts it down.
+    /// Boxed, so that it is compiled once for all futures, of which tests have hundreds.
     fn enter<T: 'static>(
         executor: Executor,
         driver: Driver,
@@ -328,6 +330,8 @@ impl Reactor {
             *slot.borrow_mut() = Some(value);
             with_current(|reactor| reactor.executor.finish());
         });
+        // The wake-up of the main task may be the last event: `finish` ends the loop before the
+        // driver would wait for another one.
         runnable.schedule();
         while !reactor.executor.is_finished() {
             turn(&reactor);
@@ -337,8 +341,8 @@ impl Reactor {
         value.expect("the loop above ends once it is there")
     }
 
-    /// Polls a new task at once, so that work that can finish costs no trip through the queue; in
-    /// simulation the seed decides.
+    /// Polls a new task at once, so that a task that can complete need not be queued; in simulation
+    /// the seed decides.
     fn launch(&self, task: async_task::Runnable) {
         let at_once = match &self.driver {
             Driver::Uring(_) => true,
@@ -351,8 +355,9 @@ impl Reactor {
         }
     }
 
-    /// Drops the tasks that are left, as far as the reactor knows them, and waits for what the
-    /// kernel still does on their behalf.
+    /// Drops the remaining tasks as far as the reactor knows them, and waits for their I/O.
+    // Dropping wakers makes tasks ready, and dropping those drops more timers and wakers:
+    // repeated until no task is left. I/O is cancelled last, because dropped tasks abandon more.
     fn shut_down(&self) {
         loop {
             let timers = std::mem::take(&mut *self.timers.borrow_mut());
@@ -371,7 +376,7 @@ impl Reactor {
     }
 }
 
-/// Takes the reactor down also when a task panics.
+/// Shuts the reactor down, also if a task panics.
 struct Leave;
 
 impl Drop for Leave {
@@ -395,7 +400,7 @@ mod tests {
         run(Polling::Off, future).expect("io_uring works on a test machine")
     }
 
-    /// The order in which three tasks that yield now and then finish.
+    /// The order in which tasks with a different number of yields finish.
     fn finishing_order(seed: u64) -> Vec<u32> {
         sim::run(seed, async {
             let order = Rc::new(RefCell::new(Vec::new()));
@@ -491,8 +496,8 @@ mod tests {
             yield_now().await;
             drop(reading);
             yield_now().await;
-            // The buffer is back in the pool only after the cancellation went through: until then a
-            // new one is elsewhere.
+            // The buffer returns to the pool only after the cancellation is complete. Until then a
+            // new buffer has another address.
             drop(theirs);
             let (result, _) = op::receive(&fd, Buffer::new(4096), 0).await;
             assert_eq!(result.expect("end of file"), 0);

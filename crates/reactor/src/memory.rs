@@ -1,26 +1,27 @@
-//! The memory that the process may use for data, and who has it.
+//! The memory budget of the process for data, and its division.
 //!
 //! ```text
-//!   budget ┬─ reserved   metadata caches, read-ahead, buffers kept for reuse: set aside beforehand
-//!          ├─ pages      of disks in memory: taken when they are written, else ENOSPC
-//!          ├─ connections  of clients of NBD: buffers and state of each, else the client waits
-//!          └─ requests   data of requests in flight and of replies that nobody has read yet
-//!               ├─ one half: an equal part for each disk, which no other disk can take
-//!               └─ the other half: for whoever needs more; disks take turns
+//!   budget ┬─ reserved     metadata caches, read-ahead, pooled buffers: reserved in advance
+//!          ├─ pages        of disks in memory: allocated by writes, else ENOSPC
+//!          ├─ connections  of NBD clients: buffers and state of each, else the client waits
+//!          └─ requests     data of requests in flight and of unread replies
+//!               ├─ one half: an equal part for each disk, not available to other disks
+//!               └─ the other half: shared; disks are served by turns
 //! ```
 //!
 //! A request that finds no memory waits. Waiting requests are served in an order that is fair
-//! between disks ([`requests`]) and between the clients of a disk ([`queue`]). While requests
-//! wait, clients that hold memory without progress are disconnected, the sooner the more requests
-//! wait ([`holders`]). So a client delays neither other disks nor other clients of its disk for
-//! long, and no client ends the process.
+//! between disks ([`requests`]) and between the clients of a disk ([`queue`]). While requests wait,
+//! clients that hold memory without progress are disconnected, the sooner the more requests wait
+//! ([`holders`]). A client therefore delays neither other disks nor other clients of its disk for
+//! long, and cannot exhaust the memory of the process.
 //!
-//! One waiting request, the watchman, looks for clients without progress. All others sleep until
-//! they are served. Taking and returning memory within a disk's part is one atomic operation, also
-//! while requests of other disks wait. All else is O(log n) in disks, clients and waiting requests.
+//! One waiting request, the watchman, checks for clients without progress. All others sleep until
+//! they are served. Charging and returning memory within a disk's part is one atomic operation,
+//! even while requests of other disks wait. Everything else is O(log n) in disks, clients and
+//! waiting requests.
 //!
-//! A request is charged its payload. What it takes beside that while it is carried out (tables,
-//! blocks that were not aligned, ciphertext) is not counted: a fifth of the machine is left for it.
+//! A request is charged its payload. Memory for its execution (tables, bounce buffers, ciphertext)
+//! is not counted; a fifth of the machine's memory is left for it.
 
 mod holders;
 mod queue;
@@ -44,30 +45,30 @@ pub use self::{
 };
 use crate::seldom::Seldom;
 
-/// What requests have at least, in bytes: in each half of it, one of the largest fits.
+/// Minimum for requests in bytes: one of the largest requests fits into each half.
 pub const LEAST_REQUESTS: u64 = 64 << 20;
-/// What they have at most: memory that waits for clients helps nobody.
+/// Maximum for requests in bytes: more would only hold data for slow clients.
 const MOST_REQUESTS: u64 = 1 << 30;
-/// Most bytes that connections can have beyond the budget: a hundred clients with TLS. Otherwise no
-/// client could connect to any disk after a guest has filled a disk in memory.
+/// Maximum that connections can use beyond the budget, in bytes: a hundred clients with TLS.
+/// Otherwise no client could connect to any disk after a guest has filled a disk in memory.
 const MOST_KEPT_FOR_CONNECTIONS: u64 = 16 << 20;
 
-/// A budget that is not enough for something.
+/// Error: the budget is exhausted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} (allow more with --memory, or make caches and read-ahead smaller)", self.why())]
 pub struct NotEnough {
-    /// What it was for.
+    /// Purpose of the memory.
     pub what: &'static str,
-    /// Bytes.
+    /// Bytes requested.
     pub asked: u64,
-    /// Bytes that could have been had.
+    /// Bytes available.
     pub left: u64,
-    /// The whole budget, in bytes.
+    /// Total budget in bytes.
     pub total: u64,
 }
 
 impl NotEnough {
-    /// Without what helps.
+    /// The message without the remedy.
     pub fn why(&self) -> String {
         let Self { what, asked, left, total } = self;
         format!(
@@ -83,26 +84,26 @@ fn mib(bytes: u64) -> u64 {
     bytes.div_ceil(1 << 20)
 }
 
-/// Who has how much of a budget, in bytes.
+/// Use of a budget in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// All that may be used.
+    /// Total budget.
     pub total: u64,
-    /// Set aside for metadata caches, bitmaps, read-ahead and buffers kept for reuse.
+    /// Reserved for metadata caches, bitmaps, read-ahead and pooled buffers.
     pub reserved: u64,
-    /// Of disks in memory.
+    /// Pages of disks in memory.
     pub pages: u64,
     /// Connected NBD clients, without their requests.
     pub connections: u64,
-    /// Of requests in flight and unread replies.
+    /// Requests in flight and unread replies.
     pub requests: u64,
-    /// The most that `requests` may be.
+    /// Maximum of `requests`.
     pub most_requests: u64,
-    /// Requests that wait for memory now.
+    /// Number of requests that wait for memory.
     pub waiting: u64,
 }
 
-/// Memory that is set aside until this is dropped.
+/// A reservation of memory, released on drop.
 #[derive(Debug)]
 pub struct Aside {
     budget: Arc<Budget>,
@@ -111,19 +112,19 @@ pub struct Aside {
 }
 
 impl Aside {
-    /// So many bytes for `what`.
+    /// Reserves `bytes` for `what`.
     ///
     /// # Errors
-    /// [`NotEnough`].
+    /// [`NotEnough`] if the budget is exhausted.
     pub fn new(budget: &Arc<Budget>, what: &'static str, bytes: u64) -> Result<Self, NotEnough> {
         budget.reserve(what, 0, bytes)?;
         Ok(Self { budget: budget.clone(), what, bytes })
     }
 
-    /// So many bytes from now on.
+    /// Changes the size of the reservation.
     ///
     /// # Errors
-    /// [`NotEnough`]; it is what it was.
+    /// [`NotEnough`]; the reservation is unchanged.
     pub fn change(&mut self, bytes: u64) -> Result<(), NotEnough> {
         self.budget.reserve(self.what, self.bytes, bytes)?;
         self.bytes = bytes;
@@ -133,12 +134,12 @@ impl Aside {
 
 impl Drop for Aside {
     fn drop(&mut self) {
-        // Less is never refused.
+        // A reduction cannot fail.
         let _ = self.change(0);
     }
 }
 
-/// Memory of a client's connection beside its requests, until this is dropped.
+/// Memory of a client's connection without its requests, returned on drop.
 #[derive(Debug)]
 pub struct ConnectionMemory {
     budget: Arc<Budget>,
@@ -146,9 +147,8 @@ pub struct ConnectionMemory {
 }
 
 impl ConnectionMemory {
-    /// Charges `bytes` to `budget`; `None` if the budget has no room for them. All connections
-    /// together can have 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even where
-    /// nothing is left.
+    /// Charges `bytes` to `budget`; `None` if they do not fit. All connections together can use
+    /// 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even if the budget is exhausted.
     pub fn new(budget: &Arc<Budget>, bytes: u64) -> Option<Self> {
         let least = budget.total() / 64;
         let fits = budget.take_beside(&budget.connections, bytes, least.min(MOST_KEPT_FOR_CONNECTIONS));
@@ -168,13 +168,13 @@ impl Drop for ConnectionMemory {
     }
 }
 
-/// A budget.
+/// A memory budget.
 #[derive(Debug)]
 pub struct Budget {
     total: AtomicU64,
     pages: AtomicU64,
     connections: AtomicU64,
-    /// What each account may always use.
+    /// Bytes that each account can always use.
     part: AtomicU64,
     state: Mutex<State>,
     log: Seldom,
@@ -191,7 +191,7 @@ struct State {
 static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| Budget::new(u64::MAX));
 
 impl Budget {
-    /// A budget of so many bytes; `u64::MAX` is as much as there is.
+    /// A budget of `total` bytes; `u64::MAX` is unlimited.
     pub fn new(total: u64) -> Arc<Self> {
         Arc::new(Self {
             total: AtomicU64::new(total),
@@ -203,18 +203,18 @@ impl Budget {
         })
     }
 
-    /// The budget of this process. Without limit until it is [set](Budget::set_total).
+    /// The budget of this process. Unlimited until [`Budget::set_total`].
     pub fn process() -> &'static Arc<Self> {
         &PROCESS
     }
 
-    /// Sets how many bytes may be used. Not for a budget in use: what is there stays.
+    /// Sets the total. Call it before the budget is used: memory in use is not reclaimed.
     pub fn set_total(&self, bytes: u64) {
         self.total.store(bytes, SeqCst);
         self.divide(&mut self.lock());
     }
 
-    /// Who has how much now.
+    /// Current use.
     pub fn usage(&self) -> Usage {
         let state = self.lock();
         Usage {
@@ -233,7 +233,7 @@ impl Budget {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change of it is complete before anything could panic.
+        // Every change of the state is complete before anything could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -241,29 +241,29 @@ impl Budget {
         ((self.total() - reserved.min(self.total())) / 4).clamp(LEAST_REQUESTS, MOST_REQUESTS)
     }
 
-    /// Bytes that may still be [set aside](Budget::reserve).
+    /// Bytes that can still be [reserved](Budget::reserve).
     pub fn free(&self) -> u64 {
         self.left(self.lock().reserved)
     }
 
-    /// What may be had beside requests, for good.
+    /// Bytes available for purposes other than requests.
     fn left(&self, reserved: u64) -> u64 {
         let taken = self.pages.load(SeqCst) + self.connections.load(SeqCst);
         let others = reserved + taken + self.most_requests(reserved);
         self.total().saturating_sub(others)
     }
 
-    /// Gives each account its part of what requests may have.
+    /// Recomputes the part of each account.
     fn divide(&self, state: &mut State) {
         let part = state.requests.divide(self.most_requests(state.reserved));
         self.part.store(part, SeqCst);
         state.requests.divided();
     }
 
-    /// Sets aside `bytes` instead of `before` for `what`.
+    /// Changes the reservation for `what` from `before` to `bytes`.
     ///
     /// # Errors
-    /// [`NotEnough`]; nothing has changed.
+    /// [`NotEnough`]; nothing is changed.
     pub fn reserve(&self, what: &'static str, before: u64, bytes: u64) -> Result<(), NotEnough> {
         let mut state = self.lock();
         let rest = state.reserved - before;
@@ -276,7 +276,7 @@ impl Budget {
         Ok(())
     }
 
-    /// Takes a page for a disk in memory; false where there is none.
+    /// Charges a page of a disk in memory; returns false if it does not fit.
     pub fn take_page(&self, bytes: u64) -> bool {
         self.take_beside(&self.pages, bytes, 0)
     }
@@ -286,8 +286,8 @@ impl Budget {
         self.pages.fetch_sub(bytes, SeqCst);
     }
 
-    /// Adds `bytes` to one of the sums that grow beside requests, if they are left or if the sum
-    /// is at most `least` afterwards.
+    /// Adds `bytes` to a sum other than that of requests, if they are available or the sum is at
+    /// most `least` afterwards.
     fn take_beside(&self, sum: &AtomicU64, bytes: u64, least: u64) -> bool {
         let total = self.total();
         if total == u64::MAX {
@@ -302,9 +302,11 @@ impl Budget {
         fits
     }
 
-    /// Disconnects clients without progress, at most one for each waiting request, and sets the
-    /// time of the next look.
+    /// Disconnects clients without progress, at most one for each waiting request, and schedules
+    /// the next check.
     fn look(&self, now: Instant) {
+        // Clients are collected under the lock and disconnected without it: `push_out` may take
+        // other locks, and dropping a client takes this one (`Account::forget`).
         let (mut overdue, mut seen) = (Vec::new(), Vec::new());
         let waiting = {
             let mut state = self.lock();
@@ -316,7 +318,8 @@ impl Budget {
                 let due = holders.take_overdue(latest, waiting as usize, &mut overdue, &mut seen);
                 next = next.min(due.map_or(next, |due| due + grace));
             });
-            // Clients that are overdue and were not disconnected yet.
+            // `next` is past if overdue clients remain, because more are overdue than requests
+            // wait.
             state.next_look = if next > now { next.max(now + LEAST_WAIT) } else { now + LOOK };
             waiting
         };
@@ -333,7 +336,7 @@ impl Budget {
     }
 }
 
-/// What the requests of one disk have of a budget.
+/// The memory of one disk's requests, a part of a budget.
 #[derive(Debug)]
 pub struct Account {
     budget: Arc<Budget>,
@@ -343,7 +346,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// An account of its own in `budget`.
+    /// A new account in `budget`.
     pub fn new(budget: &Arc<Budget>) -> Arc<Self> {
         let used: Arc<Used> = Arc::default();
         let number = {
@@ -355,7 +358,7 @@ impl Account {
         Arc::new(Self { budget: Arc::clone(budget), number, used, reserved: AtomicU64::new(0) })
     }
 
-    /// The budget that it is in.
+    /// The budget that contains the account.
     pub fn budget(&self) -> &Arc<Budget> {
         &self.budget
     }
@@ -365,26 +368,25 @@ impl Account {
         self.used.bytes()
     }
 
-    /// Bytes set aside.
+    /// Bytes reserved.
     pub fn reserved(&self) -> u64 {
         self.reserved.load(SeqCst)
     }
 
-    /// Sets aside so many bytes for `what`, instead of those before.
+    /// Replaces the account's reservation by one of `bytes` for `what`.
     ///
     /// # Errors
-    /// [`NotEnough`]; those before stay.
+    /// [`NotEnough`]; the previous reservation is unchanged.
     pub fn reserve(&self, what: &'static str, bytes: u64) -> Result<(), NotEnough> {
         self.budget.reserve(what, self.reserved(), bytes)?;
         self.reserved.store(bytes, SeqCst);
         Ok(())
     }
 
-    /// Takes memory for a request if nobody has to wait for it. To be [given
-    /// back](Account::give_back).
+    /// Charges memory for a request if that needs no waiting. Return it by [`Account::give_back`].
     pub fn try_take(&self, bytes: u64) -> bool {
         if let Some(sum) = self.used.add_within(bytes, self.part()) {
-            // The part may have shrunk in between, and the sum is recorded as within it.
+            // The part may have shrunk meanwhile, while the sum is recorded as within it.
             if sum > self.part() {
                 self.budget.lock().requests.came_back(self.number);
             }
@@ -393,10 +395,10 @@ impl Account {
         self.budget.lock().requests.try_charge(self.number, bytes)
     }
 
-    /// Takes memory for a request of the client that `flow` belongs to, and waits for it if
-    /// necessary. A caller that gives up waiting has taken nothing.
+    /// Charges memory for a request of the client with this `flow`, and waits for it if necessary.
+    /// Dropping the future charges nothing.
     ///
-    /// `bytes` is at most half of [`LEAST_REQUESTS`].
+    /// `bytes` must be at most half of [`LEAST_REQUESTS`].
     pub async fn take(&self, flow: &MemoryFlow, bytes: u64) {
         if self.try_take(bytes) {
             return;
@@ -427,16 +429,16 @@ impl Account {
         state.requests.wait(self.number, flow, waiter)
     }
 
-    /// Gives back what was taken.
+    /// Returns charged memory.
     pub fn give_back(&self, bytes: u64) {
         if self.used.subtract(bytes) {
             self.budget.lock().requests.came_back(self.number);
         }
     }
 
-    /// Lists a client whose transfer has started, so that it can be disconnected if it holds
-    /// memory without progress. To be called after [`Holder::due`] has changed; costs two atomic
-    /// operations while the client is listed.
+    /// Lists a client whose transfer has started, so that it can be disconnected if it holds memory
+    /// without progress. Call it after [`Holder::due`] has changed; it takes two atomic operations
+    /// while the client is listed.
     pub fn watch(&self, holder: &Arc<impl Holder + 'static>) {
         if !holder.listing().is_done() {
             let holder: Arc<dyn Holder> = Arc::clone(holder) as _;
@@ -446,7 +448,7 @@ impl Account {
         }
     }
 
-    /// Removes a client that has gone from the list of [`Account::watch`].
+    /// Removes a client that has disconnected from the list of [`Account::watch`].
     pub fn forget(&self, listing: &Listing) {
         if listing.is_listed()
             && let Some(list) = self.budget.lock().requests.holders(self.number)
@@ -460,9 +462,9 @@ impl Account {
     }
 }
 
-/// Longest time between two looks for clients without progress, while requests wait.
+/// Longest time between two checks for clients without progress, while requests wait.
 const LOOK: Duration = Duration::from_secs(1);
-/// Shortest time between two looks: clients whose times end within it are disconnected together.
+/// Shortest time between two checks: clients that are due within it are disconnected together.
 const LEAST_WAIT: Duration = Duration::from_millis(1);
 
 impl Drop for Account {
@@ -474,7 +476,7 @@ impl Drop for Account {
     }
 }
 
-/// A queued request, or one that was served. Unless it is kept, its memory is returned.
+/// A request that is queued or was just served. On drop, its memory is returned unless it is kept.
 struct Queued<'a> {
     account: &'a Account,
     place: Place,

@@ -1,12 +1,12 @@
-//! Ringing eventfds that others hold too, without ever waiting.
+//! Non-blocking signalling of eventfds that other processes share.
 //!
-//! `write(2)` to an eventfd waits where its count is full and it has no `O_NONBLOCK`. That flag is
-//! shared with whoever else has the eventfd, who may clear it between any look of ours and the
-//! write; and nothing in a write stands for it. The kernel itself never waits (`eventfd_signal`):
-//! so here an io_uring completes operations that do nothing, and the kernel rings the eventfd that
-//! is registered with it.
+//! `write(2)` to an eventfd blocks if its counter is full and it lacks `O_NONBLOCK`. That flag
+//! belongs to the shared file description: another process may clear it between a check and the
+//! write, and `write(2)` has no flag of its own. The kernel itself never blocks on an eventfd
+//! (`eventfd_signal`). Therefore an io_uring completes a no-op, and the kernel signals the eventfd
+//! that is registered with that ring.
 //!
-//! That takes 80 ns longer than a write, as long as to look at the flag before a write.
+//! This takes 80 ns longer than a write, as long as checking the flag before it.
 
 use std::{
     cell::RefCell,
@@ -22,12 +22,12 @@ use super::{
     restricted::{self, registering},
 };
 
-/// Kept for those that come next: making one takes long, and so does its end; and a process that
-/// has given up the right to make rings has no others.
+/// Number of spare rings: creating a ring takes long, and so does destroying one; and a sandboxed
+/// process may not create rings.
 const MOST_SPARE: usize = 16;
 
-/// Set aside at most: a ring is a descriptor and 12 KiB of the kernel's, and few of the queues that
-/// there may be ever have a machine.
+/// Maximum number of rings created in advance: a ring takes a descriptor and 12 KiB of kernel
+/// memory, and few of the possible queues are ever used.
 const MOST_SET_ASIDE: usize = 1024;
 
 static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), most: MOST_SPARE, shared: None });
@@ -35,13 +35,13 @@ static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), most: MOST_SP
 struct Spare {
     rings: Vec<IoUring>,
     most: usize,
-    /// Rings for all that find no ring of their own.
+    /// Ring shared by all notifiers without a ring of their own.
     shared: Option<Tied>,
 }
 
 fn spare() -> MutexGuard<'static, Spare> {
-    // A panic while pushing to a Vec leaves it valid, and one while ringing leaves a ring that is
-    // tied anew.
+    // A panic while pushing to a Vec leaves it valid, and one while signalling leaves a ring that
+    // is registered again before its next use.
     SPARE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -50,9 +50,9 @@ fn make() -> io::Result<IoUring> {
     restricted::build(&mut IoUring::builder(), 1, None, &[opcode::Nop::CODE], &registered)
 }
 
-/// How many descriptors [`set_aside`] takes for `count` notifiers.
+/// Number of descriptors that [`set_aside`] uses for `count` notifiers.
 pub fn set_aside_for(count: usize) -> usize {
-    // Those that are kept, and the shared one.
+    // The spare rings, and the shared one.
     most_kept(count) + 1
 }
 
@@ -60,9 +60,8 @@ fn most_kept(count: usize) -> usize {
     count.min(MOST_SET_ASIDE) + MOST_SPARE
 }
 
-/// Makes what `count` notifiers need, and as much as is kept anyway, so that nothing has to be made
-/// for them later. Those beyond [`MOST_SET_ASIDE`] may have to share one, which takes two system
-/// calls more each time.
+/// Creates the rings for `count` notifiers, plus spare ones, so that none has to be created later.
+/// Notifiers beyond [`MOST_SET_ASIDE`] may share one, which takes two more system calls each time.
 ///
 /// # Errors
 /// As `io_uring_setup(2)`.
@@ -78,15 +77,16 @@ pub fn set_aside(count: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Rings eventfds; the same one again is the cheapest. Takes a descriptor once it has rung one.
+/// Signals eventfds. Signalling the same one repeatedly is the cheapest. Owns a descriptor after
+/// the first signal.
 #[derive(Default)]
 pub struct Notifier(RefCell<Option<Tied>>);
 
 impl Notifier {
-    /// Adds 1 to the count of an eventfd, if there is room for it. Never waits.
+    /// Adds 1 to the counter of an eventfd, unless it is full. Never blocks.
     ///
     /// # Errors
-    /// No descriptor or memory is left to do so, or it is no eventfd.
+    /// Fails if no descriptor or memory is left, or `event` is not an eventfd.
     pub fn ring(&self, event: &Fd) -> io::Result<()> {
         let mut tied = self.0.borrow_mut();
         let tied = match &mut *tied {
@@ -133,7 +133,7 @@ impl Tied {
         }
     }
 
-    /// Keeps nothing of the event.
+    /// Signals an event without staying registered with it.
     fn ring_once(&mut self, event: &Fd) -> io::Result<()> {
         self.tie(event)?;
         self.complete()?;
@@ -141,7 +141,7 @@ impl Tied {
     }
 
     fn complete(&mut self) -> io::Result<()> {
-        // Without room, one is left from a submission that failed: it does as well.
+        // If the queue is full, it contains an entry of a submission that failed, which suffices.
         // SAFETY: the entry refers to no memory and to no descriptor.
         let _ = unsafe { self.ring.submission().push(&opcode::Nop::new().build()) };
         self.ring.submit()?;

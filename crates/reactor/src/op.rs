@@ -1,8 +1,8 @@
-//! What the data path asks of the kernel, a function for each operation. Each takes the memory it
-//! works on and returns it.
+//! I/O operations of the data path, a function for each. Each owns the memory it works on while it
+//! is in flight, and returns it.
 //!
 //! A file descriptor is held as [`Fd`], shared and reference-counted. An operation in flight keeps
-//! it open, so its number cannot be reused for another file before the kernel has looked at it.
+//! it open, so its number cannot be reused for another file before the kernel has looked it up.
 
 use std::{
     io,
@@ -26,38 +26,38 @@ use crate::buffer::{Buffer, Segment, Segments};
 #[derive(Clone, Debug)]
 pub struct Fd {
     open: Arc<Open>,
-    /// Returned when the operations that hold this clone have ended.
+    /// Returned when the operations that hold this clone have completed.
     permit: Option<Arc<Permit>>,
 }
 
 #[derive(Debug)]
 struct Open {
-    /// `None` only while it is dropped.
+    /// `None` only during drop.
     fd: Option<OwnedFd>,
     closing: Option<Arc<dyn Closing>>,
 }
 
-/// Callbacks that precede the closing of a file. Both may wait for the file system (a close sends
-/// locks and written data to an NFS or FUSE server), so they run on a thread that may block. A
-/// [`Closing`] is dropped after the file is closed.
+/// Callbacks that precede the closing of a file. Callback and close may both block on the file
+/// system (a close sends locks and written data to an NFS or FUSE server), so they run on a thread
+/// that may block. A [`Closing`] is dropped after the file is closed.
 pub trait Closing: std::fmt::Debug + Send + Sync {
-    /// The last use of the file: no operation on it is in flight.
+    /// Called at the last use of the file, when no operation on it is in flight.
     fn before(&self, fd: BorrowedFd<'_>);
 }
 
-/// Files that are being closed on other threads.
+/// Number of files being closed on other threads.
 static CLOSINGS: Mutex<usize> = Mutex::new(0);
 static CLOSED: Condvar = Condvar::new();
 
-/// Waits until all files that were dropped on non-blocking threads are closed, for `timeout` at
-/// most. Returns true if they are. Blocks.
+/// Blocks until all files that were dropped on non-blocking threads are closed, for `timeout` at
+/// most. Returns true if they are.
 pub fn wait_for_closings(timeout: Duration) -> bool {
     let closings = CLOSINGS.lock().unwrap_or_else(PoisonError::into_inner);
     let waited = CLOSED.wait_timeout_while(closings, timeout, |closings| *closings > 0);
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
 }
 
-/// Runs `close`, which may wait for a file system, on a thread that may block.
+/// Runs `close`, which may block on a file system, on a thread that may block.
 fn close_where_blocking_is_allowed(close: impl FnOnce() + Send + 'static) {
     if worker::may_block() {
         return close();
@@ -70,8 +70,8 @@ fn close_where_blocking_is_allowed(close: impl FnOnce() + Send + 'static) {
     });
 }
 
-/// A descriptor that another process has passed. It may be of any file, whose closing may wait for
-/// a file system.
+/// A descriptor passed by another process. It may be of any file, so closing it may block on a file
+/// system.
 #[derive(Debug)]
 pub struct ForeignFd(Option<OwnedFd>);
 
@@ -114,19 +114,19 @@ impl Drop for Open {
 }
 
 impl Fd {
-    /// A file whose last use, wherever it is, is followed by `closing`.
+    /// A file whose last use, on any thread, is followed by `closing`.
     pub fn of_file(fd: impl Into<OwnedFd>, closing: Arc<dyn Closing>) -> Self {
         Self { open: Arc::new(Open { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
     }
 
-    /// The same file, holding a permit for as long as the clone or an operation on it exists.
+    /// A clone that holds a permit until it and all operations on it are gone.
     pub fn holding(&self, permit: Permit) -> Self {
         Self { open: Arc::clone(&self.open), permit: Some(Arc::new(permit)) }
     }
 
-    /// Flags of operations on the file. An operation with a permit is executed by a thread of the
-    /// kernel from the start, because file systems in user space accept non-blocking reads and then
-    /// wait for their readahead.
+    /// Flags of operations on the file. An operation with a permit is executed by a kernel thread
+    /// from the start, because file systems in user space accept non-blocking reads and then block
+    /// in their readahead.
     pub(super) fn flags(&self) -> squeue::Flags {
         if self.permit.is_some() { squeue::Flags::ASYNC } else { squeue::Flags::empty() }
     }
@@ -143,12 +143,12 @@ impl Fd {
         self.owned().as_raw_fd()
     }
 
-    /// Whether it is the same one, not another of the same file.
+    /// True if both are clones of the same `Fd`; false for another descriptor of the same file.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.open, &other.open)
     }
 
-    /// Whether so many hold it: owners, and operations in flight.
+    /// True if there are exactly `count` clones, including those of operations in flight.
     pub fn has_owners(&self, count: usize) -> bool {
         Arc::strong_count(&self.open) == count
     }
@@ -166,16 +166,16 @@ impl AsFd for Fd {
     }
 }
 
-/// Most segments in one system call: the kernel's UIO_MAXIOV.
+/// Maximum number of segments in one system call: the kernel's UIO_MAXIOV.
 pub const MOST_SEGMENTS: usize = 1024;
 
-/// The kernel counts in 32 bits; more is a short transfer, which callers continue anyway.
+/// Length as the kernel's 32 bits. More becomes a short transfer, which callers continue anyway.
 pub(super) fn length(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(1 << 30)
 }
 
-/// Segments that the kernel fills. What is a guest's is recorded as dirty when the operation has
-/// ended, also where nobody waits for it any more.
+/// Segments that the kernel fills. A guest's memory is marked as dirty when the operation has
+/// completed, even if its task was dropped.
 struct Filled(Segments);
 
 impl Filled {
@@ -191,9 +191,9 @@ impl Drop for Filled {
     }
 }
 
-/// Reads at `offset` into `segments`, behind their first `filled` bytes, of which there are fewer
-/// than all; returns how many bytes, 0 at the end of the file. The kernel takes [`MOST_SEGMENTS`]
-/// at most: more is a short transfer, and likewise too many bytes.
+/// Reads at `offset` into `segments`, after their first `filled` bytes, which must not be all;
+/// returns the number of bytes, 0 at the end of the file. More than [`MOST_SEGMENTS`] segments, or
+/// too many bytes, yield a short read.
 pub async fn read_at(
     fd: &Fd,
     mut segments: Segments,
@@ -207,8 +207,8 @@ pub async fn read_at(
             .ioprio(priority::current())
             .build()
             .flags(fd.flags());
-        // SAFETY: a segment's memory stays where it is when the segment moves, and the descriptor
-        // is held with it.
+        // SAFETY: a segment's memory keeps its address when the segment moves, and the operation
+        // owns segment and descriptor.
         let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon(MOST_READS_HELD_BACK);
         let (result, (_, filled)) = op.await;
         return (result.map(|count| count as usize), filled.ended());
@@ -219,23 +219,23 @@ pub async fn read_at(
         .ioprio(priority::current())
         .build()
         .flags(fd.flags());
-    // SAFETY: the vectors are boxed, and the segments they point to are held.
+    // SAFETY: the vectors are boxed, and the operation owns the segments they point to.
     let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon(MOST_READS_HELD_BACK);
     let (result, (_, filled, _)) = op.await;
     (result.map(|count| count as usize), filled.ended())
 }
 
-/// Whether a write reports success only once it is on stable storage.
+/// Durability of a write at its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// It may stay in a cache until the next [`sync`].
+    /// The data may be in a cache until the next [`sync`].
     Cached,
-    /// `RWF_DSYNC`: data and what is needed to read it back are on stable storage.
+    /// `RWF_DSYNC`: data and the metadata needed to read it are on stable storage.
     Synchronous,
 }
 
 impl Durability {
-    /// Of a write.
+    /// Flags of a write (`RWF_…`).
     pub(super) fn flags(self) -> i32 {
         match self {
             Self::Cached => 0,
@@ -244,7 +244,7 @@ impl Durability {
     }
 }
 
-/// Writes the segments at `offset`; returns how many bytes.
+/// Writes the segments at `offset`; returns the number of bytes.
 pub async fn write_at(
     fd: &Fd,
     segments: Segments,
@@ -269,16 +269,16 @@ pub async fn write_at(
         .rw_flags(flags)
         .build()
         .flags(fd.flags());
-    // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
+    // SAFETY: the vectors are boxed and the operation owns the buffers they point to.
     let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }
 
-/// Brings everything written before to stable storage (`fdatasync`).
+/// Flushes all previous writes to stable storage (`fdatasync`).
 pub async fn sync(fd: &Fd) -> io::Result<()> {
     let entry = opcode::Fsync::new(fd.target()).flags(types::FsyncFlags::DATASYNC).build();
-    // SAFETY: the entry refers to the descriptor alone.
+    // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { Op::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
@@ -286,29 +286,29 @@ pub async fn sync(fd: &Fd) -> io::Result<()> {
 /// `fallocate(2)` with `mode` from `FALLOC_FL_…`: zeroes, deallocates or reserves a range.
 ///
 /// # Errors
-/// As `fallocate(2)`; `EOPNOTSUPP` where the file system cannot.
+/// As `fallocate(2)`; `EOPNOTSUPP` if the file system does not support it.
 pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
     let entry = opcode::Fallocate::new(fd.target(), length).offset(offset).mode(mode).build();
-    // SAFETY: the entry refers to the descriptor alone.
+    // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { Op::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
-/// Asks the page cache to read a range ahead (`POSIX_FADV_WILLNEED`).
+/// Hint to the page cache to read a range ahead (`POSIX_FADV_WILLNEED`).
 pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
     // The kernel takes 32 bits here; a hint may be shortened.
     let length = libc::off_t::from(i32::try_from(length).unwrap_or(i32::MAX));
     let entry = opcode::Fadvise::new(fd.target(), length, libc::POSIX_FADV_WILLNEED).offset(offset).build();
-    // SAFETY: the entry refers to the descriptor alone.
+    // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { Op::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
-/// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer
-/// has closed.
+/// Receives into `buffer` after its first `filled` bytes; returns the number of bytes, 0 if the
+/// peer has closed the connection.
 ///
 /// # Panics
-/// If the buffer is full already.
+/// Panics if the buffer is full.
 pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
     let room = &mut buffer[filled..];
     assert!(!room.is_empty(), "receiving into no room would look like the peer's end");
@@ -319,7 +319,7 @@ pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<
     (result.map(|count| count as usize), buffer)
 }
 
-/// Sends the segments in one message; returns how many bytes.
+/// Sends the segments in one message; returns the number of bytes.
 ///
 /// # Errors
 /// As `sendmsg(2)`; a closed peer is `EPIPE`, never a signal.
@@ -327,8 +327,8 @@ pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) 
     sent(start_send(fd, segments)).await
 }
 
-/// The same, submitted now with all else that waits: where the receiver has work to do on it, and
-/// the rest of the turn would keep it from that.
+/// As [`send`], submitted at once with all operations that are queued: for a receiver that can
+/// process the message while this thread continues its turn.
 ///
 /// # Errors
 /// As [`send`].
@@ -343,7 +343,7 @@ fn start_send(fd: &Fd, segments: Segments) -> Sending {
     let entry = opcode::SendMsg::new(fd.target(), message.header())
         .flags((libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32)
         .build();
-    // SAFETY: header and vectors are boxed, and the buffers they point to are held in `segments`.
+    // SAFETY: header and vectors are boxed, and the operation owns the buffers they point to.
     unsafe { Op::start(&entry, (fd.clone(), segments, message)) }
 }
 
@@ -352,11 +352,11 @@ async fn sent(op: Sending) -> (io::Result<usize>, Segments) {
     (result.map(|count| count as usize), segments)
 }
 
-/// Bytes sent on a stream socket that are still on their way: for a Unix socket, what the peer has
-/// not read yet.
+/// Bytes sent on a stream socket that are not delivered: for a Unix socket, those that the peer has
+/// not read.
 ///
 /// # Errors
-/// As `ioctl(2)` with `SIOCOUTQ`; `ENOTTY` or `EOPNOTSUPP` for what is no such socket.
+/// As `ioctl(2)` with `SIOCOUTQ`; `ENOTTY` or `EOPNOTSUPP` for any other file.
 pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
     let mut count: libc::c_int = 0;
     // SAFETY: SIOCOUTQ (TIOCOUTQ's other name) writes one int, to `count`.
@@ -367,7 +367,7 @@ pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Bytes that a stream socket can receive at once.
+/// Bytes that a stream socket can receive without blocking.
 ///
 /// # Errors
 /// As `ioctl(2)` with `FIONREAD`.
@@ -381,18 +381,20 @@ pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Descriptors that clients leave to the rest of the process: control sockets, images.
+/// Number of descriptors reserved from clients for the rest of the process: control sockets,
+/// images.
 const DESCRIPTORS_KEPT: u64 = 64;
-/// The most that are left by those who have many already: see [`descriptors_left_to_others`].
+/// Maximum number reserved from clients with many descriptors: see [`descriptors_left_to_others`].
 pub const DESCRIPTORS_LEFT: u64 = 2 * DESCRIPTORS_KEPT;
 
-/// Whether a client may still have a descriptor: the lowest free one is not among the last that the
-/// process may have. Of a small limit (`ulimit -n`) an eighth is kept.
+/// True if a client may use another descriptor: the lowest free one is not among the last ones of
+/// the process's limit. Of a small limit (`ulimit -n`) an eighth is reserved.
 pub fn descriptors_left() -> bool {
     are_left_beside(1)
 }
 
-/// The same for one who has many already: others may still have as many as the process keeps.
+/// As [`descriptors_left`], for a client that has many: twice as many are reserved, half of them
+/// for other clients.
 pub fn descriptors_left_to_others() -> bool {
     are_left_beside(2)
 }
@@ -403,18 +405,18 @@ fn are_left_beside(parts: u64) -> bool {
     lowest_free().is_none_or(|number| number.saturating_add(kept) < limit)
 }
 
-/// How many descriptors the process may still have, as far as is known: those above the lowest free
-/// one.
+/// Lower bound of the number of descriptors that the process can still open: those above the lowest
+/// free one.
 pub fn free_descriptors() -> u64 {
     let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return u64::MAX };
     lowest_free().map_or(u64::MAX, |number| limit.saturating_sub(number))
 }
 
-/// Keeps all descriptors that this process was started with, but for the first three, from programs
-/// that it starts: sockets and secrets, which a service manager leaves open for whoever is started.
+/// Sets close-on-exec for all inherited descriptors except the first three: sockets and secrets
+/// that a service manager leaves open, which child processes must not inherit.
 ///
 /// # Errors
-/// The kernel cannot do it: Linux has close_range(2) since 5.9, and this of it since 5.11.
+/// Fails before Linux 5.11: close_range(2) exists since 5.9, this flag since 5.11.
 pub fn keep_from_children() -> io::Result<()> {
     const CLOSE_RANGE_CLOEXEC: libc::c_uint = 1 << 2;
     // SAFETY: sets a flag of descriptors, and closes none.
@@ -422,13 +424,13 @@ pub fn keep_from_children() -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The lowest free descriptor; the largest number where there is none, nothing where nobody knows.
+/// The lowest free descriptor; `u64::MAX` if there is none, `None` if it cannot be determined.
 fn lowest_free() -> Option<u64> {
-    // SAFETY: makes a descriptor, or fails.
+    // SAFETY: creates a descriptor, or fails.
     let free = unsafe { libc::fcntl(0, libc::F_DUPFD_CLOEXEC, 0) };
     match u64::try_from(free) {
         Ok(number) => {
-            // SAFETY: made above, and known to nobody else.
+            // SAFETY: created above, and owned by nothing else.
             drop(unsafe { OwnedFd::from_raw_fd(free) });
             Some(number)
         }
@@ -442,10 +444,10 @@ pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
     let entry = opcode::Accept::new(fd.target(), std::ptr::null_mut(), std::ptr::null_mut())
         .flags(libc::SOCK_CLOEXEC)
         .build();
-    // SAFETY: the entry refers to the descriptor alone.
+    // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { Op::start(&entry, fd.clone()) };
-    // A client that was accepted for nobody is told so at once, instead of waiting for the process
-    // to end.
+    // If the task was dropped, the connection is closed at once, so that the client does not wait
+    // until the process ends.
     let op = op.or_else(|_, result| drop(accepted(result)));
     let descriptor = op.await.0?;
     accepted(i32::try_from(descriptor).unwrap_or(-1)).ok_or(io::Error::from_raw_os_error(libc::EBADF))
@@ -453,49 +455,49 @@ pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
 
 /// The descriptor in an accept's result; `None` if it failed.
 fn accepted(result: i32) -> Option<OwnedFd> {
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
     (result >= 0).then(|| unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Ends what this thread waits for on `fd`, as far as it has not happened yet, with `ECANCELED`:
-/// whoever waits gets either what came or that, so nothing is lost.
+/// Cancels this thread's pending operations on `fd` with `ECANCELED`. Each completes either
+/// normally or with that error, so no data is lost.
 pub fn interrupt(fd: &Fd) {
     let entry = opcode::AsyncCancel2::new(types::CancelBuilder::fd(fd.target()).all()).build();
-    // SAFETY: the entry refers to the descriptor alone.
+    // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { Op::start(&entry, fd.clone()) };
-    // What came of it, whoever waits sees.
+    // The result is ignored: the cancelled operations report theirs.
     super::spawn(async { drop(op.await) });
 }
 
-/// Waits until `fd` can be read from (or has failed).
+/// Waits until `fd` is readable (or has failed).
 pub async fn readable(fd: &Fd) -> io::Result<()> {
     polled(fd, libc::POLLIN.into(), 0).await
 }
 
-/// Waits until `fd` can be read from (or has failed), where several wait for the same and one is
-/// enough: of them, the kernel wakes one for each thing to read.
+/// As [`readable`], if several tasks or processes wait for the same file: for each event the kernel
+/// wakes one of them (`EPOLLEXCLUSIVE`).
 pub async fn readable_by_one(fd: &Fd) -> io::Result<()> {
     polled(fd, libc::POLLIN.into(), libc::EPOLLEXCLUSIVE as u32).await
 }
 
-/// Waits until the peer of a socket sends nothing any more, whatever of it is still to be read.
+/// Waits until the peer of a socket has shut down its writing side, even if there is unread data.
 pub async fn hung_up(fd: &Fd) -> io::Result<()> {
     polled(fd, libc::POLLRDHUP.into(), 0).await
 }
 
 async fn polled(fd: &Fd, events: i32, how: u32) -> io::Result<()> {
     let entry = opcode::PollAdd::new(fd.target(), events as u32 | how).build();
-    // SAFETY: the entry refers to the descriptor alone.
+    // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { Op::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
-/// Pointers to segments, at an address that stays: few are kept inline in the box, many in its own
-/// memory.
+/// Pointers to segments at a stable address: few are stored inline in the box, many in an
+/// allocation of their own.
 struct Vectors(Box<SmallVec<[libc::iovec; 8]>>);
 
 impl Vectors {
-    /// Of the bytes of all segments.
+    /// Vectors over the bytes of all segments.
     fn of(segments: &Segments) -> Self {
         let vector = |segment: &Segment| libc::iovec {
             iov_base: segment.source().cast_mut().cast(),
@@ -504,7 +506,8 @@ impl Vectors {
         Self(Box::new(segments.iter().map(vector).collect()))
     }
 
-    /// Of the room in the first segments that have any behind so many bytes.
+    /// Vectors over the bytes after the first `filled` ones, for at most [`MOST_SEGMENTS`]
+    /// segments.
     fn to_fill(segments: &mut Segments, mut filled: usize) -> Self {
         let vectors = segments.as_mut_slice().iter_mut().filter_map(|segment| {
             let skip = filled.min(segment.len());
@@ -524,8 +527,8 @@ struct Message {
 
 impl Message {
     fn new(vectors: Vectors) -> Self {
-        // SAFETY: msghdr is a C structure of integers and pointers, for which all zeroes means
-        // "nothing there".
+        // SAFETY: msghdr is a C structure of integers and pointers, and all zeroes mean an empty
+        // message.
         let header = unsafe { std::mem::zeroed() };
         Self { header, vectors }
     }

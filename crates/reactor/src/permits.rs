@@ -1,7 +1,7 @@
-//! A bound on how many operations run at once, for waiters on any thread.
+//! A bound on the number of concurrent operations, for waiters on any thread.
 //!
-//! Waiters receive permits in the order of their arrival. A returned permit passes to the first
-//! waiter directly, so an operation that arrives later cannot take it.
+//! Waiters receive permits in the order of arrival. A returned permit passes to the first waiter
+//! directly, so an operation that arrives later cannot get it.
 
 use std::{
     collections::BTreeMap,
@@ -32,7 +32,7 @@ impl Permits {
         Arc::new(Self(Mutex::new(State { free: count, next_ticket: 0, waiting: BTreeMap::new() })))
     }
 
-    /// Waits for a permit. Its turn begins when the future is polled first.
+    /// Waits for a permit. The order is that of the first polls.
     pub fn take(self: &Arc<Self>) -> impl Future<Output = Permit> + use<> {
         Take { permits: Arc::clone(self), ticket: None }
     }
@@ -43,11 +43,11 @@ impl Permits {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change of it is complete before a panic could occur.
+        // Every change of the state is complete before a panic could occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes a permit to the first waiter.
+    /// Passes a permit to the first waiter, or makes it free.
     fn put_back(&self) {
         let first = {
             let mut state = self.lock();
@@ -65,7 +65,7 @@ impl Permits {
 
 struct Take {
     permits: Arc<Permits>,
-    /// Set while it waits. It owns a permit if the ticket is no longer in the queue.
+    /// Set while waiting. A ticket that is no longer in the queue owns a permit.
     ticket: Option<u64>,
 }
 
@@ -100,6 +100,7 @@ impl Future for Take {
 impl Drop for Take {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket
+            // The permit was assigned to this waiter, but it was dropped before the next poll.
             && self.permits.lock().waiting.remove(&ticket).is_none()
         {
             self.permits.put_back();

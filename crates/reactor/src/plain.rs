@@ -1,12 +1,12 @@
-//! Names that are somebody else's choice, made fit for a terminal and for the log: of processes, of
-//! clients, of what lies in an image.
+//! Sanitizes names chosen by other parties (processes, clients, image contents) for terminals and
+//! logs.
 
-/// Without what a terminal would act on, and without what nobody sees: a `?` stands for each.
+/// Replaces characters that a terminal would interpret and invisible ones by `?`.
 pub fn plain(text: &str) -> String {
     text.replace(is_hidden, "?")
 }
 
-/// Whether a character is for control, turns the direction of writing, or cannot be seen.
+/// True for control characters, characters that change the writing direction, and invisible ones.
 pub fn is_hidden(character: char) -> bool {
     character.is_control()
         || matches!(
@@ -14,15 +14,15 @@ pub fn is_hidden(character: char) -> bool {
             '\u{ad}'
                 | '\u{61c}'
                 | '\u{180e}'
-                // Zero width, and marks of direction.
+                // Zero width, and direction marks.
                 | '\u{200b}'..='\u{200f}'
-                // Ends of lines and paragraphs; embeddings and overrides of direction.
+                // Line and paragraph separators; directional embeddings and overrides.
                 | '\u{2028}'..='\u{202e}'
-                // Joiners, what cannot be seen in formulae, isolates, and what is deprecated.
+                // Joiners, invisible operators, directional isolates, and deprecated characters.
                 | '\u{2060}'..='\u{206f}'
                 | '\u{feff}'
                 | '\u{fff9}'..='\u{fffb}'
-                // Tags.
+                // Tag characters.
                 | '\u{e0000}'..='\u{e007f}'
         )
 }

@@ -1,13 +1,13 @@
-//! Threads for system calls that block.
+//! Threads for blocking system calls.
 //!
-//! A thread that has nothing to do is used again for [`IDLE`], except while a process starts that
-//! is going to give up rights: a thread keeps the rights that it has, so no thread may outlive the
-//! start. Until [`threads_may_stay`], each call has a thread that ends with the call.
+//! An idle thread is reused for [`IDLE`], except while a process starts that will drop privileges:
+//! a thread keeps the privileges it has, so no thread may outlive the start. Until
+//! [`threads_may_stay`], each call has a thread that exits after it.
 //!
-//! There is no limit on the number of threads: a call to a file system that has stopped answering
-//! never returns, and with a limit the calls to one file system would use up the threads of all.
-//! Callers bound their calls instead: an open file allows a few at once, a control connection
-//! executes its commands in turn.
+//! The number of threads is unbounded: a call to a file system that has stopped answering never
+//! returns, and with a bound the calls to one file system would occupy all threads. Callers bound
+//! their calls instead: an open file allows a few concurrent ones, a control connection executes
+//! its commands one by one.
 
 use std::{
     collections::VecDeque,
@@ -17,10 +17,10 @@ use std::{
     time::Duration,
 };
 
-/// Time that an idle thread is kept.
+/// Time after which an idle thread exits.
 const IDLE: Duration = Duration::from_secs(5);
 
-/// Threads that may still run; `None`: threads stay.
+/// Threads that may still run and must end; `None` if threads may stay.
 static PASSING: Mutex<Option<Vec<JoinHandle<()>>>> = Mutex::new(None);
 
 static STAYING: Staying = Staying { work: Mutex::new(Work::new()), arrived: Condvar::new() };
@@ -50,8 +50,8 @@ impl Staying {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where there is no thread and none can be created, the call is executed in place: it delays
-    /// this thread, instead of ending the process.
+    /// Starts a call. If there is no thread and none can be created, the call is executed in place,
+    /// which delays this thread instead of ending the process.
     fn start(&'static self, call: Call) {
         let mut work = self.lock();
         work.calls.push_back(call);
@@ -59,7 +59,7 @@ impl Staying {
             let thread = thread::Builder::new().name("blocking".to_owned());
             match thread.spawn(|| self.work()) {
                 Ok(_) => work.threads += 1,
-                // The next thread that finishes its call takes this one.
+                // The next thread that finishes its call executes this one.
                 Err(error) if work.threads > 0 => {
                     tracing::warn!(%error, "no further thread for system calls that block");
                 }
@@ -95,21 +95,21 @@ impl Staying {
     }
 }
 
-/// The caller that awaits the result of `call` reports its panic.
+/// Executes a call. A panic is reported by the caller that awaits its result.
 fn execute(call: Call) {
     let _ = catch_unwind(AssertUnwindSafe(call));
 }
 
-/// Ends each thread after the call that it was started for, from now on.
+/// From now on, each thread exits after the call that it was started for.
 pub fn threads_must_end() {
     PASSING.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
 }
 
-/// Waits until the threads that run have ended; from now on threads stay.
+/// Blocks until all running threads have exited; from now on threads are reused.
 pub fn threads_may_stay() {
     let passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner).take();
     for thread in passing.into_iter().flatten() {
-        // The caller that awaits the result reports a panic.
+        // A panic is reported by the caller that awaits the result.
         let _ = thread.join();
     }
 }
@@ -119,10 +119,10 @@ pub(super) fn threads_end_with_calls() -> bool {
     PASSING.lock().unwrap_or_else(PoisonError::into_inner).is_some()
 }
 
-/// Starts `call` on a thread of the pool, and does not wait for it.
+/// Starts `call` on a thread of the pool without waiting for it.
 ///
 /// # Panics
-/// If no thread can be created before [`threads_may_stay`].
+/// Panics if no thread can be created before [`threads_may_stay`].
 pub(super) fn start(call: impl FnOnce() + Send + 'static) {
     let mut passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner);
     match &mut *passing {
@@ -137,8 +137,10 @@ pub(super) fn start(call: impl FnOnce() + Send + 'static) {
     }
 }
 
+/// Runs `f` on a thread of the pool and waits for its result.
+///
 /// # Panics
-/// If `f` does, or if no thread can be created before [`threads_may_stay`].
+/// Panics if `f` does, or if no thread can be created before [`threads_may_stay`].
 pub(super) async fn run<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = async_channel::bounded(1);
     // Sending fails if the caller no longer waits.
@@ -153,17 +155,17 @@ mod tests {
     use super::*;
     use crate::Polling;
 
-    /// This process's threads that stay.
+    /// Number of this process's reusable threads.
     fn staying() -> usize {
         let threads = fs::read_dir("/proc/self/task").expect("it is there").flatten();
         let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
         threads.map(name).filter(|name| name.starts_with("blocking")).count()
     }
 
-    /// One test counts the threads that stay, another starts some.
+    /// Serializes the test that counts reusable threads and the one that starts some.
     static THREADS_THAT_STAY: Mutex<()> = Mutex::new(());
 
-    /// The only test that lets threads stay; other tests of this process may use them at any time.
+    /// The only test that lets threads stay; concurrent tests may use them at any time.
     #[test]
     fn no_thread_is_left_until_threads_may_stay() {
         let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
@@ -172,7 +174,7 @@ mod tests {
             let before = staying();
             let id = crate::blocking(|| thread::current().id()).await;
             assert_ne!(id, thread::current().id());
-            // Threads that stay have names.
+            // Reusable threads have names.
             let name = crate::computing(|| thread::current().name().map(str::to_owned)).await;
             assert_eq!(name, None);
             assert!(staying() <= before);

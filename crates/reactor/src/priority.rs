@@ -1,25 +1,25 @@
-//! Whose I/O it is: a guest's, or background work that the device may put behind it.
+//! I/O priority: guests' requests, or background work that the device may delay.
 //!
-//! The kernel takes a priority with each request (values in `ioprio_set(2)`). Schedulers that know
-//! priorities, such as bfq, give a larger part of the device to the higher ones; the others ignore
-//! them. Background work is best-effort like everything else, at the lowest level. It is not of the
-//! idle class, because somebody may come to wait for it, and idle requests may starve.
+//! The kernel accepts a priority with each request (values in `ioprio_set(2)`). Schedulers with
+//! priorities, such as bfq, give a larger part of the device to the higher ones; others ignore
+//! them. Background work is best-effort like everything else, at the lowest level. It is not in the
+//! idle class, because a client may come to wait for it, and idle requests may starve.
 //!
-//! Code can also ask whether it runs in the background ([`is_in_background`]), so that an error it
-//! finds there is not reported as a client's.
+//! Code can also check if it runs in the background ([`is_in_background`]), so that its errors are
+//! not reported as a client's.
 
 use std::{cell::Cell, future::Future, pin::pin};
 
 /// `IOPRIO_PRIO_VALUE(IOPRIO_CLASS_BE, 7)`.
 const BEST_EFFORT_LOWEST: u16 = 2 << 13 | 7;
-/// The process's own.
+/// The priority of the process.
 const UNCHANGED: u16 = 0;
 
 thread_local! {
     static CURRENT: Cell<u16> = const { Cell::new(UNCHANGED) };
 }
 
-/// Runs `future` so that what it reads goes behind what others read. Not the tasks that it spawns.
+/// Runs `future` with the lowest priority for its reads. Does not apply to tasks that it spawns.
 pub async fn in_background<T>(future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     std::future::poll_fn(|context| {
@@ -31,12 +31,12 @@ pub async fn in_background<T>(future: impl Future<Output = T>) -> T {
     .await
 }
 
-/// Whether the task that runs now does so by [`in_background`].
+/// True if the current task runs within [`in_background`].
 pub fn is_in_background() -> bool {
     CURRENT.get() == BEST_EFFORT_LOWEST
 }
 
-/// The priority of what the task that runs now asks the kernel for.
+/// Priority of the current task's I/O.
 pub(super) fn current() -> u16 {
     CURRENT.get()
 }

@@ -1,11 +1,11 @@
-//! Small files that a user names: configs, tokens, keys, passwords.
+//! Opens small files that a user names: configs, tokens, keys, passwords.
 //!
-//! Opening a named pipe waits for a writer, and a device may never end or answer. A daemon that
-//! opens a named pipe would wait for ever, and so would each later reload. [`open`] never waits and
-//! returns regular files alone.
+//! Opening a named pipe blocks until a writer opens it, and reading a device may never end. A
+//! daemon that opens a named pipe would hang, and so would each later reload. [`open`] never blocks
+//! and returns regular files only.
 //!
-//! A pipe is accepted only where this process was given it by its number (`/dev/fd/5`,
-//! `/dev/stdin`), as a shell's `<(command)` does.
+//! A pipe is accepted only if this process inherited it and it is named by its number (`/dev/fd/5`,
+//! `/dev/stdin`), as with a shell's `<(command)`.
 
 use std::{
     fs::File,
@@ -17,8 +17,7 @@ use std::{
 /// Opens a file for reading.
 ///
 /// # Errors
-/// The system's; [`ErrorKind::InvalidInput`], which names the kind of file, for any other than a
-/// regular one.
+/// As `open(2)`; [`ErrorKind::InvalidInput`], with the kind of the file, unless it is regular.
 pub fn open(path: &Path) -> io::Result<File> {
     let given = ["/dev/fd/", "/proc/self/fd/", "/dev/stdin"];
     if given.iter().any(|own| path.starts_with(own)) {
@@ -27,7 +26,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     open_found(path)
 }
 
-/// Like [`open`], for a path that is already resolved, in any directory.
+/// As [`open`], for a path that is already resolved, in any directory.
 pub fn open_found(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     check(&file)?;
@@ -68,7 +67,7 @@ mod tests {
         let mut text = String::new();
         open(&path("file")).expect("a file").read_to_string(&mut text).expect("read");
         assert_eq!(text, "text");
-        // Without a writer, a plain open of the pipe would wait for ever.
+        // Without a writer, a plain open of the pipe would block for ever.
         for (what, why) in [
             (path("pipe"), "is a named pipe"),
             (directory.path().to_owned(), "is a directory"),

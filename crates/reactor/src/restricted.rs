@@ -1,14 +1,14 @@
-//! Rings that know the operations of this program and refuse every other, whoever fills them.
+//! Rings that accept only a list of operations.
 //!
-//! What is submitted to a ring is no system call, so no filter of system calls sees it. The kernel
-//! itself holds the list instead (`IORING_REGISTER_RESTRICTIONS`, Linux 5.10): a ring is made
-//! disabled, told its list, and enabled, after which the list stays.
+//! Operations submitted to a ring are not system calls, so no system call filter sees them. Instead
+//! the kernel enforces a list (`IORING_REGISTER_RESTRICTIONS`, Linux 5.10): a ring is created
+//! disabled, gets its list, and is enabled, after which the list cannot be changed.
 
 use std::io;
 
 use io_uring::{Builder, IoUring, cqueue, opcode, register::Restriction, squeue};
 
-/// Of a reactor: what [`super::op`] and queues of ublk submit.
+/// Operations of a reactor: those of [`super::op`] and of ublk queues.
 pub(super) const OPERATIONS: [u8; 16] = [
     opcode::Read::CODE,
     opcode::Readv::CODE,
@@ -28,7 +28,7 @@ pub(super) const OPERATIONS: [u8; 16] = [
     opcode::UringCmd16::CODE,
 ];
 
-/// What may be registered with a ring later (linux/io_uring.h).
+/// Resources that can be registered with a ring after it was enabled (linux/io_uring.h).
 pub(super) mod registering {
     pub(in super::super) const EVENTFD: u8 = 4;
     pub(in super::super) const UNREGISTER_EVENTFD: u8 = 5;
@@ -37,9 +37,9 @@ pub(super) mod registering {
     pub(in super::super) const SYNC_CANCEL: u8 = 24;
 }
 
-/// A ring that is restricted to these operations, to the flag `IOSQE_ASYNC`, and to registering
-/// these resources. The kernel's threads for operations on files are limited to this number, if one
-/// is given.
+/// Creates a ring that is restricted to these operations, to the flag `IOSQE_ASYNC`, and to
+/// registering these resources. If `file_threads` is given, it limits the kernel's threads for
+/// operations on files.
 ///
 /// # Errors
 /// As `io_uring_setup(2)` and `io_uring_register(2)`.
@@ -52,12 +52,12 @@ pub(super) fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
 ) -> io::Result<IoUring<S, C>> {
     let ring = builder.setup_r_disabled().build(entries)?;
     if let Some(threads) = file_threads {
-        // Zero leaves the number of threads for sockets and pipes unchanged.
+        // Zero leaves the limit of threads for sockets and pipes unchanged.
         ring.submitter().register_iowq_max_workers(&mut [threads, 0])?;
     }
     let operations = operations.iter().map(|code| Restriction::sqe_op(*code));
     let registered = registered.iter().map(|code| Restriction::register_op(*code));
-    // The only flag of an operation, and harmless: `IOSQE_ASYNC`.
+    // The only flag in use, and harmless: `IOSQE_ASYNC`.
     let flags = Restriction::sqe_flags_allowed(squeue::Flags::ASYNC.bits());
     let mut list: Vec<_> = operations.chain(registered).chain([flags]).collect();
     ring.submitter().register_restrictions(&mut list)?;
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     fn result(ring: &mut IoUring, entry: &squeue::Entry) -> i32 {
-        // SAFETY: what the entries of this test point to is static.
+        // SAFETY: the entries of this test point to static data only.
         unsafe { ring.submission().push(entry) }.expect("there is room");
         ring.submit_and_wait(1).expect("it is submitted");
         ring.completion().next().expect("it has ended").result()

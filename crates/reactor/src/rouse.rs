@@ -1,7 +1,7 @@
-//! Tells when somebody has something to do again, to whoever watches what is done and need not look
-//! while all sleep.
+//! Notifies an observer when a reactor wakes up, so that it need not poll statistics while all
+//! reactors sleep.
 //!
-//! It costs each thread that wakes up one load.
+//! Costs each waking thread one load.
 
 use std::sync::atomic::{
     AtomicBool,
@@ -13,15 +13,15 @@ use event_listener::{Event, EventListener};
 static IS_AWAITED: AtomicBool = AtomicBool::new(false);
 static ROUSED: Event = Event::new();
 
-/// Ends when a thread next wakes up in its reactor, from this call on, be it the caller's own. For
-/// one watcher. In simulation nobody sleeps, and nobody wakes up.
+/// Completes when any reactor's thread next wakes up after this call, including the caller's own.
+/// For one observer. Never completes in simulation, where reactors do not sleep.
 pub fn next_to_wake() -> EventListener {
     let roused = ROUSED.listen();
     IS_AWAITED.store(true, Release);
     roused
 }
 
-/// This thread has slept.
+/// Called after this thread has slept.
 pub(super) fn woken() {
     if IS_AWAITED.load(Relaxed) && IS_AWAITED.swap(false, AcqRel) {
         ROUSED.notify(usize::MAX);

@@ -1,5 +1,5 @@
-//! Lines of the log that a client could cause by the thousand: one a second for each cause, with
-//! how many were left out before it.
+//! Rate-limited logs: for lines that a client could cause by the thousand, one line per second for
+//! each cause, with the number of suppressed ones.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -7,25 +7,28 @@ use policy::time::Instant;
 
 const SECOND_NS: u64 = 1_000_000_000;
 
-/// One cause, of one disk, file or server.
+/// Rate limit for one cause of one disk, file or server.
 #[derive(Debug, Default)]
 pub struct Seldom {
-    /// When the next line may be written.
+    /// Time of the next permitted line.
     next_ns: AtomicU64,
     left_out: AtomicU64,
 }
 
 impl Seldom {
-    /// How many were left out since the last line, if there may be one now; otherwise this one is
-    /// left out too.
+    /// If a line may be logged now, returns the number of lines suppressed since the last one;
+    /// otherwise counts this one as suppressed and returns `None`.
     pub fn line(&self, now: Instant) -> Option<u64> {
         self.line_of(now, 1)
     }
 
-    /// The same, with so many at once before it is one a second: for what is rare by itself, and
-    /// wanted in full.
+    /// As [`Seldom::line`], with a burst of `at_once` lines before the rate of one per second
+    /// applies: for rare events that should be logged in full.
     pub fn line_of(&self, now: Instant, at_once: u64) -> Option<u64> {
         let (now_ns, next_ns) = (now.as_nanos(), self.next_ns.load(Relaxed));
+        // A generic cell rate limiter: `next_ns` advances by a second for each line, and may lead
+        // the present by `at_once` seconds. One of several concurrent callers wins; the rest are
+        // suppressed.
         let after = next_ns.max(now_ns) + SECOND_NS;
         let may = now_ns + at_once * SECOND_NS >= after
             && self.next_ns.compare_exchange(next_ns, after, Relaxed, Relaxed).is_ok();

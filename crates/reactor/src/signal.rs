@@ -1,4 +1,4 @@
-//! Waking one task from others of the same thread: "something has changed, look again".
+//! A signal from tasks to another task of the same thread that some state has changed.
 
 use std::{
     cell::{Cell, RefCell},
@@ -6,7 +6,7 @@ use std::{
     task::{Poll, Waker},
 };
 
-/// A flag that one task waits for. Raising it twice before it is seen counts once.
+/// A flag that one task waits for. Repeated raising before it is consumed counts once.
 #[derive(Debug, Default)]
 pub struct Signal {
     raised: Cell<bool>,
@@ -14,7 +14,7 @@ pub struct Signal {
 }
 
 impl Signal {
-    /// Raises the flag and wakes the task that waits for it.
+    /// Raises the flag and wakes the waiting task.
     pub fn raise(&self) {
         if !self.raised.replace(true) {
             let waiting = self.waiting.take();
@@ -25,7 +25,7 @@ impl Signal {
     }
 
     /// Waits until the flag is raised, and lowers it. For one task at a time: a second one would
-    /// take the first one's place.
+    /// replace the first.
     pub async fn wait(&self) {
         poll_fn(|context| {
             if self.raised.replace(false) {

@@ -1,9 +1,8 @@
-//! The reactor's simulated twin: a virtual clock, an order of execution drawn from a seed, and no
-//! kernel.
+//! The simulated driver: a virtual clock, an order of execution drawn from a seed, and no kernel.
 //!
-//! Which of the ready tasks runs next is random; when none is ready, the clock jumps to the next
-//! timer. The same seed gives exactly the same run, so a failure is replayed by its number. A run
-//! with waiting tasks that nothing can wake is a hang, and panics.
+//! The next task to run is picked at random among the ready ones; if none is ready, the clock jumps
+//! to the next timer. A seed determines the whole run, so it reproduces a failure. A run with
+//! waiting tasks that nothing can wake is a hang, and panics.
 
 use std::{
     cell::{Cell, RefCell},
@@ -49,10 +48,10 @@ impl Sim {
     }
 }
 
-/// Runs `future` and everything it spawns in virtual time until `future` is done.
+/// Runs `future`, and all tasks that it spawns, in virtual time until `future` completes.
 ///
 /// # Panics
-/// On a hang (see above), or if a reactor runs on this thread already.
+/// Panics on a hang (see above), or if a reactor runs on this thread already.
 pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> T {
     let sim =
         Sim { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
@@ -60,11 +59,11 @@ pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> 
     Reactor::enter(executor, Driver::Sim(sim), Box::pin(future), Sim::turn)
 }
 
-/// The simulation's source of randomness: for simulated storages and test clients, so that one seed
-/// decides everything.
+/// The simulation's random numbers, for simulated storages and clients. One seed thereby determines
+/// everything.
 ///
 /// # Panics
-/// Outside [`run`].
+/// Panics outside of [`run`].
 pub fn random<T>(f: impl FnOnce(&mut fastrand::Rng) -> T) -> T {
     with_current(|reactor| match &reactor.driver {
         Driver::Sim(sim) => f(&mut sim.random.borrow_mut()),

@@ -1,5 +1,4 @@
-//! Timers: tasks that wait for an instant, in an ordered map. The reactor asks for the earliest and
-//! fires those that are due.
+//! Timers: wakers in a map ordered by deadline.
 
 use std::{
     collections::BTreeMap,
@@ -12,8 +11,7 @@ use policy::time::{Duration, Instant};
 
 use super::{now, with_current};
 
-/// Waiting tasks by deadline; the number tells timers of one instant apart and keeps them in order
-/// of arrival.
+/// Wakers by deadline. The number distinguishes timers with equal deadlines and keeps their order.
 #[derive(Default)]
 pub(super) struct Timers {
     waiting: BTreeMap<(Instant, u64), Waker>,
@@ -29,18 +27,18 @@ impl Timers {
         self.waiting.is_empty()
     }
 
-    /// One timer due at `now`, removed.
+    /// Removes and returns one timer that is due at `now`.
     pub(super) fn pop_due(&mut self, now: Instant) -> Option<Waker> {
         let entry = self.waiting.first_entry()?;
         (entry.key().0 <= now).then(|| entry.remove())
     }
 }
 
-/// Ready once its deadline has passed.
+/// Future that completes at its deadline.
 #[derive(Debug)]
 pub struct Sleep {
     deadline: Instant,
-    /// The key in the map while registered.
+    /// Key in the map, once registered.
     number: Option<u64>,
 }
 
@@ -73,19 +71,20 @@ impl Drop for Sleep {
         let Some(number) = self.number else { return };
         let removed =
             with_current(|reactor| reactor.timers.borrow_mut().waiting.remove(&(self.deadline, number)));
-        // Outside the borrow: the last reference to a task may go with its waker.
+        // Outside of the borrow: a waker may hold the last reference to a task, whose drop may
+        // access the timers.
         drop(removed);
     }
 }
 
-/// The time given to [`timeout`] ran out.
+/// Error: the limit of [`timeout`] has passed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Timeout;
 
-/// Waits for `future`, but not longer than `limit`; then it is dropped.
+/// Waits for `future` for at most `limit`, then drops it.
 ///
 /// # Errors
-/// [`Timeout`] when the time ran out first.
+/// [`Timeout`] if the limit passed first.
 pub async fn timeout<T>(limit: Duration, future: impl Future<Output = T>) -> Result<T, Timeout> {
     let mut future = pin!(future);
     let mut sleep = pin!(Sleep::new(now() + limit));

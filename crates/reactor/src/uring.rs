@@ -1,12 +1,12 @@
-//! The kernel's half of the real reactor: one io_uring, the operations in flight on it, and how to
-//! wait for them.
+//! The real reactor's driver: one io_uring, the operations in flight on it, and waiting for them.
 //!
-//! An operation owns the memory that the kernel works on. If its future is dropped early, the
-//! memory moves into the table of operations in flight and stays there until the kernel is done. So
-//! the buffer of a cancelled request is never reused too early.
+//! An operation owns the memory that the kernel accesses. If its future is dropped early, the
+//! memory moves into the table of operations in flight and stays there until the operation
+//! completes. The buffer of a cancelled request is therefore never reused too early.
 //!
-//! Submissions are batched: a turn of the reactor runs every ready task first and enters the kernel
-//! once. Completions are processed only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
+//! Submissions are batched: a turn of the reactor first runs the ready tasks and then enters the
+//! kernel once. Completions are processed only in that call (`DEFER_TASKRUN`), so they interrupt
+//! nothing.
 
 use std::{
     cell::{Cell, RefCell, RefMut},
@@ -27,44 +27,44 @@ use super::{
     Driver, Figures, Reactor, buffers::Table, real_now, restricted, rouse, vigil::Vigil, with_current,
 };
 
-/// Submission queue entries; a fuller batch is submitted in parts.
+/// Submission queue entries; a larger batch is submitted in parts.
 const SUBMISSIONS: u32 = 256;
-/// Completion queue entries; what overflows waits in the kernel (`IORING_FEAT_NODROP`).
+/// Completion queue entries; the kernel keeps those that overflow (`IORING_FEAT_NODROP`).
 const COMPLETIONS: u32 = 4096;
-/// How long [`super::linger`] lets completions gather, in microseconds: a few requests' worth of a
-/// fast client's time.
+/// Time for which [`super::linger`] lets completions accumulate, in microseconds: a few requests of
+/// a fast client.
 const LINGER_US: u32 = 8;
-/// The limit of [`Polling::Auto`]: what lies between two completions of a busy disk. With 50 µs a
-/// thread falls asleep too often to be left alone by the kernel.
+/// Polling limit of [`Polling::Auto`]: the time between two completions of a busy disk. With 50 µs
+/// a thread sleeps so often that the kernel still migrates it.
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
-/// A device is not kept waiting for the rest of a turn once so many reads or writes are queued: of
-/// a turn's twelve the first would wait for all others, and the device would have less to do at
-/// once (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end.
-/// Each call costs, on a virtual machine a way out of it; so writes, which a device takes into its
+/// Number of queued reads or writes that are submitted before the end of a turn. Otherwise the
+/// first of a turn's twelve would wait for all others, and the device would have less to do
+/// concurrently (docs/decisions/0023). The kernel also holds back the requests of one call until
+/// its end. Each call costs a VM exit on a virtual machine, so writes, which a device stores in its
 /// cache, are held back for longer.
 pub(super) const MOST_READS_HELD_BACK: usize = 4;
 pub(super) const MOST_WRITES_HELD_BACK: usize = 8;
-/// Tasks run between two looks at the ring, so that a busy task, or a party with many, cannot keep
-/// the completions of others waiting for long.
+/// Tasks run between two checks of the ring, so that a busy task, or a task group with many, does
+/// not delay the completions of other groups.
 pub(super) const TASKS_PER_TURN: usize = 64;
-/// The operation that waits for other threads' wake-ups is not in the table.
+/// User data of the read of the eventfd, which is not in the table.
 const EVENT: u64 = u64::MAX;
-/// Neither are cancellations: their outcome shows in the operation they cancel.
+/// User data of cancellations, which are not in the table either: their outcome shows in the
+/// operation that they cancel.
 const CANCELLATION: u64 = u64::MAX - 1;
 
-/// How long to look for completions before sleeping.
+/// Polling for completions before sleeping.
 ///
-/// Waking a sleeping thread costs tens of microseconds on a virtual machine (the idle core has to
-/// be woken by the hypervisor), which is as long as a fast device needs for a request. So the
-/// reactor polls, but only while completions have been arriving faster than the limit apart: an
-/// idle daemon sleeps.
+/// Waking a sleeping thread takes tens of microseconds on a virtual machine (the hypervisor has to
+/// wake the idle processor), as long as a request of a fast device. The reactor therefore polls,
+/// but only while completions arrive faster than the limit: an idle daemon sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polling {
-    /// Sleeps as soon as there is nothing to do.
+    /// Sleeps whenever there is nothing to do.
     Off,
-    /// Polls while that has been seen to pay ([`policy::polling`]).
+    /// Polls while measurements show that it pays ([`policy::polling`]).
     Auto,
-    /// Polls for so long at a stretch; zero is [`Polling::Off`].
+    /// Polls for up to this time; zero is [`Polling::Off`].
     UpTo(Duration),
 }
 
@@ -78,7 +78,7 @@ impl std::fmt::Display for Polling {
     }
 }
 
-/// Whether, and how long, to wait for a completion.
+/// How long to wait for a completion.
 #[derive(Clone, Copy)]
 enum Wait {
     No,
@@ -88,10 +88,10 @@ enum Wait {
     Lingering(Duration),
 }
 
-/// Threads of the kernel for operations on files (`IORING_REGISTER_IOWQ_MAX_WORKERS`); the kernel
-/// reduces it to `RLIMIT_NPROC`. Its default is four for each processor, and operations on one file
-/// system that has stopped answering would occupy all of them: then no file is synced or read any
-/// more. Files of `storage` bound their own operations.
+/// Limit of the kernel's threads for operations on files (`IORING_REGISTER_IOWQ_MAX_WORKERS`),
+/// reduced by the kernel to `RLIMIT_NPROC`. Its default is four for each processor; operations on
+/// one file system that has stopped answering would occupy all of them, and block all other files.
+/// Files of `storage` bound their own operations.
 const FILE_THREADS: u32 = 1 << 20;
 /// Time that the end of a ring waits for operations that the kernel does not cancel.
 const TO_CANCEL: Duration = Duration::from_secs(2);
@@ -105,45 +105,45 @@ pub(super) fn has_stuck_operations() -> bool {
     HAS_STUCK.get()
 }
 
-/// A wait that something else ends.
+/// Timeout of a wait that another event ends.
 const FOREVER: Duration = Duration::from_secs(3600);
 
 enum Slot {
     /// In flight, awaited by a task (or not polled yet).
     Awaited(Option<Waker>),
-    /// Complete, result not fetched yet.
+    /// Completed, result not fetched yet.
     Complete(i32),
-    /// In flight, its future gone; holds what the kernel still uses. Never read, only dropped.
+    /// In flight, future dropped; owns the memory in use. Never read, only dropped.
     Abandoned(Orphan),
-    /// The same, and only the end of the ring ends it: see [`Op::until_the_ring_ends`].
+    /// As `Abandoned`, but only the end of the ring ends it: see [`Op::until_the_ring_ends`].
     Kept(Orphan),
 }
 
-/// Takes care of what an operation leaves when nobody waits for it any more; called with its
-/// result. Until then it holds the memory that the kernel works on.
+/// Disposes of an operation's resource when its future was dropped; called with the result. Owns
+/// the memory that the kernel accesses until then.
 type Orphan = Box<dyn FnOnce(i32)>;
 
 pub(super) struct Uring {
     ring: RefCell<IoUring>,
     slots: RefCell<Slab<Slot>>,
-    /// Tasks to wake after a look at the completion queue; kept to reuse its memory.
+    /// Tasks to wake after the completion queue was read; kept to reuse its memory.
     woken: RefCell<Vec<Waker>>,
     event_armed: Cell<bool>,
-    /// Where the eventfd's counter is read to. Boxed: the kernel writes there.
+    /// Destination of reads of the eventfd. Boxed, because the kernel writes to it.
     event_counter: Box<Cell<u64>>,
     polling: Polling,
     vigil: Option<RefCell<Vigil>>,
-    /// Moving average of the time between running dry and the next completion.
+    /// Moving average of the time between becoming idle and the next completion.
     typical_gap_ns: Cell<u64>,
-    /// Somebody said that nothing is urgent, since the last wait.
+    /// True if [`super::linger`] was called since the last wait.
     linger: Cell<bool>,
-    /// A task has said that it was long: the turn's tasks end with it.
+    /// True if [`super::was_long`] was called: the turn runs no further tasks.
     long: Cell<bool>,
-    /// What [`Uring::recently`] answers during this turn, once it was asked.
+    /// Result of [`Uring::recently`] in this turn, once it was called.
     recent: Cell<Option<Instant>>,
-    /// The kernel can wait for a time and for completions at once (6.12 on).
+    /// True if the kernel can wait for a minimum time (since 6.12).
     can_linger: bool,
-    /// Reads and writes of devices that were queued since something was submitted.
+    /// Number of device reads and writes queued since the last submission.
     held_back: Cell<usize>,
     buffers: RefCell<Table>,
     pub(super) figures: Arc<Figures>,
@@ -179,7 +179,7 @@ impl Uring {
         })
     }
 
-    /// Runs what is ready, fires timers, submits, reaps; waits where there is nothing else to do.
+    /// Runs ready tasks, fires timers, submits, reaps; waits if there is nothing else to do.
     pub(super) fn turn(reactor: &Reactor) {
         let Driver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
         uring.recent.set(None);
@@ -192,6 +192,7 @@ impl Uring {
                 break;
             }
         }
+        // After the tasks, which may have taken long: timers that became due meanwhile fire now.
         let next_timer = fire_timers(reactor);
         uring.arm_event(reactor);
         if reactor.executor.is_idle() {
@@ -202,7 +203,7 @@ impl Uring {
         uring.reap();
     }
 
-    /// The clock, read at most once a turn.
+    /// The clock, read at most once in a turn.
     pub(super) fn recently(&self) -> Instant {
         self.recent.get().unwrap_or_else(|| {
             let now = real_now();
@@ -219,7 +220,7 @@ impl Uring {
         self.long.set(true);
     }
 
-    /// Submits what is queued and lets the kernel finish what is complete; waits as told.
+    /// Submits the queue and processes completions; waits as specified.
     fn enter(&self, wait: Wait) {
         self.held_back.set(0);
         let mut ring = self.ring.borrow_mut();
@@ -243,22 +244,22 @@ impl Uring {
             Wait::Lingering(time) => {
                 let timespec = types::Timespec::from(time);
                 let arguments = types::SubmitArgs::new().timespec(&timespec).min_wait_usec(LINGER_US);
-                // More than can come in the time: so the time decides, and afterwards one
-                // completion is enough.
+                // A number that cannot be reached in the time, so the minimum time decides, and
+                // after it one completion is enough.
                 ring.submitter().submit_with_args(SUBMISSIONS as usize, &arguments)
             }
         };
         match result.map_err(|error| error.raw_os_error()) {
-            // EBUSY, EAGAIN: the kernel is short of room; reaping makes some, and the next turn
-            // submits the rest.
+            // EBUSY, EAGAIN: the kernel is short of resources; reaping frees some, and the next
+            // turn submits the rest.
             Ok(taken) => self.figures.submitted.add(taken as u64),
             Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
             Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
         }
     }
 
-    /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that
-    /// has been paying.
+    /// Waits for a completion, a wake-up from another thread, or `next_timer`. Polls first if that
+    /// has paid off recently.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
         let lingers = self.linger.take();
         let began = if self.polling == Polling::Off { Instant::ZERO } else { real_now() };
@@ -300,7 +301,7 @@ impl Uring {
         }
     }
 
-    /// Looks for something to do until `deadline`; whether there is.
+    /// Polls until there is something to do, or until `deadline`. Returns true in the first case.
     fn poll(&self, reactor: &Reactor, deadline: Instant) -> bool {
         loop {
             if self.has_completions() || !reactor.executor.is_idle() {
@@ -320,8 +321,8 @@ impl Uring {
         !ring.completion().is_empty() || ring.submission().taskrun()
     }
 
-    /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy
-    /// present is believed slowly, so polling begins only in a steady stream.
+    /// Records an idle time. One long pause resets the average at once, while short ones lower it
+    /// slowly, so polling begins only in a steady stream.
     fn note_gap(&self, began: Instant, limit: Duration) {
         let gap = real_now().nanos_since(began);
         let limit = duration_ns(limit);
@@ -330,7 +331,7 @@ impl Uring {
         self.typical_gap_ns.set(typical - typical / 8 + gap / 8);
     }
 
-    /// Takes completions off the ring and wakes their tasks.
+    /// Reads completions off the ring and wakes their tasks.
     fn reap(&self) {
         let mut woken = self.woken.take();
         let mut orphans = Vec::new();
@@ -366,7 +367,7 @@ impl Uring {
                 }
             }
         }
-        // Outside the borrows: waking and dropping run foreign code.
+        // Outside of the borrows: waking and dropping run foreign code.
         for (orphan, result) in orphans {
             orphan(result);
         }
@@ -381,30 +382,31 @@ impl Uring {
         if self.event_armed.replace(true) {
             return;
         }
+        // Announced before the last check for arrivals: see `Remote::send`.
         let fd = types::Fd(reactor.executor.remote().event.as_raw_fd());
         let entry = opcode::Read::new(fd, self.event_counter.as_ptr().cast(), 8).build().user_data(EVENT);
         // SAFETY: `event_counter` is boxed and lives as long as the ring; `cancel_all` ends the
-        // read before both go.
+        // read before either is dropped.
         unsafe { self.push(&entry) };
     }
 
     /// # Safety
-    /// What `entry` points to must stay valid until its completion has been reaped.
+    /// The memory that `entry` points to must stay valid until its completion has been reaped.
     unsafe fn push(&self, entry: &squeue::Entry) {
         loop {
-            // SAFETY: passed on to the caller.
+            // SAFETY: guaranteed by the caller.
             if unsafe { self.ring.borrow_mut().submission().push(entry) }.is_ok() {
                 return;
             }
-            // Full: make room. Where the kernel is short of room itself it wants completions to be
-            // taken first.
+            // The queue is full: submit it. If the kernel is short of resources, completions must
+            // be reaped first.
             self.enter(Wait::No);
             self.reap();
         }
     }
 
-    /// Counts one more for the device, and submits all that is queued if they are so many. Where
-    /// the kernel is short of room, the turn's end tries again.
+    /// Counts an operation of a device, and submits the queue if there are `most`. If the kernel is
+    /// short of resources, the end of the turn tries again.
     fn submit_many(&self, most: usize) {
         let held_back = self.held_back.get() + 1;
         self.held_back.set(held_back);
@@ -418,7 +420,7 @@ impl Uring {
         }
     }
 
-    /// Its table of buffers, which there is from now on.
+    /// The table of registered buffers, registered at the first call.
     ///
     /// # Errors
     /// As `io_uring_register(2)`.
@@ -437,11 +439,11 @@ impl Uring {
         }
     }
 
-    /// Cancels what is in flight and waits until the kernel has let go of all of it, but for what
-    /// only the end of the ring ends. (`IORING_REGISTER_SYNC_CANCEL` is as old as Linux 6.0.)
+    /// Cancels the operations in flight and waits until the kernel has completed them, except those
+    /// that only the end of the ring ends. (`IORING_REGISTER_SYNC_CANCEL` exists since Linux 6.0.)
     ///
-    /// An operation on a file system that does not answer may never end: after [`TO_CANCEL`] its
-    /// memory is left to the kernel.
+    /// An operation on a file system that does not answer may never complete: after [`TO_CANCEL`]
+    /// its memory is leaked to the kernel.
     pub(super) fn cancel_all(&self) {
         let deadline = real_now() + TO_CANCEL;
         let in_flight = || {
@@ -455,8 +457,8 @@ impl Uring {
                 return;
             }
             self.enter(Wait::No);
-            // Errors say that there was nothing left to cancel, or that it is too late to: then it
-            // completes by itself.
+            // An error means that there was nothing left to cancel, or that it is too late to: then
+            // the operation completes by itself.
             let _ = self.ring.borrow().submitter().register_sync_cancel(
                 Some(types::Timespec::new().nsec(1_000_000)),
                 types::CancelBuilder::any(),
@@ -477,9 +479,11 @@ fn build() -> io::Result<IoUring> {
 
 impl Drop for Uring {
     fn drop(&mut self) {
-        // The ring ends a moment after its descriptor is closed, and nobody is told when.
+        // The kernel destroys the ring some time after its descriptor is closed, without a
+        // notification.
         for (_, slot) in std::mem::take(self.slots.get_mut()) {
-            // Abandoned operations are left only by a cancellation that took too long.
+            // Abandoned operations remain only if the cancellation timed out. Their memory is
+            // leaked.
             if let Slot::Kept(orphan) | Slot::Abandoned(orphan) = slot {
                 std::mem::forget(orphan);
             }
@@ -487,7 +491,7 @@ impl Drop for Uring {
     }
 }
 
-/// Fires the timers that are due; returns the deadline of the next.
+/// Fires the timers that are due; returns the deadline of the next one.
 fn fire_timers(reactor: &Reactor) -> Option<Instant> {
     if reactor.timers.borrow().is_empty() {
         return None;
@@ -505,26 +509,26 @@ fn duration_ns(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(NANOS_PER_SECOND).saturating_add(u64::from(duration.subsec_nanos()))
 }
 
-/// An operation in flight. Yields the kernel's result and gives the resource back.
+/// An operation in flight. Yields the kernel's result and the resource.
 pub(super) struct Op<R: 'static> {
     reactor: Rc<Reactor>,
     key: usize,
-    /// `None` once handed back.
+    /// `None` once returned.
     resource: Option<R>,
-    /// What to do with the resource and the result if nobody waits for them.
+    /// Called with the resource and the result if the future was dropped.
     orphan: fn(R, i32),
     is_kept: bool,
 }
 
 impl<R: 'static> Op<R> {
-    /// Queues `entry`; it is submitted at the end of this turn.
+    /// Queues `entry`; it is submitted at the end of this turn at the latest.
     ///
     /// # Safety
     /// All memory and file descriptors that `entry` refers to must be owned by `resource`, at
     /// addresses that do not change when `resource` is moved.
     ///
     /// # Panics
-    /// In simulation: there is no kernel there.
+    /// Panics in simulation, which has no kernel.
     pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
         let reactor = with_current(Rc::clone);
         let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
@@ -536,21 +540,22 @@ impl<R: 'static> Op<R> {
         Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource), is_kept: false }
     }
 
-    /// Says that the kernel cannot cancel it: dropped early, it goes on, and if the reactor ends
-    /// before it does, its resource is left to the kernel for good.
+    /// Marks an operation that the kernel cannot cancel: if it is dropped early, it stays in
+    /// flight, and if the reactor ends before it does, its resource is leaked to the kernel.
     pub(super) fn until_the_ring_ends(mut self) -> Self {
         self.is_kept = true;
         self
     }
 
-    /// For reads and writes of a device, and what another server is asked: submits it now if it is
-    /// the last of so many.
+    /// For device reads and writes, and requests to other servers: submits the queue now if it
+    /// holds `most_held_back` of them.
     pub(super) fn soon(self, most_held_back: usize) -> Self {
         self.uring().submit_many(most_held_back);
         self
     }
 
-    /// Sets what is done if the future is dropped first, and the operation completes nonetheless.
+    /// Sets what happens to resource and result if the future is dropped and the operation
+    /// completes nonetheless.
     pub(super) fn or_else(mut self, orphan: fn(R, i32)) -> Self {
         self.orphan = orphan;
         self
@@ -594,6 +599,7 @@ impl<R: 'static> Drop for Op<R> {
         let Some(resource) = self.resource.take() else { return };
         let uring = self.uring();
         let mut slots = uring.slots.borrow_mut();
+        // Completed, but not fetched: the resource is disposed of here.
         match &mut slots[self.key] {
             Slot::Complete(result) => {
                 let result = *result;
@@ -617,8 +623,8 @@ impl<R: 'static> Drop for Op<R> {
 }
 
 impl<R: 'static> Op<R> {
-    /// Asks the kernel to end the operation early; whether it can or not, its completion frees the
-    /// slot.
+    /// Requests cancellation of the operation. Whether that succeeds or not, its completion frees
+    /// the slot.
     fn cancel(&self) {
         let entry = opcode::AsyncCancel::new(self.key as u64).build().user_data(CANCELLATION);
         // SAFETY: the entry refers to no memory.

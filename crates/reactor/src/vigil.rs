@@ -1,5 +1,5 @@
-//! What a thread's decision to stay awake rests on: operations that have completed, processor time,
-//! and how long the kernel let it wait for a processor.
+//! Measurements for a thread's decision to poll: completed operations, processor time, and time
+//! spent waiting for a processor.
 //!
 //! Never decides: [`policy::polling`] does.
 
@@ -14,12 +14,12 @@ use policy::{
 pub(super) struct Vigil {
     polling: Polling,
     completions: u64,
-    /// `None` where the kernel does not tell.
+    /// `None` if the kernel does not provide it.
     schedule: Option<File>,
 }
 
 impl Vigil {
-    /// Of the thread that calls.
+    /// Measurements of the calling thread.
     pub(super) fn new() -> Self {
         let schedule = File::open("/proc/thread-self/schedstat").ok();
         Self { polling: Polling::default(), completions: 0, schedule }
@@ -29,7 +29,7 @@ impl Vigil {
         self.completions += completions as u64;
     }
 
-    /// Whether the thread is to look for completions rather than sleep.
+    /// True if the thread should poll instead of sleeping.
     pub(super) fn is_awake(&mut self, now: Instant) -> bool {
         if now >= self.polling.ends() {
             self.polling.next(now, self.work());
@@ -51,8 +51,8 @@ fn processor_ns() -> u64 {
         .map_or(0, |time| time.tv_sec().cast_unsigned() * NANOS_PER_SECOND + time.tv_nsec().cast_unsigned())
 }
 
-/// The second figure of `/proc/PID/schedstat` (the kernel's `Documentation/scheduler/sched-stats`):
-/// time spent ready to run.
+/// The second number of `/proc/PID/schedstat` (the kernel's `Documentation/scheduler/sched-stats`):
+/// time spent runnable without running.
 fn starved_ns(schedule: &File) -> Option<u64> {
     let mut text = [0; 128];
     let length = schedule.read_at(&mut text, 0).ok()?;

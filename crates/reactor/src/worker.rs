@@ -1,4 +1,4 @@
-//! A thread with a reactor that runs the jobs it is sent. A daemon has one or a few, and gives each
+//! A thread with a reactor that runs jobs sent to it. A daemon has one or a few, and assigns each
 //! connection to one of them.
 
 use std::{cell::Cell, future::Future, io, sync::Arc, thread};
@@ -16,31 +16,31 @@ thread_local! {
     static NEVER_BLOCKS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Declares that this thread serves several disks, so no system call on it may wait for a device, a
-/// file system or a server. Holds for each [`Worker`] from its start.
+/// Declares that this thread serves several disks, so that no system call on it may block on a
+/// device, a file system or a server. Applies to each [`Worker`] from its start.
 pub fn never_blocks_here() {
     NEVER_BLOCKS.set(true);
 }
 
-/// True if a system call on this thread may wait for a device, a file system or a server: false
+/// True if a system call on this thread may block on a device, a file system or a server: false
 /// after [`never_blocks_here`].
 pub fn may_block() -> bool {
     !NEVER_BLOCKS.get()
 }
 
-/// Whether this thread is a [`Worker`]'s: one that requests run on for as long as there are any.
+/// True if this thread is a [`Worker`]'s, which serves requests for as long as there are any.
 pub fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
 struct Ended {
     result: io::Result<()>,
-    /// The kernel had not finished all operations, so the thread may never end.
+    /// True if the kernel has not completed all operations, so the thread may never exit.
     is_stuck: bool,
 }
 
-/// Precedes a system call that may wait for a file system. Panics in debug builds on a thread that
-/// never blocks.
+/// Call it before a system call that may block on a file system. Panics in debug builds on a thread
+/// that must not block.
 #[track_caller]
 pub fn check_may_block() {
     debug_assert!(may_block(), "a system call that may wait, on a thread that serves disks");
@@ -57,10 +57,10 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts a thread called `name`.
+    /// Starts a thread with this name.
     ///
     /// # Errors
-    /// As [`run`], or where no thread can be had.
+    /// As [`run`]; fails also if no thread can be created.
     pub fn start(name: &str, polling: Polling) -> io::Result<Self> {
         let (stop, stopped) = async_channel::bounded::<()>(1);
         let (announce, announced) = std::sync::mpsc::channel();
@@ -73,17 +73,17 @@ impl Worker {
                     let Driver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
                     (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
                 });
-                // The receiver waits for this very message, so it is still there.
+                // The receiver is waiting for this message, so it exists.
                 let _ = announce.send(parts);
-                // An error means that the Worker was dropped; either way it is time to stop.
+                // An error means that the Worker was dropped, which stops the reactor as well.
                 let _ = stopped.recv().await;
             });
-            // Nothing receives it if the Worker was dropped.
+            // Fails if the Worker was dropped.
             let _ = sender.send(Ended { result, is_stuck: has_stuck_operations() });
         })?;
         match announced.recv() {
             Ok((remote, figures)) => Ok(Self { remote, figures, thread, ended, stop }),
-            // The thread ended before it could announce itself, so it has the reason.
+            // The thread ended before it announced itself, and has sent the reason.
             Err(_) => match ended.recv() {
                 Ok(Ended { result: Err(error), .. }) => Err(error),
                 Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended as it started")),
@@ -91,13 +91,13 @@ impl Worker {
         }
     }
 
-    /// Makes a future on the worker's thread and runs it there as a task, the first of a party of
-    /// its own.
+    /// Creates a future on the worker's thread and runs it there as a task, the first one of a new
+    /// task group.
     pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
         self.spawn_as(Party::new(), make);
     }
 
-    /// The same as a task of this party.
+    /// As [`Worker::spawn`], as a task of this group.
     pub fn spawn_as<F: Future<Output = ()> + 'static>(
         &self,
         party: Party,
@@ -106,25 +106,25 @@ impl Worker {
         self.remote.send(Arrival::Job(party, Box::new(move || spawn(make()))));
     }
 
-    /// The name it was started with.
+    /// Name of the thread.
     pub fn name(&self) -> &str {
         self.thread.thread().name().unwrap_or_default()
     }
 
-    /// What its reactor has done so far.
+    /// Counters of the reactor.
     pub fn figures(&self) -> RingTotals {
         self.figures.totals()
     }
 
-    /// Ends the thread and waits for it, unless operations that the kernel cannot cancel are left:
-    /// then the thread ends with the last of them. [`run`] says what becomes of tasks. Workers
-    /// that share groups of disks stop together: a group's timer may live on any of them.
+    /// Stops the thread and waits for it, unless operations that the kernel cannot cancel are in
+    /// flight: then the thread exits with the last of them. Tasks end as documented for [`run`].
+    /// Stop workers that share groups of disks together: a group's timer may be on any of them.
     ///
     /// # Errors
-    /// What [`run`] returned.
+    /// The error of [`run`].
     ///
     /// # Panics
-    /// With the worker's own panic, if it had one.
+    /// Propagates a panic of the worker's thread.
     pub fn stop(self) -> io::Result<()> {
         self.stop.close();
         match self.ended.recv() {
@@ -155,7 +155,8 @@ mod tests {
     use super::*;
     use crate::{buffer::Buffer, op, uring::TASKS_PER_TURN, was_long, yield_now};
 
-    /// A worker of which one party has a thousand tasks that never wait; and how often they ran.
+    /// A worker with a task group of a thousand tasks that are always ready; counts how often they
+    /// run.
     struct Busy {
         worker: Worker,
         turns: Arc<AtomicUsize>,
@@ -167,7 +168,7 @@ mod tests {
             Self::doing(|| {})
         }
 
-        /// Each time one of them runs it does this.
+        /// Runs `what` in each of them, each time it runs.
         fn doing(what: fn()) -> Self {
             let worker = Worker::start("busy", Polling::Off).expect("a thread");
             let (turns, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
@@ -185,7 +186,7 @@ mod tests {
             Self { worker, turns, over }
         }
 
-        /// How often they run until another party has done `work`.
+        /// Number of their runs until another task group has done `work`.
         fn turns_during<F: Future<Output = ()>>(self, work: impl FnOnce() -> F + Send + 'static) -> usize {
             let (done, outcome) = async_channel::bounded(1);
             let turns = Arc::clone(&self.turns);
@@ -211,7 +212,7 @@ mod tests {
         assert!((99..=101).contains(&turns), "{turns} turns of the other party within 100");
     }
 
-    /// How many turns of another party pass while so many operations complete, one after the other.
+    /// Number of runs of another task group's tasks while `count` operations complete one by one.
     fn turns_within_operations(busy: Busy, count: usize) -> usize {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.write_all(&vec![7; count]).expect("there is room");

@@ -1,10 +1,11 @@
-//! The data of requests: pieces of memory that follow each other on the disk, our own or a guest's.
+//! Data of requests: pieces of memory that are consecutive on the disk, in our own memory or a
+//! guest's.
 //!
-//! A guest changes its memory while we look at it, so there is no `&[u8]` of a segment. Whoever
-//! hands it on (to the kernel, to another layer) never looks. Whoever has to look (to compress,
-//! encrypt, compare, or because the device wants other alignment) copies it first, by
-//! [`Segments::joined`], [`Segments::copy_to`] or [`Segment::bytes`], and judges and uses the copy
-//! alone. What that costs is [counted](guest_copies).
+//! A guest can change its memory at any time, so a segment never yields a `&[u8]` of it. Code that
+//! passes data on (to the kernel, to another layer) does not look at it. Code that must look (to
+//! compress, encrypt, compare, or because the device requires other alignment) copies it first, by
+//! [`Segments::joined`], [`Segments::copy_to`] or [`Segment::bytes`], and uses the copy only. These
+//! copies are [counted](guest_copies).
 
 use std::{borrow::Cow, cell::Cell};
 
@@ -13,16 +14,16 @@ use smallvec::SmallVec;
 use super::Buffer;
 use crate::guest::Place;
 
-/// Bytes that are looked at in one go, where it is asked whether all are zero: what is not zero
-/// mostly shows in the first.
+/// Bytes compared at a time when searching for a byte that is not zero: mostly the first piece has
+/// one.
 const LOOK_BYTES: usize = 512;
 
-/// What this thread copied between guests' memory and its own.
+/// Copies of this thread between guests' memory and its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copies {
-    /// How often.
+    /// Number of copies.
     pub count: u64,
-    /// How many bytes.
+    /// Number of bytes copied.
     pub bytes: u64,
 }
 
@@ -30,8 +31,9 @@ thread_local! {
     static COPIES: Cell<Copies> = const { Cell::new(Copies { count: 0, bytes: 0 }) };
 }
 
-/// What this thread copied, since it began, between guests' memory and its own because the data
-/// could not go straight through. Storage in memory, whose I/O is a copy, does not count.
+/// Copies of this thread, since its start, between guests' memory and its own that were needed
+/// because the data could not be passed on in place. Excludes storage in memory, whose I/O is a
+/// copy.
 pub fn guest_copies() -> Copies {
     COPIES.get()
 }
@@ -44,14 +46,14 @@ fn count_copy(bytes: usize) {
 /// One piece of memory with data of a request.
 #[derive(Debug)]
 pub enum Segment {
-    /// Our own, or lent and unchanging.
+    /// Our own memory, or lent and immutable memory.
     Own(Buffer),
-    /// A guest's.
+    /// A guest's memory.
     Guest(Place),
 }
 
 impl Segment {
-    /// Bytes in the segment.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         match self {
             Self::Own(buffer) => buffer.len(),
@@ -59,17 +61,17 @@ impl Segment {
         }
     }
 
-    /// Whether there are no bytes.
+    /// True if the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// See [`Buffer::is_known_zero`]. Of a guest's memory nothing is known.
+    /// See [`Buffer::is_known_zero`]. Always false for a guest's memory.
     pub fn is_known_zero(&self) -> bool {
         matches!(self, Self::Own(buffer) if buffer.is_known_zero())
     }
 
-    /// Whether all bytes are zero now. A guest may change its own at once.
+    /// True if all bytes are zero now. A guest may change its memory immediately afterwards.
     fn is_zero(&self) -> bool {
         let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
         match self {
@@ -85,8 +87,8 @@ impl Segment {
         }
     }
 
-    /// The bytes, to look at: copied, where they are a guest's. Each call is another look at what
-    /// the guest may have changed meanwhile.
+    /// The bytes; copied if they are a guest's. Each call reads the guest's memory again, which may
+    /// have changed.
     pub fn bytes(&self) -> Cow<'_, [u8]> {
         match self {
             Self::Own(buffer) => Cow::Borrowed(buffer),
@@ -99,10 +101,10 @@ impl Segment {
         }
     }
 
-    /// Copies the bytes from `at` on: as many as `target` has.
+    /// Copies the bytes from `at` on; fills `target`.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn read(&self, at: usize, target: &mut [u8]) {
         match self {
             Self::Own(buffer) => target.copy_from_slice(&buffer[at..at + target.len()]),
@@ -110,10 +112,10 @@ impl Segment {
         }
     }
 
-    /// Copies `source` over the bytes from `at` on.
+    /// Overwrites the bytes from `at` on with `source`.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn write(&mut self, at: usize, source: &[u8]) {
         match self {
             Self::Own(buffer) => buffer[at..at + source.len()].copy_from_slice(source),
@@ -121,10 +123,10 @@ impl Segment {
         }
     }
 
-    /// Makes `length` bytes from `at` on zero.
+    /// Zeroes `length` bytes from `at` on.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn zero(&mut self, at: usize, length: usize) {
         match self {
             Self::Own(buffer) => buffer[at..at + length].fill(0),
@@ -145,7 +147,7 @@ impl Segment {
         }
     }
 
-    /// Forgets the first `count` bytes.
+    /// Removes the first `count` bytes.
     fn advance(&mut self, count: usize) {
         match self {
             Self::Own(buffer) => buffer.advance(count),
@@ -153,7 +155,7 @@ impl Segment {
         }
     }
 
-    /// Where the kernel finds the bytes.
+    /// Address from which the kernel reads.
     pub fn source(&self) -> *const u8 {
         match self {
             Self::Own(buffer) => buffer.as_ptr(),
@@ -161,7 +163,7 @@ impl Segment {
         }
     }
 
-    /// Where the kernel is to put bytes.
+    /// Address to which the kernel writes.
     pub fn target(&mut self) -> *mut u8 {
         match self {
             Self::Own(buffer) => buffer.as_mut_ptr(),
@@ -182,30 +184,28 @@ impl From<Place> for Segment {
     }
 }
 
-/// The data of one request, or of several that were merged into one: segments that follow each
-/// other on the disk.
+/// Data of one request, or of several merged into one: segments that are consecutive on the disk.
 #[derive(Debug, Default)]
 pub struct Segments(SmallVec<[Segment; 1]>);
 
 impl Segments {
-    /// Bytes in all segments together.
+    /// Total length in bytes.
     pub fn len(&self) -> usize {
         self.0.iter().map(Segment::len).sum()
     }
 
-    /// Whether there are no bytes.
+    /// True if the total length is zero.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(Segment::is_empty)
     }
 
-    /// Whether all bytes are zero now, as far as they are a guest's. Looks no further than the
-    /// first that is not.
+    /// True if all bytes are zero now; a guest may change its part. Stops at the first byte that is
+    /// not zero.
     pub fn is_zero(&self) -> bool {
         self.0.iter().all(Segment::is_zero)
     }
 
-    /// The same data for another attempt: bytes of ours in buffers of their own, a guest's memory
-    /// as it is.
+    /// Duplicates the data for another attempt: own bytes are copied, guests' memory is shared.
     #[must_use]
     pub fn again(&self) -> Self {
         let again = |segment: &Segment| match segment {
@@ -240,10 +240,10 @@ impl Segments {
         &mut self.0
     }
 
-    /// Forgets the first `count` bytes, dropping segments that are used up.
+    /// Removes the first `count` bytes and the segments that become empty.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn advance(&mut self, mut count: usize) {
         let mut used_up = 0;
         for segment in &mut self.0 {
@@ -262,7 +262,7 @@ impl Segments {
     /// Keeps the first `at` bytes and returns the rest, without copying.
     ///
     /// # Panics
-    /// If `at` is beyond the end.
+    /// Panics if `at` is beyond the end.
     pub fn split_off(&mut self, at: usize) -> Self {
         let (mut index, mut left) = (0, at);
         while index < self.0.len() && left >= self.0[index].len() {
@@ -282,7 +282,7 @@ impl Segments {
     /// Copies all bytes to the front of `target`.
     ///
     /// # Panics
-    /// If `target` is shorter than the segments.
+    /// Panics if `target` is shorter than the segments.
     pub fn copy_to(&self, mut target: &mut [u8]) {
         self.count_copy();
         for segment in &self.0 {
@@ -292,10 +292,10 @@ impl Segments {
         }
     }
 
-    /// Copies `source` over the first bytes.
+    /// Overwrites the first bytes with `source`.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     pub fn copy_from(&mut self, mut source: &[u8]) {
         self.count_copy();
         for segment in &mut self.0 {
@@ -306,21 +306,21 @@ impl Segments {
         assert!(source.is_empty(), "{} bytes past the end of the segments", source.len());
     }
 
-    /// Makes all bytes zero.
+    /// Zeroes all bytes.
     pub fn zero(&mut self) {
         for segment in &mut self.0 {
             segment.zero(0, segment.len());
         }
     }
 
-    /// All bytes, copied.
+    /// Copies all bytes to a vector.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len()];
         self.copy_to(&mut bytes);
         bytes
     }
 
-    /// All bytes in one buffer of ours, to look at: copied, unless that is what they are.
+    /// All bytes in one buffer; copied unless they are a single buffer of our own.
     #[must_use]
     pub fn joined(mut self) -> Buffer {
         if matches!(self.as_slice(), [Segment::Own(_)])
@@ -333,7 +333,7 @@ impl Segments {
         whole
     }
 
-    /// Makes all bytes of ours zero, and leaves a guest's as they are.
+    /// Zeroes own memory and leaves guests' memory alone.
     pub fn zero_own(&mut self) {
         for segment in &mut self.0 {
             if let Segment::Own(buffer) = segment {
@@ -342,7 +342,7 @@ impl Segments {
         }
     }
 
-    /// Records a guest's memory as dirty: the kernel may have written to all of it.
+    /// Marks guests' memory as dirty for migration: the kernel may have written to all of it.
     pub(crate) fn mark_dirty(&self) {
         for segment in &self.0 {
             if let Segment::Guest(place) = segment {
@@ -381,17 +381,17 @@ impl FromIterator<Place> for Segments {
     }
 }
 
-/// Where the data of a read is wanted.
+/// Destination of a read.
 #[derive(Debug)]
 pub enum Target {
-    /// So many bytes, wherever they are: in memory of whoever has them, or in a new buffer.
+    /// No destination: any memory with this number of bytes, shared or new.
     Anywhere(usize),
-    /// In these segments, which are a guest's memory mostly.
+    /// These segments, usually in a guest's memory.
     Here(Segments),
 }
 
 impl Target {
-    /// How many bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         match self {
             Self::Anywhere(length) => *length,
@@ -399,12 +399,12 @@ impl Target {
         }
     }
 
-    /// Whether no bytes are wanted.
+    /// True if the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The same for another attempt; data may come to both.
+    /// Duplicates the destination for another attempt. Both attempts may write to it.
     #[must_use]
     pub fn again(&self) -> Self {
         match self {
@@ -413,10 +413,10 @@ impl Target {
         }
     }
 
-    /// Takes the first `count` bytes off it.
+    /// Splits off the first `count` bytes.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// Panics if there are fewer.
     #[must_use]
     pub fn split_front(&mut self, count: usize) -> Self {
         match self {
@@ -431,7 +431,7 @@ impl Target {
         }
     }
 
-    /// Memory to fill, all of it.
+    /// Memory for the data; the caller must fill all of it.
     #[must_use]
     pub fn memory(self) -> Segments {
         match self {
@@ -440,7 +440,7 @@ impl Target {
         }
     }
 
-    /// Zeroes, there.
+    /// Zeroes at the destination.
     #[must_use]
     pub fn zeroes(self) -> Segments {
         match self {
@@ -452,10 +452,10 @@ impl Target {
         }
     }
 
-    /// A copy of `bytes`, there.
+    /// A copy of `bytes` at the destination.
     ///
     /// # Panics
-    /// If more were wanted, or fewer.
+    /// Panics if the lengths differ.
     #[must_use]
     pub fn copy_of(self, bytes: &[u8]) -> Segments {
         assert_eq!(bytes.len(), self.len(), "data of another length than was wanted");
@@ -468,7 +468,7 @@ impl Target {
         }
     }
 
-    /// The bytes of `buffer`, there: copied only where that is somewhere else.
+    /// The bytes of `buffer` at the destination; moved instead of copied if there is none.
     ///
     /// # Panics
     /// As [`Target::copy_of`].
@@ -486,7 +486,7 @@ mod tests {
     use super::*;
     use crate::guest::{Memory, Region};
 
-    /// A place that holds these bytes.
+    /// A place in a guest's memory with these bytes.
     fn place(bytes: &[u8]) -> Place {
         let memory = Memory::new(vec![Region::on_heap(0, 0, bytes.len() + 3)]).unwrap();
         let place = memory.place(3, bytes.len()).unwrap();
@@ -494,7 +494,7 @@ mod tests {
         place
     }
 
-    /// Of ours, a guest's, ours.
+    /// Own, guest's and own memory.
     fn mixed() -> Segments {
         let mut segments = Segments::from(Buffer::copy_of(b"abcd"));
         segments.push(place(b"efgh"));

@@ -1,4 +1,4 @@
-//! Which pages of a guest were written to: live migration copies those once more.
+//! The dirty log of live migration: a bitmap of the pages of a guest that were written to.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -10,12 +10,12 @@ use std::{
 
 use super::{Quota, RegionError, mapping::Mapping};
 
-/// Bytes of a guest's memory that one bit stands for (`VHOST_LOG_PAGE` of the vhost-user
-/// specification, whatever the pages of the host are).
+/// Bytes of a guest's memory for each bit (`VHOST_LOG_PAGE` of the vhost-user specification,
+/// independent of the host's page size).
 const PAGE_BYTES: u64 = 4096;
 
-/// The bitmap of `VHOST_USER_SET_LOG_BASE`: one bit for each page of guest-physical memory, the
-/// lowest bit of the first byte for the first page. We set bits, the front end takes them.
+/// The bitmap of `VHOST_USER_SET_LOG_BASE`: one bit for each page of guest-physical memory,
+/// starting with the lowest bit of the first byte. This side sets bits, the front end clears them.
 #[derive(Clone, Debug)]
 pub struct DirtyLog(Arc<Mapping>);
 
@@ -29,58 +29,58 @@ impl DirtyLog {
         Ok(Self(Arc::new(Mapping::of_file(file, bytes, offset, quota)?)))
     }
 
-    /// On the heap, all clean: for tests, simulation, fuzzing and Miri.
+    /// A clean bitmap on the heap, for tests, simulation, fuzzing and Miri.
     ///
     /// # Panics
-    /// If it has no bytes.
+    /// Panics if it is empty.
     pub fn on_heap(bytes: usize) -> Self {
         Self(Arc::new(Mapping::on_heap(bytes)))
     }
 
-    /// Marks the pages of `bytes` guest-physical bytes from `address` on. To be called when they
-    /// have been written: whoever finds the mark finds the bytes. Pages behind the bitmap's end are
-    /// not marked; the front end has promised that it covers all memory.
+    /// Marks the pages of `bytes` guest-physical bytes from `address` on. Call it after writing
+    /// them: a front end that sees the mark must see the bytes. Pages beyond the bitmap are not
+    /// marked; the front end guarantees that it covers all memory.
     pub fn mark(&self, address: u64, bytes: u64) {
         let Some(last) = bytes.checked_sub(1) else { return };
         let mut page = address / PAGE_BYTES;
         let last = address.saturating_add(last).min(self.pages() * PAGE_BYTES - 1) / PAGE_BYTES;
         while page <= last {
-            // The bits of one byte of the bitmap at a time.
+            // One byte of the bitmap at a time.
             let end = last.min(page | 7);
             let bits = (0xff_u8 << (page % 8)) & (0xff_u8 >> (7 - end % 8));
-            // Always, also where the bit is there already: it may be on its way to the front end,
-            // without what was written now.
+            // Also if the bits are set already: the front end may have copied the page between that
+            // mark and this write, and be about to clear it.
             self.byte(page).fetch_or(bits, SeqCst);
             page = end + 1;
         }
     }
 
-    /// Whether the page of this guest-physical address is marked.
+    /// True if the page of this guest-physical address is marked.
     pub fn is_marked(&self, address: u64) -> bool {
         let page = address / PAGE_BYTES;
         page < self.pages() && self.byte(page).load(SeqCst) & 1 << (page % 8) != 0
     }
 
-    /// Its file, where in it it begins, and its length in bytes; `None` of one on the heap.
+    /// The file, the offset of the bitmap in it, and its length in bytes; `None` on the heap.
     pub fn file(&self) -> Option<(BorrowedFd<'_>, u64, u64)> {
         let (file, offset) = self.0.file()?;
         Some((file, offset, self.0.bytes() as u64))
     }
 
-    /// Whether its file shrank under us: then pages are missing from it.
+    /// True if the file has shrunk, so that marks are lost.
     pub fn is_lost(&self) -> bool {
         self.0.is_lost()
     }
 
-    /// Pages that it has bits for.
+    /// Number of pages covered by the bitmap.
     fn pages(&self) -> u64 {
         self.0.bytes() as u64 * 8
     }
 
     fn byte(&self, page: u64) -> &AtomicU8 {
         assert!(page < self.pages(), "page {page} of {}", self.pages());
-        // SAFETY: within the mapping, which lives as long as `self`. Others change it with atomic
-        // operations too.
+        // SAFETY: within the mapping, which lives as long as `self`. Other processes access it with
+        // atomic operations too.
         unsafe { AtomicU8::from_ptr(self.0.at((page / 8) as usize)) }
     }
 }

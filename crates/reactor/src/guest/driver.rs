@@ -1,17 +1,17 @@
-//! The other side: memory and rings as a guest has them, so that a server can be measured as its
-//! guests see it. The driver is libblkio's, by the people of QEMU.
+//! The guest's side: memory and rings as in a guest, to measure a server as its guests see it. Uses
+//! libblkio, by QEMU's developers.
 //!
 //! ```text
 //!   Device ── socket ──► the server         Queue ── ring, slots of memory ──► the server
 //!     ├── Queue 0
-//!     └── Queue 1 …                          read, write, flush ─► turn ─► what was answered
+//!     └── Queue 1 …                          read, write, flush ─► turn ─► completions
 //! ```
 //!
 //! A queue belongs to one thread. Each of its requests has a slot: a number, and memory that the
-//! server reads from and writes to. Nobody here looks at what a server has written there.
+//! server reads and writes. The data that a server writes there is never looked at.
 //!
-//! The driver trusts a server as a kernel trusts its devices: one that breaks its rings may stop
-//! the process. Never waits for an answer but where it says so, and never connects again.
+//! The driver trusts a server like a kernel trusts its devices: a server that corrupts its rings
+//! may abort the process. Only blocks where documented, and never reconnects.
 
 use std::{
     fmt,
@@ -23,88 +23,89 @@ use std::{
 
 use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
-/// Descriptors of a request: its header, its data, its status (virtio 1.3 § 5.2.6).
+/// Descriptors of a request: header, data, status (virtio 1.3 § 5.2.6).
 const DESCRIPTORS: usize = 3;
-/// Descriptors of a ring: QEMU gives a disk 128 where it is not told otherwise, and servers take
-/// 1024 at most. What does not fit waits in the driver.
+/// Size of a ring in descriptors: QEMU's default for a disk is 128, and servers accept 1024 at
+/// most. Requests that do not fit wait in the driver.
 const RING: std::ops::RangeInclusive<usize> = 128..=1024;
-/// Of each slot, in bytes: the largest logical block size of a Linux block device, for servers that
-/// pass memory on to one.
+/// Alignment of each slot in bytes: the largest logical block size of Linux block devices, for
+/// servers that pass the memory on to one.
 const ALIGNMENT: usize = 4096;
-/// What the driver says of a connection that the server has ended in an orderly way.
+/// The driver's message for a connection that the server has closed in an orderly way.
 const ENDED: &str = "failed to receive vhost-user message";
-/// Answers that one [`Queue::turn`] takes.
+/// Maximum number of completions of one [`Queue::turn`].
 const TAKEN: usize = 256;
 
-/// A server's disk, connected to.
+/// A connection to a server's disk.
 pub struct Device {
     driver: Arc<Mutex<Blkio>>,
     about: About,
 }
 
-/// What a server says of its disk.
+/// Properties of a server's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct About {
-    /// Its size.
+    /// Size in bytes.
     pub size_bytes: u64,
-    /// What offsets and lengths are multiples of.
+    /// Alignment of offsets and lengths in bytes.
     pub block_bytes: u64,
-    /// Most of one request; `None` where the server does not say.
+    /// Maximum size of one request; `None` if the server does not specify one.
     pub request_bytes: Option<u64>,
-    /// Queues at most.
+    /// Maximum number of queues.
     pub queues: usize,
-    /// Whether it keeps writes in a cache until a flush.
+    /// True if the disk has a write cache that needs flushes.
     pub has_cache: bool,
 }
 
-/// The memory of one queue's requests.
+/// Memory for the requests of one queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slots {
-    /// Requests in flight at most; not 0.
+    /// Maximum number of requests in flight; not 0.
     pub count: usize,
-    /// Bytes of a request; not 0.
+    /// Size of a request in bytes; not 0.
     pub bytes: usize,
-    /// Whether any of them reads.
+    /// True if any request reads.
     pub read: bool,
-    /// The byte that is written, if any of them writes.
+    /// The byte to write, if any request writes.
     pub write: Option<u8>,
 }
 
-/// One ring of a started [`Device`], and the memory of its requests.
+/// One ring of a started [`Device`], with memory for its requests.
 pub struct Queue {
-    /// Goes before `driver`, which has mapped it.
+    /// Must be dropped before `driver`, which owns its mapping.
     ring: Blkioq,
     driver: Arc<Mutex<Blkio>>,
     slots: Slots,
     stride: usize,
-    /// Where slot 0 is read to, and written from.
+    /// Addresses of slot 0 for reads and for writes.
     reads: usize,
     writes: usize,
     taken: Box<[MaybeUninit<Completion>]>,
 }
 
 impl Device {
-    /// Connects, and waits for the server's answers as long as they take.
+    /// Connects and blocks until the server answers.
     ///
     /// # Errors
-    /// Nobody there; [`ErrorKind::UnexpectedEof`] where the server ends the connection, as it does
-    /// if it serves somebody else; [`ErrorKind::InvalidData`] where it does not speak
-    /// vhost-user-blk.
+    /// Fails if there is no server; with [`ErrorKind::UnexpectedEof`] if the server closes the
+    /// connection, for example because it serves another client; with [`ErrorKind::InvalidData`] if
+    /// it does not speak vhost-user-blk.
     pub fn connect(path: &str, read_only: bool) -> io::Result<Self> {
         let driver = connected(path, read_only).map_err(said)?;
         let about = about(&driver).map_err(said)?;
         Ok(Self { driver: Arc::new(Mutex::new(driver)), about })
     }
 
-    /// What the server said.
+    /// Properties of the disk.
     pub fn about(&self) -> &About {
         &self.about
     }
 
-    /// Shares memory and rings with the server, which may use them until the last queue goes.
+    /// Shares memory and rings with the server, which may use them until the last queue is dropped.
     ///
     /// # Errors
-    /// What the server refuses: that many queues, rings of that size, writing to a read-only disk.
+    /// Fails if the server rejects the number of queues, the size of the rings, or writing to a
+    /// read-only disk.
     pub fn start(self, queues: usize, slots: Slots) -> io::Result<Vec<Queue>> {
         let mut driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
         let rings = started(&mut driver, queues, slots.count * DESCRIPTORS).map_err(said)?;
@@ -114,7 +115,7 @@ impl Device {
             [slots.read, slots.write.is_some()].map(|some| usize::from(some) * queues * area);
         let region = driver.alloc_mem_region(reads + writes).map_err(said)?;
         if let Some(byte) = slots.write {
-            // SAFETY: the region is ours, of that length, and the server does not know it yet.
+            // SAFETY: the region is owned, has that length, and the server does not know it yet.
             unsafe { std::ptr::write_bytes((region.addr + reads) as *mut u8, byte, writes) };
         }
         driver.map_mem_region(&region).map_err(said)?;
@@ -158,14 +159,14 @@ fn started(driver: &mut Blkio, queues: usize, descriptors: usize) -> Result<Vec<
     Ok(driver.start()?.queues)
 }
 
-/// The driver's message, and of its error number what can be told apart. EIO is its own, for what
-/// it does not understand.
+/// Converts a driver's error: keeps the message, and maps the error number where it is
+/// reliable. The driver uses EIO for messages that it does not understand.
 fn said(error: blkio::Error) -> io::Error {
     let number = error.errno().raw_os_error();
     let kind = match io::Error::from_raw_os_error(number).kind() {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => ErrorKind::UnexpectedEof,
         _ if error.message() == ENDED => ErrorKind::UnexpectedEof,
-        // The number is that of a message which could not be sent.
+        // The error number belongs to a message that could not be sent.
         _ if ["(os error 32)", "(os error 104)"].iter().any(|end| error.message().ends_with(end)) => {
             ErrorKind::UnexpectedEof
         }
@@ -179,25 +180,25 @@ fn said(error: blkio::Error) -> io::Error {
 }
 
 impl Queue {
-    /// Its memory.
+    /// Memory for the requests.
     pub fn slots(&self) -> &Slots {
         &self.slots
     }
 
-    /// Puts a read into the ring, which the server learns of by [`Queue::turn`]. `slot` must have
-    /// no request in flight.
+    /// Puts a read into the ring; [`Queue::turn`] submits it. `slot` must have no request in
+    /// flight.
     pub fn read(&mut self, slot: usize, offset: u64) {
         let data = self.reads + self.place(slot);
         self.ring.read(offset, data as *mut u8, self.slots.bytes, slot, ReqFlags::empty());
     }
 
-    /// As [`Queue::read`].
+    /// Puts a write into the ring, as [`Queue::read`].
     pub fn write(&mut self, slot: usize, offset: u64) {
         let data = self.writes + self.place(slot);
         self.ring.write(offset, data as *const u8, self.slots.bytes, slot, ReqFlags::empty());
     }
 
-    /// As [`Queue::read`].
+    /// Puts a flush into the ring, as [`Queue::read`].
     pub fn flush(&mut self, slot: usize) {
         self.ring.flush(slot, ReqFlags::empty());
     }
@@ -207,38 +208,38 @@ impl Queue {
         slot * self.stride
     }
 
-    /// Tells the server of new requests, if it wants to be told, and calls `answered` with slot and
-    /// result (0 or an error number) of those that are done; returns how many. Does not wait.
+    /// Notifies the server of new requests if necessary, and calls `answered` with slot and result
+    /// (0 or an error number) of completed ones; returns their number. Does not block.
     ///
     /// # Errors
-    /// If the server cannot be told.
+    /// Fails if the server cannot be notified.
     pub fn turn(&mut self, mut answered: impl FnMut(usize, i32)) -> io::Result<usize> {
         let count = self.ring.do_io(&mut self.taken, 0, None, None).map_err(said)?;
         for completion in &self.taken[..count] {
-            // SAFETY: these the driver has written.
+            // SAFETY: the driver has written the first `count` completions.
             let completion = unsafe { completion.assume_init_ref() };
             answered(completion.user_data, -completion.ret);
         }
         Ok(count)
     }
 
-    /// Asks the server to ring the [`Queue::bell`] at the next answer, or not to. Answers from
-    /// before do not ring: take a turn afterwards.
+    /// Enables or disables notifications by [`Queue::bell`]. Completions before the call are not
+    /// notified: call [`Queue::turn`] afterwards.
     pub fn listen(&mut self, listen: bool) {
         self.ring.set_completion_fd_enabled(listen);
     }
 
-    /// An eventfd that does not block.
+    /// An eventfd for notifications, non-blocking.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Fails if the process has no free descriptor.
     pub fn bell(&self) -> io::Result<OwnedFd> {
         let fd = self.ring.get_completion_fd().expect("not a polled queue");
         // SAFETY: the queue keeps it open.
         unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()
     }
 
-    /// Asks the server something, and waits for its answer: whether it is still there.
+    /// A function that queries the server and blocks until it answers, to check that it is alive.
     pub fn ask(&self) -> impl FnOnce() -> io::Result<()> + Send + 'static {
         let driver = Arc::clone(&self.driver);
         move || {

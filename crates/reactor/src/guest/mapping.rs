@@ -1,4 +1,4 @@
-//! One mapping of a front end's file, or memory of ours in its stead.
+//! A mapping of a front end's file, or own memory used in its place.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -18,10 +18,10 @@ use super::{
     sigbus,
 };
 
-/// `HUGETLBFS_MAGIC` of `linux/magic.h`: what `fstatfs(2)` says of a file of huge pages.
+/// `HUGETLBFS_MAGIC` of `linux/magic.h`, the type of hugetlbfs in `fstatfs(2)`.
 const HUGE_PAGES: i64 = 0x9584_58f6;
 
-/// Memory that others change while we use it. Unmapped, or freed, when dropped.
+/// Memory that other processes change while it is in use. Unmapped, or freed, when dropped.
 #[derive(Debug)]
 pub(super) struct Mapping {
     first: NonNull<u8>,
@@ -31,29 +31,29 @@ pub(super) struct Mapping {
 
 #[derive(Debug)]
 enum Kind {
-    /// Of a file: whole pages, of which the first byte asked for need not be the first.
+    /// Whole pages of a file; the first byte requested may lie inside the first page.
     File {
         pages: NonNull<u8>,
         length: usize,
         watch: sigbus::Watch,
-        /// For another process, which goes on with it; and where in it the first byte is.
+        /// For transfer to another process; and the offset of the first byte.
         file: OwnedFd,
         offset: u64,
         _share: Share,
     },
-    /// Pages of ours.
+    /// Own pages.
     Anonymous,
     Heap(Layout),
 }
 
-// SAFETY: memory that no thread has a part in. It is touched by volatile and atomic accesses and by
-// the kernel alone, and references to it are never made.
+// SAFETY: memory without thread affinity. It is accessed only by volatile and atomic operations and
+// by the kernel, and references to it are never created.
 unsafe impl Send for Mapping {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// `bytes` of `file` from `offset` on, shared.
+    /// Maps `bytes` of `file` from `offset` on, shared.
     pub(super) fn of_file(
         file: OwnedFd,
         bytes: u64,
@@ -65,8 +65,8 @@ impl Mapping {
         }
         let overflow = || RegionError::Overflow { start: offset, bytes };
         let end = offset.checked_add(bytes).ok_or_else(overflow)?;
-        // Only files in memory know seals. Asking another for its length, or touching a page of it,
-        // may wait for whoever serves its file system.
+        // Only files in memory support seals. `fstat` of any other file, or access to its pages,
+        // may block on the server of its file system.
         if fcntl_get_seals(&file) == Err(Errno::INVAL) {
             return Err(RegionError::NotInMemory);
         }
@@ -100,19 +100,19 @@ impl Mapping {
             let has_no_room = error.kind() == io::ErrorKind::OutOfMemory && quota::addresses().is_some();
             return Err(if has_no_room { RegionError::NoAddresses(bytes) } else { error.into() });
         }
-        // A core of ours is no place for a guest's data. Where the kernel refuses, it is larger.
-        // SAFETY: it changes what a core holds, and nothing else.
+        // A core dump must not contain a guest's data. If the kernel refuses, it does.
+        // SAFETY: this advice changes the contents of core dumps only.
         let _ = unsafe { libc::madvise(pages, length, libc::MADV_DONTDUMP) };
         let pages = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
         let watch = sigbus::watch(pages.as_ptr() as usize, length, page as usize);
-        // SAFETY: `before` is less than a page, and one is mapped at least.
+        // SAFETY: `before` is less than a page, and at least one page is mapped.
         let first = unsafe { pages.add(before as usize) };
         let kind = Kind::File { pages, length, watch, file, offset, _share: share };
         let mapping = Self { first, bytes: bytes as usize, kind };
         if quota::leaves_room() { Ok(mapping) } else { Err(RegionError::NoAddresses(bytes)) }
     }
 
-    /// `bytes` of new pages, which take no memory before they are touched.
+    /// Maps `bytes` of new pages, whose memory is allocated at the first access.
     pub(super) fn anonymous(bytes: usize) -> io::Result<Self> {
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let pages = unsafe {
@@ -128,10 +128,10 @@ impl Mapping {
         if pages == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // No core of others' data, and no 2 MiB for a request of one page. Where the kernel
-        // refuses, it takes more memory.
+        // Guests' data is kept out of core dumps, and a request of one page must not allocate 2
+        // MiB. If the kernel refuses, both happen.
         for advice in [libc::MADV_DONTDUMP, libc::MADV_NOHUGEPAGE] {
-            // SAFETY: neither changes what is in the pages.
+            // SAFETY: neither advice changes the contents of the pages.
             let _ = unsafe { libc::madvise(pages, bytes, advice) };
         }
         let first = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
@@ -148,7 +148,7 @@ impl Mapping {
         Self { first, bytes, kind: Kind::Heap(layout) }
     }
 
-    /// Its file, and where in it it begins.
+    /// The file, and the offset of the first byte in it.
     pub(super) fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         match &self.kind {
             Kind::File { file, offset, .. } => Some((file.as_fd(), *offset)),
@@ -156,12 +156,12 @@ impl Mapping {
         }
     }
 
-    /// Its length in bytes, never zero.
+    /// Length in bytes, never zero.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Whether its file shrank under us.
+    /// True if the file has shrunk.
     pub(super) fn is_lost(&self) -> bool {
         match &self.kind {
             Kind::File { watch, .. } => watch.is_lost(),
@@ -169,7 +169,7 @@ impl Mapping {
         }
     }
 
-    /// The address of a byte; `offset` may be the length, which is the end.
+    /// Address of a byte; `offset` may equal the length.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         assert!(offset <= self.bytes, "byte {offset} of a mapping of {}", self.bytes);
         // SAFETY: within the mapping or at its end.
@@ -181,32 +181,31 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         match &mut self.kind {
             Kind::File { pages, length, watch, .. } => {
-                // First: from here on these addresses may be anybody's.
+                // First: after `munmap` the kernel may map something else at these addresses.
                 watch.end();
-                // SAFETY: mapped by `of_file` with this length, and nothing refers to it any more.
+                // SAFETY: mapped by `of_file` with this length, and nothing refers to it.
                 let result = unsafe { libc::munmap(pages.as_ptr().cast(), *length) };
                 debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
             }
             Kind::Anonymous => {
-                // SAFETY: mapped by `anonymous` with this length, and nothing refers to it any
-                // more.
+                // SAFETY: mapped by `anonymous` with this length, and nothing refers to it.
                 let result = unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };
                 debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
             }
-            // SAFETY: allocated by `on_heap` with this layout, and nothing refers to it any more.
+            // SAFETY: allocated by `on_heap` with this layout, and nothing refers to it.
             Kind::Heap(layout) => unsafe { dealloc(self.first.as_ptr(), *layout) },
         }
     }
 }
 
-/// In what the kernel maps this file, in bytes.
+/// Page size of mappings of this file in bytes.
 fn page_bytes(file: impl AsFd) -> io::Result<u64> {
     let status = fstatfs(&file)?;
     #[allow(clippy::unnecessary_cast, reason = "the type differs between architectures")]
     if status.f_type as i64 == HUGE_PAGES {
         return Ok(u64::try_from(status.f_bsize).unwrap_or(0).max(4096));
     }
-    // SAFETY: it asks for a constant.
+    // SAFETY: sysconf only returns a constant.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     Ok(u64::try_from(page).unwrap_or(4096).max(4096))
 }

@@ -1,37 +1,37 @@
-//! Bytes of a guest, and every way there is to touch them.
+//! A range of bytes in a guest's memory, and all operations on it.
 
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use super::{DirtyLog, Region};
 
-/// Bytes in one region. Keeps the region mapped for as long as it is held.
+/// Bytes in one region. Keeps the region mapped.
 #[derive(Clone, Debug)]
 pub struct Place {
     region: Region,
-    /// In the region.
+    /// Offset in the region.
     offset: usize,
     bytes: usize,
     log: Option<DirtyLog>,
 }
 
-/// An atomic load and store of an integer, little endian in memory as all of virtio is.
+/// Defines an atomic load and store of an integer, little endian in memory, as in all of virtio.
 macro_rules! atomic {
     ($load:ident, $store:ident, $integer:ty, $atomic:ty) => {
         /// Loads a little-endian integer.
         ///
         /// # Panics
-        /// If it is not inside, is not aligned, or `order` is none of a load.
+        /// Panics if it is outside, not aligned, or `order` is not valid for a load.
         pub fn $load(&self, offset: usize, order: Ordering) -> $integer {
             let address = self.aligned::<$integer>(offset);
-            // SAFETY: inside the mapping and aligned. The guest touches it with atomic accesses of
-            // its own, or harms its own disk only.
+            // SAFETY: inside the mapping and aligned. A guest that accesses it without atomic
+            // operations harms its own disk only.
             <$integer>::from_le(unsafe { <$atomic>::from_ptr(address) }.load(order))
         }
 
-        /// Stores a little-endian integer, and records it as dirty.
+        /// Stores a little-endian integer, and marks it as dirty.
         ///
         /// # Panics
-        /// If it is not inside, is not aligned, or `order` is none of a store.
+        /// Panics if it is outside, not aligned, or `order` is not valid for a store.
         pub fn $store(&self, offset: usize, value: $integer, order: Ordering) {
             let address = self.aligned::<$integer>(offset);
             // SAFETY: as for the load.
@@ -42,7 +42,7 @@ macro_rules! atomic {
 }
 
 impl Place {
-    /// `bytes` from `offset` on of `region`; `None` if they are not inside.
+    /// `bytes` of `region` from `offset` on; `None` if they are not inside.
     pub(super) fn within(region: &Region, offset: u64, bytes: usize, log: Option<&DirtyLog>) -> Option<Self> {
         let after = region.bytes().checked_sub(offset)?;
         if bytes as u64 > after {
@@ -57,27 +57,27 @@ impl Place {
         Self { region, offset: 0, bytes, log }
     }
 
-    /// The region that it is in.
+    /// The region that contains it.
     pub(super) fn region(&self) -> &Region {
         &self.region
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The guest-physical address of the first.
+    /// Guest-physical address of the first byte.
     pub fn guest_address(&self) -> u64 {
         self.region.guest_address() + self.offset as u64
     }
 
-    /// Whether its region's file shrank under us: what was there is gone and reads as zeroes.
+    /// True if the region's file has shrunk: the lost part reads as zeroes.
     pub fn is_lost(&self) -> bool {
         self.region.is_lost()
     }
 
-    /// Whether it begins at a multiple of `alignment` in our memory.
+    /// True if its address in this process is a multiple of `alignment`.
     pub fn is_aligned(&self, alignment: usize) -> bool {
         (self.as_ptr() as usize).is_multiple_of(alignment)
     }
@@ -85,27 +85,28 @@ impl Place {
     /// A part of it.
     ///
     /// # Panics
-    /// If that is not inside: a mistake of ours, never a guest's.
+    /// Panics if the part is not inside, which is a bug, never caused by a guest.
     #[must_use]
     pub fn part(&self, offset: usize, bytes: usize) -> Self {
         self.check(offset, bytes);
         Self { offset: self.offset + offset, bytes, ..self.clone() }
     }
 
-    /// Copies what is there now, once.
+    /// Copies the current contents, reading each byte once.
     ///
     /// # Panics
-    /// If that is not inside.
+    /// Panics if the range is not inside.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let from = self.check(offset, into.len());
-        // SAFETY: `check` has seen that so many bytes are mapped there.
+        // SAFETY: `check` has verified that this many bytes are mapped there.
         unsafe { volatile::copy_from(from, into) }
     }
 
-    /// Copies `from` there, and records it as dirty. Does nothing where the region is lost.
+    /// Overwrites the bytes with `from`, and marks them as dirty. Does nothing if the region is
+    /// lost.
     ///
     /// # Panics
-    /// If that is not inside.
+    /// Panics if the range is not inside.
     pub fn write(&self, offset: usize, from: &[u8]) {
         let to = self.check(offset, from.len());
         if self.is_lost() {
@@ -116,11 +117,10 @@ impl Place {
         self.mark(offset, from.len());
     }
 
-    /// Makes `bytes` of it `byte`, and records them as dirty. Does nothing where the region is
-    /// lost.
+    /// Sets `bytes` to `byte`, and marks them as dirty. Does nothing if the region is lost.
     ///
     /// # Panics
-    /// If they are not inside.
+    /// Panics if the range is not inside.
     pub fn fill(&self, offset: usize, bytes: usize, byte: u8) {
         let to = self.check(offset, bytes);
         if self.is_lost() {
@@ -131,16 +131,15 @@ impl Place {
         self.mark(offset, bytes);
     }
 
-    /// Has the processor fetch what is at `offset`, which is about to be read. Another processor
-    /// wrote it last, and to get it from there takes as long as half a request. Nothing where that
-    /// is not inside.
+    /// Prefetches the cache line at `offset` for reading. Another processor wrote it last, and
+    /// fetching it takes as long as half a request. No effect if it is not inside.
     pub fn prefetch(&self, offset: usize) {
         if offset < self.bytes {
             fetch::to_read(self.region.0.mapping.at(self.offset + offset));
         }
     }
 
-    /// The same for what is about to be written.
+    /// As [`Place::prefetch`], for writing.
     pub fn prefetch_to_write(&self, offset: usize) {
         if offset < self.bytes {
             fetch::to_write(self.region.0.mapping.at(self.offset + offset));
@@ -151,7 +150,7 @@ impl Place {
     atomic!(load_u32, store_u32, u32, AtomicU32);
     atomic!(load_u64, store_u64, u64, AtomicU64);
 
-    /// Records all of it as dirty, where that is asked for: the kernel has written to it.
+    /// Marks all of it as dirty, if there is a log: the kernel has written to it.
     pub fn mark_dirty(&self) {
         self.mark(0, self.bytes);
     }
@@ -162,20 +161,20 @@ impl Place {
         }
     }
 
-    /// The address of its first byte in our memory. What is there changes at any time: it is for
-    /// the kernel, for volatile and for atomic accesses, and never becomes a reference.
+    /// Address of the first byte in this process. The contents may change at any time: for the
+    /// kernel, volatile and atomic accesses only, never for a reference.
     pub(crate) fn as_ptr(&self) -> *mut u8 {
         self.region.0.mapping.at(self.offset)
     }
 
-    /// The address of `bytes` at `offset`, which are inside.
+    /// Address of `bytes` at `offset`, after checking that they are inside.
     fn check(&self, offset: usize, bytes: usize) -> *mut u8 {
         let end = offset.checked_add(bytes);
         assert!(end.is_some_and(|end| end <= self.bytes), "{bytes} bytes at {offset} of {}", self.bytes);
         self.region.0.mapping.at(self.offset + offset)
     }
 
-    /// The address of a `T` at `offset`, which is inside and aligned.
+    /// Address of a `T` at `offset`, after checking that it is inside and aligned.
     fn aligned<T>(&self, offset: usize) -> *mut T {
         let address = self.check(offset, size_of::<T>());
         assert!((address as usize).is_multiple_of(size_of::<T>()), "{offset} is not aligned");
@@ -183,17 +182,16 @@ impl Place {
     }
 }
 
-/// Copies that the compiler neither repeats nor takes back: each byte is read or written once. In
-/// words where the guest's address allows it, and where there are many bytes by the processor's
-/// string instructions: the compiler does not know what those do, and for 4 KiB they take a third
-/// of the time, as long as `memcpy`.
+/// Copies that the compiler neither repeats nor omits: each byte is accessed once. Uses words if
+/// the guest's address allows it, and the processor's string instructions (inline assembly, opaque
+/// to the compiler) for many bytes: for 4 KiB they take a third of the time, as long as `memcpy`.
 mod volatile {
     const WORD: usize = size_of::<u64>();
-    /// From so many bytes on the string instructions are faster.
+    /// Number of bytes from which string instructions are faster.
     const MANY: usize = 1024;
 
-    /// Goes over `bytes` bytes at `address`: `word` gets the offset of each aligned word, `byte`
-    /// those of the bytes before and behind them.
+    /// Iterates over `bytes` bytes at `address`: `word` gets the offset of each aligned word,
+    /// `byte` those of the bytes before and after them.
     fn each(address: *const u8, bytes: usize, mut byte: impl FnMut(usize), word: impl FnMut(usize)) {
         let head = ((address as usize).wrapping_neg() % WORD).min(bytes);
         let tail = head + (bytes - head) / WORD * WORD;
@@ -203,14 +201,14 @@ mod volatile {
     }
 
     /// # Safety
-    /// So many bytes as `into` has are mapped at `from`.
+    /// As many bytes as `into` has must be mapped at `from`.
     pub(super) unsafe fn copy_from(from: *const u8, into: &mut [u8]) {
         let (bytes, into) = (into.len(), into.as_mut_ptr());
-        // SAFETY: both have so many bytes.
+        // SAFETY: both have this many bytes.
         if bytes >= MANY && unsafe { string::copy(into, from, bytes) } {
             return;
         }
-        // SAFETY: `each` names bytes below `bytes` alone, which both have, and words that are
+        // SAFETY: `each` yields only offsets below `bytes`, which both have, and words that are
         // aligned at `from`.
         let byte = |at| unsafe { into.add(at).write(from.add(at).read_volatile()) };
         // SAFETY: as above.
@@ -222,10 +220,10 @@ mod volatile {
     }
 
     /// # Safety
-    /// So many bytes as `from` has are mapped at `to`.
+    /// As many bytes as `from` has must be mapped at `to`.
     pub(super) unsafe fn copy_to(to: *mut u8, from: &[u8]) {
         let (bytes, from) = (from.len(), from.as_ptr());
-        // SAFETY: both have so many bytes.
+        // SAFETY: both have this many bytes.
         if bytes >= MANY && unsafe { string::copy(to, from, bytes) } {
             return;
         }
@@ -240,9 +238,9 @@ mod volatile {
     }
 
     /// # Safety
-    /// So many bytes are mapped at `to`.
+    /// `bytes` must be mapped at `to`.
     pub(super) unsafe fn fill(to: *mut u8, bytes: usize, byte: u8) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         if bytes >= MANY && unsafe { string::fill(to, bytes, byte) } {
             return;
         }
@@ -254,16 +252,16 @@ mod volatile {
         each(to, bytes, byte, word);
     }
 
-    /// A fault in the middle leaves the registers at the byte in question, so SIGBUS is survived
-    /// here too.
+    /// String instructions. They are restartable: after a fault the registers point at the faulting
+    /// byte, so the SIGBUS handler works here too.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     mod string {
         use std::arch::asm;
 
         /// # Safety
-        /// So many bytes can be read at `from` and written at `to`, and do not overlap.
+        /// `bytes` must be readable at `from` and writable at `to`, and must not overlap.
         pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) -> bool {
-            // SAFETY: it does what the caller allows; the direction is forward, as the ABI has it.
+            // SAFETY: the caller guarantees both ranges; the direction flag is clear, by the ABI.
             unsafe {
                 asm!(
                     "rep movsb",
@@ -277,7 +275,7 @@ mod volatile {
         }
 
         /// # Safety
-        /// So many bytes can be written at `to`.
+        /// `bytes` must be writable at `to`.
         pub(super) unsafe fn fill(to: *mut u8, bytes: usize, byte: u8) -> bool {
             // SAFETY: as in `copy`.
             unsafe {
@@ -293,7 +291,7 @@ mod volatile {
         }
     }
 
-    /// There are none.
+    /// No string instructions on this target.
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     mod string {
         pub(super) unsafe fn copy(_: *mut u8, _: *const u8, _: usize) -> bool {
@@ -306,25 +304,25 @@ mod volatile {
     }
 }
 
-/// Hints for the processor, which never fail, whatever the address is.
+/// Prefetch hints. They never fault, whatever the address.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod fetch {
     use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
 
     #[inline]
     pub(super) fn to_read(address: *const u8) {
-        // SAFETY: a hint.
+        // SAFETY: a prefetch has no architectural effect.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
     }
 
     #[inline]
     pub(super) fn to_write(address: *const u8) {
-        // SAFETY: a hint.
+        // SAFETY: a prefetch has no architectural effect.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(address.cast()) };
     }
 }
 
-/// There are none.
+/// No prefetch hints on this target.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 mod fetch {
     pub(super) fn to_read(_: *const u8) {}

@@ -1,12 +1,11 @@
-//! How much one front end may have mapped here.
+//! Bounds on the memory mapped for one front end.
 //!
-//! It counts what is mapped, not what the front end has lent at the moment: requests keep a region
-//! mapped that has been taken back. Without a bound one front end would use up the addresses, the
-//! mappings or the page tables of this process, and every other disk with them.
+//! Mappings are counted, not the regions that the front end currently shares, because requests keep
+//! removed regions mapped. Without a bound one front end could exhaust the address space, the
+//! mappings or the page tables of this process, and affect all other disks.
 //!
-//! Addresses have a limit of their own where the process has one (`ulimit -v`). There, what may be
-//! mapped for all front ends together is what leaves room for the process itself: it could not go
-//! on without.
+//! If the process has an address space limit (`ulimit -v`), the mappings of all front ends together
+//! must leave room for the process itself, which could not continue otherwise.
 
 use std::{
     mem::MaybeUninit,
@@ -20,15 +19,15 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
 use super::RegionError;
 
-/// What one front end may have mapped, in parts of the host's memory and swap. Its page tables, a
-/// 512th of that, then take a 64th of the host's memory at most; and a guest may be several times
-/// as large as its host, as one is that has room to grow.
+/// Maximum mapped by one front end, as a multiple of the host's memory and swap. Its page tables, a
+/// 512th of that, then take at most a 64th of the host's memory. A guest may be several times as
+/// large as its host, for example if it is configured to grow.
 const HOST_MEMORIES: u64 = 8;
-/// And so many bytes at most, 16 TiB: an eighth of the addresses of a process on x86-64.
+/// Absolute maximum: 16 TiB, an eighth of a process's address space on x86-64.
 const MOST_BYTES: u64 = 1 << 44;
 
-/// What one front end has mapped: memory, logs of writes and in-flight areas. Clones count
-/// together.
+/// Counts the mappings of one front end: memory, dirty logs and in-flight areas. Clones share the
+/// counters.
 #[derive(Clone, Debug)]
 pub struct Quota(Arc<Inner>);
 
@@ -40,7 +39,7 @@ struct Inner {
     bytes: AtomicU64,
 }
 
-/// The part of one mapping. Given back when dropped.
+/// The quota used by one mapping, returned on drop.
 #[derive(Debug)]
 pub(super) struct Share {
     quota: Quota,
@@ -48,13 +47,14 @@ pub(super) struct Share {
 }
 
 impl Quota {
-    /// For so many mappings at a time, of so many bytes together.
+    /// A quota for a number of concurrent mappings and their total bytes.
     pub fn new(most_mappings: usize, most_bytes: u64) -> Self {
         let (mappings, bytes) = Default::default();
         Self(Arc::new(Inner { most_mappings, most_bytes, mappings, bytes }))
     }
 
-    /// For so many mappings at a time, of as many bytes as one front end may have on this host.
+    /// A quota for a number of concurrent mappings with the maximum bytes of a front end on this
+    /// host.
     pub fn of_front_end(most_mappings: usize) -> Self {
         let most_bytes = host_memory().saturating_mul(HOST_MEMORIES).clamp(1, MOST_BYTES);
         Self::new(most_mappings, most_bytes)
@@ -67,7 +67,7 @@ impl Quota {
         }
         let mappings = self.0.mappings.fetch_add(1, Relaxed) + 1;
         let sum = self.0.bytes.fetch_add(bytes, Relaxed) + bytes;
-        // Gives back what is refused.
+        // Constructed before the checks, so that a rejected share is returned on drop.
         let share = Share { quota: self.clone(), bytes };
         if mappings > most_mappings {
             return Err(RegionError::TooManyMappings(most_mappings));
@@ -86,42 +86,42 @@ impl Drop for Share {
     }
 }
 
-/// Memory and swap, in bytes.
+/// Memory and swap of the host in bytes.
 fn host_memory() -> u64 {
     let mut info = MaybeUninit::<libc::sysinfo>::uninit();
     // SAFETY: the kernel fills it in, or fails.
     let info = match unsafe { libc::sysinfo(info.as_mut_ptr()) } {
-        // SAFETY: it was filled in.
+        // SAFETY: the call succeeded and filled it in.
         0 => unsafe { info.assume_init() },
         _ => return MOST_BYTES,
     };
     (info.totalram + info.totalswap).saturating_mul(info.mem_unit.into())
 }
 
-/// How many addresses the process may have, in bytes, if that has a limit.
+/// Address space limit of the process in bytes, if any.
 pub(super) fn addresses() -> Option<u64> {
     let (limit, _) = getrlimit(Resource::RLIMIT_AS).ok()?;
     (limit != RLIM_INFINITY).then_some(limit)
 }
 
-/// Bytes of addresses that the process itself may need.
+/// Address space reserved for the process itself, in bytes.
 static KEPT: AtomicU64 = AtomicU64::new(0);
 
-/// Where addresses have a limit (`ulimit -v`), keeps so many bytes of them for the process itself:
-/// memory of a front end that has no room beside that is refused from now on.
+/// Reserves address space for the process itself if there is a limit (`ulimit -v`). Mappings for
+/// front ends that would not leave it free fail from now on.
 pub fn keep_addresses(bytes: u64) {
     KEPT.store(bytes, Relaxed);
 }
 
-/// Whether the process still has the addresses that are kept for it.
+/// True if the reserved address space is still free.
 pub(super) fn leaves_room() -> bool {
     addresses().is_none_or(|limit| is_free(KEPT.load(Relaxed).min(limit)))
 }
 
-/// Whether so many bytes could be mapped.
+/// True if a mapping of this size would succeed.
 fn is_free(bytes: u64) -> bool {
     let Ok(length) = usize::try_from(bytes.max(1)) else { return false };
-    // SAFETY: a new mapping, at an address of the kernel's choice, that nobody touches.
+    // SAFETY: a new mapping, at an address of the kernel's choice, that is never accessed.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let pages = libc::mmap(std::ptr::null_mut(), length, libc::PROT_NONE, flags, -1, 0);

@@ -1,19 +1,18 @@
-//! What happens when a front end's file shrinks while we have it mapped.
+//! Handler for SIGBUS, which the kernel raises if a front end's file shrinks while it is mapped.
 //!
-//! The kernel answers an access behind a file's new end with SIGBUS, which would end the process
-//! and with it the disks of all other guests. The handler here looks whether the address is in a
-//! mapping that is watched. If so, zeroes take the place of that mapping's pages from the faulting
-//! one to its end, it is marked as lost, and the access is done again. Everything else goes to the
-//! handler that was there before.
+//! An access beyond the file's new end raises SIGBUS, which would end the process and with it the
+//! disks of all other guests. The handler checks if the address is in a registered mapping. If so,
+//! it replaces that mapping's pages from the faulting one to its end by zeroes, marks it as lost,
+//! and returns, so that the access is repeated. All other signals go to the previous handler.
 //!
-//! That divides a mapping, and a process has a number of them at most. At that number the whole
-//! mapping becomes zeroes, which takes no more of them. The kernel maps nothing at all where one is
-//! there beyond the number, so one is kept to be given up then.
+//! Replacing pages splits a mapping, and the number of mappings of a process is limited. At the
+//! limit the whole mapping is replaced, which needs no additional one. Beyond the limit the kernel
+//! refuses any new mapping, so a spare one is kept and released in that case.
 //!
-//! A handler may interrupt anything, so it takes no lock and no memory: it walks a list whose slots
-//! are never freed, and reads each as under a sequence lock. The slot it looks for cannot change
-//! under it, as the thread that was interrupted is using that very mapping. Others may change, and
-//! are passed over then.
+//! A signal handler may interrupt any code, so it takes no lock and allocates no memory: it walks a
+//! list whose slots are never freed, and reads each by the protocol of a sequence lock. The slot
+//! that it searches cannot change, because the interrupted thread is using that mapping. Slots that
+//! change at that moment are skipped.
 
 use std::{
     ffi::{c_int, c_void},
@@ -29,20 +28,20 @@ use std::{
     },
 };
 
-/// Slots that come together. Most front ends map one region or two.
+/// Slots allocated together. Most front ends map one or two regions.
 const SLOTS: usize = 64;
 
-/// A mapping that is watched, or room for one.
+/// A registered mapping, or a free slot.
 #[derive(Debug)]
 struct Slot {
     taken: AtomicBool,
-    /// Odd while the rest changes.
+    /// Sequence number; odd while the fields below change.
     version: AtomicUsize,
     /// Address of the first byte.
     start: AtomicUsize,
-    /// In bytes; 0 where nothing is watched.
+    /// Length in bytes; 0 if free.
     length: AtomicUsize,
-    /// In what it is mapped, in bytes.
+    /// Page size of the mapping in bytes.
     page: AtomicUsize,
     lost: AtomicBool,
 }
@@ -64,7 +63,7 @@ impl Slot {
         }
     }
 
-    /// Only by whoever has taken it.
+    /// Only for the thread that has set `taken`.
     fn set(&self, start: usize, length: usize, page: usize) {
         let version = self.version.load(Relaxed);
         self.version.store(version.wrapping_add(1), Relaxed);
@@ -75,7 +74,7 @@ impl Slot {
         self.version.store(version.wrapping_add(2), Release);
     }
 
-    /// Start, length and page, unless they are changing.
+    /// Start, length and page size, unless they are changing.
     fn get(&self) -> Option<(usize, usize, usize)> {
         let version = self.version.load(Acquire);
         let seen = (self.start.load(Relaxed), self.length.load(Relaxed), self.page.load(Relaxed));
@@ -89,34 +88,34 @@ impl Chunk {
         Self { slots: [const { Slot::new() }; SLOTS], next: AtomicPtr::new(null_mut()) }
     }
 
-    /// The chunk behind it.
+    /// The next chunk.
     fn next(&self) -> Option<&'static Self> {
-        // SAFETY: what was put there was leaked, so it lives as long as the process.
+        // SAFETY: chunks in the list are leaked, so they live as long as the process.
         unsafe { self.next.load(Acquire).as_ref() }
     }
 }
 
 static FIRST: Chunk = Chunk::new();
 
-/// Watched mappings that are lost.
+/// Number of registered mappings that are lost.
 static LOST: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether any watched mapping may be lost. Costs next to nothing.
+/// True if any registered mapping is lost. Cheap enough for every access.
 pub(super) fn is_any_lost() -> bool {
     LOST.load(Relaxed) > 0
 }
 
-/// A mapping that is watched until [`Watch::end`].
+/// A mapping that is registered until [`Watch::end`].
 #[derive(Debug)]
 pub(super) struct Watch(&'static Slot);
 
 impl Watch {
-    /// Whether a part of it is gone.
+    /// True if a part of it is lost.
     pub(super) fn is_lost(&self) -> bool {
         self.0.lost.load(Relaxed)
     }
 
-    /// Its addresses are about to be somebody else's. To be called once.
+    /// Unregisters the mapping, before its addresses are reused. Call it once.
     pub(super) fn end(&mut self) {
         self.0.set(0, 0, 0);
         if self.0.lost.swap(false, Relaxed) {
@@ -126,8 +125,7 @@ impl Watch {
     }
 }
 
-/// Watches the mapping of `length` bytes at `start`, which was made in pages of `page` bytes and
-/// begins with one.
+/// Registers the mapping of `length` bytes at `start`, which begins with a page of `page` bytes.
 pub(super) fn watch(start: usize, length: usize, page: usize) -> Watch {
     install();
     let mut chunk = &FIRST;
@@ -143,14 +141,14 @@ pub(super) fn watch(start: usize, length: usize, page: usize) -> Watch {
     }
 }
 
-/// A new chunk behind `last`, or the one that another thread has put there meanwhile.
+/// Appends a new chunk after `last`, or returns the one that another thread has appended meanwhile.
 fn append(last: &Chunk) -> &'static Chunk {
     let new = Box::into_raw(Box::new(Chunk::new()));
     match last.next.compare_exchange(null_mut(), new, AcqRel, Acquire) {
-        // SAFETY: it is reached from the list from now on and never freed.
+        // SAFETY: reachable from the list from now on, and never freed.
         Ok(_) => unsafe { &*new },
         Err(other) => {
-            // SAFETY: made above, and nobody else has seen it.
+            // SAFETY: created above, and not visible to any other thread.
             drop(unsafe { Box::from_raw(new) });
             // SAFETY: as in `Chunk::next`.
             unsafe { &*other }
@@ -158,11 +156,11 @@ fn append(last: &Chunk) -> &'static Chunk {
     }
 }
 
-/// What was done about SIGBUS before we came.
+/// The previous action for SIGBUS.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// The address of a page that nobody uses, or 0. Shared, so that it never becomes part of a
-/// neighbouring mapping.
+/// Address of an unused page, or 0. Shared, so that the kernel never merges it with a neighbouring
+/// mapping.
 static SPARE: AtomicUsize = AtomicUsize::new(0);
 
 fn install() {
@@ -175,41 +173,40 @@ fn install() {
             SPARE.store(spare as usize, Relaxed);
         }
         let mut before = MaybeUninit::zeroed();
-        // SAFETY: it only asks, and a sigaction of zeroes is a valid one.
+        // SAFETY: only queries; a zeroed sigaction is valid.
         let before = unsafe {
             libc::sigaction(libc::SIGBUS, null(), before.as_mut_ptr());
             before.assume_init()
         };
-        // Before ours is there, as ours looks at it.
+        // Before the new handler is installed, which reads it.
         BEFORE.get_or_init(|| before);
-        // SAFETY: a sigaction of zeroes is a valid one: no flags, nothing blocked.
+        // SAFETY: a zeroed sigaction is valid: no flags, empty mask.
         let mut ours: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
         ours.sa_sigaction = handle as *const () as usize;
-        // The handler before us may need the other stack: the standard library's tells of a stack
-        // that has overflown.
+        // SA_ONSTACK because the previous handler may need the alternate stack: the standard
+        // library's reports stack overflows.
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: the handler does only what a handler may, as its comments say.
+        // SAFETY: the handler is async-signal-safe, as its comments explain.
         let result = unsafe { libc::sigaction(libc::SIGBUS, &raw const ours, null_mut()) };
         debug_assert_eq!(result, 0);
     });
 }
 
-/// The code of SIGBUS for a page that the processor found to be broken, while it was read
-/// (`BUS_MCEERR_AR` of `sigaction(2)`).
+/// Code of SIGBUS for a page with a hardware memory error (`BUS_MCEERR_AR` of `sigaction(2)`).
 const BROKEN_PAGE: c_int = 4;
 
 extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel passes a valid `siginfo_t`, and these codes come with an address.
+    // SAFETY: the kernel passes a valid `siginfo_t`, and these codes include an address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     if [libc::BUS_ADRERR, BROKEN_PAGE].contains(&code) && replace(address) {
         return;
     }
-    // SAFETY: this is what the kernel passed.
+    // SAFETY: the arguments are those that the kernel passed.
     unsafe { pass_on(signal, info, context) }
 }
 
-/// Puts zeroes in place of a watched mapping's pages from that of `address` on. False: there is no
-/// such mapping, or the kernel has no memory for it.
+/// Replaces a registered mapping's pages by zeroes, from that of `address` on. Returns false if
+/// there is no such mapping, or the kernel has no memory.
 fn replace(address: usize) -> bool {
     let mut chunk = Some(&FIRST);
     while let Some(Chunk { slots, next: _ }) = chunk {
@@ -217,15 +214,15 @@ fn replace(address: usize) -> bool {
             let Some((start, length, page)) = slot.get() else { continue };
             let Some(offset) = address.checked_sub(start).filter(|offset| *offset < length) else { continue };
             let offset = offset - offset % page;
-            // SAFETY: errno belongs to the code that was interrupted, and is put back.
+            // SAFETY: errno belongs to the interrupted code, and is restored below.
             let errno = unsafe { libc::__errno_location() };
             // SAFETY: as above.
             let kept = unsafe { *errno };
             if !slot.lost.swap(true, Relaxed) {
                 LOST.fetch_add(1, Relaxed);
             }
-            // SAFETY: these pages are the mapping's, which is in use by the interrupted thread, so
-            // nobody unmaps it meanwhile. Nobody has references to them.
+            // SAFETY: the pages belong to the mapping, which the interrupted thread is using, so it
+            // is not unmapped meanwhile. There are no references to them.
             let replaced = unsafe {
                 zeroes(start + offset, length - offset) || {
                     give_up_spare();
@@ -241,13 +238,13 @@ fn replace(address: usize) -> bool {
     false
 }
 
-/// Maps zeroes, with the rights of a watched mapping, over what is there; false if the kernel
-/// refuses.
+/// Maps zeroes, with the access rights of a registered mapping, over existing pages; returns false
+/// if the kernel refuses.
 ///
 /// # Safety
-/// These are pages of a watched mapping that nobody unmaps meanwhile.
+/// The pages must be those of a registered mapping that is not unmapped meanwhile.
 unsafe fn zeroes(start: usize, length: usize) -> bool {
-    // SAFETY: as the caller says. mmap is a mere system call here and takes no lock of the C
+    // SAFETY: guaranteed by the caller. mmap is a plain system call and takes no lock of the C
     // library.
     let result = unsafe {
         libc::mmap(
@@ -265,15 +262,15 @@ unsafe fn zeroes(start: usize, length: usize) -> bool {
 fn give_up_spare() {
     let spare = SPARE.swap(0, Relaxed);
     if spare != 0 {
-        // SAFETY: mapped by `install`, and nobody has used it. munmap is a mere system call, too.
+        // SAFETY: mapped by `install` and unused. munmap is a plain system call too.
         unsafe { libc::munmap(spare as *mut c_void, 1) };
     }
 }
 
-/// Does what would have been done without us.
+/// Executes the previous action.
 ///
 /// # Safety
-/// With what the kernel passed to the handler.
+/// The arguments must be those that the kernel passed to the handler.
 unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let (handler, flags) = BEFORE.get().map_or((libc::SIG_DFL, 0), |it| (it.sa_sigaction, it.sa_flags));
     match handler {
@@ -283,8 +280,8 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
             if sent && handler == libc::SIG_IGN {
                 return;
             }
-            // SAFETY: a sigaction of zeroes is the default one. A fault comes again when we return
-            // and then ends the process; a signal that was sent has to be sent again.
+            // SAFETY: a zeroed sigaction is the default action. A fault recurs on return and then
+            // ends the process; a signal sent by a process must be raised again.
             unsafe {
                 let default: libc::sigaction = MaybeUninit::zeroed().assume_init();
                 libc::sigaction(signal, &raw const default, null_mut());
@@ -294,13 +291,13 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
             }
         }
         handler if flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: with this flag it is such a function.
+            // SAFETY: with SA_SIGINFO the handler has this signature.
             let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
                 unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);
         }
         handler => {
-            // SAFETY: without that flag it is such a function.
+            // SAFETY: without SA_SIGINFO the handler has this signature.
             let handler: extern "C" fn(c_int) = unsafe { std::mem::transmute(handler) };
             handler(signal);
         }
@@ -313,7 +310,7 @@ mod tests {
 
     #[test]
     fn slots_are_used_again_and_more_come_where_they_are_needed() {
-        // Addresses that nothing is mapped at: these are only looked up.
+        // Addresses without a mapping: slots are only looked up here.
         let round = || -> Vec<Watch> { (0..3 * SLOTS).map(|page| watch(page << 12, 1, 4096)).collect() };
         let chunks = || std::iter::successors(Some(&FIRST), |chunk| chunk.next()).count();
         for _ in 0..4 {
@@ -323,7 +320,7 @@ mod tests {
                 assert_eq!(watch.0.length.load(Relaxed), 0);
             }
         }
-        // Tests beside this one have a few.
+        // Concurrent tests use some slots.
         assert!((3..=4).contains(&chunks()), "{} chunks", chunks());
     }
 

@@ -16,7 +16,7 @@ fn regions(bounds: &[(u64, usize)]) -> Memory {
     Memory::new(regions.collect()).unwrap()
 }
 
-/// A memfd of this size, and another handle on it.
+/// A memfd of this size, and another handle to it.
 fn memfd(bytes: u64) -> (File, OwnedFd) {
     let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
     file.set_len(bytes).unwrap();
@@ -24,7 +24,7 @@ fn memfd(bytes: u64) -> (File, OwnedFd) {
     (file, other.into())
 }
 
-/// More than a test maps.
+/// A quota above what any test maps.
 fn plenty() -> Quota {
     Quota::new(16, 1 << 47)
 }
@@ -128,7 +128,7 @@ fn regions_may_overlap_where_the_front_end_has_them() {
 #[test]
 fn maps_what_the_front_end_maps() {
     let (file, descriptor) = memfd(0x5000);
-    // The offset is in the middle of a page.
+    // The offset lies inside a page.
     let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010, &plenty()).unwrap();
     let memory = Memory::new(vec![region]).unwrap();
     let place = memory.place(0x7010, 0x2000).unwrap();
@@ -179,7 +179,7 @@ fn one_front_end_maps_no_more_than_its_quota() {
     let map = |bytes| Region::map(memfd(0x8000).1, 0, 0, bytes, 0, &quota);
     let first = map(0x2000).unwrap();
     let _second = map(1).unwrap();
-    // Of the last page too.
+    // The last page counts in full.
     assert!(matches!(map(0x2001), Err(RegionError::TooManyBytes(0x5000))));
     assert!(matches!(map(0x6000), Err(RegionError::TooManyBytes(0x5000))));
     let _log = DirtyLog::map(memfd(64).1, 64, 0, &quota).unwrap();
@@ -197,7 +197,7 @@ fn one_front_end_maps_no_more_than_its_quota() {
 fn a_descriptor_that_is_refused_is_closed() {
     let (mut reader, writer) = io::pipe().unwrap();
     assert!(Region::map(writer.into(), 0, 0, 16, 0, &plenty()).is_err());
-    // A writer that were left open would hide the pipe's end.
+    // A writer left open would hide the end of the pipe.
     assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
 }
 
@@ -217,7 +217,7 @@ fn a_file_that_shrinks_costs_its_region_alone() {
     let mut bytes = vec![1; 0x8000];
     place.read(0x100, &mut bytes[..0x1000]);
     assert!(!place.is_lost(), "what is left can be read");
-    // Threads that have not seen the signal yet.
+    // Threads that have not had the signal yet.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -259,13 +259,13 @@ fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
     let (place, other) = (place(descriptor, 0x8000), place(other, 0x1000));
     other.fill(0, 0x1000, 9);
     file.set_len(0x1000).unwrap();
-    // In a process of its own, as others need mappings too.
-    // SAFETY: the child makes system calls, touches the places, and exits: it takes no lock.
+    // In a child process, because concurrent tests need mappings too.
+    // SAFETY: the child makes system calls, accesses the places, and exits: it takes no lock.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let mut protection = libc::PROT_NONE;
-        // SAFETY: new mappings, at addresses of the kernel's choice. Neighbours differ, or they
-        // would become one.
+        // SAFETY: new mappings, at addresses of the kernel's choice. The protection alternates so
+        // that the kernel does not merge neighbours.
         let map = || unsafe {
             protection ^= libc::PROT_READ;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -276,7 +276,7 @@ fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
         place.read(0x5000, &mut byte[..1]);
         other.read(0, &mut byte[1..]);
         let survived = byte == [0, 9] && place.is_lost() && !other.is_lost();
-        // SAFETY: it ends this process alone, and runs nothing of the parent's.
+        // SAFETY: ends the child only, without running the parent's destructors.
         unsafe { libc::_exit(if survived { 7 } else { 1 }) }
     }
     let mut status = 0;
@@ -326,7 +326,7 @@ fn a_part_that_is_not_inside_is_our_mistake() {
 }
 
 proptest! {
-    /// Reads, writes and fills of any length and alignment do what they do to a vector.
+    /// Reads, writes and fills of any length and alignment have the same effect as on a vector.
     #[test]
     fn copies_are_exact(steps in prop::collection::vec((0..3_u8, 0..80_usize, copied(), any::<u8>()), 1..20)) {
         const ALL: usize = 4200;
@@ -357,7 +357,7 @@ proptest! {
     }
 }
 
-/// Few bytes, or so many that they are copied in another way.
+/// Short lengths, and lengths that are copied by string instructions.
 fn copied() -> impl Strategy<Value = usize> {
     prop_oneof![0..80_usize, 1000..1100_usize, 4000..4100_usize]
 }

@@ -2,9 +2,9 @@
 //! which they are disconnected when other requests wait for that memory.
 //!
 //! ```text
-//!   start of a transfer        on schedule until `due`        `due` + grace
-//!         ├──────────────────────────────┼──────────────────────────┤ disconnected, if requests wait
-//!         └─ each MiB that arrives moves `due` by a second ─►
+//!   start of a transfer     on schedule until `due`        `due` + grace
+//!         ├───────────────────────────┼──────────────────────────┤ disconnected, if requests wait
+//!         └─ each MiB that arrives advances `due` by a second ─►
 //! ```
 //!
 //! The grace is [`GRACE`] divided by the number of waiting requests, and at least
@@ -42,13 +42,13 @@ pub(super) fn grace(waiting: u64) -> Duration {
 pub trait Holder: std::fmt::Debug + Send + Sync {
     /// The instant until which the client is on schedule; `None` while no transfer is in progress.
     fn due(&self) -> Option<Instant>;
-    /// Disconnects the client, so that its memory comes back soon. Called once.
+    /// Disconnects the client, so that its memory is returned soon. Called once.
     fn push_out(&self);
-    /// The client's place in the list.
+    /// The client's entry in the list.
     fn listing(&self) -> &Listing;
 }
 
-/// A client's place in the list of its account.
+/// A client's entry in the list of its account.
 #[derive(Debug)]
 pub struct Listing {
     /// Nanoseconds, or one of the states below. Written under the budget's lock.
@@ -57,7 +57,7 @@ pub struct Listing {
 }
 
 const UNLISTED: u64 = u64::MAX;
-/// It was disconnected and is not listed again.
+/// State of a client that was disconnected and is not listed again.
 const ENDED: u64 = u64::MAX - 1;
 
 impl Default for Listing {
@@ -79,12 +79,12 @@ impl Listing {
     }
 }
 
-/// The clients of one account, by the instant at which each was last known to be on schedule.
+/// The clients of one account, ordered by the instant until which each was known to be on schedule.
 #[derive(Debug, Default)]
 pub(super) struct HolderList(BTreeMap<(u64, u64), Weak<dyn Holder>>);
 
 impl HolderList {
-    /// Lists a client, unless it is listed.
+    /// Lists a client that is not listed yet.
     pub(super) fn add(&mut self, holder: &Arc<dyn Holder>) {
         if !holder.listing().is_done() {
             self.insert(holder);
@@ -96,7 +96,8 @@ impl HolderList {
         loop {
             let Some(due) = holder.due() else {
                 listing.due.store(UNLISTED, SeqCst);
-                // A transfer that started before the store was not listed by its client.
+                // A transfer that started between `due` and the store saw the client listed and did
+                // not list it.
                 if holder.due().is_none() {
                     return;
                 }
@@ -114,14 +115,14 @@ impl HolderList {
         self.0.len()
     }
 
-    /// Removes a client that has gone.
+    /// Removes a client that has disconnected.
     pub(super) fn remove(&mut self, listing: &Listing) {
         self.0.remove(&(listing.due.load(SeqCst), listing.number));
     }
 
     /// Removes up to `most` clients that were behind their schedule at `latest`, in nanoseconds,
-    /// and appends them to `overdue`. Every client that was looked at is appended to `seen`, to be
-    /// dropped without the lock. Returns when the first remaining client is due.
+    /// and appends them to `overdue`. Every other client that was visited is appended to `seen`, to
+    /// be dropped without the lock. Returns the due time of the first remaining client.
     pub(super) fn take_overdue(
         &mut self,
         latest: Option<u64>,

@@ -4,12 +4,13 @@
 //! Algorithm*, SIGCOMM 1989): a request gets a tag when it is queued, the larger of the queue's
 //! virtual time and the tag of its client's last request, plus its length. The request with the
 //! smallest tag is served first. Each request that is served advances the virtual time by its
-//! length divided by the number of requests that wait.
+//! length divided by the number of waiting requests.
 //!
-//! Clients that wait are served equally in bytes. A small request overtakes large requests, and a
-//! request waits for at most about its length of each other client.
+//! Waiting clients are served equally in bytes. A small request overtakes large ones, and a request
+//! waits for at most about its own length of each other client.
 //!
-//! Never decides whether memory is left for a request: [`Requests`](super::requests::Requests) does.
+//! Never decides if memory is available for a request: [`Requests`](super::requests::Requests)
+//! does.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,20 +22,20 @@ use std::{
 
 use event_listener::Event;
 
-/// One client's share of a disk's memory: a connection, or a queue of a device.
+/// Position of one client (a connection, or a queue of a device) in a disk's fair queue.
 #[derive(Debug, Default)]
 pub struct MemoryFlow {
-    /// The tag of its last request that was queued. Accessed under the budget's lock.
+    /// Tag of the client's last queued request. Accessed under the budget's lock.
     tag: AtomicU64,
 }
 
-/// A request that waits.
+/// A waiting request.
 #[derive(Debug)]
 pub(super) struct Waiter {
     pub(super) bytes: u64,
-    /// The memory is charged to its account.
+    /// True if the memory is charged to the account.
     pub(super) is_granted: AtomicBool,
-    /// True for the watchman, which looks for clients that hold memory without progress.
+    /// True for the watchman, which checks for clients that hold memory without progress.
     pub(super) is_watchman: AtomicBool,
     /// Notified when one of the flags is set.
     pub(super) news: Event,
@@ -51,10 +52,10 @@ impl Waiter {
     }
 }
 
-/// A request's place in its queue: its tag, and its number among requests of one tag.
+/// Position in the queue: the tag, and the number among requests with equal tags.
 pub(super) type Place = (u64, u64);
 
-/// See the [module](self). Every operation takes O(log n).
+/// A fair queue: see the [module](self). Every operation takes O(log n).
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
     waiting: BTreeMap<Place, Arc<Waiter>>,
@@ -106,12 +107,12 @@ impl FairQueue {
         Some(served)
     }
 
-    /// Removes a request that is not served.
+    /// Removes a request without serving it.
     pub(super) fn remove(&mut self, place: Place) -> Option<Arc<Waiter>> {
         let waiter = self.waiting.remove(&place)?;
         self.by_size.remove(&(waiter.bytes, place));
         if self.waiting.is_empty() {
-            // A client that was served is not behind one that comes later.
+            // Ensures that a client that was served is not behind one that arrives later.
             self.virtual_time = self.largest_tag;
         }
         Some(waiter)

@@ -46,7 +46,7 @@ impl Used {
         self.bytes.fetch_update(SeqCst, SeqCst, sum).ok().map(|before| before + bytes)
     }
 
-    /// Subtracts `bytes`; true if [`Requests::came_back`] has to be called.
+    /// Subtracts `bytes`; returns true if [`Requests::came_back`] must be called.
     pub(super) fn subtract(&self, bytes: u64) -> bool {
         self.bytes.fetch_sub(bytes, SeqCst);
         self.beyond.load(SeqCst) > 0 || self.is_awaited.load(SeqCst)
@@ -57,8 +57,8 @@ impl Used {
         loop {
             let beyond = self.bytes().saturating_sub(part);
             self.beyond.store(beyond, SeqCst);
-            // `subtract` reads `beyond` after it has written `bytes`, so either it sees the store,
-            // or its own change is seen here.
+            // `subtract` writes `bytes` before it reads `beyond`, so either it sees this store, or
+            // its own change is seen here.
             if self.bytes().saturating_sub(part) == beyond {
                 return beyond;
             }
@@ -69,9 +69,9 @@ impl Used {
 #[derive(Debug, Default)]
 struct Tenancy {
     used: Arc<Used>,
-    /// Recorded amount beyond the part; the same as in `used`.
+    /// Recorded amount beyond the part; equal to that in `used`.
     beyond: u64,
-    /// The turn in which the account was last granted more than its part; 0 before that.
+    /// The turn in which the account was last granted more than its part; 0 if never.
     turn: u64,
     queue: FairQueue,
     holders: HolderList,
@@ -85,36 +85,36 @@ impl Tenancy {
 
 /// The order of accounts that wait for the common half: bytes beyond the part, turn, number.
 ///
-/// Not the account's bytes within its part: a disk whose clients have nothing after each of them
-/// was disconnected would come before a disk with any request in flight.
+/// Bytes within the part do not count: otherwise a disk whose clients were all just disconnected
+/// would precede a disk with any request in flight.
 type Rank = (u64, u64, u64);
 
-/// See the [module](self).
+/// Requests of all accounts: see the [module](self).
 #[derive(Debug, Default)]
 pub(super) struct Requests {
     /// Limit of the sum over all accounts.
     most: u64,
-    /// Bytes that each account can use, whatever all other accounts use.
+    /// Bytes that each account can always use.
     part: u64,
     accounts: BTreeMap<u64, Tenancy>,
     next_number: u64,
     /// Sum of [`Tenancy::beyond`].
     beyond: u64,
-    /// Accounts beyond their part.
+    /// Accounts that use more than their part.
     over: BTreeSet<u64>,
     /// True if the part has changed since the amounts beyond it were recorded.
     is_stale: bool,
-    /// Grants that brought an account beyond its part.
+    /// Number of grants that brought an account beyond its part.
     turns: u64,
     /// Accounts with waiting requests.
     order: BTreeSet<Rank>,
     waiting: u64,
-    /// The request that looks for clients without progress, if any request waits.
+    /// The request that checks for clients without progress, if any request waits.
     watchman: Option<Arc<Waiter>>,
 }
 
 impl Requests {
-    /// Adds an account; returns its number.
+    /// Adds an account and returns its number.
     pub(super) fn add(&mut self, used: &Arc<Used>) -> u64 {
         self.next_number += 1;
         let account = Tenancy { used: Arc::clone(used), ..Tenancy::default() };
@@ -122,7 +122,7 @@ impl Requests {
         self.next_number
     }
 
-    /// Removes an account for which no request waits.
+    /// Removes an account without waiting requests.
     pub(super) fn remove(&mut self, number: u64) {
         if let Some(account) = self.accounts.remove(&number) {
             self.beyond -= account.beyond;
@@ -130,7 +130,7 @@ impl Requests {
         }
     }
 
-    /// Limits the sum to `most`; returns the part of each account.
+    /// Sets the limit of the sum; returns the part of each account.
     pub(super) fn divide(&mut self, most: u64) -> u64 {
         self.most = most;
         self.part = most / 2 / (self.accounts.len() as u64).max(1);
@@ -138,7 +138,7 @@ impl Requests {
         self.part
     }
 
-    /// Serves what fits after [`Requests::divide`], once the new part is in force.
+    /// Serves requests that fit after [`Requests::divide`], once the new part is in force.
     pub(super) fn divided(&mut self) {
         if self.waiting == 0 {
             return;
@@ -171,14 +171,14 @@ impl Requests {
         }
     }
 
-    /// Charges `bytes` to an account unless a request has to wait for them.
+    /// Charges `bytes` to an account unless a request must wait for them.
     pub(super) fn try_charge(&mut self, number: u64, bytes: u64) -> bool {
         self.settle();
         self.record(number);
         self.waiting == 0 && self.charge(number, bytes)
     }
 
-    /// Queues a request of `flow`, and serves what fits.
+    /// Queues a request of `flow`, and serves requests that fit.
     pub(super) fn wait(&mut self, number: u64, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Option<Place> {
         let place = self.change(number, |account| account.queue.push(flow, waiter))?;
         self.waiting += 1;
@@ -188,7 +188,7 @@ impl Requests {
         if let Some(account) = self.accounts.get(&number) {
             account.used.is_awaited.store(true, SeqCst);
         }
-        // Memory that came back before the store has served no request.
+        // Memory returned before the store has served no request.
         self.came_back(number);
         Some(place)
     }
@@ -201,7 +201,7 @@ impl Requests {
         self.came_back(number);
     }
 
-    /// Serves what fits after an account's memory came back.
+    /// Serves requests that fit after an account has returned memory.
     pub(super) fn came_back(&mut self, number: u64) {
         self.settle();
         self.record(number);
@@ -216,7 +216,7 @@ impl Requests {
         }
     }
 
-    /// Changes an account and keeps its rank in `order`.
+    /// Changes an account and updates its rank in `order`.
     fn change<T>(&mut self, number: u64, change: impl FnOnce(&mut Tenancy) -> T) -> Option<T> {
         let account = self.accounts.get_mut(&number)?;
         let before = (!account.queue.is_empty()).then(|| account.rank(number));
@@ -231,7 +231,7 @@ impl Requests {
         Some(result)
     }
 
-    /// Brings the recorded amount beyond an account's part up to date.
+    /// Updates the recorded amount beyond an account's part.
     fn record(&mut self, number: u64) {
         let Some(account) = self.accounts.get(&number) else { return };
         let (before, beyond) = (account.beyond, account.used.record_beyond(self.part));
@@ -247,7 +247,7 @@ impl Requests {
         self.change(number, |account| account.beyond = beyond);
     }
 
-    /// Charges `bytes` to an account if it may have them. A grant beyond its part is its turn.
+    /// Charges `bytes` to an account if permitted. A grant beyond its part counts as its turn.
     fn charge(&mut self, number: u64, bytes: u64) -> bool {
         let Some(account) = self.accounts.get(&number) else { return false };
         loop {
@@ -255,7 +255,7 @@ impl Requests {
             if !self.may(account, used, bytes) {
                 return false;
             }
-            // The account may have taken from its part without the lock meanwhile.
+            // Lost a race if the account has used its part without the lock meanwhile.
             let sum = used + bytes;
             if account.used.bytes.compare_exchange(used, sum, SeqCst, SeqCst).is_ok() {
                 if sum > self.part {
@@ -270,8 +270,8 @@ impl Requests {
     }
 
     /// True if an account may use `bytes` more of its part, or of the common half. An account gets
-    /// no more of the common half than remains free, except by one request. Otherwise a disk whose
-    /// requests wait long for its limits would occupy all of it.
+    /// at most as much of the common half as remains free, except for one request. Otherwise a disk
+    /// whose requests wait long for its limits would occupy all of it.
     fn may(&self, account: &Tenancy, used: u64, bytes: u64) -> bool {
         let over = |used: u64| used.saturating_sub(self.part);
         let others = self.beyond - account.beyond;
@@ -294,7 +294,7 @@ impl Requests {
         }
     }
 
-    /// Serves the common half in the accounts' order. No request overtakes the first.
+    /// Serves the common half in the order of the accounts. No request overtakes the first.
     fn serve_common(&mut self) {
         while let Some(&(.., number)) = self.order.first()
             && let Some((place, waiter)) = self.accounts.get(&number).and_then(|one| one.queue.first())
@@ -315,7 +315,7 @@ impl Requests {
         }
     }
 
-    /// Updates the counts after a request has left its queue.
+    /// Updates the counters after a request has left its queue.
     fn left(&mut self, number: u64, waiter: &Arc<Waiter>) {
         self.waiting -= 1;
         if let Some(account) = self.accounts.get(&number)
@@ -325,7 +325,7 @@ impl Requests {
         }
         if self.watchman.as_ref().is_some_and(|watchman| Arc::ptr_eq(watchman, waiter)) {
             self.watchman = None;
-            // The last one, which remains the watchman for longest.
+            // The request that is served last remains the watchman for longest.
             let next = self.order.last().and_then(|(.., number)| self.accounts.get(number));
             if let Some(next) = next.and_then(|account| account.queue.last()) {
                 self.appoint(Arc::clone(next));

@@ -14,9 +14,9 @@ fn pause() -> Duration {
     Duration::from_millis(sim::random(|random| random.u64(..100)))
 }
 
-/// Clients of several disks take memory, keep it and give it back, in any order, and sometimes
-/// give up: there is never more in use than there is, everybody gets what it waits for, and a
-/// disk has its part at once, whatever the others do.
+/// Clients of several disks take memory, hold it and return it, in any order, and sometimes cancel:
+/// the limit is never exceeded, every request is served, and a disk's own part is available at
+/// once, regardless of other disks.
 #[test]
 fn memory_is_shared_between_disks() {
     for seed in 0..200 {
@@ -105,14 +105,13 @@ fn clients_can_connect_while_a_disk_in_memory_uses_up_the_budget() {
     assert_eq!(budget.usage().connections, 3 * MIB);
     drop(first);
     drop(ConnectionMemory::new(&budget, 4 * MIB).expect("all of it"));
-    // What connections have beside a disk's pages is not left for pages.
+    // Memory that connections have used after pages were returned is not available for pages.
     budget.give_back_pages(MIB);
     let _connection = ConnectionMemory::new(&budget, MIB).expect("as much as is left");
     assert!(!budget.take_page(1));
 }
 
-/// A client that holds memory without progress since an instant, and how often it was visited and
-/// disconnected.
+/// A client that holds memory without progress since an instant; counts visits and disconnects.
 #[derive(Debug)]
 struct Stalled {
     account: Arc<Account>,
@@ -137,7 +136,7 @@ impl Stalled {
         stalled
     }
 
-    /// Takes the largest request and holds it until the client is disconnected.
+    /// Charges the largest request and holds it until the client is disconnected.
     async fn hold(account: Arc<Account>) {
         account.take(&MemoryFlow::default(), LARGEST).await;
         let stalled = Self::new(&account);
@@ -168,8 +167,8 @@ impl Drop for Stalled {
     }
 }
 
-/// Clients that hold the largest request of `account` without progress, and connect again whenever
-/// they are disconnected.
+/// Clients that hold the largest request of `account` without progress, and reconnect whenever they
+/// are disconnected.
 fn hostile(account: &Arc<Account>, count: usize) -> Vec<JoinHandle<()>> {
     let client = |_| {
         let account = Arc::clone(account);
@@ -203,9 +202,9 @@ fn a_client_without_progress_is_disconnected_after_the_grace() {
     });
 }
 
-/// However many clients of one disk keep what they can get, and come again once they were
-/// pushed out: a request of another disk waits for one of them. Whether that disk has other
-/// requests in flight makes no difference.
+/// Any number of clients of one disk hold all memory they get, and reconnect after they were
+/// disconnected: a request of another disk waits for one of them. It does not matter if that disk
+/// has other requests in flight.
 #[test]
 fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
     let largest = (3..=8).map(|disks| (disks, LARGEST));
@@ -241,7 +240,7 @@ fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
     }
 }
 
-/// Ending a client takes time and logs a line, so no client is disconnected twice.
+/// Disconnecting takes time and logs a line, so no client is disconnected twice.
 #[test]
 fn a_client_is_disconnected_once_however_many_requests_wait() {
     sim::run(1, async {
@@ -259,7 +258,7 @@ fn a_client_is_disconnected_once_however_many_requests_wait() {
         let waiting: Vec<_> = (0..30).map(wait).collect();
         sleep_until(now() + 5 * LOOK).await;
         assert_eq!(client.ends.load(SeqCst), 1);
-        // A transfer that goes on does not list it again.
+        // A transfer that continues does not list it again.
         slow.watch(&client);
         sleep_until(now() + 5 * LOOK).await;
         assert_eq!(client.ends.load(SeqCst), 1);

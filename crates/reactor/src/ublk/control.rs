@@ -1,8 +1,8 @@
-//! Commands to the driver: making, starting, stopping, taking over and removing devices.
+//! Commands to the driver: creating, starting, stopping, recovering and removing devices.
 //!
-//! Each blocks until the kernel has done it, some for as long as a device has requests: so call
-//! them by [`super::super::blocking`] where anything else is to go on. They go through a ring of
-//! their own, since the driver takes these commands (32 bytes) in entries of 128 bytes alone.
+//! Each blocks until the kernel has executed it, some for as long as a device has requests: call
+//! them by [`super::super::blocking`] on a thread that must not block. They use a ring of their
+//! own, because the driver accepts these commands (32 bytes) only in entries of 128 bytes.
 
 use std::{
     fs::{File, OpenOptions},
@@ -16,12 +16,12 @@ use nix::fcntl::{FcntlArg, fcntl};
 use super::{super::restricted, Dialect, feature};
 
 const DRIVER: &str = "/dev/ublk-control";
-/// With a device's number: what its requests come through.
+/// Path prefix of the node for a device's requests, followed by its number.
 pub(super) const CHANNEL: &str = "/dev/ublkc";
-/// What a device's number is where the kernel is to choose.
+/// Device number by which the kernel chooses one.
 const ANY: u32 = u32::MAX;
 
-/// `UBLK_CMD_…`, and whether the kernel is told something.
+/// `UBLK_CMD_…`, and true if the kernel reads the structure.
 mod command {
     pub(super) const ADD: (u32, bool) = (0x04, true);
     pub(super) const DELETE: (u32, bool) = (0x05, true);
@@ -37,71 +37,71 @@ mod command {
     pub(super) const UPDATE_SIZE: (u32, bool) = (0x15, true);
 }
 
-/// What stands in an entry (`struct ublksrv_ctrl_cmd`), 32 bytes of which the rest is zero.
+/// A command in an entry (`struct ublksrv_ctrl_cmd`): 32 bytes, the rest of the entry is zero.
 #[derive(Clone, Copy)]
 struct Command {
     number: u32,
     writes: bool,
     device: u32,
     data: u64,
-    /// The device's path stands in front of what is exchanged: so an unprivileged user shows that
-    /// it is theirs.
+    /// The exchanged data is preceded by the device's path, by which an unprivileged user proves
+    /// access to the device.
     has_path: bool,
 }
 
 const COMMAND_BYTES: usize = 32;
 
-/// What a device is (`struct ublksrv_ctrl_dev_info`).
+/// Properties of a device (`struct ublksrv_ctrl_dev_info`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Info {
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Requests in flight on each queue at most.
+    /// Maximum number of requests in flight on each queue.
     pub depth: u16,
     state: u16,
     padding0: u16,
-    /// Bytes of a request at most.
+    /// Maximum size of a request in bytes.
     pub most_bytes: u32,
-    /// N of `/dev/ublkbN`.
+    /// Number N of `/dev/ublkbN`.
     pub number: u32,
-    /// The process that serves it; of one that has gone nothing is said here.
+    /// Process that serves the device. Meaningless after that process has ended.
     pub process: i32,
     padding1: u32,
-    /// Of [`feature`].
+    /// Bits of [`feature`].
     pub features: u64,
-    /// What whoever made the device wants to find there; the driver only keeps it.
+    /// User data set at creation; the driver only stores it.
     pub mark: u64,
     owner_uid: u32,
     owner_gid: u32,
     reserved: [u64; 2],
 }
 
-/// How a device is doing.
+/// State of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Not started, or stopped.
     Dead,
-    /// There is a block device, and somebody serves it.
+    /// The block device exists and is served.
     Live,
-    /// Nobody serves it; its requests wait for who takes it over.
+    /// Orphaned; requests wait for a process that recovers the device.
     Waiting,
-    /// Nobody serves it; its requests fail.
+    /// Orphaned; requests fail.
     Failing,
 }
 
 impl Info {
-    /// A device that is to be made, without features and without a mark.
+    /// Properties of a device to create, without features and user data.
     pub fn new(queues: u16, depth: u16, most_bytes: u32) -> Self {
         Self { queues, depth, most_bytes, ..Self::default() }
     }
 
-    /// Whether data stays where it is: see [`feature::ZERO_COPY`].
+    /// True if data is accessed in place: see [`feature::ZERO_COPY`].
     pub fn is_zero_copy(&self) -> bool {
         self.features & feature::ZERO_COPY == feature::ZERO_COPY
     }
 
-    /// How it was doing.
+    /// State when the properties were read.
     pub fn state(&self) -> State {
         match self.state {
             0 => State::Dead,
@@ -112,7 +112,7 @@ impl Info {
     }
 }
 
-/// What the kernel is told of a device's requests (`struct ublk_params`, of which 6.1 has so much).
+/// Parameters of a device's requests (`struct ublk_params`, the part that Linux 6.1 has).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Params {
@@ -120,31 +120,31 @@ pub struct Params {
     kinds: u32,
     /// Bits of `Params::READ_ONLY` and its neighbours.
     pub attributes: u32,
-    /// Powers of two: a sector, what is written at once, what is best, what is least.
+    /// Logical block size, as a power of two like the following three.
     pub logical_block_shift: u8,
-    /// See above.
+    /// Physical block size: the unit that the device writes at once.
     pub physical_block_shift: u8,
-    /// See above.
+    /// Optimal size of requests.
     pub optimal_io_shift: u8,
-    /// See above.
+    /// Preferred minimum size of requests.
     pub minimum_io_shift: u8,
-    /// Of a read or a write, in units of 512 bytes as all that follow.
+    /// Maximum size of a read or a write, in units of 512 bytes like all that follow.
     pub max_sectors: u32,
-    /// No request crosses a multiple of it; 0 is no such rule.
+    /// No request crosses a multiple of it; 0 for no such rule.
     pub chunk_sectors: u32,
-    /// The device's length.
+    /// Size of the device.
     pub sectors: u64,
-    /// No two segments of a request meet inside it; 0 is no such rule.
+    /// Segments of a request must not meet inside of this mask; 0 for no such rule.
     pub virt_boundary_mask: u64,
-    /// Bytes.
+    /// Alignment of discards in bytes.
     pub discard_alignment: u32,
-    /// Bytes.
+    /// Granularity of discards in bytes.
     pub discard_granularity: u32,
-    /// 0: no discards.
+    /// Maximum size of a discard; 0 for no discards.
     pub max_discard_sectors: u32,
-    /// 0: no write-zeroes.
+    /// Maximum size of a write-zeroes; 0 for no write-zeroes.
     pub max_write_zeroes_sectors: u32,
-    /// Ranges of a discard.
+    /// Maximum number of ranges of a discard.
     pub max_discard_segments: u16,
     reserved: [u16; 3],
 }
@@ -154,13 +154,13 @@ impl Params {
     pub const READ_ONLY: u32 = 1;
     /// `UBLK_ATTR_VOLATILE_CACHE`: flushes are sent.
     pub const VOLATILE_CACHE: u32 = 1 << 2;
-    /// `UBLK_ATTR_FUA`: writes are marked that are to be durable by themselves.
+    /// `UBLK_ATTR_FUA`: FUA writes are marked as such instead of being followed by a flush.
     pub const FUA: u32 = 1 << 3;
     const BASIC: u32 = 1;
     const DISCARD: u32 = 1 << 1;
 }
 
-/// The way to the driver.
+/// A connection to the driver.
 pub struct Control {
     driver: File,
     ring: IoUring<Entry128, cqueue::Entry>,
@@ -169,11 +169,11 @@ pub struct Control {
 }
 
 impl Control {
-    /// Opens it, and asks what it can do.
+    /// Opens the driver and queries its features.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such driver, or no node of it. `EACCES`: not for this user. What
-    /// `io_uring_setup(2)` says.
+    /// `ENOENT` if the driver or its node is missing; `EACCES` if this user may not use it; as
+    /// `io_uring_setup(2)`.
     pub fn open() -> io::Result<Self> {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
         let ring = restricted::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
@@ -181,14 +181,14 @@ impl Control {
         let mut features = 0_u64;
         match control.exchange(Command::new(command::GET_FEATURES, ANY), Some(&mut features)) {
             Ok(()) => control.features = features,
-            // Linux before 6.5, where each device says what it was made with.
+            // Linux before 6.5, where only devices report features.
             Err(error) if error.raw_os_error() != Some(libc::EPERM) => control.dialect = Dialect::Plain,
             Err(error) => return Err(error),
         }
         Ok(control)
     }
 
-    /// Of [`feature`]. A driver that does not say has none but those of Linux 6.1.
+    /// Bits of [`feature`]. A driver that does not report features has those of Linux 6.1.
     pub fn features(&self) -> u64 {
         match self.dialect {
             Dialect::Ioctl => self.features,
@@ -196,11 +196,12 @@ impl Control {
         }
     }
 
-    /// Makes a device, which has no block device before it is started. `number`: the kernel's
-    /// choice where there is none. Says what the kernel has made of it.
+    /// Creates a device. It has no block device until it is started. With no `number`, the kernel
+    /// chooses one. Returns the actual properties.
     ///
     /// # Errors
-    /// `EEXIST`: the number is taken. `EACCES`: the driver has as many devices as it may. `EPERM`.
+    /// `EEXIST` if the number is in use; `EACCES` if the driver has its maximum number of devices;
+    /// `EPERM`.
     pub fn add(&mut self, number: Option<u32>, wanted: Info) -> io::Result<Info> {
         let number = number.unwrap_or(ANY);
         let mut info = Info { number, process: -1, ..wanted };
@@ -208,10 +209,10 @@ impl Control {
         Ok(info)
     }
 
-    /// What is known of a device.
+    /// Properties of a device.
     ///
     /// # Errors
-    /// `ENODEV`: there is none of this number. `EPERM`, `EACCES`: it is another user's.
+    /// `ENODEV` if there is no device with this number; `EPERM`, `EACCES` if it is another user's.
     pub fn info(&mut self, number: u32) -> io::Result<Info> {
         let mut info = Info::default();
         let command = match self.dialect {
@@ -222,10 +223,10 @@ impl Control {
         Ok(info)
     }
 
-    /// Tells the kernel of the device's requests; before it is started.
+    /// Sets the parameters of a device's requests, before it is started.
     ///
     /// # Errors
-    /// `EINVAL`: they cannot be.
+    /// `EINVAL` if they are invalid.
     pub fn set_params(&mut self, device: &Info, params: Params) -> io::Result<()> {
         let erases = params.max_discard_sectors > 0 || params.max_write_zeroes_sectors > 0;
         let kinds = Params::BASIC | if erases { Params::DISCARD } else { 0 };
@@ -233,7 +234,7 @@ impl Control {
         self.exchange(Command::to(command::SET_PARAMS, device), Some(&mut params))
     }
 
-    /// What the kernel knows of the device's requests.
+    /// Parameters of a device's requests.
     ///
     /// # Errors
     /// `ENODEV`.
@@ -243,17 +244,17 @@ impl Control {
         Ok(params)
     }
 
-    /// Makes the block device. Every tag of every queue has been fetched before, by this process;
-    /// or else it waits for that. The kernel reads from the device before this ends.
+    /// Creates the block device. Blocks until this process has fetched every tag of every queue.
+    /// The kernel reads from the device before the command completes.
     ///
     /// # Errors
-    /// What keeps a block device from being made.
+    /// Fails if the kernel cannot create the block device.
     pub fn start(&mut self, device: &Info) -> io::Result<()> {
         self.tell(command::START, device, u64::from(std::process::id()))
     }
 
-    /// Takes the block device away: what it has not been asked yet fails, what is in hand ends
-    /// before. Every fetch ends then.
+    /// Removes the block device: requests not yet issued fail, those in progress complete first.
+    /// All fetches end then.
     ///
     /// # Errors
     /// `ENODEV`.
@@ -261,7 +262,7 @@ impl Control {
         self.tell(command::STOP, device, 0)
     }
 
-    /// Removes a device that nobody serves, stopping it first; waits until all have closed it.
+    /// Removes an orphaned device, stopping it first; blocks until all openers have closed it.
     ///
     /// # Errors
     /// `ENODEV`.
@@ -269,45 +270,45 @@ impl Control {
         self.tell(command::DELETE, device, 0)
     }
 
-    /// Announces that this process takes over a device that waits; it is fetched from next.
+    /// Begins the recovery of an orphaned device by this process, which fetches from it next.
     ///
     /// # Errors
-    /// `EBUSY`: it does not wait, or not yet.
+    /// `EBUSY` if it is not waiting for recovery, or not yet.
     pub fn start_recovery(&mut self, device: &Info) -> io::Result<()> {
         self.tell(command::START_RECOVERY, device, 0)
     }
 
-    /// Has it go on, as [`Control::start`] makes one begin.
+    /// Resumes a recovered device, as [`Control::start`] starts a new one.
     ///
     /// # Errors
-    /// `EBUSY`: it does not wait.
+    /// `EBUSY` if it is not waiting for recovery.
     pub fn end_recovery(&mut self, device: &Info) -> io::Result<()> {
         self.tell(command::END_RECOVERY, device, u64::from(std::process::id()))
     }
 
-    /// Gives a device another length, in units of 512 bytes.
+    /// Changes the size of a device, in units of 512 bytes.
     ///
     /// # Errors
-    /// `EOPNOTSUPP`: the driver or the device lacks [`feature::UPDATE_SIZE`].
+    /// `EOPNOTSUPP` if the driver or the device lacks [`feature::UPDATE_SIZE`].
     pub fn update_size(&mut self, device: &Info, sectors: u64) -> io::Result<()> {
         self.tell(command::UPDATE_SIZE, device, sectors)
     }
 
-    /// Has this process be [found](Self::guardian) as the one that guards a device of this number,
-    /// until it ends, or closes any [`Control`]: such is a lock of fcntl(2).
+    /// Makes this process the [guardian](Self::guardian) of a device number until it ends, or
+    /// closes any [`Control`]: this is a lock of fcntl(2).
     ///
     /// # Errors
-    /// `EAGAIN`: another is that.
+    /// `EAGAIN` if another process is the guardian.
     pub fn guard(&self, number: u32) -> io::Result<()> {
         fcntl(&self.driver, FcntlArg::F_SETLK(&byte(number)))?;
         Ok(())
     }
 
-    /// The process that guards a device of this number: not one that calls this by itself. 0 where
-    /// it is in a container, and not to be seen from here.
+    /// The process that guards a device number, unless it is the calling one. 0 if it is in a
+    /// container and not visible from here.
     ///
     /// # Errors
-    /// What fcntl(2) says.
+    /// As fcntl(2).
     pub fn guardian(&self, number: u32) -> io::Result<Option<i32>> {
         let mut answer = byte(number);
         fcntl(&self.driver, FcntlArg::F_GETLK(&mut answer))?;
@@ -318,7 +319,7 @@ impl Control {
         self.exchange::<Info>(Command { data, ..Command::to(command, device) }, None)
     }
 
-    /// Hands a structure to the kernel, which may change it.
+    /// Passes a structure to the kernel, which may change it.
     fn exchange<T: Exchanged>(&mut self, command: Command, value: Option<&mut T>) -> io::Result<()> {
         let mut bytes = match command.has_path {
             true => format!("{CHANNEL}{}\0", command.device).into_bytes(),
@@ -327,12 +328,12 @@ impl Control {
         let path = bytes.len();
         if let Some(value) = &value {
             let first = std::ptr::from_ref::<T>(value).cast::<u8>();
-            // SAFETY: so many bytes are there, and all are initialised: see `Exchanged`.
+            // SAFETY: this many bytes exist and are initialised: see `Exchanged`.
             bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(first, size_of::<T>()) });
         }
         self.send(command, &mut bytes, path)?;
         if let Some(value) = value {
-            // SAFETY: so many bytes stand behind the path, and any of them are a `T`.
+            // SAFETY: this many bytes follow the path, and any values are a valid `T`.
             *value = unsafe { bytes.as_ptr().add(path).cast::<T>().read_unaligned() };
         }
         Ok(())
@@ -343,8 +344,8 @@ impl Control {
         let entry = opcode::UringCmd80::new(types::Fd(self.driver.as_raw_fd()), code)
             .cmd(command.entry(bytes, path))
             .build();
-        // SAFETY: the bytes are borrowed until this returns, which it does only once the kernel has
-        // done with them: the submission is awaited, or else the process ends.
+        // SAFETY: the bytes are borrowed until this function returns, which is after the kernel's
+        // last access: the completion is awaited, or else the process ends.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| io::Error::other("the ring is full"))?;
         loop {
             match self.ring.submit_and_wait(1) {
@@ -362,7 +363,7 @@ impl Control {
     }
 }
 
-/// A lock of the driver's node, in which each number has a byte.
+/// A lock on the driver's node, in which each device number has a byte.
 fn byte(number: u32) -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -373,14 +374,14 @@ fn byte(number: u32) -> libc::flock {
     }
 }
 
-/// What the kernel may write any bytes into.
+/// A type that the kernel may fill with arbitrary bytes.
 ///
 /// # Safety
-/// It is made of integers, without a gap between them or behind.
+/// It must consist of integers, without padding.
 unsafe trait Exchanged: Copy {}
-// SAFETY: it is one.
+// SAFETY: an integer.
 unsafe impl Exchanged for u64 {}
-// SAFETY: `repr(C)`, and each field begins where the one before ends.
+// SAFETY: `repr(C)`, and each field begins where the previous one ends.
 unsafe impl Exchanged for Info {}
 // SAFETY: as above.
 unsafe impl Exchanged for Params {}
@@ -395,12 +396,12 @@ impl Command {
         Self { has_path, ..Self::new(command, device.number) }
     }
 
-    /// As it stands in an entry, of which the first bytes are the device's path.
+    /// The command as encoded in an entry; the first `path` bytes are the device's path.
     fn entry(self, bytes: &mut [u8], path: usize) -> [u8; 80] {
         let address = if bytes.is_empty() { 0 } else { bytes.as_mut_ptr() as u64 };
         let mut entry = [0; 80];
         entry[..4].copy_from_slice(&self.device.to_ne_bytes());
-        // To no queue.
+        // No queue.
         entry[4..6].copy_from_slice(&u16::MAX.to_ne_bytes());
         entry[6..8].copy_from_slice(&(bytes.len() as u16).to_ne_bytes());
         entry[8..16].copy_from_slice(&address.to_ne_bytes());

@@ -1,12 +1,12 @@
-//! A queue of a device: what it is asked, and where the data is: in memory that the kernel copies
-//! it to and from, or where it was all the time ([`Registered`]).
+//! A queue of a device: its requests and their data, either in memory that the kernel copies from
+//! and to, or in place ([`Registered`]).
 //!
 //! ```text
-//!   fetch(tag) ─────────► … a request comes: descriptor(tag); of a write, the data is in data(tag)
-//!   commit(tag, result) ► the kernel takes a read's data from there; … the next request of the tag
+//!   fetch(tag) ─────────► … a request arrives: descriptor(tag); data of a write is in data(tag)
+//!   commit(tag, result) ► the kernel copies a read's data from there; … the tag's next request
 //! ```
 //!
-//! One thread fetches all tags of a queue, and goes on doing so: the driver binds them to it.
+//! One thread must fetch all tags of a queue at all times: the driver binds them to it.
 
 use std::{
     fs::OpenOptions,
@@ -28,34 +28,34 @@ use super::{
 };
 use crate::guest::{Memory, Place, Region};
 
-/// `UBLK_IO_FETCH_REQ` and `UBLK_IO_COMMIT_AND_FETCH_REQ`
+/// `UBLK_IO_FETCH_REQ` and `UBLK_IO_COMMIT_AND_FETCH_REQ`.
 const FETCH: u32 = 0x20;
 const COMMIT_AND_FETCH: u32 = 0x21;
-/// `struct ublksrv_io_cmd`: queue, tag, result, address.
+/// Size of `struct ublksrv_io_cmd`: queue, tag, result, address.
 const COMMAND_BYTES: usize = 16;
-/// A tag's memory begins at a multiple of it.
+/// Alignment of a tag's memory.
 const PAGE: usize = 4096;
-/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose data could not be made a buffer comes all the
-/// same, and says so (`UBLK_IO_F_NEED_REG_BUF`).
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose data cannot be registered is delivered anyway,
+/// with a flag (`UBLK_IO_F_NEED_REG_BUF`).
 const FALLBACK: u64 = 1 << 16;
 const NOT_REGISTERED: u32 = 1 << 17;
 
-/// What a request asks (`struct ublksrv_io_desc`).
+/// A request (`struct ublksrv_io_desc`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Descriptor {
     /// `UBLK_IO_OP_…` in the lowest eight bits, `UBLK_IO_F_…` above them.
     pub operation: u32,
-    /// Of 512 bytes.
+    /// Number of sectors of 512 bytes.
     pub sectors: u32,
-    /// The first of them.
+    /// First sector.
     pub first_sector: u64,
-    /// Where we said its data is to go. Not looked at.
+    /// Address of the data as set by this process. Ignored.
     address: u64,
 }
 
 impl Descriptor {
-    /// One for tests.
+    /// A request for tests.
     pub fn new(operation: u32, first_sector: u64, sectors: u32) -> Self {
         Self { operation, sectors, first_sector, address: 0 }
     }
@@ -69,7 +69,7 @@ pub struct Queue {
     dialect: Dialect,
 }
 
-/// What the kernel works with until the queue's last fetch has ended.
+/// State in use by the kernel until the queue's last fetch has completed.
 #[derive(Debug)]
 struct Shared {
     device: Fd,
@@ -79,47 +79,47 @@ struct Shared {
     most_bytes: usize,
 }
 
-/// How data comes.
+/// Transfer of data.
 #[derive(Debug)]
 enum Way {
-    /// Copied by the kernel, to and from this.
+    /// The kernel copies from and to this memory.
     Lent(Memory),
-    /// By its pages.
+    /// In place, as registered buffers.
     Registered(Rc<Source>),
 }
 
-/// Where the data of a request is.
+/// Location of a request's data.
 #[derive(Debug)]
 pub enum Data {
-    /// In memory of ours.
+    /// In own memory.
     Lent(Place),
-    /// Where it was.
+    /// In place.
     Registered(Registered),
 }
 
 impl Queue {
-    /// The node that requests of a device come through.
+    /// Path of the node for a device's requests.
     pub fn path(number: u32) -> PathBuf {
         PathBuf::from(format!("{CHANNEL}{number}"))
     }
 
-    /// Opens what requests of a device come through, for all its queues. There is one such process
-    /// at a time, and it opens it once.
+    /// Opens the node for a device's requests, for all its queues. One process at a time may have
+    /// it open, once.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such device, or no node of it. `EBUSY`: somebody has it open.
+    /// `ENOENT` if the device or its node is missing; `EBUSY` if it is already open.
     pub fn open_device(number: u32) -> io::Result<Fd> {
         OpenOptions::new().read(true).write(true).open(Self::path(number)).map(Fd::from)
     }
 
-    /// A queue of it, with memory for its depth of requests if data is copied there. Counts what is
-    /// copied of a device that [need not](Info::is_zero_copy).
+    /// Creates a queue, with memory for its depth of requests if data is copied. `copied` counts
+    /// bytes copied although the device [supports zero copy](Info::is_zero_copy).
     ///
     /// # Errors
     /// As `mmap(2)`.
     ///
     /// # Panics
-    /// If there is no such depth.
+    /// Panics if the depth is invalid.
     pub fn new(device: Fd, info: &Info, number: u16, copied: &Arc<AtomicU64>) -> io::Result<Self> {
         let (depth, most_bytes) = (info.depth, info.most_bytes as usize);
         assert!((1..=MAX_DEPTH).contains(&depth), "{depth} requests");
@@ -140,16 +140,16 @@ impl Queue {
         Ok(Self { shared: Rc::new(shared), number, dialect })
     }
 
-    /// What the request of this tag asks; what an earlier one asked where there is none.
+    /// The request of this tag; an earlier one if there is none.
     ///
     /// # Panics
-    /// If there is no such tag.
+    /// Panics if the tag is invalid.
     pub fn descriptor(&self, tag: u16) -> Descriptor {
         assert!(tag < self.shared.depth, "tag {tag}");
         self.shared.descriptors.get(tag)
     }
 
-    /// Whether data is [`Data::Registered`].
+    /// True if data is [`Data::Registered`].
     pub fn is_zero_copy(&self) -> bool {
         matches!(self.shared.way, Way::Registered(_))
     }
@@ -157,7 +157,7 @@ impl Queue {
     /// The first `bytes` of the data of a tag's request.
     ///
     /// # Panics
-    /// If there is no such tag, or it does not have so many.
+    /// Panics if the tag is invalid, or `bytes` exceeds the maximum size of a request.
     pub fn data(&self, tag: u16, bytes: usize) -> Data {
         assert!(tag < self.shared.depth && bytes <= self.shared.most_bytes, "{bytes} bytes of tag {tag}");
         match &self.shared.way {
@@ -174,18 +174,18 @@ impl Queue {
         memory.place(address as u64, bytes).expect("inside")
     }
 
-    /// Waits for the first request of a tag. Dropped early, it goes on until the device stops, or
-    /// the reactor ends.
+    /// Waits for the first request of a tag. If the future is dropped, the fetch stays in flight
+    /// until the device stops, or the reactor ends.
     ///
     /// # Errors
-    /// `ENODEV`: the device has stopped, and there is nothing more to fetch.
+    /// `ENODEV` if the device has stopped.
     pub fn fetch(&self, tag: u16) -> impl Future<Output = io::Result<()>> + use<> {
         self.command(FETCH, tag, 0)
     }
 
-    /// Ends the request of a tag, with how many bytes were done or an error number below zero, and
-    /// waits for the next as [`Queue::fetch`] does. It is queued at once, whether it is awaited or
-    /// not.
+    /// Completes the request of a tag, with the number of bytes or a negative error number, and
+    /// waits for the next one as [`Queue::fetch`] does. The command is queued at once, even if the
+    /// future is not awaited.
     ///
     /// # Errors
     /// As [`Queue::fetch`].
@@ -193,8 +193,8 @@ impl Queue {
         self.command(COMMIT_AND_FETCH, tag, result)
     }
 
-    /// Ends once what was queued before has been begun by the kernel: what it refuses at once has
-    /// ended.
+    /// Waits until the kernel has started all commands queued before; commands that it rejects
+    /// immediately have completed.
     pub async fn begun(&self) -> io::Result<()> {
         let entry = opcode::Nop::new().build();
         // SAFETY: the entry refers to nothing.
@@ -207,7 +207,7 @@ impl Queue {
         command[..2].copy_from_slice(&self.number.to_ne_bytes());
         command[2..4].copy_from_slice(&tag.to_ne_bytes());
         command[4..8].copy_from_slice(&result.to_ne_bytes());
-        // `struct ublk_auto_buf_reg`
+        // `struct ublk_auto_buf_reg`.
         let mut buffer = None;
         match &self.shared.way {
             Way::Lent(memory) => {
@@ -219,7 +219,8 @@ impl Queue {
         let target = types::Fd(self.shared.device.raw());
         let code = self.dialect.code(number, true, COMMAND_BYTES);
         let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
-        // SAFETY: memory that is lent, numbers and the descriptor are in `shared`, which is held.
+        // SAFETY: lent memory, buffer indices and descriptor are in `shared`, which the operation
+        // owns.
         let op = unsafe { Op::start(&entry, Rc::clone(&self.shared)) }.until_the_ring_ends();
         async { op.await.0.map(drop) }
     }
@@ -234,7 +235,7 @@ struct Descriptors {
 
 impl Descriptors {
     fn map(device: &Fd, queue: u16, depth: u16) -> io::Result<Self> {
-        // SAFETY: it asks for a constant.
+        // SAFETY: sysconf only returns a constant.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE);
         let room = |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
         let bytes = room(depth);
@@ -257,12 +258,12 @@ impl Descriptors {
         Ok(Self { first, bytes })
     }
 
-    /// `tag` is below the depth.
+    /// Reads a descriptor; `tag` must be below the depth.
     fn get(&self, tag: u16) -> Descriptor {
-        // SAFETY: so many descriptors are mapped.
+        // SAFETY: this many descriptors are mapped.
         let at = unsafe { self.first.as_ptr().add(usize::from(tag)) };
-        // SAFETY: mapped and aligned; the kernel changes one only while it is fetched, and any
-        // bytes are a descriptor.
+        // SAFETY: mapped and aligned. The kernel changes a descriptor only while its tag is
+        // fetched, and any bytes are a valid descriptor.
         unsafe {
             Descriptor {
                 operation: addr_of!((*at).operation).read_volatile(),
@@ -276,7 +277,7 @@ impl Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length, and nothing refers to it any more.
+        // SAFETY: mapped by `map` with this length, and nothing refers to it.
         let result = unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };
         debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
     }

@@ -1,9 +1,10 @@
-//! The data of a request where it is: in pages of whoever asked, which the kernel has made a buffer
-//! of the ring that fetched the request, or at least lets be copied.
+//! Data of a request in place: in the pages of the process that issued it, which the kernel has
+//! registered as a buffer of the ring that fetched the request, or at least makes available for
+//! copying.
 //!
-//! It stays until the request is answered. Whoever only moves the data between a file and there
-//! does so by the buffer's number, and nobody copies. Whoever has to look at it
-//! [takes](Registered::take) a copy, or [puts](Registered::put) one there.
+//! It is valid until the request is completed. Code that only moves data between a file and the
+//! request uses the buffer's index, without a copy. Code that must look at the data
+//! [takes](Registered::take) a copy, or [puts](Registered::put) one back.
 
 use std::{
     io,
@@ -36,17 +37,17 @@ use crate::{
     guest::Place,
 };
 
-/// A number that no buffer has.
+/// An index that no buffer has.
 const NO_BUFFER: u16 = u16::MAX;
 
-/// What a queue's requests bring their data by.
+/// Access to the data of a queue's requests.
 #[derive(Debug)]
 pub(super) struct Source {
     device: Fd,
     queue: u16,
-    /// One for each tag; without, all is copied.
+    /// One index for each tag; without them, all data is copied.
     numbers: Option<Numbers>,
-    /// Bytes that were copied although they need not have been.
+    /// Bytes copied although the device supports zero copy.
     copied: Arc<AtomicU64>,
 }
 
@@ -61,14 +62,15 @@ impl Source {
         Rc::new(Self { device, queue, numbers: numbers.ok(), copied })
     }
 
-    /// The number of the buffer that the data of a tag's request is to become.
+    /// Index of the buffer for the data of a tag's request.
     pub(super) fn number(&self, tag: u16) -> u16 {
         self.numbers.as_ref().map_or(NO_BUFFER, |numbers| numbers.first() + tag)
     }
 
-    /// The data of a tag's request. `is_registered`: it has become that buffer.
+    /// Data of a tag's request. `is_registered` is true if the kernel has registered it.
     pub(super) fn data(self: &Rc<Self>, tag: u16, bytes: usize, is_registered: bool) -> Registered {
-        // `UBLKSRV_IO_BUF_OFFSET`, 12 bits for the queue, 16 for the tag, 25 for the byte.
+        // `UBLKSRV_IO_BUF_OFFSET`: bits for the queue from 41, for the tag from 25, below them the
+        // byte offset.
         let position = (1 << 31) + (i64::from(self.queue) << 41) + (i64::from(tag) << 25);
         let number = Some(self.number(tag)).filter(|number| is_registered && *number != NO_BUFFER);
         let source = Rc::clone(self);
@@ -76,7 +78,7 @@ impl Source {
     }
 }
 
-/// The data of a read or a write, by name. On the thread that fetched it.
+/// Data of a read or a write, by reference. Belongs to the thread that fetched the request.
 #[derive(Clone, Debug)]
 pub struct Registered {
     bytes: usize,
@@ -87,9 +89,9 @@ pub struct Registered {
 enum Whereabouts {
     Driver {
         source: Rc<Source>,
-        /// In the driver's file.
+        /// Offset in the driver's file.
         position: i64,
-        /// Among the ring's buffers, if it is one.
+        /// Index among the ring's buffers, if registered.
         number: Option<u16>,
     },
     Simulated {
@@ -100,19 +102,19 @@ enum Whereabouts {
 }
 
 impl Registered {
-    /// Data at a place that the one who asks has, for simulated storage: named like a buffer of a
-    /// ring, or only to be copied. What is copied is counted.
+    /// Data at a place of the issuing process, for simulated storage: accessible like a registered
+    /// buffer, or only by copying. `copied` counts copied bytes.
     pub fn simulated(place: Place, is_registered: bool, copied: &Arc<AtomicU64>) -> Self {
         let (bytes, copied) = (place.bytes(), Arc::clone(copied));
         Self { bytes, whereabouts: Whereabouts::Simulated { place, is_registered, copied } }
     }
 
-    /// How many bytes.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Among the buffers of this thread's ring.
+    /// Index among the buffers of this thread's ring.
     fn number(&self) -> io::Result<u16> {
         match &self.whereabouts {
             Whereabouts::Driver { number: Some(number), .. } => Ok(*number),
@@ -120,25 +122,27 @@ impl Registered {
         }
     }
 
-    /// Reads a file at `offset` into it, behind its first `filled` bytes; returns how many bytes, 0
-    /// at the end of the file.
+    /// Reads a file at `offset` into the data, after its first `filled` bytes; returns the number
+    /// of bytes, 0 at the end of the file.
     ///
     /// # Errors
-    /// As `read(2)`; `EFAULT`: it is no buffer of this thread's ring.
+    /// As `read(2)`; `EFAULT` if it is not a buffer of this thread's ring.
     pub async fn read_at(&self, fd: &Fd, filled: usize, offset: u64) -> io::Result<usize> {
-        // Of a buffer that is the kernel's, an address is how far it is from the beginning.
+        // For a registered kernel buffer, the address is an offset from its beginning.
         let (target, room) = (types::Fd(fd.raw()), without_provenance_mut(filled));
         let entry = opcode::ReadFixed::new(target, room, length(self.bytes - filled), self.number()?)
             .offset(offset)
             .ioprio(priority::current())
             .build()
             .flags(fd.flags());
-        // SAFETY: the kernel holds the buffer itself, and the descriptor is held with its number.
+        // SAFETY: the kernel owns the buffer itself; the operation owns the descriptor and the
+        // index.
         let op = unsafe { Op::start(&entry, (fd.clone(), self.clone())) }.soon(MOST_READS_HELD_BACK);
         op.await.0.map(|count| count as usize)
     }
 
-    /// Writes it to a file at `offset`, but for its first `written` bytes; returns how many bytes.
+    /// Writes the data to a file at `offset`, except its first `written` bytes; returns the number
+    /// of bytes.
     ///
     /// # Errors
     /// As `write(2)`; `EFAULT` as [`Registered::read_at`].
@@ -160,7 +164,7 @@ impl Registered {
         op.await.0.map(|count| count as usize)
     }
 
-    /// Where simulated storage finds it.
+    /// Place of the data for simulated storage.
     pub fn place(&self) -> Option<&Place> {
         match &self.whereabouts {
             Whereabouts::Simulated { place, is_registered: true, .. } => Some(place),
@@ -168,10 +172,10 @@ impl Registered {
         }
     }
 
-    /// A copy of what is to be written.
+    /// A copy of the data of a write.
     ///
     /// # Errors
-    /// What the driver says: the request is none of a write, or has been answered.
+    /// The driver's error if the request is not a write, or was completed.
     pub fn take(&self) -> Result<Buffer> {
         let mut copy = Buffer::new(self.bytes);
         self.count(self.bytes);
@@ -188,13 +192,13 @@ impl Registered {
         Ok(copy)
     }
 
-    /// Copies what was read there, behind its first `at` bytes.
+    /// Copies the data of a read, after its first `at` bytes.
     ///
     /// # Errors
-    /// What the driver says: the request is none of a read, or has been answered.
+    /// The driver's error if the request is not a read, or was completed.
     ///
     /// # Panics
-    /// If there is no room for so many bytes.
+    /// Panics if the bytes do not fit.
     pub fn put(&self, at: usize, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() <= self.bytes, "{} bytes at {at} of {}", bytes.len(), self.bytes);
         self.count(bytes.len());
@@ -211,7 +215,7 @@ impl Registered {
         Ok(())
     }
 
-    /// The same with segments, from its beginning on.
+    /// As [`Registered::put`] with segments, from the beginning.
     ///
     /// # Errors
     /// As [`Registered::put`].
@@ -233,8 +237,8 @@ impl Registered {
     }
 }
 
-/// How much of it the driver has moved. It has all of a request's data in memory, so nothing is
-/// waited for.
+/// Number of bytes moved by the driver. A request's data is entirely in memory, so the calls do not
+/// block.
 fn moved(result: nix::Result<usize>) -> Result<usize> {
     match result {
         Ok(0) => Err(Error::IO),

@@ -8,7 +8,7 @@ use std::{
 
 use super::*;
 
-/// Counts how often `future` is polled.
+/// Counts the polls of `future`.
 async fn counted<T>(polls: Rc<Cell<u64>>, future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     poll_fn(|context| {
@@ -63,7 +63,7 @@ fn clients_of_a_disk_are_served_equally() {
                     }
                 }
             };
-            // Several requests of each client at a time, so that at least one always waits.
+            // Several concurrent requests of each client, so that at least one always waits.
             let requests = (0..8).flat_map(|number| (0..(256_usize >> number).max(8)).map(move |_| number));
             let clients: Vec<_> = requests.map(|number| spawn_joinable(request(number))).collect();
             sleep_until(now() + Duration::from_secs(10)).await;
@@ -76,8 +76,8 @@ fn clients_of_a_disk_are_served_equally() {
     }
 }
 
-/// The work of a second is independent of the product of waiting requests and clients: one waiting
-/// request looks for clients without progress, and no look visits a client that is on schedule.
+/// The work in a second does not depend on the product of waiting requests and clients: one waiting
+/// request checks for clients without progress, and no check visits a client that is on schedule.
 #[test]
 fn waiting_costs_nothing_until_there_is_memory() {
     const CLIENTS: u64 = 2000;
@@ -86,7 +86,7 @@ fn waiting_costs_nothing_until_there_is_memory() {
         let (first, second, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
         first.take(&MemoryFlow::default(), LARGEST).await;
         let clients: Vec<_> = (0..CLIENTS).map(|_| Stalled::new(&first)).collect();
-        // None of them is overdue.
+        // Until then no client is overdue.
         let until = now() + SHORTEST_GRACE;
         let polls: Rc<Cell<u64>> = Rc::default();
         let wait = |_| {
@@ -101,7 +101,7 @@ fn waiting_costs_nothing_until_there_is_memory() {
         let visits = || clients.iter().map(|client| client.visits.load(SeqCst)).sum::<u64>();
         assert!(visits() <= 2 * CLIENTS, "{} visits", visits());
         assert!(polls.get() <= CLIENTS + 10, "{} polls", polls.get());
-        // As many as wait are disconnected at the first look behind the grace, once each.
+        // As many clients as requests wait are disconnected at the first check after the grace.
         sleep_until(now() + 20 * LOOK).await;
         assert!(visits() <= 4 * CLIENTS, "{} visits", visits());
         assert!(clients.iter().all(|client| client.ends.load(SeqCst) == 1));
@@ -115,8 +115,8 @@ fn waiting_costs_nothing_until_there_is_memory() {
     });
 }
 
-/// A waiting request of one disk does not make requests of another disk, within its part, take the
-/// lock.
+/// A waiting request of one disk does not force requests of another disk, within its part, to take
+/// the lock.
 #[test]
 fn a_disk_within_its_part_is_not_slowed_by_requests_that_wait() {
     sim::run(1, async {
@@ -140,7 +140,7 @@ fn the_grace_shrinks_as_requests_wait() {
     assert_eq!(seconds, [10.0, 10.0, 5.0, 2.0, 1.0, 1.0, 1.0]);
 }
 
-/// A client that moves data at the slowest rate is not disconnected, and one that stops is.
+/// A client that transfers data at the slowest rate is not disconnected, and one that stops is.
 #[test]
 fn progress_keeps_a_client() {
     #[derive(Debug)]
@@ -179,7 +179,7 @@ fn progress_keeps_a_client() {
     });
 }
 
-/// Clients that have gone leave nothing behind, whether requests waited or not.
+/// Clients that have disconnected leave nothing behind, whether requests waited or not.
 #[test]
 fn clients_that_have_gone_are_not_listed() {
     let budget = Budget::new(0);
