@@ -88,6 +88,7 @@ impl Line {
     fn append(&mut self, units: u64, now: Instant) -> Instant {
         let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(CATCH_UP_NS));
         if self.end < earliest {
+            // The remainder belongs to work before the idle time and is dropped with it.
             (self.end, self.left_over) = (earliest, 0);
         }
         // 128 bits: units times 10⁹ exceed 64 bits above 18 GB.

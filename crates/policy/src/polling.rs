@@ -172,6 +172,7 @@ impl Polling {
         if window + 1 == WINDOWS {
             return self.conclude(self.pays(), now);
         }
+        // Alternating, so that a drift of the load affects both averages.
         self.awake = !self.awake;
         self.enter(Stage::Settling(window + 1), now + SETTLING);
     }

@@ -164,6 +164,7 @@ impl Kept {
             [(0, self.rates.bps[direction], size as f64), (1, self.rates.iops[direction], 1.0)]
         {
             let rate = rate.map_or(f64::INFINITY, |rate| rate as f64);
+            // As in blk-throttle: unused budget accumulates up to a throttle slice (100 ms).
             let full = (rate / 10.0).max(most);
             self.credit[credit] = if rate.is_finite() {
                 (self.credit[credit] + rate * step_s).min(full)
@@ -176,6 +177,7 @@ impl Kept {
         } else {
             0.0
         };
+        // Without a rate, a member is bounded only by the host, here by 100 MB in a step.
         let mut most = 100_000_000;
         while self.asked >= size as f64 && most > 0 {
             if self.credit[0] < size as f64 || self.credit[1] < 1.0 {
@@ -209,6 +211,7 @@ fn a_burst_lasts_as_long_as_the_bucket_says_and_then_the_rate_holds() {
 
 #[test]
 fn a_burst_is_there_again_as_far_as_the_bucket_has_drained() {
+    // 10 s busy, 10 s idle, busy again.
     let idle = Load { from_s: 20.0, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&BURSTS, &[(100, Load { until_s: 10.0, ..Load::greedy(65_536) })]);
     bench.run(10.0);
@@ -225,6 +228,7 @@ fn over_any_time_no_more_passes_than_rate_and_burst() {
     let load = Load { rate: 7.0 * MIB as f64, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&settings, &[(100, load)]);
     bench.run(60.0);
+    // A demand of 7 MiB/s lies between rate and burst rate: the bucket is used up slowly.
     near(bench.rate(0.0, 60.0), (4.0 * 60.0 + 40.0) / 60.0 * MIB as f64, 0.02);
 }
 
@@ -288,6 +292,7 @@ fn who_may_burst_is_looked_at_before_that_can_be_over() {
 
 #[test]
 fn a_large_request_behind_an_idle_members_part_is_seen() {
+    // Each request is larger than the part that an idle member keeps for a second.
     let second = Load { from_s: 10.0, ..Load::greedy(MIB) };
     let mut bench = Bench::new(&[("bps-write", 4 * MIB)], &[(100, Load::greedy(65_536)), (100, second)]);
     bench.run(20.0);

@@ -72,7 +72,7 @@ impl Model {
         }
     }
 
-    /// A client with a limit of its own (0: neither limit nor watermark) that sends for some
+    /// A client with its limit (0: neither limit nor watermark) that sends for some
     /// seconds.
     fn add(&mut self, limit_bps: u64, from_s: u64, until_s: u64) -> usize {
         let mut limits = Limits::default();
@@ -96,6 +96,7 @@ impl Model {
         while self.now < end {
             self.now += TICK;
             self.ticks += 1;
+            // Each client has a queue depth of 1, like dd with direct I/O.
             for client in 0..self.clients.len() {
                 let Client { disk, idle, from, until, pace, sent, .. } = self.clients[client];
                 if idle && from <= self.now && self.now < until && sent + pace <= self.now {
@@ -122,6 +123,7 @@ impl Model {
         if self.stall.0 <= self.now && self.now < self.stall.1 {
             return;
         }
+        // Bytes that the device transfers in one tick.
         let mut capacity = DEVICE_BPS / (1_000_000_000 / TICK.as_nanos() as u64);
         if self.cached {
             let drained = capacity.min(self.dirty);
@@ -171,6 +173,7 @@ impl Model {
         }
         let capacity = Capacity { write_bps: DEVICE_BPS, ..Capacity::default() };
         let rates = Rates { write_bps: done * per_second, ..Rates::default() };
+        // Only writes occur, so the capacity of reads may stay unknown.
         let used = capacity.use_of(rates).unwrap();
         self.controller.observe(self.now, Sample::new(used, &consumed));
         let enforcement = self.controller.enforcement(self.watermark);
@@ -259,6 +262,8 @@ fn two_streams_share_the_device_as_announced() {
             assert_within(1.0, first, 4.0);
             assert_within(1.0, second, 2.0);
         } else {
+            // Under a watermark the whole device is used, in proportion to the limits of 4 and 2
+            // MB/s.
             assert!(first + second >= 0.95 * 22.0, "{first} + {second}");
             assert_within(5.0, first / second, 2.0);
         }
@@ -274,6 +279,8 @@ fn a_stream_alone_gets_the_device() {
             for _ in 0..idle {
                 model.add(limit, 1000, 1000);
             }
+            // A stalled device has no throughput, so utilization falls: the factor must not wind
+            // up.
             model.stall = (s(2), s(2) + Duration::from_millis(stall_ms));
             let rates = model.rates(5, 30);
             let told =
@@ -366,6 +373,7 @@ fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
     let (mut gathered, mut factor, mut done) = (0.0, f64::INFINITY, 0.0);
     let (mut taken, mut since_look) = (0, 0.0);
     for sample in 1..=1200_u64 {
+        // Admitted bytes accumulate in the page cache and are written in whole lumps.
         gathered += (LIMITS * factor).min(DEVICE) * 0.05;
         let mut passed = 0.0;
         while gathered >= LUMP {

@@ -252,6 +252,7 @@ impl Host {
             let size = if kind.counts_bytes() { request.max(1) } else { 1 };
             // Two requests more or less in a tick are chance, whatever the rate.
             let noise = size.saturating_mul(2).saturating_mul(ticks);
+            // A change that is small for the group as a whole is not worth a report either.
             let few = (whole / u64::from(self.spec.hosts()) / OF_EQUAL).min(whole / (NOTICED * 4));
             told.abs_diff(wants) > few.max(told / NOTICED).max(noise)
         };

@@ -215,7 +215,7 @@ impl Leader {
         let Some(member) = self.members.get_mut(name) else { return };
         member.run_out(now);
         if report.instance != member.last.instance {
-            // Two runs must not hold leases at once: their sum could exceed what is accounted here.
+            // Two runs must not hold leases at once: their sum could exceed the accounted quota.
             let is_over = member.bound() == [0; 6] && report.instance > member.last.instance;
             if !is_over {
                 return;

@@ -50,7 +50,7 @@ impl Ahead {
     /// The ranges in the order in which they will be needed: whole blocks of the disk, not empty.
     ///
     /// Whole blocks, because during a concurrent write a reader may get one part of a sector from
-    /// the cache and the other from the image, and each sector must be either old or new.
+    /// the cache and the rest from the image, and each sector must be either old or new.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let Self { first, length, step, count, size_bytes, .. } = *self;
         (0..count.cast_signed()).map(move |index| {

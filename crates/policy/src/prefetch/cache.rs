@@ -253,6 +253,7 @@ impl<T: Clone> Cache<T> {
     fn find_parts(&mut self, range: &Range<u64>) -> (Found<T>, Met, StreamId) {
         let mut extents: Vec<Extent> =
             self.extents.overlapping(range).map(|extent| extent.within(range)).collect();
+        // `overlapping` yields descending order.
         extents.reverse();
         let mut parts = Vec::with_capacity(extents.len() * 2 + 1);
         let (mut worst, mut stream) = (Met::There, StreamId::NONE);
@@ -264,6 +265,7 @@ impl<T: Clone> Cache<T> {
             }
             at = extent.end();
             let (cached, met, owner) = self.use_extent(extent);
+            // The stream of the last part is the one that the read continues.
             (worst, stream) = (worst.max(met), owner);
             parts.push(Part::Cached(cached));
         }

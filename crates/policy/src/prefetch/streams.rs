@@ -6,8 +6,8 @@
 //! ```
 //!
 //! A stream is a position and a rule, not a client: any request that matches continues it. If all
-//! slots are in use, one is replaced by the second-chance (clock) algorithm. Independent of what is
-//! cached.
+//! slots are in use, one is replaced by the second-chance (clock) algorithm. Independent of the
+//! contents of the cache.
 
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use super::window::Window;
@@ -78,6 +78,7 @@ impl Stream {
                 }
             }
         }
+        // A reader that has passed its read-ahead continues without any lead.
         let overtaken = match self.step {
             Step::Forward => self.ahead < self.head,
             Step::Backward => self.ahead > self.head,

@@ -43,6 +43,7 @@ impl Window {
 
     pub(super) fn was_wasted(&mut self) {
         self.size = (self.size / 2).max(BLOCK_BYTES);
+        // Less is read ahead, and later.
         self.trigger = self.trigger.min(self.size);
     }
 }

@@ -253,7 +253,8 @@ impl Pool {
         self.members[member].told = None;
     }
 
-    /// Marks a member as absent. Until it is measured again, its part is given to the others.
+    /// Marks a member as absent. Until it is measured again, its part is divided among those
+    /// present.
     pub fn gone(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member { is_gone: true, ..Member::new(member.weight) };
@@ -465,6 +466,8 @@ impl Pool {
             let weight = f64::from(member.weight);
             let seen = || member.demand[unit][directions.clone()].iter().map(&wants).sum();
             let wanted: f64 = if member.is_unseen { f64::INFINITY } else { seen() };
+            // An idle member keeps a small part: with a rate of nearly zero it could not show a new
+            // demand.
             Claim { weight, demand: wanted.max(rate * weight / weights * member.idle_part()) }
         };
         let claims: Vec<Claim> = there().map(claim).collect();
@@ -477,6 +480,7 @@ impl Pool {
                 weight: 1.0,
                 demand: wants(demand).max(part / 2.0 * member.idle_part()),
             };
+            // The kernel has no total: the member's part is split between its directions.
             let parts = divide(part, &member.demand[unit].each_ref().map(claim));
             [parts[0], parts[1]]
         };

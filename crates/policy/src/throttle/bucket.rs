@@ -33,7 +33,7 @@
 //!
 //! Level plus deferred work leaks at the rates in force and rises by admitted work. Requests are
 //! admitted only below the ceiling, which never exceeds the largest size so far. This gives the
-//! guarantee: over any window, admitted work is at most what the rates in force allowed, plus one
+//! guarantee: over any window, admitted work is at most the leak of the rates in force, plus one
 //! burst (the largest in force), plus the one request that overruns the bucket. The wait after a
 //! change is at most the cost of that request under the new rate, however long the previous burst
 //! was.
@@ -337,7 +337,8 @@ impl Buckets {
         prices.fold(0, u64::max)
     }
 
-    /// Time that one operation needs of the scarcest limit on operations; 0 without such a limit.
+    /// Time that a single operation needs of the scarcest limit on operations; 0 without such a
+    /// limit.
     pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
         let operations = self.applying(direction).filter(|(kind, _)| !kind.counts_bytes());
         operations.map(|(_, bucket)| divide(UNIT, bucket.rate)).fold(0, u64::max)

@@ -280,6 +280,7 @@ impl Limits {
 
     /// Checks all rules, in QEMU's order, and returns the first error.
     pub fn validate(&self) -> Result<(), Invalid> {
+        // QEMU's throttle_is_valid checks conflicts before it checks single values.
         for part in [Rate, BurstRate] {
             self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
             self.check_total_alone([IopsTotal, IopsRead, IopsWrite], part)?;

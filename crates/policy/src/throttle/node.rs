@@ -112,7 +112,7 @@ pub(super) struct Node<T> {
     pub(super) limited: Option<Box<Limited>>,
     /// The last limits, if none are set now: new ones take over their admitted work.
     pub(super) past: Option<Box<Limited>>,
-    /// Of a disk: contents that it carried into the groups above, from its parent upwards and
+    /// Contents that a disk carried into the groups above, from its parent upwards and
     /// beyond the top level, as if it alone had filled their buckets.
     pub(super) brought: Vec<Option<Box<Limited>>>,
     pub(super) enforcement: Enforcement,
@@ -248,6 +248,7 @@ impl<T> Node<T> {
     pub(super) fn take_over(&mut self, charged: Box<Limited>, now: Instant) {
         let limits = self.limits();
         self.limited = None;
+        // As if the contents were those of limits that were set here before.
         self.past = Some(charged);
         self.set_limits(limits, now);
     }

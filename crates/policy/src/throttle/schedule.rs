@@ -299,6 +299,7 @@ impl Schedule {
         clock.tick(now);
         let start = child.start(lane, clock);
         let step = child.virtual_time(cost_ns.max(1));
+        // The tag is computed from the same start as the offer, unless the floor has risen since.
         let finish = start + step;
         match phase {
             Phase::Weight => {

@@ -25,7 +25,7 @@ impl Share {
         Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
     }
 
-    /// The same weight with a reservation of operations (counted by `iops-size`) and bytes per
+    /// Adds a reservation of operations (counted by `iops-size`) and bytes per
     /// second; 0 reserves nothing. With both, the one that is used up first ends it.
     #[must_use]
     pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {

@@ -262,7 +262,7 @@ impl<T> Tree<T> {
     /// Changes limits and share at once, also for waiting requests: poll afterwards.
     ///
     /// New limits take over the work admitted under the old ones: over any window, admitted work is
-    /// at most what the limits in force allowed, plus one burst, however often they change. (QEMU
+    /// at most the leak of the limits in force, plus one burst, however often they change. (QEMU
     /// starts with empty buckets and grants a burst with each change.) Leased limits
     /// ([`Tree::lend`]) are not changed.
     ///

@@ -44,7 +44,7 @@ impl Taken {
 pub struct Consumed {
     /// By [`LimitKind::index`]: units consumed, and units allowed times 10⁹.
     together: [(u128, u128); LimitKind::ALL.len()],
-    /// The largest multiple of a limit that one group consumed, in thousandths.
+    /// The largest multiple of a limit consumed by a single group, in thousandths.
     most: u64,
 }
 
@@ -64,6 +64,8 @@ impl Consumed {
                 LimitKind::BpsWrite | LimitKind::IopsWrite => written[bound],
             });
             let own = u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
+            // An upper bound here, a lower bound below: both err on the side of enforcing the
+            // limits.
             self.most = self.most.max(times((most.into(), own)));
             let (passed, allowed) = &mut self.together[kind.index()];
             *passed += u128::from(least);

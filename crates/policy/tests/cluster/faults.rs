@@ -76,6 +76,7 @@ fn one(seed: u64) {
         let place = random.below(world.places() as u64) as usize;
         match random.below(24) {
             0 | 1 => world.cut(place, true),
+            // Faults are repaired more often than caused, so that the cluster also makes progress.
             2..=5 => (0..world.places()).for_each(|place| world.cut(place, false)),
             6 | 7 => {
                 let longest = if random.one_in(3) { 8 * S } else { S };
@@ -120,6 +121,7 @@ fn one(seed: u64) {
                 *since = u64::MAX;
                 continue;
             }
+            // Starvation is measured from the last admission, or from when the host became greedy.
             *since = world.passed[host].1.max((*since).min(world.now));
             // The smallest fallback share is one operation or byte per second, so a request takes
             // long.

@@ -54,6 +54,7 @@ fn a_lease_counts_from_the_report_and_ends_at_the_safe_share() {
     let grant = grants(&mut leader, at(4500))[0];
     accept(&mut host, &grant, at(4600));
     assert_eq!((iops(&host), host.next()), (900, at(6000)), "but for the other host's safe share");
+    // Called late, after a pause: the fallback share applies as of the end of the lease.
     host.run_out(at(9000), |limits, _, since| {
         assert_eq!((limits.limit(LimitKind::IopsTotal).rate, since), (100, at(6000)));
         [0; 6]
@@ -75,6 +76,7 @@ fn grants_for_others_and_by_others_change_nothing() {
     moved_on.on_leader(TWO);
     accept(&mut moved_on, &grant, at(4001));
     moved_on.on_leader(ONE);
+    // Back at the first leader: this grant answers a report from before the change and is void.
     accept(&mut moved_on, &grant, at(4001));
     assert_eq!((iops(&host), iops(&moved_on)), (100, 100));
 }
@@ -89,6 +91,7 @@ fn nobody_is_raised_before_another_has_given_up_as_much() {
     leader.on_report("other", report(&mut other, ONE, at(4001)), at(4001));
     let lowered = grants(&mut leader, at(4030));
     let leased: Vec<u64> = lowered.iter().map(|grant| grant.leased[LimitKind::IopsTotal.index()]).collect();
+    // The first host is lowered; the second gets nothing until that is acknowledged.
     assert_eq!(leased, [400, 0]);
     accept(&mut one, &lowered[0], at(4031));
     accept(&mut other, &lowered[1], at(4031));

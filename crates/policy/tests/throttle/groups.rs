@@ -94,6 +94,7 @@ fn counters_tell_what_passed_what_waited_and_for_how_long() {
     assert_eq!((reads.requests, reads.bytes), (3, 1536));
     assert_eq!((writes.requests, writes.bytes), (1, 4096));
     assert_eq!(reads.throttled + writes.throttled, 2);
+    // The third request waits 100 ms, the fourth 200 ms, whichever direction is first.
     assert_eq!(reads.waited_ns + writes.waited_ns, 100_000_000 + 200_000_000);
     let group = disks.tree.stats(disks.group, s(1));
     assert_eq!((group.reads, group.writes), (reads, writes), "a group counts what its members do");

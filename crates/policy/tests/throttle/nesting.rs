@@ -16,6 +16,8 @@ fn every_level_holds_at_once() {
     let b = disks.add_below(large, "", Share::default(), busy);
     let c = disks.add_below(small, "", weight(100), busy);
     let d = disks.add_below(small, "", weight(300), Workload::WRITES.depth(8));
+    // `small` is limited to 200, divided 1:3; `large` gets the remaining 800, of which a can use
+    // 50.
     for (client, iops) in [(a, 50.0), (b, 750.0), (c, 50.0), (d, 150.0)] {
         assert_within_percent(2.0, disks.admitted_of(client, s(1), s(21)) as f64 / 20.0, iops);
     }
@@ -31,6 +33,7 @@ fn groups_share_by_their_own_weight_however_many_disks_they_have() {
         .collect();
     let one = disks.add_below(one, "", Share::default(), Workload::READS.depth(32));
     let of_many: u64 = many.iter().map(|client| disks.bytes_of(*client, s(1), s(21))).sum();
+    // Half each for the two groups: nine disks in one of them do not count nine times.
     assert_within_percent(2.0, of_many as f64 / 20.0, 10e6);
     assert_within_percent(2.0, disks.bytes_of(one, s(1), s(21)) as f64 / 20.0, 10e6);
 }
@@ -67,6 +70,8 @@ fn directions_are_chosen_by_weight_also_below_a_group_that_keeps_them_apart() {
     let reads = disks.add_below(tenant, "", weight(100), Workload::READS.depth(32));
     let writes = disks.add_below(tenant, "", weight(300), Workload::WRITES.depth(32));
     let beside = disks.add_below(disks.group, "", Share::default(), Workload::WRITES.depth(32));
+    // Within the tenant reads and writes share its total 1:3. The 750 writes count against the
+    // group's limit on writes.
     assert_within_percent(2.0, disks.admitted_of(reads, s(1), s(21)) as f64 / 20.0, 250.0);
     assert_within_percent(2.0, disks.admitted_of(writes, s(1), s(21)) as f64 / 20.0, 750.0);
     assert_within_percent(2.0, disks.admitted_of(beside, s(1), s(21)) as f64 / 20.0, 4250.0);
@@ -137,7 +142,7 @@ fn groups_nest_to_eight_levels() {
     assert!(tree.pass(disk, policy::request::Direction::Read, &policy::throttle::Cost::one(1), s(0)));
 }
 
-/// Ten neighbours with a hundred times the weight, each in a group of its own.
+/// Ten neighbours with a hundred times the weight, each in a separate group.
 #[test]
 fn a_promise_is_kept_through_a_group_that_was_promised_nothing() {
     let mut disks = Timeline::new("iops-total=2000").with_late_timers(Duration::from_millis(1));

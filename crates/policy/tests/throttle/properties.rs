@@ -163,6 +163,8 @@ impl Checked {
             Step::Pass(ahead, back) => {
                 self.poll_all();
                 self.now += Duration::from_nanos(*ahead);
+                // Workers read the clock before they acquire the lock, so an instant may be older
+                // than the last.
                 let older = Instant::from_nanos(self.now.as_nanos().saturating_sub(*back));
                 self.poll_all();
                 self.poll_all_at(older);
@@ -257,6 +259,7 @@ impl Checked {
                 queue.into_iter().map(move |(token, cost)| Returned { direction, cost, token })
             })
             .collect();
+        // Tokens are numbered in order of arrival, across both directions.
         expected.sort_unstable_by_key(|returned| returned.token);
         let given_back = self.tree.remove(disk);
         assert_eq!(given_back, expected);
@@ -275,6 +278,7 @@ impl Checked {
                     self.passes(disk, direction, &cost);
                 }
                 Decision::Wait { until } => {
+                    // A deadline in the past would make the caller poll in a busy loop.
                     assert!(self.waiting_in_all() > 0 && until > now);
                     self.nothing_could_pass();
                     return Some(until);
@@ -308,6 +312,7 @@ impl Checked {
     /// admitted at it.
     fn meet_deadline(&mut self) -> bool {
         let Some(until) = self.poll_all() else { return false };
+        // Both sides of the deadline: it must be neither too late nor too early.
         let (waiting, before) = (self.waiting_in_all(), Instant::from_nanos(until.as_nanos() - 1));
         if before >= self.now {
             self.now = before;
@@ -381,6 +386,7 @@ proptest! {
             disks.add(workload.of(*length).depth(*depth).latency(latency));
         }
         disks.run_until(crate::timeline::s(6));
+        // A window of one second may contain one request that overran the bucket at its beginning.
         let largest = workloads.iter().map(|(_, length, ..)| *length).max().unwrap_or(0);
         for kind in LimitKind::ALL.into_iter().filter(|kind| limits.limit(*kind).rate > 0) {
             let applies = |direction| LimitKind::applying_to(direction).contains(&kind);
@@ -402,6 +408,7 @@ fn allowance(limits: &Limits, kind: LimitKind) -> u64 {
         if limit.burst_rate == 0 { limit.rate.div_ceil(10) } else { limit.burst_rate * limit.burst_length_s };
     let in_the_long_run = limit.rate + size;
     if limit.burst_length_s > 1 {
+        // The second bucket bounds the rate within a long burst.
         in_the_long_run.min(limit.burst_rate + limit.burst_rate.div_ceil(10))
     } else {
         in_the_long_run

@@ -106,6 +106,7 @@ fn what_held_a_request_is_the_limit_that_let_go_last() {
 fn whoever_waits_for_its_group_for_most_of_the_time_is_held_by_that_and_not_by_a_full_host() {
     let mut tree = Tree::new(s(0));
     let host = tree.add(None, limits("bps-total=40960"), Share::default()).unwrap();
+    // The disk's group admits 2 per second; the host is always busy because of the greedy disk.
     let own = tree.add(Some(host), limits("iops-total=2"), Share::default()).unwrap();
     let disk = tree.add(Some(own), Limits::default(), Share::default()).unwrap();
     let greedy = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
@@ -123,6 +124,7 @@ fn whoever_waits_for_its_group_for_most_of_the_time_is_held_by_that_and_not_by_a
     }
     assert!(mine.len() > 30 && others.len() > 150);
     let by = |level, kind| Some(Held { level, kind });
+    // Without the first ones, which were admitted before the buckets were full.
     assert!(mine[10..].iter().all(|held| *held == by(1, LimitKind::IopsTotal)), "{mine:?}");
     assert!(others[50..].iter().all(|held| *held == by(1, LimitKind::BpsTotal)), "{others:?}");
 }
@@ -141,6 +143,7 @@ fn a_disk_s_requests_pass_in_order_and_disks_take_turns() {
         queue(&mut group, b, Read, token);
     }
     assert_eq!(group.waiting(Read), 5);
+    // Alternating between the disks, although a's requests arrived first.
     assert_eq!(drain(&mut group), ["a1", "b1", "a2", "b2", "a3"]);
     assert_eq!(group.waiting(Read), 0);
 }

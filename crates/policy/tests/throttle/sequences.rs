@@ -135,6 +135,8 @@ impl World {
         let (limits, enforcement) = (self.tree.limits(old), self.tree.enforcement(old));
         let new = self.tree.add_in_place_of(old, parent, limits, Share::default()).unwrap();
         self.tree.enforce(new, enforcement, self.now);
+        // The new node is added before the old one is removed, so that groups above both are
+        // recognized and not charged twice.
         let charged = self.tree.charged(old, Some(new), self.now);
         self.tree.remove(old);
         self.tree.take_over(new, charged, self.now);
@@ -148,6 +150,7 @@ impl World {
             if self.now >= end {
                 return;
             }
+            // Both entries of the tree are used: `pass` for admission at once, `request` to wait.
             if self.tree.pass(disk, direction, &cost, self.now) {
                 self.count(direction, length);
                 continue;
@@ -185,6 +188,7 @@ impl World {
 
     fn pass_time(&mut self, until: Instant) {
         let seconds = (until - self.now).as_secs_f64();
+        // Limits that were lifted or removed keep leaking here, as they do in the tree.
         for (node, (limits, factor)) in self.last.iter().enumerate() {
             for kind in LimitKind::ALL {
                 self.accounts[node][kind.index()].balance -=
@@ -196,6 +200,8 @@ impl World {
 
     fn count(&mut self, direction: Direction, length: u64) {
         self.passed += 1;
+        // An admission counts for each node on the path, and for each level whatever group is
+        // there: moving between groups must not admit more than staying in one.
         let levels = self.above.iter().enumerate().map(|(level, node)| (*node, NODES + level));
         let nodes = self.above.iter().chain([&DISK]).map(|node| (*node, *node));
         for (node, account) in levels.chain(nodes) {
@@ -242,6 +248,7 @@ impl Account {
         for (first, (start, _)) in self.steps.iter().enumerate() {
             let mut burst: f64 = 0.0;
             for (last, (end, size)) in self.steps.iter().enumerate().skip(first) {
+                // The burst of a window is the largest bucket that was in force within it.
                 burst = burst.max(*size);
                 let more = end - start;
                 let most = burst + ON_THE_WAY * request;

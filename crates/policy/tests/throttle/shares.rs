@@ -78,6 +78,7 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     let too = disks.add_to(disks.disk(both), Workload::WRITES.depth(32));
     let reads = disks.add_with(weight(300), Workload::READS.depth(32));
     let [of_both, of_too, of_reads] = parts(&mut disks, &[both, too, reads])[..] else { unreachable!() };
+    // Reads and writes of the first disk have one weight together, not one each.
     assert_within_percent(2.0, of_both + of_too, 0.25);
     assert_within_percent(2.0, of_reads, 0.75);
 }
@@ -100,6 +101,7 @@ fn what_one_writes_is_not_taken_from_its_reads_where_limits_are_apart() {
     let both = disks.add(Workload::READS.depth(32));
     disks.add_to(disks.disk(both), Workload::WRITES.depth(32));
     let reads = disks.add(Workload::READS.depth(32));
+    // Its many waiting writes do not lower its share of the reads.
     assert_eq!(disks.admitted_of(both, s(1), s(11)), 5000);
     assert_eq!(disks.admitted_of(reads, s(1), s(11)), 5000);
 }
@@ -121,7 +123,7 @@ fn who_was_idle_has_no_claim_to_what_it_did_not_ask_for() {
     let late = disks.add(Workload::READS.queued(0));
     disks.run_until(s(60));
     let late = disks.add_to(disks.disk(late), Workload::READS.depth(32));
-    // Half of the rate, plus 20 ms of its own cost.
+    // Half of the rate, plus 20 ms at its cost.
     let got = disks.admitted_of(late, s(60), s(61));
     assert!((500..=520).contains(&got), "{got}");
     assert!(disks.admitted_of(busy, s(60), s(61)) >= 480);
@@ -129,6 +131,7 @@ fn who_was_idle_has_no_claim_to_what_it_did_not_ask_for() {
 
 #[test]
 fn who_took_more_while_nobody_else_asked_owes_nothing() {
+    // Alone, the first disk uses the whole burst. That must not count against it later.
     let mut disks = Timeline::new("iops-total=1000,iops-total-max=5000,iops-total-max-length=10");
     let first = disks.add(Workload::READS.depth(32));
     disks.run_until(s(30));
@@ -214,7 +217,7 @@ fn who_loses_a_promise_has_turns_again_within_a_slice() {
     }
     disks.run_until(s(60));
     disks.tree.configure(disks.disk(reserved), Limits::default(), Share::default(), s(60)).unwrap();
-    // Its share by weight is a tenth. Of the nine tenths it had, 100 ms of its own cost count
+    // Its share by weight is a tenth. Of the nine tenths it had, only 100 ms at its cost count
     // against it.
     let gap = disks.longest_gap_of(reserved, s(60), s(70));
     assert!(gap <= Duration::from_millis(1_020), "{gap:?}");

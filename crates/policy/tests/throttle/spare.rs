@@ -292,6 +292,7 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
         }
     }
     loop {
+        // Drain at the exact deadlines, which must be the same with and without read-ahead.
         let answer = tree.poll(now);
         answers.push(format!("{answer:?}"));
         match answer {
@@ -371,6 +372,8 @@ impl Device {
                     && self.tree.pass(self.disk, Read, &Cost::one(length), self.now)
                 {
                     self.in_memory.pop();
+                    // The guest was charged for the read, so the spare level is refunded at the
+                    // next read-ahead.
                     self.given_back.add(length, length);
                 }
             }

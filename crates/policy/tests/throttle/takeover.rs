@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 const STEP: Duration = Duration::from_millis(1);
 
-/// A group and a disk in it, running since `epoch` of its own clock.
+/// A group and a disk in it, running since `epoch` of a separate clock.
 struct Process {
     tree: Tree<()>,
     nodes: [NodeId; 2],

@@ -146,7 +146,7 @@ impl Timeline {
         self.add_below(self.group, "", share, workload)
     }
 
-    /// Adds a disk with limits of its own in another group.
+    /// Adds a disk with separate limits in another group.
     pub(crate) fn add_below(&mut self, group: NodeId, text: &str, share: Share, workload: Workload) -> usize {
         let disk = self.tree.add(Some(group), limits(text), share).unwrap();
         self.add_to(disk, workload)

@@ -148,6 +148,7 @@ impl Machine {
             self.clients[client].in_flight -= 1;
         }
         for number in 0..self.clients.len() {
+            // New requests first, so that those admitted by `poll` below compete with them.
             while self.clients[number].sends(now) {
                 let client = &mut self.clients[number];
                 client.send(now);

@@ -108,6 +108,7 @@ impl Store {
     }
 
     pub(super) const fn leader(&mut self, now: u64) -> Option<Term> {
+        // The lease expires lazily, at the next access.
         if now >= self.leader_until {
             self.state.leader = None;
         }

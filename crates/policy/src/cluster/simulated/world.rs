@@ -95,6 +95,8 @@ impl World {
     pub fn new(seed: u64, spec: Spec, clients: &[Vec<Client>], setting: Setting) -> Self {
         let mut random = Random::new(seed);
         let drift = setting.drift_ppm;
+        // Clocks start at unrelated values, at least 10 s, so that no code can rely on a common
+        // epoch and times before the start remain representable.
         let mut place = || Place {
             ppm: random.below(2 * drift + 1) as i64 - drift as i64,
             offset: random.below(1000 * S) + 10 * S,
@@ -120,6 +122,7 @@ impl World {
             now: 0,
             random,
             store: Store::new(spec, lease),
+            // Changed limits reach all hosts within four leases, elections included.
             audit: Audit::new(*spec.limits(), all().count() as u64, bytes, 4 * lease),
             passed: [(0, 0)].repeat(hosts),
             demands,

@@ -8,10 +8,10 @@
 //! ```
 //!
 //! A disk's own part of a bucket is not tracked, because that would cost every request. An upper
-//! bound is known. Contents are combined so that both the level and level plus deferred work are at
-//! least what they were in either bucket. All later operations (charges, leaks, changes of limits)
-//! preserve that order, so requests are admitted only if a bucket filled by this disk alone would
-//! admit them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as for one whose
+//! bound is known. Contents are combined so that both the level and level plus deferred work are no
+//! less than in either bucket. All later operations (charges, leaks, changes of limits) preserve
+//! that order, so requests are admitted only if a bucket filled by this disk alone would admit
+//! them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as for one whose
 //! limits change.
 
 use super::{Bucket, Buckets, Spare, UNIT};
@@ -34,6 +34,7 @@ impl Bucket {
             // caused.
             let most = level.saturating_add(deferred).min(came_with.saturating_add(passed));
             let total = if in_force { most } else { most.max(came_with) };
+            // Members of the next group wait for at most a full bucket; the rest is deferred.
             let level = total.min(fullest);
             (level, total - level)
         };
@@ -83,6 +84,7 @@ impl Bucket {
 fn joined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
     let [one_total, other_total] = [one, other].map(|(level, deferred)| level.saturating_add(deferred));
     let deferred = one.1.max(other.1);
+    // Not simply the sum: contents that a returning disk left here would be counted twice.
     let most = size.saturating_add(deferred).max(one_total).max(other_total);
     let total = one_total.saturating_add(other_total).min(most);
     let level = one.0.max(other.0).max(total.saturating_sub(deferred));

@@ -46,6 +46,7 @@ impl<T> Tree<T> {
         let part = |(level, slot): (usize, &usize)| self.nodes[*slot].part_of(disk, level, now);
         let mut apart: Vec<_> = above.iter().enumerate().map(part).collect();
         apart.extend(disk.brought.iter().skip(above.len()).cloned());
+        // `above` runs upwards, so the common groups are its last ones.
         let own = above.len() - common;
         let common = apart.drain(own..above.len()).collect();
         Charged { own: disk.charged(), apart, common }

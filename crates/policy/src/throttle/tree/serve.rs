@@ -66,6 +66,7 @@ impl<T> Tree<T> {
     pub fn pass(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) -> bool {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
+        // A request must not overtake earlier ones of its disk, nor ready ones of its siblings.
         let passes = self.nodes[slot].queue(direction).is_empty() && self.is_clear(slot, direction);
         if !passes {
             return false;
@@ -128,6 +129,8 @@ impl<T> Tree<T> {
         // Removed from the queue, because computing its price borrows every level.
         let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
         let terms = self.price(direction, &waiter.cost);
+        // At least a slice, but more while a burst lasts: charging a large burst slice by slice
+        // would take too many steps.
         let from = waiter.paid;
         let part = terms.slice.max(terms.room / BURST_PART);
         let to = if terms.slice == WHOLE { WHOLE } else { from.saturating_add(part).min(WHOLE) };
@@ -258,9 +261,9 @@ impl<T> Tree<T> {
             }
             let child = chosen.child;
             path.steps[path.length - 1].phase = chosen.phase;
-            // The child may prefer the opposite direction only if it is scheduled in that one as
-            // well. With common tags it is scheduled in either; otherwise a child that is always
-            // scheduled in one direction would never be served in the other.
+            // The child may prefer the opposite direction only if it is scheduled there as well.
+            // With common tags it is scheduled in either; otherwise a child that is always
+            // scheduled in one direction would never be served in its opposite.
             let other = opposite(wanted);
             let is_its_turn = |rival: Candidate| {
                 rival.child == child || (node.shared || !limited) && schedule.offers(child, other)
@@ -307,6 +310,8 @@ impl<T> Tree<T> {
 
     fn charge(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
         let now = self.now;
+        // Top down: buckets and schedule of each level. Settling follows bottom up, because a
+        // node's offer to its parent depends on its own state.
         for level in 0..self.path.length {
             let Step { slot, phase, price_ns, operations } = self.path.steps[level];
             let node = &mut self.nodes[slot];
