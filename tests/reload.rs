@@ -265,7 +265,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     );
     party.refuses(
         &line("iops-reservation = 400", "iops-reservation = 1900"),
-        &["weir.toml:17: disk.b.iops-reservation = 1900", "would be promised"],
+        &["weir.toml:17: disk.b.iops-reservation = 1900", "would be reserved"],
     );
     party.refuses(
         &line("iops-reservation = 400", "cache = \"none\""),

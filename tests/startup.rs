@@ -400,14 +400,14 @@ fn a_promise_above_its_limit_is_refused_as_what_it_is() {
         let said = Serve::new(&scratch).args(promise).args(more).rejects_usage();
         assert_says(
             &said,
-            &["--iops-reservation 500: 500 IOPS would be promised, 490 more than the limit of 10"],
+            &["--iops-reservation 500: 500 IOPS would be reserved, 490 more than the limit of 10"],
         );
         assert!(!said.contains("no effect"), "{said}");
     }
     let file = scratch
         .file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\niops-total = 10\niops-reservation = 500\n");
     let said = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
-    assert_says(&said, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be promised"]);
+    assert_says(&said, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be reserved"]);
 }
 
 #[test]

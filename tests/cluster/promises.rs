@@ -21,7 +21,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     until("and of what is left", || {
         let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
         said.ended() == Some(1)
-            && said.said().contains("more than what the cluster's other hosts leave of 1000")
+            && said.said().contains("more than the 1000 that the reservations of other hosts leave")
     });
     hosts[1].run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
     until("all is told", || promised(&hosts[0]) == Some(3000));
@@ -166,7 +166,7 @@ fn what_a_host_has_promised_waits_for_its_next_run() {
         } else {
             drop(weir.stop())
         }
-        assert_says(&raise(&b, "1500").fails(), &["leave of 1000"]);
+        assert_says(&raise(&b, "1500").fails(), &["the 1000 that the reservations of other hosts leave"]);
         assert_eq!(by(&b, "a"), Some(2000));
         a.again();
         assert_eq!(promise_of(&a), (Some(2000), None));

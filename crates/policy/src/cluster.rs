@@ -93,7 +93,7 @@ impl Indivisible {
                 Setting::Limit(*kind, Part::Rate).name()
             ),
             Self::SafeShare(ppm, hosts) => format!(
-                "safe-share: {} % for each of up to {hosts} hosts is more than there is (set at most {} %, \
+                "safe-share: {} % for each of up to {hosts} hosts exceeds 100 % in total (set at most {} %, \
                  or fewer {name})",
                 f64::from(*ppm) / 10_000.0,
                 f64::from(1_000_000 / hosts) / 10_000.0

@@ -56,7 +56,7 @@ impl FromStr for Network {
 
     /// Parses an address, alone or with its prefix length. Fails if a bit after the prefix is set.
     fn from_str(text: &str) -> Result<Self, String> {
-        let usage = "is no network; write ADDRESS or ADDRESS/LENGTH, such as 10.0.0.0/8 or 2001:db8::/32";
+        let usage = "is not a network; write ADDRESS or ADDRESS/LENGTH, such as 10.0.0.0/8 or 2001:db8::/32";
         let (address, length) = text.split_once('/').map_or((text, None), |(a, b)| (a, Some(b)));
         let address: IpAddr = address.parse().map_err(|_| usage)?;
         let bits = if address.is_ipv4() { 32 } else { 128 };
@@ -67,7 +67,7 @@ impl FromStr for Network {
         };
         let whole = Self::around(address, length);
         if whole.address != address {
-            return Err(format!("has bits behind its prefix; write {}/{length}", whole.address));
+            return Err(format!("has bits set beyond its prefix length; write {}/{length}", whole.address));
         }
         Ok(match (address, address.to_canonical()) {
             (IpAddr::V6(_), v4 @ IpAddr::V4(_)) if length >= MAPPED_BITS => {
@@ -170,11 +170,14 @@ mod tests {
         assert_eq!(shown("0.0.0.0/0").as_deref(), Ok("0.0.0.0/0"));
         assert_eq!(shown("fe80::/10").as_deref(), Ok("fe80::/10"));
         assert_eq!(shown("::ffff:10.0.0.0/104").as_deref(), Ok("10.0.0.0/8"));
-        let usage = "is no network; write ADDRESS or ADDRESS/LENGTH, such as 10.0.0.0/8 or 2001:db8::/32";
+        let usage = "is not a network; write ADDRESS or ADDRESS/LENGTH, such as 10.0.0.0/8 or 2001:db8::/32";
         for wrong in ["", "localhost", "10.0.0.0/33", "::/129", "10.0.0.0/", "10.0.0.0/+8", "10/8", "::1/x"] {
             assert_eq!(shown(wrong).unwrap_err(), usage, "{wrong}");
         }
-        assert_eq!(shown("10.1.0.0/8").unwrap_err(), "has bits behind its prefix; write 10.0.0.0/8");
+        assert_eq!(
+            shown("10.1.0.0/8").unwrap_err(),
+            "has bits set beyond its prefix length; write 10.0.0.0/8"
+        );
     }
 
     #[test]

@@ -74,7 +74,7 @@ pub struct FetchId(u32);
 
 /// A range to read from the image now.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "its memory is taken until it is told how it ended"]
+#[must_use = "the chunk's memory stays reserved until its read is completed"]
 pub struct Fetch<T> {
     /// ID for [`Cache::complete`] and [`Cache::fail`].
     pub id: FetchId,
@@ -178,7 +178,7 @@ impl<T: Clone> Cache<T> {
 
     /// Returns the tokens of chunks removed since the last call, so that the caller can drop them
     /// outside the lock.
-    #[must_use = "their memory is not in use any more"]
+    #[must_use = "the caller frees the memory of the returned chunks"]
     pub fn take_dropped(&mut self) -> Vec<T> {
         core::mem::take(&mut self.dropped)
     }

@@ -6,7 +6,7 @@ use core::ops::Range;
 
 /// Identifies a write in flight.
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "what it writes to is read ahead again only after its end"]
+#[must_use = "the written range is excluded from read-ahead until the write ends"]
 pub struct WriteId(u32);
 
 #[derive(Debug, Default)]

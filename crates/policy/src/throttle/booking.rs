@@ -73,7 +73,7 @@ impl Bound {
     pub const fn remedy(self) -> &'static str {
         match self {
             Self::Limit => "raise the limit",
-            Self::Rate => "raise the rate that is imitated",
+            Self::Rate => "raise that `rate`",
             Self::Probe(_) | Self::Pool => {
                 "measure again with `weir probe`, or remove its file in capacity/ of the state directory, and \
                  restart weir"
@@ -108,16 +108,19 @@ impl fmt::Display for Overbooked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { unit, asked, available, bound } = self;
         let (name, excess) = (unit.reservation(), self.excess());
-        write!(f, "{name}: {asked} {unit} would be promised, {excess} more than ")?;
+        write!(f, "{name}: {asked} {unit} would be reserved, {excess} more than ")?;
         match bound {
             Bound::Limit => write!(f, "the limit of {available}"),
-            Bound::Rate => write!(f, "the imitated rate of {available}"),
+            Bound::Rate => write!(f, "the configured `rate` of {available}"),
             Bound::Probe(at) => {
                 write!(f, "the {available} that `weir probe` measured of the device, {} UTC", Date(*at))
             }
-            Bound::Cluster => write!(f, "what the cluster's other hosts leave of {available}"),
+            Bound::Cluster => write!(f, "the {available} that the reservations of other hosts leave"),
             Bound::Pool => {
-                write!(f, "the {available} that other hosts leave of what `weir probe` measured below all")
+                write!(
+                    f,
+                    "the {available} that the reservations of other hosts leave of what `weir probe` measured"
+                )
             }
             Bound::Whole => write!(f, "the limit of all hosts of {available}"),
         }?;
@@ -151,11 +154,11 @@ impl fmt::Display for Refused {
             Self::Limits(invalid) => invalid.fmt(f),
             Self::Overbooked(overbooked) => overbooked.fmt(f),
             Self::Lent => f.write_str(
-                "limits: they are a cluster's, and hold on all its hosts, whatever a device does (`weir throttle GROUP --cluster` changes them)",
+                "limits: the cluster sets those of this group, for all hosts and without a watermark (change them with `weir throttle GROUP --cluster`)",
             ),
             Self::TooDeep => write!(
                 f,
-                "group: nested too deeply; there may be {} levels, disks included (put it into a group further up)",
+                "group: nested too deeply; the maximum is {} levels, disks included (choose a group on a higher level)",
                 MAX_LEVELS
             ),
         }

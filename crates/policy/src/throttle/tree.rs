@@ -230,7 +230,7 @@ impl<T> Tree<T> {
         let node = &mut self.nodes[slot];
         assert!(
             node.schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
-            "a group with members"
+            "a group with members cannot be removed"
         );
         let mut waiters = Vec::new();
         for direction in Direction::ALL {
@@ -468,7 +468,7 @@ impl<T> Tree<T> {
 
     fn slot(&self, id: NodeId) -> usize {
         let node = &self.nodes[id.slot];
-        assert!(node.present && node.generation == id.generation, "a node that was removed");
+        assert!(node.present && node.generation == id.generation, "the node was removed");
         id.slot
     }
 

@@ -210,7 +210,7 @@ fn ids_and_tickets_of_a_member_that_left_mean_nothing_to_its_successor() {
 }
 
 #[test]
-#[should_panic(expected = "a node that was removed")]
+#[should_panic(expected = "the node was removed")]
 fn asking_after_leaving_is_a_mistake() {
     let (mut group, disk) = full_group();
     group.remove(disk);

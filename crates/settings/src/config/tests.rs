@@ -367,7 +367,10 @@ fn who_may_connect_is_judged_with_where_and_how_it_is_asked() {
     let unix = "nbd = \"unix:s\"\n";
     let nobody = "nobody can come over the network";
     for (text, expect) in [
-        (daemon("allow = \"10.1.0.0/8\""), "daemon.allow = \"10.1.0.0/8\": has bits behind its prefix"),
+        (
+            daemon("allow = \"10.1.0.0/8\""),
+            "daemon.allow = \"10.1.0.0/8\": has bits set beyond its prefix length",
+        ),
         (
             daemon("deny = [\"::1\", \"::1/128\"]"),
             "daemon.deny[1] = \"::1/128\": this network is given twice",

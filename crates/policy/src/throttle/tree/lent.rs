@@ -177,7 +177,7 @@ impl<T> Tree<T> {
 
     /// Time at which the oldest waiting request at or below a node was queued.
     fn oldest(&self, slot: usize) -> Option<Instant> {
-        debug_assert!(slot != ROOT, "of a group");
+        debug_assert!(slot != ROOT, "the root is not a group");
         let fronts = Direction::ALL.map(|direction| self.nodes[slot].queue(direction).front());
         let own = fronts.into_iter().flatten().map(|waiter| waiter.since);
         let below = self.slots_below(slot).into_iter();

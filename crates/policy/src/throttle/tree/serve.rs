@@ -101,7 +101,7 @@ impl<T> Tree<T> {
         let slot = self.slot(disk);
         assert!(
             self.nodes[slot].schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
-            "requests are made of disks, not of groups"
+            "requests are submitted to disks, not to groups"
         );
         slot
     }
