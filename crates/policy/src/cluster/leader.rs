@@ -1,10 +1,10 @@
 //! The leader's side: the quota of each host, and the quota that must be given up first.
 //!
 //! ```text
-//!     limit ▕ fallback shares of all hosts │ A: in force or in transit │ B │ ... │ free ▏
-//!                                            ▲ the larger of both,               │
-//!                                            │ until acknowledged or expired     ▼
-//!                                            └── lowered first ◄─ divide() ──► raised from free only
+//!   limit ▕ fallback shares of all hosts │ A: in force or in transit │ B │ ... │ free ▏
+//!                                          ▲ the larger of both,               │
+//!                                          │ until acknowledged or expired     ▼
+//!                                          └── lowered first ◄─ divide() ──► raised from free only
 //! ```
 //!
 //! At most one grant for each host is unacknowledged. Burst capacity moves like the rates.
