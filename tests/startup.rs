@@ -477,7 +477,7 @@ fn bitmaps_that_do_not_fit_into_memory_are_refused() {
         weir(&["image", "bitmap", "--add", "-g", granularity, text(&image), name]).succeeds();
     }
     let said = serve().fails();
-    assert_says(&said, &["bitmaps that record writes would need 256 MiB", "of the 128 MiB", "--memory"]);
+    assert_says(&said, &["bitmaps that record writes: 256 MiB are required", "of the 128 MiB", "--memory"]);
     serve().arg("--read-only").start().stop();
     weir(&["image", "bitmap", "--remove", text(&image), "fine"]).succeeds();
     serve().start().stop();

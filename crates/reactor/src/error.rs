@@ -51,8 +51,10 @@ impl From<io::Error> for Error {
 /// other error.
 pub fn what_gives_descriptors(error: &io::Error) -> Option<&'static str> {
     match error.raw_os_error()? {
-        libc::EMFILE => Some("let it have more descriptors: `ulimit -n`, or LimitNOFILE= of its service"),
-        libc::ENFILE => Some("let the system have more descriptors: `sysctl fs.file-max`"),
+        libc::EMFILE => {
+            Some("raise the descriptor limit of the process: `ulimit -n`, or LimitNOFILE= of its service")
+        }
+        libc::ENFILE => Some("raise the descriptor limit of the system: `sysctl fs.file-max`"),
         _ => None,
     }
 }

@@ -52,10 +52,10 @@ pub const ALIGNMENT: u64 = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
     /// The region is empty.
-    #[error("a region of memory has no bytes")]
+    #[error("a region of memory is empty")]
     Empty,
     /// The region ends beyond the last address.
-    #[error("a region of {bytes} bytes at {start:#x} ends behind the last address")]
+    #[error("a region of {bytes} bytes at {start:#x} ends beyond the last address")]
     Overflow {
         /// First address, or offset in the file.
         start: u64,
@@ -68,11 +68,11 @@ pub enum RegionError {
     /// The descriptor is neither a memfd nor a file of a tmpfs or hugetlbfs: see `fcntl(2)`,
     /// F_GET_SEALS.
     #[error(
-        "a region's descriptor is no file in memory (QEMU has memory-backend-memfd, and memory-backend-file with a path on /dev/shm or of huge pages)"
+        "a region's descriptor is not a file in memory (use memory-backend-memfd of QEMU, or memory-backend-file with a path on /dev/shm or hugetlbfs)"
     )]
     NotInMemory,
     /// The descriptor is in memory, but not a regular file.
-    #[error("a region's descriptor is no regular file")]
+    #[error("a region's descriptor is not a regular file")]
     NotAFile,
     /// The file is shorter than the region, so that accesses would raise SIGBUS.
     #[error("a region ends at {end} of a file of {size} bytes")]
@@ -87,17 +87,17 @@ pub enum RegionError {
     Overlap(u64),
     /// The front end already has this maximum number of mappings.
     #[error(
-        "{0} mappings of this front end are in use, some perhaps by requests in flight; no more are possible"
+        "{0} mappings of this front end are in use, which is the maximum (requests in flight may still use mappings of an earlier memory table)"
     )]
     TooManyMappings(usize),
     /// The front end's mappings would exceed this number of bytes.
     #[error(
-        "this front end's mappings would have more than {0} bytes together (a front end may have eight times the memory and swap of its host, and 16 TiB at most)"
+        "this front end's mappings would have more than {0} bytes in total (eight times the memory and swap of the host, and 16 TiB at most)"
     )]
     TooManyBytes(u64),
     /// The address space limit of the process leaves no room for this number of bytes.
     #[error(
-        "{0} bytes have no room among the addresses of this process (`ulimit -v` or LimitAS= must be more than --memory and all memory of all machines, or unlimited)"
+        "{0} bytes do not fit into the address space of this process (remove the limit `ulimit -v` or LimitAS=, or raise it above --memory plus the memory of all machines)"
     )]
     NoAddresses(u64),
     /// The kernel does not map the region.

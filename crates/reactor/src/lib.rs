@@ -177,7 +177,7 @@ pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> To
 
 /// Handle of a task that completes even if it is not awaited: see [`spawn_to_end`].
 #[derive(Debug)]
-#[must_use = "the task's result is in it"]
+#[must_use = "the handle returns the task's result"]
 pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
 
 impl<T> Future for ToItsEnd<T> {

@@ -55,7 +55,7 @@ const MOST_KEPT_FOR_CONNECTIONS: u64 = 16 << 20;
 
 /// Error: the budget is exhausted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} (allow more with --memory, or make caches and read-ahead smaller)", self.why())]
+#[error("{} (raise --memory, or make caches and read-ahead smaller)", self.why())]
 pub struct NotEnough {
     /// Purpose of the memory.
     pub what: &'static str,
@@ -72,7 +72,7 @@ impl NotEnough {
     pub fn why(&self) -> String {
         let Self { what, asked, left, total } = self;
         format!(
-            "{what} would need {} MiB, and {} MiB are left of the {} MiB of memory that weir may use",
+            "{what}: {} MiB are required, and {} MiB are free of the {} MiB of the memory budget",
             mib(*asked),
             mib(*left),
             mib(*total)

@@ -61,10 +61,10 @@ impl Staying {
                 Ok(_) => work.threads += 1,
                 // The next thread that finishes its call executes this one.
                 Err(error) if work.threads > 0 => {
-                    tracing::warn!(%error, "no further thread for system calls that block");
+                    tracing::warn!(%error, "no further thread for blocking system calls started: the call waits for another");
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "no thread for a system call that blocks: it is executed in place");
+                    tracing::warn!(%error, "no thread for blocking system calls started: the call blocks this worker");
                     let call = work.calls.pop_back();
                     drop(work);
                     return call.into_iter().for_each(execute);

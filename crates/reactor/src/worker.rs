@@ -86,7 +86,7 @@ impl Worker {
             // The thread ended before it announced itself, and has sent the reason.
             Err(_) => match ended.recv() {
                 Ok(Ended { result: Err(error), .. }) => Err(error),
-                Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended as it started")),
+                Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended during its start")),
             },
         }
     }

@@ -82,8 +82,8 @@ fn what_is_set_aside_fits_or_is_refused() {
     let refused = account.reserve("the caches of a", 193 * MIB).expect_err("64 MiB are for requests");
     assert_eq!(
         refused.to_string(),
-        "the caches of a would need 193 MiB, and 192 MiB are left of the 256 MiB of memory that weir \
-         may use (allow more with --memory, or make caches and read-ahead smaller)"
+        "the caches of a: 193 MiB are required, and 192 MiB are free of the 256 MiB of the memory budget \
+         (raise --memory, or make caches and read-ahead smaller)"
     );
     account.reserve("the caches of a", 192 * MIB).expect("as much as there is");
     assert!(!budget.take_page(1));
