@@ -1,30 +1,30 @@
-//! Any client alignment over a device that wants blocks: O_DIRECT files, block devices, simulated
-//! disks.
+//! Requests of any alignment over a device that requires blocks: O_DIRECT files, block devices,
+//! simulated disks.
 //!
 //! ```text
-//!   a request        ▕░░░░░████████████████░░░▏         ▕░░░▏ bytes of others in the same block
+//!   a request        ▕░░░░░████████████████░░░▏         ▕░░░▏ other bytes in the same block
 //!   the device   │ block │ block │ block │ block │
 //!                  ▲ read, patched, written ▲
 //! ```
 //!
-//! - A request that suits the device passes straight through; a write then takes a shared range
-//!   lock, which is two atomic additions ([`RangeLocks`]).
-//! - An unaligned read goes through a larger aligned buffer.
+//! - An aligned request is passed through. A write then holds a shared range lock, which is two
+//!   atomic additions ([`RangeLocks`]).
+//! - An unaligned read uses a larger aligned buffer.
 //! - An unaligned write reads the blocks at its edges, patches them and writes whole blocks, with
-//!   its blocks locked exclusively. It runs as a task of its own: if its client goes away half way,
-//!   it still keeps the lock until the kernel is done. A lock given up earlier would let others
-//!   write what the late write then overwrites with old bytes.
-//! - Zeroing is passed on for whole blocks; edges are written. Discarding leaves partial blocks
-//!   alone: it is a hint.
-//! - A file whose size is no multiple of the block ends in a **tail** that the device cannot write
-//!   without making the file longer. The tail begins at the last multiple of block *and* page below
-//!   the end, and goes through the page cache ([`Device::read_buffered`]), to the byte. No page
-//!   then has bytes of both ways: a page written back late cannot undo a direct write beside it.
-//! - A resize takes everything exclusively. So whatever changes bytes looks, once it has its lock,
-//!   whether its range is still inside: a write that was on its way when a file was cut would make
-//!   it longer again.
+//!   its blocks locked exclusively. It runs as its own task: if its client disconnects half way, it
+//!   still holds the lock until the kernel is done. With an earlier release, another write could
+//!   complete and then be overwritten with old bytes by the late one.
+//! - Zeroing is passed on for whole blocks; the edges are written. Discarding skips partial blocks:
+//!   it is a hint.
+//! - A file whose size is not a multiple of the block ends in a **tail** that the device cannot
+//!   write without extending the file. The tail begins at the last multiple of block *and* page
+//!   size below the end, and goes through the page cache ([`Device::read_buffered`]), to the byte.
+//!   Thus no page mixes bytes of both paths: the late writeback of a page cannot undo a direct
+//!   write beside it.
+//! - A resize locks everything exclusively. So a request that changes bytes checks its range again
+//!   once it holds its lock: a write in flight when a file was truncated would extend it again.
 //!
-//! Never lets a device see a request that does not suit it.
+//! Never passes an unaligned request to a device.
 
 use std::{ops::Range, sync::Arc};
 
@@ -40,24 +40,25 @@ use reactor::{
     ublk::Registered,
 };
 
-/// A read-modify-write up to this long reads all its blocks at once rather than those at its edges
-/// one by one.
+/// A read-modify-write up to this many bytes reads all its blocks at once, rather than those at its
+/// edges one by one.
 const READ_AT_ONCE: usize = 64 << 10;
 
-/// What a device wants of requests. Both are powers of two; 1 means anything goes.
+/// Alignment that a device requires. Both values are powers of two; 1 means no requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
-    /// Of offsets and lengths, in bytes.
+    /// Alignment of offsets and lengths, in bytes.
     pub offset: u64,
-    /// Of the memory of each segment, in bytes; at most [`ALIGNMENT`](reactor::buffer::ALIGNMENT).
+    /// Alignment of each segment's memory, in bytes; at most
+    /// [`ALIGNMENT`](reactor::buffer::ALIGNMENT).
     pub memory: usize,
 }
 
 impl Alignment {
-    /// Takes everything as it is.
+    /// No requirement.
     pub const NONE: Self = Self { offset: 1, memory: 1 };
 
-    /// Whether a transfer of these segments at `offset` suits the device as it is.
+    /// True if a transfer of these segments at `offset` is aligned.
     fn suits(self, offset: u64, segments: &Segments) -> bool {
         let mut bits = offset & (self.offset - 1);
         for segment in segments.iter() {
@@ -71,19 +72,19 @@ impl Alignment {
         offset & !(self.offset - 1)
     }
 
-    /// Offsets are sizes of real devices, far from overflow.
+    /// Cannot overflow: offsets are within sizes of real devices.
     fn up(self, offset: u64) -> u64 {
         self.down(offset + self.offset - 1)
     }
 }
 
-/// What lies under [`Align`]. The contract is that of [`Storage`](super::Storage), except that
-/// reads, writes, zeroes and discards come aligned to [`Device::alignment`], which never changes.
+/// The device under [`Align`]. The contract is that of [`Storage`](super::Storage), except that
+/// reads, writes, zeroes and discards are aligned to [`Device::alignment`], which never changes.
 #[expect(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
 pub trait Device: Send + Sync + 'static {
-    /// What it wants.
+    /// The alignment that it requires.
     fn alignment(&self) -> Alignment;
-    /// The multiple of bytes in which the page cache beside the device works; bounds the tail.
+    /// Page size of the page cache beside the device, in bytes; bounds the tail.
     fn page_bytes(&self) -> u64;
     /// See [`Storage::size_bytes`](super::Storage::size_bytes).
     fn size_bytes(&self) -> u64;
@@ -93,8 +94,8 @@ pub trait Device: Send + Sync + 'static {
     fn size_multiple(&self) -> u64 {
         self.alignment().offset.max(resize::SECTOR)
     }
-    /// See [`Storage::resize`](super::Storage::resize). Nothing that changes bytes is on its way. A
-    /// multiple of [`Device::size_multiple`], or the size it has.
+    /// See [`Storage::resize`](super::Storage::resize). No request that changes bytes is in flight.
+    /// The size is a multiple of [`Device::size_multiple`], or the current size.
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError>;
     /// See [`Storage::description`](super::Storage::description).
     fn description(&self) -> String;
@@ -104,31 +105,31 @@ pub trait Device: Send + Sync + 'static {
     fn block_size(&self) -> BlockSize;
     /// See [`Storage::can_zero_fast`](super::Storage::can_zero_fast).
     fn can_zero_fast(&self) -> bool;
-    /// Aligned.
+    /// Reads; the request is aligned.
     async fn read(&self, offset: u64, target: Segments) -> Result<Segments>;
-    /// Aligned.
+    /// Writes; the request is aligned.
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
-    /// Aligned to nothing, past the device's own way; used for the tail alone.
+    /// Reads without alignment, through the page cache; used for the tail only.
     async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments>;
     /// As [`Device::read_buffered`].
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
-    /// See [`Storage::flush`](super::Storage::flush); covers both ways of writing.
+    /// See [`Storage::flush`](super::Storage::flush); covers direct and buffered writes.
     async fn flush(&self) -> Result<()>;
-    /// Aligned.
+    /// Zeroes; the request is aligned.
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()>;
-    /// Aligned.
+    /// Discards; the request is aligned.
     async fn discard(&self, offset: u64, length: u64) -> Result<()>;
-    /// Any alignment. See [`Storage::block_status`](super::Storage::block_status).
+    /// Accepts any alignment. See [`Storage::block_status`](super::Storage::block_status).
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>>;
 }
 
-/// A device that moves data between itself and where a request's is, where nobody of ours looks at
-/// it. What it cannot do so it says before it has done anything: `None`.
+/// A device that supports zero copy from and to the registered buffer of a ublk request. Returns
+/// `None`, with nothing done, if a request needs a copy.
 #[expect(async_fn_in_trait, reason = "as for Device")]
 pub trait Registering: Device {
-    /// Aligned.
+    /// Reads; the request is aligned.
     async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>>;
-    /// Aligned.
+    /// Writes; the request is aligned.
     async fn write_registered(
         &self,
         offset: u64,
@@ -137,14 +138,14 @@ pub trait Registering: Device {
     ) -> Option<Result<()>>;
 }
 
-/// A device that takes any request.
+/// Accepts requests of any alignment for a device.
 #[derive(Debug)]
 pub struct Align<D> {
     shared: Arc<Shared<D>>,
     alignment: Alignment,
 }
 
-/// What a read-modify-write keeps hold of when its client has gone.
+/// State that a read-modify-write keeps alive after its client has disconnected.
 #[derive(Debug)]
 struct Shared<D> {
     device: D,
@@ -153,7 +154,7 @@ struct Shared<D> {
 }
 
 impl<D: Device> Align<D> {
-    /// Puts any alignment over `device`.
+    /// Wraps `device`.
     pub fn new(device: D) -> Self {
         let alignment = device.alignment();
         assert!(alignment.offset.is_power_of_two() && alignment.memory.is_power_of_two());
@@ -163,7 +164,7 @@ impl<D: Device> Align<D> {
         }
     }
 
-    /// The device, for what has nothing to do with alignment.
+    /// The device, for operations that need no alignment.
     pub fn device(&self) -> &D {
         &self.shared.device
     }
@@ -175,8 +176,8 @@ impl<D: Device> Align<D> {
 
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     pub async fn refresh_size(&self) -> Result<u64> {
-        // A size that was read before a resize must not replace the new one: a file that seems
-        // shorter would be cut when it is made longer. The last byte belongs to no file.
+        // Excludes a resize: a size that was read before it must not replace the new one. The
+        // last byte is part of no file.
         let _no_resize = self.shared.locks.shared(u64::MAX - 1..u64::MAX).await;
         self.device().refresh_size().await
     }
@@ -186,7 +187,8 @@ impl<D: Device> Align<D> {
         if size_bytes != self.size_bytes() {
             resize::check(size_bytes, self.device().size_multiple())?;
         }
-        // To its end: the device may change the size late, and writes are kept out until then.
+        // Runs to its end even if the caller is cancelled: the device may change the size late, and
+        // writes are excluded until then.
         let shared = Arc::clone(&self.shared);
         let task = async move {
             let _everything = shared.locks.exclusive(0..u64::MAX).await;
@@ -248,6 +250,7 @@ impl<D: Device> Align<D> {
 
     async fn read_unaligned(&self, offset: u64, mut target: Segments) -> Result<Segments> {
         let end = offset + target.len() as u64;
+        // The part before `direct_end` is read from the device, the part behind it is in the tail.
         let direct_end = end.min(self.tail_start()).max(offset);
         let mut tail = target.split_off((direct_end - offset) as usize);
         if !target.is_empty() {
@@ -281,7 +284,7 @@ impl<D: Device> Align<D> {
         self.device().write(offset, data, durability).await
     }
 
-    /// Keeps read-modify-writes and resizes away; an error if the range is not inside any more.
+    /// Locks out read-modify-writes and resizes; fails if the range is no longer inside.
     async fn lock_shared(&self, range: Range<u64>) -> Result<super::range_lock::Guard<'_>> {
         let guard = self.shared.locks.shared(range.clone()).await;
         if range.end > self.size_bytes() { Err(Error::INVALID) } else { Ok(guard) }
@@ -293,7 +296,7 @@ impl<D: Device> Align<D> {
         let tail = data.split_off((direct_end - offset) as usize);
         if !data.is_empty() {
             if self.alignment.down(offset) == offset && self.alignment.down(direct_end) == direct_end {
-                // Whole blocks in memory that does not suit: no byte of others is touched.
+                // Whole blocks in unaligned memory: a copy is enough, no other byte is touched.
                 let mut bounce = Buffer::new(data.len());
                 data.copy_to(&mut bounce);
                 let _guard = self.lock_shared(offset..direct_end).await?;
@@ -311,11 +314,11 @@ impl<D: Device> Align<D> {
         self.device().write_buffered(direct_end, tail, durability).await
     }
 
-    /// Runs a read-modify-write to its end, whether this future is awaited to its own end or not.
+    /// Runs a read-modify-write to its end, even if this future is dropped.
     async fn modify(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let (shared, alignment) = (Arc::clone(&self.shared), self.alignment);
         let task = async move { shared.read_modify_write(alignment, offset, data, durability).await };
-        // No answer: the reactor drops its tasks, and will drop this one too.
+        // Cancelled: the reactor is shutting down and drops its tasks.
         reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
@@ -340,18 +343,18 @@ impl<D: Device> Align<D> {
             let _change = self.shared.flushes.change();
             self.device().write_zeroes(first, last - first, options).await?;
         }
-        // The edges after the middle, which may refuse: then nothing has changed yet.
+        // The edges last: the middle may fail as unsupported, and then nothing may have changed.
         self.write_zero_bytes(offset..first, options.durability).await?;
         self.write_zero_bytes(last..end, options.durability).await
     }
 
-    /// The part of a range that the device takes as it is; empty (or the wrong way round) if there
-    /// is none.
+    /// The part of a range that consists of whole blocks before the tail; empty (or reversed) if
+    /// there is none.
     fn whole_blocks(&self, offset: u64, end: u64) -> Range<u64> {
         self.alignment.up(offset)..self.alignment.down(end).min(self.tail_start())
     }
 
-    /// For the pieces of zeroing that are not whole blocks: shorter than two blocks and a tail.
+    /// Writes the zeroes that are not whole blocks: less than two blocks and a tail.
     async fn write_zero_bytes(&self, range: Range<u64>, durability: Durability) -> Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -377,12 +380,14 @@ impl<D: Device> Align<D> {
         self.device().discard(first, last - first).await
     }
 
-    /// Where the tail begins; the size if there is none.
+    /// Start of the tail; the size if there is none.
     fn tail_start(&self) -> u64 {
         let size = self.size_bytes();
         if self.alignment.down(size) == size {
             return size;
         }
+        // The device's block and the page size are powers of two, so their maximum is a multiple of
+        // both.
         size & !(self.alignment.offset.max(self.device().page_bytes()) - 1)
     }
 }
@@ -414,8 +419,8 @@ impl<D: Registering> Align<D> {
         self.device().write_registered(offset, buffer, durability).await
     }
 
-    /// Whether so many bytes are inside, and whole blocks. Where their memory does not suit, the
-    /// device says so.
+    /// True if the range is inside the device and consists of whole blocks. The device checks the
+    /// alignment of the memory.
     fn takes_as_it_is(&self, offset: u64, length: usize) -> bool {
         let bits = (offset | length as u64) & (self.alignment.offset - 1);
         bits == 0 && within(offset, length as u64, self.tail_start())
@@ -423,7 +428,7 @@ impl<D: Registering> Align<D> {
 }
 
 impl<D: Device> Shared<D> {
-    /// Writes `data`, and around it what is there already.
+    /// Writes `data`, and the unchanged bytes around it in the same blocks.
     async fn read_modify_write(
         &self,
         alignment: Alignment,
@@ -433,12 +438,14 @@ impl<D: Device> Shared<D> {
     ) -> Result<()> {
         let end = offset + data.len() as u64;
         let (first, last) = (alignment.down(offset), alignment.up(end));
+        // The lock is held from before the read to after the write; the size is checked under it.
         let _guard = self.locks.exclusive(first..last).await;
         if last > self.device.size_bytes() {
             return Err(Error::INVALID);
         }
         let mut blocks = Buffer::new((last - first) as usize);
         let block = alignment.offset;
+        // Up to two blocks are both edges anyway. For a long write only the edges are read.
         if blocks.len() <= READ_AT_ONCE.max(2 * block as usize) {
             blocks = self.device.read(first, blocks.into()).await?.joined();
         } else {

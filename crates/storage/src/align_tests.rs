@@ -1,5 +1,5 @@
-//! `Align` over the simulated disk, against an array of bytes: many seeds, many requests in flight,
-//! overlapping blocks.
+//! `Align` over the simulated disk, compared with an array of bytes: many seeds, many requests in
+//! flight, overlapping blocks.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -24,7 +24,7 @@ fn disk(seed: u64) -> (Simulated, Vec<u8>) {
     (Simulated::new(content.clone(), behaviour), content)
 }
 
-/// Room for so many bytes: random segments, ours or a guest's, their memory aligned or not.
+/// Random segments of `length` bytes: own buffers or guest memory, aligned or not.
 fn room(mut length: usize) -> Segments {
     let mut segments = Segments::default();
     while length > 0 {
@@ -53,15 +53,14 @@ async fn read(storage: &Align<Simulated>, offset: u64, length: usize) -> Vec<u8>
     storage.read(offset, room(length)).await.expect("no errors").to_vec()
 }
 
-/// The clients' side of the model: bytes that a request in flight owns are not touched by another
-/// one.
+/// Model of the clients: no request uses bytes that another request in flight uses.
 struct Model {
     bytes: Vec<u8>,
     busy: Vec<bool>,
 }
 
 impl Model {
-    /// A range nobody uses, often a piece of a block, sometimes whole blocks.
+    /// Claims a range that no request uses: often a piece of a block, sometimes whole blocks.
     fn claim(&mut self) -> Option<Range<usize>> {
         let (start, length) = sim::random(|random| match random.u8(..4) {
             0 => (random.usize(..16) * BLOCK, random.usize(1..4) * BLOCK),
@@ -129,7 +128,7 @@ fn a_small_write_undoes_nothing_of_a_large_one_around_it() {
     for seed in 0..400 {
         sim::run(seed, async move {
             let storage = Rc::new(Align::new(disk(seed).0));
-            // Whole blocks, in memory that suits: the fast way.
+            // Whole blocks in aligned memory: the fast path.
             let large = Buffer::copy_of(&[1; 2 * BLOCK]);
             let mut writes = vec![(0, Segments::from(large))];
             writes.extend([(10, segments(&[2; 5])), (BLOCK as u64 - 3, segments(&[3; 6]))]);
@@ -231,7 +230,7 @@ fn out_of_range_is_an_error() {
     });
 }
 
-/// Reads, writes and zeroes anywhere in what was the disk, while it is cut to `smallest`.
+/// Reads, writes and zeroes anywhere in the disk's old size, while it is shrunk to `smallest`.
 async fn overtaken(storage: Rc<Align<Simulated>>, smallest: usize) {
     for _ in 0..20 {
         let (start, length) = sim::random(|random| (random.usize(..SIZE), random.usize(1..3 * BLOCK)));

@@ -1,9 +1,9 @@
-//! A slower storage: a latency for each kind of request, and a bound on how many requests the
-//! device works on at once.
+//! A slower storage: a latency for each kind of request, and a limit on the number of requests that
+//! the device processes at once.
 //!
-//! `read=5ms,write=1ms,parallel=4` is a disk that takes 5 ms for a read, 1 ms for a write, and
-//! works on four requests at a time. Others wait in order, as in a device's queue. Delays pass on
-//! the reactor's clock, so simulations may use them.
+//! `read=5ms,write=1ms,parallel=4` is a disk that needs 5 ms for a read and 1 ms for a write, and
+//! processes four requests at a time. Further requests wait in order, as in a device's queue.
+//! Delays elapse on the reactor's clock, so simulations may use them.
 
 use std::{
     collections::VecDeque,
@@ -21,27 +21,27 @@ use super::{
 };
 use reactor::{now, sleep_until};
 
-/// Most requests that `parallel` can allow at once; more is no bound at all.
+/// Maximum of `parallel`; a larger number would be no bound at all.
 const MOST_PARALLEL: usize = 65_536;
 
-/// Latencies by kind of request, zero for none, and the parallelism.
+/// Latency of each kind of request, zero for none, and the parallelism.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DelayOptions {
     /// Added to each read.
     pub read: Duration,
     /// Added to each write.
     pub write: Duration,
-    /// Added to zeroing and discarding; as for writes unless given.
+    /// Added to zeroing and discarding; the latency of writes unless given.
     pub zero: Duration,
     /// Added to each flush.
     pub flush: Duration,
-    /// Most requests at the device at once, if bounded.
+    /// Maximum number of requests at the device at once; `None` is unlimited.
     pub parallel: Option<usize>,
 }
 
 impl FromStr for DelayOptions {
     type Err = InvalidOption;
-    /// `read=5ms,write=1ms,zero=1ms,flush=10ms,parallel=4`, each optional.
+    /// Parses `read=5ms,write=1ms,zero=1ms,flush=10ms,parallel=4`, each optional.
     fn from_str(text: &str) -> Result<Self, InvalidOption> {
         let mut options = Self::default();
         let mut zero = None;
@@ -66,7 +66,7 @@ impl FromStr for DelayOptions {
     }
 }
 
-/// In the form that [`FromStr`] reads.
+/// Formats the options so that [`FromStr`] reads them.
 impl fmt::Display for DelayOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { read, write, zero, flush, parallel } = *self;
@@ -76,14 +76,14 @@ impl fmt::Display for DelayOptions {
     }
 }
 
-/// A device that is slow.
+/// A slow device.
 #[derive(Debug)]
 pub(super) struct Delay {
     pub(super) options: DelayOptions,
     permits: Option<Arc<Permits>>,
 }
 
-/// Who may be at the device; others wait their turn, as at a device's own queue.
+/// Semaphore of the requests at the device; further requests wait in order.
 #[derive(Debug)]
 struct Permits(Mutex<Turns>);
 
@@ -109,6 +109,7 @@ impl Permits {
                 turns.free -= 1;
                 return Permit(Arc::clone(self));
             }
+            // A free permit goes to the oldest waiter, never to a caller that arrives later.
             let (give, turn) = async_channel::bounded(1);
             turns.waiting.push_back(give);
             turn
@@ -133,7 +134,7 @@ impl Drop for Permit {
             return;
         };
         drop(turns);
-        // Whoever has gone meanwhile drops it, and so hands it on.
+        // If the waiter has been cancelled, dropping the permit passes it to the next one.
         drop(next.try_send(Permit(Arc::clone(&self.0))));
     }
 }
@@ -143,7 +144,7 @@ impl Delay {
         Self { permits: options.parallel.map(Permits::new), options }
     }
 
-    /// Waits for a place at the device and for the latency; the place is held until the result is
+    /// Waits for a permit of the device and for the latency; the permit is held until the result is
     /// dropped.
     pub(super) async fn enter(&self, latency: Duration) -> Option<Permit> {
         let permit = match &self.permits {

@@ -1,8 +1,8 @@
-//! A storage that fails on purpose: by kind, place, count and chance.
+//! A storage with injected failures: by kind, range, count and probability.
 //!
 //! `kind=read,offset=1M-2M,error=EIO,count=3` fails the first three reads that touch the second
-//! mebibyte. Of several rules, the first that applies decides. A request that fails does not reach
-//! the storage below. Chances come from the rule's own seed, so the same requests in the same order
+//! mebibyte. Of several rules, the first that applies decides. A failed request does not reach the
+//! storage below. Random decisions use the rule's own seed, so the same requests in the same order
 //! fail in the same way.
 
 use std::{
@@ -21,7 +21,7 @@ use super::{
 };
 use reactor::error::{Error, Result};
 
-/// What kind of request.
+/// Kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Reads.
@@ -32,9 +32,9 @@ pub enum Kind {
     Zero,
     /// Discards.
     Discard,
-    /// Flushes, which have no place: a rule with a range does not apply to them.
+    /// Flushes, which have no range: a rule with a range does not apply to them.
     Flush,
-    /// Questions about block status.
+    /// Queries of the allocation status.
     Status,
 }
 
@@ -53,27 +53,27 @@ impl Kind {
     }
 }
 
-/// One rule.
+/// A rule that injects failures.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FaultRule {
-    /// Which requests; `None` is any.
+    /// Kind of requests; `None` is any.
     pub kind: Option<Kind>,
-    /// Requests that overlap it, in bytes; `None` is anywhere.
+    /// Byte range: the rule applies to requests that overlap it; `None` is the whole disk.
     pub range: Option<Range<u64>>,
-    /// What they fail with.
+    /// Error of the failed requests.
     pub error: Error,
-    /// How many fail before the rule is used up; `None` is no end.
+    /// Number of failures before the rule is used up; `None` is unlimited.
     pub count: Option<u64>,
-    /// Chance of each, above 0 and up to 1.
+    /// Probability of each failure, above 0 and up to 1.
     pub probability: f64,
-    /// Where chances come from.
+    /// Seed of the random decisions.
     pub seed: u64,
 }
 
 impl FromStr for FaultRule {
     type Err = InvalidOption;
-    /// `kind=read,offset=1M-2M,error=EIO,count=3,probability=0.1,seed=1`, each optional; the
-    /// range's end is not part of it, the error is EIO, the probability 1.
+    /// Parses `kind=read,offset=1M-2M,error=EIO,count=3,probability=0.1,seed=1`, each optional. The
+    /// range's end is exclusive. Default error: EIO; default probability: 1.
     fn from_str(text: &str) -> std::result::Result<Self, InvalidOption> {
         let mut rule =
             Self { kind: None, range: None, error: Error::IO, count: None, probability: 1.0, seed: 0 };
@@ -97,7 +97,7 @@ impl FromStr for FaultRule {
     }
 }
 
-/// In the form that [`FromStr`] reads.
+/// Formats the rule so that [`FromStr`] reads it.
 impl fmt::Display for FaultRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kind, range, error, count, probability, seed } = self;
@@ -132,7 +132,7 @@ fn parse_range(pair: &Pair<'_>) -> std::result::Result<Range<u64>, InvalidOption
     if start >= end { Err(pair.error("is an empty range")) } else { Ok(start..end) }
 }
 
-/// A name (`EIO`) or a number.
+/// Parses the symbol (`EIO`) or number of an error.
 fn parse_error(pair: &Pair<'_>) -> std::result::Result<Error, InvalidOption> {
     const LARGEST: i32 = 133; // EHWPOISON, the last of Linux's asm-generic/errno.h
     let known = |number: &i32| Errno::from_raw(*number) != Errno::UnknownErrno;
@@ -149,7 +149,7 @@ fn parse_error(pair: &Pair<'_>) -> std::result::Result<Error, InvalidOption> {
 #[derive(Debug)]
 struct Armed {
     rule: FaultRule,
-    /// Requests the rule could have failed so far: each has its own chance.
+    /// Number of requests that the rule could have failed so far: each has its own random decision.
     seen: AtomicU64,
     left: AtomicU64,
 }
@@ -166,7 +166,7 @@ impl Armed {
         }
         let turn = self.seen.fetch_add(1, Relaxed);
         if self.rule.probability < 1.0 {
-            // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that turns of
+            // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that the sequences of
             // neighbouring seeds do not coincide.
             let seed = self.rule.seed.wrapping_add(turn.wrapping_mul(0x9e37_79b9_7f4a_7c15));
             if fastrand::Rng::with_seed(seed).f64() >= self.rule.probability {
@@ -192,7 +192,7 @@ impl Faults {
         Self(rules.into_iter().map(arm).collect())
     }
 
-    /// What the first rule that applies to a request says of it.
+    /// Applies the first rule that matches a request; returns its error.
     pub(super) fn check(&self, kind: Kind, range: Option<&Range<u64>>) -> Result<()> {
         let struck = self.0.iter().find(|armed| armed.strikes(kind, range));
         struck.map_or(Ok(()), |armed| Err(armed.rule.error))

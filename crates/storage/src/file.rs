@@ -8,11 +8,11 @@
 //! | directsync | yes | it is on stable storage | fdatasync |
 //! | unsafe | no | it is in the page cache, also with FUA | nothing |
 //!
-//! In the direct modes a second, buffered descriptor serves the tail of a file whose size is no
-//! multiple of the block; see [`align`](super::align).
+//! In the direct modes a second, buffered descriptor serves the tail of a file whose size is not a
+//! multiple of the block size; see [`align`](super::align).
 //!
-//! Reading past the end of a file that was truncated underneath fails with EIO: its bytes are lost,
-//! and zeroes would hide that. Never makes a file longer, unless it is resized.
+//! Reading past the end of a file that another process has truncated fails with EIO: the bytes are
+//! lost, and zeroes would hide that. Never makes a file longer, unless it is resized.
 
 mod cache_mode;
 mod calls;
@@ -68,10 +68,10 @@ use reactor::{
     yield_now,
 };
 
-/// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in
-/// between.
+/// Maximum number of attempts of a request that the kernel cannot execute now (EAGAIN). Other tasks
+/// run between the attempts.
 const MOST_ATTEMPTS: u32 = 1000;
-/// Owners of the main descriptor of a file at rest: the [`File`] and [`Beside`].
+/// Number of owners of an idle file's main descriptor: the [`File`] and [`Beside`].
 const MAIN_OWNERS: usize = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +80,7 @@ enum Kind {
     BlockDevice,
 }
 
-/// Which file something is, whatever it is called: two names of one file have the same, also two
+/// Identity of a file, independent of its path: equal for two names of one file, and for two device
 /// nodes of one block device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileIdentity(u64, u64);
@@ -96,11 +96,11 @@ impl std::fmt::Display for FileIdentity {
 
 impl FileIdentity {
     pub(crate) fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
-        // No file system has the number that stands for a device here: inode numbers begin at 1.
+        // (n, 0) identifies a device and cannot be a file: inode numbers begin at 1.
         if is_device { Self(special, 0) } else { Self(device, inode) }
     }
 
-    /// Of the file that a path leads to now; nothing where there is none.
+    /// Identity of the file that a path resolves to now; `None` if it does not exist.
     pub fn at(path: &std::path::Path) -> Option<Self> {
         check_may_block();
         use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -110,12 +110,12 @@ impl FileIdentity {
     }
 }
 
-/// An open file or block device. Locks on it last as long as it does.
+/// An open file or block device. Its locks last as long as it is open.
 #[derive(Debug)]
 pub struct File {
-    /// With O_DIRECT in the direct modes.
+    /// Opened with O_DIRECT in the direct modes.
     fd: Fd,
-    /// The same file without.
+    /// The same file without O_DIRECT.
     buffered: Fd,
     lane: Arc<Lane>,
     syncs: Arc<Syncs>,
@@ -126,31 +126,31 @@ pub struct File {
     ending: Arc<Ending>,
     cache: CacheMode,
     read_only: bool,
-    /// Locks keep others from writing to it whenever it is used.
+    /// True if locks exclude other writers whenever it is in use.
     is_protected: bool,
-    /// Its locks are taken and released while it is open.
+    /// True if its locks are acquired and released while it is open.
     handover: bool,
     alignment: Alignment,
-    /// To what zeroing and discarding must be aligned; 1 for regular files.
+    /// Alignment of zeroing and discarding, in bytes; 1 for regular files.
     zero_alignment: u64,
     page_bytes: u64,
     size_bytes: AtomicU64,
     space: Arc<SpaceCount>,
     name: String,
-    /// It came from another process, with the locks.
+    /// Set if another process passed it, with the locks.
     passed: Option<Passed>,
     zeroing: zero::Refused,
     dsync_refused: AtomicBool,
     past_ends: Seldom,
 }
 
-/// The end of a file: the locks are released after the last operation, which may still write, and
-/// before the file is closed.
+/// Closes a file: releases the locks after the last operation, which may still write, and before
+/// the descriptor is closed.
 #[derive(Debug)]
 struct Ending {
-    /// The locks belong to this process.
+    /// True if the locks belong to this process, so that closing releases them.
     releases: AtomicBool,
-    /// Closed with the last descriptor.
+    /// Dropped, and thereby closed, with the last descriptor.
     _closed: async_channel::Sender<()>,
     closed: async_channel::Receiver<()>,
 }
@@ -170,7 +170,7 @@ impl Closing for Ending {
     }
 }
 
-/// The end of the buffered descriptor. The main one has the locks and is closed afterwards, because
+/// Closes the buffered descriptor. The main one holds the locks and must be closed later, because
 /// an operation on either may still change the file.
 #[derive(Debug)]
 struct Beside {
@@ -183,12 +183,13 @@ impl Closing for Beside {
 
 impl Drop for File {
     fn drop(&mut self) {
+        // Read by `before`, which runs when the last clone of the descriptor is dropped.
         self.ending.releases.store(!self.is_anothers(), Relaxed);
     }
 }
 
 impl File {
-    /// The path that it was opened by.
+    /// Path that it was opened by.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -213,7 +214,8 @@ impl File {
         self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
     }
 
-    /// Others of the same open files: those that are here tell by their owners who is busy.
+    // New descriptors of the same open files. They are not clones of `Fd`, whose owners are counted
+    // to see whether the file is busy.
     pub(crate) fn descriptors(&self) -> std::io::Result<PassedFile> {
         let another = |fd: &Fd| fd.as_fd().try_clone_to_owned();
         Ok(PassedFile { main: another(&self.fd)?, buffered: another(&self.buffered)? })
@@ -230,19 +232,20 @@ impl File {
             Err(conflict) if last => return Err(conflict.into_error(&self.fd, &self.name)),
             Err(_) => return Ok(false),
         }
-        // What another host has written is not in the page cache of this one.
+        // The page cache of this host may be older than the writes of another host.
         calls::forget_pages(&self.buffered);
         Ok(true)
     }
 
-    /// Unless they are another process's.
+    /// Releases the locks, unless they still belong to another process.
     pub(crate) fn release_locks(&self) {
         if !self.is_anothers() {
             lock::release(&self.fd);
         }
     }
 
-    /// Whether the kernel may be at work on it.
+    /// True if the kernel may have an operation in flight: a descriptor has more owners than at
+    /// rest.
     pub(crate) fn is_busy(&self) -> bool {
         !(self.fd.has_owners(MAIN_OWNERS) && self.buffered.has_owners(1))
     }
@@ -255,7 +258,7 @@ impl File {
         self.durability(Durability::Cached) == Durability::Synchronous
     }
 
-    /// What the cache mode makes of a request's durability.
+    /// Durability of a request, after the cache mode is applied.
     fn durability(&self, asked: Durability) -> Durability {
         match self.cache {
             CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
@@ -269,22 +272,23 @@ impl File {
         self.syncs.has_lost_writes()
     }
 
-    /// Brings everything to stable storage, whatever the cache mode.
+    /// Flushes everything to stable storage, whatever the cache mode.
     async fn sync(&self) -> Result<()> {
         self.syncs.run(&self.buffered, &self.lane).await
     }
 
-    /// The number of the device that it is, or that its file system is on, in the form of stat(2).
+    /// Number of the block device, or of the device of a file's file system, in the form of
+    /// stat(2).
     pub fn device_number(&self) -> u64 {
         self.device_number
     }
 
-    /// Which file it is, whatever it is called.
+    /// Identity of the file, independent of its path.
     pub(crate) fn identity(&self) -> FileIdentity {
         self.identity
     }
 
-    /// See [`Storage::stamp`](crate::Storage::stamp). A block device has none.
+    /// See [`Storage::stamp`](crate::Storage::stamp). `None` for a block device.
     pub(crate) async fn stamp(&self) -> Option<Stamp> {
         match self.kind {
             Kind::Regular => self.lane.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
@@ -319,7 +323,7 @@ impl File {
         self.ending.closed.clone()
     }
 
-    /// With O_DIRECT there is no cache to fill.
+    /// True if there is a page cache to fill: false with O_DIRECT.
     pub(super) fn can_read_ahead(&self) -> bool {
         !self.cache.is_direct()
     }
@@ -340,14 +344,15 @@ impl File {
             return Ok(target);
         }
         if self.lane.bounds_transfers() {
+            // Boxed: the unusual path must not enlarge the future of every read.
             return Box::pin(self.read_in_turn(fd, offset, target)).await;
         }
         self.read_whole(fd, offset, target).await
     }
 
-    /// Reads by way of a buffer of this process, which the kernel may fill late: after the file was
-    /// given up, a guest uses its memory for other data. Only a request that has a slot of the lane
-    /// has a buffer, so their number is bounded.
+    /// Reads through a bounce buffer, which the kernel may fill late: after the file was abandoned,
+    /// a guest uses its memory for other data. Only a request that holds a slot of the lane has a
+    /// buffer, so their number is bounded.
     async fn read_in_turn(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
         if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
             let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
@@ -371,7 +376,7 @@ impl File {
         }
     }
 
-    /// The rare end of a read: short, interrupted, in many segments, at the end of the file.
+    /// Slow path of a read: short, interrupted, of many segments, or at the end of the file.
     async fn read_rest(
         &self,
         fd: &Fd,
@@ -391,8 +396,8 @@ impl File {
             if done == length {
                 return Ok(target);
             }
-            // O_DIRECT stops inside a block only at the end of the file, and could not go on from
-            // there.
+            // O_DIRECT stops inside a block only at the end of the file, and the rest would be
+            // unaligned.
             if !(done as u64).is_multiple_of(self.alignment.offset) {
                 return Err(self.past_the_end(offset + done as u64));
             }
@@ -402,7 +407,8 @@ impl File {
 
     fn past_the_end(&self, end: u64) -> Error {
         if end >= self.size_bytes() {
-            // Resized while the request was on its way, which is as if it had come afterwards.
+            // Resized while the request was in flight. Same result as for a request after the
+            // resize.
             return Error::INVALID;
         }
         if let Some(left_out) = self.past_ends.line(recently()) {
@@ -412,12 +418,13 @@ impl File {
         Error::IO
     }
 
-    /// Writes by one of the two descriptors.
+    /// Writes through one of the two descriptors.
     async fn write_all(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }
         let wanted = self.durability(asked);
+        // A buffered RWF_DSYNC write would consume writeback errors of other writes (see `sync`).
         let by_write = if self.has_synchronous_writes(fd) { wanted } else { Durability::Cached };
         let reached = if self.lane.bounds_transfers() {
             Box::pin(self.write_in_turn(fd, offset, data, by_write)).await?
@@ -427,9 +434,9 @@ impl File {
         self.make_durable(wanted, reached).await
     }
 
-    /// Writes by way of a buffer of this process, which the kernel may read late: after the file
-    /// was given up, a guest uses its memory for other data, which must not reach the file.
-    /// Buffers are bounded as in [`File::read_in_turn`].
+    /// Writes through a bounce buffer, which the kernel may read late: after the file was
+    /// abandoned, a guest uses its memory for other data, which must not reach the file. Buffers
+    /// are bounded as in [`File::read_in_turn`].
     async fn write_in_turn(
         &self,
         fd: &Fd,
@@ -450,7 +457,7 @@ impl File {
             let mut bounce = Buffer::new(data.len());
             data.copy_to(&mut bounce);
             if places().any(Place::is_lost) {
-                // The copy has zeroes where the memory is missing.
+                // The guest's memory was truncated, so the copy has zeroes in its place.
                 return Err(Error::FAULT);
             }
             self.write_whole(&fd, offset, bounce.into(), durability).await
@@ -458,7 +465,7 @@ impl File {
         self.lane.operate(fd, write).await
     }
 
-    /// Syncs if a write has not reached the durability that it needs.
+    /// Syncs if a write has not reached the durability that it requests.
     async fn make_durable(&self, wanted: Durability, reached: Durability) -> Result<()> {
         match (wanted, reached) {
             (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync()).await,
@@ -466,13 +473,13 @@ impl File {
         }
     }
 
-    /// True if one call can write durably and leaves the errors of other writes to the next sync:
-    /// see [`sync`].
+    /// True if one call can write durably and does not consume the errors of other writes, which
+    /// the next sync must see: see [`sync`].
     fn has_synchronous_writes(&self, fd: &Fd) -> bool {
         self.cache.is_direct() && fd.is(&self.fd) && !self.dsync_refused.load(Relaxed)
     }
 
-    /// Returns the durability that was reached.
+    /// Writes all data and returns the durability that was reached.
     async fn write_whole(
         &self,
         fd: &Fd,
@@ -489,7 +496,7 @@ impl File {
         match result {
             Ok(count) if count == length => {}
             Err(error) if durability == Durability::Synchronous && is_unsupported(&error) => {
-                // No RWF_DSYNC on this file system: the long way, from now on.
+                // No RWF_DSYNC on this file system: from now on, write and then sync.
                 self.dsync_refused.store(true, Relaxed);
                 Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
                 return Ok(Durability::Cached);
@@ -499,7 +506,7 @@ impl File {
         Ok(durability)
     }
 
-    /// The rare end of a write: short, interrupted, in many segments. `last` is the outcome of an
+    /// Slow path of a write: short, interrupted, or of many segments. `last` is the result of an
     /// attempt already made.
     async fn write_rest(
         &self,
@@ -521,7 +528,7 @@ impl File {
         }
     }
 
-    /// Writes until nothing is left.
+    /// Writes one batch of segments until all of it is written.
     async fn write_batch(
         &self,
         fd: &Fd,
@@ -534,7 +541,8 @@ impl File {
         loop {
             match last {
                 Some(Ok(count)) => {
-                    // A part of a block would leave the rest unaligned: it is written again.
+                    // Continuing inside a block would be unaligned, so the partial block is written
+                    // again.
                     let whole = count - count % self.alignment.offset as usize;
                     if whole == 0 {
                         return Err(Error::IO);
@@ -554,8 +562,8 @@ impl File {
     }
 }
 
-/// Files that may be given up move data by way of buffers of this process: the kernel may use a
-/// request's own memory after the request has failed.
+/// Zero copy. Not for files that may be abandoned, which use bounce buffers: the kernel may access
+/// a request's own memory after the request has failed.
 impl Registering for File {
     async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
         if self.lane.bounds_transfers() {
@@ -592,6 +600,7 @@ impl File {
                 Ok(count) if count > 0 && count.is_multiple_of(self.alignment.offset as usize) => {
                     done += count;
                 }
+                // A count that is no multiple of the block ends at the end of the file.
                 Ok(count) => return Some(Err(self.past_the_end(at + count as u64))),
                 Err(error) if is_unsuited(&error) => return None,
                 Err(error) => {
@@ -614,7 +623,7 @@ impl File {
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
             match buffer.write_at(fd, done, offset + done as u64, durability).await {
-                // A part of a block is written again.
+                // A partial block is written again.
                 Ok(count) if count as u64 >= self.alignment.offset => {
                     done += count - count % self.alignment.offset as usize;
                 }
@@ -631,18 +640,20 @@ impl File {
     }
 }
 
-/// Whether the kernel could not do something with a request's data where it is, as against failing
-/// at it: it is in no buffer, its pages do not suit the device, or it lacks what was asked.
+/// True if the kernel cannot do this request without a copy, rather than failing at it: the request
+/// has no registered buffer, its pages are unsuitable for the device, or the operation is missing.
 fn is_unsuited(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL)) || is_unsupported(error)
 }
 
-/// Whether the kernel, the file system or the device lacks the operation, as against failing at it.
+/// True if the kernel, the file system or the device lacks the operation, rather than failing at
+/// it.
 fn is_unsupported(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY))
 }
 
-/// Whether a failed request is worth another attempt; if so, after everybody else had a turn.
+/// Returns the error of a failed request that must not be retried; otherwise yields to the other
+/// tasks and returns.
 async fn try_again(error: Error, attempts: &mut u32) -> Result<()> {
     *attempts += 1;
     if !matches!(error.errno(), libc::EINTR | libc::EAGAIN) || *attempts >= MOST_ATTEMPTS {
@@ -652,7 +663,7 @@ async fn try_again(error: Error, attempts: &mut u32) -> Result<()> {
     Ok(())
 }
 
-/// Makes a request again as long as it is interrupted.
+/// Repeats a request while it is interrupted.
 async fn retried<F: Future<Output = std::io::Result<()>>>(attempt: impl Fn() -> F) -> Result<()> {
     let mut attempts = 0;
     loop {
@@ -682,7 +693,7 @@ impl Device for File {
         Ok(size)
     }
 
-    /// The end of a regular file may lie anywhere: its tail goes through the page cache.
+    /// 1 for regular files, whose unaligned tail goes through the page cache.
     fn size_multiple(&self) -> u64 {
         match self.kind {
             Kind::Regular => 1,
@@ -729,6 +740,7 @@ impl Device for File {
     }
 
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        // Recorded before the write: a failed sync from now on may lose this data.
         self.syncs.used_page_cache();
         self.write_all(&self.buffered, offset, data, durability).await
     }

@@ -1,21 +1,21 @@
-//! Flushes of one device: one at a time, and none where nothing was changed since the last.
+//! Flushes of one device: one at a time, and none if nothing was changed since the last.
 //!
 //! ```text
 //!   changes end    1   2         3   4             5
 //!   flushes          ├── A: 1, 2 ──┤├── B: 3, 4 ──┤  ├── C: 5 ──┤
-//!   asked for        A     B, B  B         C
+//!   requested        A     B, B  B         C
 //! ```
 //!
-//! Whoever asks for a flush shares the next one to begin; where nothing was changed since the last
-//! one began, it is answered at once. So a client may send as many flushes as it likes: the device
-//! sees no more than one for each change. QEMU's block layer counts in the same way.
+//! All callers that request a flush share the next one to begin. If nothing was changed since the
+//! last one began, the request completes at once. So the device receives at most one flush for each
+//! change, however many a client sends. QEMU's block layer counts in the same way.
 //!
-//! This is beside the device, below every format: what an image writes of its own (tables, copies,
-//! snapshots) is counted as a guest's writes are.
+//! Changes are counted at the device, below every format: an image's own writes (tables, copies,
+//! snapshots) count like a guest's.
 //!
-//! The first flush always reaches the device: who wrote to it before, and whether that was flushed,
-//! is not known. A flush that fails covers nothing, so the next one reaches the device as well,
-//! which knows whether the failure lasts.
+//! The first flush always reaches the device: earlier writers, and whether they flushed, are
+//! unknown. A failed flush covers nothing, so the next one reaches the device as well and reports
+//! whether the failure persists.
 
 use std::{
     future::Future,
@@ -32,7 +32,7 @@ use reactor::error::Result;
 /// The flushes of one device.
 #[derive(Debug, Default)]
 pub(super) struct Flushes {
-    /// Changes that have ended; the first is 1.
+    /// Number of changes that have ended.
     changes: AtomicU64,
     state: Mutex<State>,
     ended: Event,
@@ -41,23 +41,23 @@ pub(super) struct Flushes {
 #[derive(Debug, Default)]
 struct State {
     running: bool,
-    /// How many have ended.
+    /// Number of flushes that have ended.
     count: u64,
-    /// The changes that the last one covered, if it succeeded; how it ended.
+    /// The changes that the last flush would cover, and its result.
     last: Option<(u64, Result<()>)>,
     /// The changes that are on stable storage.
     durable: Option<u64>,
 }
 
 impl Flushes {
-    /// A change of the device, which lasts until this is dropped: when it has ended, failed or was
-    /// given up, and before whoever asked for it is told.
+    /// Begins a change of the device, which ends when the value is dropped: after the change has
+    /// completed, failed or been cancelled, and before its result is returned to the client.
     pub(super) fn change(&self) -> Change<'_> {
         Change(&self.changes)
     }
 
-    /// Returns once all changes that ended before the call are on stable storage. `flush` is called
-    /// at most once, and may be another's.
+    /// Returns once all changes that ended before the call are on stable storage. Calls `flush` at
+    /// most once; another caller's flush may serve instead.
     ///
     /// # Errors
     /// Those of `flush`.
@@ -65,12 +65,16 @@ impl Flushes {
         let wanted = self.changes.load(Ordering::Acquire);
         let first = self.lock().count;
         let covered = loop {
+            // Listen before looking at the state, so that a flush that ends in between is not
+            // missed.
             let ended = self.ended.listen();
             {
                 let mut state = self.lock();
                 if state.durable.is_some_and(|durable| durable >= wanted) {
                     return Ok(());
                 }
+                // A flush that began after these changes and ended after the call: share its
+                // result. An older failure is not this caller's: it makes another attempt.
                 if let Some((covered, result)) = state.last
                     && state.count > first
                     && covered >= wanted
@@ -79,6 +83,8 @@ impl Flushes {
                 }
                 if !state.running {
                     state.running = true;
+                    // Read when the flush begins: changes that end during it are left to the next
+                    // one.
                     break self.changes.load(Ordering::Acquire);
                 }
             }
@@ -91,7 +97,7 @@ impl Flushes {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change of it is complete before anything could panic.
+        // Each change of the state is complete before any code that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -106,7 +112,7 @@ impl Drop for Change<'_> {
     }
 }
 
-/// A flush under way. Whoever carries it out may give up: then another does.
+/// A flush in progress. If its caller is cancelled, another caller starts over.
 struct Running<'a> {
     flushes: &'a Flushes,
     outcome: Option<(u64, Result<()>)>,
@@ -125,6 +131,8 @@ impl Drop for Running<'_> {
                 }
             }
         }
+        // Without an outcome the flush was cancelled. A waiter then finds `running` false and
+        // begins one.
         self.flushes.ended.notify(usize::MAX);
     }
 }
@@ -138,7 +146,7 @@ mod tests {
     use super::*;
     use reactor::{error::Error, now, sim, sleep_until, spawn_joinable, timeout};
 
-    /// A device that takes a second for a flush.
+    /// A device whose flush takes a second.
     #[derive(Clone, Default)]
     struct Disk {
         flushes: Rc<Flushes>,

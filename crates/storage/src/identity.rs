@@ -1,28 +1,29 @@
-//! What a storage really is, whatever it was called: for whoever goes on with a disk that another
-//! process has, and must not take other bytes for it.
+//! Identity of a storage, independent of its name. A process that continues another process's disk
+//! compares identities, so that it never serves other bytes.
 //!
-//! Only looks; never opens or locks anything. How fast or how reliable a storage was made on
-//! purpose is no part of it.
+//! Never opens or locks anything. Delay, rate and fault wrappers are not part of the identity.
 
 use super::{CacheMode, Part, Storage, rbd::Rbd};
 
-/// Two that are alike read and write the same bytes in the same way.
+/// Identity of a storage. Two storages with equal identities read and write the same bytes in the
+/// same way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Which file or device it is, or what it is instead of one: the same for all its names.
+    /// The file or device by its numbers, the RBD image, or else the description: the same for all
+    /// names of a storage.
     pub what: String,
-    /// How it was called, for people.
+    /// The name that it was opened by, for people.
     pub path: Option<String>,
-    /// The part of it, and the part of that: the outermost first.
+    /// The parts cut from it, the outermost first.
     pub parts: Vec<Part>,
-    /// Of a file, or an image of a cluster.
+    /// Cache mode of a file or an RBD image.
     pub cache: Option<CacheMode>,
-    /// Whether writes fail.
+    /// True if writes fail.
     pub read_only: bool,
 }
 
 impl Storage {
-    /// See [`Identity`].
+    /// Returns the [`Identity`].
     pub fn identity(&self) -> Identity {
         let mut parts = Vec::new();
         let mut bottom = self;

@@ -1,14 +1,14 @@
-//! What is wrong with something that a user typed.
+//! The error of parsing a value that a user typed.
 
 use std::borrow::Cow;
 
-/// A value that cannot be read.
+/// A value that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{value}' {rule}")]
 pub struct InvalidValue {
     /// The value as written.
     pub value: String,
-    /// What it is not, to follow the value in a message.
+    /// The violated rule; the message is the value followed by this text.
     pub rule: Cow<'static, str>,
 }
 

@@ -1,24 +1,24 @@
-//! Where bytes live. A storage reads, writes, flushes, zeroes and discards, and owns what the cache
-//! mode means.
+//! Storage: where the bytes of an image are. A storage reads, writes, flushes, zeroes and discards,
+//! and implements the cache mode.
 //!
 //! ```text
 //!   fault ─► rate ─► delay ─► part ─► (align ─► file │ rbd │ nbd │ simulated; memory; null)
-//!   wrappers, each optional      what is at the bottom
+//!   wrappers, each optional                 bottom
 //! ```
 //!
 //! One enum rather than a trait object: the futures of the hot path then live inside the request's
-//! own task and cost no allocation. Wrappers box the future of what they wrap, since they nest.
+//! own task and cost no allocation. Wrappers box the inner future, since they nest.
 //!
 //! Contract of every storage:
-//! - Offsets and lengths are inside [`Storage::size_bytes`] and aligned to nothing; `align` sees to
-//!   what the device wants.
+//! - Offsets and lengths are inside [`Storage::size_bytes`]. They need no alignment; `align` adapts
+//!   them to the device's.
 //! - `read` fills the whole buffer, or fails. Holes read as zeroes.
 //! - A write is visible to reads that start after it completed. It survives a crash once a later
 //!   flush has completed, or at once if it was made with [`Durability::Synchronous`].
 //! - Overlapping requests in flight may take effect in any order, but never change bytes outside
 //!   their own range.
-//! - A storage is shared by the workers; a future belongs to the thread that polls it.
-//! - A request's future that is dropped leaves the outcome of that request open, and of no other.
+//! - Workers share a storage; a future belongs to the thread that polls it.
+//! - Dropping a request's future leaves the outcome of that request undefined, and of no other.
 
 #![deny(unsafe_code)]
 
@@ -87,45 +87,46 @@ use reactor::{
     ublk::Registered,
 };
 
-/// How zeroes may come about.
+/// Options of [`Storage::write_zeroes`]: NBD's flags of `NBD_CMD_WRITE_ZEROES`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ZeroOptions {
     /// The range may be deallocated, as long as it reads as zeroes afterwards.
     pub may_unmap: bool,
-    /// Fail with [`Error::UNSUPPORTED`](reactor::error::Error::UNSUPPORTED) at once if it would be no
-    /// faster than writing.
+    /// Fail with [`Error::UNSUPPORTED`](reactor::error::Error::UNSUPPORTED) at once if it would be
+    /// no faster than writing.
     pub only_if_fast: bool,
-    /// As for writes.
+    /// As for [`Storage::write`].
     pub durability: Durability,
 }
 
-/// A run of a disk that is alike: NBD's `base:allocation`, SEEK_HOLE and SEEK_DATA.
+/// A run of bytes with the same allocation status: NBD's `base:allocation`, SEEK_HOLE and
+/// SEEK_DATA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Bytes, never zero.
     pub length: u64,
-    /// Nothing is allocated there.
+    /// Not allocated.
     pub hole: bool,
-    /// It reads as zeroes.
+    /// Reads as zeroes.
     pub zero: bool,
 }
 
-/// Most extents in one answer to [`Storage::block_status`]: it bounds memory and the time of one
-/// request.
+/// Maximum number of extents in one result of [`Storage::block_status`]. It bounds the memory and
+/// the time of one request.
 pub const MOST_EXTENTS: usize = 256;
 
-/// What requests cost least with, in bytes; both powers of two. Any request is correct, whatever
-/// its alignment.
+/// Request sizes that cost least, in bytes; both are powers of two. Any request is correct,
+/// whatever its alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSize {
-    /// Below this, or not aligned to it, a write costs a read and a write of the blocks at its
-    /// edges. 1 where it makes no difference.
+    /// A smaller or unaligned write costs a read and a write of the blocks at its edges. 1 if
+    /// alignment makes no difference.
     pub minimum: u32,
-    /// At least this much, and aligned to it, is best.
+    /// Requests of at least this size, aligned to it, perform best.
     pub preferred: u32,
 }
 
-/// When a file was last written to, and how long it then was.
+/// Modification time and size of a file, which change with its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
     modified_s: i64,
@@ -133,26 +134,26 @@ pub struct Stamp {
     size_bytes: i64,
 }
 
-/// Storage of any kind.
+/// A storage of any type.
 #[derive(Debug)]
 pub enum Storage {
     /// A regular file or block device.
     File(Align<File>),
-    /// Memory, allocated as it is written.
+    /// Memory, allocated on first write.
     Memory(Memory),
-    /// What another server has.
+    /// An export of an NBD server.
     Nbd(Align<Nbd>),
-    /// Reads zeroes, forgets writes.
+    /// Reads zeroes and discards writes.
     Null(Null),
     /// An image of a Ceph cluster.
     Rbd(Align<Rbd>),
-    /// A disk in the simulation, which tears, loses and reorders what was not flushed.
+    /// A simulated disk, which tears, loses and reorders writes that were not flushed.
     Simulated(Align<Simulated>),
-    /// Another storage, made slower or failing on purpose.
+    /// Another storage behind a wrapper: a part of it, slower, or with injected failures.
     Wrapped(Box<Wrapped>),
 }
 
-/// The same expression for every kind of storage.
+/// Evaluates the same expression for every variant.
 macro_rules! each {
     ($storage:expr, $inner:ident => $call:expr) => {
         match $storage {
@@ -168,7 +169,7 @@ macro_rules! each {
 }
 
 impl Storage {
-    /// Memory of so many bytes, which takes room as it is written.
+    /// Creates a memory storage of `size_bytes`. Pages are allocated on first write.
     ///
     /// # Panics
     /// Above 256 TiB.
@@ -176,7 +177,7 @@ impl Storage {
         Self::Memory(Memory::new(size_bytes).expect("at most 256 TiB"))
     }
 
-    /// Memory with this content, and of 512 bytes at least.
+    /// Creates a memory storage with this content, of at least 512 bytes.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -189,7 +190,7 @@ impl Storage {
         storage
     }
 
-    /// All of it. For what is small.
+    /// Reads the whole content into memory. For small storage only.
     ///
     /// # Errors
     /// As [`Storage::read`].
@@ -197,23 +198,22 @@ impl Storage {
         Ok(self.read(0, Buffer::new(self.size_bytes() as usize)).await?.to_vec())
     }
 
-    /// The size in bytes as last seen; never waits.
+    /// Last known size in bytes. Never waits.
     pub fn size_bytes(&self) -> u64 {
         each!(self, inner => inner.size_bytes())
     }
 
-    /// Reads the size anew, in case the storage was resized from outside; returns the size in
-    /// bytes, which [`Storage::size_bytes`] repeats from now on. A file's size takes as long as its
-    /// file system takes to answer.
+    /// Reads the size again, in case the storage was resized from outside, and returns it in bytes.
+    /// [`Storage::size_bytes`] returns the new size from then on. Waits for the file system.
     ///
     /// # Errors
-    /// The file system's.
+    /// As reported by the file system.
     pub async fn refresh_size(&self) -> Result<u64> {
         each!(self, inner => inner.refresh_size().await)
     }
 
-    /// Multiple of the sizes that [`Storage::resize`] accepts, in bytes: 1 where a size is kept to
-    /// the byte, which regular files and memory do; elsewhere 512, or the device's block.
+    /// Granularity of the sizes that [`Storage::resize`] accepts, in bytes: 1 for regular files and
+    /// memory, else 512 or the device's block size.
     pub fn size_multiple(&self) -> u64 {
         match self {
             Self::File(file) => file.device().size_multiple(),
@@ -225,12 +225,12 @@ impl Storage {
         }
     }
 
-    /// Gives it another size, while it is used: what is cut off is lost, what is added reads as
-    /// zeroes. A size is a multiple of [`Storage::size_multiple`], and not 0. A block device takes
-    /// none but its own, which is read again.
+    /// Resizes the storage while it is in use. Bytes beyond a smaller size are lost; added bytes
+    /// read as zeroes. The size is a non-zero multiple of [`Storage::size_multiple`]. For a block
+    /// device only its current size is valid, and the kernel's value is read again.
     ///
     /// # Errors
-    /// [`ResizeError`]; the size is then what it was.
+    /// [`ResizeError`]; the size is then unchanged.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self {
             Self::File(file) => file.resize(size_bytes).await,
@@ -243,12 +243,12 @@ impl Storage {
         }
     }
 
-    /// True if only its owner can make it larger: a block device, or a disk at an NBD server.
+    /// True if only its owner can enlarge it: a block device, or an export of an NBD server.
     pub fn keeps_size(&self) -> bool {
         self.nbd().is_some() || self.file().is_some_and(|file| !file.can_grow())
     }
 
-    /// The file at the bottom, whatever is around it; none where that is no file.
+    /// The file below all wrappers; `None` if the bottom is not a file.
     fn file(&self) -> Option<&File> {
         match self {
             Self::File(file) => Some(file.device()),
@@ -257,7 +257,7 @@ impl Storage {
         }
     }
 
-    /// The export at the bottom, whatever is around it; none where that is none.
+    /// The NBD export below all wrappers; `None` if the bottom is not an export.
     fn nbd(&self) -> Option<&Nbd> {
         match self {
             Self::Nbd(nbd) => Some(nbd.device()),
@@ -266,18 +266,18 @@ impl Storage {
         }
     }
 
-    /// How it stands with the server that has it; none where it is on this host.
+    /// State of the connections to the NBD server; `None` if the bottom is not an export.
     pub fn remote(&self) -> Option<nbd::Remote> {
         self.nbd().map(Nbd::remote)
     }
 
-    /// Which file is at the bottom; none where that is no file.
+    /// Identity of the file at the bottom; `None` if the bottom is not a file.
     pub fn file_identity(&self) -> Option<FileIdentity> {
         self.file().map(File::identity)
     }
 
-    /// Stamp of the file at the bottom, which changes with the content. `None` if the bottom is not
-    /// a file, or the file system does not report it now.
+    /// Stamp of the file at the bottom. `None` if the bottom is not a file, or the file system does
+    /// not report it now.
     pub async fn stamp(&self) -> Option<Stamp> {
         match self.file() {
             Some(file) => file.stamp().await,
@@ -300,7 +300,7 @@ impl Storage {
         }
     }
 
-    /// As [`Storage::allocated_bytes`], as last counted. Never waits.
+    /// Last value of [`Storage::allocated_bytes`]. Never waits.
     pub fn last_allocated_bytes(&self) -> u64 {
         match self {
             Self::File(file) if file.device().can_grow() => file.device().last_allocated_bytes(),
@@ -312,8 +312,8 @@ impl Storage {
         }
     }
 
-    /// Returns once the file system of the file at the bottom has answered; at once where that is
-    /// no file.
+    /// Queries the file system of the file at the bottom and returns once it has replied: a health
+    /// check. Returns at once if the bottom is not a file.
     pub async fn ask(&self) -> Result<()> {
         match self.file() {
             Some(file) => file.ask().await,
@@ -321,10 +321,10 @@ impl Storage {
         }
     }
 
-    /// Fails the requests that wait for the file at the bottom, and all later ones, with
-    /// [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT): its file system does not answer, and
-    /// it is to be closed. Reads and writes are failed if the file system does not support
-    /// non-blocking attempts; others end by themselves.
+    /// Abandons the file at the bottom, whose file system does not answer: waiting requests and all
+    /// later ones fail with [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT). Reads and
+    /// writes are failed if the file system does not support non-blocking attempts; other
+    /// operations end by themselves.
     pub fn give_up(&self) {
         if let Some(file) = self.file() {
             file.give_up();
@@ -337,23 +337,23 @@ impl Storage {
         self.file().map(File::closed)
     }
 
-    /// What it is, for people: kind, place, cache mode, wrappers.
+    /// Description for people: type, path or address, cache mode, wrappers.
     pub fn description(&self) -> String {
         each!(self, inner => inner.description())
     }
 
-    /// The path of the file or device at the bottom; `None` where there is none.
+    /// Path of the file or device at the bottom; `None` if the bottom is not a file.
     pub fn path(&self) -> Option<&str> {
         self.file().map(File::name)
     }
 
-    /// Whether writes fail with [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED).
+    /// True if writes fail with [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED).
     pub fn read_only(&self) -> bool {
         each!(self, inner => inner.read_only())
     }
 
-    /// Whether every write is durable when it has completed, whatever it asked for: the cache modes
-    /// `writethrough` and `directsync`.
+    /// True if every write is durable when it completes, whatever durability it requests: the cache
+    /// modes `writethrough` and `directsync`.
     pub fn writes_through(&self) -> bool {
         match self {
             Self::Rbd(image) => image.device().writes_through(),
@@ -362,7 +362,7 @@ impl Storage {
         }
     }
 
-    /// The image of a cluster at the bottom, whatever is around it.
+    /// The RBD image below all wrappers.
     fn rbd(&self) -> Option<&Rbd> {
         match self {
             Self::Rbd(image) => Some(image.device()),
@@ -371,43 +371,44 @@ impl Storage {
         }
     }
 
-    /// Whether writes that were acknowledged are in this process alone: in the cache of a library.
-    /// Memory, which all is in, does not count.
+    /// True if acknowledged writes exist only in librbd's cache in this process. Memory storage,
+    /// all of which is in this process, does not count.
     pub fn would_lose(&self) -> bool {
         self.rbd().is_some_and(Rbd::would_lose)
     }
 
-    /// Whether its bytes are in a Ceph cluster.
+    /// True if its bytes are in a Ceph cluster.
     pub fn is_in_cluster(&self) -> bool {
         self.rbd().is_some()
     }
 
-    /// Whether its bytes are on no device of this host.
+    /// True if its bytes are on another host: RBD or NBD.
     pub fn is_far(&self) -> bool {
         self.rbd().is_some() || self.nbd().is_some()
     }
 
-    /// How long the oldest request has been under way, where that is known: with a cluster or a
-    /// server that stands still it becomes long.
+    /// Age of the oldest request in flight, for RBD and NBD. It grows while the cluster or the
+    /// server does not answer.
     pub fn oldest_request(&self) -> Option<Duration> {
         self.rbd().and_then(Rbd::oldest_request).or_else(|| self.nbd().and_then(Nbd::oldest_request))
     }
 
-    /// Rings once others may have given it another size: then [`Storage::look_again`]. None where
-    /// nobody says so.
+    /// Notification (`Bell`) that another client may have resized the image; the reaction is
+    /// [`Storage::look_again`]. `None` if the storage does not notify.
     pub fn bell(&self) -> Option<&Arc<rbd::Bell>> {
         self.rbd().map(Rbd::bell)
     }
 
-    /// How often [`Storage::look_again`] is due where nobody may say so; none where somebody does.
+    /// Interval at which to call [`Storage::look_again`] if the storage may not notify about a
+    /// resize; `None` if it does.
     pub fn look_every(&self) -> Option<Duration> {
         self.rbd().and_then(Rbd::look_every)
     }
 
-    /// As [`Storage::refresh_size`], and asks also where that takes a while.
+    /// As [`Storage::refresh_size`], but queries a cluster too, which may take a while.
     ///
     /// # Errors
-    /// It cannot be seen.
+    /// The size cannot be read.
     pub async fn look_again(&self) -> Result<u64> {
         if let Some(image) = self.rbd() {
             image.look_again().await?;
@@ -415,16 +416,16 @@ impl Storage {
         self.refresh_size().await
     }
 
-    /// What a library keeps of it in this process's memory, at most, in bytes.
+    /// Maximum size of librbd's cache for this image in this process, in bytes.
     pub fn most_cache_bytes(&self) -> u64 {
         self.rbd().map_or(0, Rbd::most_cache_bytes)
     }
 
-    /// The last thing that is done with it: others may have it then. Only of what more is to be
-    /// done for than to drop it.
+    /// Closes an RBD image, so that other clients can open it. Must be the last call. Other storage
+    /// is closed by dropping it.
     ///
     /// # Errors
-    /// What the cluster says; what was flushed is safe nonetheless.
+    /// As reported by the cluster; flushed data is durable nonetheless.
     pub async fn close(&self) -> Result<()> {
         match self.rbd() {
             Some(image) => image.close().await,
@@ -432,13 +433,13 @@ impl Storage {
         }
     }
 
-    /// Whether the page cache has lost writes, so that flushes fail from now on.
+    /// True if the page cache has lost writes. Flushes fail from then on.
     pub fn has_lost_writes(&self) -> bool {
         self.file().is_some_and(File::has_lost_writes) || self.nbd().is_some_and(Nbd::has_lost_writes)
     }
 
-    /// Whether others may write to it meanwhile, for all that is known here: it was opened although
-    /// somebody does, or the file system has no locks.
+    /// True if other processes may write to it: it was opened despite another writer, or the file
+    /// system has no locks.
     pub fn may_be_written_by_others(&self) -> bool {
         self.file().is_some_and(|file| !file.is_protected()) || self.nbd().is_some_and(Nbd::is_shared)
     }
@@ -448,31 +449,32 @@ impl Storage {
         self.file().is_some_and(File::is_handed_over)
     }
 
-    /// Takes the locks of a file that was opened without (see [`OpenOptions::handover`]), if they
-    /// are to be had now. Blocks, and for longer on the `last` attempt,
-    /// which fails where others would return false.
+    /// Tries to lock a file that was opened without locks (see [`OpenOptions::handover`]). Returns
+    /// false if another process holds them. Blocks, for longer on the `last` attempt, which returns
+    /// an error instead of false.
     pub fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
         self.file().map_or(Ok(true), |file| file.take_locks(last))
     }
 
-    /// Lets others have the file, which is not to be used any more.
+    /// Releases the locks for another process. The file must not be used any more.
     pub fn release_locks(&self) {
         if let Some(file) = self.file() {
             file.release_locks();
         }
     }
 
-    /// Whether the kernel may be at work on it, also for those who do not wait for that.
+    /// True if operations may be in flight in the kernel, including abandoned ones.
     pub fn is_busy(&self) -> bool {
         self.file().is_some_and(File::is_busy) || self.rbd().and_then(Rbd::oldest_request).is_some()
     }
 
-    /// Its descriptors, for a process that takes over; none of what is no file, or only read.
+    /// Descriptors to pass to the new process of an upgrade; `None` if the bottom is not a file, or
+    /// is read-only.
     pub fn descriptors(&self) -> Option<io::Result<PassedFile>> {
         self.file().filter(|_| !self.read_only()).map(File::descriptors)
     }
 
-    /// Whether its bytes are in this process alone.
+    /// True if its bytes are in the memory of this process only.
     pub fn is_memory(&self) -> bool {
         match self {
             Self::Memory(_) => true,
@@ -481,29 +483,31 @@ impl Storage {
         }
     }
 
-    /// Whether another process has it, which passed it on where it is a file.
+    /// True if another process had it open before: a passed file, or a shared NBD export or RBD
+    /// image.
     pub fn is_passed(&self) -> bool {
         self.file().is_some_and(File::is_passed)
             || self.nbd().is_some_and(Nbd::is_passed)
             || self.rbd().is_some_and(Rbd::is_passed)
     }
 
-    /// The same, and the other may go on.
+    /// True if it is passed ([`Storage::is_passed`]) and the other process may still resume using
+    /// it.
     pub fn is_anothers(&self) -> bool {
         self.file().is_some_and(File::is_anothers)
             || self.nbd().is_some_and(Nbd::is_anothers)
             || self.rbd().is_some_and(Rbd::is_anothers)
     }
 
-    /// Whether its cluster has shut this process out, so that every request fails.
+    /// True if the Ceph cluster has blocklisted this client, so that every request fails.
     pub fn is_lost(&self) -> bool {
         self.rbd().is_some_and(Rbd::is_lost)
     }
 
-    /// Brings what is written to where another process sees it: a server, or a cluster.
+    /// Writes cached data back to the server or the cluster, where another process sees it.
     ///
     /// # Errors
-    /// What these say.
+    /// As reported by the server or the cluster.
     pub async fn write_back(&self) -> Result<()> {
         match self.rbd() {
             Some(image) if !self.read_only() => image.write_back().await,
@@ -512,11 +516,11 @@ impl Storage {
         }
     }
 
-    /// Lets another process have an image of a cluster, which is not to be used before
+    /// Suspends an RBD image so that another process can open it. It must not be used before
     /// [`Storage::take_up`].
     ///
     /// # Errors
-    /// What the cluster says; it can be taken up again.
+    /// As reported by the cluster; the image can be resumed.
     pub async fn lay_down(&self) -> Result<()> {
         match self.rbd() {
             Some(image) => image.lay_down().await,
@@ -524,12 +528,12 @@ impl Storage {
         }
     }
 
-    /// Takes an image of a cluster up that was laid down, here or in another process. `heirs` are
-    /// clients that it was laid down for and that are not to have it: first they are
-    /// [shut out](Storage::shut_out).
+    /// Resumes an RBD image that was suspended, here or in another process. `heirs` are the clients
+    /// that it was suspended for and that must not write any more: they are
+    /// [blocklisted](Storage::shut_out) first.
     ///
     /// # Errors
-    /// Why it cannot be had.
+    /// The reason why it cannot be opened.
     pub async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         match self.rbd() {
             Some(image) => image.take_up(heirs).await,
@@ -537,11 +541,11 @@ impl Storage {
         }
     }
 
-    /// Has a cluster take nothing more from clients of it, by their numbers, that still have this
-    /// image open to write to it.
+    /// Blocklists clients of the Ceph cluster, by their numbers, that still have this image open
+    /// for writing.
     ///
     /// # Errors
-    /// What the cluster says.
+    /// As reported by the cluster.
     pub async fn shut_out(&self, clients: &[u64]) -> Result<()> {
         match self.rbd() {
             Some(image) => image.shut_out(clients).await,
@@ -549,12 +553,13 @@ impl Storage {
         }
     }
 
-    /// Whether another process reads what was written to it and flushed.
+    /// True if other processes read data that was written and flushed here.
     pub fn is_common(&self) -> bool {
         self.file().is_some() || self.nbd().is_some_and(Nbd::has_common_flushes)
     }
 
-    /// Another process has written to it, perhaps without a flush: the next one is the device's.
+    /// Records that another process has written, perhaps without a flush: the next flush must reach
+    /// the device.
     pub fn was_changed(&self) {
         match self {
             Self::File(file) => file.was_changed(),
@@ -565,52 +570,52 @@ impl Storage {
         }
     }
 
-    /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block
-    /// device is not: its owner makes it longer, and it has there whatever it had before.
+    /// True if a resize can enlarge it and the added bytes read as zeroes. Not so for a block
+    /// device: its owner enlarges it, and the added range keeps its old content.
     pub fn can_grow(&self) -> bool {
         self.file().is_none_or(File::can_grow) && self.nbd().is_none()
     }
 
-    /// The alignment that costs least.
+    /// Alignment that costs least.
     pub fn block_size(&self) -> BlockSize {
         each!(self, inner => inner.block_size())
     }
 
-    /// Whether zeroing is, as far as is known, faster than writing zeroes. May turn false when the
-    /// file system has refused it once.
+    /// True if zeroing is, as far as is known, faster than writing zeroes. May become false after
+    /// the file system has rejected it.
     pub fn can_zero_fast(&self) -> bool {
         each!(self, inner => inner.can_zero_fast())
     }
 
-    /// Fills `buffer` with what is at `offset`.
+    /// Reads at `offset` until `buffer` is full.
     ///
     /// # Errors
-    /// [`Error::IO`](reactor::error::Error::IO) from the device, or where a file has been truncated
-    /// underneath; never old memory.
+    /// [`Error::IO`](reactor::error::Error::IO) from the device, or if a file was truncated by
+    /// another process. Never returns stale memory as data.
     pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
         Ok(self.read_into(offset, buffer.into()).await?.joined())
     }
 
-    /// The same into segments, which come back filled. Where one is a guest's memory and the future
-    /// is dropped, the kernel may write to it until the operation has ended.
+    /// As [`Storage::read`], into segments. If a segment is guest memory and the future is dropped,
+    /// the kernel may write to it until the operation has ended.
     ///
     /// # Errors
-    /// As [`Storage::read`]; what is in the segments is then undefined.
+    /// As [`Storage::read`]; the content of the segments is then undefined.
     pub async fn read_into(&self, offset: u64, target: Segments) -> Result<Segments> {
         each!(self, inner => inner.read(offset, target).await)
     }
 
-    /// Whether data may move between it and where a request's is: see
-    /// [`Storage::read_registered`]. Not all of it can, always.
+    /// True if [`Storage::read_registered`] and [`Storage::write_registered`] may be supported. A
+    /// single call can still return `None`.
     pub fn takes_registered(&self) -> bool {
         matches!(self, Self::File(_) | Self::Simulated(_))
     }
 
-    /// As [`Storage::read_into`], with the data where a request's is, so that nobody copies it.
-    /// `None`, and nothing has happened: that cannot be, and the data is to be copied there.
+    /// As [`Storage::read_into`], directly into the registered buffer of a ublk request (zero
+    /// copy). `None` if this request needs a copy; then nothing has been read.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Storage::read_into`].
     pub async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
         match self {
             Self::File(file) => file.read_registered(offset, buffer).await,
@@ -619,11 +624,11 @@ impl Storage {
         }
     }
 
-    /// As [`Storage::write`], of a request's data where it is; `None` as
+    /// As [`Storage::write`], directly from the registered buffer of a ublk request; `None` as
     /// [`Storage::read_registered`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Storage::write`].
     pub async fn write_registered(
         &self,
         offset: u64,
@@ -637,9 +642,9 @@ impl Storage {
         }
     }
 
-    /// What [`Storage::read`] would read, without waiting and without copying it; `None` from
-    /// storage that does not keep its bytes in memory, and outside the disk. Writes that come later
-    /// do not change it.
+    /// References to the bytes that [`Storage::read`] would return, without waiting and without a
+    /// copy. Later writes do not change them. `None` if the storage is not memory, and outside the
+    /// disk.
     pub fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
         match self {
             Self::Memory(memory) => memory.lend(offset, length),
@@ -647,13 +652,13 @@ impl Storage {
         }
     }
 
-    /// Whether reads and writes are done without waiting: see [`Storage::read_now`].
+    /// True if reads and writes never wait: see [`Storage::read_now`].
     pub fn is_instant(&self) -> bool {
         matches!(self, Self::Memory(_) | Self::Null(_))
     }
 
-    /// Reads into a guest's memory as [`Storage::read_into`], without waiting, where the storage
-    /// never does; `None` from any other.
+    /// Reads into guest memory as [`Storage::read_into`], synchronously; `None` if the storage may
+    /// wait.
     pub fn read_now(&self, offset: u64, into: &[Place]) -> Option<Result<()>> {
         match self {
             Self::Memory(memory) => Some(memory.read_now(offset, into)),
@@ -662,8 +667,8 @@ impl Storage {
         }
     }
 
-    /// Writes from a guest's memory as [`Storage::write`], without waiting, as
-    /// [`Storage::read_now`].
+    /// Writes from guest memory as [`Storage::write`], synchronously; `None` if the storage may
+    /// wait.
     pub fn write_now(&self, offset: u64, from: &[Place]) -> Option<Result<()>> {
         match self {
             Self::Memory(memory) => Some(memory.write_now(offset, from)),
@@ -675,14 +680,13 @@ impl Storage {
     /// Writes the segments one after the other, beginning at `offset`.
     ///
     /// # Errors
-    /// What the device says; [`Error::NO_SPACE`](reactor::error::Error::NO_SPACE) where the file
+    /// As reported by the device; [`Error::NO_SPACE`](reactor::error::Error::NO_SPACE) if the file
     /// system is full. A part may have been written.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         each!(self, inner => inner.write(offset, data, durability).await)
     }
 
-    /// Whether [`Storage::will_need`] reads anything: only files behind the page cache have a use
-    /// for it.
+    /// True if [`Storage::will_need`] has an effect: only files behind the page cache read ahead.
     pub fn can_read_ahead(&self) -> bool {
         match self {
             Self::File(file) => file.device().can_read_ahead(),
@@ -692,7 +696,7 @@ impl Storage {
         }
     }
 
-    /// Says that a range will be read soon. A hint, which may read as much.
+    /// Hints that a range will be read soon. The storage may read it ahead, up to the whole range.
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
@@ -705,7 +709,7 @@ impl Storage {
     /// Returns once every write that completed before the call is on stable storage.
     ///
     /// # Errors
-    /// What the device says; then some of those writes may be lost.
+    /// As reported by the device; some of those writes may then be lost.
     pub async fn flush(&self) -> Result<()> {
         each!(self, inner => inner.flush().await)
     }
@@ -725,11 +729,11 @@ impl Storage {
     }
 
     /// Reserves space for a range, which may lie past the end: later writes there do not fail for
-    /// want of it. Neither content nor size changes.
+    /// lack of space. Neither content nor size changes.
     ///
     /// # Errors
-    /// [`Error::UNSUPPORTED`](reactor::error::Error::UNSUPPORTED) where nothing can be reserved: only
-    /// regular files can, on most file systems. Otherwise as for writes.
+    /// [`Error::UNSUPPORTED`](reactor::error::Error::UNSUPPORTED) except for regular files on most
+    /// file systems. Otherwise as for writes.
     pub async fn reserve(&self, offset: u64, length: u64) -> Result<()> {
         match self {
             Self::File(file) => file.device().reserve(offset, length).await,
@@ -755,15 +759,14 @@ impl Storage {
         }
     }
 
-    /// Tells the storage that a range is no longer needed. Its content is unspecified from then on.
-    /// A hint: storage that has no use for it succeeds without doing anything.
+    /// Discards a range, whose content is unspecified from then on. A hint: storage that cannot
+    /// discard succeeds and does nothing.
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         each!(self, inner => inner.discard(offset, length).await)
     }
 
-    /// What the range is made of: from one to [`MOST_EXTENTS`] extents that begin at `offset`,
-    /// follow each other and together cover no more than `length`, perhaps less. `length` is not
-    /// zero.
+    /// Allocation status of a range: from one to [`MOST_EXTENTS`] adjacent extents that begin at
+    /// `offset` and together cover at most `length` bytes, perhaps fewer. `length` is not zero.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         each!(self, inner => inner.block_status(offset, length).await)
     }
@@ -777,7 +780,7 @@ pub fn push_extent(extents: &mut Vec<Extent>, extent: Extent) {
     }
 }
 
-/// Whether `offset..offset + length` lies inside `size`, without overflow.
+/// True if `offset..offset + length` lies inside `size`, without overflow.
 fn within(offset: u64, length: u64, size: u64) -> bool {
     offset.checked_add(length).is_some_and(|end| end <= size)
 }

@@ -1,24 +1,24 @@
-//! Image locking, as QEMU and other weirs understand it.
+//! Image locking, compatible with QEMU and with other weir processes.
 //!
-//! Whoever opens an image states what it does with it, and what others must not do, by shared OFD
-//! locks on single bytes of the file (which need not exist there):
+//! A process that opens an image declares what it does with it, and what others must not do, by
+//! shared OFD locks on single bytes of the file (which need not exist there):
 //!
 //! ```text
-//!   byte 100 + n   I use permission n              n: 0 consistent read   1 write
-//!   byte 200 + n   nobody else may use it             2 write unchanged   3 resize
+//!   byte 100 + n   permission n is used               n: 0 consistent read   1 write
+//!   byte 200 + n   no other process may use it           2 write unchanged   3 resize
 //! ```
 //!
-//! All locks are shared, so placing them never conflicts. A conflict is found by asking afterwards
-//! whether somebody else holds the opposite byte. As the locks are placed first, of two processes
-//! that start at once at least one sees the other.
+//! All locks are shared, so acquiring them never conflicts. A conflict is found afterwards, by a
+//! query for the opposite byte. Since the locks are placed first, of two processes that start at
+//! once at least one sees the other.
 //!
 //! The bytes and their meaning are QEMU's, observed on qemu-nbd and qemu-io 7.2 with `/proc/locks`
-//! and strace: qcow2 read-write takes 100, 101, 103 and 201, 203; read-only 100 and 201, 203. weir
-//! takes what the disk of a guest needs: 100, 101 and 201, 203 to write; 100 and 201, 203 to read;
-//! only 100 to read while somebody writes.
+//! and strace: qcow2 read-write locks 100, 101, 103 and 201, 203; read-only 100 and 201, 203. weir
+//! locks 100, 101 and 201, 203 to write; 100 and 201, 203 to read; only 100 to read while another
+//! process writes.
 //!
-//! Locks are released when the file is no longer used, and by a crash. File systems without locks
-//! are served unlocked, with a warning, as in QEMU.
+//! Locks are released when the file is no longer used, and by a crash. Images on file systems
+//! without locks are served unlocked, with a warning, as in QEMU.
 
 use std::{
     fs,
@@ -43,22 +43,23 @@ const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// Most files of `/proc` that are looked at for the holder of a lock: finding it is a courtesy.
+/// Maximum number of files of `/proc` that are read to find the holder of a lock. The holder only
+/// improves an error message.
 const MOST_LOOKED_AT: usize = 100_000;
 
-/// What weir does with an image.
+/// Access to an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
-    /// Reads and writes; nobody else may write.
+    /// Reads and writes; excludes other writers.
     Write,
-    /// Reads; nobody may write.
+    /// Reads; excludes writers.
     Read,
-    /// Reads, whoever writes.
+    /// Reads, and allows writers.
     ReadShared,
 }
 
 impl Use {
-    /// `force_share` has a meaning for reading only.
+    /// `force_share` has an effect for reading only.
     pub(super) fn of(read_only: bool, force_share: bool) -> Self {
         match (read_only, force_share) {
             (false, _) => Self::Write,
@@ -82,25 +83,24 @@ impl Use {
     }
 }
 
-/// How long a lock may outlive the process that held it: what a process had in flight on an
-/// io_uring is ended after it is gone, and keeps its files open until then (measured: 20 ms after a
-/// kill).
+/// Time for which a lock may outlive its process: operations in flight on an io_uring end after the
+/// process is gone, and keep its files open until then (measured: 20 ms after a kill).
 const AFTERLIFE: Duration = Duration::from_millis(500);
-/// How often it is looked again. The kernel tells nobody when such a lock goes.
+/// Interval between two attempts. The kernel does not notify when such a lock is released.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
-/// Who has a lock.
+/// Process that holds a lock.
 #[derive(Debug, PartialEq, Eq)]
 struct Holder {
     pid: u32,
     command: String,
 }
 
-/// Why the locks cannot be had.
+/// Reason why the locks cannot be acquired.
 #[derive(Debug)]
 pub(super) struct Conflict {
     what: String,
-    /// That somebody else holds.
+    /// The locked byte that another process holds.
     byte: i64,
     remedy: &'static str,
 }
@@ -110,7 +110,8 @@ impl Conflict {
         Self { what: what.into(), byte, remedy }
     }
 
-    /// Says who is in the way of `file`, where that can be found; blocks.
+    /// Converts to an error that names the process that holds the lock on `file`, if it can be
+    /// found; blocks.
     pub(super) fn into_error(self, file: impl AsFd, name: &str) -> OpenError {
         let holder = holder(&file, self.byte);
         self.error(file, name, holder)
@@ -128,11 +129,14 @@ impl Conflict {
     }
 }
 
-/// Takes the locks for `wanted` on an open file, or says who is in the way. A lock whose holder
-/// cannot be found may be that of a process that has just died, and is given a moment to go: a
-/// daemon that crashed can be started again at once. Who fails, or waits, is in nobody's way.
+/// Acquires the locks for `wanted` on an open file. A lock whose holder cannot be found may belong
+/// to a process that has just died, and is retried for [`AFTERLIFE`], so that a daemon can be
+/// restarted at once after a crash. A failed or waiting caller holds no locks.
 ///
-/// Returns whether others are kept from writing.
+/// Returns true if other writers are excluded; false if the file system has no locks.
+///
+/// # Errors
+/// Another process holds a conflicting lock; the error names it.
 pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, OpenError> {
     let until = Instant::now() + AFTERLIFE;
     loop {
@@ -148,7 +152,7 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, 
     }
 }
 
-/// The same, if they are to be had now; none are held otherwise.
+/// As [`acquire`], in one attempt. Holds no locks on failure.
 pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: Use) -> Result<bool, Conflict> {
     check_may_block();
     let file = file.as_fd();
@@ -158,6 +162,7 @@ pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: Use) -> Result<bo
 fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conflict> {
     let bytes =
         wanted.used().iter().map(|n| USED + n).chain(wanted.forbidden().iter().map(|n| FORBIDDEN + n));
+    // Place all before looking for conflicts: see the module's comment.
     for byte in bytes {
         match place(file, byte) {
             Ok(()) => {}
@@ -179,7 +184,7 @@ fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conf
     Ok(wanted.forbidden().contains(&WRITE))
 }
 
-/// Asks what others hold, and takes nothing.
+/// Checks the locks of other processes, and acquires none.
 fn find_conflict(file: impl AsFd, wanted: Use) -> Result<(), Conflict> {
     let file = file.as_fd();
     for &n in wanted.forbidden() {
@@ -199,8 +204,8 @@ fn find_conflict(file: impl AsFd, wanted: Use) -> Result<(), Conflict> {
     Ok(())
 }
 
-/// Why an image that can be opened would be refused now, because somebody else has it. Whoever
-/// asks is in nobody's way. Blocks.
+/// Error with which opening this image would fail now, because another process has it open.
+/// Acquires no locks. Blocks.
 pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
     check_may_block();
     let file = fs::File::open(path).ok()?;
@@ -208,14 +213,14 @@ pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
     Some(conflict.into_error(&file, &path.display().to_string()))
 }
 
-/// Releases them now. To close the file does too, but not at once: a worker of the kernel that has
-/// done an operation of an io_uring still holds it for a moment, and so does a child between `fork`
-/// and `exec`, in which QEMU, started by the next line of a script, would find the image in use
-/// (seen on a busy machine).
+/// Releases the locks at once. Closing the file releases them too, but later: a kernel worker that
+/// has completed an io_uring operation still holds the file for a moment, and so does a child
+/// between `fork` and `exec`. QEMU, started by the next line of a script, would find the image
+/// locked (observed on a busy machine).
 pub(super) fn release(file: impl AsFd) {
     check_may_block();
     let all = libc::flock { l_len: FORBIDDEN + RESIZE + 1 - USED, ..request(libc::F_UNLCK, USED) };
-    // Where there are no locks there is nothing to release.
+    // Fails only if the file system has no locks; then there is nothing to release.
     let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));
 }
 
@@ -241,22 +246,23 @@ fn place(file: impl AsFd, byte: i64) -> Result<(), Errno> {
     fcntl(file, FcntlArg::F_OFD_SETLK(&request(libc::F_RDLCK, byte))).map(drop)
 }
 
-/// Whether somebody else holds the byte. Asks as if for an exclusive lock, which any other would
-/// prevent.
+/// True if another open file holds the byte. Queries for an exclusive lock, with which any other
+/// lock conflicts.
 fn is_held(file: impl AsFd, byte: i64) -> bool {
     let mut answer = request(libc::F_WRLCK, byte);
     match fcntl(file, FcntlArg::F_OFD_GETLK(&mut answer)) {
         Ok(_) => i32::from(answer.l_type) != libc::F_UNLCK,
+        // Without locks no other process can hold one.
         Err(_) => false,
     }
 }
 
-/// Who holds the byte, or nothing if it cannot be found: the kernel does not tell who holds an OFD
-/// lock, but `/proc/PID/fdinfo` lists the locks of each descriptor to those who may look.
+/// Finds the process that holds the byte, if it can: the kernel reports no owner of an OFD lock,
+/// but `/proc/PID/fdinfo` lists the locks of each descriptor to privileged readers.
 ///
-/// This process's own children are passed over: between `fork` and `exec` a child has every
-/// descriptor of its parent, and would be named for what its parent holds, or for what its parent
-/// has just closed, which is free again in a moment.
+/// Skips this process's own children: between `fork` and `exec` a child has every descriptor of its
+/// parent. It would be reported for a lock of its parent, or for one that the parent has just
+/// closed and that is released in a moment.
 fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
     let inode = rustix::fs::fstat(file).ok()?.st_ino;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -272,7 +278,7 @@ fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
     None
 }
 
-/// True if this process holds the byte by another descriptor than `file`, which holds no lock.
+/// True if this process holds the byte through another descriptor than `file`, which holds no lock.
 fn is_held_here(file: impl AsFd, byte: i64) -> bool {
     let inode = rustix::fs::fstat(file).map(|stat| stat.st_ino).ok();
     inode.and_then(|inode| has_lock(std::process::id(), inode, byte, &mut 0)) == Some(true)
@@ -300,8 +306,8 @@ fn parent(pid: u32) -> Option<u32> {
     status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
-/// `lock:    1: OFDLCK  ADVISORY  READ -1 fe:00:10084644 100 101` covers bytes 100 and 101 of
-/// inode 10084644. The device is not compared: btrfs shows another than stat.
+/// Parses a line such as `lock:    1: OFDLCK  ADVISORY  READ -1 fe:00:10084644 100 101`: bytes 100
+/// and 101 of inode 10084644. The device is not compared, because btrfs shows another than stat.
 fn is_lock_on(line: &str, inode: u64, byte: i64) -> bool {
     let Some(lock) = line.strip_prefix("lock:") else { return false };
     let fields: Vec<_> = lock.split_whitespace().collect();
@@ -325,7 +331,7 @@ mod tests {
     }
 
     fn open(image: &tempfile::NamedTempFile) -> fs::File {
-        // Not `reopen` alone: a writer's locks need the read access that it also has.
+        // Not `reopen` alone: placing a read lock needs the read access that a writer also has.
         fs::OpenOptions::new().read(true).write(true).open(image.path()).expect("opens")
     }
 
@@ -392,7 +398,7 @@ mod tests {
         let image = image();
         let (one, two) = (open(&image), open(&image));
         acquire(&one, "image", Use::Write).expect("nobody else is there");
-        // As any child has it until it runs another program; this one until its input ends.
+        // A child inherits it until it runs another program; this child until its input ends.
         let inherited = one.try_clone().expect("a descriptor");
         let mut child = Command::new(env::current_exe().expect("this program"))
             .args(["--exact", "--ignored", "lock::tests::reads_its_input_to_the_end"])

@@ -1,22 +1,22 @@
-//! A disk in memory, allocated page by page as it is written.
+//! A disk in memory, allocated page by page on first write.
 //!
 //! ```text
-//!   tables  (1, 2, 4, 8 … regions, allocated when first written: a disk can grow, and no table moves)
-//!   └─ regions (256 MiB of disk each, allocated when first written)
-//!      └─ pages (64 KiB each, allocated when written; a missing one is a hole and reads as zeroes)
+//!   tables  (1, 2, 4, 8 … regions, allocated on first write: a disk can grow, and no table moves)
+//!   └─ regions (256 MiB of disk each, allocated on first write)
+//!      └─ pages (64 KiB each, allocated on first write; a missing one is a hole, reads as zeroes)
 //! ```
 //!
 //! Each page has its own lock, held while bytes are copied and never across an await, so threads
-//! meet only in the same 64 KiB. Reading can do without copying: pages are [lent](Memory::lend),
+//! contend only within the same 64 KiB. Reads can avoid the copy: pages are [lent](Memory::lend),
 //! and a write to a lent page goes to a copy of it. A request of several pages is not atomic as a
 //! whole, which the contract does not require.
 //!
-//! A resize needs no lock of its own: it sets the size and then frees the pages beyond it, one by
-//! one. Whoever changes a page looks at the size again under the page's lock, so it comes before
-//! its page is freed, or finds itself beyond the end.
+//! A resize needs no lock: it sets the size and then frees the pages beyond it, one by one. A
+//! writer checks the size again under the page's lock. It either writes before the page is freed,
+//! or sees the new size and fails.
 //!
 //! Memory is bounded by the size of the disk plus 0.05 % for the tables, and 160 KiB; and by the
-//! process's [budget](reactor::memory), which every page is taken from.
+//! process's [budget](reactor::memory), to which every page is charged.
 
 use std::{
     iter::repeat_n,
@@ -45,18 +45,18 @@ use reactor::{
 const PAGE: u64 = 64 << 10;
 const PAGES_PER_REGION: u64 = 4096;
 const REGION: u64 = PAGE * PAGES_PER_REGION;
-/// Pages looked at or changed between two chances for other tasks, and in one answer about block
-/// status.
+/// Number of pages examined or changed between two yields to other tasks, and covered by one result
+/// of block status.
 const PAGES_AT_ONCE: u64 = PAGES_PER_REGION;
 
-/// Tables of a disk of the largest size: together they have one region less than the next power of
-/// two.
+/// Number of tables of a disk of the largest size. All tables together have one region less than
+/// the next power of two.
 const TABLES: usize = (Memory::LARGEST / REGION).ilog2() as usize + 1;
 
 type Page = RwLock<Option<Arc<[u8]>>>;
 type Region = OnceLock<Box<[Page]>>;
 
-/// What holes are read from.
+/// The content of holes.
 static ZEROES: LazyLock<Arc<[u8]>> = LazyLock::new(zeroed_page);
 
 fn zeroed_page() -> Arc<[u8]> {
@@ -68,7 +68,7 @@ fn zeroed_page() -> Arc<[u8]> {
 pub struct Memory {
     size_bytes: AtomicU64,
     tables: Box<[OnceLock<Box<[Region]>>; TABLES]>,
-    /// Bytes of pages that are there.
+    /// Bytes of allocated pages.
     taken_bytes: AtomicU64,
 }
 
@@ -78,7 +78,7 @@ impl Drop for Memory {
     }
 }
 
-/// A part of a request inside one page.
+/// The part of a request inside one page.
 struct Piece {
     page: u64,
     start: usize,
@@ -108,10 +108,10 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
 }
 
 impl Memory {
-    /// Largest size in bytes (256 TiB): the tables of regions are then 32 MiB.
+    /// Maximum size in bytes (256 TiB): the tables of regions are then 32 MiB.
     pub const LARGEST: u64 = 1 << 48;
 
-    /// A disk of `size_bytes`, all holes; none if that is above [`Memory::LARGEST`].
+    /// Creates a disk of `size_bytes`, all holes; `None` above [`Memory::LARGEST`].
     pub fn new(size_bytes: u64) -> Option<Self> {
         if size_bytes > Self::LARGEST {
             return None;
@@ -123,13 +123,13 @@ impl Memory {
         })
     }
 
-    /// The table that a region is in, and its place there.
+    /// Index of a region's table, and of the region in it.
     fn place(region: u64) -> (usize, usize) {
         let table = (region + 1).ilog2();
         (table as usize, (region + 1 - (1 << table)) as usize)
     }
 
-    /// The page, if its region has ever been written to.
+    /// The page; `None` if its region has never been written to.
     fn page(&self, number: u64) -> Option<&Page> {
         let (table, place) = Self::place(number / PAGES_PER_REGION);
         let region = self.tables.get(table)?.get()?[place].get()?;
@@ -144,16 +144,16 @@ impl Memory {
         let regions =
             self.tables[table].get_or_init(|| (0..1_u64 << table).map(|_| OnceLock::new()).collect());
         let pages = regions[place].get_or_init(|| (0..PAGES_PER_REGION).map(|_| RwLock::new(None)).collect());
-        // With the one in `resize`: either that sees this region and frees its pages, or what is
-        // done here next sees the new size.
+        // Pairs with the fence in `resize`: either the resize sees this region and frees its pages,
+        // or the size that is loaded next is the new one.
         fence(SeqCst);
         &pages[(number % PAGES_PER_REGION) as usize]
     }
 
-    /// Calls `f` with the piece of an allocated page; it is allocated, with zeroes, if need be.
-    /// [`Error::NO_SPACE`] where the process may have no more memory.
+    /// Calls `f` with the piece's bytes. Allocates the page, with zeroes, if it is a hole;
+    /// [`Error::NO_SPACE`] if the process's memory budget is exhausted.
     fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) -> Result<()> {
-        // A panic while bytes are copied leaves a page of bytes.
+        // A panic in the middle of a copy leaves valid bytes, so poisoning is ignored.
         let mut page = self.page_for_writing(piece.page).write().unwrap_or_else(PoisonError::into_inner);
         if piece.page * PAGE + piece.end as u64 > self.size_bytes() {
             return Err(Error::INVALID);
@@ -164,12 +164,13 @@ impl Memory {
             }
             self.taken_bytes.fetch_add(PAGE, Relaxed);
         }
+        // Copies the page if it is lent: references to it keep the old bytes.
         let page = Arc::make_mut(page.get_or_insert_with(zeroed_page));
         f(&mut page[piece.start..piece.end]);
         Ok(())
     }
 
-    /// Makes the piece read as zeroes and frees what it can.
+    /// Makes the piece read as zeroes; frees the page if the piece is the whole page.
     fn free(&self, piece: &Piece) {
         let Some(page) = self.page(piece.page) else { return };
         let mut page = page.write().unwrap_or_else(PoisonError::into_inner);
@@ -191,7 +192,7 @@ impl Memory {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Bytes of the pages that were written to.
+    /// Bytes of allocated pages.
     pub(super) fn allocated_bytes(&self) -> u64 {
         self.taken_bytes.load(Relaxed)
     }
@@ -205,6 +206,7 @@ impl Memory {
         if size_bytes > Self::LARGEST {
             return Err(ResizeError::TooLarge { largest: Self::LARGEST });
         }
+        // The size before the pages: see `page_for_writing`.
         let old = self.size_bytes.swap(size_bytes, SeqCst);
         fence(SeqCst);
         if size_bytes < old {
@@ -213,14 +215,15 @@ impl Memory {
         Ok(())
     }
 
-    /// Makes everything from `start` to `end` read as zeroes, passing over what was never written.
+    /// Makes everything from `start` to `end` read as zeroes, skipping regions that were never
+    /// written.
     fn free_from(&self, start: u64, end: u64) {
         let mut at = start;
         while at < end {
             let region_end = (at / REGION + 1) * REGION;
             if self.page(at / PAGE).is_some() {
                 for piece in pieces(at, end.min(region_end) - at) {
-                    // Nothing past the end is of use, also in the last page.
+                    // Up to the end of the page: the rest of the last page is beyond the disk too.
                     self.free(&Piece { end: PAGE as usize, ..piece });
                 }
             }
@@ -257,7 +260,7 @@ impl Memory {
         Ok(target)
     }
 
-    /// [`Memory::read`] into a guest's memory.
+    /// [`Memory::read`] into guest memory.
     pub(super) fn read_now(&self, offset: u64, into: &[Place]) -> Result<()> {
         self.check_inside(offset, into.iter().map(Place::bytes).sum())?;
         let mut start = offset;
@@ -275,8 +278,8 @@ impl Memory {
         if within(offset, bytes as u64, self.size_bytes()) { Ok(()) } else { Err(Error::INVALID) }
     }
 
-    /// Shows pieces of a range one after the other: how far into it, how long, and the bytes;
-    /// `None` where they are zeroes.
+    /// Calls `seen` for each piece of a range, in order, with the piece's offset in the range, its
+    /// length and its bytes; `None` for a hole.
     fn look_at(&self, start: u64, length: usize, mut seen: impl FnMut(usize, usize, Option<&[u8]>)) {
         let mut at = 0;
         for piece in pieces(start, length as u64) {
@@ -289,7 +292,7 @@ impl Memory {
         }
     }
 
-    /// What [`Memory::read`] would read, where it lies.
+    /// References to the bytes that [`Memory::read`] would return.
     pub(super) fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
         if !within(offset, length as u64, self.size_bytes()) {
             return None;
@@ -316,7 +319,7 @@ impl Memory {
         Ok(())
     }
 
-    /// [`Memory::write`] from a guest's memory.
+    /// [`Memory::write`] from guest memory.
     pub(super) fn write_now(&self, offset: u64, from: &[Place]) -> Result<()> {
         self.check_inside(offset, from.iter().map(Place::bytes).sum())?;
         let mut start = offset;
@@ -327,7 +330,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Has the pieces of a range filled one after the other: from how far into it.
+    /// Calls `fill` for each piece of a range, in order, with its offset in the range and its
+    /// bytes.
     fn overwrite(&self, start: u64, length: usize, fill: impl Fn(usize, &mut [u8])) -> Result<()> {
         let mut at = 0;
         for piece in pieces(start, length as u64) {
@@ -361,7 +365,7 @@ impl Memory {
         .await
     }
 
-    /// Ranges come in gigabytes: other tasks get their turn in between.
+    /// Calls `f` for each piece. Ranges may be gigabytes, so it yields to other tasks in between.
     async fn for_each_piece(
         &self,
         offset: u64,
@@ -388,6 +392,7 @@ impl Memory {
         for piece in pieces(offset, length).take(PAGES_AT_ONCE as usize) {
             let hole = self.is_hole(piece.page);
             let full = extents.len() == MOST_EXTENTS;
+            // The limit is reached, but the last extent may still grow by pages of the same status.
             if full && extents.last().is_some_and(|last: &Extent| last.hole != hole) {
                 break;
             }
@@ -564,8 +569,7 @@ mod tests {
             for thread in 0..2 {
                 let memory = &memory;
                 scope.spawn(move || {
-                    // Straight to the pages, as a write that was checked before the cut would go
-                    // there.
+                    // Directly to the pages, as a write that was checked before the shrink.
                     let mut random = fastrand::Rng::with_seed(thread);
                     for _ in 0..20_000 {
                         let piece = Piece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };

@@ -1,26 +1,27 @@
-//! An export of an NBD server as a storage: `nbd://HOST/EXPORT` and the like ([`Uri`](nbd::uri::Uri)).
+//! An export of an NBD server as a storage: `nbd://HOST/EXPORT` and similar URIs
+//! ([`Uri`](nbd::uri::Uri)).
 //!
 //! | cache mode | a write completes when | flush |
 //! | --- | --- | --- |
-//! | writeback, none | the server has it | the server's |
-//! | writethrough, directsync | it is durable: FUA, or a flush behind it | the server's |
-//! | unsafe | the server has it, also with FUA | nothing |
+//! | writeback, none | the server has replied | sent to the server |
+//! | writethrough, directsync | it is durable: FUA, or a flush after it | sent to the server |
+//! | unsafe | the server has replied, also with FUA | nothing |
 //!
-//! Nothing is between a disk and its server here, so `none` is the same as `writeback`. What the
-//! server does is its own affair. There are no locks: nobody keeps others from the same export,
-//! and that nobody else writes to it is taken for granted unless it was opened with `force_share`.
+//! There is no cache between a disk and its server here, so `none` is the same as `writeback`. The
+//! server may cache as it likes. NBD has no locks: other clients may open the same export. Unless
+//! it was opened with `force_share`, this client assumes that it is the only writer.
 //!
-//! What the server says of its blocks is kept to ([`Align`](super::align::Align)); its size ends
-//! at a whole block. A request longer than the server takes is asked in parts, and what it does not
-//! know is made of what it does: see [`ask`], where that is looked at each time.
+//! Requests respect the server's block sizes ([`Align`](super::align::Align)); the disk ends at the
+//! last whole block. A request beyond the server's maximum is split, and a command that the server
+//! does not support is replaced by others: see [`ask`], which decides for each request.
 //!
 //! ```text
-//!   mod      what a storage does, in the server's words; unflushed what a break must not lose
-//!   link     conversations, breaks, connecting again     lane  a connection and the threads that use it
+//!   mod      storage operations as NBD commands    unflushed  writes to repeat after a disconnect
+//!   link     sessions, disconnects, reconnecting   lane  a connection and the threads that use it
 //! ```
 //!
-//! How long a request takes has no bound, as with a disk; `status` tells how long the oldest has
-//! been waiting. The protocol itself is [`nbd`]'s.
+//! A request's time has no bound, as with a disk; `status` shows the age of the oldest one. The
+//! protocol itself is in [`nbd`].
 
 mod ask;
 mod lane;
@@ -52,41 +53,42 @@ use reactor::{
     spawn_to_end,
 };
 
-/// Most that is zeroed, trimmed or looked at in one request, in bytes: a multiple of any block.
+/// Maximum bytes of one request to zero, trim or query: a multiple of any block size.
 const MOST_AT_ONCE: u64 = 1 << 30;
-/// The same where the zeroes have to be sent.
+/// Maximum bytes of one zeroing request if the zeroes must be sent as data.
 const MOST_SENT: u64 = 16 << 20;
-/// Least number of bytes that one reply about allocation covers, as data beyond the server's
-/// extents: a cluster of most images. It bounds the round trips that short extents can cause.
+/// Minimum bytes that one reply about allocation covers; the range behind the server's extents is
+/// reported as data. It is a cluster of most images, and bounds the round trips that short extents
+/// can cause.
 const LEAST_DESCRIBED: u64 = 64 << 10;
 
-/// An export that is a disk here.
+/// An NBD export that is used as a disk.
 #[derive(Debug)]
 pub struct Nbd {
     link: Arc<Link>,
     name: String,
     cache: CacheMode,
     read_only: bool,
-    /// Somebody else may write to it meanwhile, as was said.
+    /// Opened with `force_share`: another client may write to it.
     is_shared: bool,
-    /// Another process may have it open too, and goes on with it for all that is known here.
+    /// Another process may have it open too. It may resume until [`Passed::settle`] is called.
     passed: Option<Passed>,
-    /// Its blocks are kept to for good.
+    /// Properties of the export when it was opened; its block sizes stay in force.
     blocks: About,
 }
 
 impl Nbd {
-    /// How it stands with the server.
+    /// State of the connections to the server.
     pub(super) fn remote(&self) -> Remote {
         self.link.remote()
     }
 
-    /// How long the oldest request has been waiting for its answer; none if none is.
+    /// Time for which the oldest request in flight has waited; `None` if there is none.
     pub(super) fn oldest_request(&self) -> Option<Duration> {
         self.link.oldest_request()
     }
 
-    /// Whether what was flushed here is what another client reads.
+    /// True if other clients read data that was flushed here.
     pub(super) fn has_common_flushes(&self) -> bool {
         self.cache != CacheMode::Unsafe && self.link.about().has_common_flushes()
     }
@@ -111,7 +113,7 @@ impl Nbd {
         self.link.has_lost_writes()
     }
 
-    /// What the cache mode makes of a request's durability.
+    /// Durability of a request, after the cache mode is applied.
     fn durability(&self, asked: Durability) -> Durability {
         match self.cache {
             CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
@@ -120,15 +122,15 @@ impl Nbd {
         }
     }
 
-    /// Whether a request asks the server to be durable by itself, and whether a flush has to
-    /// follow.
+    /// Returns whether a request needs FUA, and whether a flush must follow because the server has
+    /// no FUA.
     fn how(&self, asked: Durability) -> (bool, bool) {
         let durable = self.durability(asked) == Durability::Synchronous;
         let can = self.link.about().can_force();
         (durable && can, durable && !can)
     }
 
-    /// In parts of at most `most` bytes, from `offset` on.
+    /// Splits a range into parts of at most `most` bytes, in order.
     fn parts(offset: u64, length: u64, most: u64) -> impl Iterator<Item = (u64, u32)> {
         let end = offset + length;
         std::iter::successors(Some(offset), move |at| Some(at + most))
@@ -150,13 +152,13 @@ impl Device for Nbd {
         self.link.size_bytes()
     }
 
-    /// The protocol has no word for it: see [`Device::resize`].
+    /// Returns the known size: the protocol has no command for it. See [`Device::resize`].
     async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 
-    /// No export can be resized over NBD. But the server may have resized it: then it is opened
-    /// anew, and has the new size here too.
+    /// NBD cannot resize an export. But its owner may have resized it at the server, so this
+    /// reconnects and reads the current size.
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let link = Arc::clone(&self.link);
         spawn_to_end(async move { link.reopen().await }).await.unwrap_or(Err(Error::SHUTDOWN))?;
@@ -187,6 +189,7 @@ impl Device for Nbd {
         }
         let ask = Ask::Read { offset, length: target.len() };
         let data = self.link.ask(ask).await?.data()?;
+        // A single own buffer can be replaced by the received one without a copy.
         if matches!(target.as_slice(), [Segment::Own(_)]) {
             return Ok(data.into());
         }
@@ -202,7 +205,7 @@ impl Device for Nbd {
         if flush { self.link.flush().await } else { Ok(()) }
     }
 
-    /// The size ends at a whole block, so there is no tail.
+    /// Unreachable: the size ends at a whole block, so there is no tail.
     async fn read_buffered(&self, _offset: u64, _target: Segments) -> Result<Segments> {
         Err(Error::INVALID)
     }
@@ -212,7 +215,7 @@ impl Device for Nbd {
     }
 
     async fn flush(&self) -> Result<()> {
-        // Also where the server has gone: nothing of ours is there.
+        // A read-only client has nothing to flush, even while the server is disconnected.
         if self.read_only { Ok(()) } else { self.link.flush().await }
     }
 
@@ -223,11 +226,12 @@ impl Device for Nbd {
         if options.only_if_fast {
             flags |= cmd_flag::FAST_ZERO;
         }
-        // What has to be sent is shorter, so that a break does not throw it far back.
+        // Shorter requests if the zeroes are sent as data, so that a disconnect repeats less.
         let most = if about.can_zero() { MOST_AT_ONCE } else { MOST_SENT };
         for (offset, length) in Self::parts(offset, length, most) {
             self.link.change(Change::Zeroes { offset, length, flags }, force).await?;
-            // Half of it is done: from here on it must be made all.
+            // The first part succeeded; the range must not be left half zeroed because of
+            // FAST_ZERO.
             flags &= !cmd_flag::FAST_ZERO;
         }
         if flush { self.link.flush().await } else { Ok(()) }
@@ -247,6 +251,7 @@ impl Device for Nbd {
         if !self.link.about().tells_allocation() {
             return Ok(vec![Extent { length, hole: false, zero: false }]);
         }
+        // The query is extended to whole blocks; the extents are clipped to the requested range.
         let block = u64::from(self.blocks.minimum_block);
         let end = offset + length.min(MOST_AT_ONCE - block);
         let first = offset & !(block - 1);
@@ -262,7 +267,7 @@ impl Device for Nbd {
                 let (hole, zero) = (is(state::HOLE), is(state::ZERO));
                 push_extent(&mut extents, Extent { length: to - from, hole, zero });
             }
-            // One less, for the data below.
+            // Room for one more extent, the data below.
             if at >= end || extents.len() == MOST_EXTENTS - 1 {
                 break;
             }

@@ -1,6 +1,6 @@
-//! A disk that discards what is written and has nothing to read: the cost of everything above
-//! storage, with nothing below. A buffer of ours is filled with zeroes, because it holds what
-//! another client read before; a guest's memory is left as it is, as QEMU's `null-co` leaves it.
+//! A disk that discards writes and reads zeroes: measures the cost of everything above storage. Own
+//! buffers are zeroed, because they still hold another client's data; guest memory is left
+//! unchanged, as by QEMU's `null-co`.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -10,14 +10,14 @@ use super::{
 };
 use reactor::{buffer::Segments, error::Result};
 
-/// Zeroes.
+/// A null disk.
 #[derive(Debug)]
 pub struct Null {
     size_bytes: AtomicU64,
 }
 
 impl Null {
-    /// A disk of `size_bytes`.
+    /// Creates a disk of `size_bytes`.
     pub fn new(size_bytes: u64) -> Self {
         Self { size_bytes: AtomicU64::new(size_bytes) }
     }

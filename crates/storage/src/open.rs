@@ -1,8 +1,7 @@
-//! From what a user asked for to a storage that is ready: opens, locks, probes, and puts the
-//! wrappers on.
+//! Opens the storage that a user names: parses the spec, opens, locks, probes, and adds the
+//! wrappers.
 //!
-//! Blocks, so it belongs at the start of the program, or in
-//! [`reactor::blocking`].
+//! Blocks, so call it at the start of the program, or in [`reactor::blocking`].
 
 use std::{path::Path, sync::Arc};
 
@@ -22,69 +21,70 @@ use super::{
 use nbd::uri::Uri;
 use reactor::{Polling, op::ForeignFd};
 
-/// How to open an image.
+/// Options of opening an image.
 #[derive(Clone, Debug, Default)]
 pub struct OpenOptions {
-    /// For files; memory has no cache.
+    /// Cache mode of files, RBD and NBD; memory has no cache.
     pub cache: CacheMode,
-    /// `None` guesses, where that is safe.
+    /// `None` guesses the format if that is safe.
     pub format: Option<Format>,
-    /// Refuse writes; take no lock that would keep other readers away.
+    /// Rejects writes and locks as a reader, so that other readers can open it.
     pub read_only: bool,
-    /// Read although somebody else writes; only with `read_only`.
+    /// Reads although another process writes; only with `read_only`.
     pub force_share: bool,
-    /// Open it without its locks, since another may have them: it is not to be used before
-    /// `block::disk::Disk::hold`. Only of files that are written to.
+    /// Opens without locks, since another process may hold them. The image must not be used before
+    /// `block::disk::Disk::hold`. Only for files that are opened for writing.
     pub handover: bool,
-    /// A regular file of no bytes is a disk too, of size zero.
+    /// Accepts an empty regular file as a disk of size zero.
     pub may_be_empty: bool,
-    /// Where files must lie; everywhere without it.
+    /// Directory that files must be in; `None` allows all.
     pub root: Option<Root>,
-    /// The file itself, already open: its name is not looked at, nor where it lies.
+    /// The file, already open: its name and its directory are not checked.
     pub descriptor: Option<Arc<ForeignFd>>,
-    /// Files that another process has open, and images of clusters, for those that are written to.
-    /// It may be at any export of a server's, of which it passes nothing.
+    /// Files that another process has open for writing, and its RBD images. The process may also
+    /// use NBD exports, which it does not pass.
     pub passed: Option<Passed>,
-    /// The part of it that is the disk; only of raw images.
+    /// The part of the storage that is the disk; only for raw images.
     pub part: Option<Part>,
-    /// How long requests wait for an NBD server that has gone, and are asked again once it is back;
-    /// zero: they fail at once.
+    /// Time for which requests wait for a disconnected NBD server and are then retried. With zero
+    /// they fail at once.
     pub reconnect_delay: Duration,
-    /// How long it is tried to reach an NBD server at first; zero: once.
+    /// Time for which the first connection to an NBD server is retried; with zero there is one
+    /// attempt.
     pub open_timeout: Duration,
-    /// Of an NBD server that was tried before.
+    /// Result of an earlier attempt to connect to the NBD server.
     pub known: Known,
-    /// Latency added.
+    /// Latency to add.
     pub delay: Option<DelayOptions>,
-    /// Bandwidth bounded.
+    /// Bandwidth to limit to.
     pub rate: Option<RateOptions>,
-    /// Where `rate` finds the budget that it shares with others opened with the same.
+    /// Registry of the budgets that images opened with the same `shared` name use together.
     pub budgets: Budgets,
-    /// Rules by which requests fail, in order.
+    /// Rules that inject failures, in order.
     pub faults: Vec<FaultRule>,
 }
 
-/// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about
-/// them, and `format` is not looked at.
+/// Opens the storage that `spec` names, for callers that interpret the bytes: does not guess a
+/// format and ignores `format`.
 ///
 /// # Errors
-/// Everything that is wrong with it, said for people.
+/// The reason, for people.
 pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
     wrapped(spec, open_bottom(spec, &options)?.0, options)
 }
 
-/// What an image looks like, wherever it is; `spec` as for [`open_storage`].
+/// Probes the format of an image on any storage; `spec` as for [`open_storage`].
 ///
 /// # Errors
-/// Where it cannot be opened or read.
+/// The image cannot be opened or read.
 pub fn probe_anywhere(spec: &str) -> Result<Probed, OpenError> {
     let options =
         OpenOptions { read_only: true, force_share: true, may_be_empty: true, ..OpenOptions::default() };
     Ok(open_bottom(spec, &options)?.1)
 }
 
-/// An export, for who does not run a reactor here or cannot wait for it: on a thread that has one
-/// for this.
+/// Opens an NBD export for a caller without a reactor, or one that cannot wait: on a new thread
+/// with its own reactor.
 fn open_apart(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     let (place, options) = (uri.clone(), of_export(uri, options)?);
     let opening = std::thread::spawn(move || {
@@ -142,7 +142,7 @@ fn shared_by_writers(spec: &str) -> OpenError {
     OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only")
 }
 
-/// What `spec` names, without wrappers, and what it looks like. Blocks.
+/// Opens the storage that `spec` names, without wrappers, and probes its format. Blocks.
 pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     if options.force_share && !options.read_only {
         return Err(shared_by_writers(spec));
@@ -211,11 +211,14 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
     if size == 0 { Err(OpenError::new(spec, "has size zero", "give it a size, e.g. 1G")) } else { Ok(size) }
 }
 
-/// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
+/// Adds the wrappers in the order of the drawing in [`storage`](super): faults outermost, so that
+/// an injected failure costs no time.
 pub fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(part) = options.part {
         let whole = storage.size_bytes();
         storage = storage.part(part);
+        // A part that is only partly inside would shift every bound check; it is rejected as a
+        // whole.
         if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
             let why = format!(
                 "has {whole} bytes, and the part given by offset and size, for which the file is taken as raw, is not all inside"

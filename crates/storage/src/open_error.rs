@@ -1,28 +1,28 @@
-//! Why something cannot be opened, as a person is told.
+//! The error of opening an image.
 
-/// Why an image cannot be served: which one, why, and what to do.
+/// Reason why an image cannot be served: which image, why, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{image}: {why} ({remedy})")]
 pub struct OpenError {
-    /// The image as the user named it.
+    /// The image, as the user named it.
     pub image: String,
-    /// What is wrong.
+    /// Reason.
     pub why: String,
-    /// What helps.
+    /// Advice: what the user can do about it.
     pub remedy: String,
-    /// The command of the process that has it locked, if that is why and can be told.
+    /// Command name of the process that holds the lock, if that is the reason and it is known.
     pub holder: Option<String>,
-    /// Which file it is that somebody has locked, if that is why: see
+    /// Identity of the locked file, if that is the reason: see
     /// [`Identity::what`](super::Identity::what).
     pub locked: Option<Box<str>>,
-    /// This process itself has the file open, perhaps under another name, and holds the lock.
+    /// True if this process has the file open, perhaps under another name, and holds the lock.
     pub held_here: bool,
-    /// It may be otherwise soon: nobody answers where it lies, or one that has died is still seen.
+    /// Transient: the server does not answer, or the lock of a dead client has not expired.
     pub may_pass: bool,
 }
 
 impl OpenError {
-    /// An error of opening `image`: the reason, and what the user can do about it.
+    /// Creates an error of opening `image` with its reason and its advice.
     pub fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
             image: image.to_owned(),

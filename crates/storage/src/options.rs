@@ -1,4 +1,5 @@
-//! `key=value,key=value`: the options of the wrappers, on the command line and in the config alike.
+//! Parser of `key=value,key=value`: the options of the wrappers, on the command line and in the
+//! config.
 //!
 //! Never ignores anything: a key that is unknown, repeated or empty is an error that names it.
 
@@ -6,7 +7,7 @@ use std::str::FromStr;
 
 use super::InvalidValue;
 
-/// An option that cannot be: which key, which value, and the rule.
+/// An invalid option: key, value and the violated rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{option}: {key}={value}: {rule}")]
 pub struct InvalidOption {
@@ -16,11 +17,11 @@ pub struct InvalidOption {
     pub key: String,
     /// The value as written.
     pub value: String,
-    /// What it should have been.
+    /// The violated rule.
     pub rule: String,
 }
 
-/// One pair, with what an error about it needs.
+/// One pair, with the option's name for error messages.
 #[derive(Clone, Copy)]
 pub(super) struct Pair<'a> {
     option: &'static str,
@@ -38,7 +39,7 @@ impl Pair<'_> {
         }
     }
 
-    /// The value, as `parse` reads it.
+    /// The value, parsed by `parse`.
     pub(super) fn with<T>(
         &self,
         parse: impl FnOnce(&str) -> Result<T, InvalidValue>,
@@ -46,7 +47,7 @@ impl Pair<'_> {
         parse(self.value).map_err(|error| self.error(error.rule))
     }
 
-    /// A number of at least `least`.
+    /// The value as a number of at least `least`.
     pub(super) fn number<T: FromStr + PartialOrd + std::fmt::Display>(
         &self,
         least: T,
@@ -57,13 +58,13 @@ impl Pair<'_> {
         }
     }
 
-    /// The error for a key that nobody knows.
+    /// The error for an unknown key.
     pub(super) fn unknown(&self, known: &str) -> InvalidOption {
         self.error(format!("no such key (there are {known})"))
     }
 }
 
-/// The pairs of `text`, checked for form.
+/// Splits `text` into pairs. Keys and values are not empty, and no key is repeated.
 pub(super) fn pairs<'a>(option: &'static str, text: &'a str) -> Result<Vec<Pair<'a>>, InvalidOption> {
     let mut seen: Vec<Pair<'a>> = Vec::new();
     for part in text.split(',') {

@@ -1,12 +1,12 @@
-//! File systems that this process serves, on which none of its images may lie.
+//! Registry of the file systems that this process serves. Its own images must not be on them.
 //!
-//! A request to such an image comes back to this process as another request. A system call that
-//! waits for the reply may block the only thread that could send it: a deadlock.
+//! A request to such an image returns to this process as another request. A system call that waits
+//! for the reply may block the only thread that could send it: a deadlock.
 //!
-//! An image is recognised by the device number of its open descriptor, so its name does not matter:
-//! a path, a symbolic link, a bind mount, a descriptor that was passed. The kernel knows that
-//! number itself ([`AtFlags::STATX_DONT_SYNC`]). A loop device over a file of this process is
-//! recognised by the file that the kernel names for it.
+//! An image is recognized by the device number of its open descriptor, whatever its name: a path, a
+//! symbolic link, a bind mount, a passed descriptor. The kernel returns that number without a
+//! request to the file system ([`AtFlags::STATX_DONT_SYNC`]). A loop device over a file of this
+//! process is recognized by the file that the kernel reports for it.
 //!
 //! Never sends a request to a file system.
 
@@ -22,18 +22,18 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, makedev, statx};
 
 use super::OpenError;
 
-/// Loop devices over files over loop devices that are looked through.
+/// Maximum depth of loop devices over files on loop devices that is checked.
 const MOST_LEVELS: usize = 8;
 
 /// Device numbers of the file systems, each with the number of its [`OwnMount`]s.
 static DEVICES: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
 
-/// A file system that this process serves, as long as the value lives.
+/// Registration of a file system that this process serves; dropping it removes it.
 #[derive(Debug)]
 pub struct OwnMount(u64);
 
 impl OwnMount {
-    /// The file system that `root`, which may be open with `O_PATH`, lies on.
+    /// Registers the file system of `root`, which may be open with `O_PATH`.
     ///
     /// # Errors
     /// The kernel does not report the file system.
@@ -60,13 +60,13 @@ fn devices() -> MutexGuard<'static, BTreeMap<u64, usize>> {
     DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Device numbers of an open file, as the kernel has them.
+/// Device numbers of an open file, from the kernel.
 struct DeviceNumbers {
     /// Number of the device that its file system is on.
     device: u64,
-    /// Number of the block device that it is.
+    /// Major and minor number, if the file is a block device.
     block_device: Option<(u32, u32)>,
-    /// The same for the device that its file system is on.
+    /// Major and minor number of the device that its file system is on.
     below: (u32, u32),
 }
 
@@ -81,9 +81,10 @@ fn look(file: impl AsFd) -> io::Result<DeviceNumbers> {
     })
 }
 
-/// Refuses an image at `path` that lies on a file system of this process. A path that cannot be
-/// opened passes: the caller's attempt reports the error.
+/// Rejects an image at `path` that is on a file system of this process. A path that cannot be
+/// opened is accepted: the caller's attempt reports the error.
 pub(super) fn check_path(path: &Path, name: &str) -> Result<(), OpenError> {
+    // Its own statement: the mutex must not be held while the path is opened.
     let has_none = devices().is_empty();
     match has_none {
         true => Ok(()),
@@ -91,7 +92,7 @@ pub(super) fn check_path(path: &Path, name: &str) -> Result<(), OpenError> {
     }
 }
 
-/// The same for an image that is open.
+/// As [`check_path`], for an open image.
 pub(super) fn check(file: impl AsFd, name: &str) -> Result<(), OpenError> {
     let has_none = devices().is_empty();
     if has_none || !is_own(file, MOST_LEVELS) {
@@ -112,7 +113,7 @@ fn is_own(file: impl AsFd, levels: usize) -> bool {
             })
 }
 
-/// File under a loop device or under a partition of one.
+/// Backing file of a loop device, also given one of its partitions.
 fn backing_file((major, minor): (u32, u32)) -> Option<PathBuf> {
     let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
     let whole = |below: &str| fs::read_to_string(device.join(below).join("loop/backing_file")).ok();

@@ -1,20 +1,20 @@
-//! A part of a storage as a disk of its own: `offset=1M,size=10M`, as QEMU's raw format has it.
+//! A part of a storage as a disk: `offset=1M,size=10M`, as in QEMU's raw format.
 
 use std::{fmt, str::FromStr};
 
 use super::{InvalidOption, options::pairs, spec::parse_size};
 
-/// Where the disk is in the file.
+/// Position of the disk inside the storage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Part {
-    /// Bytes before it.
+    /// Start of the part, in bytes.
     pub offset: u64,
-    /// Its bytes; `None` is all there are from `offset` on.
+    /// Size of the part in bytes; `None` means up to the end of the storage.
     pub size: Option<u64>,
 }
 
 impl Part {
-    /// The size of the disk in a storage of so many bytes.
+    /// Size of the disk in a storage of `whole` bytes; 0 if the part begins beyond its end.
     pub(super) fn size_in(self, whole: u64) -> u64 {
         whole.saturating_sub(self.offset).min(self.size.unwrap_or(u64::MAX))
     }
@@ -22,7 +22,7 @@ impl Part {
 
 impl FromStr for Part {
     type Err = InvalidOption;
-    /// `offset=1M,size=10M`, each optional.
+    /// Parses `offset=1M,size=10M`, each optional.
     fn from_str(text: &str) -> Result<Self, InvalidOption> {
         let mut part = Self::default();
         for pair in pairs("options", text)? {
@@ -39,7 +39,7 @@ impl FromStr for Part {
     }
 }
 
-/// In the form that [`FromStr`] reads.
+/// Formats the part so that [`FromStr`] reads it.
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "offset={}", self.offset)?;

@@ -1,17 +1,18 @@
-//! What an image's first bytes look like, and whether it may be served as raw.
+//! Recognizes the format of an image from its first bytes, and decides whether it may be served as
+//! raw.
 //!
-//! A guest owns every byte of a raw image, so it can write a header of another format there.
-//! Whoever then *guesses* the format opens what the guest describes: a qcow2 with `/etc/shadow` as
-//! its backing file. Three rules prevent that:
+//! A guest owns every byte of a raw image, so it can write the header of another format there. A
+//! program that then *guesses* the format opens an image that the guest describes, for example a
+//! qcow2 with `/etc/shadow` as its backing file. Three rules prevent that:
 //!
 //! - an image that looks like anything but raw or qcow2 needs `--format` ([`check_format`]);
 //! - one that looks like qcow2 may name no other file, unless its format was given
 //!   (`image::open`);
 //! - a raw image whose format was guessed cannot be given such a header: `image::Raw`
-//!   refuses the write.
+//!   rejects the write.
 //!
-//! The signatures are those of the formats' own specifications. The list has the formats that QEMU
-//! guesses, because QEMU may be the next to open the image.
+//! The signatures are from the specifications of the formats. The list has the formats that QEMU
+//! guesses, because QEMU may be the next program to open the image.
 //!
 //! A second list has compressed files and archives ([`Probed::Packed`]). They are served as raw,
 //! since a guest may write one to its disk, and a [`warning`] names the program that unpacks them.
@@ -30,20 +31,20 @@ use super::{
     file::{KINDS, not_an_image},
 };
 
-/// Bytes from the beginning that decide; every signature looked for ends before.
+/// Length of the header that is probed, in bytes; every signature ends before it.
 pub const HEADER_BYTES: usize = 512;
 
 /// Formats that weir serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// The bytes are the disk.
+    /// The bytes of the file are the bytes of the disk.
     Raw,
     /// QEMU's copy-on-write format.
     Qcow2,
 }
 
 impl Format {
-    /// As users write it.
+    /// Name, as users write it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -63,18 +64,18 @@ impl FromStr for Format {
     }
 }
 
-/// What an image looks like.
+/// Result of probing an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Probed {
-    /// Nothing known: as far as one can tell the bytes are the disk.
+    /// No signature found: the bytes are the disk, as far as is known.
     Raw,
-    /// The format of this name.
+    /// The signature of this format.
     Looks(&'static str),
     /// A compressed file or an archive, or a disk on which a guest stores one.
     Packed(&'static str),
 }
 
-/// Where a signature is, what it is, whose it is.
+/// Offset, bytes and format name of each signature.
 const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"QFI\xfb", "qcow2"),
     (0, b"QED\0", "qed"),
@@ -101,7 +102,7 @@ const PACKED: &[(usize, &[u8], &str)] = &[
     (257, b"ustar", "tar"),
 ];
 
-/// Formats and archives by their name here, and what turns them into a disk that weir serves.
+/// Program that converts each format or archive to a disk that weir serves.
 const CONVERTED_BY: &[(&str, &str)] = &[
     ("gzip", "gunzip"),
     ("xz", "unxz"),
@@ -115,13 +116,13 @@ const CONVERTED_BY: &[(&str, &str)] = &[
     ("vhdx", "qemu-img convert -f vhdx -O qcow2"),
 ];
 
-/// Apple's disk images have theirs in the last 512 bytes.
+/// Signature of Apple's disk images, at the beginning of the last 512 bytes.
 const DMG_TRAILER: &[u8] = b"koly";
-/// A VHD of fixed size is a raw disk with a footer of 512 bytes behind it.
+/// Signature of a fixed VHD's footer: such a file is a raw disk followed by a footer of 512 bytes.
 const VHD_FOOTER: &[u8] = b"conectix";
 
-/// What a disk with this beginning looks like; fewer than [`HEADER_BYTES`] are as good as followed
-/// by zeroes.
+/// Probes the first bytes of a disk. A header shorter than [`HEADER_BYTES`] is treated as padded
+/// with zeroes.
 pub fn probe_header(header: &[u8]) -> Probed {
     let header = &header[..header.len().min(HEADER_BYTES)];
     let found = SIGNATURES
@@ -138,12 +139,13 @@ fn probe_packed(header: &[u8]) -> Probed {
     let found = PACKED
         .iter()
         .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)))
+        // The magic of bzip2's first block follows "BZh" and a level digit; require both.
         .filter(|(_, _, name)| *name != "bzip2" || header.starts_with(b"BZh"));
     found.map_or(Probed::Raw, |(_, _, name)| Probed::Packed(name))
 }
 
-/// A VMDK may begin with text that names its parts, other files: comments and empty lines, then
-/// `version=`.
+/// True for a VMDK that begins with a text descriptor, which names other files: comments and empty
+/// lines, then `version=`.
 fn is_vmdk_descriptor(header: &[u8]) -> bool {
     let mut lines = header.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
     lines
@@ -151,20 +153,20 @@ fn is_vmdk_descriptor(header: &[u8]) -> bool {
         .is_some_and(|line| line.starts_with(b"version="))
 }
 
-/// What the image at `path` looks like.
+/// Probes the image at `path`.
 ///
 /// # Errors
-/// Where it cannot be read.
+/// The image cannot be read.
 pub fn probe(path: &Path) -> io::Result<Probed> {
     // Opening a named pipe, which is never an image, would wait for a writer.
     probe_file(&fs::File::options().read(true).custom_flags(O_NONBLOCK).open(path)?)
 }
 
-/// As [`probe`], of an open file.
+/// As [`probe`], for an open file.
 pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
     let metadata = file.metadata()?;
     if let Some(why) = not_an_image(metadata.file_type()) {
-        // A pipe, for one, has no offsets to read at.
+        // A pipe, for example, does not support reads at an offset.
         return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{why} ({KINDS})")));
     }
     let mut header = [0; HEADER_BYTES];
@@ -179,7 +181,7 @@ pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
     Ok(probe_ends(header, &trailer[..trailer_length]))
 }
 
-/// As [`probe`], of an open image whose format is known. Only the first sector is read, which costs
+/// As [`probe`], for an open image whose format is known. Reads only the first sector, which costs
 /// one request: a format whose signature is in the last sector is not recognized.
 pub(super) fn probe_beginning(file: &fs::File) -> io::Result<Probed> {
     let mut header = [0; HEADER_BYTES];
@@ -187,7 +189,8 @@ pub(super) fn probe_beginning(file: &fs::File) -> io::Result<Probed> {
     Ok(probe_ends(&header[..length], &[]))
 }
 
-/// As [`probe`], of the first bytes and of the last: [`HEADER_BYTES`] each, or all there are.
+/// As [`probe`], given the first and the last [`HEADER_BYTES`] of the image, or all of a shorter
+/// one.
 pub(super) fn probe_ends(first: &[u8], last: &[u8]) -> Probed {
     let ends_with = |trailer: &[u8]| last.len() >= HEADER_BYTES && last.starts_with(trailer);
     match probe_header(first) {
@@ -211,11 +214,11 @@ fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usi
     Ok(done)
 }
 
-/// The format to serve an image in: the one that was said, else what it looks like where that is
-/// safe to believe. A guess of qcow2 is safe only for an image that names no other file.
+/// Format to serve an image in: the explicit one, else the probed one if it is safe to trust. A
+/// guess of qcow2 is safe only for an image that names no other file.
 ///
 /// # Errors
-/// No format was said, and the image looks neither raw nor like qcow2.
+/// No format was given, and the image looks neither raw nor like qcow2.
 pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Result<Format, OpenError> {
     match (explicit, probed) {
         (Some(format), _) => Ok(format),
@@ -238,9 +241,9 @@ fn converter(name: &str) -> Option<&'static str> {
     CONVERTED_BY.iter().find(|(of, _)| *of == name).map(|(_, by)| *by)
 }
 
-/// A warning about an image that is used although its bytes are those of a compressed file, an
-/// archive or a foreign format that contains a disk. `None` for all other images, also for LUKS and
-/// qcow2 inside a raw disk, where a guest or a client has reason to store them.
+/// Warning about an image whose bytes are a compressed file, an archive or a foreign format that
+/// contains a disk. `None` for all other images, also for LUKS and qcow2 inside a raw disk, which a
+/// guest or a client has reason to store there.
 pub fn warning(probed: Probed) -> Option<String> {
     let (Probed::Looks(name) | Probed::Packed(name)) = probed else { return None };
     let converter = converter(name)?;
@@ -306,7 +309,7 @@ mod tests {
         assert_eq!(probe(file.path()).expect("readable"), Probed::Raw);
         file.as_file().write_all_at(b"koly", 2048 - 512).expect("written");
         assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("dmg"));
-        // Of a known format, the beginning alone counts.
+        // With an explicit format only the beginning is read.
         assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Raw);
         file.as_file().write_all_at(b"QFI\xfb", 0).expect("written");
         assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Looks("qcow2"));

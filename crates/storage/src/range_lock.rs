@@ -1,30 +1,30 @@
-//! Locks on byte ranges that cost a plain write two atomic additions, and nothing else, while
-//! nobody needs them.
+//! Locks on byte ranges. A plain write costs two atomic additions, and nothing else, while there is
+//! no exclusive lock.
 //!
-//! A read-modify-write rewrites bytes around its own: between its read and its write nobody else
-//! may write there. It takes its blocks *exclusively*. Every other write takes its range *shared*:
-//! such writes may overlap each other, because the contract leaves their order open.
+//! A read-modify-write rewrites bytes around its own. Between its read and its write no other
+//! request may write there, so it locks its blocks *exclusively*. Every other write locks its range
+//! *shared*: such writes may overlap each other, because the contract leaves their order open.
 //!
-//! Exclusive locks are rare, so shared ones have a fast path that touches no list:
+//! Exclusive locks are rare, so shared ones have a fast path that accesses no list:
 //!
 //! ```text
-//!   shared:     fast += 1 ;  exclusive == 0 ? ── yes ──► go; at the end  fast -= 1
+//!   shared:     fast += 1 ;  exclusive == 0 ? ── yes ──► done; at the end  fast -= 1
 //!                                  └─ no ─► fast -= 1, queue in the table
 //!   exclusive:  exclusive += 1 ;  queue in the table until  fast == 0  and no earlier entry overlaps
 //! ```
 //!
-//! Why no pair slips through. All four accesses are sequentially consistent, so they have one order
-//! for all threads. Take a fast writer F (adds to `fast`, then reads `exclusive`) and a modifier M
-//! (adds to `exclusive`, then reads `fast`). If F's read comes before M's addition, then F's
-//! addition comes before M's read, and M sees it and waits. Otherwise F sees M and queues. Two
-//! entries in the table are compared under its mutex. M waits for every fast writer that came
-//! before it, wherever that writes. This costs M at most one write's time, and no new fast writer
-//! can start while M exists, so M is not starved. Of entries that overlap, the first to arrive is
-//! granted first, so nobody else is starved either.
+//! Why a conflict is never missed: all four accesses are sequentially consistent, so all threads
+//! agree on their order. Consider a fast writer F (adds to `fast`, then reads `exclusive`) and a
+//! modifier M (adds to `exclusive`, then reads `fast`). If F's read precedes M's addition, then F's
+//! addition precedes M's read, and M sees it and waits. Otherwise F sees M and queues. Two entries
+//! in the table are compared under its mutex. M waits for every fast writer before it, whatever its
+//! range. This costs M at most one write's time, and no new fast writer can start while M exists,
+//! so M is not starved. Of entries that overlap, the first to arrive is granted first, so no entry
+//! is starved.
 //!
-//! No wake-up is lost either. M looks at `fast` and leaves its waker while it holds the mutex. The
-//! writer that brings `fast` to zero then reads `exclusive`, sees M (whose addition precedes its
-//! look), and takes the mutex to wake it.
+//! Why no wake-up is lost: M reads `fast` and stores its waker while it holds the mutex. The writer
+//! that brings `fast` to zero then reads `exclusive`, sees M (whose addition precedes its read of
+//! `fast`), and locks the mutex to wake it.
 //!
 //! Never holds the mutex across an await, nor while it wakes.
 
@@ -41,9 +41,9 @@ use std::{
 /// The locks of one storage, shared by its worker threads.
 #[derive(Debug, Default)]
 pub struct RangeLocks {
-    /// Exclusive locks that are held or waited for.
+    /// Number of exclusive locks, held or waited for.
     exclusive: AtomicUsize,
-    /// Shared locks that went the fast way.
+    /// Number of shared locks on the fast path.
     fast: AtomicUsize,
     table: Mutex<Table>,
 }
@@ -60,7 +60,7 @@ struct Entry {
     id: u64,
     range: Range<u64>,
     exclusive: bool,
-    /// Where to call its owner, while it waits.
+    /// Waker of its owner, while it waits.
     waker: Option<Waker>,
 }
 
@@ -71,7 +71,7 @@ impl Entry {
     }
 }
 
-/// A lock that is held, or on its way to be; dropping it gives it up.
+/// A lock that is held or waited for; dropping it releases it.
 #[derive(Debug)]
 pub struct Guard<'a> {
     locks: &'a RangeLocks,
@@ -85,18 +85,20 @@ enum Way {
 }
 
 impl RangeLocks {
-    /// Waits until nobody holds any of `range` exclusively.
+    /// Waits until no part of `range` is held exclusively.
     pub async fn shared(&self, range: Range<u64>) -> Guard<'_> {
         self.fast.fetch_add(1, SeqCst);
         let fast = Guard { locks: self, way: Way::Fast };
         if self.exclusive.load(SeqCst) == 0 {
             return fast;
         }
+        // An exclusive lock exists or is waited for. Release the fast count before queueing, or the
+        // modifier would wait for this writer, which waits for the modifier.
         drop(fast);
         self.queue(range, false).await
     }
 
-    /// Waits until nobody else holds any of `range`.
+    /// Waits until no part of `range` is held by another request.
     pub async fn exclusive(&self, range: Range<u64>) -> Guard<'_> {
         self.exclusive.fetch_add(1, SeqCst);
         self.queue(range, true).await
@@ -104,12 +106,13 @@ impl RangeLocks {
 
     async fn queue(&self, range: Range<u64>, exclusive: bool) -> Guard<'_> {
         let id = self.enqueue(range, exclusive);
-        // From here on the guard removes the entry, also when the future is dropped while it waits.
+        // From here on the guard removes the entry, also if the future is dropped while it waits.
         let guard = Guard { locks: self, way: Way::Queued { id, exclusive } };
         poll_fn(|context| {
             let mut table = self.lock();
             let at = table.position(id);
             let entry = &table.entries[at];
+            // Ids grow and entries are pushed in the same order, so earlier entries come first.
             let blocked = table.entries[..at].iter().any(|earlier| earlier.conflicts(entry))
                 || exclusive && self.fast.load(SeqCst) > 0;
             table.entries[at].waker = blocked.then(|| context.waker().clone());
@@ -128,12 +131,13 @@ impl RangeLocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // The table is changed by single pushes, removals and assignments: a panic elsewhere leaves
-        // it whole.
+        // The table is changed by single pushes, removals and assignments: a panic elsewhere cannot
+        // leave it inconsistent.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn leave_fast(&self) {
+        // Every exclusive entry may have waited for `fast` to reach zero.
         if self.fast.fetch_sub(1, SeqCst) == 1 && self.exclusive.load(SeqCst) > 0 {
             let wakers: Vec<_> = {
                 let mut table = self.lock();
@@ -171,6 +175,8 @@ impl Drop for Guard<'_> {
         match self.way {
             Way::Fast => self.locks.leave_fast(),
             Way::Queued { id, exclusive } => {
+                // After the entry is gone: a writer that still reads the old count only queues
+                // needlessly.
                 self.locks.leave_table(id);
                 if exclusive {
                     self.locks.exclusive.fetch_sub(1, SeqCst);
@@ -201,7 +207,7 @@ mod tests {
         for seed in 0..300 {
             sim::run(seed, async {
                 let locks = Rc::new(RangeLocks::default());
-                // Positive: that many shared owners of the cell; negative: an exclusive one.
+                // Positive: the number of shared owners of the cell; negative: an exclusive owner.
                 let cells: Rc<[Cell<i32>; 8]> = Rc::default();
                 let tasks: Vec<_> = (0..24)
                     .map(|_| {
@@ -262,7 +268,7 @@ mod tests {
         });
     }
 
-    /// Long enough for another thread to come in between, if it is let.
+    /// Spins long enough for another thread to enter, if the lock does not exclude it.
     fn dawdle() {
         for _ in 0..200 {
             std::hint::spin_loop();

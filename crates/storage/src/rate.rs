@@ -1,14 +1,14 @@
 //! A storage with the bandwidth of a slower device.
 //!
 //! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies
-//! below. When each request is done is decided by [`policy::device`].
+//! below. [`policy::device`] decides when each request completes.
 //!
-//! The device is a **budget**. With `shared=NAME` all storages that say that name, in one
-//! [`Budgets`], share it: they are partitions of one imitated device, which is what a watermark
-//! then looks at.
+//! The device is a **budget**. With `shared=NAME`, all storages with the same name in one
+//! [`Budgets`] share it: they are partitions of one imitated device, whose utilization a watermark
+//! observes.
 //!
 //! It is not a throttle for guests: it has no bursts and no groups, and cannot be changed while it
-//! runs. Those are the `layer`'s.
+//! runs. The throttle `layer` does that.
 
 use std::{
     collections::HashMap,
@@ -30,27 +30,27 @@ use super::{
 };
 use reactor::now;
 
-/// Longest name of a budget, in bytes: it is shown in a status and a log line.
+/// Maximum length of a budget's name, in bytes: it appears in the status and in log lines.
 const MAX_NAME_BYTES: usize = 64;
 
-/// Rates a second; `None` is unlimited.
+/// Rates per second; `None` is unlimited.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RateOptions {
-    /// Bytes a second, reads and writes together.
+    /// Bytes per second, reads and writes together.
     pub bytes: Option<u64>,
-    /// Requests a second, of any kind but flushes.
+    /// Requests per second, of any kind but flushes.
     pub iops: Option<u64>,
-    /// Bytes read a second.
+    /// Bytes read per second.
     pub read: Option<u64>,
-    /// Bytes written a second.
+    /// Bytes written per second.
     pub write: Option<u64>,
-    /// The name of the budget, for whoever else says it; `None` has it alone.
+    /// Name of the budget, shared by all storages with the same name; `None` is a private budget.
     pub shared: Option<Arc<str>>,
 }
 
 impl FromStr for RateOptions {
     type Err = InvalidOption;
-    /// `bytes=22M,iops=500,read=30M,write=10M,shared=NAME`, each optional.
+    /// Parses `bytes=22M,iops=500,read=30M,write=10M,shared=NAME`, each optional.
     fn from_str(text: &str) -> Result<Self, InvalidOption> {
         fn rate(pair: &Pair<'_>) -> Result<Option<u64>, InvalidOption> {
             match pair.with(parse_size)? {
@@ -80,7 +80,7 @@ impl FromStr for RateOptions {
     }
 }
 
-/// In the form that [`FromStr`] reads.
+/// Formats the options so that [`FromStr`] reads them.
 impl fmt::Display for RateOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { bytes, iops, read, write, shared } = self;
@@ -104,47 +104,47 @@ struct State {
     completed: Completed,
 }
 
-/// What an imitated device has completed since it was made.
+/// Counters of an imitated device, since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Completed {
-    /// By direction.
+    /// Completed requests, by direction.
     pub requests: [u64; 2],
-    /// Those that were moved, by direction.
+    /// Bytes moved, by direction.
     pub bytes: [u64; 2],
-    /// The time for which requests were in flight, of all added up.
+    /// Sum of the times for which requests were in flight.
     pub in_flight: Duration,
 }
 
 impl Budget {
-    /// A device of these rates. A rate of zero is no limit.
+    /// Creates a device of these rates. A rate of zero is unlimited.
     pub fn new(options: RateOptions) -> Self {
         let RateOptions { bytes, iops, read, write, .. } = options;
         let lines = Lines::new(Rates { bytes, iops, read, write });
         Self { state: Mutex::new(State { lines, completed: Completed::default() }), options }
     }
 
-    /// What it was made of.
+    /// Options that it was created with.
     pub fn options(&self) -> &RateOptions {
         &self.options
     }
 
-    /// How long the device has worked by `now`, since it was made. At full use it grows as the
+    /// Busy time of the device by `now`, since it was created. At full utilization it grows as the
     /// clock does.
     pub fn worked(&self, now: Instant) -> Duration {
         self.state().lines.worked(now)
     }
 
-    /// What it has completed so far.
+    /// Counters so far.
     pub fn completed(&self) -> Completed {
         self.state().completed
     }
 
-    /// When a request that moves `bytes` will be done.
+    /// Charges a request that moves `bytes` and returns the instant at which it completes.
     pub(super) fn charge(&self, direction: Direction, bytes: u64) -> Instant {
         self.state().lines.charge(direction, bytes, now())
     }
 
-    /// Counts a request that has come to its end.
+    /// Counts a completed request.
     pub(super) fn count(&self, direction: Direction, bytes: u64, took: Duration) {
         let Completed { requests, bytes: all, in_flight } = &mut self.state().completed;
         requests[direction.index()] += 1;
@@ -157,20 +157,20 @@ impl Budget {
     }
 }
 
-/// The budgets that have a name, as long as somebody has them. A copy is the same budgets.
+/// Named budgets, each as long as a storage uses it. Clones share the registry.
 #[derive(Clone, Debug, Default)]
 pub struct Budgets(Arc<Mutex<HashMap<Arc<str>, Weak<Budget>>>>);
 
-/// Two storages give one device different rates.
+/// Error: two storages give one device different rates.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rate: shared={0}: has other rates where it is named first (give it the same everywhere)")]
 pub struct RatesDiffer(pub Arc<str>);
 
 impl Budgets {
-    /// The budget that `options` name, or a new one where they name none or the first does.
+    /// The budget that `options` name; a new one if they have no name, or the name is new.
     ///
     /// # Errors
-    /// If the budget of that name has other rates.
+    /// The budget of that name has other rates.
     pub fn get(&self, options: &RateOptions) -> Result<Arc<Budget>, RatesDiffer> {
         let Some(name) = &options.shared else { return Ok(Arc::new(Budget::new(options.clone()))) };
         let mut budgets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -198,7 +198,8 @@ mod tests {
         Storage::Null(Null::new(1 << 30)).with_rate(Arc::new(Budget::new(options.clone())))
     }
 
-    /// Reads done in `seconds` by `clients` that take `think` between two reads.
+    /// Number of reads completed in `seconds` by `clients` that pause for `think` between two
+    /// reads.
     fn reads(options: &str, clients: u32, size: usize, think: Duration, seconds: u64) -> u64 {
         let options: RateOptions = options.parse().expect("valid");
         sim::run(1, async move {
@@ -234,7 +235,7 @@ mod tests {
         let expected = 10.0 * f64::from(22 << 20);
         for (clients, size) in [(1, 4096), (32, 4096), (1, 1 << 20), (8, 1 << 20)] {
             let count = reads("bytes=22M", clients, size, Duration::ZERO, 10);
-            // The last request of a megabyte may end past the ten seconds.
+            // The last request of a megabyte may end after the ten seconds.
             assert_near(count, expected / size as f64);
         }
     }
@@ -297,7 +298,7 @@ mod tests {
             assert_eq!(budget.worked(now()), Duration::ZERO);
             let read = spawn_joinable(async move { rate.read(0, Buffer::new(1 << 19)).await });
             sleep_until(at(1240)).await;
-            // It began before it was asked: the line was caught up.
+            // Work begins before the request: the line may catch up (`CATCH_UP_NS`).
             assert_eq!(budget.worked(now()), Duration::from_millis(250));
             read.await.expect("null");
             sleep_until(at(9000)).await;

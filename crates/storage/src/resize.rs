@@ -1,53 +1,53 @@
-//! Why a storage cannot have another size.
+//! Errors of resizing a storage.
 //!
-//! Every storage promises this of a resize: requests inside both sizes are not disturbed; what is
-//! cut off is gone, and reads as zeroes if the storage grows again; requests beyond the new end
-//! fail, those in flight included, and never make it longer.
+//! Every storage guarantees: requests inside both sizes are not disturbed; bytes beyond the new end
+//! are lost, and read as zeroes if the storage grows again; requests beyond the new end fail, those
+//! in flight included, and never extend it.
 
 use reactor::error::Error;
 
-/// Multiple of the sizes of every storage that does not keep a size to the byte: the sector that
-/// guests and QEMU count in.
+/// Granularity of the sizes of a storage that is not sized in bytes: the sector that guests and
+/// QEMU count in.
 pub(super) const SECTOR: u64 = 512;
 
-/// A size that was refused. The storage has the one it had.
+/// A rejected resize. The storage keeps its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResizeError {
-    /// It is not to be written to.
+    /// The storage is read-only.
     #[error("it is read-only (open it for writing)")]
     ReadOnly,
-    /// Block devices have the size they have.
+    /// The size of a block device cannot be changed here.
     #[error(
         "it is a block device of {size_bytes} bytes (resize the device itself first, then give its new size here)"
     )]
     Device {
-        /// The device's own size, now in force here too.
+        /// Current size of the device, now in force here too.
         size_bytes: u64,
     },
-    /// Another server has it, and NBD has no word to resize it.
+    /// The storage is an NBD export, and the protocol has no resize command.
     #[error(
         "its NBD server has it with {size_bytes} bytes (resize it there first, then give its new size here)"
     )]
     Remote {
-        /// The server's size, now in force here too.
+        /// Size of the export, now in force here too.
         size_bytes: u64,
     },
-    /// It is a part of a file, of a size that was given.
+    /// The storage is a part, of a fixed size, of a file.
     #[error("it is a part of {size_bytes} bytes of a file (serve it without `size` to have it grow)")]
     Part {
-        /// Its size.
+        /// Size of the part.
         size_bytes: u64,
     },
-    /// The end would lie inside a block.
+    /// The size is not a multiple of the block size.
     #[error("a size is a multiple of {multiple} bytes, and not 0 (round it)")]
     Unaligned {
-        /// The block.
+        /// Block size.
         multiple: u64,
     },
-    /// More than this kind of storage can hold.
+    /// The size exceeds the maximum of this storage type.
     #[error("the largest size is {largest} bytes (choose a smaller one)")]
     TooLarge {
-        /// The most it can hold.
+        /// Maximum size.
         largest: u64,
     },
     /// Internal snapshots do not record the disk's size, as in version 2 of qcow2.
@@ -56,7 +56,7 @@ pub enum ResizeError {
          them with `weir image snapshot -d`, or make it version 3 with `qemu-img amend -o compat=1.1`)"
     )]
     Snapshots,
-    /// The system refused.
+    /// The system rejected it.
     #[error("{0} (the size is as it was)")]
     Failed(Error),
 }
@@ -67,7 +67,7 @@ impl From<Error> for ResizeError {
     }
 }
 
-/// Checks that a storage whose sizes are multiples of `multiple` can have this one.
+/// Checks that `size_bytes` is a non-zero multiple of `multiple`.
 pub(super) fn check(size_bytes: u64, multiple: u64) -> Result<(), ResizeError> {
     if size_bytes == 0 || !size_bytes.is_multiple_of(multiple) {
         return Err(ResizeError::Unaligned { multiple });

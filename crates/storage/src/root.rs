@@ -1,14 +1,14 @@
 //! A directory that must contain all images.
 //!
-//! Images name other files: the one that they were copied from, the one with their data. Whoever
-//! serves images made by others may not want those names to lead everywhere. With a root, the
-//! kernel resolves each name beneath that directory (openat2 with `RESOLVE_BENEATH`): `..`,
-//! absolute names and symbolic links work as long as they stay inside, and nobody can exchange a
-//! link between the check and the opening. Where that call is not to be had, each part of the name
-//! is opened by itself, and `..` is a directory that was passed: systemd's `RestrictSUIDSGID=`
-//! takes the call away, because no filter can see its arguments.
+//! Images name other files: backing files and data files. A user that serves foreign images may
+//! want to confine those names. With a root, the kernel resolves each name beneath that directory
+//! (openat2 with `RESOLVE_BENEATH`): `..`, absolute names and symbolic links work as long as they
+//! stay inside, and no process can exchange a link between the check and the open. If the call is
+//! unavailable, each component is opened separately and `..` returns to the directory opened
+//! before: systemd's `RestrictSUIDSGID=` blocks openat2, because no seccomp filter can see its
+//! arguments.
 //!
-//! Never judges names as text. Only the part of an absolute name that is the root's own is cut off.
+//! Never judges names as text. Only the root's own prefix of an absolute name is removed.
 
 use std::{
     ffi::OsString,
@@ -29,27 +29,27 @@ use rustix::{
 
 use super::OpenError;
 
-/// How often a name is resolved again while somebody renames directories above it.
+/// Maximum number of attempts to resolve a name while another process renames directories above it.
 const MOST_ATTEMPTS: u32 = 100;
-/// How many symbolic links a name may lead through: the kernel's bound, path_resolution(7).
+/// Maximum number of symbolic links in a name: the kernel's bound, path_resolution(7).
 const MOST_LINKS: u32 = 40;
 
-/// The directory.
+/// The root directory.
 #[derive(Clone, Debug)]
 pub struct Root {
-    /// As it was named, absolute.
+    /// Absolute path, as the user named it.
     path: PathBuf,
-    /// Without symbolic links.
+    /// Path without symbolic links.
     canonical: PathBuf,
     directory: Arc<OwnedFd>,
 }
 
-/// A file inside, held so that it stays the same one.
+/// A file inside the root, opened with `O_PATH` so that a rename cannot exchange it.
 #[derive(Debug)]
 pub(super) struct Pinned(OwnedFd);
 
 impl Pinned {
-    /// A path that leads to this very file, whatever happens to its name.
+    /// Path that resolves to this file, even after a rename.
     pub(super) fn path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
     }
@@ -59,7 +59,7 @@ impl Root {
     /// Opens the directory.
     ///
     /// # Errors
-    /// The system's, also [`ErrorKind::NotADirectory`].
+    /// As reported by the system, also [`ErrorKind::NotADirectory`].
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = open(path, flags, Mode::empty())?;
@@ -70,10 +70,10 @@ impl Root {
         })
     }
 
-    /// Opens the file of this name for reading.
+    /// Opens a file for reading.
     ///
     /// # Errors
-    /// The system's; also if it lies outside, or is no regular file.
+    /// As reported by the system; also if the file is outside the root, or not a regular file.
     pub fn read(&self, path: &Path) -> Result<fs::File, OpenError> {
         let name = path.display().to_string();
         let pinned = self.pin(path, &name)?;
@@ -81,7 +81,7 @@ impl Root {
             .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
     }
 
-    /// Finds the file of this name without opening it for anything.
+    /// Resolves a name to a file, without opening it for reading or writing.
     pub(super) fn pin(&self, path: &Path, name: &str) -> Result<Pinned, OpenError> {
         let absolute = std::path::absolute(path)
             .map_err(|error| OpenError::new(name, error.to_string(), "give another name"))?;
@@ -95,6 +95,8 @@ impl Root {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             match openat2(&self.directory, inside, flags, Mode::empty(), resolve) {
                 Ok(fd) => return Ok(Pinned(fd)),
+                // EAGAIN: a directory was renamed during the lookup, so the kernel could not prove
+                // that `..` stays inside (openat2(2)).
                 Err(Errno::AGAIN) if attempts < MOST_ATTEMPTS => attempts += 1,
                 Err(Errno::INTR) => {}
                 Err(Errno::NOSYS) => return self.pin_by_parts(inside, name),
@@ -104,7 +106,7 @@ impl Root {
         }
     }
 
-    /// The same without openat2.
+    /// As [`Root::pin`], without openat2.
     fn pin_by_parts(&self, inside: &Path, name: &str) -> Result<Pinned, OpenError> {
         by_parts(&self.directory, inside).map(Pinned).map_err(|errno| match errno {
             Errno::XDEV => self.outside(name),
@@ -132,11 +134,12 @@ impl Root {
     }
 }
 
-/// Opens a name below the directory as `RESOLVE_BENEATH` does; XDEV where it leads out.
+/// Resolves a name below the directory as `RESOLVE_BENEATH` does; XDEV if it leads out.
 fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
-    // What is left to do, the next part last.
+    // Components still to resolve, the next one last.
     let mut left = parts(inside)?;
-    // The directories that were passed: nobody can move them while they are looked at.
+    // Directories opened so far. `..` pops one instead of asking the kernel for the parent, so a
+    // concurrent rename cannot lead out of the root.
     let mut passed: Vec<OwnedFd> = Vec::new();
     let mut links = 0;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -154,10 +157,11 @@ fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
                 return Err(Errno::LOOP);
             }
             let target = readlinkat(&found, "", Vec::new())?;
+            // Resolved from the directory of the link, which is the last of `passed`.
             left.extend(parts(Path::new(&OsString::from_vec(target.into_bytes())))?);
             continue;
         }
-        // Nothing lies below a file, and it has no `..`.
+        // A file has no children and no `..`.
         if kind != FileType::Directory && !left.is_empty() {
             return Err(Errno::NOTDIR);
         }
@@ -169,7 +173,7 @@ fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// The last first.
+/// Components of a relative name in reverse order; XDEV if it is absolute.
 fn parts(name: &Path) -> Result<Vec<OsString>, Errno> {
     let part = |component| match component {
         Component::Normal(name) => Some(Ok(name.to_owned())),

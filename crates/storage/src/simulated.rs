@@ -1,21 +1,21 @@
-//! A disk for the simulation: slow, out of order, and after a crash only as good as its last flush.
+//! A simulated disk: slow and out of order. After a crash, only flushed data is certain to survive.
 //!
 //! ```text
 //!   write ─► in flight ──(takes effect)──► cached ──(flush completed after it did)──► durable
 //!                 │                          │                                          │
 //!   crash:        └──── each lost, applied whole or torn at blocks, in any order ───────┤
 //!                                                                                       ▼
-//!                                                                            what the disk holds
+//!                                                                              content of the disk
 //! ```
 //!
-//! Latencies, errors, tearing and order come from the reactor's seed. Requests that do not fit the
-//! block size are an assertion: the code above ([`Align`](super::align::Align)) must not let them
-//! through.
+//! Latencies, errors, tearing and order come from the reactor's seed. A request that is not aligned
+//! to the block size fails an assertion: the code above ([`Align`](super::align::Align)) must not
+//! submit it.
 //!
 //! As with a kernel, dropping a request's future does not cancel the request.
 //!
-//! A request that was in flight at the crash gets no answer: its future stays pending, like that of
-//! a client whose machine is gone.
+//! A request that was in flight at the crash never completes: its future stays pending, like that
+//! of a client on a crashed machine.
 
 use std::{
     collections::BTreeMap,
@@ -37,14 +37,14 @@ use reactor::{
     ublk::Registered,
 };
 
-/// How a simulated disk behaves.
+/// Parameters of a simulated disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Behaviour {
     /// Block size in bytes, a power of two; the disk's size is a multiple of it.
     pub block_bytes: usize,
-    /// Longest time to take effect, and again to complete; each is drawn evenly from zero to this.
+    /// Maximum time to take effect, and again to complete; each is uniform from zero to this.
     pub latency: Duration,
-    /// Share of requests that fail with EIO, 0 to 1. A failed write may have been applied, in part.
+    /// Probability that a request fails with EIO, 0 to 1. A failed write may be applied in part.
     pub error_probability: f64,
 }
 
@@ -54,46 +54,46 @@ impl Default for Behaviour {
     }
 }
 
-/// A simulated disk. Clones are the same disk.
+/// A simulated disk. Clones share the disk.
 #[derive(Clone, Debug)]
 pub struct Simulated {
     behaviour: Behaviour,
     state: Arc<Mutex<State>>,
 }
 
-/// What has reached a simulated disk.
+/// Counters of the requests that a simulated disk has received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Reads and questions where data is.
+    /// Reads and queries of the allocation status.
     pub reads: u64,
-    /// Bytes of the reads.
+    /// Bytes read.
     pub read_bytes: u64,
     /// Writes, write-zeroes and discards.
     pub writes: u64,
-    /// Bytes of them.
+    /// Bytes written, zeroed and discarded.
     pub written_bytes: u64,
     /// Flushes.
     pub flushes: u64,
 }
 
-/// Not yet on stable storage.
+/// A write that is not durable yet.
 #[derive(Debug)]
 struct Write {
     first_block: usize,
-    /// `None` where a newer write that *is* durable covers the block.
+    /// `None` for a block that a newer, durable write covers.
     blocks: Vec<Option<Box<[u8]>>>,
     completed: bool,
 }
 
 #[derive(Debug)]
 struct State {
-    /// What certainly survives.
+    /// Content that survives any crash.
     durable: Vec<u8>,
-    /// What reads see.
+    /// Content that reads return.
     visible: Vec<u8>,
-    /// Accepted, without effect yet.
+    /// Accepted writes that have not taken effect.
     in_flight: BTreeMap<u64, Write>,
-    /// Visible, not durable; in the order they took effect.
+    /// Visible writes that are not durable, in the order in which they took effect.
     cached: BTreeMap<u64, Write>,
     next_number: u64,
     crashed: bool,
@@ -101,10 +101,10 @@ struct State {
 }
 
 impl Simulated {
-    /// A disk that holds `content`.
+    /// Creates a disk with this content.
     ///
     /// # Panics
-    /// If the content is no multiple of the block size, or that is no power of two.
+    /// If the block size is not a power of two, or the content's length not a multiple of it.
     pub fn new(content: Vec<u8>, behaviour: Behaviour) -> Self {
         assert!(
             behaviour.block_bytes.is_power_of_two() && content.len().is_multiple_of(behaviour.block_bytes)
@@ -121,12 +121,12 @@ impl Simulated {
         Self { behaviour, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// What has reached it so far.
+    /// Counters so far.
     pub fn traffic(&self) -> Traffic {
         self.lock().traffic
     }
 
-    /// Reads as much, as a page cache does on a hint.
+    /// Reads the whole range, as a page cache does on a hint.
     pub(super) async fn will_need(&self, length: u64) {
         self.count_read(length);
         self.pause().await;
@@ -144,7 +144,7 @@ impl Simulated {
         traffic.written_bytes += length;
     }
 
-    /// Pulls the plug and returns what the disk holds then. From now on no request completes.
+    /// Crashes the disk and returns its content after the crash. No request completes from then on.
     ///
     /// # Panics
     /// Outside the simulation.
@@ -157,6 +157,7 @@ impl Simulated {
         sim::random(|random| {
             random.shuffle(&mut writes);
             for write in writes {
+                // Fate of a write: 0 applies all blocks, 1 tears it at random blocks, 2 loses it.
                 let fate = random.u8(..3);
                 for (block, data) in write.numbered() {
                     let applied = fate == 0 || fate == 1 && random.bool();
@@ -173,7 +174,7 @@ impl Simulated {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a random time pass; never returns once the disk has crashed.
+    /// Waits for a random time; never returns once the disk has crashed.
     async fn pause(&self) {
         let limit = self.behaviour.latency.as_nanos() as u64;
         let nanos = sim::random(|random| random.u64(..=limit));
@@ -196,8 +197,7 @@ impl Simulated {
         assert!(offset as usize + length <= self.lock().visible.len(), "a request past the end of the disk");
     }
 
-    /// A write from acceptance to completion. The disk carries it out whether somebody waits for it
-    /// or not.
+    /// Executes a write from acceptance to completion, even if the future is dropped.
     async fn put(&self, offset: u64, data: &[u8], durability: Durability) -> Result<()> {
         self.check(offset, data.len());
         let number = self.lock().accept(offset, data, self.behaviour.block_bytes);
@@ -215,7 +215,7 @@ impl Simulated {
         let number = self.lock().take_effect(number);
         self.pause().await;
         let mut state = self.lock();
-        // Gone if a flush took it along, which it may.
+        // Absent if a flush made it durable before it completed, which a flush may do.
         if let Some(write) = state.cached.get_mut(&number) {
             write.completed = true;
             if durability == Durability::Synchronous {
@@ -250,8 +250,7 @@ impl State {
         number
     }
 
-    /// Makes a write visible; returns its number from here on, which says where it stands among the
-    /// others.
+    /// Makes a write visible; returns its new number, which orders it among the cached writes.
     fn take_effect(&mut self, number: u64) -> u64 {
         let write = self.in_flight.remove(&number).expect("takes effect once");
         for (block, data) in write.numbered() {
@@ -262,7 +261,7 @@ impl State {
         number
     }
 
-    /// A failed write: some of its blocks may have been written all the same.
+    /// Fails a write, some of whose blocks may have been written.
     fn fail(&mut self, number: u64) {
         let mut write = self.in_flight.remove(&number).expect("fails once");
         for block in &mut write.blocks {
@@ -274,8 +273,7 @@ impl State {
         self.take_effect(number);
     }
 
-    /// Takes effect at once and survives: when a size becomes durable is the file system's affair,
-    /// and no client is promised anything.
+    /// Takes effect at once and durably: no client relies on when a size becomes durable.
     fn resize(&mut self, size_bytes: usize, block_bytes: usize) {
         assert!(self.in_flight.is_empty(), "a write is on its way while the disk is resized");
         for write in self.cached.values_mut() {
@@ -285,8 +283,7 @@ impl State {
         self.durable.resize(size_bytes, 0);
     }
 
-    /// Moves a cached write to stable storage. Older cached writes can no longer show where it
-    /// covers them.
+    /// Makes a cached write durable. Older cached writes lose the blocks that it covers.
     fn persist(&mut self, number: u64) {
         let Some(write) = self.cached.remove(&number) else { return };
         for (block, data) in write.numbered() {
@@ -348,7 +345,7 @@ impl Device for Simulated {
         self.pause().await;
         match self.lock().visible.get(offset as usize..offset as usize + length) {
             Some(bytes) => target.copy_from(bytes),
-            // Cut off meanwhile: reads are not kept out of a resize.
+            // Truncated meanwhile: a resize does not lock out reads.
             None => return Err(Error::INVALID),
         }
         self.pause().await;
@@ -371,6 +368,7 @@ impl Device for Simulated {
     }
 
     async fn flush(&self) -> Result<()> {
+        // Covers only writes that completed before the flush began, as the contract says.
         self.lock().traffic.flushes += 1;
         let covered: Vec<u64> = {
             let state = self.lock();
@@ -380,7 +378,7 @@ impl Device for Simulated {
         if self.chance_of_error() {
             return Err(Error::IO);
         }
-        // One after the other, so that a crash finds some of them there and some not.
+        // One after the other, so that a crash may find only some of them durable.
         for number in covered {
             if sim::random(|random| random.u8(..8)) == 0 {
                 self.pause().await;
@@ -398,7 +396,7 @@ impl Device for Simulated {
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.count_write(length);
-        // A hint: a disk may well ignore it, and then the old bytes are still there.
+        // A hint: a real disk may ignore it and keep the old bytes.
         if sim::random(fastrand::Rng::bool) {
             self.put(offset, &vec![0; length as usize], Durability::Cached).await?;
         }

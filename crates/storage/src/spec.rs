@@ -1,5 +1,5 @@
-//! What users type: IMAGE as a path, `memory:SIZE`, `null:SIZE`, `rbd:POOL/IMAGE` or an NBD URI;
-//! sizes and durations.
+//! Parsers of user input: IMAGE as a path, `memory:SIZE`, `null:SIZE`, `rbd:POOL/IMAGE` or an NBD
+//! URI; sizes and durations.
 //!
 //! Sizes are QEMU's: a number, perhaps with a fraction, and `K`, `M`, `G`, `T`, `P` or `E` for
 //! powers of 1024. All arithmetic is on integers: `1.5G` is exact, and a value that does not fit is
@@ -17,19 +17,18 @@ const SIZE_LEAST: &str = "is less than a byte (write 0 for none)";
 const SIZE_BOUND: &str = "is too large (sizes are below 8E)";
 const DURATION_RULE: &str = "is not a duration (a number with ns, us, ms or s: 100us, 2.5ms, 1s)";
 
-/// Digits after the point that are looked at; 18 more than fill the largest unit.
+/// Significant digits after the point; 18 are more than the largest unit needs.
 const FRACTION_DIGITS: u32 = 18;
 
-/// `number` is digits, perhaps with a point and more digits; the result is `number · unit`, rounded
-/// down.
+/// Returns `number · unit`, rounded down. `number` is digits, perhaps with a point and more digits.
 fn scale(number: &str, unit: u64) -> Option<u128> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let all_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
     if whole.is_empty() || !all_digits(whole) || !all_digits(fraction) || number.ends_with('.') {
         return None;
     }
-    // More digits than a u64 has are either zeroes in front or too large anyway; u128 parsing
-    // tells.
+    // A number with more digits than a u64 is either padded with zeroes or too large anyway, so the
+    // bound is enough.
     let whole: u128 = whole.parse::<u64>().map_or(u128::from(u64::MAX), u128::from);
     let fraction = &fraction[..fraction.len().min(FRACTION_DIGITS as usize)];
     let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().ok()? };
@@ -51,7 +50,7 @@ pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
         None => InvalidValue::new(text, SIZE_RULE),
     };
     let bytes = if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        // `from_str_radix` takes a sign.
+        // `from_str_radix` accepts a sign.
         let is_hex = !hex.is_empty() && hex.bytes().all(|byte| byte.is_ascii_hexdigit());
         u128::from(if is_hex {
             u64::from_str_radix(hex, 16).unwrap_or(u64::MAX)
@@ -62,7 +61,7 @@ pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
         let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
         let (number, suffix) = text.split_at(split);
         let bytes = unit(suffix).and_then(|unit| scale(number, unit)).ok_or_else(invalid)?;
-        // 0 is often "no limit": what is more than nothing must not become it.
+        // 0 often means "no limit", so a small non-zero value must not be rounded to it.
         if bytes == 0 && number.contains(|digit: char| matches!(digit, '1'..='9')) {
             return Err(InvalidValue::new(text, SIZE_LEAST));
         }
@@ -77,7 +76,7 @@ fn without_time(text: &str) -> Option<&str> {
     ["/s", "/S", "ps"].iter().find_map(|per_second| text.strip_suffix(per_second))
 }
 
-/// How many bytes a suffix stands for.
+/// Number of bytes that a suffix stands for.
 fn unit(suffix: &str) -> Option<u64> {
     let suffix = suffix.to_ascii_lowercase();
     let power = |base: u64| Some(base.pow(1 + "kmgtpe".find(suffix.get(..1)?)? as u32));
@@ -112,8 +111,8 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidValue> {
     nanos.map(Duration::from_nanos).ok_or_else(|| InvalidValue::new(text, DURATION_RULE))
 }
 
-/// The duration in the form that [`parse_duration`] reads, exact, in the largest unit that divides
-/// it.
+/// Formats a duration so that [`parse_duration`] reads the exact value, in the largest unit that
+/// divides it.
 #[must_use]
 pub fn show_duration(time: Duration) -> String {
     const UNITS: [(u128, &str); 3] = [(1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us")];
@@ -123,16 +122,16 @@ pub fn show_duration(time: Duration) -> String {
     format!("{}{unit}", nanos / unit_ns)
 }
 
-/// Where an image is, as the command line names it.
+/// Location of an image, as the command line names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Spec {
-    /// A path; `file:PATH` for names that look like something else.
+    /// A path; `file:PATH` for names that would parse as another form.
     File(PathBuf),
     /// `memory:SIZE`, in bytes.
     Memory(u64),
     /// `null:SIZE`, in bytes.
     Null(u64),
-    /// An export of an NBD server, by its URI.
+    /// An export of an NBD server, by URI.
     Nbd(Box<Uri>),
     /// `rbd:POOL/IMAGE`, an image of a Ceph cluster.
     Rbd(Box<rbd::Address>),
@@ -150,6 +149,7 @@ impl FromStr for Spec {
         if let Some(address) = text.strip_prefix("rbd:") {
             return rbd::Address::read(address).map(|address| Self::Rbd(Box::new(address)));
         }
+        // `file:nbd:x` is a path: the prefix does not look like a URI of NBD.
         if Uri::is_meant(text) {
             let uri = Uri::parse(text).map_err(|rule| InvalidValue::new(text, rule))?;
             return Ok(Self::Nbd(Box::new(uri)));

@@ -1,8 +1,8 @@
-//! A storage around another one: a part of it, or its requests come late, pass at a bounded rate,
-//! or fail on purpose.
+//! A storage around another one: restricts it to a part, delays its requests, limits their rate, or
+//! injects failures.
 //!
-//! For images inside of files, for imitating devices and for tests. Never changes what is read or
-//! written.
+//! For images inside of files, for imitating devices and for tests. Never changes data that is read
+//! or written.
 
 use std::{pin::Pin, sync::Arc};
 
@@ -20,7 +20,7 @@ use reactor::{
     now, sleep_until,
 };
 
-/// A storage and what is put around it.
+/// A storage and its wrapper.
 #[derive(Debug)]
 pub struct Wrapped {
     inner: Storage,
@@ -40,37 +40,37 @@ impl Storage {
         Self::Wrapped(Box::new(Wrapped { inner: self, how }))
     }
 
-    /// A part of it.
+    /// Restricts it to a part.
     pub fn part(self, part: Part) -> Self {
         self.wrapped(How::Part(part))
     }
 
-    /// With latency added.
+    /// Adds latency.
     pub fn delayed(self, options: DelayOptions) -> Self {
         self.wrapped(How::Delay(Delay::new(options)))
     }
 
-    /// With its bandwidth bounded by a budget, which others may have too.
+    /// Limits its bandwidth by a budget, which other storages may share.
     pub fn with_rate(self, budget: Arc<Budget>) -> Self {
         self.wrapped(How::Rate(budget))
     }
 
-    /// With rules by which requests fail, in this order.
+    /// Injects failures by rules, in this order.
     pub fn with_faults(self, rules: Vec<FaultRule>) -> Self {
         self.wrapped(How::Fault(Faults::new(rules)))
     }
 }
 
-/// A request to what is wrapped. Boxed, since wrappers nest.
+/// Future of a request to the inner storage. Boxed, since wrappers nest.
 type Below<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
 
 impl Wrapped {
-    /// What is wrapped.
+    /// The inner storage.
     pub fn inner(&self) -> &Storage {
         &self.inner
     }
 
-    /// What bounds its bandwidth, if this does.
+    /// The budget that limits its bandwidth, if this wrapper does.
     pub fn budget(&self) -> Option<&Arc<Budget>> {
         match &self.how {
             How::Rate(budget) => Some(budget),
@@ -78,7 +78,7 @@ impl Wrapped {
         }
     }
 
-    /// The part of what is wrapped, where it is one.
+    /// The part of the inner storage, if this wrapper restricts it to one.
     pub(crate) fn cut(&self) -> Option<Part> {
         match self.how {
             How::Part(part) => Some(part),
@@ -90,7 +90,7 @@ impl Wrapped {
         self.cut().unwrap_or_default()
     }
 
-    /// The place below of one here. Requests lie inside the size, so there is one.
+    /// Offset in the inner storage. Cannot overflow for valid requests, which lie inside the size.
     fn below(&self, offset: u64) -> u64 {
         self.part().offset.saturating_add(offset)
     }
@@ -142,7 +142,8 @@ impl Wrapped {
 
     pub(super) fn block_size(&self) -> BlockSize {
         let BlockSize { minimum, preferred } = self.inner.block_size();
-        // Of a part, blocks begin where they do below only as far as its first byte does.
+        // Blocks of a part coincide with blocks of the inner storage only up to the alignment of
+        // the part's first byte.
         let aligned = 1_u32.checked_shl(self.part().offset.trailing_zeros()).unwrap_or(u32::MAX);
         BlockSize { minimum, preferred: preferred.min(aligned) }
     }
@@ -151,7 +152,7 @@ impl Wrapped {
         self.inner.can_zero_fast()
     }
 
-    /// Makes a request of this kind, and of so many bytes there, of what is wrapped.
+    /// Runs a request of this kind and range on the inner storage, through the wrapper.
     async fn pass<T>(&self, kind: Kind, offset: u64, length: u64, below: Below<'_, T>) -> Result<T> {
         match &self.how {
             How::Part(_) => below.await,
@@ -170,12 +171,12 @@ impl Wrapped {
                 let (direction, bytes) = match kind {
                     Kind::Read => (Direction::Read, length),
                     Kind::Write => (Direction::Write, length),
-                    // A device is told what to zero, it is not sent the zeroes.
+                    // A zeroing request transfers no data to a device.
                     Kind::Zero | Kind::Discard => (Direction::Write, 0),
                     Kind::Flush | Kind::Status => return below.await,
                 };
-                // The request runs first and its time counts as part of the device's, so a slower
-                // storage adds nothing.
+                // The request runs first and its time counts as part of the budget's, so a slower
+                // storage below adds nothing.
                 let began = now();
                 let done = budget.charge(direction, bytes);
                 let result = below.await;
@@ -184,7 +185,7 @@ impl Wrapped {
                 result
             }
             How::Fault(faults) => {
-                // A flush has no place.
+                // A flush has no range.
                 let range = (kind != Kind::Flush).then(|| offset..offset.saturating_add(length));
                 faults.check(kind, range.as_ref())?;
                 below.await

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use crate::InvalidValue;
 
-/// How the host's page cache is used, and when a write counts as done. The table is in
+/// Use of the host's page cache, and the point at which a write completes. The table is in
 /// [`file`](super); names and meaning are QEMU's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
@@ -26,12 +26,12 @@ impl CacheMode {
     pub const ALL: [Self; 5] =
         [Self::Writeback, Self::Writethrough, Self::None, Self::Directsync, Self::Unsafe];
 
-    /// Whether it bypasses the page cache with O_DIRECT.
+    /// True if it bypasses the page cache with O_DIRECT.
     pub const fn is_direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }
 
-    /// Whether the client should see a volatile write cache, which it must flush.
+    /// True if the client should see a volatile write cache, which it must flush.
     pub const fn has_write_cache(self) -> bool {
         !matches!(self, Self::Writethrough | Self::Directsync)
     }

@@ -1,9 +1,8 @@
-//! The system calls on an open file that may wait for its file system, each on a thread that may
-//! block. No other module of the data path makes them.
+//! System calls on an open file that may wait for its file system; each runs on a thread that may
+//! block. No other module of the data path makes such calls.
 //!
-//! `fstat`, `lseek` and `fcntl` wait for the server of a file system over FUSE, NFS, CIFS or 9P;
-//! that they are instant on a local file system does not matter here. [`Lane::call`] finds a
-//! thread.
+//! `fstat`, `lseek` and `fcntl` wait for the server on FUSE, NFS, CIFS and 9P, although they return
+//! at once on a local file system. [`Lane::call`] provides a thread.
 //!
 //! [`Lane::call`]: super::lane::Lane::call
 
@@ -26,7 +25,7 @@ fn failed(errno: nix::errno::Errno) -> Error {
 /// The size of a file or a block device, in bytes.
 pub(super) fn size(fd: impl AsFd) -> Result<u64> {
     check_may_block();
-    // Seeking works for files and devices alike; nothing uses the position.
+    // Seeking works for files and devices alike; the position of the descriptor is not used.
     lseek(fd, 0, Whence::SeekEnd).map(i64::unsigned_abs).map_err(failed)
 }
 
@@ -40,7 +39,7 @@ pub(super) fn truncate(fd: impl AsFd, size_bytes: i64) -> Result<()> {
     ftruncate(fd, size_bytes).map_err(failed)
 }
 
-/// Bytes that are allocated to the file.
+/// Bytes allocated to the file.
 pub(super) fn allocated_bytes(fd: impl AsFd) -> Result<u64> {
     check_may_block();
     let status = nix::sys::stat::fstat(fd).map_err(failed)?;
@@ -53,11 +52,11 @@ pub(super) fn stamp(fd: impl AsFd) -> Result<Stamp> {
     Ok(Stamp { modified_s: status.st_mtime, modified_ns: status.st_mtime_nsec, size_bytes: status.st_size })
 }
 
-/// Reads attributes that only the server of a remote file system has.
+/// Reads attributes from the server of a remote file system, past any cached ones.
 pub(super) fn ask(fd: impl AsFd) -> Result<()> {
     check_may_block();
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
-    // An error also shows that the server answers.
+    // Errors are ignored: they also show that the server answers.
     let _ = statx(fd, "", flags, StatxFlags::SIZE | StatxFlags::MTIME);
     Ok(())
 }

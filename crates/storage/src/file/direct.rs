@@ -1,7 +1,7 @@
-//! What O_DIRECT needs: the alignment of offsets, lengths and memory for this file.
+//! The alignment of offsets, lengths and memory that O_DIRECT requires for a file.
 //!
-//! Found in this order: `statx` (STATX_DIOALIGN, Linux 6.1, not every file system), the device's
-//! logical block size (BLKSSZGET), and trial reads, from 512 bytes upwards.
+//! Determined in this order: `statx` (STATX_DIOALIGN, Linux 6.1, not every file system), the
+//! device's logical block size (BLKSSZGET), and trial reads, from 512 bytes upwards.
 
 use std::os::fd::AsFd;
 
@@ -13,18 +13,18 @@ use reactor::buffer::{ALIGNMENT, Buffer};
 
 use crate::align::Alignment;
 
-/// Logical block sizes that Linux's file systems and devices have with O_DIRECT (4096 is
-/// [`ALIGNMENT`]).
+/// Smallest logical block size that Linux's file systems and devices use with O_DIRECT; the largest
+/// is [`ALIGNMENT`], 4096.
 const SMALLEST: usize = 512;
 
-/// The alignment for a descriptor opened with O_DIRECT; none if the file cannot be used that way.
+/// The alignment for a descriptor opened with O_DIRECT; `None` if the file does not support it.
 pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
     let fd = fd.as_fd();
     if let Ok(stat) = statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         && stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0
     {
-        // Zero says: not on this file, for instance because it is encrypted or its data is in a
-        // journal.
+        // Zero means no O_DIRECT on this file, for example because it is encrypted or its data is
+        // journaled.
         return checked(u64::from(stat.stx_dio_offset_align), stat.stx_dio_mem_align as usize);
     }
     if kind == Kind::BlockDevice
@@ -35,8 +35,8 @@ pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
     let mut size = SMALLEST;
     while size <= ALIGNMENT {
         let mut buffer = Buffer::new(size);
-        // Offset by one unit, so that the offset's alignment is tried as well. The end of the file
-        // is a success.
+        // Read at offset `size`, not 0, so that the offset's alignment is tried too. A read at the
+        // end of the file also succeeds.
         if pread(fd, &mut buffer, size as i64).is_ok() {
             return checked(size as u64, size);
         }
@@ -45,7 +45,8 @@ pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
     None
 }
 
-/// Buffers are aligned to [`ALIGNMENT`]: more cannot be had. Offsets may want any power of two.
+/// Rejects a memory alignment above [`ALIGNMENT`], which buffers do not have. The offset's
+/// alignment may be any power of two.
 fn checked(offset: u64, memory: usize) -> Option<Alignment> {
     let usable = offset.is_power_of_two() && memory.is_power_of_two() && memory <= ALIGNMENT;
     usable.then_some(Alignment { offset, memory })

@@ -1,18 +1,18 @@
 //! Isolation of one file from all others when its file system stops answering.
 //!
-//! A file system in user space, or one of a server, may stop answering. The kernel then occupies a
-//! thread for each operation and each call in flight, for as long as that lasts. So a file has few
-//! in flight at once, and requests beyond that wait here, where they occupy no thread:
+//! A FUSE file system or a file server may stop answering. The kernel then occupies a thread for
+//! each operation and each call in flight, until it answers. So a file has few in flight at once;
+//! further requests wait here, where they occupy no thread:
 //!
 //! ```text
 //!   reads, writes, syncs, allocations ─► OPERATIONS at once ─► io_uring, a kernel thread for each
 //!   sizes, extents, lengths, locks    ─► CALLS at once      ─► a thread of the pool for each
 //! ```
 //!
-//! Reads and writes on block devices and on the usual local file systems take no thread and are
+//! Reads and writes on block devices and on the usual local file systems occupy no thread and are
 //! not bounded. On all other file systems (FUSE, NFS, CIFS, 9P, …) the kernel executes them on a
-//! thread from the start (`IOSQE_ASYNC`): an attempt that must not wait (`RWF_NOWAIT`) waits on
-//! FUSE for reading ahead.
+//! thread from the start (`IOSQE_ASYNC`), because a non-blocking attempt (`RWF_NOWAIT`) can block
+//! on FUSE's readahead.
 //!
 //! After [`Lane::give_up`], all operations that wait for the file fail with [`Error::TIMED_OUT`]:
 //! the file is closed although its file system does not answer. The kernel keeps the memory of
@@ -38,12 +38,12 @@ use reactor::{
     op::Fd,
 };
 
-/// Operations of io_uring on one file that occupy a thread of the kernel each. By default the
-/// kernel has four threads for each processor, shared by all files of a ring.
+/// Maximum number of io_uring operations in flight on one file that occupy a kernel thread each. By
+/// default the kernel has four such threads for each processor, shared by all files of a ring.
 const OPERATIONS: usize = 64;
-/// File systems on devices of this host, or in its memory, by their numbers in linux/magic.h: ext2
-/// to ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs, ramfs, and overlayfs, whose files are mostly
-/// on one of these.
+/// Magic numbers (linux/magic.h) of file systems on devices of this host, or in its memory: ext2 to
+/// ext4, XFS, Btrfs, F2FS, bcachefs, ZFS, tmpfs, ramfs, and overlayfs, whose files are mostly on
+/// one of these.
 const LOCAL: [u32; 9] = [
     0xef53,
     0x5846_5342,
@@ -55,15 +55,15 @@ const LOCAL: [u32; 9] = [
     0x8584_58f6,
     0x794c_7630,
 ];
-/// System calls on one file.
+/// Maximum number of system calls in flight on one file.
 const CALLS: usize = 4;
-/// Calls on one file that find out whether its file system answers. They have a turn apart, because
-/// other calls may take long on a file system that does answer: cutting a large file, for example.
+/// Maximum number of health checks in flight on one file. They have their own permits, because
+/// other calls may take long on a healthy file system: truncating a large file, for example.
 const QUESTIONS: usize = 1;
 
 #[derive(Debug)]
 pub(super) struct Lane {
-    /// Reads and writes occupy threads of the kernel, too.
+    /// True if reads and writes occupy kernel threads, too.
     occupies_threads: bool,
     operations: Arc<Permits>,
     calls: Arc<Permits>,
@@ -88,7 +88,7 @@ impl Lane {
         }
     }
 
-    /// Creates a lane as of a file on a remote file system.
+    /// Creates a lane that treats the file as one on a remote file system.
     #[cfg(test)]
     pub(super) fn remote(file: &fs::File) -> Self {
         Self { occupies_threads: true, ..Self::of(file, false) }
@@ -104,13 +104,13 @@ impl Lane {
         slots
     }
 
-    /// True if reads and writes go through [`Lane::operate`] as well.
+    /// True if reads and writes must go through [`Lane::operate`].
     pub(super) fn bounds_transfers(&self) -> bool {
         self.occupies_threads
     }
 
-    /// Runs an operation on the file once a slot is free. `operate` passes on the descriptor that
-    /// it is given, which occupies the slot until the kernel has finished with it.
+    /// Runs an operation on the file once a slot is free. The slot is attached to the descriptor
+    /// that `operate` receives, so the kernel holds it until it has finished.
     ///
     /// # Errors
     /// Those of `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
@@ -122,7 +122,7 @@ impl Lane {
         .await
     }
 
-    /// Runs a system call that may wait on another thread, once a slot is free.
+    /// Runs a system call that may block, on another thread, once a slot is free.
     ///
     /// # Errors
     /// Those of `call`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
@@ -134,10 +134,10 @@ impl Lane {
         self.call_in_turn(&self.calls, fd, call).await
     }
 
-    /// Makes a system call as [`Lane::call`] does, without waiting for those.
+    /// Runs a health check: a system call as by [`Lane::call`], with its own slot.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Lane::call`].
     pub(super) async fn ask<T: Send + 'static>(
         &self,
         fd: &Fd,
@@ -156,6 +156,7 @@ impl Lane {
         self.unless_given_up(async {
             let permit = turns.take().await;
             reactor::blocking(move || {
+                // The permit moves to the thread: after `give_up` the call still occupies it.
                 let _permit = permit;
                 call(&fd)
             })
@@ -175,12 +176,13 @@ impl Lane {
     }
 
     async fn unless_given_up<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        // Listens before it looks, or giving up in between would be missed.
+        // Listens before checking the flag, or a notification in between would be missed.
         let mut given_up = pin!(self.given_up.listen());
         if self.is_given_up() {
             return Err(Error::TIMED_OUT);
         }
         let mut work = pin!(work);
+        // The work is polled first: a result that is ready wins over `give_up`.
         poll_fn(|context| match work.as_mut().poll(context) {
             Poll::Ready(result) => Poll::Ready(result),
             Poll::Pending => given_up.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),

@@ -1,4 +1,4 @@
-//! Opening a file or block device: what it is, whether the cache mode works on it, its locks, its
+//! Opening a file or block device: its type, whether it supports the cache mode, its locks, its
 //! size.
 //!
 //! Every error in an image's path is found here, before a client connects, and reported in full.
@@ -36,40 +36,40 @@ use crate::{
     root::{Pinned, Root},
 };
 
-/// How to open a file.
+/// Options of opening a file.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FileOptions {
     pub(crate) cache: CacheMode,
     pub(crate) read_only: bool,
-    /// Read although somebody else writes.
+    /// Reads although another process writes.
     pub(crate) force_share: bool,
-    /// Without locks, which are taken before it is used.
+    /// Opens without locks, which are acquired before it is used.
     pub(crate) handover: bool,
-    /// A regular file of no bytes is a disk too.
+    /// Accepts an empty regular file as a disk.
     pub(crate) may_be_empty: bool,
-    /// Among these it is open already, if it is to be written to.
+    /// Descriptors from another process; a file that is opened for writing is looked up here first.
     pub(crate) passed: Option<Passed>,
-    /// Where it must lie.
+    /// Directory that it must be in.
     pub(crate) root: Option<Root>,
-    /// The file itself, which may lie where it could not be opened.
+    /// The open file, which may be outside `root`.
     pub(crate) descriptor: Option<Arc<ForeignFd>>,
 }
 
-/// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
+/// Opens `path`; blocks. Also returns a buffered descriptor for probing the file.
 pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File), OpenError> {
     check_may_block();
     let name = path.display().to_string();
     if let Some(descriptor) = &options.descriptor {
         return of_descriptor(descriptor, name, options);
     }
-    // Held until everything is open, so that all of it is the same file.
+    // Pinned until everything is open, so that all descriptors are of the same file.
     let pinned = options.root.as_ref().map(|root| root.pin(path, &name)).transpose()?;
     let pinned_path = pinned.as_ref().map(Pinned::path);
     let path = pinned_path.as_deref().unwrap_or(path);
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
-    // Before any request to the file system, which this process itself may serve.
+    // Before any request to the file system: this process itself may serve it and would deadlock.
     own_mounts::check_path(path, &name)?;
-    // Before opening: that of a FIFO would wait for its other end.
+    // Before opening: opening a FIFO would wait for its other end.
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
@@ -90,7 +90,7 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File
     lock_and_look(name, kind, (main, alignment), buffered, passed, options)
 }
 
-/// Of a descriptor that somebody else has opened, as far as is wanted of it.
+/// Opens from a descriptor that another process has opened.
 fn of_descriptor(
     descriptor: &ForeignFd,
     name: String,
@@ -104,7 +104,7 @@ fn of_descriptor(
         let main = buffered.try_clone().map_err(|error| failed(&error))?;
         return lock_and_look(name, kind, (main, Alignment::NONE), buffered, None, options);
     }
-    // Its flags are shared with whoever has passed it, so they stay as they are.
+    // O_DIRECT is not set on it by fcntl: its flags are shared with the process that passed it.
     let again = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
@@ -116,7 +116,7 @@ fn of_descriptor(
     lock_and_look(name, kind, direct, buffered, None, options)
 }
 
-/// The last steps of opening it: its locks and its size.
+/// Last steps of opening: acquires the locks and reads the size.
 fn lock_and_look(
     name: String,
     kind: Kind,
@@ -125,11 +125,11 @@ fn lock_and_look(
     passed: Option<Passed>,
     options: &FileOptions,
 ) -> Result<(File, fs::File), OpenError> {
-    // Checked again: the path may have led elsewhere before it was opened.
+    // Checked again: the path may have changed between the first check and the open.
     own_mounts::check(&main, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);
-    // What is locked already is locked again by the same file, which changes nothing.
+    // A passed file is locked already; locking it again through the same open file changes nothing.
     let locked = || FileIdentity::of_open(&main).map(|file| file.to_string().into());
     let is_protected = options.handover
         || lock::acquire(&main, &name, wanted).map_err(|error| OpenError { locked: locked(), ..error })?;
@@ -191,7 +191,7 @@ fn open_direct(
     let open = || how.clone().custom_flags(libc::O_DIRECT).open(path);
     let file = match passed.map_or_else(open, Ok) {
         Ok(file) => file,
-        // The file was opened without O_DIRECT a moment ago, so that is what is invalid.
+        // The file opened without O_DIRECT before, so EINVAL can only mean the flag.
         Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(no_direct()),
         Err(error) => return Err(describe(name, &error, options.read_only)),
     };
@@ -208,7 +208,7 @@ fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<Kind, OpenError> {
     }
 }
 
-/// Kinds of file that can be an image, as advice.
+/// Advice for [`not_an_image`].
 pub(crate) const KINDS: &str = "an image is a regular file or a block device";
 
 /// Reason why a file of this kind cannot be an image; `None` if it can.
@@ -254,7 +254,7 @@ pub(super) fn describe(name: &str, error: &std::io::Error, read_only: bool) -> O
 }
 
 fn page_bytes() -> u64 {
-    // 64 KiB is the largest page of Linux: safe where the system does not say.
+    // 64 KiB is the largest page of Linux: a safe default.
     sysconf(SysconfVar::PAGE_SIZE)
         .ok()
         .flatten()

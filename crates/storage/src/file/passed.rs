@@ -1,9 +1,9 @@
-//! Files that another process has open and passes on, with the locks that it holds: a daemon that
-//! takes over from another opens them by name as ever, and gets these descriptors.
+//! Files that another process has open and passes, with the locks that it holds. During an upgrade
+//! the new daemon opens files by name as usual and receives these descriptors.
 //!
-//! A lock belongs to the open file, not to a process, so it passes with the descriptor and nobody
-//! can come in between. Until the other process has said that it does not go on, the locks are
-//! still its own: whoever gives up before that leaves them in place.
+//! A lock belongs to the open file description, not to a process. It passes with the descriptor, so
+//! no third process can acquire it in between. Until the old process has confirmed that it does not
+//! resume, it owns the locks: a new process that exits before that leaves them in place.
 
 use std::{
     collections::HashSet,
@@ -23,17 +23,17 @@ use nix::{
 
 use super::{FileIdentity, OpenError};
 
-/// A file as one process has it open: for its requests, and through the page cache.
+/// The descriptors of a file as one process has it open.
 #[derive(Debug)]
 pub struct PassedFile {
-    /// With O_DIRECT in the cache modes that have it. It holds the locks.
+    /// For requests; with O_DIRECT in the direct cache modes. It holds the locks.
     pub main: OwnedFd,
-    /// Without.
+    /// Without O_DIRECT.
     pub buffered: OwnedFd,
 }
 
-/// Hears by which number a cluster knows this process, before that opens an image there; once for
-/// each number, and nothing more once all is settled.
+/// Callback that receives this process's client number at a Ceph cluster before an image is opened
+/// there; called once for each number, and no more after [`Passed::settle`].
 #[derive(Default)]
 struct Announce {
     hears: Option<Box<dyn Fn(u64) + Send>>,
@@ -46,23 +46,23 @@ impl fmt::Debug for Announce {
     }
 }
 
-/// Those that were passed and nobody has opened. Clones are the same.
+/// Files and images that were passed and not opened yet. Clones share their content.
 #[derive(Clone, Debug, Default)]
 pub struct Passed(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
     files: Mutex<Vec<PassedFile>>,
-    /// Of clusters, by what they really are.
+    /// RBD images, by [`Identity::what`](crate::Identity::what).
     images: Mutex<HashSet<String>>,
     announce: Mutex<Announce>,
     are_ours: AtomicBool,
 }
 
 impl Passed {
-    /// All that came; `images` are those of clusters among these, as
-    /// [`Identity::what`](crate::Identity::what) has them. Before this process opens one
-    /// there, `announce` hears by which number the cluster knows it.
+    /// Creates it from everything received; `images` are RBD images, as
+    /// [`Identity::what`](crate::Identity::what) names them. `announce` is called with this
+    /// process's client number at a cluster before an image there is opened.
     pub fn new(
         files: Vec<PassedFile>,
         images: impl IntoIterator<Item = String>,
@@ -76,7 +76,7 @@ impl Passed {
         }))
     }
 
-    /// This process is about to open an image, as this client of its cluster's.
+    /// Announces that this process is about to open an image as this client of its cluster.
     pub(crate) fn opens_as(&self, client: u64) {
         let mut announce = self.announce();
         if let Some(hears) = &announce.hears
@@ -91,32 +91,33 @@ impl Passed {
         self.0.announce.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes this image of a cluster's, if the other process has it; then it is opened without its
-    /// lock.
+    /// Removes this RBD image and returns true if the other process has it open; then it is opened
+    /// without its lock.
     pub(crate) fn take_image(&self, what: &str) -> bool {
         self.0.images.lock().unwrap_or_else(PoisonError::into_inner).remove(what)
     }
 
-    /// The other process does not go on: the locks are released with the files from now on.
+    /// Records that the other process does not resume: from now on this process owns the locks, and
+    /// closing the files releases them.
     pub fn settle(&self) {
         self.0.are_ours.store(true, SeqCst);
         self.announce().hears = None;
     }
 
-    /// How many nobody has opened.
+    /// Number of files that were not opened yet.
     pub fn left(&self) -> usize {
         self.lock().len()
     }
 
-    /// Whether [`Passed::settle`] was called.
+    /// True after [`Passed::settle`].
     pub fn are_ours(&self) -> bool {
         self.0.are_ours.load(SeqCst)
     }
 
-    /// Takes the one that `path` leads to, if it was passed.
+    /// Removes and returns the descriptors of the file that `path` resolves to, if it was passed.
     ///
     /// # Errors
-    /// If it is open in another way.
+    /// It is open with another cache mode.
     pub(super) fn take(
         &self,
         path: &std::path::Path,

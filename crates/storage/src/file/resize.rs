@@ -1,7 +1,7 @@
-//! Another size for a file that is being served.
+//! Resizing a file that is being served.
 //!
-//! It is called with all writes kept out ([`Align`](crate::align::Align) does that),
-//! because a write in flight would make a file longer again that has just been cut.
+//! The caller ([`Align`](crate::align::Align)) excludes all writes, because a write in flight would
+//! extend a file that has just been truncated.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -26,15 +26,16 @@ impl File {
         let size = i64::try_from(size_bytes).map_err(|_| ResizeError::TooLarge { largest })?;
         let old = self.size_bytes();
         if !old.is_multiple_of(self.alignment.offset) {
-            // The last bytes went through the page cache, and will not any more.
+            // The unaligned tail went through the page cache. With another size it may be read with
+            // O_DIRECT, so it must reach the device first.
             self.sync().await?;
         }
         if size_bytes < old {
-            // First, so that nobody reads there any more.
+            // Before truncating, so that no new request reads there.
             self.size_bytes.store(size_bytes, Relaxed);
         }
         if !size_bytes.is_multiple_of(self.page_bytes) || !old.is_multiple_of(self.page_bytes) {
-            // The file system zeroes the rest of the last page, before or after, in the page cache.
+            // The file system zeroes the rest of the last page, old or new, in the page cache.
             self.syncs.used_page_cache();
         }
         match self.lane.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {

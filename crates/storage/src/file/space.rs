@@ -81,9 +81,10 @@ impl SpaceCount {
 
 impl File {
     /// See [`Storage::allocated_bytes_before`](crate::Storage::allocated_bytes_before).
+    // At most one count runs, so a file system that hangs occupies one call slot.
     pub(crate) async fn allocated_bytes_before(&self, deadline: Instant) -> u64 {
         let space = &self.space;
-        // A count that is in progress may have begun too early, the next one has not.
+        // A count in progress may have begun before the caller's writes; the next one has not.
         for _ in 0..2 {
             let counted = space.counted.listen();
             if space.is_late() {
@@ -126,7 +127,7 @@ mod tests {
                 assert!(space.is_late() && space.begin().is_none());
             }
             drop(count);
-            // The time of another caller ends only now.
+            // Another caller's timeout, after the count has ended.
             space.mark_late();
             assert!(!space.is_late());
             assert!(space.begin().is_some(), "the next count begins");

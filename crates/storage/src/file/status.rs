@@ -1,4 +1,4 @@
-//! Which parts of a file are holes, by SEEK_DATA and SEEK_HOLE.
+//! Allocation status of files, by SEEK_DATA and SEEK_HOLE.
 
 use std::os::fd::AsFd;
 
@@ -9,8 +9,8 @@ use reactor::error::{Error, Result};
 
 use crate::{Extent, MOST_EXTENTS, push_extent};
 
-/// The extents of a range; blocks. The descriptor's position is nobody's, so moving it harms
-/// nobody; each call's answer is its own.
+/// Returns the extents of a range; blocks. Moves the descriptor's position, which no other code
+/// uses; concurrent calls do not affect each other's results.
 pub(super) fn extents(fd: &impl AsFd, offset: u64, length: u64) -> Result<Vec<Extent>> {
     let end = offset.checked_add(length).ok_or(Error::INVALID)?;
     let mut extents = Vec::new();
@@ -23,18 +23,18 @@ pub(super) fn extents(fd: &impl AsFd, offset: u64, length: u64) -> Result<Vec<Ex
     Ok(extents)
 }
 
-/// Whether there is a hole at `at`, and where that changes, at most `end`. Always moves on.
+/// Returns whether `at` is in a hole, and where the run ends, at most `end` and always beyond `at`.
 fn run_at(fd: &impl AsFd, at: u64, end: u64) -> Result<(bool, u64)> {
     match seek(fd, at, Whence::SeekData) {
         Ok(data) if data > at => Ok((true, data.min(end))),
         Ok(_) => match seek(fd, at, Whence::SeekHole) {
-            // Not beyond: the file changed between the two calls. Data is never wrong.
+            // Otherwise the file changed between the two calls. Reporting data is always correct.
             Ok(hole) if hole > at => Ok((false, hole.min(end))),
             _ => Ok((false, end)),
         },
         // No data up to the end of the file.
         Err(Errno::ENXIO) => Ok((true, end)),
-        // The file system does not know.
+        // The file system does not support it.
         Err(Errno::EINVAL | Errno::EOPNOTSUPP) => Ok((false, end)),
         Err(errno) => Err(Error::from_errno(errno as i32)),
     }

@@ -4,12 +4,12 @@
 //! (`errseq_t`). After that it regards the pages as clean although the device does not have them,
 //! so a later sync would succeed and acknowledge data that is lost. Therefore:
 //!
-//! - All syncs go through the buffered descriptor. No other operation on it collects errors: a
-//!   synchronous write (`RWF_DSYNC`), which collects them, is made on a descriptor with O_DIRECT
-//!   alone; through the page cache it is a write and a sync.
+//! - All syncs go through the buffered descriptor. No other operation on it consumes errors. A
+//!   synchronous write (`RWF_DSYNC`), which consumes them, is made only on a descriptor with
+//!   O_DIRECT; through the page cache it is a write and a sync.
 //! - One sync runs at a time. Of two at once, the error of a page that both cover would fail only
 //!   one of them.
-//! - A sync runs to its end, also if its caller is gone, so that its result is always seen.
+//! - A sync runs to its end, also if its caller is cancelled, so that its result is always seen.
 //! - After a failed sync, all later ones fail, if anything was written through the page cache.
 //!   Direct writes do not depend on a sync: the device has the data that it accepted.
 
@@ -34,7 +34,7 @@ pub(super) struct Syncs {
     /// Path of the file, for the log.
     name: String,
     turns: Flushes,
-    /// Data of the file may be in the page cache alone.
+    /// True if data of the file may be in the page cache only.
     uses_page_cache: AtomicBool,
     /// Error number of a failed sync; zero if none failed.
     lost: AtomicI32,
@@ -64,21 +64,22 @@ impl Syncs {
         self.lost.load(SeqCst) != 0
     }
 
-    /// Returns once all writes that ended before the call are on stable storage. `fd` is the
+    /// Returns once all writes that completed before the call are on stable storage. `fd` is the
     /// buffered descriptor.
     ///
     /// # Errors
-    /// The kernel's, and from then on the same one, if data may be lost.
+    /// As reported by the kernel. If data may be lost, all later calls fail with the same error.
     pub(super) async fn run(self: &Arc<Self>, fd: &Fd, lane: &Arc<Lane>) -> Result<()> {
         self.check_lost()?;
-        // A sync that has begun already does not cover all of these writes.
+        // Counts as a change, so that a sync already in progress does not satisfy this call: it
+        // does not cover all of these writes.
         drop(self.turns.change());
         let (syncs, fd, lane) = (Arc::clone(self), fd.clone(), Arc::clone(lane));
         let task = async move {
             syncs.turns.run(|| syncs.sync(&fd, &lane)).await?;
             syncs.check_lost()
         };
-        // No answer: the reactor drops its tasks, and will drop this one too.
+        // Cancelled: the reactor is shutting down and drops its tasks.
         reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
@@ -86,6 +87,7 @@ impl Syncs {
         let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
         let result = lane.operate(fd, sync).await;
         if let Err(error) = result
+            // After `give_up` the failure is a timeout of the lane, not an error of the device.
             && !lane.is_given_up()
         {
             self.failed(error);

@@ -1,5 +1,5 @@
-//! Syncs that the kernel fails. They are made on a pipe, which has no fsync(2): the kernel answers
-//! EINVAL, and the file itself has no error to report afterwards, as after a lost write.
+//! Failing syncs. They run on a pipe, which has no fsync(2): the kernel returns EINVAL, and the
+//! file itself has no error to report afterwards, as after a lost write.
 
 use std::{
     future::{Future, poll_fn},
@@ -21,7 +21,7 @@ const SIZE: u64 = 64 << 10;
 /// Not a multiple of a block.
 const ODD_SIZE: u64 = SIZE + 1234;
 
-/// Runs `test` on a file of `size_bytes` bytes, unless its file system lacks the cache mode.
+/// Runs `test` on a file of `size_bytes`, unless its file system lacks the cache mode.
 fn with_file<F: Future<Output = ()> + 'static>(
     size_bytes: u64,
     cache: CacheMode,

@@ -1,4 +1,4 @@
-//! Opened files: the locks that they hold, and the errors of opening and of the kernel.
+//! Open files: the locks that they hold, and the errors of opening and of the kernel.
 
 use std::{future::Future, os::fd::AsFd};
 
@@ -25,7 +25,7 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
     let options = FileOptions::default();
     let locked = || open_file(file.path(), &options).is_err();
     let (image, _) = open_file(file.path(), &options).unwrap();
-    // As the kernel does for a moment, after an operation.
+    // The kernel briefly holds a reference like this after an operation.
     let held = image.fd.as_fd().try_clone_to_owned().unwrap();
     drop(image);
     assert!(!locked());
@@ -38,7 +38,7 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
     assert!(!locked());
 }
 
-/// A guest's memory of so many bytes, and the file that it is.
+/// Guest memory of this many bytes, and the file behind it.
 pub(super) fn guest(bytes: usize) -> (Memory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
@@ -54,7 +54,7 @@ fn error_numbers_arrive_as_they_are() {
     let options = FileOptions { read_only: true, force_share: true, ..FileOptions::default() };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
-        // Past `Align`, which would refuse it: the descriptor is read-only.
+        // Bypasses `Align`, which would reject the write: the descriptor is read-only.
         let data = Buffer::copy_of(&[1]).into();
         let result = storage.write(0, data, Durability::Cached).await;
         assert_eq!(result, Err(Error::from_errno(libc::EBADF)));
@@ -63,7 +63,7 @@ fn error_numbers_arrive_as_they_are() {
 
 #[test]
 fn no_permission_names_the_way_that_needs_less_of_it() {
-    // The error itself cannot be had as root, who may open anything.
+    // The error is constructed: root, who runs the test, may open anything.
     let error = std::io::Error::from_raw_os_error(libc::EACCES);
     let writing = describe("a.raw", &error, false).to_string();
     assert_eq!(
@@ -88,7 +88,7 @@ fn locks_last_until_the_last_operation_on_either_descriptor_has_ended() {
         let options = FileOptions { cache, ..FileOptions::default() };
         let (storage, _) = open_file(file.path(), &options).expect("opens");
         assert!(!storage.is_busy());
-        // A cut, or a write of the tail, that its file system has not finished.
+        // Stands for a truncate, or a write of the tail, that the file system has not finished.
         let in_flight = storage.buffered.clone();
         assert!(storage.is_busy());
         drop(storage);

@@ -1,4 +1,4 @@
-//! Transfers of files that may be given up, between the file and a guest's memory.
+//! Transfers between guest memory and files that may be abandoned.
 
 use std::{
     future::{Future, poll_fn},
@@ -29,7 +29,7 @@ fn with_remote_file<F: Future<Output = ()> + 'static>(test: impl FnOnce(File) ->
     run(Polling::Off, test(storage)).expect("io_uring works on a test machine");
 }
 
-/// A guest's memory that holds `byte` everywhere.
+/// Guest memory filled with `byte`.
 fn memory(byte: u8) -> Segments {
     let memory = Memory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
     let place = memory.place(0, BYTES).expect("inside");
@@ -37,8 +37,8 @@ fn memory(byte: u8) -> Segments {
     place.into()
 }
 
-/// The kernel may read the memory of a write after the write has failed. Then a guest has other
-/// data there.
+/// The kernel may read the memory of a write after the write has failed, when the guest already
+/// stores other data there.
 #[test]
 fn the_kernel_reads_no_memory_of_a_guest_that_may_change_after_a_failure() {
     with_remote_file(|storage| async move {

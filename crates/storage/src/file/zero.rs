@@ -1,15 +1,14 @@
-//! Zeroing and discarding: by a system call where the file system has one, by writing zeroes where
-//! not.
+//! Zeroing and discarding: by a system call if the file system has one, else by writing zeroes.
 //!
-//! Which call does what:
+//! Effect of each call:
 //!
 //! | | regular file | block device |
 //! | --- | --- | --- |
-//! | PUNCH_HOLE | deallocates | write-zeroes with unmap, refused if the device cannot |
+//! | PUNCH_HOLE | deallocates | write-zeroes with unmap, rejected if the device cannot |
 //! | ZERO_RANGE | zeroes, stays allocated | write-zeroes; the kernel writes them itself if the device cannot, so not fast |
-//! | PUNCH_HOLE, then allocate | the same, for tmpfs and others without ZERO_RANGE | – |
+//! | PUNCH_HOLE, then allocate | as ZERO_RANGE, for tmpfs and others without it | – |
 //!
-//! What was refused once is not tried again. Never changes the size of a file
+//! A call that was rejected as unsupported is not tried again. Never changes the size of a file
 //! (FALLOC_FL_KEEP_SIZE).
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -23,10 +22,10 @@ use reactor::{
 
 use crate::{Durability, ZeroOptions, align::Device};
 
-/// Zeroes are written in pieces of this many bytes.
+/// Size of the writes of zeroes, in bytes.
 const PIECE: u64 = 1 << 20;
 
-/// What the file system turned out not to have.
+/// Calls that the file system turned out not to support.
 #[derive(Debug, Default)]
 pub(super) struct Refused {
     punch: AtomicBool,
@@ -35,7 +34,7 @@ pub(super) struct Refused {
 }
 
 impl Refused {
-    /// Whether anything is left that beats writing.
+    /// True if a call remains that is faster than writing zeroes.
     pub(super) fn fast(&self, kind: Kind) -> bool {
         let punch = !self.punch.load(Relaxed);
         match kind {
@@ -52,7 +51,8 @@ impl File {
             return Ok(());
         }
         let end = offset + length;
-        // Devices take whole logical blocks only, also through the page cache.
+        // Devices zero whole logical blocks only, also through the page cache. The edges are
+        // written.
         let first = offset.next_multiple_of(self.zero_alignment).min(end);
         let last = (end - end % self.zero_alignment).max(first);
         if first < last && !self.zero_by_call(first, last - first, options).await? {
@@ -70,9 +70,10 @@ impl File {
         }
     }
 
-    /// False if no call can do it.
+    /// Zeroes by a system call; false if none is supported.
     async fn zero_by_call(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<bool> {
         let refused = &self.zeroing;
+        // ZERO_RANGE on a block device may make the kernel write zeroes itself: not fast.
         let zero_range_is_fast = self.kind == Kind::Regular;
         if options.may_unmap && self.call(&refused.punch, libc::FALLOC_FL_PUNCH_HOLE, offset, length).await? {
             return Ok(true);
@@ -85,18 +86,19 @@ impl File {
         if options.may_unmap || self.kind == Kind::BlockDevice || refused.allocate.load(Relaxed) {
             return Ok(false);
         }
+        // Punching alone would leave a hole, but without `may_unmap` the range must stay allocated.
         Ok(self.call(&refused.punch, libc::FALLOC_FL_PUNCH_HOLE, offset, length).await?
             && self.call(&refused.allocate, 0, offset, length).await?)
     }
 
-    /// One call of `fallocate`; false if it is not to be had here, which `refused` then remembers.
+    /// One call of `fallocate`; false if it is unsupported, which is recorded in `refused`.
     async fn call(&self, refused: &AtomicBool, mode: i32, offset: u64, length: u64) -> Result<bool> {
         if refused.load(Relaxed) {
             return Ok(false);
         }
         let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
         if self.kind == Kind::Regular && !(offset | length).is_multiple_of(self.page_bytes) {
-            // The file system zeroes parts of pages in the page cache.
+            // The file system zeroes partial pages in the page cache.
             self.syncs.used_page_cache();
         }
         let allocate = async |fd: Fd| retried(|| op::allocate(&fd, mode, offset, length)).await;
@@ -106,8 +108,8 @@ impl File {
                 refused.store(true, Relaxed);
                 Ok(false)
             }
-            // Some file systems say so where they want other alignment: not this time, perhaps the
-            // next.
+            // Some file systems return EINVAL for an unsuitable alignment. Fall back for this
+            // request only; the call may succeed for the next one.
             Err(Error::INVALID) => Ok(false),
             Err(error) => Err(error),
         }
@@ -137,7 +139,7 @@ impl File {
         while offset < end {
             let piece = PIECE.min(end - offset);
             let zeroes = Buffer::zeroed(piece as usize);
-            // Synced once, by the caller.
+            // The caller syncs once for all pieces.
             self.write(offset, zeroes.into(), Durability::Cached).await?;
             offset += piece;
         }
@@ -151,7 +153,7 @@ impl File {
         if first >= last {
             return Ok(());
         }
-        // A hint: where it cannot be followed nothing has failed.
+        // A discard is a hint: if it is unsupported, it succeeds and does nothing.
         let punched = self.call(&self.zeroing.punch, libc::FALLOC_FL_PUNCH_HOLE, first, last - first).await?;
         if punched && self.durability(Durability::Cached) == Durability::Synchronous {
             return self.sync().await;

@@ -1,9 +1,9 @@
-//! Requests that may be asked more than once, also by another thread than the one that waits: what
-//! they carry is frozen.
+//! Requests that may be sent more than once, also by another thread than the waiting one. Their
+//! data is frozen, so it cannot change in between.
 //!
-//! The server that is asked may be another one than that which was there when the request was made.
-//! So what it can do is looked at here, as the request goes out: what is longer than it takes goes
-//! in parts, and what it does not know is made of what it does.
+//! After a reconnect the server may have other capabilities than when the request was made. So they
+//! are checked here, when the request is sent: a request beyond the server's maximum is split, and
+//! an unsupported command is replaced by supported ones.
 
 use std::sync::{Arc, OnceLock};
 
@@ -17,7 +17,7 @@ use reactor::{
     error::{Error, Result},
 };
 
-/// Zeroes that are sent at a time to a server that writes none itself, in bytes.
+/// Bytes of zeroes in one write to a server without `NBD_CMD_WRITE_ZEROES`.
 const ZEROES_SENT: usize = 1 << 20;
 
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ pub(super) enum Ask {
     Flush,
 }
 
-/// What comes of it.
+/// Result of a request.
 #[derive(Debug)]
 pub(super) enum Answer {
     Data(Buffer),
@@ -37,7 +37,7 @@ pub(super) enum Answer {
     Done,
 }
 
-/// The same for another thread.
+/// Result of a request that was executed on another thread.
 #[derive(Debug)]
 pub(super) enum Sent {
     Data(Frozen),
@@ -45,11 +45,11 @@ pub(super) enum Sent {
     Done,
 }
 
-/// What the thread that has a connection is asked by others.
+/// Job for the thread that has a connection.
 #[derive(Debug)]
 pub(super) enum Job {
     Ask(Ask, async_channel::Sender<Result<Sent>>),
-    /// To leave the conversation to whoever asks, once nothing is in flight.
+    /// Retires the connection and returns it to the sender, once nothing is in flight.
     Leave(async_channel::Sender<Option<Established>>),
 }
 
@@ -58,7 +58,7 @@ impl Ask {
         match self {
             Self::Read { offset, length } => read(client, *offset, *length).await.map(Answer::Data),
             Self::Change { change, force } => change.on(client, *force).await.map(|()| Answer::Done),
-            // A hint.
+            // A hint, so it may be ignored.
             Self::Trim { .. } if !client.about().can_trim() => Ok(Answer::Done),
             Self::Trim { offset, length } => client.trim(*offset, *length).await.map(|()| Answer::Done),
             Self::Extents { length, .. } if !client.about().tells_allocation() => {
@@ -69,13 +69,15 @@ impl Ask {
         }
     }
 
-    /// Whether the server is to keep what it does, so that its answer holds for that server alone.
+    /// True if the request changes what the server stores, so that its reply is only valid for that
+    /// server.
     pub(super) fn is_lasting(&self) -> bool {
         matches!(self, Self::Change { .. } | Self::Flush)
     }
 }
 
-/// In parts, each of which is copied: small buffers take more memory than they hold.
+/// Reads in parts if necessary. Parts are copied to one buffer, because small buffers occupy more
+/// memory than their length.
 async fn read(client: &Client, offset: u64, length: usize) -> Result<Buffer> {
     let most = client.about().maximum_payload as usize;
     if length <= most {
@@ -90,8 +92,7 @@ async fn read(client: &Client, offset: u64, length: usize) -> Result<Buffer> {
     Ok(whole)
 }
 
-/// Writes, in parts where it has to be; with `force` durably, by a flush where the server has no
-/// FUA.
+/// Writes, in parts if necessary; with `force` durably, by a flush if the server has no FUA.
 ///
 /// # Errors
 /// As [`Client::write`].
@@ -129,9 +130,10 @@ async fn zero(client: &Client, offset: u64, length: u32, flags: u16, force: bool
         }
     }
     if force && !fua { client.flush().await } else { Ok(()) }
+// Without FUA one flush after the last part covers all of them.
 }
 
-/// The same for all who send some.
+/// One buffer of zeroes, shared by all requests.
 fn zeroes() -> &'static Arc<Frozen> {
     static ZEROES: OnceLock<Arc<Frozen>> = OnceLock::new();
     ZEROES.get_or_init(|| Arc::new(Buffer::zeroed(ZEROES_SENT).freeze()))

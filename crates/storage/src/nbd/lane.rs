@@ -1,8 +1,8 @@
-//! A connection as one thread has it, and how others use it.
+//! A connection of one thread, and its use by other threads.
 //!
 //! A connection's tasks and buffers belong to one thread. That thread uses it directly; the others
-//! send it jobs. A task of that thread, the keeper, holds the connection: it carries out the jobs,
-//! notices when the connection breaks, and takes leave of the server once nobody can ask any more.
+//! send it jobs. A task of that thread, the keeper, holds the connection: it executes the jobs,
+//! notices when the connection breaks, and disconnects once no sender of jobs is left.
 
 use std::{
     cell::{Cell, RefCell},
@@ -20,31 +20,31 @@ use super::ask::{Answer, Ask, Job, Sent};
 use nbd::client::{Client, Established};
 use reactor::{Signal, error::Result};
 
-/// Whose connections they are, over all threads.
+/// Owner of the connections, over all threads.
 pub(super) trait Home: Sized + Send + Sync + 'static {
-    /// Tells it from all others of this process.
+    /// Unique number in this process.
     fn id(&self) -> u64;
-    /// A connection of this session is gone.
+    /// Reports that a connection of this session is lost.
     fn lose(self: &sync::Arc<Self>, session: u64, by: Break, why: &str);
 }
 
-/// Who ended a session.
+/// Cause of a session's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Break {
-    /// The server, or what is between.
+    /// The server disconnected, or the network.
     Server,
-    /// Our own thread, which has ended.
+    /// The thread of this process that had the connection has ended.
     Thread,
 }
 
 thread_local! {
-    /// Connections of this thread, by their links.
+    /// Connections of this thread, by link number.
     static HERE: RefCell<HashMap<u64, Weak<Lane>>> = RefCell::default();
-    /// Sessions in which a connection was tried, by their links.
+    /// Last session in which this thread tried to open a connection, by link number.
     static TRIED: RefCell<HashMap<u64, u64>> = RefCell::default();
 }
 
-/// Whether this thread may try to have a connection of its own in this session: once.
+/// True once in each session: this thread may then try to open its own connection.
 pub(super) fn may_try(link: u64, session: u64) -> bool {
     TRIED.with_borrow_mut(|tried| tried.insert(link, session) != Some(session))
 }
@@ -57,12 +57,12 @@ struct Lane {
     unused: Signal,
 }
 
-/// The right to use a connection of this thread.
+/// The right to use a connection of this thread; counts its users.
 #[derive(Debug)]
 pub(super) struct Own(Rc<Lane>);
 
 impl Own {
-    /// The one of this link and session, if this thread has it.
+    /// The connection of this link and session, if this thread has it.
     pub(super) fn of(link: u64, session: u64) -> Option<Self> {
         let lane = HERE.with_borrow(|here| here.get(&link).and_then(Weak::upgrade))?;
         (lane.session == session).then(|| {
@@ -89,11 +89,11 @@ impl Drop for Own {
     }
 }
 
-/// How a request reaches the server.
+/// Path of a request to the server.
 #[derive(Debug)]
 pub(super) enum Way {
     Own(Own),
-    /// Over a thread that has a connection of this session.
+    /// Through the thread that has a connection of this session.
     Other(u64, Sender<Job>),
 }
 
@@ -105,7 +105,7 @@ impl Way {
         }
     }
 
-    /// `None` if the thread that was to ask does not any more.
+    /// Executes a request; `None` if the thread that should execute it has ended.
     ///
     /// # Errors
     /// The server's, or [`GONE`](nbd::client::GONE).
@@ -121,8 +121,8 @@ impl Way {
     }
 }
 
-/// What a keeper is asked. Once there is no keeper, nobody waits for an answer: a channel alone
-/// would keep what was sent for as long as anybody can send, which is whoever waits.
+/// The keeper's queue. Dropping it drops the queued jobs and thereby fails their callers. The
+/// channel alone would keep them as long as a sender exists, and waiting callers are senders.
 struct Jobs(Receiver<Job>);
 
 impl Drop for Jobs {
@@ -132,10 +132,11 @@ impl Drop for Jobs {
     }
 }
 
-/// Goes on with a conversation on this thread, for `link`; returns where jobs are sent. It lasts
-/// until all that can send any are gone.
+/// Starts a connection on this thread for `link` and returns the sender of its jobs. The connection
+/// lasts until all senders are gone.
 pub(super) fn start<H: Home>(link: &sync::Arc<H>, session: u64, established: Established) -> Sender<Job> {
-    // Each has a caller that waits for it, and callers are bounded.
+    // Unbounded is safe: each job has a caller that waits for it, and the number of callers is
+    // bounded.
     let (sender, jobs) = async_channel::unbounded();
     let client = Client::start(established);
     let lane = Rc::new(Lane { client, session, users: Cell::new(0), unused: Signal::default() });
@@ -155,7 +156,8 @@ enum Next {
 }
 
 async fn keep<H: Home>(lane: Rc<Lane>, jobs: Jobs, link: sync::Weak<H>, session: u64) {
-    // Told before the jobs are dropped: whoever asks again then finds another way.
+    // Declared after `jobs`, so dropped first: a caller whose job is dropped retries and must
+    // already see the session's end.
     let lost = Lost { link, session, is_told: Cell::new(false) };
     loop {
         match next(&lane, &jobs.0).await {
@@ -164,7 +166,7 @@ async fn keep<H: Home>(lane: Rc<Lane>, jobs: Jobs, link: sync::Weak<H>, session:
                 let own = Own(Rc::clone(&lane));
                 reactor::spawn(async move {
                     let answer = ask.on(own.client()).await.map(Sent::from);
-                    // Nobody waits any more where it cannot be sent.
+                    // Fails only if the caller has been cancelled.
                     let _ = tell.try_send(answer);
                 });
             }
@@ -198,6 +200,7 @@ async fn next(lane: &Lane, jobs: &Receiver<Job>) -> Next {
     let mut job = pin!(jobs.recv());
     let mut gone = pin!(lane.client.gone());
     poll_fn(|context| {
+        // A break comes first: jobs are then dropped rather than sent on a dead connection.
         if gone.as_mut().poll(context).is_ready() {
             return Poll::Ready(Next::Broken);
         }
@@ -206,12 +209,12 @@ async fn next(lane: &Lane, jobs: &Receiver<Job>) -> Next {
     .await
 }
 
-/// The connection, once nobody on this thread uses it.
+/// The connection, once no request of this thread uses it.
 async fn alone(lane: Rc<Lane>) -> Option<Client> {
     while lane.users.get() > 0 {
         lane.unused.wait().await;
     }
-    // Whoever has just let go of it still has it for a moment.
+    // A user that has just released it may still hold the `Rc` for a moment.
     let mut lane = lane;
     for _ in 0..1000 {
         match Rc::try_unwrap(lane) {
@@ -223,7 +226,7 @@ async fn alone(lane: Rc<Lane>) -> Option<Client> {
     None
 }
 
-/// Tells the link when the connection is gone, also where the reactor ends.
+/// Reports the loss of the connection to the link once, also when the reactor ends.
 struct Lost<H: Home> {
     link: sync::Weak<H>,
     session: u64,
@@ -255,7 +258,7 @@ mod tests {
         let (sender, jobs) = async_channel::unbounded();
         let keeper = Jobs(jobs);
         let (tell, told) = async_channel::bounded(1);
-        // Whoever waits can still send.
+        // A waiting caller is also a sender, so the channel would not close by itself.
         sender.try_send(Job::Ask(Ask::Flush, tell)).unwrap();
         drop(keeper);
         assert!(told.is_closed() && sender.is_closed());

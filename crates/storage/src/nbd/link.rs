@@ -1,41 +1,40 @@
-//! The way to a server: conversations with it, one after the other, and what happens between them.
+//! The link to a server: successive sessions, and what happens between them.
 //!
 //! ```text
-//!            ┌──────── the first to use it ────────┐
+//!            ┌────────── first use ────────────────┐
 //!   Ready ───┘                                     ▼
 //!     ▲                                          Open ── a connection breaks ──► Down
-//!     └── Moving ◄── a worker wants it, or a size ─┘ ▲                            │
-//!                                                    └── connected, written again ┘
+//!     └── Moving ◄── to a worker, or a resize ─────┘ ▲                            │
+//!                                                    └─ reconnected, writes resent ┘
 //! ```
 //!
-//! A *session* is a set of connections that began together in trust: where the server says that a
-//! flush on one covers the writes of all (multi-conn), each thread that uses the disk has a
-//! connection; otherwise there is one, and the other threads hand their requests to the thread that
-//! has it. It was the main thread's while the image was opened; the first worker that wants it gets
-//! it.
+//! A *session* is a set of connections that began together to the same server. If the server
+//! declares that a flush on one connection covers the writes of all (`NBD_FLAG_CAN_MULTI_CONN`),
+//! each thread that uses the disk has a connection. Otherwise there is one, and the other threads
+//! send their requests to the thread that has it. The main thread has it while the image is opened;
+//! it moves to the first worker that uses it.
 //!
-//! If one connection of a session breaks, all end: nobody knows whether the server is still the
-//! same. From then on it is tried to connect again, at once and then ever more seldom, for as long
-//! as the disk exists; a session in which nothing was answered counts as an attempt that failed.
-//! Requests wait for that as long as `reconnect_delay` says, counted from the break, and from the
-//! first one that they met themselves: a request that breaks each connection fails too. Once
-//! connected:
-//! 1. what was acknowledged and never flushed is written again ([`Unflushed`]);
-//! 2. requests that were in flight are asked again, by those who asked. None of them had been
-//!    answered, so their order among each other is free, and each of them does the same when it is
-//!    done twice. What another connection of a session answers to a change once the session is over
-//!    does not count: the server that was written again does not know of it;
-//! 3. only then what came later.
+//! If one connection of a session breaks, all are closed, since the server may have been replaced.
+//! From then on the link tries to reconnect, at once and then with growing pauses, for as long as
+//! the disk exists. A session without any reply counts as a failed attempt. Requests wait for
+//! `reconnect_delay`, counted from the break, and from the first break that they met themselves: so
+//! a request that crashes the server each time fails in the end. After reconnecting:
+//! 1. writes that were acknowledged and never flushed are written again ([`Unflushed`]);
+//! 2. requests that were in flight are sent again by their callers. None of them had a reply, so
+//!    their mutual order is free, and each of them is idempotent. If another connection of a
+//!    session replies to a change after the session has ended, the reply does not count: the new
+//!    server may not have the change;
+//! 3. only then new requests are sent.
 //!
-//! A server that cannot go on where the last one ended ([`Link::suits`]), or does not take again
-//! what was acknowledged, is refused, and tried again like one that is not there. It is measured by
-//! how the disk was opened, not by how the last server was: one that had more for a while obliges
-//! nobody.
+//! A server is rejected, and retried like an unreachable one, if it cannot continue the disk
+//! ([`Link::suits`]) or fails to repeat acknowledged writes. It is compared with the properties of
+//! the export when the disk was opened, not with those of the previous server, which may
+//! temporarily have had more.
 //!
-//! Where nothing is kept (no delay), and something was written that no flush had covered, every
-//! flush fails from then on: it could not keep its promise.
+//! With no reconnect delay, nothing is kept. If a break then loses writes that no flush had
+//! covered, every later flush fails, since it could not make them durable.
 //!
-//! Never asks anything of its own accord but that.
+//! Never sends any other request on its own.
 
 mod again;
 
@@ -74,22 +73,22 @@ use reactor::{
 
 use crate::flushes::Flushes;
 
-/// For connecting and the handshake together.
+/// Timeout of connecting and the handshake together.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Between attempts to connect: at first, and at most.
+/// First pause between attempts to connect, and the longest.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(100);
 pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Lines of the log about breaks that are written at once, before it is one a second.
+/// Number of log lines about breaks that are written at once, before the limit of one a second.
 const BREAKS_IN_FULL: u64 = 3;
-/// Writes that are written again at once.
+/// Maximum number of unflushed writes in flight while they are written again.
 const AGAIN_AT_ONCE: usize = 64;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
-/// Makes streams to the server.
+/// Opens streams to the server.
 pub(super) enum Dialler {
     Socket(Vec<Address>),
-    /// In simulation.
+    /// In the simulation.
     Simulated(Box<dyn Fn() -> io::Result<Stream> + Send + Sync>),
 }
 
@@ -115,30 +114,30 @@ impl Dialler {
     }
 }
 
-/// How a link is made, and how it goes on after a break.
+/// Parameters of a link.
 #[derive(Debug)]
 pub(super) struct Terms {
     pub(super) name: String,
     pub(super) dialler: Dialler,
     pub(super) wanted: Wanted,
-    /// Where keys and certificates are read again for each connection but the first; none without
-    /// TLS.
+    /// URI from which keys and certificates are read again for each connection but the first;
+    /// `None` without TLS.
     pub(super) keys: Option<Uri>,
     pub(super) reconnect_delay: Duration,
-    /// Nothing is written.
+    /// True if the disk is never written to.
     pub(super) read_only: bool,
-    /// Whether flushes mean anything: not with the cache mode `unsafe`.
+    /// True if flushes reach the server: false with the cache mode `unsafe`.
     pub(super) flushes: bool,
 }
 
 impl Terms {
-    /// A conversation that has come to the export.
+    /// Connects and negotiates the export.
     pub(super) async fn establish(&self) -> std::result::Result<Established, NotConnected> {
         self.establish_with(&self.wanted).await
     }
 
-    /// The same, with keys and certificates as their files have them now; or as they were, where
-    /// they cannot be read any more.
+    /// As [`Terms::establish`], with the current content of the key and certificate files; with the
+    /// previous keys if the files are unreadable.
     async fn establish_again(&self) -> std::result::Result<Established, NotConnected> {
         let mut wanted = self.wanted.clone();
         if let Some(place) = self.keys.clone()
@@ -154,20 +153,20 @@ impl Terms {
     }
 }
 
-/// See the head of this file.
+/// The link of one disk: see the head of this file.
 #[derive(Debug)]
 pub(super) struct Link {
     id: u64,
     terms: Terms,
-    /// What the disk was opened with: each server later on has to have that.
+    /// Properties of the export when the disk was opened; each later server must provide them.
     opened: About,
-    /// Of the disk: whole blocks.
+    /// Size of the disk: whole blocks.
     size_bytes: AtomicU64,
     state: Mutex<State>,
     changed: Event,
-    /// Those who write more than is kept flush together.
+    /// Lets writers that exceed the bound of [`Unflushed`] share a flush.
     behind: Flushes,
-    /// A change that is kept has ended.
+    /// Notified when a kept change has ended.
     ended: Event,
     in_flight: Mutex<BTreeMap<u64, Instant>>,
     next_request: AtomicU64,
@@ -180,38 +179,38 @@ pub(super) struct Link {
 #[derive(Debug)]
 struct State {
     session: u64,
-    /// When it began.
+    /// Beginning of the session.
     began: Instant,
-    /// Whether something was answered in it.
+    /// True if the server has replied in it.
     has_answered: bool,
-    /// Before the next attempt, counted from the beginning of the session.
+    /// Pause before the next attempt, counted from the beginning of the session.
     pause: Duration,
     about: About,
     stage: Stage,
     unflushed: Unflushed,
-    /// Writes that the server has answered, and how many of them a flush has covered: where none
-    /// are kept.
+    /// If no writes are kept: number of writes that the server has acknowledged, and how many of
+    /// them a flush has covered.
     written: u64,
     covered: u64,
-    /// How often the server, or the way to it, was lost.
+    /// Number of breaks by the server or the network.
     breaks: u64,
-    /// Something that was written is gone, or may be.
+    /// True if written data is lost, or may be.
     lost: bool,
 }
 
 #[derive(Debug)]
 enum Stage {
-    /// Nobody has gone on with it yet.
+    /// Connected, not used yet.
     Ready(Box<Established>),
     Open {
         jobs: Vec<Sender<Job>>,
-        /// Whether the first of them is on a thread for requests.
+        /// True if the first of them is on a worker thread.
         is_at_work: bool,
     },
-    /// It is between two threads.
+    /// In transit between two threads.
     Moving,
     Down {
-        /// When requests give up waiting.
+        /// Instant at which waiting requests fail.
         until: Instant,
         is_tried: bool,
     },
@@ -224,20 +223,20 @@ enum Where {
 
 enum Step {
     Go(Way),
-    /// Look again.
+    /// Look at the stage again.
     Again,
     Fetch(u64, Sender<Job>),
     Wait(Instant),
 }
 
-/// What `status` tells of a disk that is somewhere else.
+/// State of a remote disk, for `status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// Whether there is a connection.
+    /// True if there is a connection.
     pub is_connected: bool,
-    /// How often one was made anew.
+    /// Number of reconnects.
     pub reconnections: u64,
-    /// Bytes that are kept until they are flushed.
+    /// Bytes kept until they are flushed.
     pub unflushed_bytes: u64,
 }
 
@@ -276,16 +275,16 @@ impl Link {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change of it is complete before anything could panic.
+        // Each change of the state is complete before any code that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the server says of the export now.
+    /// Properties of the export at the current server.
     pub(super) fn about(&self) -> About {
         self.lock().about.clone()
     }
 
-    /// Of the disk, as it was opened or resized: whole blocks of that server.
+    /// Size of the disk, as it was opened or resized, in whole blocks.
     pub(super) fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Relaxed)
     }
@@ -308,7 +307,7 @@ impl Link {
         in_flight.first_key_value().map(|(_, began)| reactor::real_time() - *began)
     }
 
-    /// Between sessions in which nothing is answered.
+    /// Longest pause between sessions without any reply.
     fn longest_pause(&self) -> Duration {
         (self.terms.reconnect_delay / 4).clamp(FIRST_PAUSE, LONGEST_PAUSE)
     }
@@ -317,24 +316,26 @@ impl Link {
         !self.terms.reconnect_delay.is_zero()
     }
 
-    /// Whether what is written is kept until it is flushed, where the server has flushes.
+    /// True if writes are kept until they are flushed, if the server supports flushes.
     fn keeps(&self) -> bool {
         self.retries() && self.terms.flushes
     }
 
-    /// Asks, again after each break, until there is an answer or no more time.
+    /// Executes a request, and repeats it after each break until there is a reply or the time is
+    /// over.
     pub(super) async fn ask(self: &Arc<Self>, ask: Ask) -> Result<Answer> {
         self.ask_then(ask, |_| {}).await
     }
 
-    /// The same; `then` notes that it succeeded, before the session of the answer can end.
+    /// As [`Link::ask`]; `then` records a success under the lock, before the session of the reply
+    /// can end.
     async fn ask_then(self: &Arc<Self>, ask: Ask, then: impl FnOnce(&mut State)) -> Result<Answer> {
         let _in_flight = self.enter();
         let mut until = None;
         loop {
             let way = self.way().await?;
             match way.ask(&ask).await {
-                // It was not asked, or only by a thread that has ended.
+                // Not executed, or by a thread that has ended.
                 None => {}
                 Some(Err(GONE)) if self.retries() => {
                     self.note_break(&way);
@@ -345,6 +346,8 @@ impl Link {
                 Some(Err(GONE)) => return Err(Error::IO),
                 Some(Ok(answer)) => {
                     let mut state = self.lock();
+                    // A lasting change counts only if its session has not ended: the server that
+                    // continues the disk was written again without it.
                     if state.session == way.session() || !ask.is_lasting() || !self.retries() {
                         state.has_answered = true;
                         then(&mut state);
@@ -361,7 +364,7 @@ impl Link {
         }
     }
 
-    /// The connection's keeper tells too, but perhaps later.
+    /// Reports a break at once; the connection's keeper reports it too, but perhaps later.
     fn note_break(self: &Arc<Self>, way: &Way) {
         if let Way::Own(own) = way
             && let Some(why) = own.client().fault()
@@ -370,7 +373,7 @@ impl Link {
         }
     }
 
-    /// Writes once: where nothing is asked again, nothing has to be frozen or copied.
+    /// Writes; without freezing or copying the data if the request is never repeated.
     pub(super) async fn write(self: &Arc<Self>, offset: u64, data: Segments, force: bool) -> Result<()> {
         if !self.retries() {
             let _in_flight = self.enter();
@@ -384,13 +387,14 @@ impl Link {
         self.change(Change::Data { offset, data }, force).await
     }
 
-    /// Writes or zeroes, and keeps that until it is flushed.
+    /// Writes or zeroes, and keeps the change until it is flushed.
     pub(super) async fn change(self: &Arc<Self>, change: Change, force: bool) -> Result<()> {
         if !self.keeps() {
             let breaks = self.lock().breaks;
             let result = self.ask(Ask::Change { change, force }).await;
             return self.written(breaks, force, result.map(drop));
         }
+        // A FUA write needs no room, unless it must be kept because it overlaps kept data.
         if !force || self.lock().unflushed.overlaps(&change) {
             self.make_room().await?;
         }
@@ -406,7 +410,7 @@ impl Link {
         result.map(drop)
     }
 
-    /// Returns once one more change may be kept.
+    /// Returns once there is room to keep another change.
     async fn make_room(self: &Arc<Self>) -> Result<()> {
         loop {
             let ended = self.ended.listen();
@@ -415,26 +419,28 @@ impl Link {
             }
             self.behind.run(|| self.flush()).await?;
             if !self.lock().unflushed.has_room() {
-                // What is left has not been answered, or was while it was flushed.
+                // The rest has no reply yet, or received it during the flush.
                 ended.await;
             }
         }
     }
 
-    /// Counts a write of which nothing is kept; `breaks` is how many there were before it.
+    /// Counts a write that is not kept; `breaks` is the number of breaks before it.
     fn written(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
         let result = result.map_err(|error| if error == GONE { Error::IO } else { error });
         let mut state = self.lock();
         if result.is_ok() && !force && self.terms.flushes && state.about.can_flush() {
             state.written += 1;
-            // Its answer came before the break, and is heard after it.
+            // The reply was received before the break, but is processed after it.
             state.lost |= state.breaks != breaks && !self.retries();
         }
         result
     }
 
+    /// Flushes all acknowledged writes.
+    ///
     /// # Errors
-    /// The server's; [`Error::IO`] where something is lost.
+    /// The server's; [`Error::IO`] if writes are lost.
     pub(super) async fn flush(self: &Arc<Self>) -> Result<()> {
         if !self.terms.flushes {
             return Ok(());
@@ -448,7 +454,7 @@ impl Link {
         }
         let mut is_lost = false;
         let flushed = |state: &mut State| {
-            // While it was asked, a server may have come that does not have everything.
+            // A break during the flush may have lost writes that the new server never had.
             is_lost = state.lost;
             if !is_lost {
                 state.unflushed.flushed(number);
@@ -465,9 +471,9 @@ impl Link {
         InFlight { link: self, number }
     }
 
-    /// A way to the server, as soon as there is one.
+    /// Waits for a path to the server.
     async fn way(self: &Arc<Self>) -> Result<Way> {
-        // Nearly always; what follows costs an allocation.
+        // The usual case; the loop below costs an allocation.
         if let Some(own) = self.here() {
             return Ok(Way::Own(own));
         }
@@ -478,7 +484,8 @@ impl Link {
                 Step::Again => {}
                 Step::Fetch(session, jobs) => {
                     let link = Arc::clone(self);
-                    // Also where whoever asks goes: it would be between the two for ever.
+                    // Runs to its end even if this request is cancelled, or the connection would
+                    // stay in transit for ever.
                     spawn_to_end(async move { link.fetch(session, jobs).await }).await;
                 }
                 Step::Wait(until) if until <= now() => return Err(Error::IO),
@@ -505,6 +512,8 @@ impl Link {
                     return Step::Go(Way::Own(own));
                 }
                 let Some(first) = jobs.first().cloned() else { return Step::Again };
+                // The connection was opened on the main thread: move it to the first worker that
+                // uses it.
                 if !*is_at_work && reactor::is_worker() {
                     jobs.clear();
                     state.stage = Stage::Moving;
@@ -527,13 +536,13 @@ impl Link {
                 self.changed.notify(usize::MAX);
                 Step::Again
             }
-            // Not for longer than connecting may take.
+            // Bounded by the time that connecting may take.
             Stage::Moving => Step::Wait(now() + PATIENCE),
             Stage::Down { until, .. } => Step::Wait(*until),
         }
     }
 
-    /// Has somebody try to connect, if nobody does.
+    /// Starts a reconnect task, unless one is running.
     fn try_again(self: &Arc<Self>) {
         let is_mine = match &mut self.lock().stage {
             Stage::Down { is_tried, .. } => !std::mem::replace(is_tried, true),
@@ -544,8 +553,8 @@ impl Link {
         }
     }
 
-    /// A connection of this thread's own, beside those that there are. If none is to be had, others
-    /// are asked for as long as the session lasts.
+    /// Opens a connection of this thread, in addition to the existing ones. If that fails, its
+    /// requests use the other threads' connections for the rest of the session.
     async fn open_another(self: &Arc<Self>, session: u64) {
         let established = match self.terms.establish().await {
             Ok(established) => established,
@@ -560,7 +569,7 @@ impl Link {
         }
     }
 
-    /// Gets the conversation from the thread that has it, for whoever asks next.
+    /// Retires the connection of another thread, for the next request that needs one.
     async fn fetch(self: &Arc<Self>, session: u64, jobs: Sender<Job>) {
         if let Some(established) = self.take(session, jobs).await {
             let mut state = self.lock();
@@ -572,8 +581,8 @@ impl Link {
         self.changed.notify(usize::MAX);
     }
 
-    /// The same, for who asks; the stage is to be `Moving`. If the connection breaks, it is not any
-    /// more.
+    /// Retires the connection of another thread and returns it; the stage must be `Moving`. If the
+    /// connection breaks, the stage becomes `Down`.
     async fn take(self: &Arc<Self>, session: u64, jobs: Sender<Job>) -> Option<Established> {
         let (tell, told) = async_channel::bounded(1);
         let left = match jobs.send(Job::Leave(tell)).await {
@@ -586,7 +595,8 @@ impl Link {
         left
     }
 
-    /// Where the conversation is, which nobody begins anything with from here on.
+    /// Sets the stage to `Moving`, so that no new request uses the connection, and returns where
+    /// the connection is.
     fn set_moving(&self) -> Option<(u64, Where)> {
         let mut state = self.lock();
         let session = state.session;
@@ -601,7 +611,7 @@ impl Link {
         Some((session, found))
     }
 
-    /// Leaves the conversation to whoever asks next.
+    /// Releases the connection, for the thread that uses it next.
     pub(super) async fn leave(self: &Arc<Self>) {
         match self.set_moving() {
             Some((session, Where::There(jobs))) => self.fetch(session, jobs).await,
@@ -610,11 +620,11 @@ impl Link {
         }
     }
 
-    /// Speaks to the server anew, and learns what it says of the export now. What is in flight is
-    /// waited for, and what comes meanwhile waits.
+    /// Reconnects and reads the current properties of the export. Waits for requests in flight;
+    /// later requests wait.
     ///
     /// # Errors
-    /// Where the server cannot be reached.
+    /// The server cannot be reached.
     pub(super) async fn reopen(self: &Arc<Self>) -> Result<()> {
         self.flush().await?;
         let Some((session, place)) = self.set_moving() else { return Err(Error::IO) };
@@ -656,7 +666,7 @@ impl Link {
     }
 }
 
-/// In whole blocks of this server.
+/// Rounds a size down to whole blocks of this server.
 fn whole_blocks(size_bytes: u64, about: &About) -> u64 {
     size_bytes & !(u64::from(about.minimum_block) - 1)
 }
@@ -666,7 +676,7 @@ impl Home for Link {
         self.id
     }
 
-    /// With it, the session is.
+    /// Ends the session of the lost connection.
     fn lose(self: &Arc<Self>, session: u64, by: Break, why: &str) {
         let forgotten = {
             let mut state = self.lock();
@@ -676,7 +686,7 @@ impl Home for Link {
             state.session += 1;
             state.pause = match std::mem::take(&mut state.has_answered) {
                 true => FIRST_PAUSE,
-                // Whoever waits meanwhile is not to give up because of it.
+                // Waiting requests must not time out because of the pause.
                 false => (2 * state.pause).clamp(FIRST_PAUSE, self.longest_pause()),
             };
             state.breaks += u64::from(by == Break::Server);
@@ -684,7 +694,7 @@ impl Home for Link {
                 Break::Server => self.terms.reconnect_delay,
                 Break::Thread => self.terms.reconnect_delay.max(PATIENCE),
             };
-            // Those who could send jobs go, so what is left of the session ends.
+            // Drops the senders of jobs, so the remaining connections of the session end.
             state.stage = Stage::Down { until: now() + patience, is_tried: false };
             let forgotten = by == Break::Server
                 && self.terms.flushes
@@ -707,14 +717,14 @@ impl Home for Link {
             );
         }
         self.changed.notify(usize::MAX);
-        // Whether somebody asks or not: the next one should find it there.
+        // Reconnects even if no request waits, so that the next one finds a connection.
         if by == Break::Server {
             self.try_again();
         }
     }
 }
 
-/// A request that waits for its answer.
+/// A request that waits for its reply.
 struct InFlight<'a> {
     link: &'a Link,
     number: u64,
@@ -726,7 +736,7 @@ impl Drop for InFlight<'_> {
     }
 }
 
-/// A change that is kept. Where nobody waits for its outcome any more, it may have taken effect.
+/// A change that is kept. If its caller is cancelled, the change may have taken effect.
 struct Kept<'a> {
     link: &'a Link,
     number: u64,

@@ -1,4 +1,4 @@
-//! From a URI to a disk that is ready: looks the server up, connects, and judges what it says.
+//! Opening an export: resolves the URI's server, connects, and checks the properties of the export.
 
 use std::{
     io,
@@ -25,8 +25,8 @@ use crate::{
     probe::{HEADER_BYTES, Probed, probe_ends},
 };
 
-/// What was found out of a server when it was tried before: the rights to look again may be gone.
-/// Clones share it.
+/// Credentials and addresses of a server from an earlier attempt, because later the process may
+/// lack the rights to read them again. Clones share the content.
 #[derive(Clone, Debug, Default)]
 pub struct Known(Arc<Mutex<Option<Found>>>);
 
@@ -42,33 +42,33 @@ impl Known {
     }
 }
 
-/// How to open an export.
+/// Options of opening an export.
 #[derive(Clone, Debug, Default)]
 pub struct NbdOptions {
-    /// See the table in [`nbd`](super).
+    /// Cache mode: see the table in [`nbd`](super).
     pub cache: CacheMode,
-    /// Nobody wants to know what its bytes look like.
+    /// True if the format is given, so that it is not probed.
     pub is_format_known: bool,
-    /// Refuse writes.
+    /// Rejects writes.
     pub read_only: bool,
-    /// Somebody else may write to it meanwhile.
+    /// Another client may write to it.
     pub is_shared: bool,
-    /// One without bytes is a disk too.
+    /// Accepts an export of size zero.
     pub may_be_empty: bool,
-    /// What another process has, which may be at this export too, if it is to be written to.
+    /// Set if another process may have this export open, for exports that are opened for writing.
     pub passed: Option<Passed>,
-    /// How long requests wait for a server that has gone; zero: not at all.
+    /// Time for which requests wait for a disconnected server; with zero they fail at once.
     pub reconnect_delay: Duration,
-    /// How long it is tried to reach the server; zero: once.
+    /// Time for which the first connection is retried; with zero there is one attempt.
     pub open_timeout: Duration,
-    /// Of one that was tried before.
+    /// Result of an earlier attempt.
     pub known: Known,
 }
 
-/// Opens an export, and says what its bytes look like if no format was given.
+/// Opens an export, and probes its format if none was given.
 ///
 /// # Errors
-/// Everything that is wrong with it, said for people.
+/// The reason, for people.
 pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<Nbd>, Probed), OpenError> {
     let name = uri.to_string();
     let wrong = |why: String, remedy: &str| OpenError::new(&name, why, remedy);
@@ -102,8 +102,8 @@ pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<Nbd>,
     open_with(terms, options, until).await
 }
 
-/// Tries until it succeeds, fails for another reason than that nobody is there, or time is over;
-/// once in any case.
+/// Repeats `attempt` until it succeeds, fails for another reason than that the server is
+/// unreachable, or `until` has passed; at least once.
 async fn persist<T, F>(until: Instant, attempt: impl Fn() -> F) -> Result<T, NotConnected>
 where
     F: Future<Output = Result<T, NotConnected>>,
@@ -129,7 +129,7 @@ async fn open_with(
     let established = persist(until, || terms.establish()).await;
     let established = established.map_err(|error| {
         let failed = failed(&name, &error);
-        // Who hangs up in the middle of TLS is there, and refuses.
+        // A server that disconnects during TLS is reachable and rejects this client: not transient.
         let may_pass = matches!(error, NotConnected::Io(_) | NotConnected::TooLate(_));
         if may_pass { failed.that_may_pass() } else { failed }
     })?;
@@ -159,7 +159,7 @@ async fn open_with(
         passed: options.passed.clone().filter(|_| !options.read_only),
         blocks,
     };
-    // Who says the format need not be able to guess it.
+    // With an explicit format the bytes need not be readable here.
     let probed = match options.is_format_known {
         true => Probed::Raw,
         false => {
@@ -169,7 +169,7 @@ async fn open_with(
             };
             let nbd = Align::new(nbd);
             let probed = probe(&nbd).await.map_err(unread)?;
-            // Whoever uses it goes on with the conversation where it does.
+            // The disk may be used by another thread, which then takes the connection over.
             nbd.device().link.leave().await;
             return Ok((nbd, probed));
         }
@@ -200,13 +200,13 @@ fn failed(name: &str, error: &NotConnected) -> OpenError {
     OpenError::new(name, error.in_full(), remedy)
 }
 
-/// How streams to a server of the simulation are made.
+/// Function that opens streams to a server of the simulation.
 pub type Simulation = Box<dyn Fn() -> io::Result<Stream> + Send + Sync>;
 
-/// A disk at a server in the simulation, its format given.
+/// Opens a disk at a server of the simulation, with a given format.
 ///
 /// # Errors
-/// As for a real one.
+/// As for a real server.
 pub async fn simulated(
     make: Simulation,
     export: &str,

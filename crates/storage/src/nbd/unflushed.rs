@@ -1,14 +1,14 @@
-//! Writes that a server has acknowledged, and that no flush has covered yet: what has to be written
-//! again if the server is another one after a break.
+//! Writes that a server has acknowledged and that no flush has covered yet. They must be repeated
+//! if the server is a new one after a break.
 //!
-//! A server that was killed has lost what only its memory had, and a later flush would succeed
-//! without it. So each write is kept until a flush that began after its answer has succeeded. How
-//! much is kept has a bound ([`MOST_BYTES`]): past it, whoever writes flushes first.
+//! A server that was killed has lost what was only in its memory, and a later flush would succeed
+//! without it. So each write is kept until a flush that began after its reply has succeeded. Kept
+//! data is bounded ([`MOST_BYTES`]): beyond that, the writer flushes first.
 //!
-//! - What has not been answered is not written again from here: whoever asked asks again, and gets
-//!   that answer, whatever it is.
-//! - The order is that of the answers: what was asked for after an answer comes behind it.
-//! - What is durable by itself is kept only where something older would be written over it.
+//! - A write without a reply is not repeated from here: its caller sends it again, and gets that
+//!   result.
+//! - The order is that of the replies: a write that was made after a reply follows that write.
+//! - A durable write is kept only if repeating an older write would overwrite it.
 //!
 //! Decides what is kept, and in which order it is written again. Never does I/O.
 
@@ -21,9 +21,9 @@ use std::{
 use nbd::proto::cmd_flag;
 use reactor::buffer::Frozen;
 
-/// Bytes of memory kept for one disk at most, and what one more write has.
+/// Maximum bytes of kept memory for one disk; the last write may exceed it.
 pub(super) const MOST_BYTES: u64 = 32 << 20;
-/// What a kept request costs beside its data, in bytes.
+/// Memory of a kept request in addition to its data, in bytes.
 const ENTRY_BYTES: u64 = 128;
 
 /// A change of the disk.
@@ -54,30 +54,30 @@ impl Change {
     }
 }
 
-/// What is written again.
+/// A change to write again.
 #[derive(Clone, Debug)]
 pub(super) struct Again {
     pub(super) change: Change,
-    /// It was durable at once, and is so again.
+    /// It was a FUA write, and is one again.
     pub(super) force: bool,
-    /// Somebody was told that it is there.
+    /// True if the client received its acknowledgement.
     pub(super) is_promised: bool,
 }
 
 #[derive(Debug)]
 struct Entry {
     again: Again,
-    /// The first flush that began behind its answer.
+    /// The first flush that began after its reply.
     flush: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Unflushed {
-    /// Not answered yet, by their numbers, and whether they are durable by themselves.
+    /// Changes without a reply, by number, with their FUA flag.
     asked: BTreeMap<u64, (Change, bool)>,
-    /// In the order of their answers.
+    /// Acknowledged changes, in the order of their replies.
     answered: VecDeque<Entry>,
-    /// Of those, and of what was asked and is to be kept.
+    /// Memory of the acknowledged changes, and of those in flight that will be kept.
     bytes: u64,
     next_number: u64,
     flushes: u64,
@@ -92,13 +92,13 @@ impl Unflushed {
         self.bytes
     }
 
-    /// Whether something that is kept has a byte of this range.
+    /// True if a kept change overlaps this one.
     pub(super) fn overlaps(&self, change: &Change) -> bool {
         self.answered.iter().any(|entry| entry.again.change.overlaps(change))
     }
 
-    /// A change that is about to be sent; returns its number. With `force` it will be durable once
-    /// it is answered.
+    /// Records a change that is about to be sent; returns its number. With `force` it will be
+    /// durable when it is acknowledged.
     pub(super) fn begin(&mut self, change: Change, force: bool) -> u64 {
         self.bytes += if force { 0 } else { change.bytes() };
         let number = self.next_number;
@@ -107,21 +107,22 @@ impl Unflushed {
         number
     }
 
-    /// It has taken effect, at a server that may forget it until it is flushed, or may not.
+    /// Records that a change is acknowledged; `may_be_forgotten` if the server may lose it before a
+    /// flush.
     pub(super) fn answered(&mut self, number: u64, may_be_forgotten: bool) {
         if let Some((change, force)) = self.forget(number) {
             self.keep(Again { change, force, is_promised: true }, may_be_forgotten);
         }
     }
 
-    /// Nobody waits for its answer any more: it may have taken effect.
+    /// Records that the caller of a change was cancelled: the change may have taken effect.
     pub(super) fn abandoned(&mut self, number: u64) {
         if let Some((change, force)) = self.forget(number) {
             self.keep(Again { change, force, is_promised: false }, true);
         }
     }
 
-    /// It has failed: what is there now, nobody is promised.
+    /// Records that a change failed. The contents of its range are undefined.
     pub(super) fn failed(&mut self, number: u64) {
         self.forget(number);
     }
@@ -137,14 +138,14 @@ impl Unflushed {
             return;
         }
         if let Change::Zeroes { flags, .. } = &mut again.change {
-            // It was done then, so now it has to be.
+            // It succeeded then, so now it must succeed even if it is slow.
             *flags &= !cmd_flag::FAST_ZERO;
         }
         self.bytes += again.change.bytes();
         self.answered.push_back(Entry { again, flush: None });
     }
 
-    /// A flush is about to be sent; returns its number.
+    /// Records that a flush is about to be sent; returns its number.
     pub(super) fn begin_flush(&mut self) -> u64 {
         self.flushes += 1;
         for entry in &mut self.answered {
@@ -153,12 +154,12 @@ impl Unflushed {
         self.flushes
     }
 
-    /// It has succeeded: what was answered before it began is durable.
+    /// Records that a flush succeeded: changes that were acknowledged before it began are durable.
     pub(super) fn flushed(&mut self, number: u64) {
         self.retain(|entry| entry.flush.is_none_or(|flush| flush > number));
     }
 
-    /// All of it was written again to a server that forgets nothing.
+    /// Records that everything was written again to a server that loses nothing.
     pub(super) fn settled(&mut self) {
         self.retain(|_| false);
     }
@@ -173,10 +174,12 @@ impl Unflushed {
         self.bytes -= gone;
     }
 
-    /// What to write again, in this order: those of one batch at once, since none of them overlap.
+    /// Changes to write again, in this order. Changes of one batch do not overlap, so they may be
+    /// in flight together.
     pub(super) fn batches(&self, most: usize) -> Vec<Vec<Again>> {
         let mut batches: Vec<Vec<Again>> = Vec::new();
         for Entry { again, .. } in &self.answered {
+            // Only the last batch is tried: an earlier one could overlap changes in between.
             let is_apart = |batch: &[Again]| !batch.iter().any(|other| other.change.overlaps(&again.change));
             match batches.last_mut() {
                 Some(batch) if batch.len() < most && is_apart(batch) => batch.push(again.clone()),
@@ -250,7 +253,7 @@ mod tests {
         unflushed.answered(number, false);
         assert_eq!((offsets(&unflushed), unflushed.bytes()), (Vec::<Vec<u64>>::new(), 0));
         let durable = unflushed.begin(data(511, 1), true);
-        // Answered while the other is in flight.
+        // Acknowledged while the FUA write is in flight.
         answered(&mut unflushed, data(0, 512), false);
         unflushed.answered(durable, true);
         assert_eq!(offsets(&unflushed), [[0], [511]]);

@@ -1,8 +1,8 @@
-//! How a server that was lost, or another in its place, is gone on with: whether it can be, and
-//! what it has to be told again.
+//! Reconnecting to a lost server, or to its replacement: whether it can continue the disk, and
+//! which writes must be repeated.
 //!
-//! Tries for as long as the disk exists, ever more seldom. Never lets a request pass before what
-//! was acknowledged and not flushed is written again.
+//! Tries for as long as the disk exists, with growing pauses. Never lets a request pass before
+//! writes that were acknowledged and not flushed are written again.
 
 use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 
@@ -16,8 +16,8 @@ use crate::nbd::{
 };
 
 impl Link {
-    /// Whether a disk of so many bytes that was opened as this one was can go on with this server,
-    /// and else what it lacks.
+    /// Checks that a disk of `size_bytes` can continue on this server; the error is what the server
+    /// lacks.
     pub(super) fn suits(&self, about: &About, size_bytes: u64) -> std::result::Result<(), String> {
         let opened = &self.opened;
         if about.size_bytes < size_bytes {
@@ -38,6 +38,7 @@ impl Link {
         if about.is_read_only() {
             return Err("it is read-only now (start it so that it can be written to)".to_owned());
         }
+        // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
         let can = |about: &About| about.can_flush() || about.can_force();
         let cannot_keep = opened.can_flush() && !about.can_flush() || can(opened) && !can(about);
         if self.terms.flushes && cannot_keep {
@@ -48,11 +49,11 @@ impl Link {
         Ok(())
     }
 
-    /// Begins a session, with everything that was acknowledged and not flushed before it written
-    /// again.
+    /// Begins a session and first writes everything again that was acknowledged and not flushed
+    /// before.
     ///
     /// # Errors
-    /// Why this server is not taken.
+    /// The reason why this server is rejected.
     async fn resume(self: &Arc<Self>, established: Established) -> std::result::Result<(), String> {
         let about = established.about().clone();
         let (session, batches) = {
@@ -84,7 +85,7 @@ impl Link {
         if !about.can_flush() {
             state.unflushed.settled();
         }
-        // The disk's size stays that of who resizes it here; this is what was said last.
+        // The disk's size is unchanged; only a resize here adopts the server's size.
         state.about = about;
         state.stage = Stage::Open { jobs: vec![jobs], is_at_work: reactor::is_worker() };
         Ok(())
@@ -97,7 +98,7 @@ impl Link {
     }
 }
 
-/// Somebody tries to connect again. If that one's thread ends, another does.
+/// A reconnect in progress. If its thread ends, another thread starts over.
 pub(super) struct Trying {
     pub(super) link: Weak<Link>,
 }
@@ -114,7 +115,8 @@ impl Drop for Trying {
 }
 
 pub(super) async fn reconnect(trying: Trying) {
-    // A server that takes everybody and serves nobody is not asked without end.
+    // Delayed by the pause of the session, or a server that accepts connections and never replies
+    // would be retried without a pause.
     let Some((began, mut pause)) = trying.link.upgrade().map(|link| {
         let state = link.lock();
         (state.began, state.pause)
@@ -153,12 +155,12 @@ pub(super) async fn reconnect(trying: Trying) {
 async fn write_again(client: &client::Client, batch: Vec<Again>) -> Result<()> {
     let one = |again: Again| async move {
         let written = again.change.on(client, again.force).await;
-        // What nobody was told of may as well not be there.
+        // The client was never told that this write succeeded, so it may fail now.
         if again.is_promised || written == Err(GONE) { written } else { Ok(()) }
     };
     let mut writing: Vec<_> = batch.into_iter().map(|again| Box::pin(one(again))).collect();
     let mut result = Ok(());
-    // All are asked before the first is waited for.
+    // All writes of the batch are sent before the first reply is awaited.
     std::future::poll_fn(|context| {
         writing.retain_mut(|write| match write.as_mut().poll(context) {
             std::task::Poll::Pending => true,
