@@ -110,12 +110,12 @@ impl FileIdentity {
     }
 }
 
-/// An open file or block device. Its locks last as long as it is open.
+/// An open file or block device. Its locks are held until it is closed.
 #[derive(Debug)]
 pub struct File {
     /// Opened with O_DIRECT in the direct modes.
     fd: Fd,
-    /// The same file without O_DIRECT.
+    /// Opened without O_DIRECT, through the page cache.
     buffered: Fd,
     lane: Arc<Lane>,
     syncs: Arc<Syncs>,

@@ -491,8 +491,8 @@ impl Storage {
             || self.rbd().is_some_and(Rbd::is_passed)
     }
 
-    /// True if it is passed ([`Storage::is_passed`]) and the other process may still resume using
-    /// it.
+    /// True if it is passed ([`Storage::is_passed`]) and the process that passed it may resume
+    /// using it.
     pub fn is_anothers(&self) -> bool {
         self.file().is_some_and(File::is_anothers)
             || self.nbd().is_some_and(Nbd::is_anothers)
@@ -677,7 +677,7 @@ impl Storage {
         }
     }
 
-    /// Writes the segments one after the other, beginning at `offset`.
+    /// Writes the segments in order, beginning at `offset`.
     ///
     /// # Errors
     /// As reported by the device; [`Error::NO_SPACE`](reactor::error::Error::NO_SPACE) if the file

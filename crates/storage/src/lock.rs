@@ -1,6 +1,6 @@
 //! Image locking, compatible with QEMU and with other weir processes.
 //!
-//! A process that opens an image declares what it does with it, and what others must not do, by
+//! A process that opens an image declares its own permissions, and those it denies to others, by
 //! shared OFD locks on single bytes of the file (which need not exist there):
 //!
 //! ```text
@@ -10,7 +10,7 @@
 //!
 //! All locks are shared, so acquiring them never conflicts. A conflict is found afterwards, by a
 //! query for the opposite byte. Since the locks are placed first, of two processes that start at
-//! once at least one sees the other.
+//! once at least one sees the conflict.
 //!
 //! The bytes and their meaning are QEMU's, observed on qemu-nbd and qemu-io 7.2 with `/proc/locks`
 //! and strace: qcow2 read-write locks 100, 101, 103 and 201, 203; read-only 100 and 201, 203. weir

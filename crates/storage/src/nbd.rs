@@ -57,9 +57,9 @@ use reactor::{
 const MOST_AT_ONCE: u64 = 1 << 30;
 /// Maximum bytes of one zeroing request if the zeroes must be sent as data.
 const MOST_SENT: u64 = 16 << 20;
-/// Minimum bytes that one reply about allocation covers; the range behind the server's extents is
-/// reported as data. It is a cluster of most images, and bounds the round trips that short extents
-/// can cause.
+/// Minimum bytes that one reply to a query of the allocation status covers; the range behind the
+/// server's extents is reported as data. It is a cluster of most images, and bounds the round trips
+/// that short extents can cause.
 const LEAST_DESCRIBED: u64 = 64 << 10;
 
 /// An NBD export that is used as a disk.

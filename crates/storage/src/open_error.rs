@@ -8,7 +8,7 @@ pub struct OpenError {
     pub image: String,
     /// Reason.
     pub why: String,
-    /// Advice: what the user can do about it.
+    /// Advice to the user.
     pub remedy: String,
     /// Command name of the process that holds the lock, if that is the reason and it is known.
     pub holder: Option<String>,

@@ -1,32 +1,33 @@
 //! Images of a Ceph cluster, through librbd.
 //!
 //! ```text
-//!   Rbd             what of a request is whose: places, durability, pieces, extents, a lost lock
-//!    │            (in turn: who waits while another process has the image)
+//!   Rbd             slots, durability, splitting, extents, a lost lock
+//!    │            (turn: writes wait while another process has the image)
 //!    │ Backend
 //!    ├─ librbd      the library, loaded when the first image is opened; its callbacks wake tasks
-//!    └─ fake        its twin in memory, in tests
+//!    └─ fake        in-memory fake, for tests
 //! ```
 //!
 //! | mode | librbd's cache | a write completes when | flush |
 //! | --- | --- | --- | --- |
 //! | writeback | on | it is in the cache | writes the cache back |
 //! | writethrough | on, holds nothing dirty | the cluster has it | as above |
-//! | none | off | the cluster has it | waits for what is under way |
+//! | none | off | the cluster has it | waits for requests in flight |
 //! | directsync | off | the cluster has it | as above |
 //! | unsafe | on, dirty from the first write on | it is in the cache, also with FUA | nothing |
 //!
-//! That is QEMU's mapping (`rbd_cache` of Ceph's documentation). An image that is written to is
-//! locked, so that no other client of librbd's writes to it: see [`librbd`]. Whoever takes that
-//! lock away by force has this client shut out by the cluster. From then on nothing is written, and
-//! every request fails.
+//! That is QEMU's mapping (`rbd_cache` of Ceph's documentation). An image that is opened for
+//! writing is locked, so that no other client of librbd writes to it: see [`librbd`]. If another
+//! client breaks that lock, the cluster blocklists this client. From then on nothing is written,
+//! and every request fails.
 //!
-//! A daemon that takes over from another opens the image beside it, without the lock
-//! ([`Passed`]). The other [lays it down](Rbd::lay_down): all is in the cluster, the lock is free;
-//! then one of the two [takes it up](Rbd::take_up). In between nothing is written: who asks waits.
+//! During an upgrade the new process opens the image without the lock ([`Passed`]), while the old
+//! one has it open. The old process [suspends it](Rbd::lay_down): all data is in the cluster and
+//! the lock is free. Then one of the two [resumes it](Rbd::take_up). In between nothing is written,
+//! and requests wait.
 //!
-//! Never gives a request a time limit: a write that was given up could still land, on top of a
-//! later one. A cluster that stands still is seen by the age of the oldest request.
+//! Never gives a request a time limit: an abandoned write could still take effect, on top of a
+//! later one. The age of the oldest request shows that a cluster does not answer.
 
 mod address;
 mod backend;
@@ -75,60 +76,60 @@ use reactor::{
     seldom::Seldom,
 };
 
-/// The most that is zeroed or discarded by one request of the library's: it asks all objects of it
-/// at once, which are 64 of the usual 4 MiB.
+/// Maximum bytes of one zeroing or discard request. librbd sends one operation to each object at
+/// once: 64 objects of the usual 4 MiB.
 const MOST_AT_ONCE: u64 = 256 << 20;
-/// Thick zeroes that do not begin and end at these, librbd (16) cuts into three and calls them
-/// under way before they are let pass: where another client shrinks the image in that moment, its
-/// flush waits for them, and they wait for it, for ever. What is beyond is written.
+/// Alignment of thick zeroes. librbd (16) splits an unaligned request in three and counts the parts
+/// as in flight before it may start them. If another client shrinks the image in that moment, its
+/// flush waits for the parts, which wait for it: a deadlock. The unaligned edges are written.
 const SECTOR: u64 = 512;
-/// How often it is looked whether an image that is only read is still there: so long reads may give
-/// what is no more of it.
+/// Interval at which a read-only image is checked for removal. Until a check, reads may return data
+/// that is no longer of the image.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long a lock may take where another process goes on unless it comes.
+/// Timeout of acquiring the lock while another process can still resume the image.
 const TO_TAKE: Duration = Duration::from_secs(5);
-/// What OSDs allocate at least (`bluestore_min_alloc_size`).
+/// Minimum allocation size of OSDs (`bluestore_min_alloc_size`).
 const BLOCK: BlockSize = BlockSize { minimum: 4096, preferred: 4096 };
 
-/// An open image, of a cluster or of its twin.
+/// An open image, of a cluster or of the fake.
 #[derive(Debug)]
 pub struct Rbd<B = Librbd> {
     backend: B,
     name: String,
-    /// What it really is: the same for all its names.
+    /// Identity: the same for all its names.
     what: String,
-    /// Another process has it, and goes on with it for all that is known here.
+    /// Set if another process has it open, which may resume it until [`Passed::settle`].
     passed: Option<Passed>,
     turn: Turn,
     cache: CacheMode,
     read_only: bool,
-    /// Snapshots never change.
+    /// True for a snapshot, which never changes.
     is_snapshot: bool,
     size_bytes: AtomicU64,
     in_flight: Arc<InFlight>,
-    /// What takes a thread of the library's for long, one at a time.
+    /// Serializes calls that block a thread of the library for long.
     slow: RangeLocks,
-    /// Another client has the image, by force.
+    /// True if another client has broken the lock, or the image was removed.
     is_lost: AtomicBool,
     failures: Seldom,
-    /// Writes that are only in the library's cache, since it was opened; and how many of them a
-    /// flush has covered.
+    /// Number of writes that are only in the library's cache, since the image was opened; and how
+    /// many of them a flush has covered.
     cached: AtomicU64,
     flushed: AtomicU64,
 }
 
-/// How an image is opened.
+/// Options of opening an image.
 #[derive(Clone, Debug)]
 pub(super) struct How {
     pub(super) cache: CacheMode,
     pub(super) read_only: bool,
     pub(super) force_share: bool,
-    /// What another process has, which may have this image too, if it is to be written to.
+    /// Set if another process may have this image open, for images that are opened for writing.
     pub(super) passed: Option<Passed>,
 }
 
-/// Opens an image, and says what its first bytes look like if that is asked for. Blocks: a cluster
-/// that does not answer for as long as `client_mount_timeout` says.
+/// Opens an image, and probes its first bytes if `probes`. Blocks: if the cluster does not answer,
+/// for `client_mount_timeout`.
 pub(super) fn open(
     address: &Address,
     how: How,
@@ -155,7 +156,7 @@ pub(super) fn open(
 }
 
 impl Rbd {
-    /// What librbd keeps of it in memory, at most, in bytes.
+    /// Maximum size of librbd's cache of this image, in bytes.
     pub(super) fn most_cache_bytes(&self) -> u64 {
         self.backend.cache_bytes()
     }
@@ -182,7 +183,7 @@ impl<B: Backend> Rbd<B> {
         }
     }
 
-    /// Whether every write is durable when it has completed.
+    /// True if every write is durable when it has completed.
     pub(super) fn writes_through(&self) -> bool {
         !self.cache.has_write_cache()
     }
@@ -191,7 +192,7 @@ impl<B: Backend> Rbd<B> {
         &self.name
     }
 
-    /// What it really is, whatever it was called.
+    /// Identity, independent of its name.
     pub(super) fn what(&self) -> &str {
         &self.what
     }
@@ -208,12 +209,12 @@ impl<B: Backend> Rbd<B> {
         self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
     }
 
-    /// Another client has it, by force.
+    /// True if another client has broken the lock, or the image was removed.
     pub(super) fn is_lost(&self) -> bool {
         self.is_lost.load(Relaxed)
     }
 
-    /// How long the oldest request has been with the cluster.
+    /// Age of the oldest request in flight.
     pub(super) fn oldest_request(&self) -> Option<Duration> {
         self.in_flight.oldest(reactor::now())
     }
@@ -223,21 +224,22 @@ impl<B: Backend> Rbd<B> {
         self.cached.load(Acquire) != self.flushed.load(Acquire)
     }
 
-    /// Rings once the image may have another size.
+    /// Notification that the image may have been resized.
     pub(super) fn bell(&self) -> &Arc<Bell> {
         self.backend.bell()
     }
 
-    /// How often [`Rbd::look_again`] is due, whether the bell rings or not.
+    /// Interval at which [`Rbd::look_again`] is due even without a notification.
     pub(super) fn look_every(&self) -> Option<Duration> {
         self.read_only.then_some(LOOK)
     }
 
-    /// Looks whether it was resized from outside; returns its size in bytes.
+    /// Checks whether it was resized from outside; returns its size in bytes.
     pub(super) async fn look_again(&self) -> Result<u64> {
         let _one = self.slow.exclusive(0..1).await;
         if !self.turn.is_ours() {
-            // Whoever takes it up looks; and perhaps it was closed.
+            // Not while it is suspended: resuming reads the size, and the image may be closed by
+            // now.
             return Ok(self.size_bytes());
         }
         if self.read_only {
@@ -248,12 +250,13 @@ impl<B: Backend> Rbd<B> {
         Ok(size_bytes)
     }
 
-    /// The library tells who only reads of nothing, and goes on reading what was removed: zeroes,
-    /// or for a snapshot what the image has now.
+    /// Reads the size from the image's header. librbd does not notify read-only clients: it would
+    /// read a removed image as zeroes, and a removed snapshot as the image's current content.
     async fn look_for_it(&self) -> Result<u64> {
         match self.backend.stored_size().await {
             Ok(Some(stored)) if !self.is_lost() => {
-                // What was cut off is no more; what was added the library does not read.
+                // A smaller size applies. Added bytes cannot be read: the library keeps the old
+                // size.
                 self.size_bytes.fetch_min(stored, Relaxed);
                 Ok(self.size_bytes())
             }
@@ -265,13 +268,14 @@ impl<B: Backend> Rbd<B> {
                 Ok(self.size_bytes())
             }
             Ok(_) => Ok(self.size_bytes()),
-            // It was closed, or the cluster has shut this client out, as requests will tell.
+            // Closed, or the cluster has blocklisted this client; requests report that.
             Err(Error::SHUTDOWN) => Ok(self.size_bytes()),
             Err(error) => self.done(Err(error)),
         }
     }
 
-    /// Brings what the library's cache has to the cluster, whatever the cache mode.
+    /// Writes the library's cache back to the cluster, whatever the cache mode.
+    // Read before the flush: writes that complete during it may not be covered.
     pub(super) async fn write_back(&self) -> Result<()> {
         let cached = self.cached.load(Acquire);
         self.change(|place| self.backend.flush(place)).await?;
@@ -279,29 +283,31 @@ impl<B: Backend> Rbd<B> {
         Ok(())
     }
 
-    /// Lets another process take it up. No request is under way, and whoever asks waits until it is
-    /// taken up here.
+    /// Suspends the image so that another process can resume it. Requests in flight have completed;
+    /// later writes wait until it is resumed here.
     ///
     /// # Errors
-    /// The cluster's; it can be taken up again.
+    /// As reported by the cluster; the image can be resumed.
     pub(super) async fn lay_down(&self) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
         self.write_back().await?;
         let _one = self.slow.exclusive(0..1).await;
+        // After the write-back. Writes that start in between wait for `turn`, so nothing is dirty
+        // when the lock is released.
         self.turn.give();
         self.backend.give_up().await
     }
 
-    /// Goes on with it, here or in another process than the one that laid it down; with what
-    /// others have made of its size. `heirs`: see [`Storage::take_up`](super::Storage::take_up).
+    /// Resumes the image, here or in another process than the one that suspended it, with its
+    /// current size. `heirs`: see [`Storage::take_up`](super::Storage::take_up).
     ///
-    /// Where another client has the lock and keeps it, it may have written: then the image is lost
-    /// to the process that had it before.
+    /// A third client that holds the lock and keeps it may have written. Then the image is lost for
+    /// the process that had it before.
     ///
     /// # Errors
-    /// Why it cannot be had; it can be tried again.
+    /// The reason why it cannot be resumed; it can be tried again.
     pub(super) async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         if self.read_only {
             return Ok(());
@@ -312,9 +318,9 @@ impl<B: Backend> Rbd<B> {
         }
         let taking = self.backend.take_up(heirs);
         let taken = match self.is_anothers() {
-            // The other goes on.
+            // A timeout is safe here: the old process can still resume it.
             true => reactor::timeout(TO_TAKE, taking).await.unwrap_or(Err(Error::TIMED_OUT)),
-            // Given up, it could come at any time.
+            // No timeout: an abandoned attempt could still acquire the lock at any time.
             false => taking.await,
         };
         let why = match taken {
@@ -350,7 +356,7 @@ impl<B: Backend> Rbd<B> {
         self.backend.shut_out(clients).await
     }
 
-    /// Nothing is written any more, and every request fails.
+    /// Marks the image as lost: nothing is written any more, and every request fails.
     fn lose(&self, why: &str) {
         if !self.is_lost.swap(true, Relaxed) {
             tracing::error!(
@@ -358,7 +364,7 @@ impl<B: Backend> Rbd<B> {
                 "{why}: nothing is written any more (once nobody else writes to it, remove the disk and add it again)"
             );
         }
-        // Who waits need not wait any more.
+        // Waiting requests continue, and fail.
         self.turn.take();
     }
 
@@ -367,13 +373,13 @@ impl<B: Backend> Rbd<B> {
         self.backend.close().await
     }
 
-    /// What the library says, as clients are told; what it means is logged here.
+    /// Maps a result of the library to the one for clients, and logs its cause.
     fn done<T>(&self, result: Result<T>) -> Result<T> {
         let error = match result {
             Ok(value) => return Ok(value),
             Err(error) => error,
         };
-        // ESHUTDOWN is Ceph's EBLOCKLISTED; EROFS comes where the lock is another's.
+        // ESHUTDOWN is Ceph's EBLOCKLISTED; EROFS means that another client holds the lock.
         let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
         if is_lost {
             self.lose(
@@ -389,12 +395,12 @@ impl<B: Backend> Rbd<B> {
         })
     }
 
-    /// Makes a request, with a place of its own.
+    /// Runs a request in its own slot.
     async fn ask<T, F: Future<Output = Result<T>>>(
         &self,
         request: impl FnOnce(in_flight::Place) -> F,
     ) -> Result<T> {
-        // The cluster would say the same, after a round trip or a long wait.
+        // The cluster would return the same error, after a round trip or a long wait.
         if self.is_lost() {
             return Err(Error::IO);
         }
@@ -402,7 +408,7 @@ impl<B: Backend> Rbd<B> {
         self.done(request(place).await)
     }
 
-    /// The same of one that may write. While another process may have the image, it waits.
+    /// As [`Rbd::ask`], for a request that may write. Waits while the image is suspended.
     async fn change<T, F: Future<Output = Result<T>>>(
         &self,
         request: impl FnOnce(in_flight::Place) -> F,
@@ -414,7 +420,7 @@ impl<B: Backend> Rbd<B> {
         .await
     }
 
-    /// A range in pieces of [`MOST_AT_ONCE`], one after the other.
+    /// Splits a range into pieces of [`MOST_AT_ONCE`] and runs them in sequence.
     async fn in_pieces<F: Future<Output = Result<()>>>(
         &self,
         offset: u64,
@@ -424,7 +430,7 @@ impl<B: Backend> Rbd<B> {
         let end = offset + length;
         let mut at = offset;
         while at < end {
-            // Ends where one of these begins, so that no object is asked twice.
+            // Piece boundaries are aligned, so that no object is in two pieces.
             let next = (at / MOST_AT_ONCE + 1) * MOST_AT_ONCE;
             let piece = next.min(end) - at;
             self.change(|place| request(place, at, piece)).await?;
@@ -458,7 +464,8 @@ impl<B: Backend> Device for Rbd<B> {
         self.size_bytes.load(Relaxed)
     }
 
-    /// As last seen: to look would wait for the cluster. [`Rbd::look_again`] looks.
+    /// Returns the last known size: reading it would wait for the cluster. [`Rbd::look_again`]
+    /// reads it.
     async fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
@@ -471,7 +478,7 @@ impl<B: Backend> Device for Rbd<B> {
         let _one = self.slow.exclusive(0..1).await;
         let old = self.size_bytes();
         if size_bytes < old {
-            // First, so that nobody reads there any more.
+            // Before the resize, so that no new request reads there.
             self.size_bytes.store(size_bytes, Relaxed);
         }
         let result = self.done(self.backend.resize(size_bytes).await);
@@ -503,7 +510,7 @@ impl<B: Backend> Device for Rbd<B> {
         }
         self.ask(async |place| {
             let (result, target) = self.backend.read(place, offset, target).await;
-            // Fewer: the image was cut while the request was on its way.
+            // Short: the image was shrunk while the request was in flight.
             if result? == length { Ok(target) } else { Err(Error::INVALID) }
         })
         .await
@@ -534,11 +541,11 @@ impl<B: Backend> Device for Rbd<B> {
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let is_thick = !options.may_unmap;
         if is_thick && options.only_if_fast {
-            // It writes them.
+            // librbd writes thick zeroes as data.
             return Err(Error::UNSUPPORTED);
         }
         let end = offset.checked_add(length).filter(|&end| end <= self.size_bytes()).ok_or(Error::INVALID)?;
-        // Where all lies within one sector there is nothing between.
+        // A range within one sector has an empty middle.
         let start = if is_thick { offset.next_multiple_of(SECTOR).min(end) } else { offset };
         let stop = if is_thick { (end / SECTOR * SECTOR).max(start) } else { end };
         for part in [offset..start, stop..end] {
@@ -564,7 +571,7 @@ impl<B: Backend> Device for Rbd<B> {
         }
         let whole = offset..offset + length;
         let _one = self.slow.exclusive(0..1).await;
-        // Between two pieces lies a hole, and one may come first.
+        // Each piece may have a hole before it, so half of the extents are pieces.
         let most = MOST_EXTENTS / 2;
         let allocated = self.done(self.backend.allocated(whole.clone(), most).await)?;
         Ok(match allocated {
@@ -574,8 +581,8 @@ impl<B: Backend> Device for Rbd<B> {
     }
 }
 
-/// The extents of a range in which these pieces are allocated; up to the last of them alone if
-/// there `is_more`.
+/// The extents of a range, given its allocated pieces. If the list is truncated (`is_more`), they
+/// end with the last piece.
 fn extents(whole: &Range<u64>, pieces: &[Range<u64>], is_more: bool) -> Vec<Extent> {
     let mut extents = Vec::new();
     let mut at = whole.start;

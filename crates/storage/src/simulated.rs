@@ -378,7 +378,7 @@ impl Device for Simulated {
         if self.chance_of_error() {
             return Err(Error::IO);
         }
-        // One after the other, so that a crash may find only some of them durable.
+        // In sequence, so that a crash may find only some of them durable.
         for number in covered {
             if sim::random(|random| random.u8(..8)) == 0 {
                 self.pause().await;

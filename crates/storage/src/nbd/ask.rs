@@ -69,7 +69,7 @@ impl Ask {
         }
     }
 
-    /// True if the request changes what the server stores, so that its reply is only valid for that
+    /// True if the request changes the server's data, so that its reply is only valid for that
     /// server.
     pub(super) fn is_lasting(&self) -> bool {
         matches!(self, Self::Change { .. } | Self::Flush)

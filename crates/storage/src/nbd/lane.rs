@@ -1,8 +1,8 @@
 //! A connection of one thread, and its use by other threads.
 //!
-//! A connection's tasks and buffers belong to one thread. That thread uses it directly; the others
-//! send it jobs. A task of that thread, the keeper, holds the connection: it executes the jobs,
-//! notices when the connection breaks, and disconnects once no sender of jobs is left.
+//! A connection's tasks and buffers belong to one thread. That thread uses it directly; other
+//! threads send it jobs. A task of that thread, the keeper, holds the connection: it executes the
+//! jobs, notices when the connection breaks, and disconnects once no sender of jobs is left.
 
 use std::{
     cell::{Cell, RefCell},

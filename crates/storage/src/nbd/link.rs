@@ -10,7 +10,7 @@
 //!
 //! A *session* is a set of connections that began together to the same server. If the server
 //! declares that a flush on one connection covers the writes of all (`NBD_FLAG_CAN_MULTI_CONN`),
-//! each thread that uses the disk has a connection. Otherwise there is one, and the other threads
+//! each thread that uses the disk has a connection. Otherwise there is one, and all other threads
 //! send their requests to the thread that has it. The main thread has it while the image is opened;
 //! it moves to the first worker that uses it.
 //!
@@ -554,7 +554,7 @@ impl Link {
     }
 
     /// Opens a connection of this thread, in addition to the existing ones. If that fails, its
-    /// requests use the other threads' connections for the rest of the session.
+    /// requests use connections of other threads for the rest of the session.
     async fn open_another(self: &Arc<Self>, session: u64) {
         let established = match self.terms.establish().await {
             Ok(established) => established,

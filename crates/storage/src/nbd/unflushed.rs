@@ -1,7 +1,7 @@
 //! Writes that a server has acknowledged and that no flush has covered yet. They must be repeated
 //! if the server is a new one after a break.
 //!
-//! A server that was killed has lost what was only in its memory, and a later flush would succeed
+//! A server that was killed has lost the data in its memory, and a later flush would succeed
 //! without it. So each write is kept until a flush that began after its reply has succeeded. Kept
 //! data is bounded ([`MOST_BYTES`]): beyond that, the writer flushes first.
 //!
@@ -10,7 +10,7 @@
 //! - The order is that of the replies: a write that was made after a reply follows that write.
 //! - A durable write is kept only if repeating an older write would overwrite it.
 //!
-//! Decides what is kept, and in which order it is written again. Never does I/O.
+//! Decides which writes are kept, and their order when they are repeated. Never does I/O.
 
 use std::{
     collections::{BTreeMap, VecDeque},

@@ -1,14 +1,13 @@
-//! How an image of a Ceph cluster is named: `rbd:POOL/IMAGE@SNAPSHOT`, with QEMU's options behind
-//! it.
+//! Addresses of images of a Ceph cluster: `rbd:POOL/IMAGE@SNAPSHOT`, followed by QEMU's options.
 //!
 //! ```text
 //!   rbd:POOL[/NAMESPACE]/IMAGE[@SNAPSHOT][:conf=FILE][:id=USER][:keyring=FILE][:mon_host=ADDRESSES]
 //! ```
 //!
-//! A backslash takes its meaning from the character behind it, as in QEMU (`man
-//! qemu-block-drivers`). Other options of Ceph's, which QEMU passes on unread, are refused by name:
-//! what is said in the config file holds for all who open the image, and a key on a command line is
-//! seen by everybody.
+//! A backslash removes the special meaning of the next character, as in QEMU (`man
+//! qemu-block-drivers`). Ceph's other options, which QEMU passes through, are rejected by name: the
+//! config file applies to all programs that open the image, and a key on a command line is visible
+//! to all users.
 
 use std::{
     fmt,
@@ -20,36 +19,35 @@ use crate::InvalidValue;
 const RULE: &str = "is not an RBD image (rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE@SNAPSHOT; behind it perhaps :conf=FILE, :id=USER, :keyring=FILE, :mon_host=ADDRESSES; a backslash before a `:`, `@` or `/` that belongs to a name)";
 const OPTION_RULE: &str = "has an option that weir does not take (conf, id, keyring and mon_host are taken; write others into the section [client] of Ceph's config file)";
 const TWICE_RULE: &str = "gives an option twice (leave one out)";
-/// The longest name of anything: more than Ceph takes.
+/// Maximum length of a name, in bytes: more than Ceph accepts.
 const LONGEST: usize = 4096;
 
-/// An image of a cluster, perhaps as it was at a snapshot, and how the cluster is reached.
+/// An image of a cluster or a snapshot of it, and the parameters of the connection to the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Address {
-    /// The pool's name.
+    /// Pool name.
     pub pool: String,
-    /// A part of the pool with names of its own.
+    /// Namespace in the pool.
     pub namespace: Option<String>,
-    /// The image's name.
+    /// Image name.
     pub image: String,
-    /// A snapshot's name; without it, the image as it is now.
+    /// Snapshot name; `None` for the image itself.
     pub snapshot: Option<String>,
-    /// Ceph's config file; without it, the one that Ceph finds itself (`CEPH_CONF`,
-    /// `/etc/ceph/ceph.conf`).
+    /// Ceph's config file; `None` for Ceph's default search (`CEPH_CONF`, `/etc/ceph/ceph.conf`).
     pub config: Option<PathBuf>,
-    /// Who asks, without `client.`; without it, what Ceph takes: `admin`.
+    /// User name without `client.`; `None` for Ceph's default, `admin`.
     pub user: Option<String>,
-    /// Where the user's key is, if not where the config file says.
+    /// Keyring of the user; `None` for the config file's.
     pub keyring: Option<PathBuf>,
-    /// Monitors, as `mon_host` has them, if not those of the config file.
+    /// Monitors, in the form of `mon_host`; `None` for the config file's.
     pub monitors: Option<String>,
 }
 
 impl Address {
-    /// What follows `rbd:`.
+    /// Parses the text after `rbd:`.
     ///
     /// # Errors
-    /// Not of that form, or an option that is not taken.
+    /// It has another form, or an unsupported option.
     pub(crate) fn read(text: &str) -> Result<Self, InvalidValue> {
         let invalid = |rule| InvalidValue::new(text, rule);
         let mut parts = split(text, ':').into_iter();
@@ -98,20 +96,20 @@ impl Address {
         if all.into_iter().all(is_well) { Ok(()) } else { Err(()) }
     }
 
-    /// The same, with files seen from `directory`.
+    /// Resolves relative file names against `directory`.
     #[must_use]
     pub fn relative_to(self, directory: &Path) -> Self {
         let seen = |path: Option<PathBuf>| path.map(|path| directory.join(path));
         Self { config: seen(self.config), keyring: seen(self.keyring), ..self }
     }
 
-    /// Without how the cluster is reached: for people.
+    /// Address without the connection's parameters, for people.
     pub fn name(&self) -> String {
         Self { config: None, user: None, keyring: None, monitors: None, ..self.clone() }.to_string()
     }
 }
 
-/// Pieces between `end`s that no backslash precedes; backslashes stay where they are.
+/// Splits at each `end` that is not escaped; keeps the backslashes.
 fn split(text: &str, end: char) -> Vec<String> {
     let (mut pieces, mut piece, mut is_plain) = (Vec::new(), String::new(), false);
     for character in text.chars() {
@@ -126,7 +124,7 @@ fn split(text: &str, end: char) -> Vec<String> {
     pieces
 }
 
-/// Without the backslashes.
+/// Removes the backslashes.
 fn plain(text: &str) -> String {
     let (mut plain, mut is_plain) = (String::new(), false);
     for character in text.chars() {
@@ -138,7 +136,7 @@ fn plain(text: &str) -> String {
     plain
 }
 
-/// A backslash before what would end a name.
+/// Escapes the characters that end a name.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for character in text.chars() {
@@ -150,7 +148,7 @@ fn escaped(text: &str) -> String {
     escaped
 }
 
-/// A path or an address keeps its slashes.
+/// Escapes an option's value, in which slashes and `@` have no special meaning.
 fn value(text: &str) -> String {
     escaped(text).replace("\\/", "/").replace("\\@", "@")
 }

@@ -1,9 +1,9 @@
-//! What an image of a cluster does, between [`Rbd`](super::Rbd) and the library: the seam where the
-//! real one, [`librbd`](super::librbd), has a twin in memory for tests.
+//! Operations of an image of a cluster: the interface between [`Rbd`](super::Rbd) and the library,
+//! [`librbd`](super::librbd), which tests replace by an in-memory fake.
 //!
-//! Each request takes a [`Place`], which its backend keeps until nothing of the request is under
-//! way any more, whether somebody still waits for it or not; and likewise the memory. Errors are
-//! those of Linux that the library reports.
+//! The backend keeps a request's slot ([`Place`]) and memory until nothing of the request is in
+//! flight, even after its caller was cancelled. Errors are the Linux error numbers that the library
+//! reports.
 
 #![allow(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
 
@@ -12,50 +12,49 @@ use std::{fmt::Debug, ops::Range, sync::Arc};
 use super::{bell::Bell, in_flight::Place};
 use reactor::{buffer::Segments, error::Result};
 
-/// What became of taking an image up.
+/// Result of resuming an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// It is written to from here; its size in bytes.
+    /// This client may write to it; its size in bytes.
     Ours(u64),
-    /// Another client has its lock, and keeps it: its address, if that is known.
+    /// Another client holds its lock and keeps it: its address, if known.
     Anothers(Option<String>),
 }
 
-/// What is asked of an image's library.
+/// Operations of an image.
 pub trait Backend: Debug + Send + Sync + 'static {
-    /// Fills `target` with what is at `offset`; returns how many bytes that were.
+    /// Reads at `offset` into `target`; returns the number of bytes read.
     async fn read(&self, place: Place, offset: u64, target: Segments) -> (Result<usize>, Segments);
     /// Writes all of `data`.
     async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()>;
-    /// Returns once all writes that have ended are on stable storage.
+    /// Returns once all writes that have completed are on stable storage.
     async fn flush(&self, place: Place) -> Result<()>;
-    /// Makes a range zero, allocated if `is_thick`.
+    /// Zeroes a range; allocates it if `is_thick`.
     async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()>;
-    /// Gives a range up.
+    /// Discards a range.
     async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()>;
-    /// Gives it another size.
+    /// Resizes the image.
     async fn resize(&self, size_bytes: u64) -> Result<()>;
-    /// The size in bytes as the cluster has it now.
+    /// Current size in bytes, as this client knows it from notifications.
     async fn size_bytes(&self) -> Result<u64>;
-    /// The same, asked of the cluster where this client is told of nothing: `ENOENT` where the
-    /// image, or the snapshot, is no more. None where nobody can tell.
+    /// Size read from the cluster, for clients that receive no notifications; `ENOENT` if the
+    /// image, or the snapshot, no longer exists. `None` if the cluster cannot report it.
     async fn stored_size(&self) -> Result<Option<u64>>;
-    /// What is allocated in a range, in order, at most so many pieces, of which the last may have
-    /// more behind it; none where that is not known without looking at every object.
+    /// Allocated pieces of a range, in order, at most `most`; a full list may be truncated. `None`
+    /// if they can only be found by a query of every object.
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>>;
-    /// Another client may write to it, and this one does not until it takes it up again. What the
-    /// cache has was flushed.
+    /// Releases the lock, so that another client may write; this one does not until it resumes. The
+    /// cache was flushed before.
     async fn give_up(&self) -> Result<()>;
-    /// Takes it up, here or where another gave it up, and forgets what the cache has. First
-    /// [`Backend::shut_out`] for these.
+    /// Resumes the image after this or another client released it, and drops the cache. First calls
+    /// [`Backend::shut_out`] for `heirs`.
     async fn take_up(&self, heirs: &[u64]) -> Result<Taken>;
-    /// Has the cluster take nothing more from those of these clients, by their numbers, that still
-    /// have the image open to write to it, whatever of theirs is under way; a lock of theirs is
-    /// free then. Never from this client.
+    /// Blocklists those of these clients, by number, that still have the image open for writing.
+    /// Their operations in flight do not take effect, and their lock is free. Never this client.
     async fn shut_out(&self, clients: &[u64]) -> Result<()>;
-    /// Rings once somebody has changed the image's size, or its snapshots: perhaps too often, never
-    /// too seldom.
+    /// Notification that a client may have changed the image's size or snapshots. It may be
+    /// spurious, but is never missed.
     fn bell(&self) -> &Arc<Bell>;
-    /// Ends its use, once nothing is under way; others may have it then.
+    /// Closes the image, once nothing is in flight; other clients may open it then.
     async fn close(&self) -> Result<()>;
 }

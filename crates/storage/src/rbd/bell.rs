@@ -1,4 +1,4 @@
-//! Told by a library's thread that something has changed: one task looks, when it likes.
+//! Notification from a thread of the library to one task that something has changed.
 
 use std::{
     future::poll_fn,
@@ -6,7 +6,7 @@ use std::{
     task::{Poll, Waker},
 };
 
-/// Rung from any thread; twice before somebody hears it counts once.
+/// Can be raised from any thread; several notifications before the task runs count as one.
 #[derive(Debug, Default)]
 pub struct Bell(Mutex<State>);
 
@@ -17,7 +17,7 @@ struct State {
 }
 
 impl Bell {
-    /// Rings it. Wakes whoever waits, and does nothing else.
+    /// Notifies: wakes the waiting task, and does nothing else.
     pub(super) fn ring(&self) {
         let waker = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -29,8 +29,8 @@ impl Bell {
         }
     }
 
-    /// Waits until it is rung, or was since the last time. For one task: a second would take the
-    /// first one's place.
+    /// Waits for a notification since the last call. For one task only: the waker of a second task
+    /// would replace the first one's.
     pub async fn rung(&self) {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,11 +1,11 @@
-//! The library's twin in memory: an image in a cluster that is slow, fails, stands still, is
-//! resized by others and shuts clients out, on the simulated reactor.
+//! In-memory fake of the library: an image in a cluster that is slow, fails, stops answering, is
+//! resized by other clients and blocklists clients, on the simulated reactor.
 //!
-//! It does what librbd was seen to do (`tests/cluster`): a write that has ended is there for good,
-//! since the cluster has it; with a cache it is there once a flush has ended, and what others have
-//! written is seen once the cache was dropped. Requests that overlap take effect in any order. One
-//! that nobody waits for any more still takes effect. Only who has the lock writes, if there is
-//! one. What is asked of a lock's owner that refuses fails; a dead one's is not to be had.
+//! It behaves as librbd was observed to (`tests/cluster`). Without a cache a completed write is
+//! durable, since the cluster has it. With a cache it is durable after a flush, and other clients'
+//! writes are visible after the cache was dropped. Overlapping requests take effect in any order. A
+//! cancelled request still takes effect. If there is a lock, only its holder can write. Acquiring
+//! the lock fails if a live owner keeps it.
 
 use std::{
     collections::BTreeSet,
@@ -28,46 +28,45 @@ use reactor::{
 
 use crate::RangeLocks;
 
-/// Of the fake image.
+/// Object size of the fake image, in bytes.
 pub(super) const OBJECT: u64 = 4096;
 
-/// Who has the image open.
+/// Number of a client that has the image open.
 type Client = u64;
 const FIRST: Client = 0;
 
 #[derive(Debug)]
 struct Cluster {
-    /// What is there when all hosts have crashed.
+    /// Content after a crash of all hosts.
     safe: Vec<u8>,
     objects: BTreeSet<u64>,
     owner: Option<Client>,
     open: BTreeSet<Client>,
     clients: Client,
     shut_out: BTreeSet<Client>,
-    /// Zero: it answers when it likes.
+    /// True while no request completes.
     stands_still: bool,
-    /// Somebody has removed it, and nobody is told.
+    /// Removed by another client, without a notification.
     is_removed: bool,
-    /// Behind so many requests, so many fail with this.
+    /// After this many requests, this many fail with this error number.
     failing: (u32, u32, i32),
     most_under_way: usize,
     under_way: usize,
-    /// The longest piece that was zeroed or discarded at once.
+    /// Length of the longest range that was zeroed or discarded at once.
     longest: u64,
 }
 
-/// What a client's cache has, if it has anything: the image as it sees it, and what of that only it
-/// has.
+/// A client's cache, if it has content: the image as the client sees it, and the dirty ranges.
 type Cache = Option<(Vec<u8>, Vec<Range<usize>>)>;
 
-/// A twin; clones are of one client.
+/// The fake; clones are the same client.
 #[derive(Clone, Debug)]
 pub(super) struct Fake {
     cluster: Arc<Mutex<Cluster>>,
     cache: Arc<Mutex<Cache>>,
     goes_on: Arc<Event>,
     bell: Arc<Bell>,
-    /// One at a time takes the lock or gives it up.
+    /// Serializes acquiring and releasing the lock.
     turn: Arc<RangeLocks>,
     pub(super) client: Client,
     has_map: bool,
@@ -148,7 +147,7 @@ impl Fake {
         self.cluster().owner == Some(self.client)
     }
 
-    /// Takes the lock if nobody has it, whatever becomes of others.
+    /// Acquires the lock if it is free, ignoring any protocol.
     pub(super) fn grab(&self) -> bool {
         let mut cluster = self.cluster();
         if cluster.owner.is_none() {
@@ -157,7 +156,7 @@ impl Fake {
         cluster.owner == Some(self.client)
     }
 
-    /// Of the image as this client sees it.
+    /// Calls `look` with the cluster and this client's cache, which is filled if it is empty.
     fn look<T>(&self, look: impl FnOnce(&mut Cluster, &mut Cache) -> T) -> T {
         let mut cluster = self.cluster();
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
@@ -175,7 +174,7 @@ impl Fake {
         self.cluster().failing = (first, times, errno);
     }
 
-    /// As another client does.
+    /// Removes the image as another client.
     pub(super) fn remove_from_outside(&self) {
         self.cluster().is_removed = true;
     }
@@ -197,12 +196,12 @@ impl Fake {
         !self.cluster().open.contains(&self.client)
     }
 
-    /// What is there after this host has crashed.
+    /// Content after a crash of this host.
     pub(super) fn after_a_crash(&self) -> Vec<u8> {
         self.cluster().safe.clone()
     }
 
-    /// Carries out a request as a task of its own, which ends whether somebody waits or not.
+    /// Executes a request as its own task, which runs to its end even if the caller is cancelled.
     async fn run<T: 'static>(
         &self,
         place: Place,
@@ -228,7 +227,7 @@ impl Fake {
         reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    /// Waits until the cluster answers.
+    /// Waits until the cluster replies.
     async fn answer(&self) {
         let delay = Duration::from_micros(fastrand::u64(1..500));
         reactor::sleep_until(reactor::now() + delay).await;
@@ -241,7 +240,7 @@ impl Fake {
         }
     }
 
-    /// Whether it fails whatever it is.
+    /// Injected failure of a request, if any.
     fn outcome(&self) -> Result<()> {
         let mut cluster = self.cluster();
         match cluster.failing {
@@ -258,7 +257,7 @@ impl Fake {
         }
     }
 
-    /// The same of one that writes.
+    /// As [`Fake::run`], for a request that writes.
     async fn change<T: 'static>(
         &self,
         place: Place,
@@ -304,7 +303,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// At once, as with librbd: its cache only hears of it.
+    /// Zeroes in the cluster at once, as librbd does; the cache is only updated.
     fn zero(&mut self, offset: u64, length: u64, cache: &mut Cache) -> Result<()> {
         let range = self.range(offset, length as usize)?;
         self.flush(cache);
@@ -332,7 +331,7 @@ impl Backend for Fake {
     async fn read(&self, place: Place, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
         let length = target.len();
         let read = self.run(place, move |cluster, cache| {
-            // What lies past the end is not read, as librbd has it.
+            // Reads are cut at the end of the image, as by librbd.
             let start = (offset as usize).min(cluster.safe.len());
             let end = (start + length).min(cluster.safe.len());
             Ok(match cache {
@@ -481,7 +480,7 @@ impl Backend for Fake {
     }
 }
 
-/// A buffer full of one byte.
+/// A buffer filled with one byte.
 pub(super) fn full_of(byte: u8, length: usize) -> Segments {
     let mut buffer = Buffer::new(length);
     buffer.fill(byte);

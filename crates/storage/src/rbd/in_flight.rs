@@ -1,8 +1,8 @@
-//! Requests that the cluster has: how many at most, and since when the oldest.
+//! Limit on the requests of one image in flight at the cluster, and their start times.
 //!
-//! A cluster that stands still keeps every request, and the memory with it, until it goes on. So
-//! each takes a place first, and gives it back when its memory is free again, also where nobody
-//! waits for it any more. Without a place it waits, and others do not notice.
+//! A cluster that does not answer holds every request, and its memory. So each request first
+//! acquires a slot (`Place`), and releases it when its memory is free, even after its caller was
+//! cancelled. Without a free slot a request waits; other images are not affected.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -13,26 +13,26 @@ use policy::time::{Duration, Instant};
 
 use reactor::{Permit, Permits};
 
-/// Places: more than a deep queue takes. librbd itself passes on 1024 at a time for all images of a
-/// connection (`objecter_inflight_ops`).
+/// Number of slots: more than a deep queue needs. librbd itself submits 1024 at a time for all
+/// images of a connection (`objecter_inflight_ops`).
 pub(super) const MOST: usize = 256;
 
-/// The places of one image.
+/// The slots of one image.
 #[derive(Debug)]
 pub(super) struct InFlight {
-    /// When the request in it began, in nanoseconds; 0: none is.
+    /// Start time of the request in each slot, in nanoseconds; 0 if it is free.
     since: Box<[AtomicU64]>,
-    /// As many as there are permits that no request holds, or more for a moment.
+    /// Indices of free slots: at least one for each free permit.
     free: Mutex<Vec<usize>>,
     permits: Arc<Permits>,
 }
 
-/// A place, given back when dropped.
+/// A slot, released when dropped.
 #[derive(Debug)]
 pub struct Place {
     of: Arc<InFlight>,
     index: usize,
-    /// Returned after the place.
+    // Dropped last, so that there is a free index for each free permit.
     _permit: Permit,
 }
 
@@ -50,7 +50,7 @@ impl InFlight {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place, once there is one, in the order of arrival.
+    /// Waits for a free slot, in the order of arrival.
     pub(super) async fn enter(self: &Arc<Self>) -> Place {
         let permit = self.permits.take().await;
         let index = self.free().pop().expect("a place for each permit");
@@ -58,7 +58,7 @@ impl InFlight {
         Place { of: Arc::clone(self), index, _permit: permit }
     }
 
-    /// How long the oldest has been under way.
+    /// Age of the oldest request in flight.
     pub(super) fn oldest(&self, now: Instant) -> Option<Duration> {
         let since = self.since.iter().map(|since| since.load(Relaxed)).filter(|&since| since > 0).min()?;
         Some(Duration::from_nanos(now.as_nanos().saturating_sub(since)))
@@ -82,7 +82,7 @@ mod tests {
         sim::run(1, async {
             let places = InFlight::new();
             assert_eq!(places.oldest(now()), None);
-            // The instant 0 stands for none.
+            // The instant 0 means a free slot.
             sleep_until(now() + Duration::from_millis(1)).await;
             let mut taken = Vec::new();
             for _ in 0..MOST {

@@ -1,15 +1,15 @@
-//! [`Backend`] by librbd: the one room that calls a C library.
+//! [`Backend`] by librbd: the only module that calls a C library.
 //!
 //! - `library`: the functions, found by name;
 //! - `cluster`: connections, shared by images;
-//! - `image`: an open image, who else uses it, its lock;
-//! - `operation`: a request under way, which owns its memory until the callback has come.
+//! - `image`: an open image, its other clients, its lock;
+//! - `operation`: a request in flight, which owns its memory until the callback.
 //!
-//! Calls that wait for the cluster have a thread of their own each, and each image makes one of
-//! them at a time: a cluster that stands still never takes the threads that others block on.
+//! Each call that waits for the cluster runs on its own thread, and each image makes one such call
+//! at a time: a cluster that does not answer never blocks the threads of other blocking calls.
 //!
-//! Never lends the library a guest's memory: it would see bytes change between a checksum and the
-//! sending. Those are copied, which is counted with the other copies.
+//! Never passes guest memory to the library, which could see bytes change between the checksum and
+//! the transmission. Guest memory is copied, which the counter of copies includes.
 
 mod cluster;
 mod image;
@@ -43,12 +43,12 @@ use reactor::{
 
 use crate::OpenError;
 
-/// The most segments in one call, as for the kernel (UIO_MAXIOV).
+/// Maximum number of segments in one call, as for the kernel (UIO_MAXIOV).
 const MOST_SEGMENTS: usize = 1024;
 
 /// An image that is open until [`Backend::close`].
 pub struct Librbd {
-    /// `None` once it was closed.
+    /// `None` after it was closed.
     image: Mutex<Option<Arc<Image>>>,
     bell: Arc<Bell>,
     cache_bytes: u64,
@@ -64,7 +64,7 @@ impl fmt::Debug for Librbd {
 }
 
 impl Librbd {
-    /// Opens an image; returns its size in bytes too. Blocks.
+    /// Opens an image and returns it with its size in bytes. Blocks.
     pub(super) fn open(address: &Address, how: &How) -> std::result::Result<(Self, u64), OpenError> {
         let (sender, closed) = async_channel::bounded(1);
         let image = Image::open(address, how, sender)?;
@@ -75,22 +75,22 @@ impl Librbd {
         Ok((Self { image, bell, cache_bytes, what, is_passed, closed }, size_bytes))
     }
 
-    /// What the image really is, whatever it was called.
+    /// Identity of the image, independent of its name.
     pub(super) fn what(&self) -> &str {
         &self.what
     }
 
-    /// Whether another process has it, and passes it on.
+    /// True if another process has it open and passes it.
     pub(super) fn is_passed(&self) -> bool {
         self.is_passed
     }
 
-    /// The first bytes, as many as are there of so many. Blocks.
+    /// Reads the first `count` bytes, or fewer if the image is smaller. Blocks.
     pub(super) fn first_bytes(&self, count: usize) -> Result<Vec<u8>> {
         self.image()?.first_bytes(count)
     }
 
-    /// What the library may keep of it in memory, in bytes.
+    /// Maximum size of the library's cache of this image, in bytes.
     pub(super) fn cache_bytes(&self) -> u64 {
         self.cache_bytes
     }
@@ -108,7 +108,7 @@ impl Librbd {
         Operation::start(&image, what, place, segments).await
     }
 
-    /// On a thread of its own, which nobody waits for if this is dropped.
+    /// Runs a call on its own thread. If the future is dropped, the thread continues.
     async fn apart<T: Send + 'static>(
         &self,
         call: impl FnOnce(&Image) -> Result<T> + Send + 'static,
@@ -117,7 +117,7 @@ impl Librbd {
         let (sender, answer) = async_channel::bounded(1);
         let thread = std::thread::Builder::new().name("rbd call".to_owned());
         let started = thread.spawn(move || {
-            // Nobody may wait any more.
+            // Fails only if the caller was cancelled.
             let _ = sender.try_send(call(&image));
         });
         started.map_err(Error::from)?;
@@ -125,7 +125,7 @@ impl Librbd {
     }
 }
 
-/// Whether the library can have these segments as they are.
+/// True if the segments can be passed to the library without a copy.
 fn are_plain(segments: &Segments) -> bool {
     segments.as_slice().len() <= MOST_SEGMENTS
         && segments.iter().all(|segment| matches!(segment, Segment::Own(_)))

@@ -1,5 +1,5 @@
-//! [`Rbd`] over its twin: bytes against a model, places, durability, a lost lock, sizes; and how it
-//! passes between processes in [`takeover`].
+//! [`Rbd`] over the fake: bytes against a model, slots, durability, a lost lock, sizes; and the
+//! hand-over between processes in [`takeover`].
 
 mod takeover;
 
@@ -98,7 +98,7 @@ proptest! {
                 }
                 let whole = read(&image, 0, model.len()).await.expect("it is there");
                 assert!(whole == model, "another content");
-                // Holes are zero, and the extents cover all that was asked for, in order.
+                // Holes are zero, and the extents cover the requested range, in order.
                 let extents = image.block_status(0, model.len() as u64).await.expect("it is known");
                 let mut at = 0;
                 for Extent { length, hole, zero } in extents {
@@ -153,7 +153,7 @@ fn a_cluster_that_stands_still_keeps_no_more_than_has_places_and_its_age_is_told
             let oldest = image.device().oldest_request().expect("there are some");
             assert!(oldest > Duration::from_millis(6_900) && oldest <= Duration::from_secs(7), "{oldest:?}");
             assert_eq!(fake.most_under_way(), in_flight::MOST);
-            // Whose client has gone keeps its place until the cluster has let go of it.
+            // A cancelled request keeps its slot until the cluster has completed it.
             let mut tasks = tasks;
             drop(tasks.drain(..in_flight::MOST));
             sleep_until(now() + Duration::from_secs(1)).await;
@@ -258,7 +258,7 @@ fn others_may_resize_it_meanwhile() {
         }
         assert_eq!(image.size_bytes(), 2 * SIZE as u64);
         image.write(SIZE as u64, full_of(1, 512), Durability::Cached).await.expect("inside");
-        // Cut, and read before that was heard of.
+        // Shrunk, and read before the notification was processed.
         fake.resize_from_outside(4096);
         assert!(read(&image, SIZE as u64, 512).await.is_err());
         watch.await;
@@ -301,7 +301,7 @@ fn an_answer_has_no_more_extents_than_fit() {
     assert_eq!(all.iter().map(|extent| extent.length).sum::<u64>(), pieces.last().expect("one").end);
     let rest = extents(&(0..1_000_000), &pieces[..3], false);
     assert_eq!(rest.iter().map(|extent| extent.length).sum::<u64>(), 1_000_000);
-    // Objects reach over both ends.
+    // Objects extend beyond both ends.
     let inside = extents(&(100..200), &[50..120, 180..300], false);
     let lengths: Vec<_> = inside.iter().map(|extent| (extent.length, extent.hole)).collect();
     assert_eq!(lengths, [(20, false), (60, true), (20, false)]);

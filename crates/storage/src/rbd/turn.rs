@@ -1,10 +1,11 @@
-//! Whose turn it is to write to an image: this process's, or another's that may go on with it.
+//! Ownership of an image during an upgrade: this process may write to it, or another process that
+//! can resume it.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use event_listener::Event;
 
-/// One of an image.
+/// Ownership of one image.
 #[derive(Debug)]
 pub(super) struct Turn {
     is_ours: AtomicBool,
@@ -20,22 +21,22 @@ impl Turn {
         self.is_ours.load(SeqCst)
     }
 
-    /// Whoever asks from now on waits.
+    /// Gives the ownership up: writes wait from now on.
     pub(super) fn give(&self) {
         self.is_ours.store(false, SeqCst);
     }
 
-    /// Whoever waits goes on.
+    /// Takes the ownership: waiting writes continue.
     pub(super) fn take(&self) {
         self.is_ours.store(true, SeqCst);
         self.taken.notify(usize::MAX);
     }
 
-    /// Waits until it is this process's.
+    /// Waits until this process has the ownership.
     pub(super) async fn come(&self) {
         while !self.is_ours() {
             let taken = self.taken.listen();
-            // It may have come in between.
+            // Taken between the check and the listener.
             if self.is_ours() {
                 return;
             }

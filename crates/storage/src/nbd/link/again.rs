@@ -16,8 +16,8 @@ use crate::nbd::{
 };
 
 impl Link {
-    /// Checks that a disk of `size_bytes` can continue on this server; the error is what the server
-    /// lacks.
+    /// Checks that a disk of `size_bytes` can continue on this server; the error names the property
+    /// that the server lacks.
     pub(super) fn suits(&self, about: &About, size_bytes: u64) -> std::result::Result<(), String> {
         let opened = &self.opened;
         if about.size_bytes < size_bytes {

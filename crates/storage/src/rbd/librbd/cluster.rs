@@ -1,12 +1,13 @@
-//! Connections to clusters: one for all images that are reached in the same way.
+//! Connections to clusters, shared by all images with the same parameters.
 //!
-//! Each has sixteen threads of the library's and 19 MB, and takes 5 ms to make, or as long as
-//! `client_mount_timeout` where no monitor answers. So images share it: those of the same config
-//! file, user, keyring and monitors, whose cache mode asks the same of librbd, since its cache is
-//! set for a whole connection.
+//! A connection has sixteen threads of the library and 19 MB, and takes 5 ms to open, or up to
+//! `client_mount_timeout` if no monitor answers. So images share it if they have the same config
+//! file, user, keyring and monitors, and a cache mode with the same settings of librbd, whose cache
+//! is configured for a whole connection.
 //!
-//! Who takes the lock of one image by force has the cluster shut out the connection that had it,
-//! and with it all images on it. What is opened from then on, also one of those, gets a new one.
+//! If a client breaks the lock of one image, the cluster blocklists the connection that held it,
+//! and with it all images on it. Images that are opened later, also the same ones, get a new
+//! connection.
 //!
 //! All of this blocks.
 
@@ -28,18 +29,18 @@ use reactor::error::Error;
 
 use crate::{CacheMode, OpenError};
 
-/// How long a monitor may take where nobody says otherwise, and what Ceph takes then: so long
-/// nobody waits for a disk.
+/// Timeout of connecting, in seconds, unless the config file sets one; and Ceph's default, which is
+/// too long for the opening of a disk.
 const PATIENCE_S: &str = "30";
 const OF_CEPH_S: &str = "300";
-/// Of a config file or a keyring.
+/// Maximum size of a config file or keyring.
 const MOST_FILE_BYTES: u64 = 1 << 20;
 
-/// What every command takes, and what `weir serve` has besides.
+/// How to name a config file and a user: on every command, and at `weir serve`.
 const CONFIG: &str = ":conf=FILE behind the image, or --rbd-config of `weir serve`,";
 const USER: &str = ":id=USER behind the image, or --rbd-user of `weir serve`,";
 
-/// What images have to agree on to share a connection.
+/// Parameters that images must have in common to share a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Way {
     config: Option<std::path::PathBuf>,
@@ -49,7 +50,7 @@ struct Way {
     caching: Caching,
 }
 
-/// What a cache mode asks of librbd.
+/// Settings of librbd's cache for a cache mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Caching {
     Off,
@@ -78,44 +79,43 @@ impl Caching {
     }
 }
 
-/// What holds whatever the config file says.
+/// Settings that override the config file.
 const ALWAYS: [(&str, &str); 6] = [
-    // A write that timed out may still land, on top of a later one.
+    // A write that timed out may still take effect, on top of a later one.
     ("rados_osd_op_timeout", "0"),
-    // No thread of ours waits for the cluster in a call.
+    // Submitting a request never blocks on the cluster.
     ("rbd_non_blocking_aio", "true"),
-    // What goes wrong, weir says in its own log; and no file or socket of Ceph's is made.
+    // weir logs errors itself, and Ceph creates no file or socket.
     ("log_file", ""),
     ("log_to_stderr", "false"),
     ("err_to_stderr", "false"),
     ("admin_socket", ""),
 ];
 
-/// A connection; ends with the last image that has it.
+/// A connection; closed with its last image.
 #[derive(Debug)]
 pub(super) struct Cluster {
     handle: Handle,
     library: &'static Library,
-    /// The cluster takes nothing from it any more, for good: no other image gets it.
+    /// True if the cluster has blocklisted it, which is permanent: no other image uses it.
     is_shut_out: AtomicBool,
-    /// Of the cache of one image; 0 without.
+    /// Size of the cache of one image, in bytes; 0 without a cache.
     pub(super) cache_bytes: u64,
 }
 
-// SAFETY: librados' functions may be called from any thread, several at a time (`librados.h` names
-// the exceptions, which are those that set up a handle: only `connect` does, before others have
-// it).
+// SAFETY: librados' functions may be called from any thread, several at a time. `librados.h` names
+// the exceptions, which set up a handle; only `connect` calls those, before the value is shared.
 unsafe impl Send for Cluster {}
 // SAFETY: as above.
 unsafe impl Sync for Cluster {}
 
-/// Connections that are there or are being made. Whoever makes one holds its lock meanwhile, and
-/// others for the same wait for it.
+/// Open connections and those being opened. The thread that opens one holds its lock, and threads
+/// that need the same one wait.
 static ALL: LazyLock<Mutex<HashMap<Way, Slot>>> = LazyLock::new(Mutex::default);
 
 type Slot = Arc<Mutex<Weak<Cluster>>>;
 
-/// The connection for an image: one that is there, or a new one.
+/// The connection for an image: an open one, or a new one.
 pub(super) fn connection(address: &Address, cache: CacheMode) -> Result<Arc<Cluster>, OpenError> {
     let way = Way {
         config: address.config.clone(),
@@ -126,7 +126,8 @@ pub(super) fn connection(address: &Address, cache: CacheMode) -> Result<Arc<Clus
     };
     let slot = {
         let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
-        // Those that have ended, and that nobody is making again.
+        // Removes closed connections, except those that a thread is about to open (it holds the
+        // `Arc`).
         all.retain(|_, slot| {
             Arc::strong_count(slot) > 1 || slot.try_lock().is_ok_and(|cluster| cluster.strong_count() > 0)
         });
@@ -141,18 +142,19 @@ pub(super) fn connection(address: &Address, cache: CacheMode) -> Result<Arc<Clus
     Ok(cluster)
 }
 
-/// A text as C has it. None has a zero byte: addresses are checked, and the others are ours.
+/// Converts to a C string. There are no zero bytes to lose: addresses are checked, and other texts
+/// are constants.
 pub(super) fn text(text: &str) -> CString {
     CString::new(text.replace('\0', "")).unwrap_or_default()
 }
 
-/// What the library has written, up to its zero byte.
+/// Text that the library has written, up to its zero byte.
 pub(super) fn until_zero(mut bytes: Vec<u8>) -> String {
     bytes.truncate(bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len()));
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// What the library returned, as an error where it is negative.
+/// Converts a return value of the library; a negative one is an error number.
 pub(super) fn outcome(result: impl Into<i64>) -> Result<u64, Error> {
     let result = result.into();
     u64::try_from(result)
@@ -168,7 +170,7 @@ impl Cluster {
             OpenError::new(&name, format!("{what}: {error}"), remedy)
         };
         for path in [&way.config, &way.keyring].into_iter().flatten() {
-            // The library reads whatever there is to its end.
+            // The library would read any file to its end, also a device or a pipe.
             if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MOST_FILE_BYTES) {
                 let what = format!("{} is no file, or longer than any of Ceph's", path.display());
                 return Err(OpenError::new(
@@ -181,10 +183,10 @@ impl Cluster {
         let user = way.user.as_deref().map(text);
         let mut handle = std::ptr::null_mut();
         let user_or_null = user.as_ref().map_or(std::ptr::null(), |user| user.as_ptr());
-        // SAFETY: it writes one handle, and the name ends with a zero byte or is none.
+        // SAFETY: it writes one handle, and the name is null or ends with a zero byte.
         let created = unsafe { (library.rados_create)(&raw mut handle, user_or_null) };
         outcome(created).map_err(|error| failed("no connection can be made", error, "is memory left?"))?;
-        // From here on it is shut down whatever happens.
+        // From here on, dropping `cluster` shuts the handle down.
         let mut cluster = Self { handle, library, is_shut_out: AtomicBool::new(false), cache_bytes: 0 };
         cluster.read(way.config.as_deref()).map_err(|error| {
             let file = way
@@ -211,7 +213,7 @@ impl Cluster {
             .map_err(|error| {
                 failed("this version of librados refuses a setting", error, "install Ceph 16 or later")
             })?;
-        // SAFETY: the handle is set up, and nobody else has it.
+        // SAFETY: the handle is set up and not shared.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
         outcome(connected).map_err(|error| cluster.unreachable(&name, way, error))?;
         if way.caching != Caching::Off {
@@ -221,7 +223,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Why no connection came about.
+    /// Error of a failed connection.
     fn unreachable(&self, name: &str, way: &Way, error: Error) -> OpenError {
         let user = format!("client.{}", way.user.as_deref().unwrap_or("admin"));
         let said = |key| self.get(key).filter(|value| !value.is_empty());
@@ -273,7 +275,7 @@ impl Cluster {
     fn set(&self, settings: &[(&str, &str)]) -> Result<(), Error> {
         for (key, value) in settings {
             let (key, value) = (text(key), text(value));
-            // SAFETY: the handle is open, and both end with a zero byte.
+            // SAFETY: the handle is open, and both texts end with a zero byte.
             let result = unsafe { (self.library.rados_conf_set)(self.handle, key.as_ptr(), value.as_ptr()) };
             outcome(result)?;
         }
@@ -282,7 +284,7 @@ impl Cluster {
 
     fn get(&self, key: &str) -> Option<String> {
         let (key, mut value) = (text(key), vec![0_u8; 4096]);
-        // SAFETY: the handle is open, and it writes no more than there is room for.
+        // SAFETY: the handle is open, and the function writes at most `value.len()` bytes.
         let result = unsafe {
             (self.library.rados_conf_get)(
                 self.handle,
@@ -295,11 +297,11 @@ impl Cluster {
         Some(until_zero(value))
     }
 
-    /// The config file that was named, or the one that Ceph finds, if there is any.
+    /// Reads the given config file, or the one that Ceph finds, if it exists.
     fn read(&self, config: Option<&Path>) -> Result<(), Error> {
         let path = config.map(|path| text(&path.to_string_lossy()));
         let path_or_null = path.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
-        // SAFETY: the handle is open; the path ends with a zero byte or is none.
+        // SAFETY: the handle is open; the path is null or ends with a zero byte.
         let result = unsafe { (self.library.rados_conf_read_file)(self.handle, path_or_null) };
         match outcome(result) {
             Err(error) if config.is_none() && error.errno() == libc::ENOENT => Ok(()),
@@ -307,7 +309,7 @@ impl Cluster {
         }
     }
 
-    /// Looks whether an error says that it is shut out.
+    /// Records whether an error means that the connection is blocklisted.
     pub(super) fn note(&self, error: Error) {
         // Ceph's EBLOCKLISTED.
         if error.errno() == libc::ESHUTDOWN {
@@ -315,21 +317,21 @@ impl Cluster {
         }
     }
 
-    /// Whether an error has said so.
+    /// True if an error has shown that the connection is blocklisted.
     pub(super) fn is_shut_out(&self) -> bool {
         self.is_shut_out.load(Relaxed)
     }
 
-    /// How the cluster calls this connection.
+    /// Client number of this connection at the cluster.
     pub(super) fn id(&self) -> u64 {
-        // SAFETY: it is connected.
+        // SAFETY: the handle is connected.
         unsafe { (self.library.rados_get_instance_id)(self.handle) }
     }
 
-    /// What the cluster calls itself.
+    /// Identifier of the cluster.
     pub(super) fn fsid(&self) -> Result<String, Error> {
         let mut fsid = vec![0_u8; 64];
-        // SAFETY: it is connected, and it writes no more than there is room for.
+        // SAFETY: the handle is connected, and the function writes at most `fsid.len()` bytes.
         let result = unsafe {
             (self.library.rados_cluster_fsid)(self.handle, fsid.as_mut_ptr().cast::<c_char>(), fsid.len())
         };
@@ -337,27 +339,28 @@ impl Cluster {
         Ok(until_zero(fsid))
     }
 
-    /// Has the cluster take nothing from a client any more, at this address, whatever of it is
-    /// under way. Returns once what is asked here is asked behind that.
+    /// Blocklists a client at this address, including its operations in flight. Returns once later
+    /// operations of this connection are ordered after that.
     pub(super) fn shut_out(&self, client: &str) -> Result<(), Error> {
         let client = text(client);
-        // SAFETY: it is connected, and the text ends with a zero byte and is only read.
+        // SAFETY: the handle is connected; the text ends with a zero byte and is only read.
         let shut_out =
             unsafe { (self.library.rados_blocklist_add)(self.handle, client.as_ptr().cast_mut(), 0) };
         outcome(shut_out)?;
-        // SAFETY: it is connected.
+        // SAFETY: the handle is connected.
         outcome(unsafe { (self.library.rados_wait_for_latest_osdmap)(self.handle) }).map(drop)
     }
 }
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // SAFETY: nobody has it any more; to shut down what was never connected is allowed.
+        // SAFETY: this is the last owner; shutting down a handle that was never connected is
+        // allowed.
         unsafe { (self.library.rados_shutdown)(self.handle) }
     }
 }
 
-/// A pool of a cluster, and perhaps a namespace in it.
+/// A pool of a cluster, with an optional namespace.
 #[derive(Debug)]
 pub(super) struct Pool {
     pub(super) handle: Handle,
@@ -365,7 +368,7 @@ pub(super) struct Pool {
     pub(super) library: &'static Library,
 }
 
-// SAFETY: as for `Cluster`; its settings are made in `open` alone.
+// SAFETY: as for `Cluster`; only `open` changes its settings.
 unsafe impl Send for Pool {}
 // SAFETY: as above.
 unsafe impl Sync for Pool {}
@@ -374,8 +377,8 @@ impl Pool {
     pub(super) fn open(cluster: Arc<Cluster>, address: &Address) -> Result<Self, OpenError> {
         let library = cluster.library;
         let (pool, mut handle) = (text(&address.pool), std::ptr::null_mut());
-        // SAFETY: the cluster is connected, the name ends with a zero byte, and it writes one
-        // handle.
+        // SAFETY: the cluster is connected, the name ends with a zero byte, and the function writes
+        // one handle.
         let result = unsafe { (library.rados_ioctx_create)(cluster.handle, pool.as_ptr(), &raw mut handle) };
         outcome(result).map_err(|error| match error.errno() {
             libc::ENOENT => OpenError::new(
@@ -391,7 +394,8 @@ impl Pool {
         })?;
         if let Some(namespace) = &address.namespace {
             let namespace = text(namespace);
-            // SAFETY: the handle was just made, and the name ends with a zero byte.
+            // SAFETY: the handle was just created and is not shared; the name ends with a zero
+            // byte.
             unsafe { (library.rados_ioctx_set_namespace)(handle, namespace.as_ptr()) }
         }
         Ok(Self { handle, cluster, library })
@@ -400,7 +404,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // SAFETY: no image of it is open any more, and nobody else has it.
+        // SAFETY: no image of it is open any more, and this is the last owner.
         unsafe { (self.library.rados_ioctx_destroy)(self.handle) }
     }
 }

@@ -1,16 +1,17 @@
-//! An open image of a pool: its handle, who else uses it, its lock, and its end.
+//! An open image of a pool: its handle, its other clients, its lock, and its closing.
 //!
-//! Who writes has the image locked (`exclusive-lock`, managed by librbd, not handed over when
-//! others ask), as files are locked. An image without that feature has no such lock: then who else
-//! has it open is looked at once, and the log says so. Who reads shares with nobody who writes,
-//! unless that was allowed; snapshots never change, and are open to all.
+//! A writer locks the image (`exclusive-lock`, managed by librbd, not released on request), as
+//! files are locked. An image without that feature has no such lock: then other clients are checked
+//! once, when it is opened, and the log warns. A reader rejects an image with a writer unless
+//! sharing was allowed; snapshots never change, and have no restriction.
 //!
-//! Between two daemons of which one goes on with the other's image, the lock passes: the other
-//! opens it beside the one that has it, gives its lock up once the time has come, and a client that
-//! has died with it is shut out by the cluster at once, so that nothing of it lands later.
+//! During an upgrade the lock passes between two daemons. The new process opens the image while the
+//! old one has it open, and the old one releases its lock when the time comes. If a client dies
+//! with the lock, the cluster blocklists it at once, so that none of its operations take effect
+//! later.
 //!
-//! Otherwise a client that died is still seen for as long as the cluster watches it
-//! (`osd_client_watch_timeout`, 30 s).
+//! Otherwise a dead client remains visible as long as its watch lasts (`osd_client_watch_timeout`,
+//! 30 s).
 //!
 //! All of this blocks.
 
@@ -39,27 +40,27 @@ const EXCLUSIVE_LOCK: u64 = 1 << 2;
 /// `CEPH_NOSNAP`.
 const NO_SNAPSHOT: u64 = u64::MAX - 1;
 const FAST_DIFF: u64 = 1 << 4;
-/// The image is being moved from elsewhere: librbd (16) divides by zero where that is no image, as
-/// it looks for data.
+/// `RBD_FEATURE_MIGRATING`: the image is being imported. If its source is not an image, librbd (16)
+/// divides by zero in `rbd_diff_iterate2`.
 const MIGRATING: u64 = 1 << 9;
 /// `RBD_FLAG_OBJECT_MAP_INVALID | RBD_FLAG_FAST_DIFF_INVALID`.
 const MAP_INVALID: u64 = 3;
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
 const EXCLUSIVE: c_int = 0;
-/// How the library calls locks that it takes and gives up by itself.
+/// Prefix of the cookies of locks that the library manages itself.
 const OWN_LOCKS: &str = "auto ";
-/// Room for the names of all who have a lock.
+/// Size of the buffers for the names of lock holders.
 const MOST_LOCKERS_BYTES: usize = 4096;
-/// The most watchers that are looked at: more are others in any case.
+/// Maximum number of watchers to list: with more, at least one is another client.
 const MOST_WATCHERS: usize = 64;
 
-/// The library's callback, on a thread of its own.
+/// Callback of the library, on one of its threads.
 unsafe extern "C" fn updated(argument: *mut c_void) {
-    // SAFETY: `Image` holds the bell until the library has let go of it: see its `drop`.
+    // SAFETY: `Image` keeps the bell until the library has removed the watch: see `End::run`.
     unsafe { &*argument.cast::<Bell>() }.ring();
 }
 
-/// An open image. Closed when the last request that has it has ended.
+/// An open image. Closed when its last request has ended.
 #[derive(Debug)]
 pub(super) struct Image {
     handle: Handle,
@@ -67,22 +68,22 @@ pub(super) struct Image {
     watch: Option<u64>,
     pub(super) bell: Arc<Bell>,
     pub(super) size_bytes: u64,
-    /// What it really is, whatever it was called.
+    /// Identity, independent of its name.
     pub(super) what: String,
     name: String,
-    /// Where its header is, and the number of its snapshot; none of the first format.
+    /// Name of its header object, and number of its snapshot; `None` for images of format 1.
     header: Option<(CString, u64)>,
-    /// Another process has it, and passes it on.
+    /// True if another process has it open and passes it.
     pub(super) is_passed: bool,
-    /// It has a lock.
+    /// True if it uses an exclusive lock.
     is_locked: bool,
-    /// Its lock was taken away with the feature, and that was told.
+    /// True if the lock was lost with the feature, and this was logged.
     is_unlocked: AtomicBool,
-    /// One at a time takes it or gives it up.
+    /// Serializes acquiring and releasing the lock.
     turn: Mutex<()>,
-    /// Told once it is closed.
+    /// Receives the result of closing.
     closed: Option<async_channel::Sender<Result<()>>>,
-    /// After the image.
+    /// Dropped after the image is closed.
     pool: Option<Pool>,
 }
 
@@ -92,7 +93,7 @@ unsafe impl Send for Image {}
 unsafe impl Sync for Image {}
 
 impl Image {
-    /// Opens it, and tells the channel when it was closed again.
+    /// Opens it; `closed` receives the result of closing.
     pub(super) fn open(
         address: &Address,
         how: &How,
@@ -100,7 +101,7 @@ impl Image {
     ) -> std::result::Result<Self, OpenError> {
         let cluster = connection(address, how.cache)?;
         match Self::open_by(&cluster, address, how, closed.clone()) {
-            // With what became of an image that was opened before.
+            // The connection was already blocklisted because of another image: use a new one.
             Err(_) if cluster.is_shut_out() => {
                 Self::open_by(&connection(address, how.cache)?, address, how, closed)
             }
@@ -123,8 +124,8 @@ impl Image {
         let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |snapshot| snapshot.as_ptr());
         let open = if how.read_only { library.rbd_open_read_only } else { library.rbd_open };
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the pool is open, both names end with a zero byte or are none, and it writes one
-        // handle.
+        // SAFETY: the pool is open, both names are null or end with a zero byte, and the function
+        // writes one handle.
         let opened = unsafe { open(pool.handle, image.as_ptr(), &raw mut handle, snapshot) };
         outcome(opened).map_err(|error| {
             cluster.note(error);
@@ -148,23 +149,23 @@ impl Image {
             pool: Some(pool),
         };
         if let Err(error) = image.settle(address, how) {
-            // At once: seen by nobody any more when the next one tries.
+            // Closed synchronously, so that it is not seen as another client by the next attempt.
             image.into_end().run();
             return Err(error);
         }
-        // From here on somebody waits for its end.
+        // From here on the owner waits for its closing.
         image.closed = Some(closed);
         Ok(image)
     }
 
-    /// Looks whether a request's error says that its connection is shut out.
+    /// Records whether the error of a request means that the connection is blocklisted.
     pub(super) fn note(&self, error: Error) {
         if let Some(pool) = &self.pool {
             pool.cluster.note(error);
         }
     }
 
-    /// What is left to be done of it.
+    /// Splits off the part that must be closed.
     fn into_end(mut self) -> End {
         self.take_end()
     }
@@ -203,7 +204,7 @@ impl Image {
                 }
             }
         }
-        // After the lock: nobody resizes it between the two.
+        // After the lock: no other client can resize it in between.
         self.size_bytes = self.current_size().map_err(failed)?;
         if self.size_bytes == 0 {
             return Err(OpenError::new(&name, "has size zero", "`rbd resize` gives it another"));
@@ -219,30 +220,31 @@ impl Image {
         self.handle
     }
 
-    /// What librbd's cache of it may take, in bytes.
+    /// Maximum size of librbd's cache of this image, in bytes.
     pub(super) fn cache_bytes(&self) -> u64 {
         self.pool.as_ref().map_or(0, |pool| pool.cluster.cache_bytes)
     }
 
     fn watch(&mut self) -> Result<()> {
         let (mut watch, bell) = (0, Arc::as_ptr(&self.bell).cast_mut().cast::<c_void>());
-        // SAFETY: the image is open, it writes one number, and the bell outlives the watch.
+        // SAFETY: the image is open, the function writes one number, and the bell outlives the
+        // watch.
         outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, updated, bell) })?;
         self.watch = Some(watch);
         Ok(())
     }
 
-    /// What it is, by numbers of the cluster's, which no other image has or ever had.
+    /// Identity from numbers of the cluster, which are never reused for another image.
     fn identify(&mut self, address: &Address) -> Result<String> {
         let Some(pool) = &self.pool else { return Err(Error::SHUTDOWN) };
         let (fsid, namespace) = (pool.cluster.fsid()?, address.namespace.as_deref().unwrap_or(""));
         // SAFETY: the pool is open.
         let number = unsafe { (self.library.rados_ioctx_get_id)(pool.handle) };
         let mut id = vec![0_u8; 256];
-        // SAFETY: the image is open, and it writes no more than there is room for.
+        // SAFETY: the image is open, and the function writes at most `id.len()` bytes.
         let found =
             unsafe { (self.library.rbd_get_id)(self.handle, id.as_mut_ptr().cast::<c_char>(), id.len()) };
-        // Those of the first format have a name alone.
+        // Images of format 1 have no id, only a name.
         let (id, header) = match outcome(found) {
             Ok(_) => {
                 let id = until_zero(id);
@@ -257,8 +259,8 @@ impl Image {
             None => String::new(),
             Some(snapshot) => {
                 let (snapshot, mut number) = (text(snapshot), 0);
-                // SAFETY: the image is open, the name ends with a zero byte, and it writes one
-                // number.
+                // SAFETY: the image is open, the name ends with a zero byte, and the function
+                // writes one number.
                 outcome(unsafe {
                     (self.library.rbd_snap_get_id)(self.handle, snapshot.as_ptr(), &raw mut number)
                 })?;
@@ -270,7 +272,7 @@ impl Image {
         Ok(format!("image of {id} in pool {number}/{namespace} of cluster {fsid}{snapshot}"))
     }
 
-    /// Fails where another has it open to write to it.
+    /// Fails if another client has it open for writing.
     fn check_alone(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
         let others = self.others(read_only).map_err(|error| {
             OpenError::new(
@@ -289,10 +291,10 @@ impl Image {
         Err(OpenError::new(name, why, remedy).that_may_pass())
     }
 
-    /// Others that watch the image, as who writes to it does.
+    /// Other clients that watch the image, as writers do.
     fn others(&self, read_only: bool) -> Result<Vec<String>> {
         let own = self.own_id();
-        // Who opens it to write to it watches it once.
+        // Opening for writing makes one watch for this client itself.
         let mut ours = usize::from(!read_only);
         let is_other = |(id, _): &(u64, String)| {
             let is_ours = *id == own && ours > 0;
@@ -307,28 +309,28 @@ impl Image {
         self.pool.as_ref().map_or(0, |pool| pool.cluster.id())
     }
 
-    /// Who watches the image: numbers and addresses of clients.
+    /// Numbers and addresses of the clients that watch the image.
     fn watchers(&self) -> Result<Vec<(u64, String)>> {
         let empty = Watcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
         let (mut watchers, mut count) = (vec![empty; MOST_WATCHERS], MOST_WATCHERS);
-        // SAFETY: the image is open, and it writes no more than `count` watchers.
+        // SAFETY: the image is open, and the function writes at most `count` watchers.
         let listed =
             unsafe { (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), &raw mut count) };
         outcome(listed)?;
         let found = watchers.iter().take(count).map(|watcher| {
-            // SAFETY: the library has put a text there, which stays until the cleanup below.
+            // SAFETY: the library has stored a text there, which is valid until the cleanup below.
             let address = unsafe { CStr::from_ptr(watcher.address) }.to_string_lossy();
             (watcher.id.unsigned_abs(), address.into_owned())
         });
         let found = found.collect();
-        // SAFETY: these are what the library has put there.
+        // SAFETY: the array and the count are those that the library has filled.
         unsafe { (self.library.rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), count) }
         Ok(found)
     }
 
     fn features(&self) -> Result<u64> {
         let mut features = 0;
-        // SAFETY: the image is open, and it writes one number.
+        // SAFETY: the image is open, and the function writes one number.
         outcome(unsafe { (self.library.rbd_get_features)(self.handle, &raw mut features) })?;
         Ok(features)
     }
@@ -342,8 +344,8 @@ impl Image {
         Ok(has_lock)
     }
 
-    /// Fails where somebody has locked it by hand: nobody answers for such a lock, and taking the
-    /// library's own would wait for it without end.
+    /// Fails if the image is locked manually: such a lock has no live owner, and acquiring the
+    /// library's lock would wait for it without end.
     fn check_lockers(&self, name: &str) -> std::result::Result<(), OpenError> {
         let by_hand = self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
         let Some((client, id)) = by_hand else { return Ok(()) };
@@ -354,13 +356,14 @@ impl Image {
         ))
     }
 
-    /// Who has a lock, with what they call it.
+    /// Clients that hold a lock, with its cookie.
     fn lockers(&self) -> Result<Vec<(String, String)>> {
         let mut exclusive = 0;
         let [mut tag, mut clients, mut ids, mut addresses] = [(); 4].map(|()| vec![0_u8; MOST_LOCKERS_BYTES]);
         let mut lengths = [MOST_LOCKERS_BYTES; 4];
         let [tag_bytes, clients_bytes, ids_bytes, addresses_bytes] = &mut lengths;
-        // SAFETY: the image is open, and it writes no more of each than there is room for.
+        // SAFETY: the image is open, and the function writes at most the given length of each
+        // buffer.
         let listed = unsafe {
             (self.library.rbd_list_lockers)(
                 self.handle,
@@ -376,7 +379,7 @@ impl Image {
             )
         };
         let count = outcome(listed as i64)? as usize;
-        // Each text ends with a zero byte.
+        // A list of texts that end with a zero byte.
         let texts = |bytes: &[u8]| -> Vec<String> {
             bytes
                 .split(|&byte| byte == 0)
@@ -395,7 +398,7 @@ impl Image {
                     let why = format!("another client has it locked: {owner}");
                     return OpenError::new(name, why, of_others).that_may_pass();
                 }
-                // So of a mirror's copy.
+                // A non-primary image of a mirror returns this.
                 None if error == Error::INVALID => (
                     format!("cannot be locked: {error}"),
                     "is it a mirror's copy? `rbd mirror image promote` makes it the one to write to; --read-only reads it",
@@ -407,7 +410,8 @@ impl Image {
         self.acquire().map_err(failed)
     }
 
-    /// Waits for who lets go of the lock when asked, and fails with EROFS where that refuses.
+    /// Acquires the lock. Waits for an owner that releases it on request; fails with EROFS if the
+    /// owner refuses.
     fn acquire(&self) -> Result<()> {
         // SAFETY: the image is open.
         outcome(unsafe { (self.library.rbd_lock_acquire)(self.handle, EXCLUSIVE) }).map(drop)
@@ -425,8 +429,8 @@ impl Image {
 
     /// See [`Backend::take_up`](super::super::backend::Backend::take_up).
     pub(super) fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
-        // Behind a giving up that nobody waits for any more: until that has ended the library says
-        // that the lock is held.
+        // Waits for an abandoned release of the lock: until it has ended, the library reports the
+        // lock as held.
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.shut_out(heirs)?;
         if self.is_locked {
@@ -450,8 +454,8 @@ impl Image {
         let watchers = self.watchers()?.into_iter();
         let there: BTreeSet<_> = watchers.filter(|(id, _)| *id != own && clients.contains(id)).collect();
         for (client, address) in there {
-            // To break its lock shuts it out too, and else librbd does so once more for a lock
-            // whose owner has gone: each takes the monitors up to a second.
+            // Breaking its lock blocklists it too. Without that, librbd blocklists again when it
+            // finds the lock of a dead owner; each takes the monitors up to a second.
             if !self.break_lock(&address)
                 && let Some(pool) = &self.pool
             {
@@ -466,7 +470,7 @@ impl Image {
         Ok(())
     }
 
-    /// Frees the lock of this owner, which is shut out; whether it was its.
+    /// Breaks the lock of this owner, which blocklists it; false if it did not hold the lock.
     fn break_lock(&self, owner: &str) -> bool {
         if !self.is_locked || self.owner().as_deref() != Some(owner) {
             return false;
@@ -476,11 +480,11 @@ impl Image {
         outcome(unsafe { (self.library.rbd_lock_break)(self.handle, EXCLUSIVE, owner.as_ptr()) }).is_ok()
     }
 
-    /// Who has the lock, if anybody.
+    /// Address of the client that holds the lock, if any.
     fn owner(&self) -> Option<String> {
         let (mut mode, mut count) = (0, 1);
         let mut owners: [*mut c_char; 1] = [std::ptr::null_mut()];
-        // SAFETY: the image is open, and it writes no more than `count` texts.
+        // SAFETY: the image is open, and the function writes at most `count` texts.
         let listed = unsafe {
             (self.library.rbd_lock_get_owners)(
                 self.handle,
@@ -494,31 +498,32 @@ impl Image {
         if count == 0 || owner.is_null() {
             return None;
         }
-        // SAFETY: the library has put a text there.
+        // SAFETY: the library has stored a text there.
         let text = unsafe { CStr::from_ptr(owner) }.to_string_lossy().into_owned();
-        // SAFETY: this is what the library has put there.
+        // SAFETY: the array and the count are those that the library has filled.
         unsafe { (self.library.rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count) };
         Some(text)
     }
 
     pub(super) fn current_size(&self) -> Result<u64> {
         let mut size = 0;
-        // SAFETY: the image is open, and it writes one number.
+        // SAFETY: the image is open, and the function writes one number.
         outcome(unsafe { (self.library.rbd_get_size)(self.handle, &raw mut size) })?;
         self.look_for_lock()?;
         Ok(size)
     }
 
-    /// The size in bytes that stands in its header, which is asked; none of the first format.
+    /// Reads the size in bytes from its header object in the cluster; `None` for images of format
+    /// 1.
     ///
     /// # Errors
-    /// The cluster's; `ENOENT` where there is no such image, or snapshot, any more.
+    /// As reported by the cluster; `ENOENT` if the image, or the snapshot, no longer exists.
     pub(super) fn stored_size(&self) -> Result<Option<u64>> {
         let (Some((header, snapshot)), Some(pool)) = (&self.header, &self.pool) else { return Ok(None) };
-        // Its order, a byte, and its size.
+        // The reply of the class method `rbd.get_size`: the order (1 byte) and the size (8 bytes).
         let (asked, mut answer) = (snapshot.to_le_bytes(), [0_u8; 9]);
-        // SAFETY: the pool is open, names end with a zero byte, and it reads and writes no more
-        // than there is.
+        // SAFETY: the pool is open, the names end with a zero byte, and the function reads and
+        // writes within the given lengths.
         let done = unsafe {
             (self.library.rados_exec)(
                 pool.handle,
@@ -536,7 +541,8 @@ impl Image {
         Ok(Some(u64::from_le_bytes(size)))
     }
 
-    /// A lock is a feature of the image, which others can take away and give back.
+    /// Checks whether the image still has the lock feature, which any client can disable and
+    /// enable.
     fn look_for_lock(&self) -> Result<()> {
         if !self.is_locked {
             return Ok(());
@@ -553,36 +559,36 @@ impl Image {
     }
 
     pub(super) fn resize(&self, size_bytes: u64) -> Result<()> {
-        // SAFETY: the image is open. The library calls `progressed`, also where nobody wants to
-        // know: it knows no null there.
+        // SAFETY: the image is open. `progressed` is passed although nothing uses the progress: the
+        // library does not accept null.
         let result = unsafe {
             (self.library.rbd_resize2)(self.handle, size_bytes, true, progressed, std::ptr::null_mut())
         };
         outcome(result).map(drop)
     }
 
-    /// The first bytes, as many as are there of so many.
+    /// Reads the first `count` bytes, or fewer if the image is smaller.
     pub(super) fn first_bytes(&self, count: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; count];
-        // SAFETY: the image is open, and there is room for so many.
+        // SAFETY: the image is open, and the buffer has `count` bytes.
         let read = unsafe { (self.library.rbd_read)(self.handle, 0, count, bytes.as_mut_ptr().cast()) };
         bytes.truncate(usize::try_from(outcome(read as i64)?).unwrap_or(0));
         Ok(bytes)
     }
 
-    /// See [`Backend::allocated`](super::super::backend::Backend::allocated). By the map that says
-    /// which objects there are; without it each object would have to be asked.
+    /// See [`Backend::allocated`](super::super::backend::Backend::allocated). Uses the object map;
+    /// without it each object would have to be queried.
     pub(super) fn allocated(&self, range: &Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
         let mut flags = 0;
-        // SAFETY: the image is open, and it writes one number.
+        // SAFETY: the image is open, and the function writes one number.
         outcome(unsafe { (self.library.rbd_get_flags)(self.handle, &raw mut flags) })?;
         if self.features()? & (FAST_DIFF | MIGRATING) != FAST_DIFF || flags & MAP_INVALID != 0 {
             return Ok(None);
         }
         let mut search = Search { pieces: Vec::new(), most };
         let (offset, length) = (range.start, range.end - range.start);
-        // SAFETY: the image is open. `found` is called with `search` before this returns, and not
-        // afterwards, by one thread at a time.
+        // SAFETY: the image is open. `found` is called with `search` only before this returns, by
+        // one thread at a time.
         let result = unsafe {
             let argument = (&raw mut search).cast();
             (self.library.rbd_diff_iterate2)(
@@ -603,7 +609,7 @@ impl Image {
     }
 }
 
-/// How far a resize has come: it goes on.
+/// Progress callback of a resize; zero continues it.
 unsafe extern "C" fn progressed(_done: u64, _of: u64, _argument: *mut c_void) -> c_int {
     0
 }
@@ -613,12 +619,12 @@ struct Search {
     most: usize,
 }
 
-/// What ends a search early: no error of the library's.
+/// Return value that ends a search early; not an error number of the library.
 const ENOUGH: c_int = 9000;
 
-/// A piece that differs from nothing: one that is allocated.
+/// Callback for a piece that differs from an empty image, that is, an allocated one.
 unsafe extern "C" fn found(offset: u64, length: usize, exists: c_int, argument: *mut c_void) -> c_int {
-    // SAFETY: `allocated` passed it, and waits.
+    // SAFETY: `allocated` passed a pointer to its `Search`, and waits.
     let search = unsafe { &mut *argument.cast::<Search>() };
     if exists == 0 {
         return 0;
@@ -633,7 +639,7 @@ unsafe extern "C" fn found(offset: u64, length: usize, exists: c_int, argument: 
     0
 }
 
-/// Why an image could not be opened.
+/// Error of a failed open.
 fn refused(address: &Address, error: Error) -> OpenError {
     let name = address.name();
     match (error.errno(), &address.snapshot) {
@@ -668,10 +674,10 @@ fn refused(address: &Address, error: Error) -> OpenError {
 impl Drop for Image {
     fn drop(&mut self) {
         if self.pool.is_none() {
-            // It has ended.
+            // Already closed by `into_end`.
             return;
         }
-        // What is closed waits for the cluster, so it is none of a worker's business.
+        // Closing waits for the cluster, so it must not run on a worker.
         let end = self.take_end();
         let ending = Ending::new();
         let thread = std::thread::Builder::new().name("rbd close".to_owned());
@@ -686,10 +692,10 @@ impl Drop for Image {
     }
 }
 
-/// How many images are being closed.
+/// Number of images that are being closed.
 static ENDING: Mutex<usize> = Mutex::new(0);
 static ENDED: Condvar = Condvar::new();
-/// Whoever ends now waits for none of them.
+/// True if the process exits without waiting for them.
 static ARE_ABANDONED: AtomicBool = AtomicBool::new(false);
 
 struct Ending;
@@ -708,8 +714,8 @@ impl Drop for Ending {
     }
 }
 
-/// Waits until every image that nobody has any more is closed, for so long at most; whether all
-/// are. A process that ends before leaves locks behind, which the cluster keeps for 30 s.
+/// Waits until all dropped images are closed, for `patience` at most; returns true if all are. A
+/// process that exits earlier leaves locks behind, which the cluster keeps for 30 s.
 pub fn wait_for_ends(patience: Duration) -> bool {
     let patience = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { patience };
     let ending = ENDING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -717,12 +723,12 @@ pub fn wait_for_ends(patience: Duration) -> bool {
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
 }
 
-/// From here on nobody waits for images that are being closed: the process is to end at once.
+/// Makes [`wait_for_ends`] return at once from now on, for an immediate exit.
 pub fn abandon_ends() {
     ARE_ABANDONED.store(true, Relaxed);
 }
 
-/// What is left to be done of an image.
+/// The part of an image that must be closed.
 struct End {
     handle: Handle,
     library: &'static Library,
@@ -738,16 +744,16 @@ unsafe impl Send for End {}
 impl End {
     fn run(self) {
         if let Some(watch) = self.watch {
-            // SAFETY: the image is open. Returns once no callback runs any more.
+            // SAFETY: the image is open. Returns when no callback runs any more.
             unsafe { (self.library.rbd_update_unwatch)(self.handle, watch) };
         }
         drop(self.bell);
-        // SAFETY: nobody has the image any more. It writes back what its cache has, and lets go of
+        // SAFETY: this is the last owner of the handle. Closing writes the cache back and releases
         // the lock.
         let result = outcome(unsafe { (self.library.rbd_close)(self.handle) }).map(drop);
         drop(self.pool);
         if let Some(closed) = self.closed {
-            // Perhaps nobody waits.
+            // Fails only if the receiver was dropped.
             let _ = closed.try_send(result);
         }
     }

@@ -1,8 +1,8 @@
-//! The functions of librbd and librados that weir calls, found when the first image is opened.
+//! The functions of librbd and librados that weir calls, resolved when the first image is opened.
 //!
-//! Loaded and not linked: who has no Ceph needs none of its 19 MB, and the licences stay apart
-//! (`docs/decisions/0041`). The declarations follow the public headers `rbd/librbd.h` and
-//! `rados/librados.h` of Ceph 16, which later versions keep.
+//! Loaded at run time and not linked: hosts without Ceph need none of its 19 MB, and the licences
+//! stay separate (`docs/decisions/0041`). The declarations follow the public headers
+//! `rbd/librbd.h` and `rados/librados.h` of Ceph 16, which later versions keep.
 //!
 //! Never unloaded: its threads run until the process ends.
 
@@ -11,11 +11,12 @@ use std::{
     sync::OnceLock,
 };
 
-/// What `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t` are.
+/// `rados_t`, `rados_ioctx_t`, `rbd_image_t` or `rbd_completion_t`.
 pub(super) type Handle = *mut c_void;
 pub(super) type Completed = unsafe extern "C" fn(Handle, *mut c_void);
 pub(super) type Updated = unsafe extern "C" fn(*mut c_void);
-/// `offset`, `length`, whether it exists, and what was passed; not zero ends the search.
+/// Arguments: offset, length, whether the range exists, the caller's pointer. A result other than
+/// zero ends the search.
 pub(super) type Found = unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int;
 pub(super) type Progress = unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
 
@@ -28,13 +29,13 @@ pub(super) struct Watcher {
     pub(super) cookie: u64,
 }
 
-/// As the loader finds it, and the Debian package that it is in.
+/// Name for the loader, and Debian package.
 const FILE: &CStr = c"librbd.so.1";
 const PACKAGE: &str = "librbd1";
 
 macro_rules! functions {
     ($($name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The functions, by the names that they have there.
+        /// The functions, by their names in the headers.
         #[derive(Debug)]
         #[allow(missing_docs, reason = "the headers have it")]
         pub(super) struct Library {
@@ -47,7 +48,8 @@ macro_rules! functions {
                     $($name: {
                         let name = concat!(stringify!($name), "\0");
                         let address = symbol(library, name)?;
-                        // SAFETY: it is the function of that name, which the header declares so.
+                        // SAFETY: it is the function of that name, whose type is the header's
+                        // declaration.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(address) }
                     },)*
                 })
@@ -106,15 +108,15 @@ functions! {
 
 static LIBRARY: OnceLock<Library> = OnceLock::new();
 
-/// Whether the library is there already.
+/// True if the library is loaded.
 pub fn is_loaded() -> bool {
     LIBRARY.get().is_some()
 }
 
-/// Loads the library, unless it is there. Starts no thread and opens no socket.
+/// Loads the library, unless it is loaded. Starts no thread and opens no socket.
 ///
 /// # Errors
-/// It cannot be loaded, or is older than Ceph 16: why, and the package.
+/// It cannot be loaded, or is older than Ceph 16: the reason.
 pub fn load() -> Result<(), String> {
     library().map(drop)
 }
@@ -123,8 +125,8 @@ pub(super) fn library() -> Result<&'static Library, String> {
     if let Some(library) = LIBRARY.get() {
         return Ok(library);
     }
-    // SAFETY: the name ends with a zero byte. What the library does as it is loaded is to register
-    // itself; nothing here relies on what it might change.
+    // SAFETY: the name ends with a zero byte. Loading only runs the library's initializers, which
+    // register its classes; nothing here depends on state that they might change.
     let handle = unsafe { libc::dlopen(FILE.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if handle.is_null() {
         return Err(last_error());
@@ -133,7 +135,7 @@ pub(super) fn library() -> Result<&'static Library, String> {
     Ok(LIBRARY.get_or_init(|| found))
 }
 
-/// What helps where [`library`] fails for this reason. The loader has words alone.
+/// Advice for an error of [`library`]. The loader reports errors only as text.
 pub fn remedy(why: &str) -> String {
     let is_scarce = ["map segment", "allocate"].iter().any(|word| why.contains(word));
     match is_scarce {
@@ -143,19 +145,19 @@ pub fn remedy(why: &str) -> String {
 }
 
 fn symbol(library: *mut c_void, name: &'static str) -> Result<*mut c_void, String> {
-    // SAFETY: the handle is open, and the name ends with a zero byte. Those of librados are found
-    // too, since librbd needs it.
+    // SAFETY: the handle is open, and the name ends with a zero byte. Symbols of librados are found
+    // too, as a dependency of librbd.
     let address = unsafe { libc::dlsym(library, name.as_ptr().cast()) };
     if address.is_null() { Err(last_error()) } else { Ok(address) }
 }
 
-/// Of the loader.
+/// Last error of the loader.
 fn last_error() -> String {
-    // SAFETY: it returns null or a text that stays until the next call of this thread.
+    // SAFETY: it returns null, or a text that is valid until the next call of this thread.
     let text = unsafe { libc::dlerror() };
     if text.is_null() {
         return "the loader does not say why".to_owned();
     }
-    // SAFETY: as above, and it ends with a zero byte.
+    // SAFETY: as above; the text ends with a zero byte.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }

@@ -1,5 +1,4 @@
-//! A request that the library carries out: it owns its memory until the library's callback has
-//! come.
+//! A request that the library executes. It owns its memory until the library's callback.
 //!
 //! ```text
 //!   a task ──► start ──► rbd_aio_… ──► threads of the library
@@ -7,12 +6,12 @@
 //!     └── the reactor's queue and eventfd ◄──┘
 //! ```
 //!
-//! The callback leaves the result and wakes, and does nothing else. To wake a task from another
-//! thread puts it in its reactor's queue, and rings the reactor's one eventfd only where that
-//! sleeps: all images share it, and many completions cost one wake-up.
+//! The callback stores the result and wakes the task, and does nothing else. Waking a task from
+//! another thread puts it in its reactor's queue, and signals the reactor's one eventfd only if the
+//! reactor sleeps: all images share the eventfd, and many completions cost one wake-up.
 //!
-//! Where the future is dropped first, a task of its own keeps the memory and the place until the
-//! callback has come.
+//! If the future is dropped first, a separate task keeps the memory and the slot until the
+//! callback.
 
 use std::{
     ffi::{c_int, c_void},
@@ -36,7 +35,7 @@ use reactor::{
 
 use crate::rbd::in_flight::Place;
 
-/// What the task and the callback have together.
+/// State shared by the task and the callback.
 #[derive(Debug)]
 struct Shared {
     library: &'static Library,
@@ -51,7 +50,7 @@ struct State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Each change of it is complete before anything could panic.
+        // Each change of the state is complete before any code that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -70,9 +69,9 @@ impl Shared {
     }
 }
 
-/// The library's callback, on a thread of its own.
+/// Callback of the library, on one of its threads.
 unsafe extern "C" fn completed(completion: Handle, argument: *mut c_void) {
-    // SAFETY: `start` passed a counted reference for this one call.
+    // SAFETY: `submit` passed a counted reference for this one call.
     let shared = unsafe { Arc::from_raw(argument.cast::<Shared>().cast_const()) };
     // SAFETY: the completion has ended, and this is the last use of it.
     let result = unsafe {
@@ -90,17 +89,17 @@ unsafe extern "C" fn completed(completion: Handle, argument: *mut c_void) {
     }
 }
 
-/// What the library works on. All of it stays where it is when this is moved.
+/// Memory that the library accesses. Moving this value does not move the memory.
 #[derive(Debug)]
 struct Memory {
     segments: Segments,
     vectors: Box<SmallVec<[libc::iovec; 4]>>,
-    /// Not closed before.
+    // Keeps the image open.
     image: Arc<Image>,
     _place: Place,
 }
 
-/// What is to be done.
+/// Kind of operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum What {
     Read { offset: u64 },
@@ -113,17 +112,17 @@ pub(super) enum What {
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`.
 const THICK: c_int = 1;
 
-/// A request under way; yields its result and its memory.
+/// A request in flight; yields its result and its memory.
 #[derive(Debug)]
 pub(super) struct Operation {
     shared: Arc<Shared>,
-    /// `None` once handed back.
+    /// `None` after completion.
     memory: Option<Memory>,
 }
 
 impl Operation {
-    /// Has the library begin. The segments are none of a guest's: what a library does with memory
-    /// that changes under it is not known.
+    /// Submits an operation. The segments must not be guest memory, which may change while the
+    /// library uses it.
     pub(super) fn start(image: &Arc<Image>, what: What, place: Place, mut segments: Segments) -> Self {
         let vector = |segment: &mut Segment| {
             assert!(matches!(segment, Segment::Own(_)), "a guest's memory is copied first");
@@ -146,7 +145,8 @@ impl Operation {
         let library = self.shared.library;
         let argument = Arc::into_raw(Arc::clone(&self.shared)).cast_mut().cast::<c_void>();
         let mut completion = std::ptr::null_mut();
-        // SAFETY: it writes one handle; the callback takes up the reference that `argument` is.
+        // SAFETY: the function writes one handle; the callback consumes the reference in
+        // `argument`.
         let created =
             unsafe { (library.rbd_aio_create_completion)(argument, completed, &raw mut completion) };
         let vectors = self.memory.as_ref().map_or(&[][..], |memory| memory.vectors.as_slice());
@@ -155,9 +155,9 @@ impl Operation {
         let started = if created < 0 {
             created
         } else {
-            // SAFETY: the image is open as long as `memory` holds it. Vectors, and what they point
-            // to, are `memory`'s, which stays until the callback has come (see `drop`), and nobody
-            // else writes there.
+            // SAFETY: the image is open as long as `memory` holds it. The vectors, and the memory
+            // they point to, belong to `memory`, which lives until the callback (see `drop`); no
+            // other code accesses it meanwhile.
             unsafe {
                 match what {
                     What::Read { offset } => (library.rbd_aio_readv)(image, first, count, offset, completion),
@@ -176,12 +176,12 @@ impl Operation {
             }
         };
         if started < 0 {
-            // Refused: no callback comes.
+            // Rejected: there will be no callback.
             if created >= 0 {
-                // SAFETY: the library has nothing to do with it any more.
+                // SAFETY: the library does not use it any more.
                 unsafe { (library.rbd_aio_release)(completion) }
             }
-            // SAFETY: the reference from above, which no callback takes up.
+            // SAFETY: the reference from above, which no callback consumes.
             drop(unsafe { Arc::from_raw(argument.cast::<Shared>().cast_const()) });
             self.shared.state().result = Some(started.into());
         }
@@ -209,13 +209,13 @@ impl Drop for Operation {
             return;
         }
         if !reactor::runs_here() {
-            // Nobody is left to wait for it: the library keeps it for good.
+            // No reactor to wait for the callback: the memory is leaked to the library.
             std::mem::forget(memory);
             return;
         }
         let shared = Arc::clone(&self.shared);
         let kept = std::mem::ManuallyDrop::new(memory);
-        // Dropped unended, it leaves the memory to the library.
+        // `ManuallyDrop`: if the task is dropped before the callback, the memory is leaked.
         reactor::spawn(async move {
             poll_fn(|context| shared.poll(context)).await;
             drop(std::mem::ManuallyDrop::into_inner(kept));

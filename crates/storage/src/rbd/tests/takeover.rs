@@ -1,5 +1,5 @@
-//! An image of which one process goes on where another stops, or does not: what was answered is
-//! there, nobody writes beside somebody else, and who waits is answered.
+//! Hand-over of an image between processes, successful or not: acknowledged writes are kept, no two
+//! processes write at once, and waiting requests complete.
 
 use super::*;
 use reactor::JoinHandle;
@@ -12,7 +12,7 @@ const ALL: [CacheMode; 5] = [
     CacheMode::Unsafe,
 ];
 
-/// A process that has the image.
+/// A process that has the image open.
 struct Process {
     fake: Fake,
     image: Rc<Align<Rbd<Fake>>>,
@@ -24,7 +24,7 @@ impl Process {
         Self { image: Rc::new(rbd(&fake, cache, false)), fake, passed: Passed::default() }
     }
 
-    /// One that may go on.
+    /// A new process, which may resume the image.
     fn heir(&self) -> Self {
         let (fake, passed) = (self.fake.another(), Passed::default());
         let cache = self.image.device().cache();
@@ -42,7 +42,7 @@ impl Process {
         read(&self.image, 0, 512).await.expect("read")[0]
     }
 
-    /// Of somebody who cannot be told to rest.
+    /// Writes in a task, as a client that cannot be paused.
     fn write_meanwhile(&self, byte: u8) -> JoinHandle<Result<()>> {
         let image = Rc::clone(&self.image);
         spawn_joinable(async move { image.write(0, full_of(byte, 512), Durability::Cached).await })
@@ -74,7 +74,7 @@ fn what_one_lays_down_another_goes_on_with() {
                 let mut current = Process::first(fake, cache);
                 for byte in 1..4 {
                     let next = current.heir();
-                    // It keeps what it finds, if it can.
+                    // Its cache keeps the old content, if it has a cache.
                     next.byte().await;
                     current.write(byte).await;
                     let early = next.write_meanwhile(99);
@@ -89,7 +89,7 @@ fn what_one_lays_down_another_goes_on_with() {
                     assert_eq!(next.byte().await, byte, "{cache}: what was answered");
                     assert_eq!(next.image.size_bytes(), SIZE as u64 + u64::from(byte) * OBJECT);
                     assert_eq!(next.fake.has_the_lock(), has_lock);
-                    // What is left of the one that goes is not lost by what others do.
+                    // The old process is not marked as lost because of the new one.
                     current.image.device().look_again().await.expect("nobody is asked");
                     current.image.device().close().await.expect("closed");
                     assert!(!current.image.device().is_lost());
@@ -101,20 +101,20 @@ fn what_one_lays_down_another_goes_on_with() {
     }
 }
 
-/// How a newcomer comes to nothing.
+/// Failure of a new process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fails {
-    /// The image cannot be laid down for it.
+    /// The image cannot be suspended for it.
     NotGiven,
     /// It closes the image before it has the lock.
     Leaves,
-    /// It is killed before.
+    /// It is killed before it has the lock.
     Dies,
-    /// The cluster does not let it have the lock.
+    /// The cluster rejects its lock request.
     Refused,
     /// It has the lock, and closes the image.
     LeavesWithLock,
-    /// It has the lock, and is killed while it writes.
+    /// It has the lock, and is killed during a write.
     DiesWithLock,
 }
 
@@ -140,7 +140,7 @@ fn where_the_other_comes_to_nothing_all_goes_on_as_if_nothing_had_been() {
                     current.write(round).await;
                     let heir = current.heir();
                     if fails == Fails::NotGiven {
-                        // What writes back, or what gives the lock up.
+                        // Fails the write-back, or the release of the lock.
                         current.fake.fail_behind(u32::from(round % 2), 1, libc::EIO);
                         assert_eq!(current.lay_down().await, Err(Error::IO));
                     } else {
@@ -183,7 +183,7 @@ fn where_the_other_comes_to_nothing_all_goes_on_as_if_nothing_had_been() {
                     let dies = matches!(fails, Fails::Dies | Fails::DiesWithLock);
                     assert_eq!(heir.fake.is_shut_out(), dies, "{fails:?}");
                 }
-                // It can still go over.
+                // A later hand-over succeeds.
                 let heir = current.heir();
                 current.lay_down().await.expect("laid down");
                 heir.take_up(None).await.expect("taken up");
@@ -229,7 +229,7 @@ fn a_cluster_that_stands_still_keeps_who_writes_waiting_and_nothing_else() {
             sleep_until(now() + Duration::from_micros(1)).await;
         }
         current.fake.stand_still();
-        // Whoever lays it down gives up waiting, and that goes on by itself.
+        // The caller times out, and the suspension continues.
         assert!(laying.await.is_err());
         let began = now();
         heir.take_up(None).await.expect_err("the other goes on");
