@@ -1,5 +1,5 @@
-//! An NBD client: the other half of the protocol, so that what a server has can be a disk here, and
-//! so that a server can be measured as its clients see it.
+//! An NBD client: makes an export of a server a storage, and measures servers as their clients see
+//! them.
 //!
 //! ```text
 //!   read, write, flush ──► outgoing ──► sender ───► stream
@@ -7,16 +7,16 @@
 //!          └─────── woken by its cookie ◄── receiver ◄┘
 //! ```
 //!
-//! One connection, as many requests in flight as there are callers. What callers ask for between
-//! two sends goes out in one message. Replies come in any order, simple or structured, and find
-//! their request by its cookie.
+//! One connection, with as many requests in flight as there are callers. Requests made between two
+//! sends are sent in one message. Replies arrive in any order, simple or structured, and are
+//! matched to their request by cookie.
 //!
-//! The server is not trusted: a length is never more than what was asked for, a cookie that was not
-//! sent, or any other breach of the protocol, ends the connection, and whatever is in flight then
-//! fails. There is no bound on how long a request may take: a disk may be slow. Whoever has waited
-//! long enough drops the request, or the client.
+//! The server is not trusted. A length never exceeds that of the request. An unknown cookie, or any
+//! other violation of the protocol, ends the connection, and all requests in flight fail. A
+//! request's time has no bound, since a disk may be slow: a caller with a deadline drops the
+//! request, or the client.
 //!
-//! Never connects again by itself, and never asks for extended headers.
+//! Never reconnects by itself, and never negotiates extended headers.
 
 mod connect;
 mod handshake;
@@ -60,33 +60,34 @@ use reactor::{
     spawn_joinable, timeout,
 };
 
-/// What requests fail with once the connection is gone; [`Client::fault`] says why it is.
+/// Error of requests after the connection is lost; [`Client::fault`] returns the reason.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
-/// Errors that one reply may tell: one for each part of a large request.
+/// Maximum number of errors in one reply: one for each part of a large request.
 const MOST_ERRORS: u32 = 1024;
 
-/// Extents that are kept of one answer; a server may send many more.
+/// Maximum number of extents kept from one reply; a server may send many more.
 const MOST_EXTENTS: usize = 1024;
 
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// A connection to an export, on the reactor it was made on; dropping it ends the connection.
+/// A connection to an export, on the reactor that it was created on; dropping it ends the
+/// connection.
 #[derive(Debug)]
 pub struct Client {
     connection: Open,
     sender: JoinHandle<()>,
-    /// What the task that receives leaves as it ends. Nobody holds that task: so it goes with its
-    /// reactor, and takes the connection with it.
+    /// Receives the inbox when the receiving task ends. The task is detached, so it ends with its
+    /// reactor, and with it the connection.
     left: Receiver<Inbox>,
 }
 
-/// Held, the connection is open.
+/// Closes the connection when dropped.
 #[derive(Debug)]
 struct Open(Option<Rc<Connection>>);
 
 impl Open {
-    /// Leaves it open.
+    /// Returns the connection without closing it.
     fn taken(mut self) -> Rc<Connection> {
         self.0.take().expect("only this takes it")
     }
@@ -129,15 +130,15 @@ struct Connection {
     stream: Stream,
     about: About,
     in_flight: RefCell<Slab<InFlight>>,
-    /// Tells successive requests in one slot of the slab apart.
+    /// Distinguishes successive requests in one slot of the slab.
     sequence: Cell<u32>,
     outgoing: RefCell<Outgoing>,
     something_to_send: Signal,
     leaving: Cell<bool>,
-    /// Whoever has the connection goes on with it elsewhere.
+    /// True while the connection is being retired, to continue on another thread.
     retiring: Cell<bool>,
     fault: RefCell<Option<Fault>>,
-    /// Who waits for the connection to be gone.
+    /// Waker of the task that waits for the end of the connection.
     watching: RefCell<Option<Waker>>,
 }
 
@@ -148,12 +149,12 @@ struct InFlight {
     error: Option<Error>,
     errors: u32,
     answered: bool,
-    /// Nobody waits for the answer, which comes all the same.
+    /// The caller was cancelled; the reply is still expected.
     abandoned: bool,
     waiting: Option<Waker>,
 }
 
-/// What a reply brings, and what there is of it.
+/// Expected content of a reply, and the part received so far.
 #[derive(Debug)]
 enum Expects {
     Nothing,
@@ -161,13 +162,12 @@ enum Expects {
     Extents { asked: u32, found: Vec<RawExtent> },
 }
 
-/// A run of an export that is alike: its length in bytes, never 0, and the flags that the server
-/// has for it (`proto::state`).
+/// A run with the same allocation status, as the server reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawExtent {
-    /// Bytes; the last of an answer may reach past what was asked about.
+    /// Length in bytes, never 0; the last extent of a reply may extend beyond the requested range.
     pub length: u32,
-    /// Of the context `base:allocation`.
+    /// Flags of the context `base:allocation` (`proto::state`).
     pub flags: u32,
 }
 
@@ -180,7 +180,7 @@ struct Read {
 }
 
 impl Client {
-    /// Goes on after the handshake, on this thread.
+    /// Continues after the handshake, on this thread.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -203,29 +203,29 @@ impl Client {
         let receiving = Rc::clone(&connection);
         spawn_joinable(async move {
             let inbox = receiving.receive(inbox).await;
-            // Nobody waits for it where the connection is gone.
+            // Fails only if the client was dropped.
             let _ = leave.try_send(inbox);
         })
         .detach();
         Self { connection: Open(Some(connection)), sender, left }
     }
 
-    /// What the server said of the export.
+    /// Properties of the export.
     pub fn about(&self) -> &About {
         &self.connection.about
     }
 
-    /// Why the connection is gone.
+    /// Reason why the connection is lost; `None` while it is open.
     pub fn fault(&self) -> Option<String> {
         self.connection.fault.borrow().as_ref().map(ToString::to_string)
     }
 
-    /// Whether no request waits for its answer.
+    /// True if no request waits for its reply.
     pub fn is_idle(&self) -> bool {
         self.connection.in_flight.borrow().is_empty()
     }
 
-    /// Returns once the connection is gone. For one task at a time.
+    /// Returns when the connection is lost. For one task at a time.
     pub async fn gone(&self) {
         poll_fn(|context| {
             if self.connection.fault.borrow().is_some() {
@@ -250,18 +250,18 @@ impl Client {
         }
     }
 
-    /// Writes `data` at `offset`; with `force` it is durable once answered, and else when it is
-    /// flushed. `force` only where [`About::can_force`].
+    /// Writes `data` at `offset`. With `force` (FUA) it is durable when the call returns, otherwise
+    /// after a flush. `force` requires [`About::can_force`].
     ///
     /// # Errors
-    /// As for reads; [`Error::NOT_PERMITTED`], without asking, where the export is read-only.
+    /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
     pub async fn write(&self, offset: u64, data: Segments, force: bool) -> Result<()> {
         let flags = if force { cmd_flag::FUA } else { 0 };
         self.change(Ask { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data)).await
     }
 
-    /// Makes a range zero, of any length that fits 32 bits. `flags` are the command's
-    /// (`proto::cmd_flag`). Only where [`About::can_zero`].
+    /// Zeroes a range. `flags` are those of the command (`proto::cmd_flag`). Requires
+    /// [`About::can_zero`].
     ///
     /// # Errors
     /// As for writes.
@@ -269,7 +269,7 @@ impl Client {
         self.change(Ask { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize }, None).await
     }
 
-    /// Says that a range is not needed any more. Only where [`About::can_trim`].
+    /// Discards a range. Requires [`About::can_trim`].
     ///
     /// # Errors
     /// As for writes.
@@ -277,8 +277,8 @@ impl Client {
         self.change(Ask { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None).await
     }
 
-    /// What a range is made of, from its beginning on: at least one extent, perhaps not to its
-    /// end. Only where [`About::tells_allocation`].
+    /// Allocation status of a range, from its beginning: at least one extent, perhaps not up to its
+    /// end. Requires [`About::tells_allocation`].
     ///
     /// # Errors
     /// The server's, or [`GONE`].
@@ -298,7 +298,7 @@ impl Client {
         self.connection.request(ask, Expects::Nothing, payload).await.map(drop)
     }
 
-    /// Makes what was answered durable. Where the server knows no flush there is nothing to do.
+    /// Makes acknowledged writes durable. Does nothing if the server does not support flushes.
     ///
     /// # Errors
     /// The server's, or [`GONE`].
@@ -310,7 +310,8 @@ impl Client {
         self.connection.request(ask, Expects::Nothing, None).await.map(drop)
     }
 
-    /// Takes leave, and waits up to a second for that to be sent, but not for requests in flight.
+    /// Disconnects. Waits up to a second until the disconnect request is sent, but not for requests
+    /// in flight.
     pub async fn disconnect(self) {
         let Self { connection, sender, left: _left } = self;
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
@@ -319,9 +320,8 @@ impl Client {
         let _ = timeout(FAREWELL, sender).await;
     }
 
-    /// Leaves the conversation as it is, for another thread to go on with. Whoever calls this has
-    /// seen to it that no request is in flight, and that none comes; `None` if the connection is
-    /// gone.
+    /// Retires the connection, so that another thread can continue it. The caller ensures that no
+    /// request is in flight or made meanwhile; `None` if the connection is lost.
     pub async fn retire(self) -> Option<Established> {
         let Self { connection, sender, left } = self;
         connection.retiring.set(true);
@@ -334,12 +334,12 @@ impl Client {
         }
         let (unfinished, behind, skip) = inbox.rest();
         let Connection { stream, about, .. } = Rc::try_unwrap(connection.taken()).ok()?;
-        // The server says nothing of its own, so there is nothing, or it breaks the protocol.
+        // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
         (unfinished.is_empty() && skip == 0).then_some(Established { stream, about, behind })
     }
 }
 
-/// A request's header.
+/// Fields of a request's header.
 struct Ask {
     command: u16,
     flags: u16,
@@ -347,7 +347,7 @@ struct Ask {
     length: usize,
 }
 
-/// Fails what is in flight if the reactor ends.
+/// Fails the requests in flight if the reactor ends.
 struct Ending(Rc<Connection>);
 
 impl Drop for Ending {
@@ -379,6 +379,8 @@ impl Connection {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = in_flight.vacant_entry();
         let key = entry.key();
+        // A late or forged reply to an earlier request in the same slot has another sequence
+        // number.
         let sequence = self.sequence.replace(self.sequence.get().wrapping_add(1));
         let cookie = u64::from(sequence) << 32 | key as u64;
         entry.insert(InFlight {
@@ -416,7 +418,7 @@ impl Connection {
         let fault = loop {
             match self.reply(&mut inbox).await {
                 Ok(()) => {}
-                // Interrupted by us, and nothing of a reply has come.
+                // Interrupted by `retire`, before any byte of a reply.
                 Err(Fault::Broken(error))
                     if self.retiring.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
                 {
@@ -432,16 +434,17 @@ impl Connection {
         inbox
     }
 
-    /// Fails everything that is in flight; the first reason counts.
+    /// Records the end of the connection and wakes all waiting requests; the first reason is kept.
     fn lose(&self, fault: Fault) {
         self.fault.borrow_mut().get_or_insert(fault);
+        // Collected first: a woken task may borrow `in_flight`.
         let waiting: Vec<Waker> =
             self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waiting.take()).collect();
         let watching = self.watching.borrow_mut().take();
         waiting.into_iter().chain(watching).for_each(Waker::wake);
     }
 
-    /// One reply, or one chunk of one.
+    /// Processes one reply, or one chunk of a structured reply.
     async fn reply(&self, inbox: &mut Inbox) -> Taken<()> {
         let (header, length) = loop {
             let longest = |cookie| self.longest(cookie);
@@ -516,6 +519,7 @@ impl Connection {
             }
             _ => return Err(Fault::Breach("extents in a reply to a request other than block status")),
         };
+        // Extents beyond the limit are dropped, but their bytes must be consumed.
         let kept = length.min(MOST_EXTENTS * EXTENT_BYTES);
         let bytes = inbox.payload(kept, &self.stream).await?;
         inbox.skip(length - kept, &self.stream).await?;
@@ -536,14 +540,14 @@ impl Connection {
     }
 
     fn key_of(&self, cookie: u64) -> std::result::Result<usize, &'static str> {
-        // The lower half is a place in the slab.
+        // The lower half is an index in the slab.
         let key = (cookie & u64::from(u32::MAX)) as usize;
         let in_flight = self.in_flight.borrow();
         let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.answered);
         if found { Ok(key) } else { Err("a reply to a request that was not sent") }
     }
 
-    /// The longest chunks that the answer to a request in flight can have.
+    /// Limits of the chunks in the reply to a request in flight.
     fn longest(&self, cookie: u64) -> std::result::Result<Longest, &'static str> {
         let key = self.key_of(cookie)?;
         Ok(match &self.in_flight.borrow()[key].expects {
@@ -553,7 +557,7 @@ impl Connection {
         })
     }
 
-    /// Where in a read's buffer a chunk belongs.
+    /// Offset of a chunk in a read's buffer, if it fits.
     fn place(&self, key: usize, offset: u64, length: usize) -> Taken<usize> {
         let in_flight = self.in_flight.borrow();
         let Expects::Data(read) = &in_flight[key].expects else {
@@ -564,7 +568,7 @@ impl Connection {
         fits.ok_or(Fault::Breach("more data than was asked for"))
     }
 
-    /// Puts data into a read's buffer, where it fits; a whole one becomes the buffer.
+    /// Stores data in a read's buffer; data of the full length becomes the buffer without a copy.
     fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let Expects::Data(read) = &mut in_flight[key].expects else {
@@ -582,7 +586,7 @@ impl Connection {
 
     fn fail(&self, key: usize, error: u32) -> Taken<()> {
         let error = Error::from_errno(proto::to_linux(error));
-        // Such a server waits for its clients to leave ("Error values"), and answers nothing else.
+        // The server is shutting down: it replies to no other request ("Error values").
         if error == Error::SHUTDOWN {
             return Err(Fault::ShuttingDown);
         }
@@ -620,7 +624,7 @@ impl Connection {
     }
 }
 
-/// The right to a request's answer.
+/// A request in flight, from its caller's side.
 struct Ticket<'a> {
     connection: &'a Connection,
     key: usize,
@@ -650,6 +654,7 @@ impl Drop for Ticket<'_> {
     fn drop(&mut self) {
         let mut in_flight = self.connection.in_flight.borrow_mut();
         let entry = &mut in_flight[self.key];
+        // Without a reply the slot stays reserved, or a late reply would match a new request.
         if entry.answered {
             in_flight.remove(self.key);
         } else {

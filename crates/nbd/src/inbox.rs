@@ -1,4 +1,4 @@
-//! Bytes received and not yet parsed. One receive may bring many requests.
+//! Received bytes that are not parsed yet. One receive may return many requests.
 
 use std::{io, sync::Arc};
 
@@ -8,25 +8,25 @@ use reactor::{
     memory::{Budget, ConnectionMemory},
 };
 
-/// Receive size during the handshake, and for a client that sends little. A hundred requests
-/// without payload fit.
+/// Receive size during the handshake, and for a client that sends little: a hundred requests
+/// without payload.
 pub const SMALL_BYTES: usize = 4 << 10;
 /// Receive size for a client whose last receives returned more than half of [`SMALL_BYTES`].
 pub const USUAL_BYTES: usize = 32 << 10;
 /// Number of smaller receives in succession that switch back to the small size. A client that
 /// alternates reads and writes keeps the larger size, because each change costs a receive.
 const QUIET_RECEIVES: u8 = 64;
-/// Received at a time from a client that has sent so much: what a Unix socket holds by default.
+/// Receive size for a client with much data waiting: the default capacity of a Unix socket.
 const BUSY_BYTES: usize = 256 << 10;
 
-/// Of one stream.
+/// The inbox of one stream.
 #[derive(Debug)]
 pub struct Inbox {
-    /// `None` while the kernel has it.
+    /// `None` while a receive is in flight.
     buffer: Option<Buffer>,
     start: usize,
     end: usize,
-    /// The size of a buffer that waits for the client.
+    /// Size of a buffer that waits for data.
     idle_bytes: usize,
     /// Budget that [`USUAL_BYTES`] are charged to; `None` during the handshake and on the client
     /// side.
@@ -35,17 +35,17 @@ pub struct Inbox {
     larger: Option<ConnectionMemory>,
     /// Number of small receives in succession.
     quiet: u8,
-    /// What the last receive brought.
+    /// Length of the last receive.
     received: usize,
-    /// What has come of a payload whose receiving ended early.
+    /// Received part of a payload whose receive was interrupted.
     unfinished: Vec<u8>,
-    /// Still to be dropped.
+    /// Number of bytes to skip.
     to_skip: usize,
 }
 
 impl Inbox {
-    /// For a handshake.
-    // No default: what it is for says its size.
+    /// Creates the inbox of a handshake.
+    // No `Default`: the size is that of a handshake, which the caller should state.
     #[allow(clippy::new_without_default, reason = "it is for a handshake, and says so")]
     pub fn new() -> Self {
         let idle_bytes = SMALL_BYTES;
@@ -63,7 +63,8 @@ impl Inbox {
         }
     }
 
-    /// Of a connection that goes on: it begins with those bytes, and drops the next `skip`.
+    /// Creates the inbox of a connection that continues: it starts with `bytes`, and skips the next
+    /// `skip` received ones.
     pub fn holding(bytes: &[u8], skip: usize) -> Self {
         let mut inbox = Self::new();
         if bytes.len() > inbox.idle_bytes {
@@ -75,8 +76,8 @@ impl Inbox {
         Self { end: bytes.len(), to_skip: skip, ..inbox }
     }
 
-    /// What an interrupted receiving leaves: what there is of a payload, what comes behind it, and
-    /// how much is still to be dropped.
+    /// Removes the state of an interrupted receive: the partial payload, the bytes behind it, and
+    /// the number of bytes still to skip.
     pub fn rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
         let behind = self.bytes().to_vec();
         self.consume(behind.len());
@@ -89,8 +90,8 @@ impl Inbox {
         self.budget = Some(Arc::clone(budget));
     }
 
-    /// Chooses the size of the next buffer by the length of the last receive. It remains small
-    /// while memory is used up.
+    /// Chooses the size of the next buffer by the length of the last receive. It stays small while
+    /// the memory budget is exhausted.
     fn adapt(&mut self) {
         let Some(budget) = &self.budget else { return };
         if self.received > SMALL_BYTES / 2 {
@@ -107,12 +108,12 @@ impl Inbox {
         self.idle_bytes = if self.larger.is_some() { USUAL_BYTES } else { SMALL_BYTES };
     }
 
-    /// What is there.
+    /// The bytes that are not consumed yet.
     pub fn bytes(&self) -> &[u8] {
         self.buffer.as_ref().map_or(&[], |buffer| &buffer[self.start..self.end])
     }
 
-    /// Forgets the first `count` bytes.
+    /// Consumes the first `count` bytes.
     ///
     /// # Panics
     /// If there are fewer.
@@ -124,13 +125,13 @@ impl Inbox {
         }
     }
 
-    /// Receives more behind what is there. False when the other end has closed.
+    /// Receives more bytes. Returns false if the peer has closed the stream.
     ///
     /// # Errors
-    /// The stream's.
+    /// As reported by the stream.
     pub async fn fill(&mut self, stream: &Stream) -> io::Result<bool> {
         let mut buffer = self.buffer.take().expect("one receive at a time");
-        // Only the beginning of a request is ever left, or of an option, so this moves a few bytes.
+        // At most the beginning of a request or an option is left, so this moves a few bytes.
         self.adapt();
         let room = self.room(stream);
         if room == buffer.len() {
@@ -149,10 +150,11 @@ impl Inbox {
         Ok(count > 0)
     }
 
-    /// The size of the buffer for the next receive: a large one where more is known to wait, so
-    /// that none is held for a client that has nothing to say.
+    /// Size of the buffer for the next receive. It is large only if more bytes are waiting, so that
+    /// an idle client occupies no large buffer.
     fn room(&self, stream: &Stream) -> usize {
         let left = self.end - self.start;
+        // The query costs a system call, so only after a receive that filled much of its buffer.
         let waiting = if self.received >= self.idle_bytes / 2 { stream.waiting_bytes() } else { 0 };
         if left + waiting > self.idle_bytes {
             BUSY_BYTES
@@ -163,18 +165,18 @@ impl Inbox {
         }
     }
 
-    /// The next `length` bytes: what is here is copied, the rest is received in place.
+    /// Returns the next `length` bytes: buffered bytes are copied, the rest is received in place.
     ///
     /// # Errors
-    /// The stream's, or its end.
+    /// As reported by the stream; `UnexpectedEof` if it ends before.
     pub async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
         self.payload_in_parts(length, stream, |_| {}).await
     }
 
-    /// The same; `moved` is called with the length of each part that is there.
+    /// As [`Inbox::payload`]; calls `moved` with the length of each received part.
     ///
     /// # Errors
-    /// The stream's, or its end.
+    /// As [`Inbox::payload`].
     pub async fn payload_in_parts(
         &mut self,
         length: usize,
@@ -194,6 +196,7 @@ impl Inbox {
                     moved(count);
                 }
                 Err(error) => {
+                    // Kept for `rest`: another process may continue the connection at this byte.
                     self.unfinished = payload[..filled].to_vec();
                     return Err(error);
                 }
@@ -202,15 +205,15 @@ impl Inbox {
         Ok(payload)
     }
 
-    /// Whether a payload of this length needs no receiving.
+    /// True if a payload of this length is buffered already.
     pub fn holds(&self, length: usize) -> bool {
         self.end - self.start >= length
     }
 
-    /// Drops the next `length` bytes.
+    /// Skips the next `length` bytes.
     ///
     /// # Errors
-    /// The stream's, or its end.
+    /// As reported by the stream; `UnexpectedEof` if it ends before.
     pub async fn skip(&mut self, length: usize, stream: &Stream) -> io::Result<()> {
         self.to_skip += length;
         loop {

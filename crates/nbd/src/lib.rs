@@ -1,19 +1,19 @@
-//! NBD as both of its ends have it, and the end that asks.
+//! The NBD protocol, as both servers and clients use it, and a client.
 //!
 //! ```text
 //!   storage::nbd, `weir bench` ──► client ──► inbox, wire, proto ──► stream ──► socket, TLS, pipe
 //!                                   export's server ──┘
 //! ```
 //!
-//! The protocol's numbers ([`proto`]), the bytes that come ([`inbox`], [`wire`]) and what carries
-//! them ([`stream`], over the crate `tls`) are the same for servers and clients. The client is
-//! [`client`], so that a disk of another server can be a storage; the server is `export`, above.
-//! `docs/decisions/0045` says why they are here.
+//! The constants ([`proto`]), the parsing of received bytes ([`inbox`], [`wire`]) and the transport
+//! ([`stream`], over the crate `tls`) are common to servers and clients. The client is [`client`],
+//! with which an export of another server is a storage; the server is in `export`, above.
+//! `docs/decisions/0045` explains the split.
 //!
 //! The specification is `doc/proto.md` of github.com/NetworkBlockDevice/nbd. Comments name its
 //! sections in quotation marks.
 //!
-//! Never judges who may have what, and never connects again by itself: that is `storage::nbd`.
+//! Never decides about access, and never reconnects by itself: `storage::nbd` does.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! A simulated stream: two bounded queues of bytes that are cut at random, as a socket may split
-//! and delay what is sent.
+//! A simulated stream: two bounded queues of bytes that are split at random, as a socket may split
+//! and delay data.
 
 use std::{
     collections::VecDeque,
@@ -14,7 +14,7 @@ use reactor::{
     sim,
 };
 
-/// Bytes one direction holds before its sender waits.
+/// Maximum number of bytes in one direction; a sender waits for space.
 const CAPACITY: usize = 8 << 10;
 
 #[derive(Debug, Default)]
@@ -22,7 +22,7 @@ struct Direction {
     bytes: VecDeque<u8>,
     closed: bool,
     interrupted: bool,
-    /// Receiver and sender.
+    /// Wakers of the receiver and the sender.
     waiting: [Option<Waker>; 2],
 }
 
@@ -32,7 +32,7 @@ impl Direction {
     }
 }
 
-/// One end.
+/// One end of a simulated stream.
 #[derive(Clone, Debug)]
 pub struct Pipe {
     incoming: Arc<Mutex<Direction>>,
@@ -48,7 +48,7 @@ fn wake_all(waiting: [Option<Waker>; 2]) {
 }
 
 impl Pipe {
-    /// Two ends of the same.
+    /// Creates two connected ends.
     pub fn pair() -> (Self, Self) {
         let (one, other) = (Arc::default(), Arc::default());
         (
@@ -57,10 +57,11 @@ impl Pipe {
         )
     }
 
-    /// As a socket's: at least a byte; 0 once the peer has closed and all is read.
+    /// Receives as a socket does: at least one byte; 0 after the peer has closed and all is read.
     pub async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         let count = poll_fn(|context| {
             let mut incoming = lock(&self.incoming);
+            // Bytes that have arrived win over the interruption, as with a socket.
             if std::mem::take(&mut incoming.interrupted) && incoming.bytes.is_empty() {
                 return Poll::Ready(Err(io::Error::from_raw_os_error(libc::ECANCELED)));
             }
@@ -85,10 +86,10 @@ impl Pipe {
         (count, buffer)
     }
 
-    /// All of it.
+    /// Sends everything.
     ///
     /// # Errors
-    /// Where one end has closed.
+    /// One end is closed.
     pub async fn send(&self, segments: Segments) -> io::Result<()> {
         let mut bytes = vec![0; segments.len()];
         segments.copy_to(&mut bytes);
@@ -113,7 +114,7 @@ impl Pipe {
         .await
     }
 
-    /// Has whoever receives get what is there, or `ECANCELED`.
+    /// Interrupts the receiver of this end, which gets the available bytes, or `ECANCELED`.
     pub fn interrupt(&self) {
         let waiting = {
             let mut incoming = lock(&self.incoming);
@@ -123,7 +124,8 @@ impl Pipe {
         wake_all(waiting);
     }
 
-    /// Receives no more than what is there already, as after `shutdown(SHUT_RD)`; sending goes on.
+    /// Ends receiving after the bytes that are queued already, as `shutdown(SHUT_RD)`; sending
+    /// continues.
     pub fn end_receiving(&self) {
         let waiting = {
             let mut incoming = lock(&self.incoming);
@@ -133,7 +135,7 @@ impl Pipe {
         wake_all(waiting);
     }
 
-    /// Closes both directions; what is in them can still be received.
+    /// Closes both directions; queued bytes can still be received.
     pub fn close(&self) {
         for direction in [&self.incoming, &self.outgoing] {
             let waiting = {

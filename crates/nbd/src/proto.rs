@@ -1,4 +1,4 @@
-//! The numbers of the NBD specification, under its own names without the `NBD_` prefix.
+//! The constants of the NBD specification, by their names without the `NBD_` prefix.
 //!
 //! Sections "Values", "Request message", "Structured reply chunk message" of doc/proto.md; those of
 //! extended headers from its branch `extension-ext-header`. Everything on the wire is big-endian.
@@ -20,25 +20,25 @@ pub const REQUEST_BYTES: usize = 28;
 pub const EXTENDED_REQUEST_BYTES: usize = 32;
 /// Bytes of an option's header: magic, option, length.
 pub const OPTION_BYTES: usize = 16;
-/// Longest string the protocol allows, in bytes ("Conventions": MUST be no longer than 4096 bytes).
+/// Maximum length of a string, in bytes ("Conventions": MUST be no longer than 4096 bytes).
 pub const MAX_STRING_BYTES: usize = 4096;
-/// The payload a server should support where nothing else was agreed, in bytes, and the longest
-/// that should not be taken for an attack ("Size constraints").
+/// Maximum payload without negotiated block sizes, in bytes: servers should accept it, and may
+/// treat a longer one as an attack ("Size constraints").
 pub const DEFAULT_MAX_PAYLOAD: u32 = 1 << 25;
-/// The largest that a server may have for its smallest block, in bytes ("Size constraints").
+/// Maximum of a server's minimum block size, in bytes ("Size constraints").
 pub const LARGEST_MINIMUM_BLOCK: u32 = 64 << 10;
-/// Most extents in one block status chunk ("Structured reply types").
+/// Maximum number of extents in one block status chunk ("Structured reply types").
 pub const MAX_EXTENTS: usize = 1 << 20;
-/// Zeroes after the answer to EXPORT_NAME, unless both sides agreed to leave them out.
+/// Zeroes after the reply to EXPORT_NAME, unless both sides agreed to omit them.
 pub const EXPORT_NAME_PADDING: usize = 124;
 
-/// "Handshake flags": what the server says about the negotiation itself.
+/// "Handshake flags": the server's capabilities in the negotiation.
 pub mod handshake_flag {
     pub const FIXED_NEWSTYLE: u16 = 1;
     pub const NO_ZEROES: u16 = 1 << 1;
 }
 
-/// "Client flags": the client's answer to the handshake flags.
+/// "Client flags": the client's reply to the handshake flags.
 pub mod client_flag {
     pub const FIXED_NEWSTYLE: u32 = 1;
     pub const NO_ZEROES: u32 = 1 << 1;
@@ -46,7 +46,7 @@ pub mod client_flag {
 
 /// "Option types".
 pub mod opt {
-    /// Choose an export and start transmission; cannot report an error.
+    /// Select an export and start transmission; cannot report an error.
     pub const EXPORT_NAME: u32 = 1;
     pub const ABORT: u32 = 2;
     pub const LIST: u32 = 3;
@@ -77,17 +77,17 @@ pub mod rep {
     pub const ERR_EXT_HEADER_REQD: u32 = 0x8000_000a;
 }
 
-/// Kinds of information about an export (`NBD_REP_INFO`).
+/// Types of information about an export (`NBD_REP_INFO`).
 pub mod info {
     /// Size and transmission flags; always sent.
     pub const EXPORT: u16 = 0;
     pub const NAME: u16 = 1;
     pub const DESCRIPTION: u16 = 2;
-    /// Minimum and preferred block, largest payload.
+    /// Minimum and preferred block size, maximum payload.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// "Transmission flags": what an export can do.
+/// "Transmission flags": capabilities of an export.
 pub mod export_flag {
     pub const HAS_FLAGS: u16 = 1;
     pub const READ_ONLY: u16 = 1 << 1;
@@ -96,13 +96,13 @@ pub mod export_flag {
     pub const ROTATIONAL: u16 = 1 << 4;
     pub const SEND_TRIM: u16 = 1 << 5;
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// READ's DF flag is understood; only with structured replies.
+    /// READ accepts the DF flag; only with structured replies.
     pub const SEND_DF: u16 = 1 << 7;
     /// A flush on one connection covers the writes of all.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
     pub const SEND_CACHE: u16 = 1 << 10;
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
-    /// BLOCK_STATUS may name the contexts it wants; only with extended headers.
+    /// BLOCK_STATUS may select contexts; only with extended headers.
     pub const BLOCK_STATUS_PAYLOAD: u16 = 1 << 12;
 }
 
@@ -129,7 +129,7 @@ pub mod cmd_flag {
     pub const DF: u16 = 1 << 2;
     /// BLOCK_STATUS: one extent.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// WRITE_ZEROES: fail rather than be slow.
+    /// WRITE_ZEROES: fail rather than write slowly.
     pub const FAST_ZERO: u16 = 1 << 4;
     /// Extended headers: the length is that of a payload.
     pub const PAYLOAD_LEN: u16 = 1 << 5;
@@ -159,7 +159,7 @@ pub mod state {
     pub const ZERO: u32 = 1 << 1;
 }
 
-/// What a number on the wire means to a client; EINVAL where it is not known ("Error values").
+/// Linux error number for an error on the wire; EINVAL for an unknown one ("Error values").
 pub const fn to_linux(code: u32) -> i32 {
     match code {
         1 => libc::EPERM,

@@ -1,4 +1,4 @@
-//! The two-way stream of bytes to the other end: a socket, TLS over a socket, or a simulated pipe.
+//! The bidirectional byte stream to the peer: a socket, TLS over a socket, or a simulated pipe.
 //!
 //! One task receives and one task sends; both may do so at the same time.
 
@@ -17,27 +17,27 @@ use reactor::{
 use std::os::fd::{AsFd, AsRawFd};
 use tls::{TlsError, TlsRead, TlsStream};
 
-/// Ciphertext received at a time, in bytes.
+/// Receive size of ciphertext, in bytes.
 const CIPHERTEXT_BYTES: usize = 64 << 10;
 
-/// What carries a conversation.
+/// Transport of a connection.
 #[derive(Debug)]
 pub enum Stream {
-    /// A socket.
+    /// A socket without encryption.
     Plain(Fd),
     /// TLS over a socket.
     Tls {
         /// The socket.
         fd: Fd,
-        /// What is between.
+        /// State of the TLS session.
         tls: RefCell<Box<TlsStream>>,
     },
-    /// Only in simulation.
+    /// A pipe of the simulation.
     Simulated(Pipe),
 }
 
 impl Stream {
-    /// Receives behind the first `filled` bytes of `buffer`; 0 when the other end has closed.
+    /// Receives behind the first `filled` bytes of `buffer`; 0 if the peer has closed the stream.
     pub async fn receive(&self, buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         match self {
             Self::Plain(fd) => op::receive(fd, buffer, filled).await,
@@ -46,7 +46,7 @@ impl Stream {
         }
     }
 
-    /// Sends all of it.
+    /// Sends everything.
     ///
     /// # Errors
     /// The socket's; a part may have been sent.
@@ -63,8 +63,8 @@ impl Stream {
         }
     }
 
-    /// The same for what the other end has to work on: it goes out before the turn of the reactor
-    /// has ended.
+    /// As [`Stream::send`], for data that the peer should process early: it is submitted before the
+    /// current turn of the reactor ends.
     ///
     /// # Errors
     /// As [`Stream::send`].
@@ -77,8 +77,8 @@ impl Stream {
         self.send(segments).await
     }
 
-    /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket
-    /// tells; TCP counts what the other *kernel* has not confirmed.
+    /// Bytes, with the kernel's overhead, that the client has not read yet. Available for Unix
+    /// sockets only; for TCP it counts the bytes that the peer's *kernel* has not acknowledged.
     pub fn unread_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
@@ -86,7 +86,7 @@ impl Stream {
         }
     }
 
-    /// Bytes that have arrived and can be received at once; of TLS, as they are on the wire.
+    /// Bytes that have arrived and can be received at once; ciphertext for TLS.
     pub fn waiting_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::waiting_bytes(fd).unwrap_or(0),
@@ -94,7 +94,7 @@ impl Stream {
         }
     }
 
-    /// Whether the client sends nothing behind what has arrived, which is not received for this.
+    /// True if the client has closed its sending side. Does not consume data that has arrived.
     pub fn is_closed_by_peer(&self) -> bool {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => {
@@ -105,8 +105,8 @@ impl Stream {
         }
     }
 
-    /// Has whoever receives, on this thread, get what has come, or `ECANCELED`. Not while anybody
-    /// sends.
+    /// Interrupts the receive of this thread, which returns the available bytes, or `ECANCELED`.
+    /// Not while a send is in flight.
     pub fn interrupt(&self) {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::interrupt(fd),
@@ -114,7 +114,7 @@ impl Stream {
         }
     }
 
-    /// Whether it is encrypted.
+    /// True if it is encrypted.
     pub fn is_tls(&self) -> bool {
         matches!(self, Self::Tls { .. })
     }
@@ -127,7 +127,7 @@ impl Stream {
         }
     }
 
-    /// The socket below, if there is one.
+    /// The socket, if there is one.
     pub fn socket(&self) -> Option<&Fd> {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => Some(fd),
@@ -135,7 +135,7 @@ impl Stream {
         }
     }
 
-    /// TLS's state, where there is TLS.
+    /// State of the TLS session, if there is one.
     pub fn tls(&self) -> Option<&RefCell<Box<TlsStream>>> {
         match self {
             Self::Tls { tls, .. } => Some(tls),
@@ -143,7 +143,7 @@ impl Stream {
         }
     }
 
-    /// Tells the other end that nothing more comes, where TLS has a word for that.
+    /// Sends TLS's closure alert (`close_notify`); does nothing without TLS.
     pub async fn finish(&self) {
         if let Self::Tls { fd, tls } = self {
             tls.borrow_mut().close();
@@ -151,10 +151,11 @@ impl Stream {
         }
     }
 
-    /// Becomes TLS, from either end; `received` has arrived behind the agreement to start.
+    /// Starts TLS, as client or server; `received` are the bytes received after the agreement to
+    /// start.
     ///
     /// # Errors
-    /// The handshake's, and the socket's.
+    /// Those of the handshake and of the socket.
     pub async fn start_tls(self, tls: TlsStream, mut received: &[u8]) -> Result<Self, TlsFailure> {
         let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
         let tls = RefCell::new(Box::new(tls));
@@ -162,7 +163,7 @@ impl Stream {
             let fed = tls.borrow_mut().feed(received);
             received = &received[fed..];
             let progress = tls.borrow_mut().handshake();
-            // Also on failure: the alert says why.
+            // Sent also after a failure: the alert tells the peer the reason.
             send_outgoing(&fd, &tls).await?;
             if progress? {
                 break;
@@ -171,7 +172,7 @@ impl Stream {
                 feed_from_socket(&fd, &tls).await?;
             }
         }
-        // What the peer sent behind its last handshake message, as it may.
+        // The peer may send data directly after its last handshake message.
         let fed = tls.borrow_mut().feed(received);
         if fed < received.len() {
             return Err(TlsFailure::Flood);
@@ -182,11 +183,11 @@ impl Stream {
 
 /// Ends all receiving and sending on a socket.
 pub fn shut_down(socket: &Fd) {
-    // Fails only where the peer has closed already.
+    // Fails only if the peer has closed already.
     let _ = shutdown(socket.as_fd().as_raw_fd(), Shutdown::Both);
 }
 
-/// Why there is no TLS.
+/// Reason of a failed TLS handshake.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum TlsFailure {
@@ -209,7 +210,7 @@ async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
     Ok(())
 }
 
-/// What was sent; nothing where a signal came first.
+/// Number of bytes sent; 0 if a signal interrupted the call.
 fn uninterrupted(sent: io::Result<usize>) -> io::Result<usize> {
     match sent {
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
@@ -243,7 +244,7 @@ async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let fed = tls.borrow_mut().feed(&buffer[..count]);
-    // Everything is read out before more is fed.
+    // The session is drained before more is fed, so one receive always fits.
     assert_eq!(fed, count, "the queue of ciphertext holds less than one receive");
     Ok(())
 }

@@ -6,8 +6,7 @@
 //!       tls-certificates=DIR   tls-hostname=NAME   tls-verify-peer=false   tls-psk-file=FILE
 //! ```
 //!
-//! Only the text is judged here: no name is looked up and no file opened. A parameter that is not
-//! known is an error.
+//! Parses only the text: resolves no name and opens no file. An unknown parameter is an error.
 
 use std::{
     ffi::OsString,
@@ -20,46 +19,46 @@ use super::{client::Endpoint, proto};
 
 use tls::{CredentialsError, TlsClient};
 
-/// The port that servers listen at where nothing else is said.
+/// Default port (registered with IANA).
 pub const PORT: u16 = 10809;
 
-/// Where an export is, and how to speak to who has it.
+/// Location of an export, and the TLS settings of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uri {
     text: String,
-    /// Who has it.
+    /// The server.
     pub server: Endpoint,
-    /// Its name.
+    /// Name of the export.
     pub export: String,
-    /// Whether to speak TLS, and with what.
+    /// TLS settings; `None` without TLS.
     pub tls: Option<TlsChoice>,
 }
 
-/// What a URI says of TLS.
+/// TLS settings of a URI.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsChoice {
-    /// Whose pre-shared key.
+    /// User of the pre-shared key.
     pub user: Option<String>,
-    /// A directory of X.509 files.
+    /// Directory of X.509 files.
     pub certificates: Option<PathBuf>,
-    /// A file of pre-shared keys.
+    /// File of pre-shared keys.
     pub psk_file: Option<PathBuf>,
-    /// Whose the server's certificate is, where that is not the host.
+    /// Name that the server's certificate must have, if it is not the host's.
     pub hostname: Option<String>,
-    /// Whether any certificate will do.
+    /// True if the server's certificate is not verified.
     pub is_anybody: bool,
 }
 
 impl Uri {
-    /// Whether a text is meant for one.
+    /// True if a text looks like an NBD URI, valid or not.
     pub fn is_meant(text: &str) -> bool {
         ["nbd:", "nbds:", "nbd+", "nbds+"].iter().any(|scheme| text.starts_with(scheme))
     }
 
-    /// Reads one.
+    /// Parses a URI.
     ///
     /// # Errors
-    /// The rule that is broken, to be read behind the text.
+    /// The violated rule, as the continuation of a message that begins with the text.
     pub fn parse(text: &str) -> Result<Self, Rule> {
         let known = "is a kind of NBD URI that is not known; write nbd:// or nbd+unix://";
         if let Some(rest) = text.strip_prefix("nbd:").filter(|rest| !rest.starts_with('/')) {
@@ -104,7 +103,7 @@ impl Uri {
         Ok(Self { text: text.to_owned(), server, export, tls: is_secret.then_some(tls) })
     }
 
-    /// The same, with the files that it names seen from `directory`.
+    /// Resolves relative file names against `directory`.
     #[must_use]
     pub fn relative_to(self, directory: &Path) -> Self {
         const FILES: [&str; 3] = ["socket", "tls-certificates", "tls-psk-file"];
@@ -119,17 +118,17 @@ impl Uri {
         Self::parse(&format!("{before}?{}", pairs.join("&"))).unwrap_or(self)
     }
 
-    /// Reads the keys and certificates that it names, if it wants TLS. Blocks.
+    /// Reads the keys and certificates that it names; `None` without TLS. Blocks.
     ///
     /// # Errors
-    /// Of the file that is wrong.
+    /// The file that is wrong, and why.
     pub fn credentials(&self) -> Result<Option<TlsClient>, CredentialsError> {
         let Some(tls) = &self.tls else { return Ok(None) };
         if let Some(file) = &tls.psk_file {
             return TlsClient::psk(file, tls.user.as_deref()).map(Some);
         }
         let own = match &self.server {
-            // Whose certificate it would be is not said.
+            // A Unix socket has no host name to verify.
             Endpoint::Unix(_) => "localhost",
             Endpoint::Tcp { host, .. } => host,
         };
@@ -144,9 +143,8 @@ impl fmt::Display for Uri {
     }
 }
 
-/// What is wrong, to be read behind the text.
-/// The URI for what follows `nbd:` in QEMU's older names: `HOST:PORT` or `unix:PATH`, and then
-/// perhaps `:exportname=NAME`.
+/// Converts QEMU's legacy syntax after `nbd:` to a URI: `HOST:PORT` or `unix:PATH`, optionally
+/// followed by `:exportname=NAME`.
 fn of_qemu(text: &str) -> Option<String> {
     let (server, export) = text.split_once(":exportname=").unwrap_or((text, ""));
     let export = encoded(export.as_bytes());
@@ -158,6 +156,7 @@ fn of_qemu(text: &str) -> Option<String> {
     (is_host && port.parse::<u16>().is_ok()).then(|| format!("nbd://{host}:{port}/{export}"))
 }
 
+/// A violated rule, as the continuation of a message that begins with the text.
 type Rule = &'static str;
 
 const PARAMETERS: Rule = "has a parameter that is not known; there are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
@@ -208,7 +207,7 @@ fn truth(text: &str) -> Result<bool, Rule> {
     }
 }
 
-/// URI of an export of a server at a TCP port; a host may be an IPv6 address.
+/// URI of an export of a server at a TCP port; the host may be an IPv6 address.
 pub fn of_inet(host: &str, port: &str, export: &str) -> String {
     let host = if host.contains(':') { format!("[{host}]") } else { encoded(host.as_bytes()) };
     format!("nbd://{host}:{}/{}", encoded(port.as_bytes()), encoded(export.as_bytes()))
@@ -220,7 +219,7 @@ pub fn of_unix(path: &str, export: &str) -> String {
 }
 
 /// Percent-encodes everything but unreserved characters and the slash (RFC 3986, sections 2.1 and
-/// 2.3), as it may stand in any part of a URI.
+/// 2.3), for any part of a URI.
 pub fn encoded(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for &byte in bytes {
@@ -233,7 +232,7 @@ pub fn encoded(bytes: &[u8]) -> String {
     text
 }
 
-/// Undoes percent-encoding (RFC 3986, section 2.1).
+/// Decodes percent-encoding (RFC 3986, section 2.1).
 fn decoded(text: &str) -> Result<Vec<u8>, Rule> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

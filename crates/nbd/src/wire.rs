@@ -1,16 +1,16 @@
-//! Reading big-endian fields off a slice that may end too early.
+//! Parser of big-endian fields in a slice that may be too short.
 //!
-//! Each read takes what it returns and is `None` where the slice is too short. Never allocates:
-//! announced lengths are only compared with bytes that arrived.
+//! Each method consumes the field that it returns; `None` if the slice is too short. Never
+//! allocates: announced lengths are only compared with bytes that arrived.
 
 use super::proto::MAX_STRING_BYTES;
 
-/// What is left of a slice.
+/// The unparsed rest of a slice.
 #[derive(Clone, Copy, Debug)]
 pub struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
-    /// Of all these bytes.
+    /// Parses these bytes.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
@@ -44,13 +44,13 @@ impl<'a> Fields<'a> {
         string(head)
     }
 
-    /// Whether nothing is left.
+    /// True if all bytes are consumed.
     pub fn is_empty(self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// The bytes as a string of the protocol, if they are one.
+/// The bytes as a string of the protocol; `None` if they are not a valid one.
 pub fn string(bytes: &[u8]) -> Option<&str> {
     if bytes.len() > MAX_STRING_BYTES || bytes.contains(&0) {
         return None;
@@ -58,7 +58,7 @@ pub fn string(bytes: &[u8]) -> Option<&str> {
     std::str::from_utf8(bytes).ok()
 }
 
-/// As much of `text` as a string of the protocol may hold, cut between characters.
+/// Truncates `text` to the maximum length of a string, at a character boundary.
 pub fn clip(text: &str) -> &str {
     let mut end = text.len().min(MAX_STRING_BYTES);
     while !text.is_char_boundary(end) {

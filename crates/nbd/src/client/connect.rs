@@ -1,4 +1,4 @@
-//! Reaching a server: its addresses, a socket, and the handshake on it, within a time limit.
+//! Connecting to a server: addresses, socket, and handshake, within a time limit.
 
 use std::{
     net::{SocketAddr, TcpStream, ToSocketAddrs as _},
@@ -22,18 +22,18 @@ use super::{
 use reactor::{blocking, op::Fd, timeout};
 use std::os::fd::AsRawFd as _;
 
-/// Where a server is.
+/// Location of a server.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
-    /// A socket's path.
+    /// Path of a Unix socket.
     Unix(PathBuf),
-    /// A host's name or address, IPv6 without brackets.
+    /// Host name or address, IPv6 without brackets.
     Tcp { host: String, port: u16 },
 }
 
 impl Endpoint {
-    /// Of TCP.
+    /// Port; `None` for a Unix socket.
     pub fn port(&self) -> Option<u16> {
         match self {
             Self::Unix(_) => None,
@@ -42,7 +42,7 @@ impl Endpoint {
     }
 }
 
-/// The same, as sockets have it: nothing has to be looked up any more.
+/// Resolved address of a server.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
@@ -50,17 +50,17 @@ pub enum Address {
     Tcp(SocketAddr),
 }
 
-/// A conversation that has come to an export and has no request in flight. Goes to any thread.
+/// A connection that has negotiated an export and has no request in flight. Can move to any thread.
 #[derive(Debug)]
 pub struct Established {
     pub(super) stream: Stream,
     pub(super) about: About,
-    /// What came behind the handshake.
+    /// Bytes received after the handshake.
     pub(super) behind: Vec<u8>,
 }
 
 impl Established {
-    /// What the server said of the export.
+    /// Properties of the export.
     pub fn about(&self) -> &About {
         &self.about
     }
@@ -69,21 +69,21 @@ impl Established {
 /// Connects to an export.
 ///
 /// # Errors
-/// Nobody there, no such export, no protocol, or no answer within `limit`.
+/// No server, no such export, not NBD, or no reply within `limit`.
 pub async fn connect(endpoint: &Endpoint, wanted: &Wanted, limit: Duration) -> Result<Client, NotConnected> {
     let endpoint = endpoint.clone();
     let connecting = async {
-        // A full backlog of a Unix socket blocks, and so does looking up a name.
+        // Connecting to a Unix socket with a full backlog blocks, and so does resolving a name.
         let socket = blocking(move || dial(&endpoint, limit)).await?;
         shake_hands(Stream::Plain(Fd::from(socket)), wanted).await
     };
     within(limit, connecting).await.map(Client::start)
 }
 
-/// What `connecting` comes to, if that does not take too long.
+/// Awaits `connecting` with a timeout.
 ///
 /// # Errors
-/// Its own, and [`NotConnected::TooLate`].
+/// Those of `connecting`, and [`NotConnected::TooLate`].
 pub async fn within<T>(
     limit: Duration,
     connecting: impl Future<Output = Result<T, NotConnected>>,
@@ -94,10 +94,10 @@ pub async fn within<T>(
     }
 }
 
-/// The handshake. The caller bounds its time.
+/// Performs the handshake, without a timeout.
 ///
 /// # Errors
-/// No such export, no protocol, no TLS where that is wanted.
+/// No such export, not NBD, or no TLS although it is required.
 pub async fn shake_hands(stream: Stream, wanted: &Wanted) -> Result<Established, NotConnected> {
     let (stream, about, inbox) = negotiate(stream, wanted).await?;
     Ok(Established { stream, about, behind: inbox.bytes().to_vec() })
@@ -113,10 +113,10 @@ pub(super) fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotC
     dial_any(&addresses(endpoint)?, limit)
 }
 
-/// Looks a server up. Blocks.
+/// Resolves the addresses of a server. Blocks.
 ///
 /// # Errors
-/// The system's; [`NotConnected::NoAddress`] where there is none.
+/// As reported by the system; [`NotConnected::NoAddress`] if there are none.
 pub fn addresses(endpoint: &Endpoint) -> Result<Vec<Address>, NotConnected> {
     let addresses: Vec<_> = match endpoint {
         Endpoint::Unix(path) => vec![Address::Unix(path.clone())],
@@ -125,10 +125,10 @@ pub fn addresses(endpoint: &Endpoint) -> Result<Vec<Address>, NotConnected> {
     if addresses.is_empty() { Err(NotConnected::NoAddress) } else { Ok(addresses) }
 }
 
-/// Connects to the first that is there. Blocks, for `limit` at most for each.
+/// Connects to the first address that answers. Blocks, for at most `limit` for each.
 ///
 /// # Errors
-/// That of the last.
+/// That of the last address.
 pub fn dial_any(addresses: &[Address], limit: Duration) -> Result<OwnedFd, NotConnected> {
     let mut failed = NotConnected::NoAddress;
     for address in addresses {
@@ -144,7 +144,7 @@ pub fn dial_any(addresses: &[Address], limit: Duration) -> Result<OwnedFd, NotCo
     Err(failed)
 }
 
-/// Where nobody takes what has come, connecting waits; but no longer than sending would.
+/// Connects to a Unix socket. With a full backlog connect(2) waits, for the send timeout at most.
 fn dial_unix(path: &PathBuf, limit: Duration) -> std::io::Result<OwnedFd> {
     let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     let time = |limit: Duration| TimeVal::new(i64::try_from(limit.as_secs()).unwrap_or(i64::MAX), 0);
@@ -154,7 +154,7 @@ fn dial_unix(path: &PathBuf, limit: Duration) -> std::io::Result<OwnedFd> {
     Ok(UnixStream::from(socket).into())
 }
 
-/// A server's host that has gone, without a word, is noticed within half a minute.
+/// Connects over TCP. Keepalive and the user timeout detect a dead host within half a minute.
 fn dial_tcp(address: &SocketAddr, limit: Duration) -> std::io::Result<OwnedFd> {
     let socket = TcpStream::connect_timeout(address, limit)?;
     socket.set_nodelay(true)?;

@@ -1,5 +1,5 @@
-//! The client's handshake ("Fixed newstyle negotiation"). Keeps at most [`MAX_OPTION_BYTES`] of
-//! what the server says; the caller bounds its time.
+//! The client's handshake ("Fixed newstyle negotiation"). Keeps at most [`MAX_OPTION_BYTES`] of the
+//! server's replies; the caller bounds its time.
 
 use std::io;
 
@@ -12,51 +12,51 @@ use super::super::{
 use reactor::{buffer::Buffer, plain::plain};
 use tls::{TlsClient, TlsError};
 
-/// Longest reply to an option that is read, in bytes: what a server of ours takes for one, too.
+/// Maximum length of a reply to an option, in bytes; weir's server has the same limit for options.
 const MAX_OPTION_BYTES: usize = 64 << 10;
-/// The context that says where data is ("Metadata querying").
+/// The context of allocation status ("Metadata querying").
 const ALLOCATION: &str = "base:allocation";
-/// Contexts that one answer may name; one was asked for.
+/// Maximum number of contexts in a reply to a query for one.
 const MOST_CONTEXTS: usize = 16;
-/// Longest payload that a server has to take at least, in bytes, unless its export is smaller: with
-/// less, a request would be thousands.
+/// Minimum of a server's maximum payload, in bytes, unless its export is smaller: with less, one
+/// request would be split into thousands.
 const LEAST_PAYLOAD: u32 = 4096;
-/// Bytes of the server's greeting: two magic numbers and its flags.
+/// Length of the server's greeting: two magic numbers and its flags.
 const GREETING_BYTES: usize = 18;
-/// Bytes of a reply's header: magic, option, type, length.
+/// Length of a reply's header: magic, option, type, length.
 const REPLY_BYTES: usize = 20;
 
-/// What is to be agreed on.
+/// Parameters of the negotiation.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted {
-    /// The export's name.
+    /// Name of the export.
     pub export: String,
-    /// With TLS, and nothing else.
+    /// Requires TLS with these credentials.
     pub tls: Option<TlsClient>,
-    /// Also where data is, if the server tells.
+    /// Negotiates allocation status, if the server supports it.
     pub allocation: bool,
 }
 
-/// What the server said of an export.
+/// Properties of an export, as negotiated.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct About {
     pub size_bytes: u64,
-    /// Offsets and lengths are to be multiples of this many bytes; at least 1.
+    /// Granularity of offsets and lengths, in bytes; at least 1.
     pub minimum_block: u32,
-    /// What the server likes best, in bytes; a power of two.
+    /// Preferred request size of the server, in bytes; a power of two.
     pub preferred_block: u32,
-    /// Longest payload of a read or write, in bytes; a multiple of the minimum, and not 0.
+    /// Maximum payload of a read or write, in bytes; a non-zero multiple of the minimum block.
     pub maximum_payload: u32,
     flags: u16,
     pub(super) structured: bool,
-    /// The number of the context that says where data is.
+    /// Id of the context of allocation status, if negotiated.
     pub(super) allocation: Option<u32>,
 }
 
 impl About {
-    /// Whether both are of the same export as far as anybody can tell: the numbers of contexts are
-    /// each connection's own.
+    /// True if both describe the same export, as far as is visible. Context ids are ignored, since
+    /// they differ between connections.
     pub fn is_alike(&self, other: &Self) -> bool {
         let plain = |about: &Self| Self { allocation: about.allocation.map(|_| 0), ..about.clone() };
         plain(self) == plain(other)
@@ -66,48 +66,48 @@ impl About {
         self.flags & export_flag::HAS_FLAGS != 0 && self.flags & flag != 0
     }
 
-    /// Whether writes are refused.
+    /// True if writes are rejected.
     pub fn is_read_only(&self) -> bool {
         self.has(export_flag::READ_ONLY)
     }
 
-    /// Whether there is something to flush.
+    /// True if the server supports flushes.
     pub fn can_flush(&self) -> bool {
         self.has(export_flag::SEND_FLUSH)
     }
 
-    /// Whether a request can be durable by itself.
+    /// True if the server supports FUA.
     pub fn can_force(&self) -> bool {
         self.has(export_flag::SEND_FUA)
     }
 
-    /// Whether it can be told what is not needed any more.
+    /// True if the server supports TRIM.
     pub fn can_trim(&self) -> bool {
         self.has(export_flag::SEND_TRIM)
     }
 
-    /// Whether it writes zeroes that nobody sends.
+    /// True if the server supports WRITE_ZEROES.
     pub fn can_zero(&self) -> bool {
         self.has(export_flag::SEND_WRITE_ZEROES)
     }
 
-    /// Whether it says at once that zeroing would be slow.
+    /// True if the server supports FAST_ZERO: it fails a slow zeroing at once.
     pub fn can_refuse_slow_zeroing(&self) -> bool {
         self.has(export_flag::SEND_FAST_ZERO)
     }
 
-    /// Whether a flush on one connection covers the writes of all.
+    /// True if a flush on one connection covers the writes of all (multi-conn).
     pub fn has_common_flushes(&self) -> bool {
         self.has(export_flag::CAN_MULTI_CONN)
     }
 
-    /// Whether it tells where data is.
+    /// True if the server reports allocation status.
     pub fn tells_allocation(&self) -> bool {
         self.allocation.is_some()
     }
 }
 
-/// Why there is no connection.
+/// Reason of a failed connection.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum NotConnected {
@@ -123,13 +123,13 @@ pub enum NotConnected {
     Breach(&'static str),
     #[error("cannot be spoken to in secret: {0}")]
     Tls(String),
-    /// As a server does that asked for a certificate and has got none, or another one.
+    /// A server that requires a client certificate disconnects like this without a valid one.
     #[error("ended the connection when TLS had begun")]
     Dropped(#[source] io::Error),
 }
 
 impl NotConnected {
-    /// With what the system said, where it said something.
+    /// The message with the system's error, if there is one.
     pub fn in_full(&self) -> String {
         let cause = std::error::Error::source(self).map(|cause| format!(": {cause}")).unwrap_or_default();
         format!("{self}{cause}")
@@ -147,7 +147,7 @@ impl From<TlsFailure> for NotConnected {
     }
 }
 
-/// What the server sends behind the handshake stays in the inbox.
+/// Performs the negotiation. Bytes after the handshake stay in the inbox.
 pub(super) async fn negotiate(
     stream: Stream,
     wanted: &Wanted,
@@ -157,6 +157,7 @@ pub(super) async fn negotiate(
     if let Some(tls) = &wanted.tls {
         negotiation = negotiation.start_tls(tls).await?;
     }
+    // The first message under TLS: a server that requires a client certificate disconnects here.
     let structured = negotiation.ask_for_chunks().await.map_err(|error| match error {
         NotConnected::Io(error) if wanted.tls.is_some() => NotConnected::Dropped(error),
         error => error,
@@ -184,7 +185,8 @@ impl Negotiation {
         Self { stream, inbox: Inbox::new() }
     }
 
-    /// From here on nobody else reads along; what was said before is not believed.
+    /// Starts TLS and discards everything received in plaintext, which an attacker may have
+    /// injected.
     async fn start_tls(mut self, tls: &TlsClient) -> Result<Self, NotConnected> {
         self.option(opt::STARTTLS, &[]).await?;
         let reply = self.reply(opt::STARTTLS).await?;
@@ -207,7 +209,7 @@ impl Negotiation {
         Ok(Self::new(stream))
     }
 
-    /// The number of the context, if the server has it.
+    /// Negotiates allocation status; returns the id of the context, `None` without support.
     async fn ask_for_allocation(&mut self, export: &str) -> Result<Option<u32>, NotConnected> {
         let string = |text: &str| {
             let length = u32::try_from(text.len()).unwrap_or(u32::MAX);
@@ -246,7 +248,7 @@ impl Negotiation {
         self.send(&(client_flag::FIXED_NEWSTYLE | no_zeroes).to_be_bytes()).await
     }
 
-    /// Whether replies come in chunks.
+    /// Negotiates structured replies; returns whether the server supports them.
     pub(super) async fn ask_for_chunks(&mut self) -> Result<bool, NotConnected> {
         self.option(opt::STRUCTURED_REPLY, &[]).await?;
         let reply = self.reply(opt::STRUCTURED_REPLY).await?;
@@ -266,11 +268,11 @@ impl Negotiation {
         let length = u32::try_from(export.len()).unwrap_or(u32::MAX);
         let mut data = length.to_be_bytes().to_vec();
         data.extend_from_slice(export.as_bytes());
-        // One kind of information: the block sizes.
+        // One information request: the block sizes.
         data.extend_from_slice(&1_u16.to_be_bytes());
         data.extend_from_slice(&info::BLOCK_SIZE.to_be_bytes());
         self.option(opt::GO, &data).await?;
-        // What holds where the server says nothing ("Size constraints").
+        // Defaults without information from the server ("Size constraints").
         let (mut about, mut sizes) = (None, ((1, 4096), proto::DEFAULT_MAX_PAYLOAD));
         loop {
             let Reply { kind, data } = self.reply(opt::GO).await?;
@@ -289,13 +291,13 @@ impl Negotiation {
             }
         }
         let (size_bytes, flags) = about.ok_or(NotConnected::Breach("it does not tell the export's size"))?;
-        // Offsets are signed at most servers and in this kernel.
+        // Most servers and Linux use signed offsets.
         if i64::try_from(size_bytes).is_err() {
             return Err(NotConnected::Breach("it tells a size of 8 EiB or more"));
         }
         let ((minimum, preferred), maximum) = sizes;
-        // "Size constraints": the minimum is a power of two of at most 64 KiB, and what is
-        // preferred a larger one. Of what is not, the least is made that is right in any case.
+        // "Size constraints": the minimum is a power of two of at most 64 KiB, and the preferred
+        // size a larger one. An invalid preferred size is replaced by a safe default.
         let minimum_block = minimum.max(1);
         if !minimum_block.is_power_of_two() || minimum_block > proto::LARGEST_MINIMUM_BLOCK {
             return Err(NotConnected::Breach("its smallest block is no power of two up to 64 KiB"));
@@ -371,7 +373,7 @@ pub(super) fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
     NotConnected::Refused { export: export.to_owned(), why }
 }
 
-/// What a stranger sends may go to somebody's terminal.
+/// Escapes text of the server, which may be written to a terminal.
 fn said(data: &[u8]) -> String {
     plain(&String::from_utf8_lossy(&data[..data.len().min(MAX_STRING_BYTES)]))
 }

@@ -1,7 +1,7 @@
-//! What a server has: its exports, and what it says of each, without a connection to one.
+//! Lists the exports of a server and their properties, without opening one.
 //!
-//! The server is not trusted: it lists [`MOST_EXPORTS`] at most, [`MOST_CONTEXTS`] of each, and no
-//! more than [`MOST_TEXT_BYTES`] of names and descriptions in all.
+//! The server is not trusted: at most [`MOST_EXPORTS`] exports, [`MOST_CONTEXTS`] contexts of each,
+//! and [`MOST_TEXT_BYTES`] of names and descriptions in total are kept.
 
 use policy::time::Duration;
 
@@ -18,10 +18,10 @@ use reactor::{blocking, op::Fd, timeout};
 
 const MOST_EXPORTS: usize = 1 << 16;
 const MOST_CONTEXTS: usize = 1 << 10;
-/// Bytes of all names and descriptions together.
+/// Maximum bytes of all names and descriptions together.
 const MOST_TEXT_BYTES: usize = 16 << 20;
 
-/// An export as a server tells of it.
+/// An export in a server's list.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Listed {
@@ -30,15 +30,15 @@ pub struct Listed {
     pub size_bytes: u64,
     /// `proto::export_flag`s.
     pub flags: u16,
-    /// Bytes: the minimum, the preferred block, the largest payload.
+    /// Minimum and preferred block size and maximum payload, in bytes.
     pub blocks: Option<[u32; 3]>,
     pub contexts: Vec<String>,
 }
 
-/// Asks a server for its exports.
+/// Requests a server's list of exports.
 ///
 /// # Errors
-/// Nobody there, no protocol, or no answer within `limit`.
+/// No server, not NBD, or no reply within `limit`.
 pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, NotConnected> {
     let endpoint = endpoint.clone();
     let asking = async {
@@ -54,7 +54,7 @@ pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, N
 async fn list_on(stream: Stream) -> Result<Vec<Listed>, NotConnected> {
     let mut negotiation = Negotiation::new(stream);
     negotiation.greet().await?;
-    // A server lists contexts and sends chunks only after both were negotiated.
+    // A server lists contexts and sends chunks only after structured replies were negotiated.
     let structured = negotiation.ask_for_chunks().await?;
     let mut text = TextBudget(MOST_TEXT_BYTES);
     let mut exports = names(&mut negotiation, &mut text).await?;
@@ -64,17 +64,17 @@ async fn list_on(stream: Stream) -> Result<Vec<Listed>, NotConnected> {
             export.contexts = contexts(&mut negotiation, &export.name, &mut text).await?;
         }
     }
-    // The server may close before it has answered.
+    // The server may close the connection before it replies.
     let _ = negotiation.option(opt::ABORT, &[]).await;
     Ok(exports)
 }
 
-/// Bytes of text that the server may still send.
+/// Number of bytes of text that the server may still send.
 struct TextBudget(usize);
 
 impl TextBudget {
     fn keep(&mut self, text: &str) -> Result<String, NotConnected> {
-        // An empty name takes memory as well.
+        // An empty name needs memory as well.
         let left = self.0.checked_sub(text.len() + size_of::<String>());
         self.0 = left.ok_or(NotConnected::Breach("it lists more text than any server needs"))?;
         Ok(text.to_owned())
@@ -101,7 +101,7 @@ async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<V
     }
 }
 
-/// A name with its length, and what is asked about it.
+/// Encodes a name with its length, followed by the rest of an option's data.
 fn question(name: &str, rest: &[u8]) -> Vec<u8> {
     let length = u32::try_from(name.len()).unwrap_or(u32::MAX);
     [&length.to_be_bytes(), name.as_bytes(), rest].concat()
@@ -139,21 +139,21 @@ async fn ask(
     }
 }
 
-/// None where the server does not tell of any.
+/// Lists the contexts of an export; empty if the server does not support that.
 async fn contexts(
     negotiation: &mut Negotiation,
     name: &str,
     text: &mut TextBudget,
 ) -> Result<Vec<String>, NotConnected> {
     let mut contexts = Vec::new();
-    // No question: all that there are.
+    // No query lists all contexts.
     negotiation.option(opt::LIST_META_CONTEXT, &question(name, &0_u32.to_be_bytes())).await?;
     loop {
         let reply = negotiation.reply(opt::LIST_META_CONTEXT).await?;
         match reply.kind {
             rep::ACK => return Ok(contexts),
             rep::META_CONTEXT if contexts.len() < MOST_CONTEXTS => {
-                // Behind a number.
+                // The name follows a 32-bit id.
                 let name = reply.data.get(4..).and_then(string).ok_or(STRANGE)?;
                 contexts.push(text.keep(name)?);
             }

@@ -1,17 +1,17 @@
-//! Requests on their way out, in order, gathered until the stream takes more; at most one for each
-//! caller.
+//! Queue of requests to send, in order; at most one for each caller. All queued requests are sent
+//! in one message.
 
 use std::collections::VecDeque;
 
 use super::super::proto;
 use reactor::buffer::{Buffer, Segment, Segments};
 
-/// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
+/// Maximum number of segments in one message; the kernel's limit is 1024 (IOV_MAX).
 const MAX_SEGMENTS: usize = 1000;
 
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
-    /// Headers behind everything in `segments`.
+    /// Headers after everything in `segments`.
     headers: Vec<u8>,
     segments: VecDeque<Segment>,
 }

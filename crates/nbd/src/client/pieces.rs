@@ -1,16 +1,17 @@
-//! Which parts of a read's data have come: a server may send them in pieces, each once.
+//! Received parts of a read's data: a server may send it in pieces, in any order, each once.
 
 use std::ops::Range;
 
-/// More with gaps between them than any server has reason to send: in order they are one.
+/// Maximum number of disjoint pieces. Adjacent pieces are merged, so a server that sends them in
+/// order has one.
 const MOST: usize = 1024;
 
-/// In order, with gaps between them.
+/// Sorted, with gaps between them.
 #[derive(Debug, Default)]
 pub(super) struct Pieces(Vec<Range<usize>>);
 
 impl Pieces {
-    /// Adds one that is not empty; why it cannot be.
+    /// Adds a non-empty piece; fails if it overlaps or there are too many.
     pub(super) fn add(&mut self, piece: Range<usize>) -> Result<(), &'static str> {
         let next = self.0.partition_point(|other| other.start < piece.start);
         let is_full = self.0.len() == MOST;
@@ -34,7 +35,7 @@ impl Pieces {
         Ok(())
     }
 
-    /// Whether they are all of so many bytes.
+    /// True if the pieces cover all of `length` bytes.
     pub(super) fn are_all_of(&self, length: usize) -> bool {
         length == 0 || matches!(&self.0[..], [one] if *one == (0..length))
     }

@@ -1,7 +1,7 @@
-//! Replies as a client reads them: bytes in, headers out ("Simple reply message", "Structured reply
-//! chunk message").
+//! Parser of replies: bytes in, headers out ("Simple reply message", "Structured reply chunk
+//! message").
 //!
-//! Never allocates, and no length passes that the rules of its chunk or its request do not allow.
+//! Never allocates, and rejects any length that exceeds the limits of its chunk or its request.
 
 use super::super::{
     proto::{self, MAX_STRING_BYTES, reply_flag, reply_type},
@@ -11,22 +11,23 @@ use super::super::{
 const SIMPLE_BYTES: usize = 16;
 const CHUNK_BYTES: usize = 20;
 const OFFSET_BYTES: usize = 8;
-/// Bytes of an extent: its length and its flags.
+/// Length of an extent: its length and its flags.
 pub(super) const EXTENT_BYTES: usize = 8;
-/// Bytes of an error's number and its message's length.
+/// Minimum length of an error chunk's payload: error number and length of the message.
 const ERROR_BYTES: usize = 6;
-/// Set in the type of every error chunk, also an unknown one ("Structured reply types").
+/// Bit in the type of every error chunk, also an unknown one ("Structured reply types").
 const IS_ERROR: u16 = 1 << 15;
 
-/// The beginning of a reply or of a chunk. Data follows a simple reply to a read if `error` is 0.
+/// The header of a simple reply or of a chunk. Data follows a simple reply to a read if `error` is
+/// 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Header {
     Simple { cookie: u64, error: u32 },
     Chunk { cookie: u64, last: bool, chunk: Chunk },
 }
 
-/// What a chunk has; lengths in bytes. Data or extents of `length`, or an
-/// error's message of `rest`, follow.
+/// Content of a chunk; lengths in bytes. Data or extents of `length`, or an error message of
+/// `rest`, follow the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chunk {
     None,
@@ -42,28 +43,29 @@ pub(super) enum Chunk {
         error: u32,
         rest: usize,
     },
-    /// Extents of `length` bytes in all.
+    /// Extents of `length` bytes in total.
     Status {
         context: u32,
         length: usize,
     },
 }
 
-/// The longest chunks that a reply to one request can have.
+/// Limits of the chunks in the reply to one request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Longest {
-    /// Bytes of data: the length of a read; 0 for all other requests.
+    /// Maximum bytes of data: the length of a read; 0 for all other requests.
     pub(super) data: usize,
-    /// Number of extents: one for each byte of a block-status request; 0 for all other requests.
+    /// Maximum number of extents: one for each byte of a block-status request; 0 for all other
+    /// requests.
     pub(super) extents: usize,
 }
 
-/// Header at the beginning of `bytes`, and its length; `None` if it is incomplete. `longest`
-/// returns the limits for the cookie of a chunk, so that a length beyond them is rejected before
-/// its data arrives.
+/// Parses the header at the beginning of `bytes` and returns it with its length; `None` if it is
+/// incomplete. `longest` returns the limits for the cookie of a chunk, so that a length beyond them
+/// is rejected before its data arrives.
 ///
 /// # Errors
-/// A breach of the protocol, also one that `longest` reports.
+/// A violation of the protocol, also one that `longest` reports.
 pub(super) fn parse(
     bytes: &[u8],
     structured: bool,
@@ -125,7 +127,7 @@ fn chunk(
     Ok(found.map(|(chunk, more)| (Header::Chunk { cookie, last, chunk }, CHUNK_BYTES + more)))
 }
 
-/// Whether a chunk of this length has a context and at least one extent, and not too many.
+/// True if a chunk of this length has a context and a valid number of extents, at least one.
 fn is_status(length: usize) -> bool {
     let extents = length.saturating_sub(4);
     extents > 0 && extents.is_multiple_of(EXTENT_BYTES) && extents <= proto::MAX_EXTENTS * EXTENT_BYTES
@@ -149,7 +151,7 @@ mod tests {
         super::parse(bytes, structured, |_| Ok(LONGEST))
     }
 
-    /// Understood, and only once it is complete.
+    /// Checks that the header is parsed, and only if it is complete.
     #[track_caller]
     fn check(bytes: &[u8], expect: Header) {
         let (found, length) = parse(bytes, true).unwrap().unwrap();
@@ -212,7 +214,7 @@ mod tests {
             (chunk(1, reply_type::BLOCK_STATUS, 4 + 8 * 1001), "more extents than"),
             (vec![0; 16], "what should be a reply"),
         ] {
-            // Nothing behind the header is waited for, except where the fault lies there.
+            // The header is enough to reject it, unless the error is behind it.
             let head =
                 if why == "a hole without a length" { bytes.len() } else { bytes.len().min(CHUNK_BYTES) };
             let refused = parse(&bytes[..head], true).expect_err(why);
