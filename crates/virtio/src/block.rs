@@ -1,22 +1,22 @@
-//! Requests of a virtio block device (virtio 1.3 § 5.2.6): what a chain of descriptors asks for.
+//! Requests of a virtio block device (virtio 1.3 § 5.2.6), parsed from chains of descriptors.
 //!
 //! ```text
 //!   readable:  type, priority, sector │ data of a write, or ranges
 //!   writable:  data of a read         │ status
 //! ```
 //!
-//! How the descriptors divide the two rows is the driver's affair. The header and the ranges are
-//! copied once; of a guest's data nothing is looked at here.
+//! The driver may divide the two rows into descriptors as it likes. The header and the ranges are
+//! copied once; the data of a request is not accessed here.
 //!
-//! A request that is not valid is one with its answer: see [`Kind::Done`] and
-//! [`Kind::PartOfBlock`]. So whoever carries requests out only meets ranges that lie inside the
-//! disk, are allowed, and are whole blocks.
+//! An invalid request already has its result: see [`Kind::Done`] and [`Kind::PartOfBlock`]. So the
+//! code that executes requests only sees ranges that lie inside the disk, are permitted, and are
+//! whole blocks.
 //!
 //! virtio counts in sectors of 512 bytes and only recommends that a driver respects `blk_size` (§
-//! 5.2.6). Here a request that begins or ends inside a block gets an error, also from a driver that
-//! did not negotiate `VIRTIO_BLK_F_BLK_SIZE`; otherwise a fault of the guest stays hidden until its
-//! disk moves to a real device with such blocks. QEMU checks the beginning only. Blocks have 512 to
-//! 4096 bytes, as the kernel of a guest accepts no more than a page.
+//! 5.2.6). Here a request that begins or ends inside a block fails, also from a driver that did not
+//! negotiate `VIRTIO_BLK_F_BLK_SIZE`; otherwise an error of the guest stays hidden until its disk
+//! moves to a real device with such blocks. QEMU checks the beginning only. Blocks have 512 to 4096
+//! bytes, as a guest's kernel accepts no more than a page.
 
 #[cfg(test)]
 #[path = "block_tests.rs"]
@@ -27,18 +27,18 @@ use smallvec::SmallVec;
 
 use super::ring::{Chain, Places, Ticket};
 
-/// The unit of a request's offset, its length and the device's capacity, whatever its blocks are.
+/// Unit of a request's offset and length and of the device's capacity, whatever its block size.
 pub const SECTOR_BYTES: u64 = 512;
-/// Bytes that a driver leaves for the answer to GET_ID.
+/// Length of the buffer for the result of GET_ID.
 pub const ID_BYTES: usize = 20;
 
-/// Type, priority and sector.
+/// Length of the header: type, priority and sector.
 const HEADER_BYTES: usize = 16;
-/// One range of DISCARD and WRITE_ZEROES: sector, sectors, flags.
+/// Length of one range of DISCARD and WRITE_ZEROES: sector, number of sectors, flags.
 const RANGE_BYTES: usize = 16;
-/// `VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`, the only one that there is.
+/// `VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`, the only defined flag.
 const UNMAP: u32 = 1;
-/// More ranges than that are in no request: so many fit a page.
+/// Maximum number of ranges in a request: as many as fit a page.
 const MAX_RANGES: usize = 256;
 
 /// `VIRTIO_BLK_T_…`
@@ -51,108 +51,107 @@ mod kind {
     pub(super) const WRITE_ZEROES: u32 = 13;
 }
 
-/// The last byte of an answer.
+/// Status byte of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
     /// `VIRTIO_BLK_S_OK`
     Ok = 0,
-    /// `VIRTIO_BLK_S_IOERR`: it failed, or must not be.
+    /// `VIRTIO_BLK_S_IOERR`: it failed, or is not permitted.
     IoError = 1,
-    /// `VIRTIO_BLK_S_UNSUPP`: the device does not know it.
+    /// `VIRTIO_BLK_S_UNSUPP`: the device does not support it.
     Unsupported = 2,
 }
 
-/// What requests are judged by: what the device told the driver of itself.
+/// Properties of the device that the driver has read, against which requests are validated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// How large it is. A rest that is no block cannot be reached.
+    /// Size of the disk. A partial block at the end is not accessible.
     pub bytes: u64,
-    /// What requests begin and end at multiples of (`VIRTIO_BLK_F_BLK_SIZE`): a power of two from
-    /// [`SECTOR_BYTES`] on.
+    /// Granularity of requests (`VIRTIO_BLK_F_BLK_SIZE`): a power of two, at least
+    /// [`SECTOR_BYTES`].
     pub block_bytes: u64,
-    /// No request may change it (`VIRTIO_BLK_F_RO`).
+    /// True if requests must not change the disk (`VIRTIO_BLK_F_RO`).
     pub read_only: bool,
-    /// The most descriptors with data in one request (`VIRTIO_BLK_F_SEG_MAX`).
+    /// Maximum number of descriptors with data in one request (`VIRTIO_BLK_F_SEG_MAX`).
     pub max_segments: u32,
-    /// DISCARD, if it is offered.
+    /// Limits of DISCARD; `None` if it is not offered.
     pub discard: Option<RangeLimits>,
-    /// WRITE_ZEROES, if it is offered.
+    /// Limits of WRITE_ZEROES; `None` if it is not offered.
     pub write_zeroes: Option<RangeLimits>,
 }
 
-/// What a DISCARD or WRITE_ZEROES may ask for at once.
+/// Limits of a DISCARD or WRITE_ZEROES request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RangeLimits {
-    /// Sectors in one range.
+    /// Maximum number of sectors in one range.
     pub max_sectors: u32,
-    /// Ranges in one request, at most 256 whatever is said here.
+    /// Maximum number of ranges in one request; values above 256 count as 256.
     pub max_ranges: u32,
 }
 
-/// Bytes of the disk, inside it, in whole blocks, at least one.
+/// Range inside the disk, of whole blocks, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// The first.
+    /// Offset in bytes.
     pub offset: u64,
-    /// How many.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Of WRITE_ZEROES: the blocks may be given back, as long as they read as zeroes.
+    /// WRITE_ZEROES only: the blocks may be deallocated, as long as they read as zeroes.
     pub may_unmap: bool,
 }
 
-/// Ranges of one request, in its order. They may overlap.
+/// Ranges of one request, in their order. They may overlap.
 pub type Ranges = SmallVec<[Range; 1]>;
 
-/// Where the data of one request is: mostly in one place. A request is moved often, a [`Places`]
-/// is large.
+/// Guest memory of one request's data, mostly one piece. The inline capacity is small because
+/// requests are moved often and a [`Places`] is large.
 pub type Data = SmallVec<[Place; 1]>;
 
-/// What is to be done.
+/// Operation of a request.
 #[derive(Debug)]
 pub enum Kind {
-    /// Fill these places from the disk.
+    /// Read from the disk.
     Read {
-        /// In bytes.
+        /// Offset in bytes.
         offset: u64,
-        /// Where to: whole blocks together, at least one.
+        /// Guest memory to read into: whole blocks in total, at least one.
         into: Data,
     },
-    /// Write them to the disk.
+    /// Write to the disk.
     Write {
-        /// In bytes.
+        /// Offset in bytes.
         offset: u64,
-        /// From where: whole blocks together, at least one.
+        /// Guest memory to write from: whole blocks in total, at least one.
         from: Data,
     },
-    /// What was completed before this was taken has to be on the medium.
+    /// Flush everything that was completed before this request was taken.
     Flush,
-    /// The disk's name: see [`Request::answer_id`].
+    /// Return the disk's name: see [`Request::answer_id`].
     Id(Data),
-    /// These bytes are no longer needed.
+    /// Discard these ranges.
     Discard(Ranges),
-    /// These bytes are to read as zeroes.
+    /// Make these ranges read as zeroes.
     WriteZeroes(Ranges),
-    /// Nothing: this is the answer.
+    /// No operation: complete with this status.
     Done(Status),
-    /// Nothing, since it begins or ends within a block: it is to fail, and somebody should hear of
-    /// it.
+    /// No operation, since it begins or ends inside a block: fail it, and log the violation.
     PartOfBlock,
 }
 
-/// A request that can be answered.
+/// A parsed request.
 #[derive(Debug)]
 pub struct Request {
-    /// What is to be done.
+    /// Operation to execute.
     pub kind: Kind,
-    /// Where the answer goes: one byte.
+    /// Guest memory of the status byte.
     status: Place,
-    /// Bytes that are writable before it.
+    /// Number of writable bytes before the status.
     data_bytes: u32,
 }
 
 impl Request {
-    /// Bytes that it reads or writes of the disk, or discards.
+    /// Number of bytes of the disk that it reads, writes or discards.
     pub fn bytes(&self) -> u64 {
         match &self.kind {
             Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => sum(places) as u64,
@@ -161,13 +160,13 @@ impl Request {
         }
     }
 
-    /// Where the answer goes.
+    /// Guest memory of the status byte.
     pub fn status_place(&self) -> &Place {
         &self.status
     }
 
-    /// Answers GET_ID with the beginning of `id`, and zeroes behind it; a request of another kind
-    /// is left alone.
+    /// Writes the result of GET_ID: `id`, truncated or padded with zeroes. Does nothing for other
+    /// requests.
     pub fn answer_id(&self, id: &[u8]) {
         let Kind::Id(places) = &self.kind else { return };
         let mut rest = &id[..id.len().min(ID_BYTES)];
@@ -179,28 +178,29 @@ impl Request {
         }
     }
 
-    /// Writes the answer. What `Ring::complete` is to be told: how many bytes were written from the
-    /// first writable one on (§ 2.7.8.2).
+    /// Writes the status. Returns the length for `Ring::complete`: the number of bytes written,
+    /// counted from the first writable one (§ 2.7.8.2).
     #[must_use]
     pub fn finish(self, status: Status) -> u32 {
         self.status.write(0, &[status as u8]);
         let fills = matches!(self.kind, Kind::Read { .. } | Kind::Id(_)) && status == Status::Ok;
-        // Nobody knows how much a failed read has filled. Where the answer alone is writable, it
-        // was written.
+        // The length counts contiguous bytes from the first writable one. How much a failed read
+        // has written is unknown, so it is 0. If only the status is writable, its byte counts.
         if fills || self.data_bytes == 0 { self.data_bytes + 1 } else { 0 }
     }
 }
 
-/// What a chain asks of `device`, and its ticket. No request: it has no room for an answer, and
-/// goes back with nothing written.
+/// Parses the request of a chain for `device`, and returns it with the chain's ticket. `None` if
+/// the chain has no space for the status: it is completed with nothing written.
 #[inline]
 pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     let Chain { ticket, mut places, reads, descriptors, fault } = chain;
+    // No writable byte: there is no space for the status, so the request cannot report any result.
     if places.len() == reads {
         return (ticket, None);
     }
     let Some(last) = places.pop() else { return (ticket, None) };
-    // No place is empty.
+    // Places are never empty.
     let before = last.bytes() - 1;
     let status = if before == 0 {
         last
@@ -220,7 +220,7 @@ pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     (ticket, Some(Request { kind, status, data_bytes }))
 }
 
-/// There is nothing to be done.
+/// Reason why there is no operation.
 #[derive(Clone, Copy)]
 enum Refused {
     With(Status),
@@ -234,7 +234,8 @@ impl From<Status> for Refused {
     }
 }
 
-/// The first `reads` places are readable, those that are writable do not have the answer.
+/// Parses and validates a request. The first `reads` places are readable; the writable ones do not
+/// include the status.
 #[inline]
 fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Refused> {
     let mut header = [0; HEADER_BYTES];
@@ -243,7 +244,7 @@ fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) 
         return Err(Status::IoError.into());
     }
     let taken = reads - readable.len();
-    // The priority, at 4, is for nobody.
+    // The priority, at offset 4, is ignored.
     let sector = u64::from_le_bytes(header[8..].try_into().expect("eight bytes"));
     let kind = u32::from_le_bytes(header[..4].try_into().expect("four bytes"));
     match kind {
@@ -267,11 +268,11 @@ fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) 
 }
 
 impl Device {
-    /// Where in the disk these sectors are, in bytes.
+    /// Byte offset of a range of sectors, if it is inside the disk and of whole blocks.
     fn place(&self, sector: u64, sectors: u64) -> Result<u64, Refused> {
         let end = sector.checked_add(sectors).ok_or(Status::IoError)?;
         let rest = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
-        // So the product is inside 64 bits.
+        // `end` is at most the disk's size in sectors, so the product does not overflow.
         match (rest, end > self.bytes / SECTOR_BYTES) {
             (0, false) => Ok(sector * SECTOR_BYTES),
             (0, true) => Err(Status::IoError.into()),
@@ -279,11 +280,11 @@ impl Device {
         }
     }
 
-    /// Where in the disk the data of a read or write is, in bytes.
+    /// Byte offset of the data of a read or write.
     fn data(&self, places: &[Place], sector: u64, descriptors: usize) -> Result<u64, Refused> {
-        // Header and answer may have descriptors of their own.
+        // The header and the status may have their own descriptors.
         let most = u64::from(self.max_segments);
-        // A buffer may cross from one region of memory into the next, which few do.
+        // A buffer that crosses a border of memory regions is two places, which is rare.
         if descriptors.saturating_sub(2) as u64 > most || places.len() as u64 > 2 * most {
             return Err(Status::IoError.into());
         }
@@ -292,7 +293,7 @@ impl Device {
             return Err(Status::IoError.into());
         }
         let offset = self.place(sector, bytes / SECTOR_BYTES)?;
-        // Nothing to do, but not wrong.
+        // An empty request is valid.
         if bytes == 0 { Err(Status::Ok.into()) } else { Ok(offset) }
     }
 
@@ -300,7 +301,7 @@ impl Device {
         if self.read_only { Err(Status::IoError.into()) } else { Ok(()) }
     }
 
-    /// The ranges of a DISCARD or WRITE_ZEROES; those of no sectors are left out.
+    /// The ranges of a DISCARD or WRITE_ZEROES, without empty ones.
     fn ranges(
         &self,
         mut from: &mut [Place],
@@ -335,7 +336,7 @@ impl Device {
                 ranges.push(Range { offset, bytes, may_unmap: flags & UNMAP != 0 });
             }
         }
-        // Nothing to do, but not wrong.
+        // A request of empty ranges is valid.
         if ranges.is_empty() { Err(Status::Ok.into()) } else { Ok(ranges) }
     }
 }
@@ -344,8 +345,7 @@ fn sum(places: &[Place]) -> usize {
     places.iter().map(Place::bytes).sum()
 }
 
-/// Copies from the beginning of `places`, and takes away what was copied. False: they are too
-/// short.
+/// Copies from the beginning of `places`, and removes the copied bytes. False if there are too few.
 fn take(places: &mut &mut [Place], into: &mut [u8]) -> bool {
     let mut rest = std::mem::take(places);
     let mut left = into;

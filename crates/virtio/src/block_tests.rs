@@ -1,4 +1,5 @@
-//! Requests against the specification, one line a rule, through a ring as a driver makes them.
+//! Requests against the specification, one case for each rule, through a ring as a driver makes
+//! them.
 
 use reactor::guest::{Memory, Region};
 
@@ -15,7 +16,7 @@ const SECTORS: u64 = 2048;
 fn device() -> Device {
     let limits = |max_ranges| Some(RangeLimits { max_sectors: 100, max_ranges });
     Device {
-        // A rest that is no sector.
+        // A partial sector at the end.
         bytes: SECTORS * SECTOR_BYTES + 100,
         block_bytes: SECTOR_BYTES,
         read_only: false,
@@ -51,7 +52,8 @@ impl Guest {
         Self { driver: Driver::new(&layout), memory, ring }
     }
 
-    /// A request of `readable` and so many writable bytes, in descriptors of these lengths.
+    /// Parses a request with these readable bytes and writable lengths, divided into descriptors of
+    /// these lengths.
     fn ask(&mut self, readable: &[u8], cuts: &[u32], writable: &[u32], device: &Device) -> Option<Request> {
         self.memory.place(DATA, readable.len()).expect("inside").write(0, readable);
         let mut address = DATA;
@@ -130,7 +132,7 @@ fn reads_and_writes_are_inside_the_disk_and_in_sectors() {
         answers(Status::IoError, kind::IN, 0, &[], bytes);
         answers(Status::IoError, kind::OUT, 0, &two[..bytes as usize], 0);
     }
-    // Nothing at all is right as long as it is inside.
+    // An empty request is valid if its offset is inside the disk.
     answers(Status::Ok, kind::IN, SECTORS, &[], 0);
     answers(Status::Ok, kind::OUT, SECTORS, &[], 0);
     answers(Status::IoError, kind::OUT, SECTORS + 1, &[], 0);
@@ -138,7 +140,7 @@ fn reads_and_writes_are_inside_the_disk_and_in_sectors() {
 
 #[test]
 fn requests_are_of_whole_blocks() {
-    // With a rest of four sectors that is no block.
+    // With a partial block of four sectors at the end.
     let device = Device { bytes: 8 * SECTORS * SECTOR_BYTES + 2048, block_bytes: 4096, ..device() };
     let data = [0; 4096];
     for (sector, bytes, refused) in [
@@ -207,13 +209,13 @@ fn ranges_are_judged_one_by_one() {
         }
         answers(Status::Unsupported, kind, 0, &range(0, 1, 2), 0);
         answers(Status::Unsupported, kind, 0, &range(0, 1, 1 << 31), 0);
-        // A part of a range, none, and too many.
+        // A partial range, none, and too many.
         answers(Status::IoError, kind, 0, &two[..17], 0);
         answers(Status::IoError, kind, 0, &[], 0);
         answers(Status::IoError, kind, 0, &[&two[..], &two].concat(), 0);
         answers(Status::Ok, kind, 0, &range(5, 0, 0), 0);
     }
-    // The one flag is for zeroes alone (§ 5.2.6.2).
+    // The only flag is valid for zeroing only (§ 5.2.6.2).
     answers(Status::Unsupported, kind::DISCARD, 0, &range(0, 1, UNMAP), 0);
     let Kind::WriteZeroes(ranges) = request(kind::WRITE_ZEROES, 0, &range(0, 1, UNMAP), 0, &device()).kind
     else {
@@ -247,7 +249,7 @@ fn descriptors_divide_a_request_as_they_like() {
         let mut guest = Guest::new();
         let request = guest.ask(&header(kind::IN, 0), &[16], cuts, &device()).expect("there is room");
         assert_eq!(request.bytes(), 512, "{cuts:?}");
-        // The answer is the last byte, wherever it lies.
+        // The status is the last byte, whatever the descriptors.
         assert_eq!(request.finish(Status::IoError), 0);
         assert_eq!(guest.read(DATA + 16, 514), [vec![0; 512], vec![1, 0]].concat());
     }
@@ -315,7 +317,7 @@ fn the_driver_is_told_what_was_written_from_the_first_byte_on() {
         (kind::IN, 0, 512, Status::IoError, 0),
         (kind::OUT, 512, 0, Status::Ok, 1),
         (kind::OUT, 512, 0, Status::IoError, 1),
-        // It has room that nobody asked for.
+        // Writable bytes that the request does not use.
         (kind::OUT, 512, 10, Status::Ok, 0),
         (kind::FLUSH, 0, 0, Status::Ok, 1),
         (99, 0, 0, Status::Unsupported, 1),

@@ -1,8 +1,8 @@
-//! What the fuzz target does with a guest that writes anything anywhere, also while the device is
-//! reading it, and what has to hold all the same.
+//! Fuzz target: a guest that writes anything anywhere, also while the device reads, and the
+//! properties that must hold nevertheless.
 //!
-//! The input is a ring's shape and then steps, most of which make sense of some kind, so that a
-//! fuzzer gets to chains and requests without guessing a ring first.
+//! The input is a ring's shape followed by steps, most of which are plausible, so that a fuzzer
+//! reaches chains and requests without guessing a ring first.
 
 use reactor::guest::{Memory, Place, Region};
 
@@ -15,12 +15,12 @@ use super::{
     },
 };
 
-/// The rings' region: descriptors, the driver's part, the device's.
+/// Region of the rings: descriptors, driver area, device area.
 const RINGS: u64 = 0x1000;
 const RINGS_BYTES: usize = 0x1000;
 const DRIVER: u64 = RINGS + 0x800;
 const DEVICE: u64 = RINGS + 0xa00;
-/// Two regions that adjoin.
+/// Two adjacent regions.
 const BUFFERS: u64 = 0x10_000;
 const BUFFERS_BYTES: usize = 0x2000;
 const DISK_BYTES: u64 = 1 << 20;
@@ -34,7 +34,7 @@ const DEVICE_RULES: Device = Device {
     write_zeroes: Some(RangeLimits { max_sectors: 64, max_ranges: 4 }),
 };
 
-/// The bytes of the input; zeroes behind its end.
+/// The bytes of the input, followed by zeroes.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -54,7 +54,7 @@ impl Input<'_> {
         u16::from_le_bytes(self.bytes())
     }
 
-    /// Guest-physical: mostly where something is.
+    /// A guest-physical address, mostly in a region.
     fn address(&mut self) -> u64 {
         let at = self.u16();
         match at >> 14 {
@@ -68,11 +68,11 @@ impl Input<'_> {
 struct Guest {
     memory: Memory,
     layout: Layout,
-    /// Not the guest's, but the front end may be no better.
+    // Not guest memory, but the front end may be malicious as well.
     area: Place,
     ring: Option<Ring>,
     held: Vec<(Ticket, Option<Request>)>,
-    /// How many requests had something to be done.
+    /// Number of requests with an operation to execute.
     requests: usize,
 }
 
@@ -102,7 +102,8 @@ impl Guest {
         Self { memory, layout, area, ring: None, held: Vec::new(), requests: 0 }
     }
 
-    /// Bytes of any place: the guest's, or sometimes the in-flight area's.
+    /// Function that overwrites bytes anywhere: in guest memory, or sometimes in the in-flight
+    /// area.
     fn scribble(&self, input: &mut Input<'_>) -> impl Fn() + use<> {
         let bytes: [u8; 8] = input.bytes();
         let count = 1 + usize::from(input.u8() % 8);
@@ -120,7 +121,7 @@ impl Guest {
         }
     }
 
-    /// A request as a driver would make it, more or less.
+    /// A more or less valid request of a driver.
     fn request(&self, driver: &mut Driver, input: &mut Input<'_>) {
         let [kind, sector, odd, count] = [input.u8() % 16, input.u8(), input.u8(), input.u8()];
         let to = |offset: u64| BUFFERS + offset + 0x10 * u64::from(count);
@@ -130,14 +131,14 @@ impl Guest {
         };
         word(header, u64::from(kind));
         word(header + 8, u64::from(sector) * 9);
-        // Where it has ranges.
+        // The range of DISCARD and WRITE_ZEROES.
         word(data, u64::from(sector) * 9);
         word(data + 8, u64::from(odd % 80) | u64::from(odd / 100) << 32);
         let reads = matches!(kind, 0 | 8);
         let unit = if matches!(kind, 0 | 1) { 512 } else { 16 };
         let mut buffers = vec![Buffer { address: header, bytes: 16, writable: false }];
         for number in 0..count % 4 {
-            // Usually one that is right.
+            // Usually a valid buffer.
             let (address, bytes) = match odd % 16 {
                 0 => (input.address(), u32::from(input.u8())),
                 1 => (input.address(), unit),
@@ -146,7 +147,7 @@ impl Guest {
             buffers.push(Buffer { address, bytes, writable: reads != (odd % 16 == 2) });
         }
         buffers.push(Buffer { address: to(0x1700), bytes: 1, writable: odd % 32 != 3 });
-        // Where it would lie in two regions, the driver does without.
+        // A table across a border of regions is not supported by the driver.
         let table = self.memory.place(to(0x1900), 16 * buffers.len());
         let _full = match table.filter(|_| self.layout.indirect != (odd % 32 == 4)) {
             Some(table) => driver.add_indirect(&table, &buffers),
@@ -154,7 +155,7 @@ impl Guest {
         };
     }
 
-    /// Takes up the ring, after whatever has become of the one before. Whether it could.
+    /// Starts the ring, after any end of the previous one; false if it is invalid.
     fn start(&mut self, base: u32, tracked: bool) -> bool {
         self.held.clear();
         let (layout, memory) = (self.layout.clone(), self.memory.clone());
@@ -167,7 +168,7 @@ impl Guest {
         self.ring.is_some()
     }
 
-    /// The device takes what there is.
+    /// Takes up to `most` chains and checks their requests.
     fn take(&mut self, most: u8) {
         for _ in 0..most {
             let Some(ring) = &mut self.ring else { return };
@@ -187,7 +188,7 @@ impl Guest {
                 }
                 Err(broken) => {
                     assert!(broken.to_string().len() < 200);
-                    // What is out is still given back.
+                    // Chains in flight can still be completed.
                     for (ticket, _) in self.held.drain(..) {
                         ring.complete(ticket, 0);
                     }
@@ -220,7 +221,7 @@ impl Guest {
     }
 }
 
-/// A request is inside the disk and in whole sectors, whatever it was made of.
+/// Asserts that a request is inside the disk and of whole blocks.
 fn check(request: &Request) {
     let inside = |offset: u64, bytes: u64| {
         let block = DEVICE_RULES.block_bytes;
@@ -237,7 +238,7 @@ fn check(request: &Request) {
     }
 }
 
-/// A shape, then steps. How many requests had something to be done.
+/// Runs an input: a shape, then steps. Returns the number of requests with an operation.
 pub fn rings(data: &[u8]) -> usize {
     let mut input = Input(data);
     let mut guest = Guest::new(&mut input);
@@ -250,7 +251,7 @@ pub fn rings(data: &[u8]) -> usize {
             0 => guest.scribble(&mut input)(),
             1..=5 => guest.request(&mut driver, &mut input),
             6 => {
-                // While the device reads.
+                // Overwrites memory while the device reads it.
                 let scribble = guest.scribble(&mut input);
                 let mut after = input.u8() % 32;
                 let hook = move |access| {
@@ -273,13 +274,13 @@ pub fn rings(data: &[u8]) -> usize {
                 let _again = ring.listen();
             }
             14 => {
-                // A driver that is told nonsense begins anew.
+                // A driver that received an invalid id starts anew.
                 if driver.next_used().is_err() {
                     driver = Driver::new(&guest.layout);
                 }
             }
             _ => {
-                // Ends, in order or not, and is taken up again.
+                // Stops the ring, or kills the device, and starts it again.
                 let order = input.u8();
                 let base = match guest.ring.take() {
                     Some(ring) if order & 1 == 0 => ring.stop(),

@@ -1,8 +1,9 @@
-//! Virtio as values: rings in a guest's memory, and the requests of block devices in them. No
+//! Virtio without I/O: rings in guest memory, and the requests of block devices in them. No
 //! sockets, no events, no disk, no threads.
 //!
-//! The specification is "Virtual I/O Device (VIRTIO) Version 1.3"; comments name its sections. What
-//! a ring needs to outlive a crash is "Inflight I/O tracking" of the vhost-user specification.
+//! The specification is "Virtual I/O Device (VIRTIO) Version 1.3"; comments name its sections. The
+//! log with which a ring survives a crash is "Inflight I/O tracking" of the vhost-user
+//! specification.
 //!
 //! ```text
 //!   driver, in the guest                       device, here
@@ -13,9 +14,9 @@
 //!     │◄───────────────── a call, if wanted ───│  Ring::wants_call
 //! ```
 //!
-//! The guest is not trusted, and it changes its memory while we look: everything is copied once and
-//! judged in the copy. No content of that memory panics, hangs, or chooses the size of an
-//! allocation beyond the ring's own.
+//! The guest is not trusted, and may change its memory at any time: everything is copied once, and
+//! the copy is validated. No content of that memory causes a panic or a hang, or determines the
+//! size of an allocation beyond the ring's own.
 
 #![forbid(unsafe_code)]
 

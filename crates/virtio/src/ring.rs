@@ -1,31 +1,31 @@
-//! A virtqueue: the device's half of a ring in a guest's memory, split or packed.
+//! A virtqueue: the device's half of a ring in guest memory, split or packed.
 //!
 //! ```text
-//!   layout     where the ring lies
-//!   cells      its words, each loaded or stored once
-//!   split      tables of descriptors, an available and a used ring     (split/indices: the order)
-//!   packed     one ring that both sides write to                       (packed/turns: the order;
-//!                                                                       position: where in it)
-//!   chain      the buffers behind a head, and what can be wrong with them
-//!   regions    where in the guest's memory they are
-//!   inflight   which chains are out, kept where a crash does not reach
-//!   driver     the other half: for tests, and for clients that measure
+//!   layout     location of the ring's parts
+//!   cells      words of the ring, each loaded or stored once
+//!   split      descriptor table, available ring and used ring   (split/indices: memory ordering)
+//!   packed     one ring that both sides write to                (packed/turns: memory ordering;
+//!                                                                position: indices in it)
+//!   chain      the buffers of a head, and the faults that they can have
+//!   regions    their location in guest memory
+//!   inflight   log of the chains in flight, in memory that survives a crash
+//!   driver     the driver's half: for tests, and for clients that measure
 //! ```
 //!
-//! A turn of a queue:
+//! One turn of a queue:
 //!
 //! ```text
-//!   silence()                            no kicks while we look anyway
+//!   silence()                            no kicks are needed while the queue is polled
 //!   take() … take() → None               each chain has a ticket
 //!   complete(ticket, written) …          in any order
 //!   wants_call() → call once
 //!   listen() → true: another turn        false: sleep until the kick
 //! ```
 //!
-//! A chain that is malformed is a chain with a fault: it is completed as others are. Only what
-//! makes the ring itself meaningless is [`Broken`], and ends the queue.
+//! A malformed chain is a chain with a fault: it is completed like others. Only an error that makes
+//! the ring itself meaningless is [`Broken`], and stops the queue.
 //!
-//! Never waits, makes no system call, and does not know what is in the buffers.
+//! Never waits, makes no system call, and does not interpret the buffers.
 
 mod cells;
 mod chain;
@@ -51,60 +51,60 @@ pub use self::{
 };
 use self::{packed::Packed, regions::Regions, split::Split};
 
-/// Why a queue cannot go on, or cannot begin.
+/// Reason why a queue stops, or cannot start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// No ring has this size.
+    /// Invalid ring size.
     #[error("a ring of {0} descriptors (to {MAX_SIZE}, and a power of two in a split ring)")]
     Size(u16),
-    /// A part of it is too short or not aligned.
+    /// A part of the ring is too short or not aligned.
     #[error("the ring's {what} has {bytes} bytes ({needed} are needed, aligned to {alignment})")]
     Part {
-        /// Which part.
+        /// Name of the part.
         what: &'static str,
-        /// Bytes that it has.
+        /// Size of the part.
         bytes: usize,
-        /// Bytes that it should have.
+        /// Required size.
         needed: usize,
-        /// What its address should be a multiple of.
+        /// Required alignment.
         alignment: usize,
     },
-    /// The front end begins outside the ring.
+    /// The base from the front end is outside the ring.
     #[error("the ring's base {base:#x} is outside its {size} descriptors")]
     Base {
-        /// As it was sent.
+        /// Base as sent.
         base: u32,
-        /// Descriptors of the ring.
+        /// Number of descriptors of the ring.
         size: u16,
     },
-    /// More was made available than the ring holds.
+    /// The driver made more available than the ring holds.
     #[error("the driver's index went from {from} to {to} in a ring of {size} descriptors")]
     Jump {
-        /// What was taken so far.
+        /// Index of the next entry to take.
         from: u16,
         /// The driver's index.
         to: u16,
-        /// Descriptors of the ring.
+        /// Number of descriptors of the ring.
         size: u16,
     },
-    /// A head that the table does not have.
+    /// A head beyond the descriptor table.
     #[error("the driver made descriptor {head} available in a table of {size}")]
     Head {
         /// The head.
         head: u16,
-        /// Descriptors of the table.
+        /// Number of descriptors of the table.
         size: u16,
     },
-    /// A head that is out already.
+    /// A head that is in flight already.
     #[error("the driver made descriptor {0} available again before it was used")]
     Twice(u16),
-    /// Its file shrank.
+    /// The file behind the ring's memory was truncated.
     #[error("memory that was lent for the ring has gone")]
     Lost,
-    /// A chain that has no end in its packed ring, and so no id.
+    /// A chain that fills a packed ring without an end, and so without an id.
     #[error("a chain of descriptors goes once round the ring")]
     Endless,
-    /// The in-flight area is not what we, or another device, left there.
+    /// The content of the in-flight area is invalid.
     #[error("the in-flight area cannot be taken up: {0}")]
     Inflight(&'static str),
 }
@@ -123,7 +123,7 @@ enum Kind {
     Packed(Packed),
 }
 
-/// The same of either kind.
+/// Evaluates the same expression for either format.
 macro_rules! either {
     ($ring:expr, $half:ident => $what:expr) => {
         match $ring {
@@ -134,15 +134,15 @@ macro_rules! either {
 }
 
 impl Ring {
-    /// Takes up a ring. `base` is `VHOST_USER_SET_VRING_BASE` as it was sent: the available index
-    /// of a split ring; of a packed ring index and wrap counter where descriptors are available, in
-    /// the low half, and where used ones go, in the high half.
+    /// Starts a ring. `base` is `VHOST_USER_SET_VRING_BASE` as sent: the available index of a split
+    /// ring; for a packed ring, index and wrap counter of the next available descriptor in the low
+    /// half, and of the next used one in the high half.
     ///
-    /// What a device before us had taken and not given back is lost in a split ring; in a packed
-    /// ring it is taken again, as far as it was not written over.
+    /// Chains that an earlier device had taken and not completed are lost in a split ring. In a
+    /// packed ring they are taken again, unless they were overwritten.
     ///
     /// # Errors
-    /// A layout or base that cannot be.
+    /// An invalid layout or base.
     pub fn new(layout: Layout, memory: Memory, base: u32) -> Result<Self, Broken> {
         layout.check()?;
         let kind = if layout.packed {
@@ -153,9 +153,9 @@ impl Ring {
         Ok(Self { regions: Regions::new(memory), layout, kind })
     }
 
-    /// Takes up a ring with its in-flight area, which is new or left by a device that ended in any
-    /// way. The chains that the driver still waits for come out of [`take`](Self::take) first, the
-    /// oldest first. `base` counts where the area is new.
+    /// Starts a ring with its in-flight area, which is new or left by a device that ended in any
+    /// way. [`take`](Self::take) first returns the chains that the driver still waits for, oldest
+    /// first. `base` is used only if the area is new.
     ///
     /// # Errors
     /// As [`Ring::new`]; and an area that does not belong to this ring.
@@ -170,11 +170,11 @@ impl Ring {
         Ok(ring)
     }
 
-    /// The guest's memory has changed, or what is written to it is to be logged from now on; the
-    /// ring goes on in these places. Chains that are out keep theirs.
+    /// Continues the ring after the guest's memory has moved, or its dirty log was turned on or
+    /// off, at these places. Chains in flight keep their places.
     ///
     /// # Errors
-    /// Parts that are too short or not aligned. The ring stays as it was.
+    /// Parts that are too short or not aligned. The ring is then unchanged.
     pub fn set_memory(
         &mut self,
         memory: Memory,
@@ -189,72 +189,73 @@ impl Ring {
         Ok(())
     }
 
-    /// The next chain that the driver made available, if there is one.
+    /// Takes the next chain that the driver made available; `None` if there is none.
     ///
     /// # Errors
-    /// The ring has become meaningless: the queue stops. Chains that are out can be completed.
+    /// The ring is meaningless: stop the queue. Chains in flight can still be completed.
     pub fn take(&mut self) -> Result<Option<Chain>, Broken> {
         either!(&mut self.kind, half => half.take(&self.regions))
     }
 
-    /// Gives a chain back to the driver. `written`: so many bytes from the beginning of what was
-    /// writable have been written.
+    /// Returns a chain to the driver. `written` is the number of bytes written, from the first
+    /// writable one.
     ///
     /// # Panics
-    /// If the ticket is not of this ring.
+    /// If the ticket belongs to another ring.
     pub fn complete(&mut self, ticket: Ticket, written: u32) {
         either!(&mut self.kind, half => half.complete(&ticket, written));
     }
 
-    /// A chain that was not begun is to be taken again, by us or by whoever goes on with the ring.
-    /// To be called for the newest first.
+    /// Makes a chain that was not started available again, to this device or the next one. Call it
+    /// in reverse order of taking.
     ///
     /// # Errors
-    /// The ticket, if a newer chain is out or was completed, or if the chain was taken before a
-    /// crash. It has to be carried out.
+    /// Returns the ticket if a newer chain is in flight or was completed, or if the chain was taken
+    /// before a crash. It must be executed.
     pub fn put_back(&mut self, ticket: Ticket) -> Result<(), Ticket> {
         let taken = either!(&mut self.kind, half => half.put_back(&ticket));
         if taken { Ok(()) } else { Err(ticket) }
     }
 
-    /// Whether the driver is to be called for what was completed. To be asked once a turn, after
-    /// the completions of that turn, and once when the ring was taken up: the first answer is
-    /// always yes, for a call that a device before us may have owed.
+    /// True if the driver must be called (interrupted) for the completed chains. Call it once a
+    /// turn, after the completions of that turn, and once when the ring is started: the first
+    /// result is always true, for a call that an earlier device may have owed.
     #[must_use]
     pub fn wants_call(&mut self) -> bool {
         either!(&mut self.kind, half => half.wants_call())
     }
 
-    /// No kicks, please: we look anyway. A kick may come all the same.
+    /// Suppresses kicks while the queue is polled. Kicks may still arrive.
     pub fn silence(&mut self) {
         either!(&mut self.kind, half => half.silence());
     }
 
-    /// Asks the driver for a kick when it makes the next chain available. True: there is one
-    /// already, for which no kick may come.
+    /// Requests a kick when the driver makes the next chain available. True if there is one
+    /// already, for which no kick may arrive.
     #[must_use]
     pub fn listen(&mut self) -> bool {
         either!(&mut self.kind, half => half.listen())
     }
 
-    /// How many chains are out, those included that were found in the in-flight area.
+    /// Number of chains in flight, including those found in the in-flight area.
     pub fn taken(&self) -> u16 {
         either!(&self.kind, half => half.taken())
     }
 
-    /// Whether the memory that the ring is in has gone: its file shrank. What is read there are
-    /// zeroes, and the queue should stop.
+    /// True if the file behind the ring's memory was truncated. Reads return zeroes, and the queue
+    /// should stop.
     pub fn is_lost(&self) -> bool {
         either!(&self.kind, half => half.is_lost())
     }
 
-    /// Where the ring goes on, as [`Ring::new`] takes it. It tells all only when nothing is out.
+    /// Base at which the ring continues, for [`Ring::new`]. Complete only if no chain is in flight.
     pub fn base(&self) -> u32 {
         either!(&self.kind, half => half.base())
     }
 
-    /// Ends, for `VHOST_USER_GET_VRING_BASE`: the answer. When nothing is out the in-flight area is
-    /// new again, so that it does not contradict a base which the front end sends later.
+    /// Stops the ring for `VHOST_USER_GET_VRING_BASE` and returns its base. If no chain is in
+    /// flight, the in-flight area is reset, so that it does not contradict a base that the front
+    /// end sends later.
     pub fn stop(self) -> u32 {
         let base = self.base();
         either!(self.kind, half => half.close());

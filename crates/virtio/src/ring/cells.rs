@@ -1,15 +1,15 @@
-//! The words of a ring, each loaded or stored once, in the order that is asked for.
+//! The words of a ring, each loaded or stored once, with the given memory ordering.
 //!
-//! A [`Place`] has the same functions. This is between for the tests alone: they stop the device
-//! before any store, change memory before any load, and give the rings words of a checker that
-//! tries all interleavings.
+//! A [`Place`] has the same functions. This layer exists for the tests: they stop the device before
+//! any store, change memory before any load, and replace the words by those of a checker that
+//! explores all interleavings.
 
 pub(super) use std::sync::atomic::{Ordering, fence};
 
 use reactor::guest::Place;
 
-/// Words of a ring. Offsets are in bytes, inside, and aligned as the word is: mistakes there are
-/// ours and panic.
+/// Words of a ring. Offsets are in bytes, inside the place, and aligned to the word; violations are
+/// bugs and panic.
 #[derive(Clone, Debug)]
 pub(super) struct Cells(Place);
 
@@ -51,7 +51,7 @@ impl Cells {
         self.0.is_aligned(alignment)
     }
 
-    /// Whether the memory under it has gone.
+    /// True if the file behind the memory was truncated.
     pub(super) fn is_lost(&self) -> bool {
         self.0.is_lost()
     }

@@ -1,62 +1,62 @@
-//! A chain of descriptors: what the driver describes with it, and all that can be wrong with it.
+//! A chain of descriptors: parsing, and all faults that it can have.
 //!
-//! A descriptor is copied once, then judged. A chain that is wrong is still a chain: its ticket
-//! goes back to the driver, and what of it could be read may take a status.
+//! A descriptor is copied once, then validated. An invalid chain is still a chain: its ticket is
+//! returned to the driver, and its valid writable part may receive a status.
 
 use reactor::guest::Place;
 
 pub(super) use super::regions::DESCRIPTOR_BYTES;
 use super::regions::{Places, Regions};
 
-/// Descriptors of one chain, those of an indirect table included. What Linux's vhost and QEMU
-/// allow; a driver's `seg_max` is far below it.
+/// Maximum number of descriptors in one chain, including those of an indirect table. Linux's vhost
+/// and QEMU have the same limit; a driver's `seg_max` is far below it.
 pub const MAX_DESCRIPTORS: usize = 1024;
 
-/// Pieces of memory of one chain. A buffer that crosses from region into region is several, and a
-/// guest's regions may be as many and as small as its front end likes.
+/// Maximum number of pieces of memory in one chain. A buffer that crosses borders of regions is
+/// several pieces, and the front end determines the number and size of regions.
 pub(super) const MAX_PLACES: usize = 1024;
 
-/// `VIRTQ_DESC_F_…` (virtio 1.3 § 2.7.5, § 2.8.1), the same in both kinds of ring.
+/// `VIRTQ_DESC_F_…` (virtio 1.3 § 2.7.5, § 2.8.1), equal in both formats.
 pub(super) mod flag {
     pub(in super::super) const NEXT: u16 = 1;
     pub(in super::super) const WRITE: u16 = 2;
     pub(in super::super) const INDIRECT: u16 = 4;
 }
 
-/// The right, and the duty, to complete one chain: `Ring::complete`, or `Ring::put_back` before it
-/// was begun. One that is dropped is a request that the driver waits for.
+/// The right, and the obligation, to complete one chain: by `Ring::complete`, or by
+/// `Ring::put_back` before it is started. If it is dropped, the driver waits for ever.
 #[derive(Debug)]
 #[must_use = "the driver waits for this chain"]
 pub struct Ticket {
-    /// What the driver knows the chain by: in a split ring its first descriptor, in a packed ring
-    /// its buffer id.
+    /// The driver's identification of the chain: in a split ring its first descriptor, in a packed
+    /// ring its buffer id.
     pub(super) id: u16,
-    /// How many descriptors of the ring it takes.
+    /// Number of descriptors of the ring that it occupies.
     pub(super) descriptors: u16,
     /// Its entry in the in-flight area of a packed ring.
     pub(super) slot: u16,
-    /// How many chains had been taken before it. A place in the ring would not do: another chain is
-    /// there while this one is still out. `None`: it was taken before a crash.
+    /// Number of chains taken before it; `None` if it was taken before a crash. A position in the
+    /// ring would be ambiguous: another chain can be there while this one is still in flight.
     pub(super) number: Option<u64>,
 }
 
-/// What a driver asks for.
+/// A chain, as taken from the ring.
 #[derive(Debug)]
 pub struct Chain {
-    /// To be given back when it is done.
+    /// To be returned when it is done.
     pub ticket: Ticket,
-    /// What the device reads, then what it writes.
+    /// Readable places, then writable ones.
     pub(crate) places: Places,
-    /// How many of them it reads.
+    /// Number of readable places.
     pub(crate) reads: usize,
-    /// Descriptors in all, those of an indirect table included.
+    /// Number of descriptors, including those of an indirect table.
     pub descriptors: usize,
-    /// Why it must not be carried out. Its places are those that could be read.
+    /// Reason why it must not be executed. Its places are then only the valid ones.
     pub fault: Option<ChainFault>,
 }
 
 impl Chain {
-    /// Has the processor fetch what is touched first and last: a request's header and status.
+    /// Prefetches the memory that is accessed first and last: a request's header and status.
     pub fn prefetch(&self) {
         if let Some(first) = self.readable().first() {
             first.prefetch(0);
@@ -66,39 +66,39 @@ impl Chain {
         }
     }
 
-    /// What the device reads.
+    /// Places that the device reads.
     pub fn readable(&self) -> &[Place] {
         &self.places[..self.reads]
     }
 
-    /// What the device writes.
+    /// Places that the device writes.
     pub fn writable(&self) -> &[Place] {
         &self.places[self.reads..]
     }
 }
 
-/// What is wrong with a chain.
+/// Fault of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChainFault {
-    /// A buffer, or an indirect table, is not in the guest's memory.
+    /// A buffer, or an indirect table, is outside the guest's memory.
     #[error("a descriptor's buffer is outside the guest's memory")]
     Outside,
-    /// More descriptors than the table it lies in, so it loops, or than [`MAX_DESCRIPTORS`].
+    /// More descriptors than its table has, so it loops, or more than [`MAX_DESCRIPTORS`].
     #[error("it loops, or has more than {MAX_DESCRIPTORS} descriptors")]
     TooLong,
-    /// It goes on at a descriptor that its table does not have.
+    /// The next descriptor is outside the table.
     #[error("it goes on at descriptor {0}, which its table does not have")]
     Next(u16),
-    /// A buffer to read comes after one to write (§ 2.7.4.2).
+    /// A readable buffer follows a writable one (§ 2.7.4.2).
     #[error("a buffer to read follows one to write")]
     Order,
-    /// More than [`MAX_PLACES`].
+    /// More than [`MAX_PLACES`] pieces of memory.
     #[error("its buffers lie in more than {MAX_PLACES} pieces of memory")]
     Scattered,
     /// More than 2³² - 1 bytes.
     #[error("its buffers exceed 4 GiB")]
     TooLarge,
-    /// An indirect descriptor without the feature.
+    /// An indirect descriptor although the feature was not negotiated.
     #[error("it has an indirect descriptor, which was not negotiated")]
     NotNegotiated,
     /// An indirect descriptor in an indirect table (§ 2.7.5.3.1).
@@ -107,13 +107,13 @@ pub enum ChainFault {
     /// An indirect descriptor that is not the last (§ 2.7.5.3.1).
     #[error("descriptors follow its indirect table")]
     IndirectNext,
-    /// An indirect table of no descriptors, or of a part of one.
+    /// An indirect table of no descriptors, or of a partial one.
     #[error("its indirect table has {0} bytes")]
     Table(u32),
 }
 
-/// A descriptor, as it was when it was read. `link` is the next descriptor in a split ring, the
-/// buffer id in a packed one.
+/// A copy of a descriptor. `link` is the next descriptor in a split ring, the buffer id in a packed
+/// one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Descriptor {
     pub(super) address: u64,
@@ -123,12 +123,13 @@ pub(super) struct Descriptor {
 }
 
 impl Descriptor {
-    /// Of a split ring (§ 2.7.5) and its indirect tables: its two words.
+    /// From the two words of a descriptor of a split ring (§ 2.7.5) or its indirect tables.
     pub(super) fn split(address: u64, rest: u64) -> Self {
         Self { address, bytes: rest as u32, flags: (rest >> 32) as u16, link: (rest >> 48) as u16 }
     }
 
-    /// Of a packed ring (§ 2.8.13) and its indirect tables (§ 2.8.7): its two words.
+    /// From the two words of a descriptor of a packed ring (§ 2.8.13) or its indirect tables (§
+    /// 2.8.7).
     pub(super) fn packed(address: u64, rest: u64) -> Self {
         Self { address, bytes: rest as u32, flags: (rest >> 48) as u16, link: (rest >> 32) as u16 }
     }
@@ -138,22 +139,22 @@ impl Descriptor {
     }
 }
 
-/// How the descriptors of an indirect table follow each other.
+/// Order of the descriptors of an indirect table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// By NEXT and their links, from the first on: those of a split ring.
+    /// Linked by NEXT from the first on, as in split rings.
     Linked,
-    /// All of them, one after the other: those of a packed ring (§ 2.8.7).
+    /// Sequential, all of them, as in packed rings (§ 2.8.7).
     Rowed,
 }
 
-/// What a chain has been found to be so far.
+/// Parser state of a chain.
 pub(super) struct Gathering<'m> {
     regions: &'m Regions,
     indirect: Option<Order>,
     places: Places,
     reads: usize,
-    /// Whether a descriptor to write was seen, be it of no bytes.
+    /// True if a writable descriptor was seen, even one of zero bytes.
     writes: bool,
     bytes: u64,
     descriptors: usize,
@@ -161,7 +162,7 @@ pub(super) struct Gathering<'m> {
 }
 
 impl<'m> Gathering<'m> {
-    /// `indirect`: how indirect tables are read, where they were negotiated.
+    /// `indirect`: format of indirect tables; `None` if they were not negotiated.
     pub(super) fn new(regions: &'m Regions, indirect: Option<Order>) -> Self {
         Self {
             regions,
@@ -181,12 +182,12 @@ impl<'m> Gathering<'m> {
         Chain { ticket, places, reads, descriptors, fault }
     }
 
-    /// Notes what is wrong. The first fault is the one that is told.
+    /// Records a fault. The first one is kept.
     pub(super) fn fault(&mut self, fault: ChainFault) {
         self.fault.get_or_insert(fault);
     }
 
-    /// Takes the next descriptor of the ring.
+    /// Parses the next descriptor of the ring.
     #[inline]
     pub(super) fn take(&mut self, descriptor: Descriptor) {
         if !descriptor.has(flag::INDIRECT) {
@@ -200,6 +201,7 @@ impl<'m> Gathering<'m> {
     }
 
     #[inline]
+    // Checked before the places are resolved: the work for one chain stays bounded.
     fn buffer(&mut self, descriptor: Descriptor) {
         if self.descriptors == MAX_DESCRIPTORS || self.places.len() > MAX_PLACES {
             return self.fault(ChainFault::TooLong);
@@ -219,6 +221,7 @@ impl<'m> Gathering<'m> {
         if self.places.len() > MAX_PLACES {
             self.fault(ChainFault::Scattered);
         }
+        // All places up to the first writable one are readable.
         if !self.writes {
             self.reads = self.places.len();
         }
@@ -254,6 +257,7 @@ impl<'m> Gathering<'m> {
             if ends {
                 return;
             }
+            // A linked table with more steps than entries loops.
             if read == length.min(MAX_DESCRIPTORS) {
                 return self.fault(ChainFault::TooLong);
             }

@@ -1,7 +1,7 @@
-//! The driver's half of a virtqueue: makes chains available and takes them back.
+//! The driver's half of a virtqueue: makes chains available and takes completed ones.
 //!
-//! For tests, simulations and clients that measure a device. It believes what it is told of its own
-//! memory, but not that the device gives back what it had.
+//! For tests, simulations and clients that measure a device. It trusts its own memory, but checks
+//! that the device returns only chains in flight.
 
 mod packed;
 mod split;
@@ -14,11 +14,11 @@ use super::{cells, chain, chain::flag, layout::Layout, position};
 /// A buffer of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
-    /// Its guest-physical address.
+    /// Guest-physical address.
     pub address: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: u32,
-    /// Whether the device writes it; it reads it otherwise.
+    /// True if the device writes it, false if it reads it.
     pub writable: bool,
 }
 
@@ -28,16 +28,16 @@ impl Buffer {
     }
 }
 
-/// A chain that came back.
+/// A completed chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
-    /// What [`Driver::add`] said.
+    /// Id that [`Driver::add`] returned.
     pub id: u16,
-    /// Bytes that the device has written, it says.
+    /// Number of bytes written, as the device reports it.
     pub written: u32,
 }
 
-/// The device gave back a chain that it did not have.
+/// Error: the device returned a chain that was not in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the device gave back chain {0}, which it did not have")]
 pub struct NotOut(pub u32);
@@ -62,8 +62,8 @@ macro_rules! either {
 }
 
 impl Driver {
-    /// Of a ring that nobody has used yet: zeroes. A split ring may be one whose chains are all
-    /// back.
+    /// Creates the driver of an unused (zeroed) ring. A split ring may also be one without chains
+    /// in flight.
     pub fn new(layout: &Layout) -> Self {
         let (size, event_idx, cells) = (layout.size, layout.event_idx, layout.cells());
         Self(if layout.packed {
@@ -73,19 +73,19 @@ impl Driver {
         })
     }
 
-    /// How many descriptors are free.
+    /// Number of free descriptors.
     pub fn free(&self) -> usize {
         either!(&self.0, half => half.free())
     }
 
-    /// Makes a chain of one buffer or more available: what it comes back as. `None` if it has no
-    /// buffers or the ring has no room for it.
+    /// Makes a chain of at least one buffer available and returns its id. `None` if there are no
+    /// buffers or too few free descriptors.
     pub fn add(&mut self, buffers: &[Buffer]) -> Option<u16> {
         either!(&mut self.0, half => half.add(buffers, 0))
     }
 
-    /// The same through an indirect table at `table`, so that it takes one descriptor of the ring.
-    /// The table has to stay until the chain is back.
+    /// As [`Driver::add`], through an indirect table at `table`, so that the chain uses one
+    /// descriptor of the ring. The table must stay unchanged until the chain is completed.
     ///
     /// # Panics
     /// If `table` is too short: sixteen bytes for each buffer.
@@ -110,26 +110,26 @@ impl Driver {
         either!(&mut self.0, half => half.add(&[table], flag::INDIRECT))
     }
 
-    /// Whether the device is to be kicked for what was added since this was last asked.
+    /// True if the device must be kicked for the chains added since the last call.
     #[must_use]
     pub fn wants_kick(&mut self) -> bool {
         either!(&mut self.0, half => half.wants_kick())
     }
 
-    /// The next chain that came back, if there is one.
+    /// Takes the next completed chain; `None` if there is none.
     ///
     /// # Errors
-    /// The device gave back what it did not have; the ring cannot be used on.
+    /// The device returned a chain that was not in flight; the ring is unusable.
     pub fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
         either!(&mut self.0, half => half.next_used())
     }
 
-    /// No calls, please: we look anyway.
+    /// Suppresses calls while the ring is polled.
     pub fn silence(&mut self) {
         either!(&mut self.0, half => half.silence());
     }
 
-    /// Asks the device for a call when the next chain comes back. True: one is back already.
+    /// Requests a call when the next chain is completed. True if one is completed already.
     #[must_use]
     pub fn listen(&mut self) -> bool {
         either!(&mut self.0, half => half.listen())

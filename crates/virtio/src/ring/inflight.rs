@@ -1,15 +1,16 @@
-//! Which chains are out, kept where a crash does not reach: a file that the front end holds for us.
+//! Log of the chains in flight, in memory that survives a crash: a file that the front end holds.
 //!
-//! The layouts and the order of the stores are those of "Inflight I/O tracking" in the vhost-user
-//! specification, so that another device can take over from us and we from it. A process that is
-//! killed has made all stores up to some instruction and none behind it, so what is here always
-//! tells which chains the driver waits for:
+//! Layouts and order of the stores are those of "Inflight I/O tracking" in the vhost-user
+//! specification, so that devices of other programs can continue a queue, and vice versa. A process
+//! that is killed has executed all stores up to some instruction and none after it, so the log
+//! always shows which chains the driver waits for:
 //!
-//! - a chain is noted before it is served, and what is not noted is still available in the ring;
-//! - giving it back is noted before the ring's index moves, forgotten after it. Whoever finds the
-//!   note beside the index knows on which side of that store the end was.
+//! - a chain is logged before it is executed, and a chain that is not logged is still available in
+//!   the ring;
+//! - its completion is logged before the ring's index moves, and the chain is cleared after it. The
+//!   log and the index together show on which side of that store the process ended.
 //!
-//! The front end could change it. It is checked as what a guest writes is.
+//! The front end could change the area, so it is validated like guest memory.
 
 mod packed;
 mod split;
@@ -21,21 +22,21 @@ use reactor::guest::Place;
 pub(super) use self::{packed::PackedLog, split::SplitLog};
 use super::{Broken, cells, cells::Cells, chain::Descriptor, position};
 
-/// Queues' areas follow each other at multiples of this many bytes, as libvhost-user's do.
+/// Alignment of each queue's area, as in libvhost-user.
 const ALIGNMENT: usize = 64;
-/// The only version that there is. Zero: not in use yet.
+/// The only version. Zero: not in use yet.
 const VERSION: u16 = 1;
-/// Where both kinds of area have their version, and the number of descriptors.
+/// Offsets of the version and the number of descriptors, equal in both formats.
 const VERSION_AT: usize = 8;
 const SIZE_AT: usize = 10;
 
-/// The area of one queue. All zeroes is a new one.
+/// The area of one queue. A zeroed area is new.
 #[derive(Clone, Debug)]
 pub struct Inflight(Cells);
 
 impl Inflight {
-    /// Bytes of the area of a queue with `size` descriptors. The areas of a device's queues follow
-    /// each other.
+    /// Size of the area of a queue with `size` descriptors, in bytes. The areas of a device's
+    /// queues are adjacent.
     pub const fn bytes(size: u16, packed: bool) -> usize {
         let (header, entry) =
             if packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) };
@@ -47,7 +48,7 @@ impl Inflight {
         Self(Cells::new(place))
     }
 
-    /// Its words, and whether they were in use.
+    /// Validates the header; returns the words, and whether the area was in use.
     fn open(self, size: u16, packed: bool) -> Result<(Cells, bool), Broken> {
         let Self(cells) = self;
         if cells.bytes() < Self::bytes(size, packed) || !cells.is_aligned(8) {
@@ -62,7 +63,8 @@ impl Inflight {
     }
 }
 
-/// No chain is out, and what the front end says when the ring starts again counts once more.
+/// Resets the area, so that the front end's base is used when the ring starts again. No chain may
+/// be in flight.
 fn close(cells: &Cells) {
     cells.store_u16(VERSION_AT, 0, Ordering::Release);
 }

@@ -1,44 +1,44 @@
-//! Where a ring lies and what was negotiated for it.
+//! Location and negotiated features of a ring.
 
 use reactor::guest::Place;
 
 use super::{Broken, cells::Cells, chain::DESCRIPTOR_BYTES};
 
-/// The most descriptors a ring has (virtio 1.3 § 2.7, § 2.8.10.1).
+/// Maximum number of descriptors of a ring (virtio 1.3 § 2.7, § 2.8.10.1).
 pub const MAX_SIZE: u16 = 1 << 15;
 
-/// A ring in a guest's memory.
+/// A ring in guest memory.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// How many descriptors it has: to [`MAX_SIZE`], and for a split ring a power of two.
+    /// Number of descriptors: at most [`MAX_SIZE`], for a split ring a power of two.
     pub size: u16,
-    /// The descriptor table, or the ring of descriptors.
+    /// Descriptor table of a split ring, or descriptor ring of a packed one.
     pub descriptors: Place,
-    /// What the driver writes: the available ring, or its event suppression.
+    /// Driver area: the available ring, or the driver's event suppression.
     pub driver: Place,
-    /// What the device writes: the used ring, or its event suppression.
+    /// Device area: the used ring, or the device's event suppression.
     pub device: Place,
-    /// `VIRTIO_F_RING_PACKED`
+    /// True if `VIRTIO_F_RING_PACKED` was negotiated.
     pub packed: bool,
-    /// `VIRTIO_F_EVENT_IDX`
+    /// True if `VIRTIO_F_EVENT_IDX` was negotiated.
     pub event_idx: bool,
-    /// `VIRTIO_F_INDIRECT_DESC`
+    /// True if `VIRTIO_F_INDIRECT_DESC` was negotiated.
     pub indirect: bool,
 }
 
-/// How many bytes the three parts of a ring take, and what their addresses are multiples of.
+/// Required size and alignment, in bytes, of the three parts of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
-    /// Bytes and alignment of [`Layout::descriptors`].
+    /// Size and alignment of [`Layout::descriptors`].
     pub descriptors: (usize, usize),
-    /// Of [`Layout::driver`].
+    /// Size and alignment of [`Layout::driver`].
     pub driver: (usize, usize),
-    /// Of [`Layout::device`].
+    /// Size and alignment of [`Layout::device`].
     pub device: (usize, usize),
 }
 
 impl Parts {
-    /// Of a ring of `size` descriptors (virtio 1.3 § 2.7, § 2.8.10).
+    /// Requirements of a ring of `size` descriptors (virtio 1.3 § 2.7, § 2.8.10).
     pub const fn of(size: u16, packed: bool, event_idx: bool) -> Self {
         let size = size as usize;
         let descriptors = (size * DESCRIPTOR_BYTES, 16);
@@ -51,8 +51,10 @@ impl Parts {
 }
 
 impl Layout {
+    /// Validates the layout.
+    ///
     /// # Errors
-    /// A size that no ring has, and parts that are too short or not aligned.
+    /// An invalid size, and parts that are too short or not aligned.
     pub(super) fn check(&self) -> Result<(), Broken> {
         let size = self.size;
         if size == 0 || size > MAX_SIZE || (!self.packed && !size.is_power_of_two()) {
@@ -70,7 +72,7 @@ impl Layout {
         part("device's part", &self.device, parts.device)
     }
 
-    /// Descriptors, driver's part, device's part.
+    /// Words of the three parts: descriptors, driver area, device area.
     pub(super) fn cells(&self) -> [Cells; 3] {
         [&self.descriptors, &self.driver, &self.device].map(|place| Cells::new(place.clone()))
     }

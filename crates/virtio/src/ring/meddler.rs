@@ -1,14 +1,14 @@
-//! For tests and fuzzing: what happens before a word of a ring is loaded or stored. A crash, or a
-//! guest that changes its memory while we look.
+//! For tests and fuzzing: a hook before each load and store of a ring's word. It simulates a crash,
+//! or a guest that changes its memory while the device reads it.
 
 use std::cell::{Cell, RefCell};
 
-/// What the device is about to do.
+/// Kind of access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// It reads a word.
+    /// Load of a word.
     Load,
-    /// It writes a word.
+    /// Store of a word.
     Store,
 }
 
@@ -19,11 +19,11 @@ thread_local! {
     static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
 }
 
-/// Calls what meddles on this thread, if something does.
+/// Calls the hook of this thread, if there is one.
 #[inline]
 pub(super) fn before(access: Access) {
     if ACTIVE.get() {
-        // Taken out meanwhile, as it may unwind.
+        // Taken out during the call, as the hook may unwind.
         let hook = HOOK.take();
         if let Some(mut hook) = hook {
             hook(access);
@@ -32,9 +32,9 @@ pub(super) fn before(access: Access) {
     }
 }
 
-/// Runs `device` while `hook` is called before each access of this thread to a ring.
+/// Runs `device`, with `hook` called before each access of this thread to a ring.
 pub fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T) -> T {
-    /// Ends it also where `device` unwinds.
+    // Removes the hook also if `device` unwinds.
     struct End;
     impl Drop for End {
         fn drop(&mut self) {

@@ -1,13 +1,13 @@
 //! The packed ring (virtio 1.3 § 2.8): one ring of descriptors that both sides write to. Two flags
-//! and the wrap counters tell whose turn a descriptor is.
+//! and the wrap counters determine the owner of each descriptor.
 //!
 //! ```text
-//!            used ▼ given back, in any order      next ▼
+//!           used ▼ completed, in any order      next ▼
 //!   … available │ used │ taken │ taken │ taken │ available │ …
-//!                        their descriptors are written over
+//!                        their descriptors are overwritten
 //! ```
 //!
-//! Used descriptors follow each other; each stands for the whole of its chain, whose other
+//! Used descriptors are written one after another. Each stands for its whole chain, whose other
 //! descriptors are skipped.
 
 mod turns;
@@ -30,19 +30,19 @@ pub(super) struct Packed {
     size: u16,
     indirect: Option<Order>,
     turns: Turns,
-    /// How many chains are out.
+    /// Number of chains in flight.
     taken: u16,
-    /// How many were taken from the ring and not put back.
+    /// Number of chains taken from the ring and not put back.
     numbers: u64,
     log: Option<PackedLog>,
-    /// Chains that were out when the one before us ended, to be served first: their entries in the
-    /// in-flight area and their lengths.
+    /// Chains that were in flight when the previous device ended, to be taken first: their entries
+    /// in the in-flight area and their lengths.
     again: VecDeque<(u16, u16)>,
 }
 
 impl Packed {
     /// # Errors
-    /// A base that is outside the ring, or whose halves are not of one ring.
+    /// A base that is outside the ring.
     pub(super) fn new(layout: &Layout, base: u32) -> Result<Self, Broken> {
         let size = layout.size;
         let next = Position::from_bits(base as u16);
@@ -53,8 +53,9 @@ impl Packed {
         Ok(Self {
             size,
             indirect: layout.indirect.then_some(Order::Rowed),
-            // What lies between the two is out, and after a crash nobody knows what it was: it is
-            // taken once more.
+            // Starts at the used position, not at the available one. The descriptors between the
+            // two are in flight, and after a crash their content is unknown: they are taken once
+            // more.
             turns: Turns::new(size, layout.event_idx, layout.cells(), used),
             taken: 0,
             numbers: 0,
@@ -63,8 +64,8 @@ impl Packed {
         })
     }
 
-    /// Takes up an in-flight area. Where one before us had taken chains, they come first, and the
-    /// area knows where the ring goes on: the front end does not.
+    /// Opens an in-flight area. Chains that the previous device had taken come first. The position
+    /// where the ring continues is that of the area, which the front end does not know.
     pub(super) fn resume(&mut self, inflight: Inflight) -> Result<(), Broken> {
         let turns = &self.turns;
         let is_published = |at: Position| !turns.is_available(at);
@@ -102,7 +103,7 @@ impl Packed {
             if read <= MAX_DESCRIPTORS {
                 gathering.take(descriptor);
             } else {
-                // Its end has to be found all the same: there is its id.
+                // Continue to the end of the chain, whose last descriptor has the id.
                 gathering.fault(ChainFault::TooLong);
             }
             Ok(())
@@ -135,6 +136,7 @@ impl Packed {
 
     pub(super) fn complete(&mut self, ticket: &Ticket, written: u32) {
         self.taken -= 1;
+        // Logged before the driver can see the used descriptor, and cleared after: see `inflight`.
         if let Some(log) = &mut self.log {
             log.publishing(ticket.slot, self.turns.used_after(ticket.descriptors));
         }
@@ -144,7 +146,7 @@ impl Packed {
         }
     }
 
-    /// Whether it was the chain taken last, and is to be taken again.
+    /// Makes the chain available again; false if it is not the last one taken.
     pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
         if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
@@ -182,7 +184,7 @@ impl Packed {
         u32::from(self.turns.next().bits()) | u32::from(self.turns.used().bits()) << 16
     }
 
-    /// Lets go of the in-flight area, where no chain is in it.
+    /// Closes the in-flight area, if no chain is in it.
     pub(super) fn close(self) {
         if let Some(log) = self.log.filter(|_| self.taken == 0) {
             log.close();

@@ -1,4 +1,4 @@
-//! Where in a packed ring, and who is to be told when somebody comes past there.
+//! Positions in a packed ring, and event suppression.
 
 use super::cells::{Cells, Ordering};
 
@@ -6,7 +6,7 @@ use super::cells::{Cells, Ordering};
 pub(super) const AVAIL: u16 = 1 << 7;
 pub(super) const USED: u16 = 1 << 15;
 
-/// A descriptor of a packed ring, and the wrap counter of whoever is there.
+/// Index of a descriptor in a packed ring, with the wrap counter of the side that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Position {
     pub(super) index: u16,
@@ -14,10 +14,10 @@ pub(super) struct Position {
 }
 
 impl Position {
-    /// Where both sides begin.
+    /// Initial position of both sides.
     pub(super) const START: Self = Self { index: 0, wrap: true };
 
-    /// As in the base of a ring and in event suppression (§ 2.8.10): 15 bits and one.
+    /// From the format of a ring's base and of event suppression (§ 2.8.10): 15 bits and one.
     pub(super) fn from_bits(bits: u16) -> Self {
         Self { index: bits & 0x7fff, wrap: bits >> 15 == 1 }
     }
@@ -26,9 +26,9 @@ impl Position {
         self.index | u16::from(self.wrap) << 15
     }
 
-    /// So many descriptors on, at most as many as the ring has.
+    /// Position `descriptors` further, at most the ring's size.
     pub(super) fn after(self, descriptors: u16, size: u16) -> Self {
-        // Both are 2¹⁵ at most.
+        // Both are at most 2¹⁵, so the sum fits.
         let index = u32::from(self.index) + u32::from(descriptors);
         match index.checked_sub(u32::from(size)) {
             Some(index) => Self { index: index as u16, wrap: !self.wrap },
@@ -36,7 +36,7 @@ impl Position {
         }
     }
 
-    /// So many descriptors back, at most as many as the ring has.
+    /// Position `descriptors` back, at most the ring's size.
     pub(super) fn before(self, descriptors: u16, size: u16) -> Self {
         match self.index.checked_sub(descriptors) {
             Some(index) => Self { index, ..self },
@@ -44,29 +44,29 @@ impl Position {
         }
     }
 
-    /// The flags of a descriptor here that is available.
+    /// Flags of an available descriptor here.
     pub(super) fn available(self) -> u16 {
         if self.wrap { AVAIL } else { USED }
     }
 
-    /// The flags of a descriptor here that is used.
+    /// Flags of a used descriptor here.
     pub(super) fn used(self) -> u16 {
         if self.wrap { AVAIL | USED } else { 0 }
     }
 
-    /// Whether these are the flags of a descriptor here that is available.
+    /// True for the flags of an available descriptor here.
     pub(super) fn is_available(self, flags: u16) -> bool {
         flags & (AVAIL | USED) == self.available()
     }
 
-    /// Whether these are the flags of a descriptor here that is used.
+    /// True for the flags of a used descriptor here.
     pub(super) fn is_used(self, flags: u16) -> bool {
         flags & (AVAIL | USED) == self.used()
     }
 }
 
-/// Event suppression (§ 2.8.10): what one side writes so that the other does not tell it of
-/// everything. A position, then how it is meant.
+/// Event suppression area (§ 2.8.10): one side writes in it which notifications it wants from the
+/// other. A position, then flags.
 #[derive(Debug)]
 pub(super) struct Suppression {
     cells: Cells,
@@ -75,7 +75,7 @@ pub(super) struct Suppression {
 
 const ENABLE: u16 = 0;
 const DISABLE: u16 = 1;
-/// At the position.
+/// Notify at the position.
 const DESC: u16 = 2;
 
 impl Suppression {
@@ -87,22 +87,22 @@ impl Suppression {
         self.cells.is_lost()
     }
 
-    /// Tell me nothing.
+    /// Suppresses all notifications.
     pub(super) fn silence(&self) {
         self.cells.store_u32(0, u32::from(DISABLE) << 16, Ordering::Relaxed);
     }
 
-    /// Tell me when you come past `next`, or of everything. A fence has to follow.
+    /// Requests a notification for the descriptor at `next`, or for all. A fence must follow.
     pub(super) fn ask(&self, next: Position) {
         let suppression = if self.event_idx { (next.bits(), DESC) } else { (0, ENABLE) };
         let word = u32::from(suppression.0) | u32::from(suppression.1) << 16;
         self.cells.store_u32(0, word, Ordering::Relaxed);
     }
 
-    /// Whether the other side wants to be told of the `passed` descriptors before `now`, in a ring
-    /// of `size`. A fence has to stand before.
+    /// True if the peer wants a notification for the `passed` descriptors before `now`, in a ring
+    /// of `size`. A fence must precede it.
     pub(super) fn wants(&self, passed: u32, now: Position, size: u16) -> bool {
-        // Position and meaning at once.
+        // One load, so that position and flags are consistent.
         let word = self.cells.load_u32(0, Ordering::Relaxed);
         match (word >> 16) as u16 & 3 {
             DISABLE => false,

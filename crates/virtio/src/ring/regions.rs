@@ -1,22 +1,21 @@
-//! A guest's memory as a ring looks for bytes in it: often, and mostly where it found the last.
+//! Lookup of guest memory for a ring: frequent, and mostly in the same region as the last one.
 
 use std::{cell::Cell, sync::atomic::Ordering};
 
 use reactor::guest::{Memory, Place};
 use smallvec::SmallVec;
 
-/// Bytes of a descriptor, in either kind of ring and in indirect tables.
+/// Size of a descriptor in bytes, in both formats and in indirect tables.
 pub(super) const DESCRIPTOR_BYTES: usize = 16;
 
-/// Places in the order of a chain. A descriptor that crosses from one region into the next is
-/// several of them.
+/// Places of a chain, in order. A buffer that crosses a border of regions is several places.
 pub type Places = SmallVec<[Place; 4]>;
 
-/// The regions of a guest, looked into without a reference to any of them.
+/// The regions of a guest, accessed without a reference to any of them.
 #[derive(Debug)]
 pub(super) struct Regions {
     memory: Memory,
-    /// Which of them was of use last.
+    /// Index of the region of the last lookup.
     last: Cell<usize>,
 }
 
@@ -25,7 +24,7 @@ impl Regions {
         Self { memory, last: Cell::new(0) }
     }
 
-    /// The region that bytes are wholly in, and where in it.
+    /// The region that contains all of the bytes, and their offset in it.
     fn find(&self, address: u64, bytes: usize) -> Option<(&Place, usize)> {
         let within = |whole: &Place| {
             let offset = usize::try_from(address.checked_sub(whole.guest_address())?).ok()?;
@@ -44,7 +43,7 @@ impl Regions {
         Some((&wholes[index], offset))
     }
 
-    /// Appends the places of bytes, in order; none for no bytes. False: some are outside.
+    /// Appends the places of a range, in order; none for an empty one. False if a part is outside.
     pub(super) fn places(&self, address: u64, bytes: usize, into: &mut Places) -> bool {
         if bytes == 0 {
             return true;
@@ -58,13 +57,13 @@ impl Regions {
         }
     }
 
-    /// Copies the two words of a descriptor of an indirect table, once. It need be neither aligned
-    /// nor in one region. `None`: it is outside.
+    /// Copies the two words of a descriptor of an indirect table, once. It may be unaligned, and
+    /// cross a border of regions. `None` if it is outside.
     pub(super) fn descriptor(&self, address: u64) -> Option<(u64, u64)> {
         if let Some((whole, offset)) = self.find(address, DESCRIPTOR_BYTES)
             && address.is_multiple_of(8)
         {
-            // What is aligned in the guest is so here.
+            // An address that is aligned in the guest is aligned in this process too.
             let word = |offset| whole.load_u64(offset, Ordering::Relaxed);
             return Some((word(offset), word(offset + 8)));
         }

@@ -1,5 +1,5 @@
-//! The split ring (virtio 1.3 § 2.7): a table of descriptors, heads made available in one ring and
-//! given back in another, in any order.
+//! The split ring (virtio 1.3 § 2.7): a descriptor table, an available ring of heads, and a used
+//! ring to which they are returned in any order.
 
 mod indices;
 
@@ -17,7 +17,7 @@ use super::{
     regions::Regions,
 };
 
-/// How far ahead descriptors are fetched.
+/// Distance, in entries, at which descriptors are prefetched.
 const AHEAD: u16 = 8;
 
 /// The device's half of a split ring.
@@ -27,15 +27,15 @@ pub(super) struct Split {
     indirect: Option<Order>,
     table: Cells,
     indices: Indices,
-    /// Which heads are out: a driver that makes one available twice would get it back twice, and
-    /// could have any number of requests at once.
+    /// Heads in flight. A head that is made available twice is an error: it would be returned
+    /// twice, and the number of requests in flight would be unbounded.
     out: Box<[bool]>,
-    /// How many are out.
+    /// Number of chains in flight.
     taken: u16,
-    /// How many were taken from the ring and not put back.
+    /// Number of chains taken from the ring and not put back.
     numbers: u64,
     log: Option<SplitLog>,
-    /// Heads that were out when the one before us ended, to be served first.
+    /// Heads that were in flight when the previous device ended, to be taken first.
     again: VecDeque<u16>,
 }
 
@@ -56,8 +56,9 @@ impl Split {
         }
     }
 
-    /// Takes up an in-flight area. Where one before us had taken chains, they come first, and what
-    /// is taken next follows from their number, not from the front end's base: it cannot know.
+    /// Opens an in-flight area. Chains that the previous device had taken come first. The next
+    /// available index follows from their number, not from the front end's base, which does not
+    /// include them.
     pub(super) fn resume(&mut self, inflight: Inflight) -> Result<(), Broken> {
         let published = self.indices.published();
         let (log, heads) = SplitLog::open(inflight, self.size, published)?;
@@ -66,6 +67,7 @@ impl Split {
                 self.out[usize::from(head)] = true;
             }
             self.taken = heads.len() as u16;
+            // Every taken entry is either in the used ring or in flight.
             self.indices.set_next(published.wrapping_add(self.taken));
             self.again = heads.into();
         }
@@ -110,7 +112,7 @@ impl Split {
         for read in 1.. {
             let descriptor = self.descriptor(index);
             gathering.take(descriptor);
-            // The table of an indirect descriptor ends the chain, also where NEXT is set.
+            // The table of an indirect descriptor ends the chain, also if NEXT is set.
             if descriptor.flags & (flag::NEXT | flag::INDIRECT) != flag::NEXT {
                 break;
             }
@@ -137,6 +139,7 @@ impl Split {
         self.back(ticket.id);
         match &mut self.log {
             None => self.indices.publish(ticket.id, written),
+            // Logged before the used index moves, cleared after: see `inflight`.
             Some(log) => {
                 log.publishing(ticket.id);
                 self.indices.publish(ticket.id, written);
@@ -145,7 +148,7 @@ impl Split {
         }
     }
 
-    /// Whether it was the chain taken last, and is to be taken again.
+    /// Makes the chain available again; false if it is not the last one taken.
     pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
         if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
@@ -189,7 +192,7 @@ impl Split {
         u32::from(self.indices.next())
     }
 
-    /// Lets go of the in-flight area, where no chain is in it.
+    /// Closes the in-flight area, if no chain is in it.
     pub(super) fn close(self) {
         if let Some(log) = self.log.filter(|_| self.taken == 0) {
             log.close();

@@ -1,5 +1,5 @@
-//! Rings beside their driver: what the specification says, line by line; any behaviour of both
-//! sides; and the end of the device before any store.
+//! Rings together with their driver: each rule of the specification; any interleaving of both
+//! sides; and a device that is killed before any of its stores.
 
 mod cost;
 mod crash;

@@ -1,15 +1,16 @@
-//! Rings between two threads in every interleaving, with weak memory, tried by `loom`.
+//! Rings between two threads in every interleaving, with weak memory, checked by `loom`.
 //!
-//! The files under test are those of either kind of ring, the device's half and the driver's, that
-//! are about order. They are compiled a second time over words of the checker. What is shown for
-//! these small configurations, and not only sampled:
+//! The files under test are the parts of both formats and both halves that depend on memory
+//! ordering. They are compiled a second time over words of the checker. For small configurations,
+//! these properties are verified exhaustively, not only sampled:
 //!
-//! - whoever sleeps after asking to be told is told: a wake-up that got lost would be a deadlock;
-//! - who sees a chain sees what it stands for: descriptors, heads, lengths;
-//! - the buffer behind a chain is one side's at a time: the checker knows of a race;
-//! - each chain arrives once and comes back once, also where the ring has come round.
+//! - a side that sleeps after requesting a notification receives it: a lost wake-up would be a
+//!   deadlock;
+//! - a side that sees a chain sees its descriptors, heads and lengths;
+//! - the buffer of a chain belongs to one side at a time: the checker detects data races;
+//! - each chain is taken once and completed once, also after the ring has wrapped.
 //!
-//! An eventfd is the checker's `Notify`, which keeps one notification.
+//! An eventfd is the checker's `Notify`, which stores one notification.
 
 #[path = "../../src/ring/split/indices.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
@@ -40,7 +41,7 @@ use position::Position;
 use split::Split;
 use turns::Turns;
 
-/// What the files take from `super::cells`. A word is one atomic, whatever its width, as each is
+/// Replaces `super::cells` of the files. A word is one atomic, whatever its width, as each word is
 /// always accessed in one width.
 mod cells {
     use std::sync::Arc;
@@ -78,7 +79,7 @@ mod cells {
     }
 }
 
-/// What the files take from `super::chain`.
+/// Replaces `super::chain` of the files.
 mod chain {
     pub(super) const DESCRIPTOR_BYTES: usize = 16;
     pub(super) mod flag {
@@ -117,7 +118,7 @@ struct Used {
     written: u32,
 }
 
-/// What a driver does with either kind of ring.
+/// Operations of a driver, for both formats.
 trait Driver: Sized + 'static {
     fn add(&mut self, buffers: &[Buffer]) -> Option<u16>;
     fn wants_kick(&mut self) -> bool;
@@ -155,18 +156,18 @@ macro_rules! driver {
 driver!(Split);
 driver!(Packed);
 
-/// A chain as the device has it.
+/// A chain taken by the device.
 struct Chain {
     id: u16,
-    /// Where its buffers are.
+    /// Addresses of its buffers.
     addresses: Vec<u64>,
 }
 
-/// What a device does with either kind of ring.
+/// Operations of a device, for both formats.
 trait Device: Sized + 'static {
     type Driver: Driver;
 
-    /// Both halves of a ring that nobody has used.
+    /// Both halves of an unused ring.
     fn pair(size: u16, event_idx: bool) -> (Self::Driver, Self);
     fn take(&mut self) -> Result<Option<Chain>, Broken>;
     fn publish(&mut self, chain: &Chain, written: u32);
@@ -175,7 +176,7 @@ trait Device: Sized + 'static {
     fn listen(&mut self) -> bool;
 }
 
-/// With the device's view of the table.
+/// The device's half, with the descriptor table.
 struct SplitDevice(Indices, Cells);
 
 impl Device for SplitDevice {
@@ -256,18 +257,18 @@ impl Device for Turns {
     }
 }
 
-/// How large it all is.
+/// Size of a model.
 #[derive(Clone, Copy)]
 struct Shape {
-    /// Descriptors of the ring.
+    /// Number of descriptors of the ring.
     size: u16,
     event_idx: bool,
     chains: u64,
-    /// Descriptors of the first chain, and of every other one; the rest have one. So a packed ring
-    /// that comes round meets the middle of what was a chain.
+    /// Number of descriptors of the first chain, and of every second one; the rest have one. So a
+    /// packed ring that wraps reaches the middle of an earlier chain.
     descriptors: u64,
-    /// How often threads are interrupted in one course at most. Some have so many courses that all
-    /// would take minutes; a sleep between any two words of the other side needs two.
+    /// Maximum number of preemptions in one execution; it keeps the number of executions small,
+    /// where exploring all would need minutes. A sleep between any two words of the peer needs two.
     interruptions: Option<usize>,
 }
 
@@ -276,24 +277,24 @@ impl Shape {
         Self { size, event_idx, chains, descriptors, interruptions }
     }
 
-    /// What the descriptors of this chain say.
+    /// Addresses in the descriptors of this chain.
     fn addresses(self, number: u64) -> impl Iterator<Item = u64> {
         let count = if number.is_multiple_of(2) { self.descriptors } else { 1 };
         (0..count).map(move |part| number << 8 | part)
     }
 }
 
-/// What the two sides share besides the ring.
+/// State that both sides share in addition to the ring.
 struct World {
     shape: Shape,
     /// An eventfd for each direction.
     kick: Notify,
     call: Notify,
-    /// For each chain what its driver writes there, and then its device.
+    /// For each chain the value that its driver writes, and then its device.
     buffers: Vec<Cell<u64>>,
 }
 
-/// Both halves of a ring that nobody has used, and what else they share.
+/// Both halves of an unused ring, and the shared state.
 fn world<D: Device>(shape: Shape) -> (D::Driver, D, Arc<World>) {
     let (driver, mut device) = D::pair(shape.size, shape.event_idx);
     assert!(device.wants_call(), "once, for the device before");
@@ -305,7 +306,7 @@ fn world<D: Device>(shape: Shape) -> (D::Driver, D, Arc<World>) {
 type Sent = Vec<(u16, u64)>;
 
 impl World {
-    /// Makes a chain available whose buffers say which one it is, if there is room.
+    /// Makes a chain available whose buffers contain its number, if there is space.
     fn send(&self, driver: &mut impl Driver, number: u64) -> Option<(u16, u64)> {
         let buffers = self.shape.addresses(number).map(|address| Buffer { address, bytes: 1 });
         self.buffers[number as usize].set(number + 1);
@@ -320,8 +321,7 @@ impl World {
         (0..self.shape.chains).map(|number| self.send(driver, number).expect("there is room")).collect()
     }
 
-    /// Makes the chains behind `sent` available and takes all back, asleep where there is nothing
-    /// to be done.
+    /// Makes the chains after `sent` available and takes all completed ones; sleeps when idle.
     fn drive(&self, driver: &mut impl Driver, mut sent: Sent) {
         let mut back = 0;
         while back < self.shape.chains {
@@ -345,7 +345,7 @@ impl World {
         assert!(driver.next_used().expect("nothing").is_none());
     }
 
-    /// Takes all chains, asleep where there are none; with `answers` it gives each back at once.
+    /// Takes all chains; sleeps when there are none. With `answers` it completes each at once.
     fn serve(&self, device: &mut impl Device, answers: bool) {
         let mut taken = 0;
         device.silence();
@@ -380,7 +380,7 @@ impl World {
     }
 }
 
-/// Tries all courses.
+/// Explores all executions.
 fn model(shape: Shape, course: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = shape.interruptions;
@@ -405,7 +405,7 @@ fn calls<D: Device>(shape: Shape) {
             (0..shape.chains).map(|_| device.take().expect("good").expect("there")).collect();
         let others = Arc::clone(&world);
         let thread = thread::spawn(move || {
-            // In another order than they came.
+            // In reverse order of taking.
             for chain in chains.iter().rev() {
                 others.answer(&mut device, chain);
             }
@@ -426,8 +426,8 @@ fn both<D: Device>(shape: Shape) {
     });
 }
 
-/// Each line is one of them: whether with an event index, descriptors of the ring, chains,
-/// descriptors of a chain, interruptions.
+/// Each line is a model: event index or not, descriptors of the ring, chains, descriptors of a
+/// chain, preemptions.
 macro_rules! models {
     ($kind:ident, $device:ty, $($name:ident: $model:ident($($part:expr),*);)*) => {
         mod $kind {

@@ -15,13 +15,13 @@ pub(super) struct Packed {
     device: Suppression,
     next: Position,
     used: Position,
-    /// Descriptors that no chain has.
+    /// Number of free descriptors.
     free: u16,
-    /// Buffer ids that no chain has.
+    /// Free buffer ids.
     ids: Vec<u16>,
-    /// For each id that is out, how many descriptors it has; else zero.
+    /// Number of descriptors of the chain with each id; zero if it is free.
     lengths: Box<[u16]>,
-    /// Descriptors published since the last `wants_kick`.
+    /// Number of descriptors published since the last `wants_kick`.
     unkicked: u32,
 }
 
@@ -51,7 +51,7 @@ impl Packed {
         let id = self.ids.pop().expect("as many ids as descriptors");
         self.lengths[usize::from(id)] = length;
         let head = self.next;
-        // The first is made available last, and the others with it.
+        // In reverse: making the first descriptor available publishes the whole chain.
         for (number, buffer) in (0..length).zip(buffers).rev() {
             let at = head.after(number, self.size);
             let link = if number + 1 < length { flag::NEXT } else { 0 };

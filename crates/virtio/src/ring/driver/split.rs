@@ -9,9 +9,9 @@ use super::{
 const FLAGS: usize = 0;
 const IDX: usize = 2;
 const RING: usize = 4;
-/// Of the used ring: the driver need not kick.
+/// Flag of the used ring: kicks are suppressed.
 const NO_NOTIFY: u16 = 1;
-/// Of the available ring: the device need not call.
+/// Flag of the available ring: calls are suppressed.
 const NO_INTERRUPT: u16 = 1;
 
 #[derive(Debug)]
@@ -21,14 +21,14 @@ pub(super) struct Split {
     table: Cells,
     available: Cells,
     used: Cells,
-    /// Descriptors that no chain has.
+    /// Free descriptors.
     free: Vec<u16>,
-    /// For each descriptor that one has, the next of it.
+    /// Next descriptor of the chain, for each descriptor in use.
     links: Box<[u16]>,
-    /// For each head that is out, how many descriptors it has; else zero.
+    /// Number of descriptors of the chain with each head; zero if it is not in flight.
     lengths: Box<[u16]>,
     published: u16,
-    /// Entries published since the last `wants_kick`.
+    /// Number of entries published since the last `wants_kick`.
     unkicked: u32,
     seen: u16,
 }
@@ -106,6 +106,8 @@ impl Split {
         if length == 0 {
             return Err(NotOut(id));
         }
+        // Follows its own copy of the links: the device may not change the table, but is not
+        // trusted.
         let mut descriptor = head;
         for _ in 0..length {
             self.free.push(descriptor);

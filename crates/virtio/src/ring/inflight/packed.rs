@@ -1,9 +1,9 @@
-//! `QueueRegionPacked`: an entry for each descriptor that is out, with a copy of it, since the
-//! device writes over the ring's. Entries of a chain are linked; those that are free, too.
+//! `QueueRegionPacked`: an entry for each descriptor in flight, with a copy of it, since the device
+//! overwrites the ring's. The entries of a chain are linked, and so are free entries.
 //!
-//! The header has each of its values twice, as it was before what is being done now and as it will
-//! be. The specification's fields are single; here those that belong together are stored as one
-//! word, so that no end comes between them: an index is never seen with another's wrap counter.
+//! The header has each value twice: before the current operation (`old_…`) and after it. The
+//! specification's fields are separate; here related fields are stored as one word, so that a crash
+//! cannot come between them: an index is never combined with another index's wrap counter.
 
 use super::{
     Broken, Descriptor, Inflight, SIZE_AT, VERSION, VERSION_AT,
@@ -13,13 +13,13 @@ use super::{
 };
 
 pub(super) const HEADER: usize = 32;
-/// `free_head`, and `old_free_head` behind it.
+/// `free_head`, followed by `old_free_head`.
 const FREE: usize = 12;
 /// `used_idx`, `old_used_idx`, their wrap counters of one byte each, and padding.
 const USED: usize = 16;
 
 pub(super) const ENTRY: usize = 32;
-/// One byte, with padding behind it.
+/// One byte, followed by padding.
 const IN_FLIGHT: usize = 0;
 const NEXT: usize = 2;
 const LAST: usize = 4;
@@ -29,12 +29,11 @@ const COUNTER: usize = 8;
 const WORD: usize = 16;
 const ADDRESS: usize = 24;
 
-/// Chains that were out at the end of the one before us.
+/// Chains that were in flight when the previous device ended.
 pub(in super::super) struct Remains {
-    /// Where the next used descriptor goes.
+    /// Position of the next used descriptor.
     pub(in super::super) used: Position,
-    /// The first entries of the chains, and how many descriptors each has, in the order in which
-    /// they were taken.
+    /// First entry and number of descriptors of each chain, in the order of taking.
     pub(in super::super) chains: Vec<(u16, u16)>,
 }
 
@@ -43,11 +42,11 @@ pub(in super::super) struct Remains {
 pub(in super::super) struct PackedLog {
     cells: Cells,
     size: u16,
-    /// The first free entry; `size` if there is none.
+    /// First free entry; `size` if there is none.
     free: u16,
     used: Position,
     counter: u64,
-    /// The chain that is being noted: its first entry, its last, and its length so far.
+    /// The chain that is being logged: first entry, last entry, length so far.
     noting: (u16, u16, u16),
 }
 
@@ -58,9 +57,9 @@ fn at(slot: u16, field: usize) -> usize {
 const NO_SUCH_ENTRY: Broken = Broken::Inflight("it names an entry that it does not have");
 
 impl PackedLog {
-    /// Takes up an area. `used`: where the front end says that the next used descriptor goes.
-    /// `is_published`: whether there is a used descriptor at a place of the ring. Of an area that
-    /// was in use, what the driver still waits for.
+    /// Opens an area. `used` is the position of the next used descriptor according to the front
+    /// end; `is_published` returns whether there is a used descriptor at a position of the ring.
+    /// Returns the chains that the driver still waits for, if the area was in use.
     pub(in super::super) fn open(
         inflight: Inflight,
         size: u16,
@@ -100,7 +99,7 @@ impl PackedLog {
         self.cells.store_u64(USED, indices | wraps << 32, Ordering::Release);
     }
 
-    /// Ends what was being done: forward if the driver has seen it, else back.
+    /// Completes the interrupted operation if the driver has seen it, else rolls it back.
     fn settle(&mut self, is_published: impl Fn(Position) -> bool) -> Result<(), Broken> {
         let free = self.cells.load_u32(FREE, Ordering::Relaxed);
         let word = self.cells.load_u64(USED, Ordering::Relaxed);
@@ -110,7 +109,7 @@ impl PackedLog {
         };
         let used = position(word, word >> 32)?;
         let old_used = position(word >> 16, word >> 40)?;
-        // With the wrap counter: a chain as long as the ring leaves the index where it is.
+        // Compared with the wrap counter: a chain as long as the ring leaves the index unchanged.
         let forward = used != old_used && is_published(old_used);
         (self.free, self.used) = if forward { (free as u16, used) } else { ((free >> 16) as u16, old_used) };
         self.store_free(self.free, self.free);
@@ -118,9 +117,9 @@ impl PackedLog {
         Ok(())
     }
 
-    /// The chains that are out, found by what is not free.
+    /// Finds the chains in flight: all entries that are not free.
     fn chains(&mut self) -> Result<Remains, Broken> {
-        // What a crash left half noted or half forgotten is in the list of free entries.
+        // The free list includes entries that a crash left partly logged or partly cleared.
         let mut seen = vec![false; usize::from(self.size)];
         let mut left = self.size;
         let mut slot = self.free;
@@ -167,8 +166,8 @@ impl PackedLog {
         self.cells.load_u16(at(slot, NEXT), Ordering::Relaxed)
     }
 
-    /// The copy of the descriptor in `slot`, and the slot behind it. Of a chain of `chains` only,
-    /// whose entries nobody of ours has changed since.
+    /// The copy of the descriptor in `slot`, and the next slot. Only for chains returned by
+    /// `chains`, whose entries this device has not changed since.
     pub(in super::super) fn descriptor(&self, slot: u16) -> Result<(Descriptor, u16), Broken> {
         if slot >= self.size {
             return Err(NO_SUCH_ENTRY);
@@ -180,12 +179,12 @@ impl PackedLog {
         Ok((descriptor, self.next(slot)))
     }
 
-    /// A chain follows.
+    /// Begins a chain.
     pub(in super::super) fn start(&mut self) {
         self.noting = (self.free, self.free, 0);
     }
 
-    /// Notes the next descriptor of the chain. Until `taken` it is in free entries.
+    /// Logs the next descriptor of the chain. Its entry stays in the free list until `taken`.
     pub(in super::super) fn note(&mut self, descriptor: Descriptor) -> Result<(), Broken> {
         let (head, last, length) = self.noting;
         let slot = if length == 0 { head } else { self.next(last) };
@@ -201,7 +200,7 @@ impl PackedLog {
         Ok(())
     }
 
-    /// The noted chain is out from now on; the entry that it is found by.
+    /// Marks the logged chain as in flight; returns its first entry.
     pub(in super::super) fn taken(&mut self) -> u16 {
         let (head, last, length) = self.noting;
         self.cells.store_u16(at(head, LAST), last, Ordering::Relaxed);
@@ -210,13 +209,13 @@ impl PackedLog {
         self.counter = self.counter.wrapping_add(1);
         self.cells.store_u16(at(head, IN_FLIGHT), 1, Ordering::Release);
         self.free = self.next(last);
-        // Before this store it is free, behind it it is out.
+        // The commit point: before this store the chain is free, after it it is in flight.
         self.store_free(self.free, self.free);
         head
     }
 
-    /// A used descriptor for the chain of `slot` is about to be seen by the driver, and the next
-    /// one will go to `used`.
+    /// Logs that a used descriptor for the chain of `slot` is about to be published, and that the
+    /// next one will be at `used`.
     pub(in super::super) fn publishing(&mut self, slot: u16, used: Position) {
         self.link(slot);
         self.store_free(slot, self.free);
@@ -224,14 +223,14 @@ impl PackedLog {
         (self.free, self.used) = (slot, used);
     }
 
-    /// The driver can see it.
+    /// Logs that the used descriptor is published.
     pub(in super::super) fn published(&mut self, slot: u16) {
         self.forget(slot);
         self.store_free(self.free, self.free);
         self.store_used(self.used, self.used);
     }
 
-    /// The chain of `slot` goes back to the ring.
+    /// Logs that the chain of `slot` was put back.
     pub(in super::super) fn forgotten(&mut self, slot: u16) {
         self.link(slot);
         self.free = slot;
@@ -239,10 +238,10 @@ impl PackedLog {
         self.forget(slot);
     }
 
-    /// Puts the list of free entries behind the chain of `slot`.
+    /// Appends the free list to the chain of `slot`.
     fn link(&self, slot: u16) {
         let last = self.cells.load_u16(at(slot, LAST), Ordering::Relaxed);
-        // A front end that changes it leaks entries of its own queue.
+        // A malicious front end that has changed it leaks entries of its queue.
         if last < self.size {
             self.cells.store_u16(at(last, NEXT), self.free, Ordering::Release);
         }

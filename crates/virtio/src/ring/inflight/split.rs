@@ -11,7 +11,7 @@ const LAST_BATCH_HEAD: usize = 12;
 const USED_IDX: usize = 14;
 
 pub(super) const ENTRY: usize = 16;
-/// One byte, with padding behind it.
+/// One byte, followed by padding.
 const IN_FLIGHT: usize = 0;
 const NEXT: usize = 6;
 const COUNTER: usize = 8;
@@ -21,18 +21,18 @@ const COUNTER: usize = 8;
 pub(in super::super) struct SplitLog {
     cells: Cells,
     last_batch_head: u16,
-    /// In which order chains were taken.
+    /// Sequence number of the next chain.
     counter: u64,
 }
 
-/// Where entry `head` has its field.
+/// Offset of a field of entry `head`.
 fn at(head: u16, field: usize) -> usize {
     HEADER + usize::from(head) * ENTRY + field
 }
 
 impl SplitLog {
-    /// Takes up an area beside a used ring whose index is `published`. Of one that was in use, the
-    /// heads that the driver still waits for, in the order in which they were taken.
+    /// Opens an area next to a used ring with index `published`. Returns the heads that the driver
+    /// still waits for, in the order of taking, if the area was in use.
     pub(in super::super) fn open(
         inflight: Inflight,
         size: u16,
@@ -66,10 +66,11 @@ impl SplitLog {
         self.cells.store_u16(VERSION_AT, VERSION, Ordering::Release);
     }
 
-    /// Forgets the heads that were given back and not forgotten.
+    /// Clears the heads that were completed and not cleared.
     fn settle(&mut self, size: u16, published: u16) -> Result<(), Broken> {
         self.last_batch_head = self.cells.load_u16(LAST_BATCH_HEAD, Ordering::Relaxed);
         let noted = self.cells.load_u16(USED_IDX, Ordering::Relaxed);
+        // At most one batch can be unfinished: its heads are linked from `last_batch_head`.
         let batch = published.wrapping_sub(noted);
         if batch > size {
             return Err(Broken::Inflight("its index is not that of the used ring"));
@@ -86,27 +87,28 @@ impl SplitLog {
         Ok(())
     }
 
-    /// A head is out from now on.
+    /// Logs that a head is in flight.
     pub(in super::super) fn taken(&mut self, head: u16) {
         self.cells.store_u64(at(head, COUNTER), self.counter, Ordering::Relaxed);
         self.counter = self.counter.wrapping_add(1);
         self.cells.store_u16(at(head, IN_FLIGHT), 1, Ordering::Release);
     }
 
-    /// The index of the used ring is about to move past a head.
+    /// Logs that the used index is about to move past a head.
     pub(in super::super) fn publishing(&mut self, head: u16) {
+        // Linked first: a crash between the stores leaves the old batch valid.
         self.cells.store_u16(at(head, NEXT), self.last_batch_head, Ordering::Release);
         self.cells.store_u16(LAST_BATCH_HEAD, head, Ordering::Release);
         self.last_batch_head = head;
     }
 
-    /// It has moved.
+    /// Logs that the used index has moved.
     pub(in super::super) fn published(&mut self, head: u16, published: u16) {
         self.forgotten(head);
         self.cells.store_u16(USED_IDX, published, Ordering::Release);
     }
 
-    /// A head is no longer out.
+    /// Clears a head.
     pub(in super::super) fn forgotten(&mut self, head: u16) {
         self.cells.store_u16(at(head, IN_FLIGHT), 0, Ordering::Release);
     }

@@ -1,14 +1,15 @@
-//! Whose turn a descriptor of a packed ring is, and who wants to be told of it: the device's half
-//! of the protocol, as far as it is about order (virtio 1.3 § 2.8.1 to § 2.8.10).
+//! Ownership of descriptors and notifications in a packed ring: the part of the device's half that
+//! depends on memory ordering (virtio 1.3 § 2.8.1 to § 2.8.10).
 //!
 //! ```text
 //!   descriptor     address │ length, id, flags                written by both sides in turn
 //!   suppression    position of the event │ flags              one written by each side
 //! ```
 //!
-//! A descriptor changes hands with its flags, which are stored last and loaded first. Each side
-//! hands over, then looks whether the other wants to be told; or asks to be told, then looks once
-//! more. Between the two is a fence, so that one of them sees the other:
+//! A descriptor changes its owner with its flags, which are stored last and loaded first. Each side
+//! publishes and then checks whether the peer wants a notification; or it requests notifications
+//! and then checks the ring once more. A fence separates the two steps, so that at least one side
+//! sees the store of its peer:
 //!
 //! ```text
 //!   device                                 driver
@@ -17,7 +18,7 @@
 //!   next available? look again             event passed? kick
 //! ```
 //!
-//! `crates/export/tests/model` tries this file in every interleaving.
+//! `crates/virtio/tests/model` checks this file in every interleaving.
 
 use super::{
     Broken,
@@ -31,25 +32,25 @@ use super::{
 pub(super) struct Turns {
     size: u16,
     ring: Cells,
-    /// What the driver wants to be told of, and what we do.
+    /// Event suppression areas: the driver's, and the device's.
     driver: Suppression,
     device: Suppression,
-    /// The descriptor to be taken next.
+    /// Position of the next descriptor to take.
     next: Position,
-    /// Where the next used descriptor goes.
+    /// Position of the next used descriptor.
     used: Position,
-    /// How many descriptors are between the two: of chains that are out.
+    /// Number of descriptors between the two: those of chains in flight.
     out: u16,
-    /// Descriptors given back that the driver was not asked about yet.
+    /// Number of descriptors returned since the last `wants_call`.
     unannounced: u32,
-    /// Nobody knows what was announced before this ring was taken over.
+    /// True until the first `wants_call`: an earlier device may have owed a call.
     owes_call: bool,
-    /// Whether the driver was told not to kick.
+    /// True if kicks are suppressed.
     silent: bool,
 }
 
 impl Turns {
-    /// `cells`: descriptors, the driver's part, the device's part.
+    /// `cells`: descriptors, the driver's area, the device's area.
     pub(super) fn new(size: u16, event_idx: bool, cells: [Cells; 3], used: Position) -> Self {
         let [ring, driver, device] = cells;
         Self {
@@ -66,7 +67,7 @@ impl Turns {
         }
     }
 
-    /// The same ring in other memory.
+    /// Continues with the same ring in other memory.
     pub(super) fn set_cells(&mut self, event_idx: bool, cells: [Cells; 3]) {
         let [ring, driver, device] = cells;
         self.ring = ring;
@@ -78,52 +79,53 @@ impl Turns {
         self.ring.is_lost() || self.driver.is_lost() || self.device.is_lost()
     }
 
-    /// The descriptor to be taken next.
+    /// Position of the next descriptor to take.
     pub(super) fn next(&self) -> Position {
         self.next
     }
 
-    /// Where the next used descriptor goes.
+    /// Position of the next used descriptor.
     pub(super) fn used(&self) -> Position {
         self.used
     }
 
-    /// Where the used descriptor goes that follows one of a chain of so many descriptors.
+    /// Position of the used descriptor after that of a chain of `descriptors` descriptors.
     pub(super) fn used_after(&self, descriptors: u16) -> Position {
         self.used.after(descriptors, self.size)
     }
 
-    /// Goes on at `used`, with chains out of `out` descriptors in all, at most the ring's.
+    /// Continues at `used`, with `out` descriptors in flight, at most the ring's size.
     pub(super) fn resume(&mut self, used: Position, out: u16) {
         (self.used, self.out) = (used, out);
         self.next = used.after(out, self.size);
     }
 
-    /// The words of the descriptor there: its address, and its length, id and flags in one.
+    /// The words of a descriptor: its address, and its length, id and flags in one.
     #[inline]
     fn words(&self, at: Position) -> (u64, u64) {
         let offset = usize::from(at.index) * DESCRIPTOR_BYTES;
-        // The flags with all that is in their word; whoever sees them sees the rest.
+        // Acquire on the word with the flags: if the device owns the descriptor, the address is
+        // visible.
         let word = self.ring.load_u64(offset + 8, Ordering::Acquire);
         (self.ring.load_u64(offset, Ordering::Relaxed), word)
     }
 
-    /// Whether the descriptor there is the device's.
+    /// True if the descriptor belongs to the device.
     pub(super) fn is_available(&self, at: Position) -> bool {
         at.is_available(flags(self.words(at).1))
     }
 
-    /// Takes the chain that the driver made available next, if there is one: tells `each` the words
-    /// of its descriptors. Its id, and how many descriptors it has.
+    /// Takes the next available chain; `None` if there is none. Calls `each` with the words of its
+    /// descriptors; returns its id and its number of descriptors.
     ///
     /// # Errors
-    /// A chain without an end, and what `each` says. Nothing is taken then.
+    /// A chain without an end, and errors of `each`. Nothing is taken then.
     #[inline(always)]
     pub(super) fn take(
         &mut self,
         mut each: impl FnMut(u64, u64) -> Result<(), Broken>,
     ) -> Result<Option<(u16, u16)>, Broken> {
-        // A full ring has come round to what is out, whatever the flags there say.
+        // In a full ring the next position belongs to a chain in flight, whatever its flags are.
         if self.out == self.size {
             return Ok(None);
         }
@@ -137,6 +139,7 @@ impl Turns {
             if flags(word) & flag::NEXT == 0 {
                 break;
             }
+            // All descriptors that are not in flight belong to this chain, and none ends it.
             if length == self.size - self.out {
                 return Err(Broken::Endless);
             }
@@ -148,20 +151,20 @@ impl Turns {
         Ok(Some(((word >> 32) as u16, length)))
     }
 
-    /// The chain taken last, of so many descriptors, is to be taken again.
+    /// Makes the chain taken last available again.
     pub(super) fn put_back(&mut self, descriptors: u16) {
         self.leave(descriptors);
         self.next = self.next.before(descriptors, self.size);
     }
 
-    /// Gives a chain back to the driver, of whose buffers `written` bytes were written.
+    /// Returns a chain to the driver, with the number of bytes written to its buffers.
     #[inline]
     pub(super) fn publish(&mut self, id: u16, descriptors: u16, written: u32) {
         self.leave(descriptors);
         let at = self.used;
         let flags = if written > 0 { at.used() | flag::WRITE } else { at.used() };
         let word = u64::from(written) | u64::from(id) << 32 | u64::from(flags) << 48;
-        // Whoever sees it sees what was written to the buffers.
+        // Release: a driver that sees the flags sees the data in the buffers.
         self.ring.store_u64(usize::from(at.index) * DESCRIPTOR_BYTES + 8, word, Ordering::Release);
         self.used = self.used_after(descriptors);
         self.unannounced = self.unannounced.saturating_add(u32::from(descriptors));
@@ -172,7 +175,7 @@ impl Turns {
         self.out = left.expect("a ticket is given back once, to the ring that it is of");
     }
 
-    /// Whether the driver is to be called for what was published since this was last asked.
+    /// True if the driver must be called for the descriptors published since the last call.
     pub(super) fn wants_call(&mut self) -> bool {
         let unannounced = std::mem::take(&mut self.unannounced);
         if std::mem::take(&mut self.owes_call) {
@@ -181,11 +184,12 @@ impl Turns {
         if unannounced == 0 {
             return false;
         }
+        // Between publishing (`publish`) and the check of the driver's event: see the drawing.
         fence(Ordering::SeqCst);
         self.driver.wants(unannounced, self.used, self.size)
     }
 
-    /// No kicks, please.
+    /// Suppresses kicks.
     pub(super) fn silence(&mut self) {
         if !self.silent {
             self.device.silence();
@@ -193,17 +197,18 @@ impl Turns {
         self.silent = true;
     }
 
-    /// Asks for kicks. True: something was made available meanwhile, and nobody may kick for it.
+    /// Requests kicks. True if a chain was made available meanwhile, for which no kick may arrive.
     pub(super) fn listen(&mut self) -> bool {
         self.silent = false;
         self.device.ask(self.next);
+        // Between the request (above) and the check of the next descriptor: see the drawing.
         fence(Ordering::SeqCst);
         let word = self.ring.load_u64(usize::from(self.next.index) * DESCRIPTOR_BYTES + 8, Ordering::Relaxed);
         self.next.is_available(flags(word)) && self.out < self.size
     }
 }
 
-/// The flags in a descriptor's second word.
+/// Flags in a descriptor's second word.
 fn flags(word: u64) -> u16 {
     (word >> 48) as u16
 }

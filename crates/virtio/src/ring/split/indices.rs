@@ -1,13 +1,14 @@
-//! The indices of a split ring and who wants to be told of them: the device's half of the protocol,
-//! as far as it is about order (virtio 1.3 § 2.7.6 to § 2.7.10).
+//! Indices and notifications of a split ring: the part of the device's half that depends on memory
+//! ordering (virtio 1.3 § 2.7.6 to § 2.7.10).
 //!
 //! ```text
 //!   available   flags │ idx │ ring[size] │ used_event         written by the driver
 //!   used        flags │ idx │ ring[size] │ avail_event        written by the device
 //! ```
 //!
-//! Each side publishes, then looks whether the other wants to be told; or asks to be told, then
-//! looks once more. Between the two is a fence, so that one of them sees the other:
+//! Each side publishes and then checks whether the peer wants a notification; or it requests
+//! notifications and then checks the peer's index once more. A fence separates the two steps, so
+//! that at least one side sees the store of its peer:
 //!
 //! ```text
 //!   device                                 driver
@@ -16,7 +17,7 @@
 //!   idx moved? look again                  avail_event passed? kick
 //! ```
 //!
-//! `crates/export/tests/model` tries this file in every interleaving.
+//! `crates/virtio/tests/model` checks this file in every interleaving.
 
 use super::{
     Broken,
@@ -26,9 +27,9 @@ use super::{
 const FLAGS: usize = 0;
 const IDX: usize = 2;
 const RING: usize = 4;
-/// Of the used ring: the driver need not kick (`VIRTQ_USED_F_NO_NOTIFY`).
+/// Flag of the used ring: kicks are suppressed (`VIRTQ_USED_F_NO_NOTIFY`).
 const NO_NOTIFY: u16 = 1;
-/// Of the available ring: the device need not call (`VIRTQ_AVAIL_F_NO_INTERRUPT`).
+/// Flag of the available ring: calls are suppressed (`VIRTQ_AVAIL_F_NO_INTERRUPT`).
 const NO_INTERRUPT: u16 = 1;
 
 /// The device's half.
@@ -38,22 +39,22 @@ pub(super) struct Indices {
     event_idx: bool,
     available: Cells,
     used: Cells,
-    /// The available entry to be taken next.
+    /// Index of the next available entry to take.
     next: u16,
-    /// The driver's index when it was last looked at.
+    /// Last loaded value of the driver's index.
     seen: u16,
-    /// Entries of the used ring that are published.
+    /// Number of published used entries, modulo 2¹⁶.
     published: u16,
-    /// Those of them that the driver was not asked about yet.
+    /// Number of published entries since the last `wants_call`.
     unannounced: u32,
-    /// Nobody knows what was announced before this ring was taken over.
+    /// True until the first `wants_call`: an earlier device may have owed a call.
     owes_call: bool,
-    /// Whether the driver was told not to kick.
+    /// True if kicks are suppressed.
     silent: bool,
 }
 
 impl Indices {
-    /// `base`: the available entry to be taken first.
+    /// `base`: index of the first available entry to take.
     pub(super) fn new(size: u16, event_idx: bool, available: Cells, used: Cells, base: u16) -> Self {
         let published = used.load_u16(IDX, Ordering::Relaxed);
         Self {
@@ -70,7 +71,7 @@ impl Indices {
         }
     }
 
-    /// The same rings in other memory.
+    /// Continues with the same rings in other memory.
     pub(super) fn set_cells(&mut self, available: Cells, used: Cells) {
         (self.available, self.used) = (available, used);
     }
@@ -79,29 +80,30 @@ impl Indices {
         self.available.is_lost() || self.used.is_lost()
     }
 
-    /// The available entry to be taken next.
+    /// Index of the next available entry to take.
     pub(super) fn next(&self) -> u16 {
         self.next
     }
 
-    /// The index of the used ring.
+    /// Index of the used ring.
     pub(super) fn published(&self) -> u16 {
         self.published
     }
 
-    /// Takes from there on.
+    /// Continues taking at this index.
     pub(super) fn set_next(&mut self, next: u16) {
         (self.next, self.seen) = (next, next);
     }
 
-    /// The head that the driver made available next, and takes it.
+    /// Takes the next available head; `None` if there is none.
     ///
     /// # Errors
-    /// An index or a head that cannot be. Nothing is taken then.
+    /// An invalid index or head. Nothing is taken then.
     pub(super) fn take(&mut self) -> Result<Option<u16>, Broken> {
         if self.next == self.seen {
-            // Whoever sees the index sees what it makes available.
+            // Acquire pairs with the driver's publication: its entries and descriptors are visible.
             let seen = self.available.load_u16(IDX, Ordering::Acquire);
+            // A distance above the ring's size also covers an index that went backwards.
             if seen.wrapping_sub(self.next) > self.size {
                 return Err(Broken::Jump { from: self.next, to: seen, size: self.size });
             }
@@ -119,8 +121,8 @@ impl Indices {
         Ok(Some(head))
     }
 
-    /// The head so many entries behind the next, if the driver is known to have made it available.
-    /// It may be another one, or none, once it is taken.
+    /// The head `ahead` entries behind the next one, if the driver is known to have made it
+    /// available. The guest may change it before it is taken.
     pub(super) fn peek(&self, ahead: u16) -> Option<u16> {
         if self.seen.wrapping_sub(self.next) <= ahead {
             return None;
@@ -129,22 +131,23 @@ impl Indices {
         Some(self.available.load_u16(RING + 2 * entry, Ordering::Relaxed))
     }
 
-    /// The entry taken last is to be taken again.
+    /// Makes the last taken entry available again.
     pub(super) fn put_back(&mut self) {
         self.next = self.next.wrapping_sub(1);
     }
 
-    /// Gives a head back to the driver, of whose buffers `written` bytes were written.
+    /// Returns a head to the driver, with the number of bytes written to its buffers.
     pub(super) fn publish(&mut self, head: u16, written: u32) {
         let entry = RING + 8 * usize::from(self.published % self.size);
         self.used.store_u32(entry, u32::from(head), Ordering::Relaxed);
+        // Relaxed is enough for the entry: the index below publishes it with Release.
         self.used.store_u32(entry + 4, written, Ordering::Relaxed);
         self.published = self.published.wrapping_add(1);
         self.used.store_u16(IDX, self.published, Ordering::Release);
         self.unannounced = self.unannounced.saturating_add(1);
     }
 
-    /// Whether the driver is to be called for what was published since this was last asked.
+    /// True if the driver must be called for the entries published since the last call.
     pub(super) fn wants_call(&mut self) -> bool {
         let unannounced = std::mem::take(&mut self.unannounced);
         if std::mem::take(&mut self.owes_call) {
@@ -153,10 +156,12 @@ impl Indices {
         if unannounced == 0 {
             return false;
         }
+        // Between publishing (above) and the check of the driver's event: see the drawing.
         fence(Ordering::SeqCst);
         if self.event_idx {
             let event = self.available.load_u16(RING + 2 * usize::from(self.size), Ordering::Relaxed);
-            // How many were published behind the one that the driver waits for.
+            // Number of entries published after the one that the driver waits for
+            // (`vring_need_event`, § 2.7.7.1).
             let behind = self.published.wrapping_sub(event).wrapping_sub(1);
             u32::from(behind) < unannounced
         } else {
@@ -164,8 +169,8 @@ impl Indices {
         }
     }
 
-    /// No kicks, please. With an event index it has nothing to say: the event that was asked for
-    /// is past, until the index comes round.
+    /// Suppresses kicks. With an event index there is nothing to store: the requested event has
+    /// passed, until the index wraps.
     pub(super) fn silence(&mut self) {
         if !self.silent && !self.event_idx {
             self.used.store_u16(FLAGS, NO_NOTIFY, Ordering::Relaxed);
@@ -173,7 +178,7 @@ impl Indices {
         self.silent = true;
     }
 
-    /// Asks for kicks. True: something was made available meanwhile, and nobody may kick for it.
+    /// Requests kicks. True if an entry was made available meanwhile, for which no kick may arrive.
     pub(super) fn listen(&mut self) -> bool {
         self.silent = false;
         if self.event_idx {
@@ -181,6 +186,7 @@ impl Indices {
         } else {
             self.used.store_u16(FLAGS, 0, Ordering::Relaxed);
         }
+        // Between the request (above) and the check of the driver's index: see the drawing.
         fence(Ordering::SeqCst);
         self.available.load_u16(IDX, Ordering::Relaxed) != self.next
     }

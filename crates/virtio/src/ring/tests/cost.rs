@@ -1,7 +1,7 @@
-//! What a chain costs. It judges nothing: run it by hand, optimised, and read.
+//! Time per chain. Asserts nothing: run it manually, optimized, and read the output.
 //!
 //! ```text
-//! cargo test --release -p weir-export --lib virtio::ring::tests::cost -- --ignored --nocapture
+//! cargo test --release -p weir-virtio --lib ring::tests::cost -- --ignored --nocapture
 //! ```
 
 use std::time::Instant;
@@ -18,8 +18,8 @@ use crate::{
 const ROUNDS: u32 = 20_000;
 const BATCH: u16 = 32;
 
-/// Nanoseconds of the device for one indirect chain of three, without its request or with it: the
-/// median, as a machine has other things to do.
+/// Time of the device for one indirect chain of three descriptors, with or without parsing its
+/// request, in nanoseconds: the median, because of other load on the machine.
 fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
     let shape = Shape { size: 128, packed, event_idx: true, indirect: true };
     let memory = memory();

@@ -1,5 +1,5 @@
-//! The device ends before any of its stores, and another goes on with its in-flight area: each
-//! chain is served, none comes back twice, and what came back is not served again.
+//! A device is killed before any of its stores, and another one continues with its in-flight area:
+//! each chain is served, none is completed twice, and completed ones are not served again.
 
 use std::{
     cell::Cell,
@@ -16,22 +16,22 @@ use crate::{
     seeds,
 };
 
-/// The end of a process.
+/// Panic payload of a killed device.
 struct Killed;
 
-/// A device, and how many stores it still makes.
+/// A device, and the number of stores before it is killed.
 struct Device {
     stores: Rc<Cell<u32>>,
     ring: Option<Ring>,
     held: Vec<Held>,
 }
 
-/// What became of it after a step.
+/// Result of a step.
 enum After {
     Runs,
-    /// It was killed; the driver did not notice.
+    /// It was killed, without notice to the driver.
     Killed,
-    /// It stopped in order, at this base.
+    /// It stopped regularly, at this base.
     Stopped(u32),
 }
 
@@ -78,7 +78,8 @@ impl Device {
 
 fn run(seed: u64) -> u64 {
     let (mut world, shape) = World::new(seed);
-    // What the front end knows: of a ring that was not stopped, what it said at the start.
+    // The base that the front end knows: for a ring that was not stopped, the one it sent at the
+    // start.
     let mut base = shape.start();
     for _ in 0..world.rng.usize(1..8) {
         let mut device = Device::new(world.rng.u32(0..200));
@@ -91,7 +92,7 @@ fn run(seed: u64) -> u64 {
                     break;
                 }
             }
-            // The driver acts between the device's steps, and at its end too.
+            // The driver acts between the device's steps, also after its last one.
             if world.rng.bool() {
                 world.send();
             }
@@ -100,7 +101,7 @@ fn run(seed: u64) -> u64 {
             }
         }
     }
-    // The last one is not killed.
+    // The last device is not killed.
     let mut ring = world.ring_with_inflight(base);
     while let Some(chain) = ring.take().expect("a good ring") {
         let held = world.look(chain);

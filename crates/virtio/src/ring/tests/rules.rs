@@ -1,5 +1,5 @@
-//! The specification's rules, one by one: chains, what makes a ring meaningless, events, and the
-//! bytes of the in-flight area.
+//! The specification's rules, one by one: chains, errors that make a ring meaningless,
+//! notifications, and the bytes of the in-flight area.
 
 use reactor::guest::{Memory, Region};
 
@@ -14,7 +14,7 @@ use crate::ring::{
 const SPLIT: Shape = Shape { size: 8, packed: false, event_idx: false, indirect: true };
 const PACKED: Shape = Shape { packed: true, ..SPLIT };
 
-/// A ring whose memory the test writes itself.
+/// A ring whose memory the test writes directly.
 struct Raw {
     memory: Memory,
     layout: Layout,
@@ -48,7 +48,7 @@ impl Raw {
         u16::from_le_bytes(bytes)
     }
 
-    /// Descriptors from `address` on: those of a split ring, or of an indirect table.
+    /// Writes descriptors at `address`: those of a split ring, or of an indirect table.
     fn table(&self, address: u64, descriptors: &[Descriptor]) {
         for (number, &(to, bytes, flags, next)) in descriptors.iter().enumerate() {
             let rest = u64::from(bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
@@ -65,14 +65,14 @@ impl Raw {
         self.write(RINGS + 0x4002, &self.available.to_le_bytes());
     }
 
-    /// The chain of these descriptors in a split ring, the first at 0.
+    /// Takes the chain of these descriptors in a split ring, the first at 0.
     fn chain(&mut self, descriptors: &[Descriptor]) -> Chain {
         self.table(RINGS, descriptors);
         self.offer(0);
         self.ring.take().expect("a good ring").expect("a chain")
     }
 
-    /// The chain of one indirect descriptor for this table, which is at `BUFFERS`.
+    /// Takes the chain of one indirect descriptor for this table, which is at `BUFFERS`.
     fn indirect(&mut self, table: &[Descriptor]) -> Chain {
         self.table(BUFFERS, table);
         self.chain(&[(BUFFERS, 16 * table.len() as u32, INDIRECT, 0)])
@@ -89,7 +89,7 @@ fn places(places: &[reactor::guest::Place]) -> Vec<(u64, usize)> {
 #[test]
 fn a_chain_is_its_descriptors_in_order() {
     let mut raw = Raw::new(SPLIT);
-    // In any order in the table; one of no bytes, and one across two regions.
+    // In any order in the table; one of zero bytes, and one across a border of regions.
     raw.table(
         RINGS,
         &[
@@ -190,14 +190,14 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
             assert_eq!((chain.fault, chain.descriptors), (fault, MAX_DESCRIPTORS));
         }
     }
-    // 2³² bytes, of which the guest has eight million.
+    // 2³² bytes, although the guest has only eight million.
     let mut raw = Raw::of(regions((8 << 20) + 0x1000), SPLIT);
     raw.table(BUFFERS, &table(512, 8 << 20));
     let chain = raw.chain(&[(BUFFERS, 512 * 16, INDIRECT, 0)]);
     assert_eq!(chain.fault, Some(ChainFault::TooLarge));
 }
 
-/// Their entries are those of the ring they belong to: flags and ids have changed places.
+/// Flags and ids of their entries are at other offsets than in split rings.
 #[test]
 fn indirect_tables_of_packed_rings_have_packed_descriptors() {
     let mut raw = Raw::new(PACKED);
@@ -234,7 +234,7 @@ fn rings_that_mean_nothing() {
     let first = raw.chain(&[(A, 1, 0, 0)]);
     raw.offer(0);
     assert_eq!(broken(&mut raw), Broken::Twice(0));
-    // What was right still comes back.
+    // A valid chain can still be completed.
     raw.ring.complete(first.ticket, 0);
     assert_eq!(raw.u16(RINGS + 0x6002), 1);
 
@@ -245,13 +245,13 @@ fn rings_that_mean_nothing() {
     for _ in 0..8 {
         assert!(raw.ring.take().expect("a good ring").is_some());
     }
-    // Available once more, as if they had come back.
+    // Available once more, as if it had been completed.
     raw.write(RINGS + 14, &(1_u16 << 15).to_le_bytes());
     assert!(raw.ring.take().expect("a good ring").is_none());
 
     let mut raw = Raw::new(PACKED);
     for index in 0..8 {
-        // Available, and never the last.
+        // Available, each with NEXT set.
         raw.write(RINGS + 16 * index + 14, &(1_u16 << 7 | NEXT).to_le_bytes());
     }
     assert_eq!(broken(&mut raw), Broken::Endless);
@@ -290,7 +290,7 @@ fn layouts_that_cannot_be() {
 
 #[test]
 fn calls_are_made_when_the_event_is_passed() {
-    // Published before, published now, the event: as in § 2.7.7.1, also where the index wraps.
+    // Published before, published now, the event: as in § 2.7.7.1, also if the index wraps.
     for (before, now, event, wanted) in [
         (0_u16, 1_u16, 0, true),
         (0, 1, 1, false),
@@ -324,7 +324,7 @@ fn calls_are_made_when_the_event_is_passed() {
 
 #[test]
 fn a_packed_rings_events_have_a_wrap_counter() {
-    // Ring of 8: used from, used to, event, its wrap counter.
+    // Ring of 8: used position before, number of used descriptors, event, its wrap counter.
     for (before, count, event, wrap, wanted) in [
         (0, 1, 0, true, true),
         (0, 1, 1, true, false),
@@ -404,7 +404,7 @@ fn what_was_not_begun_goes_back_the_newest_first() {
         let take = |ring: &mut Ring| ring.take().expect("a good ring").expect("a chain").ticket;
         let [first, second, third] = [0, 1, 2].map(|_| take(&mut ring));
         let second = ring.put_back(second).expect_err("there is a newer one");
-        // Out of order: what is before it cannot go back any more.
+        // Completed out of order: the chain before it can no longer be put back.
         ring.complete(second, 0);
         ring.put_back(third).expect("it is the newest");
         let first = ring.put_back(first).expect_err("a newer one is done");
@@ -426,7 +426,7 @@ fn an_old_chain_does_not_go_back_where_newer_ones_were() {
         let buffer = Buffer { address: A, bytes: 1, writable: false };
         driver.add(&[buffer]).expect("there is room");
         let old = ring.take().expect("a good ring").expect("a chain").ticket;
-        // As many as bring a packed ring to the same place with the same wrap counter.
+        // As many as bring a packed ring back to the same position with the same wrap counter.
         for _ in 0..16 {
             driver.add(&[buffer]).expect("there is room");
             let newer = ring.take().expect("a good ring").expect("a chain").ticket;
@@ -468,10 +468,10 @@ fn the_in_flight_area_has_the_specifications_fields() {
     let [first, second, _third] = <[Chain; 3]>::try_from(chains).expect("three");
     ring.complete(second.ticket, 0);
     ring.complete(first.ticket, 0);
-    // The batch's last head, the used index, and what it was linked to.
+    // The last head of the batch, the used index, and the head that it was linked to.
     assert_eq!((u16(12), u16(14), u16(entry(heads[0]) + 6)), (heads[0], 2, heads[1]));
     assert_eq!(heads.iter().map(|&head| u16(entry(head))).collect::<Vec<_>>(), [0, 0, 1]);
-    // Rings that still have chains out leave the area as it is.
+    // A ring that stops with chains in flight leaves the area in use.
     ring.stop();
     assert_eq!(u16(8), 1);
 }
@@ -483,7 +483,8 @@ fn another_devices_batch_is_settled() {
     let area = area(Inflight::bytes(8, false));
     let all = area.place(0, Inflight::bytes(8, false)).expect("all of it");
     let put = |at: usize, value: u16| all.write(at, &value.to_le_bytes());
-    // Four are out, 3 before 0; 5 and 6 were given back together, and nothing was noted of it.
+    // Chains 3 and 0 are in flight, in this order; 5 and 6 were completed in one batch that was not
+    // cleared.
     put(8, 1);
     put(10, 8);
     for (order, head) in [6, 3, 5, 0].into_iter().enumerate() {
@@ -508,7 +509,7 @@ fn a_ring_that_stopped_leaves_a_new_area() {
         let bytes = Inflight::bytes(8, shape.packed);
         let area = area(bytes);
         for count in [3, 2] {
-            // A guest that starts again has new rings, and the front end the area that it had.
+            // A guest that reboots has new rings, and the front end passes the old area.
             let memory = memory();
             let layout = layout(&memory, shape);
             let mut driver = Driver::new(&layout);
@@ -556,14 +557,15 @@ fn areas_that_are_not_this_rings_are_refused() {
                 .map(|ring| ring.taken()),
         );
         if shape.packed {
-            // In flight without descriptors, but free; free entries that end; a list that loops.
+            // In flight without descriptors, but free; a free list that ends early; a list that
+            // loops.
             assert_eq!(put(32, &[1]), Ok(0));
             refused(put(32 + 2, &[8, 0]));
             refused(put(32 + 32 + 2, &[0, 0]));
             refused(put(16, &[8, 0, 8, 0]));
         } else {
             assert_eq!(put(16, &[1]), Ok(1));
-            // A used index that was not ours; a batch that leads outside.
+            // A used index from another ring; a batch that links outside.
             refused(put(14, &[200, 0]));
             refused(put(12, &[8, 0, 255, 255]));
         }
@@ -580,7 +582,7 @@ fn a_ring_goes_on_in_other_memory() {
         let buffer = Buffer { address: A, bytes: 1, writable: false };
         driver.add(&[buffer]).expect("there is room");
         let held = ring.take().expect("a good ring").expect("a chain");
-        // The same guest's memory with one region less, which nothing here needs.
+        // The same guest's memory without one region, which is not used here.
         let new = old.without(SEAM, SEAM + (1 << 40), 0x8000).expect("it is there");
         let Layout { descriptors, driver: suppression, device, .. } = layout(&new, shape);
         let short = descriptors.part(0, 16);

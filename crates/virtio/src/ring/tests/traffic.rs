@@ -1,12 +1,12 @@
-//! Any order of what driver and device do: each chain arrives once and comes back once, and whoever
-//! sleeps is woken.
+//! Random interleavings of driver and device: each chain is taken once and completed once, and no
+//! wake-up is lost.
 
 use fastrand::Rng;
 
 use super::world::{Held, World};
 use crate::{ring::Ring, seeds};
 
-/// Both sides, of which each may sleep.
+/// Both sides, each of which may sleep.
 struct Traffic {
     world: World,
     ring: Option<Ring>,
@@ -55,7 +55,7 @@ impl Traffic {
                 self.held.push(world.look(chain));
             }
         }
-        // A disk is ready when it likes.
+        // Requests complete in random order, after random delays.
         let ready = if ending { self.held.len() } else { world.rng.usize(0..=self.held.len()) };
         for _ in 0..ready {
             let held = self.held.swap_remove(world.rng.usize(0..self.held.len()));
@@ -67,7 +67,7 @@ impl Traffic {
         }
     }
 
-    /// The ring stops and goes on, at a device that knows nothing of the one before.
+    /// Stops the ring and continues it with a new device that has no state of the old one.
     fn hand_over(&mut self) {
         let mut ring = self.ring.take().expect("there is one");
         self.world.put_back(&mut ring, &mut self.held);
@@ -95,7 +95,7 @@ fn run(seed: u64) -> u64 {
             _ => traffic.device(false),
         }
     }
-    // Everybody does what is to be done, then sleeps: whoever is not woken is missed.
+    // Both sides process everything and then sleep: a lost wake-up leaves chains in flight.
     for _ in 0..4 * usize::from(shape.size) + 4 {
         traffic.driver(false);
         traffic.device(true);

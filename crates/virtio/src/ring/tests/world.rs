@@ -1,4 +1,4 @@
-//! A guest with a ring: its memory, its driver, and what it has asked for.
+//! A guest with a ring: its memory, its driver, and its chains in flight.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,14 +12,14 @@ use super::super::{
 
 pub(super) const RINGS: u64 = 0x10_000;
 const INFLIGHT: u64 = 0x80_000;
-/// Where two regions adjoin: buffers and tables lie on both sides.
+/// Border of two regions: buffers and tables are on both sides.
 pub(super) const BUFFERS: u64 = 0x100_000;
 pub(super) const SEAM: u64 = BUFFERS + 0x5000;
 const SLOT_BYTES: u64 = 0x300;
-/// Of a slot: an indirect table.
+/// Size of the indirect table in a slot.
 const TABLE_BYTES: u64 = 0x100;
 
-/// What a ring may be.
+/// Size and features of a ring.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub(super) size: u16,
@@ -35,7 +35,7 @@ impl Shape {
         Self { size, packed, event_idx: rng.bool(), indirect: rng.bool() }
     }
 
-    /// Where a ring begins that nobody has used.
+    /// Base of an unused ring.
     pub(super) fn start(self) -> u32 {
         if self.packed { 0x8000_8000 } else { 0 }
     }
@@ -80,13 +80,13 @@ struct Sent {
     writable: usize,
 }
 
-/// A chain that the device has.
+/// A chain that the device has taken.
 pub(super) struct Held {
     number: u64,
     ticket: Ticket,
 }
 
-/// Driver and device, and the two events between them.
+/// Driver and device, and their notifications to each other.
 pub(super) struct World {
     pub(super) rng: Rng,
     pub(super) memory: Memory,
@@ -97,7 +97,7 @@ pub(super) struct World {
     numbers: u64,
     pub(super) kicked: bool,
     pub(super) called: bool,
-    /// What was completed for certain: nobody may be asked for it again.
+    /// Chains that were completed and must not be taken again.
     done: HashSet<u64>,
     pub(super) came_back: u64,
 }
@@ -137,7 +137,7 @@ impl World {
         self.sent.len()
     }
 
-    /// The driver makes a chain available, if there is room. The chain begins with its number.
+    /// The driver makes a chain available, if there is space. The chain begins with its number.
     pub(super) fn send(&mut self) {
         let indirect = self.layout.indirect && self.rng.bool();
         let most = if indirect { 8 } else { self.driver.free().min(8) };
@@ -183,7 +183,7 @@ impl World {
         assert!(self.sent.insert(id, sent).is_none(), "the driver has used an id twice");
     }
 
-    /// `None`: the table would lie in two regions.
+    /// `None` if the table would cross a border of regions.
     fn table(&self, at: u64) -> Option<Place> {
         self.memory.place(at, TABLE_BYTES as usize)
     }
@@ -199,12 +199,12 @@ impl World {
         }
     }
 
-    /// The driver tells the device, if that asked for it.
+    /// The driver kicks the device, if kicks are not suppressed.
     pub(super) fn kick(&mut self) {
         self.kicked |= self.driver.wants_kick();
     }
 
-    /// The driver takes back what is there.
+    /// The driver takes all completed chains.
     pub(super) fn collect(&mut self) {
         while let Some(used) = self.driver.next_used().expect("each chain comes back once") {
             let sent = self.sent.remove(&used.id).expect("the driver knows it");
@@ -215,7 +215,7 @@ impl World {
         }
     }
 
-    /// What the device got, against what the driver sent.
+    /// Compares a chain of the device with the one that the driver made available.
     pub(super) fn look(&self, chain: Chain) -> Held {
         assert_eq!(chain.fault, None);
         let mut number = [0; 8];
@@ -232,13 +232,13 @@ impl World {
         Held { number, ticket: chain.ticket }
     }
 
-    /// The device gives a chain back, saying something that depends on its number.
+    /// The device completes a chain, with a length that depends on its number.
     pub(super) fn complete(&mut self, ring: &mut Ring, held: Held) {
         ring.complete(held.ticket, (held.number * 7) as u32);
         assert!(self.done.insert(held.number), "chain {} is served twice", held.number);
     }
 
-    /// Puts back what was taken last, as long as the ring takes it.
+    /// Puts taken chains back, newest first, as long as the ring accepts them.
     pub(super) fn put_back(&mut self, ring: &mut Ring, held: &mut Vec<Held>) {
         while let Some(Held { number, ticket }) = held.pop() {
             if let Err(ticket) = ring.put_back(ticket) {
