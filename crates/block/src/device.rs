@@ -1,4 +1,4 @@
-//! What is below disks: the physical device, what it can do, and how much of that is in use.
+//! The device below a disk: its capacity and its utilization.
 //!
 //! ```text
 //!   disk ──► image ──► storage ──► file ──► file system ──► partition ──► whole disk   identity.rs
@@ -7,13 +7,13 @@
 //!   capacity:  measured by a probe │ the imitated rate │ none: the share of time it is busy
 //! ```
 //!
-//! Watermarks use it: limits hold only while enough of the device is in use. Use is the larger of
-//! operations and bytes, each compared with what the device can do. If nobody has measured that,
-//! use is the share of time in which the device had anything to do. For a device that works on many
-//! requests at once, that says little more than "not idle".
+//! Watermarks use it: limits are enforced only at high utilization of the device. Utilization is
+//! the larger of operations and bytes, each relative to the device's capacity. If the capacity was
+//! not measured, utilization is the share of time in which the device had a request in flight. For
+//! a device that processes many requests at once, that means little more than "not idle".
 //!
-//! Disks on one device share one [`Device`]. Several users may read it at once, each with a
-//! [`Meter`] of its own.
+//! Disks on one device share one [`Device`]. Several observers may read it, each with its own
+//! [`Meter`].
 //!
 //! Never opens a device and never waits for it: the kernel's statistics and the lines of an
 //! imitated device are enough.
@@ -47,24 +47,24 @@ use storage::{
 
 use crate::disk::Disk;
 
-/// Shorter than this, a use would be that of a few requests.
+/// Minimum interval of a measurement; a shorter one would cover only a few requests.
 const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
-/// Use is told of about as long.
+/// Minimum interval that [`Device::use_now`] averages over.
 const A_WHILE: Duration = Duration::from_secs(1);
-/// What was so before is no news.
+/// Maximum age of a measurement's beginning.
 const LONG_AGO: Duration = Duration::from_secs(3);
 
-/// A use beyond what any device does: a thousand times what was measured.
+/// Upper bound of utilization, in thousandths: a thousand times the capacity.
 const MOST: u32 = 1_000_000;
 
-/// How a device's capacity is known.
+/// Source of a device's capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CapacitySource {
-    /// It was measured.
+    /// Measured by a probe.
     Probe,
-    /// The device is imitated, with these rates.
+    /// The rates of an imitated device.
     Rate,
-    /// It is not: use is the share of time during which the device is busy.
+    /// Unknown: utilization is the share of time during which the device is busy.
     BusyTime,
 }
 
@@ -84,12 +84,12 @@ pub struct Device {
     kind: Kind,
     name: String,
     capacity: Option<Capacity>,
-    /// When that was measured, in seconds since 1970, where it was and that is known.
+    /// Time of the measurement, in seconds since 1970, if it is known.
     probed_at_s: Option<u32>,
     lately: Mutex<Lately>,
 }
 
-/// What several who ask now and then are told of its use: each of them what was so for a while.
+/// Utilization shared by occasional readers: each gets an average over at least [`A_WHILE`].
 #[derive(Clone, Copy, Debug, Default)]
 struct Lately {
     /// Begun at least [`A_WHILE`] before the next.
@@ -104,16 +104,16 @@ enum Kind {
     Imitated(Arc<Budget>),
 }
 
-/// What tells devices apart while the program runs.
+/// Identity of a device while the program runs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DeviceId {
-    /// A disk of the machine.
+    /// A physical disk.
     Physical(Number),
-    /// A budget, by its address: two may have no name.
+    /// A budget, by its address: budgets may have no name.
     Imitated(usize),
 }
 
-/// What a disk lies on, before it is known whether that can be read.
+/// Device of a disk, not resolved yet.
 #[derive(Debug)]
 enum Below<'a> {
     File(u64),
@@ -121,7 +121,7 @@ enum Below<'a> {
     Nothing,
 }
 
-/// The outermost imitated rate, or what is at the bottom.
+/// The outermost imitated rate, or the bottom storage.
 fn below(mut storage: &Storage) -> Below<'_> {
     loop {
         storage = match storage {
@@ -141,11 +141,11 @@ fn below(mut storage: &Storage) -> Below<'_> {
     }
 }
 
-/// The device under a disk, as it can be told apart from others, without reading anything of it.
-/// `None` for disks in memory, and for images of clusters.
+/// Identity of the device under a disk, without reading statistics. `None` for disks in memory or
+/// on other hosts.
 ///
 /// # Errors
-/// If a file lies on nothing that the machine knows as a disk, such as a network file system.
+/// The file system is on no local disk, such as a network file system.
 pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
     match below(disk.image().storage()) {
         Below::Nothing => Ok(None),
@@ -158,13 +158,13 @@ pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
 }
 
 impl Device {
-    /// The device under a disk. `measured` says what is known of it, and since when in seconds
-    /// since 1970, from the name that it has for good.
+    /// The device under a disk. `measured` returns the measured capacity of a disk, and the time of
+    /// the measurement in seconds since 1970.
     ///
-    /// `None` for disks in memory, which have no device.
+    /// `None` for disks without a local device.
     ///
     /// # Errors
-    /// If a file lies on nothing that the machine knows as a disk, or that disk has no statistics.
+    /// The file system is on no local disk, or that disk has no statistics.
     pub fn under(
         disk: &Disk,
         roots: &Roots,
@@ -181,10 +181,10 @@ impl Device {
         }
     }
 
-    /// A disk of the machine, with what was measured of it.
+    /// A physical disk, with its measured capacity.
     ///
     /// # Errors
-    /// If it has no statistics.
+    /// It has no statistics.
     pub fn physical(identity: Identity, capacity: Option<Capacity>) -> io::Result<Self> {
         let source = Source::open(identity.directory())?;
         let name = identity.node();
@@ -204,7 +204,7 @@ impl Device {
         Self { kind, name, capacity, probed_at_s: None, lately: Mutex::default() }
     }
 
-    /// What tells it from others.
+    /// Identity of the device.
     pub fn id(&self) -> DeviceId {
         match &self.kind {
             Kind::Physical { identity, .. } => DeviceId::Physical(identity.number()),
@@ -212,12 +212,12 @@ impl Device {
         }
     }
 
-    /// What people call it: `/dev/vda`, `rate:NAME`.
+    /// Name for people: `/dev/vda`, `rate:NAME`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The physical disk that it is, if it is one.
+    /// The physical disk, if it is one.
     pub fn identity(&self) -> Option<&Identity> {
         match &self.kind {
             Kind::Physical { identity, .. } => Some(identity),
@@ -225,18 +225,18 @@ impl Device {
         }
     }
 
-    /// What it can do, as far as that is known.
+    /// Capacity, as far as it is known.
     pub fn capacity(&self) -> Option<Capacity> {
         self.capacity
     }
 
-    /// What of it can be promised.
+    /// Capacity that reservations may use.
     pub fn reservable(&self) -> Reservable {
         let amounts = self.capacity.map(|capacity| capacity.reservable()).unwrap_or_default();
         Reservable { amounts, probed_at_s: self.probed_at_s }
     }
 
-    /// How that is known, or what is looked at instead.
+    /// Source of the capacity.
     pub fn capacity_source(&self) -> CapacitySource {
         match (&self.kind, &self.capacity) {
             (Kind::Imitated(_), _) => CapacitySource::Rate,
@@ -245,13 +245,13 @@ impl Device {
         }
     }
 
-    /// How much of it has been in use lately, in thousandths: in the last second to three where it
-    /// is asked often, by whomever, and else since it was asked last, or since it was made.
+    /// Recent utilization, in thousandths: over the last one to three seconds if it is read often,
+    /// by any reader, and else since the last call, or since it was created.
     ///
     /// # Errors
-    /// If its statistics cannot be read; the device may be gone.
+    /// The statistics cannot be read; the device may be gone.
     pub fn use_now(&self, now: Instant) -> io::Result<u32> {
-        // What was told and where it began are replaced together.
+        // The result and the meters are replaced together.
         let mut lately = self.lately.lock().unwrap_or_else(PoisonError::into_inner);
         let is_for = |meter: &Meter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
         let is_old = is_for(&lately.older, LONG_AGO);
@@ -265,11 +265,11 @@ impl Device {
         Ok(lately.told)
     }
 
-    /// What the kernel counts of it, or who imitates it: then since it was made, and it is busy for
-    /// as long as it has worked.
+    /// Counters of the kernel, or of an imitated device: those begin when it was created, and it is
+    /// busy while its budget is.
     ///
     /// # Errors
-    /// If its statistics cannot be read; the device may be gone.
+    /// The statistics cannot be read; the device may be gone.
     pub fn statistics(&self, now: Instant) -> io::Result<Statistics> {
         match &self.kind {
             Kind::Physical { source, .. } => source.read(),
@@ -285,7 +285,7 @@ impl Device {
     }
 }
 
-/// A rate of nothing said is none known.
+/// Capacity of an imitated device; a rate that is not set is unknown (0).
 fn capacity_of(options: &RateOptions) -> Capacity {
     let narrower = |one: Option<u64>, other: Option<u64>| one.into_iter().chain(other).min().unwrap_or(0);
     let iops = options.iops.unwrap_or(0);
@@ -297,7 +297,7 @@ fn capacity_of(options: &RateOptions) -> Capacity {
     }
 }
 
-/// As the kernel would count it.
+/// Counters of an imitated device, in the form of the kernel's.
 fn statistics_of(budget: &Budget, now: Instant) -> Statistics {
     let Completed { requests: [reads, writes], bytes: [read_bytes, written_bytes], in_flight } =
         budget.completed();
@@ -306,27 +306,27 @@ fn statistics_of(budget: &Budget, now: Instant) -> Statistics {
     Statistics { reads, read_bytes, writes, written_bytes, busy_ms, queued_ms }
 }
 
-/// What can be read of a device at one moment.
+/// State of a device at one moment.
 #[derive(Clone, Copy, Debug)]
 enum Reading {
     Statistics(Statistics),
     Worked(Duration),
 }
 
-/// One observer's memory of a device: use is what happened between two readings.
+/// Last reading of one observer: utilization is the difference of two readings.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Meter {
     last: Option<(Instant, Reading)>,
 }
 
 impl Meter {
-    /// Utilization of `device` since the last measurement, in thousandths. `None` at the first
-    /// call, before 20 ms have passed, and if a total fell.
+    /// Utilization of `device` since the last measurement, in thousandths. `None` for the first
+    /// call, before 20 ms have passed, and if a total decreased.
     ///
-    /// May exceed 1000 a little: a measured capacity is a median, and requests complete in lumps.
+    /// May exceed 1000 a little: a measured capacity is a median, and requests complete in bursts.
     ///
     /// # Errors
-    /// If its statistics cannot be read; the device may be gone.
+    /// The statistics cannot be read; the device may be gone.
     pub fn measure(&mut self, device: &Device, now: Instant) -> io::Result<Option<u32>> {
         let last = match self.last {
             Some((at, _)) if now - at < SHORTEST_MEASURE => return Ok(None),
@@ -339,7 +339,7 @@ impl Meter {
 }
 
 /// Utilization of a device between two readings that are `elapsed` apart, in thousandths; `None` if
-/// a total fell.
+/// a total decreased.
 fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: Duration) -> Option<u32> {
     match (before, after) {
         (Reading::Worked(before), Reading::Worked(after)) => {
@@ -350,13 +350,13 @@ fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: D
             let busy = || thousandths(u128::from(done.busy_ms), elapsed.as_millis()).min(1000);
             Some(capacity.and_then(|capacity| share(capacity, &done, elapsed)).unwrap_or_else(busy))
         }
-        // A device is of one kind.
+        // Both readings are of the same device, and so of the same type.
         _ => None,
     }
 }
 
-/// The part of what a device could have done in `elapsed` that it has; `None` if something was done
-/// whose capacity is not known.
+/// Utilization of a device whose capacity is known; `None` if a direction without a known capacity
+/// was used.
 fn share(capacity: &Capacity, done: &Statistics, elapsed: Duration) -> Option<u32> {
     let a_second = |amount: u64| {
         let scaled = u128::from(amount) * u128::from(NANOS_PER_SECOND) / elapsed.as_nanos().max(1);

@@ -1,16 +1,17 @@
-//! A disk: an image, the layers above it, and the requests that a client may send to both. The only
-//! place that composes.
+//! A disk: an image, the layers above it, and the requests that a client may send. The only place
+//! that composes layers and image.
 //!
 //! ```text
 //!   export ──► Disk ──► throttle ──► prefetch ──► image ──► storage
 //! ```
 //!
-//! An export validates each request before it comes here: inside the disk, not too long, permitted.
-//! The request leaves with data or an error, exactly once. The disk does not check again, and knows
-//! nothing of protocols.
+//! An export validates each request first: inside the disk, not too long, permitted. The request
+//! completes exactly once, with data or an error. The disk does not check again, and has no
+//! dependency on protocols.
 //!
-//! All worker threads share it: every method takes `&self`, and the future of a request belongs to
-//! the thread that made it.
+//! A request first needs admission, which [`Disk::admit`] returns as a permit (`Pass`). All worker
+//! threads share a disk: every method takes `&self`, and the future of a request belongs to the
+//! thread that made it.
 
 mod failures;
 mod handover;
@@ -69,7 +70,7 @@ pub struct Disk {
     counters: Counters,
     failures: Arc<Failures>,
     memory: Arc<Account>,
-    /// Where another process may have the image, in between.
+    /// State of handover, if the image can pass to another process.
     handover: Option<Handover>,
     discards: Discards,
     detect_zeroes: DetectZeroes,
@@ -80,34 +81,34 @@ pub struct Disk {
     opened: u64,
 }
 
-/// A number that nobody else has, in this process or another.
+/// Unique number of an opening, also among processes: the sequence begins at a random number.
 fn next_opening() -> u64 {
     static FIRST: LazyLock<u64> = LazyLock::new(|| fastrand::u64(..));
     static OPENED: AtomicU64 = AtomicU64::new(0);
     FIRST.wrapping_add(OPENED.fetch_add(1, Ordering::Relaxed))
 }
 
-/// What becomes of discards, and of zeroes that may be holes.
+/// Treatment of discards, and of write-zeroes that may deallocate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Discards {
-    /// The storage may have the space back.
+    /// The storage may deallocate the space.
     #[default]
     Unmap,
     /// The space stays allocated: a discard does nothing.
     Ignore,
 }
 
-/// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be
-/// done without.
+/// Admission permit of a request, from [`Disk::admit`]. Every operation that limits apply to
+/// requires one.
 #[derive(Debug)]
 #[must_use = "it has been charged for"]
 pub struct Pass {
-    /// How many requests of the client's it stands for.
+    /// Number of client requests that it stands for.
     requests: u64,
     patience: Option<Arc<Patience>>,
-    /// Of a disk that is recorded or measured.
+    /// Set if the disk is recorded or measured.
     times: Option<Times>,
-    /// Of each request, where they differ, of such a disk.
+    /// Lengths of merged requests that differ, if the disk is recorded or measured.
     lengths: Option<Box<[u64]>>,
 }
 
@@ -119,21 +120,21 @@ struct Times {
 }
 
 impl Times {
-    /// Of what waited for nothing.
+    /// Times of a request that did not wait.
     fn at(now: Instant) -> Self {
         Self { arrived: now, admitted: now, held: None }
     }
 }
 
 impl Pass {
-    /// Where the disk stops, the request is held only while somebody waits for it.
+    /// Attaches a cancel token: if the disk stops, the request waits only until it is cancelled.
     pub fn while_awaited(self, patience: &Arc<Patience>) -> Self {
         Self { patience: Some(Arc::clone(patience)), ..self }
     }
 }
 
-/// What has been done, since the disk was opened: requests that succeeded, as clients asked, before
-/// anything was merged.
+/// Counters of the requests that succeeded since the disk was opened, as clients made them, before
+/// merging.
 #[derive(Debug, Default)]
 pub struct Counters {
     reads: AtomicU64,
@@ -143,7 +144,7 @@ pub struct Counters {
     merged_requests: AtomicU64,
 }
 
-/// [`Counters`] at one moment.
+/// Snapshot of [`Counters`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     /// Reads.
@@ -154,15 +155,15 @@ pub struct Totals {
     pub read_bytes: u64,
     /// Bytes of the writes, write-zeroes and discards.
     pub written_bytes: u64,
-    /// Requests that were saved: a merge of `n` requests saves `n - 1`.
+    /// Requests saved by merging: a merge of `n` requests saves `n - 1`.
     pub merged_requests: u64,
 }
 
 impl Disk {
-    /// A disk of this name over `image`, in `group` if there is one.
+    /// Creates a disk over `image`, in `group` if there is one.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
+    /// [`Refused`]: invalid limits, or a reservation that does not fit into the group.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -196,33 +197,33 @@ impl Disk {
         })
     }
 
-    /// The same disk, with another answer to discards.
+    /// Sets the treatment of discards.
     pub fn with_discards(self, discards: Discards) -> Self {
         Self { discards, ..self }
     }
 
-    /// What becomes of discards.
+    /// Treatment of discards.
     pub fn discards(&self) -> Discards {
         self.discards
     }
 
-    /// The same disk, with another look at what is written.
+    /// Sets the detection of zeroes in writes.
     pub fn with_detect_zeroes(self, detect_zeroes: DetectZeroes) -> Self {
         Self { detect_zeroes, ..self }
     }
 
-    /// Whether writes are looked at for zeroes.
+    /// Detection of zeroes in writes.
     pub fn detect_zeroes(&self) -> DetectZeroes {
         self.detect_zeroes
     }
 
-    /// Which opening of it this is: no other has this number, of whatever disk and process. What is
-    /// kept in memory lives as long.
+    /// Number of this opening, unique among all disks and processes. Cached content is valid for
+    /// one opening.
     pub fn opened(&self) -> u64 {
         self.opened
     }
 
-    /// The name in config, logs and exports.
+    /// Name in config, logs and exports.
     pub fn name(&self) -> &Arc<str> {
         &self.name
     }
@@ -232,68 +233,68 @@ impl Disk {
         &self.image
     }
 
-    /// Its limits and its group: to look at and to change while it runs.
+    /// Its limits and its group, which can be changed while it runs.
     pub fn throttle(&self) -> &Member {
         &self.member
     }
 
-    /// What is read ahead of its readers: to look at and to change while it runs.
+    /// Its prefetch cache, whose settings can be changed while it runs.
     pub fn prefetch(&self) -> &Prefetch {
         &self.prefetch
     }
 
-    /// What its requests and caches have of the process's memory.
+    /// Account of the memory that its requests and caches use.
     pub fn memory(&self) -> &Arc<Account> {
         &self.memory
     }
 
-    /// Sets aside what its metadata caches and its read-ahead may take. For whoever has opened it,
-    /// or has changed those.
+    /// Reserves memory for its metadata caches and read-ahead. Call it after opening the disk, or
+    /// changing their sizes.
     ///
     /// # Errors
-    /// [`NotEnough`]; what was set aside before still is.
+    /// [`NotEnough`]; the previous reservation stays in force.
     pub fn reserve_memory(&self) -> std::result::Result<(), NotEnough> {
         let bytes = self.image.most_cache_bytes() + self.prefetch.most_bytes();
         self.memory.reserve("its metadata caches and read-ahead", bytes)
     }
 
-    /// The same disk under another name: image, limits and what is in memory are what they were.
+    /// Renames the disk, which keeps its image, limits and caches.
     #[must_use]
     pub fn renamed(self, name: &str) -> Self {
         Self { name: name.into(), ..self }
     }
 
-    /// Notified when it has been given another length, by whomever.
+    /// Notified when the size has changed, for any reason.
     pub fn resized(&self) -> &Arc<Event> {
         &self.resized
     }
 
-    /// What the device failed, and what is done about it: to look at and to change while it runs.
+    /// Failed requests and the error policies, which can be changed while it runs.
     pub fn failures(&self) -> &Arc<Failures> {
         &self.failures
     }
 
-    /// Whether its requests are recorded, and as whose: to be changed while it runs.
+    /// Recording state, which can be changed while it runs.
     pub fn recorded(&self) -> &Recorded {
         &self.recorded
     }
 
-    /// Counts from the first call on how long its requests take.
+    /// Latency measurement, which starts with the first call.
     pub fn measure(&self) -> &Arc<Measures> {
         self.measures.get_or_init(Arc::default)
     }
 
-    /// What was counted of that; none where nobody has asked for it.
+    /// Results of the measurement; `None` if it was not started.
     pub fn measured(&self) -> Option<Measured> {
         self.measures.get().map(|measures| measures.measured())
     }
 
-    /// Bytes, now.
+    /// Current size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.image.size_bytes()
     }
 
-    /// What has been done so far.
+    /// Counters so far.
     pub fn totals(&self) -> Totals {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Totals {
@@ -305,7 +306,7 @@ impl Disk {
         }
     }
 
-    /// Counts on from what another process has done with it.
+    /// Adds the counters of another process that served the disk before.
     pub fn count_on(&self, totals: &Totals) {
         let add = |counter: &AtomicU64, more: u64| {
             let _ = counter.fetch_add(more, Ordering::Relaxed);
@@ -317,36 +318,36 @@ impl Disk {
         add(&self.counters.merged_requests, totals.merged_requests);
     }
 
-    /// Waits until a request may pass the limits of the disk and of the groups above it, and
-    /// charges it. `cost` may stand for several that were merged.
+    /// Waits until the limits of the disk and of the groups above it admit a request, and charges
+    /// it. `cost` may stand for several merged requests.
     ///
-    /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a
-    /// dropped future is charged nothing.
+    /// Separate from the I/O, so that the caller can cancel a request before anything has happened:
+    /// a dropped future is not charged.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
         let (requests, arrived) = (cost.requests(), self.clock());
+        // Lengths are copied only for a recording or a measurement.
         let lengths = arrived.and_then(|_| cost.lengths()).map(Box::from);
         let held = self.member.admit(direction, cost).await;
         let times = arrived.map(|arrived| Times { arrived, admitted: reactor::recently(), held });
         Pass { requests, patience: None, times, lengths }
     }
 
-    /// As [`Disk::admit`], for what can wait no longer: it is charged, and what comes after it
-    /// waits until the limits have made up for it.
+    /// As [`Disk::admit`], for a request that must not wait: it is charged at once, and later
+    /// requests wait until the limits have made up for it.
     pub fn admit_anyway(&self, direction: Direction, cost: &Cost) -> Pass {
         self.member.admit_anyway(direction, cost);
         Pass { requests: cost.requests(), patience: None, times: self.clock().map(Times::at), lengths: None }
     }
 
-    /// Reads `length` bytes at `offset`; those that are in memory already are not read again. If
-    /// several requests of a client fail together, which of them did is not known: each is to be
-    /// tried by [`Disk::retry_read`].
+    /// Reads `length` bytes at `offset`; bytes that were read ahead are copied from memory. If
+    /// merged requests fail together, it is unknown which of them did: retry each by
+    /// [`Disk::retry_read`].
     pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
         self.read_to(pass, offset, Target::Anywhere(length)).await
     }
 
-    /// The same, with the data where `target` wants it. If that is a guest's memory, the guest may
-    /// use it for something else only when the future has come to its end: dropped before, it
-    /// leaves reads behind that still write there.
+    /// As [`Disk::read`], into `target`. If that is guest memory, the guest may reuse it only after
+    /// the future has completed: a dropped future leaves reads in flight that still write there.
     pub async fn read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
         if self.may_hold() {
             return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
@@ -356,18 +357,17 @@ impl Disk {
         self.ended(Operation::Read, (offset, length), &pass, result)
     }
 
-    /// Reads a part of what [`Disk::read`] failed to read as a whole.
+    /// Reads one of the merged requests after [`Disk::read`] has failed for all.
     pub async fn retry_read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
         self.retry_read_to(pass, offset, Target::Anywhere(length)).await
     }
 
-    /// The same for [`Disk::read_to`].
+    /// As [`Disk::retry_read`], for [`Disk::read_to`].
     pub async fn retry_read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
         self.read_or_hold(pass, offset, target, false).await
     }
 
-    /// Attempts a read until its client is to know how it ended; with or without what was read
-    /// ahead.
+    /// Attempts a read until its result can be returned, with or without the prefetch cache.
     async fn read_or_hold(
         &self,
         pass: Pass,
@@ -383,14 +383,13 @@ impl Disk {
         self.done(Operation::Read, range, &pass, attempt).await
     }
 
-    /// Whether data may move between its image and where a request's is, as far as nothing has to
-    /// look at it: see [`Disk::read_registered`].
+    /// True if its image may support zero copy: see [`Disk::read_registered`].
     pub fn takes_registered(&self) -> bool {
         self.image.takes_registered()
     }
 
-    /// As [`Disk::read_to`], with the data where a request's is. Nobody copies it, unless it was
-    /// read ahead, or the image or the place is none that this can be done with.
+    /// As [`Disk::read_to`], into the registered buffer of a ublk request. Zero copy, unless data
+    /// was read ahead, or the image or the buffer does not support it.
     pub async fn read_registered(&self, pass: Pass, offset: u64, buffer: &Registered) -> Result<()> {
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
@@ -404,10 +403,10 @@ impl Disk {
         self.ended(Operation::Read, range, &pass, result)
     }
 
-    /// As [`Disk::write`], of a request's data where it is.
+    /// As [`Disk::write`], from the registered buffer of a ublk request.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Disk::write`].
     pub async fn write_registered(
         &self,
         pass: Pass,
@@ -432,7 +431,7 @@ impl Disk {
         self.ended(Operation::Write, range, &pass, result)
     }
 
-    /// Whether reads and writes need not wait for anything but limits: see [`Disk::read_now`].
+    /// True if reads and writes wait for nothing but limits: see [`Disk::read_now`].
     pub fn is_instant(&self) -> bool {
         !self.may_hold()
             && !self.prefetch.is_on()
@@ -440,8 +439,8 @@ impl Disk {
             && self.image.is_instant()
     }
 
-    /// As [`Disk::admit`], for requests that come together and might pass without waiting: tells of
-    /// each in its order whether it does, and then it has been charged.
+    /// As [`Disk::admit`], for a batch of requests, without waiting. Calls `answer` for each in
+    /// order, with a permit if it is admitted and charged, else `None`.
     pub fn admit_now(
         &self,
         requests: impl Iterator<Item = (Direction, Cost)>,
@@ -453,18 +452,17 @@ impl Disk {
         });
     }
 
-    /// As [`Disk::read_to`], without a future; `None` from a disk that is not
-    /// [instant](Disk::is_instant).
+    /// As [`Disk::read_to`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
     pub fn read_now(&self, pass: &Pass, offset: u64, into: &[Place]) -> Option<Result<()>> {
         let length = into.iter().map(Place::bytes).sum::<usize>() as u64;
         let result = self.image.read_now(offset, into)?;
         Some(self.ended(Operation::Read, (offset, length), pass, result))
     }
 
-    /// As [`Disk::write`], without a future; `None` from a disk that is not
-    /// [instant](Disk::is_instant).
+    /// As [`Disk::write`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
     pub fn write_now(&self, pass: &Pass, offset: u64, from: &[Place]) -> Option<Result<()>> {
         let length = from.iter().map(Place::bytes).sum::<usize>() as u64;
+        // The change begins before the write and ends after it, so that no reader caches old data.
         let change = self.prefetch.change_begins(offset, length);
         let result = self.image.write_now(offset, from);
         self.prefetch.change_ends(change);
@@ -476,13 +474,12 @@ impl Disk {
         self.prefetch.read(offset, target, pass.requests, may)
     }
 
-    /// Whether [`Disk::will_need`] reads anything.
+    /// True if [`Disk::will_need`] has an effect.
     pub fn can_read_ahead(&self) -> bool {
         self.image.can_read_ahead()
     }
 
-    /// Says that `length` bytes at `offset` will be read soon: a hint, on which as much may be
-    /// read.
+    /// Hints that `length` bytes at `offset` will be read soon; the storage may read them ahead.
     pub async fn will_need(&self, _: Pass, offset: u64, length: u64) {
         let Ok(_inside) = self.enter().await else { return };
         self.image.will_need(offset, length).await;
@@ -511,18 +508,19 @@ impl Disk {
         Box::pin(self.done(Operation::Write, (offset, length), &pass, write)).await
     }
 
-    /// Makes all completed writes durable. Never throttled: it moves no data of its own.
+    /// Makes all completed writes durable. Not throttled: it transfers no data.
     ///
     /// # Errors
-    /// The image's; what was written since the last flush must then be taken for lost.
+    /// The image's; writes since the last flush may then be lost.
     pub async fn flush(&self) -> Result<()> {
         self.flush_for(None).await
     }
 
-    /// The same, held by a stopped disk only while somebody waits for it.
+    /// As [`Disk::flush`], with a cancel token: if the disk stops, it waits only until it is
+    /// cancelled.
     pub async fn flush_for(&self, patience: Option<&Arc<Patience>>) -> Result<()> {
         if self.is_let_go() {
-            // It was written before.
+            // Everything was written when the image was handed over.
             return Ok(());
         }
         let times = self.clock().map(Times::at);
@@ -539,8 +537,8 @@ impl Disk {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
-    /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a
-    /// read-only disk, or the image's.
+    /// [`Error::UNSUPPORTED`] if `only_if_fast` is set and it would be slow,
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn write_zeroes(
         &self,
         pass: Pass,
@@ -553,8 +551,7 @@ impl Disk {
         self.zero(Operation::WriteZeroes, &pass, (offset, length), options).await
     }
 
-    /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is
-    /// undefined.
+    /// Discards `length` bytes at `offset`, which read as undefined content afterwards.
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
@@ -571,31 +568,31 @@ impl Disk {
         }
     }
 
-    /// What is allocated from `offset` on: extents that follow each other, covering at least a part
-    /// of `length` bytes. One pass for a read of no bytes answers for all that a query asks: what
-    /// is read for it are tables.
+    /// Allocation status from `offset` on: adjacent extents, which cover at least a part of
+    /// `length` bytes. One permit for a read of zero bytes covers all calls for a client's query,
+    /// since only metadata is read.
     pub async fn block_status(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Extent>> {
         let _inside = self.enter().await?;
         self.image.block_status(offset, length).await
     }
 
-    /// How far down the chain of files a range is allocated: see [`Image::allocation_depth`]. A
-    /// pass is as good as for [`Disk::block_status`].
+    /// Depth in the backing chain at which a range is allocated: see [`Image::allocation_depth`].
+    /// The permit is as for [`Disk::block_status`].
     pub async fn allocation_depth(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Depth>> {
         let _inside = self.enter().await?;
         self.image.allocation_depth(offset, length).await
     }
 
-    /// Gives it another size: see [`Image::resize`].
+    /// Resizes the disk: see [`Image::resize`].
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let _inside = self.enter().await?;
         let old = self.size_bytes();
-        // All of it: it may have been cut off from outside, too, and nobody has looked since.
+        // Invalidates everything: the image may have been truncated from outside too, unnoticed.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
         if size_bytes != old {
             self.resized.notify(usize::MAX);
         }
-        // Whoever may write to a file that shows it may do so all day.
+        // Rate-limited: a client of an export as a file may resize it at any rate.
         if size_bytes < old
             && let Some(left_out) = self.cuts.line(reactor::recently())
         {
@@ -620,7 +617,7 @@ impl Disk {
         self.image.reserve(offset, length).await
     }
 
-    /// Looks whether the image was resized from outside; returns its size in bytes.
+    /// Checks whether the image was resized from outside; returns its size in bytes.
     ///
     /// # Errors
     /// The storage does not report its size.
@@ -631,10 +628,10 @@ impl Disk {
         Ok(size_bytes)
     }
 
-    /// The same, where the image has told that it was changed; clients are told too.
+    /// As [`Disk::refresh_size`], after a notification of the storage; also notifies clients.
     ///
     /// # Errors
-    /// It cannot be seen.
+    /// The size cannot be read.
     pub async fn look_again(&self) -> Result<u64> {
         let before = self.size_bytes();
         let size_bytes = self.image.look_again().await?;
@@ -661,8 +658,8 @@ impl Disk {
         }
     }
 
-    /// The last thing that is done with a disk: nothing is read ahead any more, and what a format
-    /// keeps in memory reaches the file.
+    /// Closes the disk: stops reading ahead, and writes the format's cached metadata. Must be the
+    /// last call.
     pub async fn close(&self) -> Result<()> {
         self.prefetch.stop().await;
         if self.is_let_go() {
@@ -671,7 +668,7 @@ impl Disk {
         self.image.close().await
     }
 
-    /// Attempts a request until its client is to know how it ended, and counts it.
+    /// Attempts a request until its result can be returned, and counts it.
     async fn done<T>(
         &self,
         operation: Operation,
@@ -681,7 +678,8 @@ impl Disk {
     ) -> Result<T> {
         let _inside = self.enter().await?;
         let request = self.request(operation, range, pass);
-        // What the page cache has lost no second attempt brings back: the client must know.
+        // A retry does not recover writes that the page cache has lost: the client must see the
+        // error.
         let may_hold = || !self.image.storage().has_lost_writes();
         let result = self.failures.until_done(request, may_hold, attempt).await;
         self.record(&request, pass, result.is_err());
@@ -690,7 +688,7 @@ impl Disk {
         Ok(result)
     }
 
-    /// Counts a request that was attempted once, whatever came of it.
+    /// Counts a request that was attempted once, with its result.
     fn ended<T>(&self, operation: Operation, range: (u64, u64), pass: &Pass, result: Result<T>) -> Result<T> {
         let request = self.request(operation, range, pass);
         match &result {
@@ -718,7 +716,7 @@ impl Disk {
     }
 
     fn record(&self, request: &Request<'_>, pass: &Pass, has_failed: bool) {
-        // Of merged reads that fail each is tried again, and tells for itself.
+        // Merged reads that failed are retried one by one, and each retry is recorded.
         let is_tried_again = has_failed && request.operation == Operation::Read && request.requests > 1;
         let (Some(times), false) = (pass.times, is_tried_again) else { return };
         let (recorded, measures) = (self.recorded.get(), self.measures.get());
@@ -752,13 +750,14 @@ impl Disk {
         }
     }
 
-    /// The time, if the disk is recorded or measured.
+    /// Current time, if the disk is recorded or measured.
     fn clock(&self) -> Option<Instant> {
         let is_asked = self.recorded.get().is_some() || self.measures.get().is_some();
         is_asked.then(reactor::recently)
     }
 
-    /// Whether a request that begins now may have to wait, and so is attempted with more care.
+    /// True if a request that begins now may have to wait in the middle, so that it must keep its
+    /// data.
     fn may_hold(&self) -> bool {
         self.failures.may_hold() || self.handover.is_some()
     }

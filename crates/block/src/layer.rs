@@ -1,7 +1,7 @@
-//! What a request passes on its way from an export to its image.
+//! Layers between an export and its image.
 //!
-//! Each layer is the mechanics around a decision of the `policy` crate. The layer keeps the waiting
-//! tasks, arms the timers and takes the lock; `policy` decides what may pass.
+//! Each layer is the mechanism around a decision of the `policy` crate. The layer keeps the waiting
+//! tasks, arms the timers and holds the lock; `policy` decides which requests are admitted.
 
 pub mod prefetch;
 pub mod throttle;

@@ -6,16 +6,15 @@
 //!                     layer/prefetch      qcow2           NBD, RBD …        a simulation
 //! ```
 //!
-//! - [`disk`] composes the rest: a request enters there, and nowhere else. Its export has validated
-//!   it.
-//! - [`layer`] holds the layers that a request passes: limits, and reading ahead. The decisions are
-//!   made in `policy`.
+//! - [`disk`] composes the rest: every request enters there. Its export has validated it.
+//! - [`layer`] contains the layers that a request passes: throttling and prefetch. `policy` makes
+//!   the decisions.
 //! - [`device`] samples the physical disk below, for watermarks.
 //! - [`measures`] counts requests and their latency; [`recorder`] passes each request on to a
 //!   recording.
 //!
-//! `image`, `storage`, `nbd` and `reactor` are crates below this one. Each part knows those to its
-//! right in the drawing, and none to its left.
+//! `image`, `storage`, `nbd` and `reactor` are crates below this one. In the drawing, each part
+//! depends on those to its right, and on none to its left.
 //!
 //! Never admits a request or chooses what to read ahead (`policy` does), never serves a client's
 //! protocol (`export` does), and never reads a configuration.

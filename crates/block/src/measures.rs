@@ -1,14 +1,14 @@
-//! How long the requests of a disk take and what holds them back, counted for whoever asks.
+//! Latencies and throttle causes of a disk's requests.
 //!
 //! ```text
-//!   answered ─► latency, by operation ─┐
-//!            └► wait, by direction ────┼─► histograms whose buckets are those of both kinds that
-//!   held     ─► seconds, by limit ─────┘   Prometheus has: 1, 2, 5, 10 … and powers of ⁴√2
+//!   completed ─► latency, by operation ─┐
+//!             └► wait, by direction ────┼─► histograms that convert exactly to both formats of
+//!   throttled ─► seconds, by limit ─────┘   Prometheus: 1, 2, 5, 10 … and powers of ⁴√2
 //! ```
 //!
-//! Made when somebody first wants it: a disk that nobody measures pays one load. All threads count
-//! with relaxed atomics, so figures that are read together may be a request apart. Never knows who
-//! asks, nor forgets anything.
+//! Created by the first reader: a disk that is not measured pays one load. All threads count with
+//! relaxed atomics, so values that are read together may differ by a request. Counters are never
+//! reset.
 
 use std::sync::{
     LazyLock, OnceLock,
@@ -45,15 +45,14 @@ pub const ROUND_BOUNDS_NS: [u64; 18] = [
     10_000_000_000,
 ];
 
-/// Buckets an octave, as a power of 2: the schema of Prometheus's native histograms. A value is
-/// known to a tenth.
+/// Buckets per octave, as a power of 2: the schema of Prometheus's native histograms. The relative
+/// error of a value is at most a tenth.
 pub const SCHEMA: i32 = 2;
-/// The exponents, in seconds, between which they lie: from 7.6 µs, below which all is one, to 68
-/// minutes, above which all is one.
+/// Range of the exponents, in seconds: from 7.6 µs to 68 minutes. Smaller and larger values have
+/// one bucket each.
 const EXPONENTS: std::ops::RangeInclusive<i32> = -17..=12;
 
-/// A bucket of either kind lies between bounds of the other, so that each has a whole number of
-/// these.
+/// Bounds of both formats, merged: each bucket of either format is a whole number of these.
 static BOUNDS: LazyLock<Box<[Bound]>> = LazyLock::new(|| {
     let steps = 1 << SCHEMA;
     let indices = EXPONENTS.start() * steps..=EXPONENTS.end() * steps;
@@ -69,27 +68,28 @@ static BOUNDS: LazyLock<Box<[Bound]>> = LazyLock::new(|| {
     bounds.into()
 });
 
-/// Where a bucket ends.
+/// Upper bound of a bucket.
 #[derive(Clone, Copy, Debug)]
 struct Bound {
     at_most_ns: u64,
-    /// The native bucket that it is in.
+    /// Index of the native bucket that contains it.
     index: i32,
 }
 
-/// How often something took how long.
+/// Histogram of durations.
 #[derive(Debug, Default)]
 pub struct Histogram {
-    /// One more than there are bounds. Allocated by the first request: idle disks are measured too.
+    /// One more than the number of bounds. Allocated by the first request, since idle disks are
+    /// measured too.
     counts: OnceLock<Box<[AtomicU64]>>,
     sum_ns: AtomicU64,
 }
 
-/// A [`Histogram`] at one moment.
+/// Snapshot of a [`Histogram`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spread {
     counts: Vec<u64>,
-    /// Nanoseconds, of all.
+    /// Sum of all durations, in nanoseconds.
     pub sum_ns: u64,
 }
 
@@ -106,7 +106,7 @@ impl Histogram {
         }
     }
 
-    /// Counts on. What lies behind the last bucket is in it.
+    /// Adds another process's counts. Counts beyond the last bucket are added to it.
     fn count_on(&self, spread: &Spread) {
         for (place, more) in spread.counts.iter().enumerate().filter(|(_, more)| **more > 0) {
             self.counts()[place.min(BOUNDS.len())].fetch_add(*more, Relaxed);
@@ -114,7 +114,7 @@ impl Histogram {
         self.sum_ns.fetch_add(spread.sum_ns, Relaxed);
     }
 
-    /// What was counted so far.
+    /// Snapshot of the counts.
     pub fn spread(&self) -> Spread {
         let counts = match self.counts.get() {
             Some(counts) => counts.iter().map(|count| count.load(Relaxed)).collect(),
@@ -125,18 +125,18 @@ impl Histogram {
 }
 
 impl Spread {
-    /// Of so many by bucket.
+    /// Creates a snapshot from counts by bucket.
     pub fn new(counts: Vec<u64>, sum_ns: u64) -> Self {
         Self { counts, sum_ns }
     }
 
-    /// By bucket, the shortest first; a bucket's bounds are the same in every spread.
+    /// Counts by bucket, in ascending order; all snapshots have the same bounds.
     pub fn counts(&self) -> &[u64] {
         &self.counts
     }
 
-    /// The time that such a part of requests took at most, from 0 to 1, of what was counted by
-    /// bucket; known to a tenth, and the middle of its bucket. `None` where nothing was.
+    /// Quantile `part`, from 0 to 1, of counts by bucket, in nanoseconds: the middle of its bucket,
+    /// with a relative error of at most a tenth. `None` without counts.
     pub fn rank_ns(counts: &[u64], part: f64) -> Option<u64> {
         let sum: u64 = counts.iter().sum();
         let rank = ((sum as f64 * part).ceil() as u64).clamp(1, sum.max(1));
@@ -149,26 +149,25 @@ impl Spread {
         Some(above_ns.midpoint(at_most_ns.unwrap_or(above_ns)))
     }
 
-    /// What a bucket has: what took longer than the first and no longer than the second; the last
-    /// has no end.
+    /// Bounds of a bucket: exclusive lower and inclusive upper bound; the last has no upper bound.
     pub fn bounds_ns(place: usize) -> (u64, Option<u64>) {
         let bound = |place: usize| BOUNDS.get(place).map(|bound| bound.at_most_ns);
         let before = place.checked_sub(1).map(|before| before.min(BOUNDS.len() - 1));
         (before.and_then(bound).unwrap_or(0), bound(place))
     }
 
-    /// How many.
+    /// Total count.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// How many took longer than the bound before and no longer than this one, by
-    /// [`ROUND_BOUNDS_NS`]; the last is of those that took longer than all.
+    /// Counts by [`ROUND_BOUNDS_NS`]: each greater than the bound before and at most this one; the
+    /// last count has no upper bound.
     pub fn round(&self) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
         Self::round_of(&self.counts)
     }
 
-    /// The same of what was counted by bucket.
+    /// As [`Spread::round`], for counts by bucket.
     pub fn round_of(counts: &[u64]) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
         let mut sums = [0; ROUND_BOUNDS_NS.len() + 1];
         for (place, count) in counts.iter().enumerate() {
@@ -178,9 +177,9 @@ impl Spread {
         sums
     }
 
-    /// Native buckets that are not empty, in their order: `(i, n)` says that `n` took up to
-    /// 2<sup>i/4</sup> seconds and longer than the one before. The first has all that is shorter,
-    /// the last all that is longer.
+    /// Native buckets that are not empty, in ascending order: `(i, n)` means that `n` values were
+    /// at most 2<sup>i/4</sup> seconds and greater than the bound before. The first includes all
+    /// smaller values, the last all larger ones.
     pub fn native(&self) -> Vec<(i32, u64)> {
         let mut buckets: Vec<(i32, u64)> = Vec::new();
         for (place, &count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
@@ -195,7 +194,7 @@ impl Spread {
     }
 }
 
-/// What is told apart in latencies.
+/// Class of operations in latencies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Timed {
     /// Reads.
@@ -207,7 +206,7 @@ pub enum Timed {
 }
 
 impl Timed {
-    /// All three.
+    /// All classes.
     pub const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Flush];
 
     fn of(operation: Operation) -> Self {
@@ -219,24 +218,24 @@ impl Timed {
     }
 }
 
-/// Whose limit it was.
+/// Owner of the limit that throttled a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// The disk's own.
+    /// The disk.
     Disk,
-    /// Its group's.
+    /// The disk's group.
     Group,
-    /// That of a group above.
+    /// A group above that.
     Above,
 }
 
 impl Whose {
-    /// All three.
+    /// All owners.
     pub const ALL: [Self; 3] = [Self::Disk, Self::Group, Self::Above];
 }
 
-/// The time that was covered by waits that overlap. They end in the order in which they began, as
-/// those of one disk and direction do: else it is too little.
+/// Time covered by waits that overlap. It assumes that waits end in the order in which they began,
+/// as those of one disk and direction do; otherwise the sum is too small.
 #[derive(Debug, Default)]
 struct Covered {
     until_ns: AtomicU64,
@@ -251,7 +250,7 @@ impl Covered {
     }
 }
 
-/// What is measured of one disk.
+/// Measurement of one disk.
 #[derive(Debug, Default)]
 pub struct Measures {
     latency: [Histogram; 3],
@@ -261,21 +260,21 @@ pub struct Measures {
     held: [[[Covered; 2]; 6]; 3],
 }
 
-/// [`Measures`] at one moment.
+/// Snapshot of [`Measures`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Measured {
     /// By [`Timed`].
     pub latency: [Spread; 3],
     /// By direction.
     pub waits: [Spread; 2],
-    /// Nanoseconds, by direction.
+    /// Time with a waiting request, in nanoseconds, by direction.
     pub waiting_ns: [u64; 2],
-    /// Nanoseconds, by [`Whose`], [`LimitKind::index`] and direction.
+    /// Time by throttle cause, in nanoseconds, by [`Whose`], [`LimitKind::index`] and direction.
     pub held_ns: [[[u64; 2]; 6]; 3],
 }
 
 impl Measures {
-    /// All of them, for another process.
+    /// Snapshot of everything, for another process.
     pub fn measured(&self) -> Measured {
         let covered = |both: &[Covered; 2]| both.each_ref().map(|covered| covered.sum_ns.load(Relaxed));
         Measured {
@@ -286,7 +285,7 @@ impl Measures {
         }
     }
 
-    /// Counts on from what another process has measured.
+    /// Adds the values of another process that served the disk before.
     pub fn count_on(&self, measured: &Measured) {
         let Measured { latency, waits, waiting_ns, held_ns } = measured;
         let histograms = self.latency.iter().chain(&self.waits).zip(latency.iter().chain(waits));
@@ -297,8 +296,7 @@ impl Measures {
         }
     }
 
-    /// Counts a request that has come to its end: how long it took if it succeeded, how long it
-    /// waited in any case.
+    /// Counts a completed request: its latency if it succeeded, and its wait in any case.
     pub(crate) fn count(&self, finished: &Finished) {
         let Finished { operation, requests, arrived, admitted, ended, held, has_failed, .. } = *finished;
         if !has_failed {
@@ -318,22 +316,22 @@ impl Measures {
         }
     }
 
-    /// How long requests took that succeeded, from their arrival to their answer.
+    /// Latencies of successful requests, from arrival to completion.
     pub fn latency(&self, of: Timed) -> Spread {
         self.latency[of as usize].spread()
     }
 
-    /// How long requests waited before they were let pass, those included that did not.
+    /// Waits of requests for admission, including zero waits.
     pub fn waits(&self, direction: Direction) -> Spread {
         self.waits[direction.index()].spread()
     }
 
-    /// Nanoseconds during which a request waited, for whatever, of those that have passed.
+    /// Time during which an admitted request had waited for any limit, in nanoseconds.
     pub fn waiting_ns(&self, direction: Direction) -> u64 {
         self.waiting[direction.index()].sum_ns.load(Relaxed)
     }
 
-    /// The same of those that waited last for this limit.
+    /// As [`Measures::waiting_ns`], for requests whose last throttle cause was this limit.
     pub fn held_ns(&self, whose: Whose, kind: LimitKind, direction: Direction) -> u64 {
         self.held[whose as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
     }

@@ -1,14 +1,14 @@
-//! What each request of recorded disks was and how long it took, for whoever keeps it.
+//! Records of the requests of recorded disks, with their times, for a collector.
 //!
 //! ```text
-//!   worker ─► ring of its own ─┐
-//!   worker ─► ring of its own ─┼─► Collector ─► a file, a page
+//!   worker ─► its own ring ─┐
+//!   worker ─► its own ring ─┼─► Collector ─► a file, a page
 //! ```
 //!
-//! Nothing waits for the collector: where a ring is full, what does not fit is counted, for each
-//! disk by itself, since a recording of one has nothing to do with what another loses. A disk that
-//! is not recorded pays one load of a number. Never knows the name of a disk, nor what becomes of
-//! what it collects.
+//! No request waits for the collector. If a ring is full, records are dropped and counted for each
+//! disk, because the recording of one disk is not affected by the losses of another. A disk that is
+//! not recorded pays one load of a number. Never uses the name of a disk, nor decides about the
+//! collected records.
 
 use std::{
     cell::RefCell,
@@ -21,10 +21,10 @@ use std::{
 use policy::{request::Direction, throttle::Held, time::Instant};
 use rtrb::{Consumer, Producer, RingBuffer};
 
-/// Requests in a ring: 65 ms of half a million a second.
+/// Number of records in a ring: 65 ms at half a million requests a second.
 const RING: usize = 1 << 15;
 
-/// What a request was.
+/// Type of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Read.
@@ -40,66 +40,66 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Whose limits it meets, but for a flush, which meets none.
+    /// Direction of the limits that apply; flushes are not throttled.
     pub(crate) fn direction(self) -> Direction {
         if self == Self::Read { Direction::Read } else { Direction::Write }
     }
 }
 
-/// A request that has come to its end.
+/// Record of a completed request.
 #[derive(Clone, Copy, Debug)]
 pub struct Finished {
-    /// As its disk was told to be called.
+    /// Number that the disk was given by [`Recorded::set`].
     pub disk: u32,
-    /// What it did.
+    /// Type of the request.
     pub operation: Operation,
-    /// Bytes.
+    /// Offset in bytes.
     pub offset: u64,
-    /// Bytes; of all that were merged.
+    /// Length in bytes, of all merged requests.
     pub length: u64,
-    /// How many requests of a client's, all as long, that follow each other were merged.
+    /// Number of adjacent client requests of equal length that were merged.
     pub requests: u32,
-    /// Whether its client had an error.
+    /// True if the client received an error.
     pub has_failed: bool,
-    /// When it came.
+    /// Arrival.
     pub arrived: Instant,
-    /// When its limits let it pass.
+    /// Admission by the limits.
     pub admitted: Instant,
-    /// The limit that it waited for last, if for any.
+    /// Throttle cause: the limit that it waited for last, if any.
     pub held: Option<Held>,
-    /// When it was answered.
+    /// Completion.
     pub ended: Instant,
 }
 
-/// Whether and as what a disk is recorded.
+/// Recording state of a disk.
 #[derive(Debug, Default)]
 pub struct Recorded {
-    /// One more than its number; 0 if it is not.
+    /// The disk's number plus one; 0 if it is not recorded.
     number: AtomicU32,
     lost: Arc<Lost>,
 }
 
-/// Requests of a disk that found no room.
+/// Number of records of a disk that were dropped because a ring was full.
 #[derive(Debug, Default)]
 pub struct Lost(AtomicU64);
 
 impl Lost {
-    /// How many there were since the last time.
+    /// Number of dropped records since the last call.
     pub fn take(&self) -> u64 {
         self.0.swap(0, Ordering::Relaxed)
     }
 
-    /// So many more.
+    /// Adds to the number.
     pub fn add(&self, requests: u64) {
         self.0.fetch_add(requests, Ordering::Relaxed);
     }
 }
 
 impl Recorded {
-    /// Records its requests from now on as those of `disk`; `None` ends that.
+    /// Records its requests from now on as those of `disk`; `None` ends the recording.
     ///
     /// # Panics
-    /// Where the number is [`u32::MAX`].
+    /// If the number is [`u32::MAX`].
     pub fn set(&self, disk: Option<u32>) {
         let number = disk.map_or(0, |disk| disk.checked_add(1).expect("there are fewer disks"));
         self.number.store(number, Ordering::Relaxed);
@@ -109,7 +109,7 @@ impl Recorded {
         self.number.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// What of it found no room: to be asked for once [`Collector::take`] says that there is some.
+    /// Its dropped records. Read it after [`Collector::take`] has returned true.
     pub fn lost(&self) -> &Arc<Lost> {
         &self.lost
     }
@@ -119,25 +119,25 @@ thread_local! {
     static TAP: RefCell<Option<Tap>> = const { RefCell::new(None) };
 }
 
-/// The rings of the collector there is; its number, 0 for none.
+/// Rings of the current collector; its number, 0 for none.
 static COLLECTED: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
 static COLLECTOR: AtomicU64 = AtomicU64::new(0);
 static IS_THERE_ONE: AtomicBool = AtomicBool::new(false);
 
-/// A thread's end.
+/// The producer of a thread.
 struct Tap {
     collector: u64,
     ring: Producer<Finished>,
     has_lost: Arc<AtomicBool>,
 }
 
-/// The collector's end.
+/// The collector's end of a ring.
 struct Ring {
     ring: Consumer<Finished>,
     has_lost: Arc<AtomicBool>,
 }
 
-/// Tells the collector, if there is one, of a request of the disk that `recorded` is of.
+/// Records a request of the disk of `recorded`, if there is a collector.
 pub fn tell(finished: Finished, recorded: &Recorded) {
     if !IS_THERE_ONE.load(Ordering::Relaxed) {
         return;
@@ -150,7 +150,7 @@ pub fn tell(finished: Finished, recorded: &Recorded) {
         let tap = tap.as_mut().expect("it was made");
         if tap.ring.push(finished).is_err() {
             recorded.lost.add(finished.requests.max(1).into());
-            // Whoever sees it sees the count.
+            // Release: a collector that sees the flag sees the count.
             tap.has_lost.store(true, Ordering::Release);
         }
     });
@@ -161,8 +161,8 @@ impl Tap {
         let (ours, ring) = RingBuffer::new(RING);
         let has_lost = Arc::new(AtomicBool::new(false));
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another may have begun meanwhile: then this ring is nobody's, and the next request makes
-        // another.
+        // Another collector may have begun meanwhile. Then this ring is not registered, and the
+        // next request creates another.
         if COLLECTOR.load(Ordering::Relaxed) == collector {
             rings.push(Ring { ring, has_lost: Arc::clone(&has_lost) });
         }
@@ -170,12 +170,12 @@ impl Tap {
     }
 }
 
-/// Takes what is told, of all threads; there is one at a time in a process.
+/// Receives the records of all threads; at most one exists in a process.
 #[derive(Debug)]
 pub struct Collector(());
 
 impl Collector {
-    /// `None` while there is another.
+    /// Creates the collector; `None` if there is one already.
     pub fn begin() -> Option<Self> {
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
         if IS_THERE_ONE.load(Ordering::Relaxed) {
@@ -187,8 +187,8 @@ impl Collector {
         Some(Self(()))
     }
 
-    /// Hands over all that was told since the last time, thread by thread; returns whether some
-    /// could not be kept since then: of which disk, and how many, each [`Recorded::lost`] tells.
+    /// Calls `each` for all records since the last call, thread by thread. Returns true if records
+    /// were dropped since then; [`Recorded::lost`] of each disk returns how many.
     pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> bool {
         let mut have_lost = false;
         for Ring { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {

@@ -1,12 +1,12 @@
-//! Which physical disk something is on, and a name for that disk that stays.
+//! Identity of the physical disk below a file, and a stable name for it.
 //!
-//! A file is in a file system, that is on a partition, and that on a disk. The disk has a capacity
-//! and statistics. A device number of any of these leads to the disk, through the kernel's tree in
-//! sysfs(5). What is below the disk (the members of a device mapper's or RAID's device, the file of
-//! a loop device) is not followed, because requests wait for the whole.
+//! A file is in a file system on a partition of a disk. The disk has a capacity and statistics. The
+//! kernel's tree in sysfs(5) leads from any of their device numbers to the disk. Devices below the
+//! disk (the members of a device-mapper or RAID device, the file of a loop device) are not
+//! followed, because requests wait for the whole.
 //!
 //! Numbers and names (`254:0`, `vda`) change at every boot. So measurements of a disk are stored
-//! under what the disk says of itself ([`Identity::key`]).
+//! under the disk's own identifier ([`Identity::key`]).
 //!
 //! Reads sysfs and procfs only; never opens the device.
 
@@ -16,10 +16,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Longest text taken from an attribute, in bytes: NVMe's names, the longest there are, have 223.
+/// Maximum length of an attribute, in bytes; NVMe names, the longest, have 223.
 const MAX_ATTRIBUTE_BYTES: usize = 256;
 
-/// Where the kernel's trees are; another place in tests.
+/// Paths of the kernel's trees; tests use others.
 #[derive(Clone, Debug)]
 pub struct Roots {
     /// `/sys`.
@@ -34,17 +34,17 @@ impl Default for Roots {
     }
 }
 
-/// A device's number, as stat(2) gives it.
+/// Number of a device, as in stat(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Number {
-    /// The driver's part.
+    /// Number of the driver.
     pub major: u64,
-    /// The device's.
+    /// Number of the device.
     pub minor: u64,
 }
 
 impl Number {
-    /// From the form that stat(2) packs it in.
+    /// Unpacks the form of stat(2).
     pub fn unpack(packed: u64) -> Self {
         Self { major: nix::sys::stat::major(packed), minor: nix::sys::stat::minor(packed) }
     }
@@ -60,18 +60,19 @@ impl fmt::Display for Number {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     number: Number,
-    /// Its directory in sysfs.
+    /// Directory in sysfs.
     directory: PathBuf,
     name: String,
     key: String,
 }
 
 impl Identity {
-    /// The disk that a device of this number is, or is a part of, or (of a file system without a
-    /// number of its own, such as Btrfs) is mounted from.
+    /// Resolves a device number to its disk: the device itself, the disk of a partition, or (for a
+    /// file system with an anonymous device number, such as Btrfs) the disk that it is mounted
+    /// from.
     ///
     /// # Errors
-    /// If there is none: the file system is in memory, on the network, or a layer over others.
+    /// There is none: the file system is in memory, on the network, or an overlay.
     pub fn resolve(number: Number, roots: &Roots) -> io::Result<Self> {
         let number = match number.major {
             0 => mounted_from(number, &roots.mounts)?,
@@ -83,47 +84,47 @@ impl Identity {
             directory.pop();
         }
         let whole = attribute(&directory, "dev").and_then(|text| parse_number(&text)).unwrap_or(number);
-        // In sysfs a slash, which a name may have, is written as an exclamation mark.
+        // sysfs replaces a slash in a name by an exclamation mark.
         let name = directory.file_name().unwrap_or_default().to_string_lossy().replace('!', "/");
         let key = key(&directory, whole);
         Ok(Self { number: whole, directory, name, key })
     }
 
-    /// The number at present.
+    /// Current number.
     pub fn number(&self) -> Number {
         self.number
     }
 
-    /// The device's node, such as `/dev/vda`, at present.
+    /// Current device node, such as `/dev/vda`.
     pub fn node(&self) -> String {
         format!("/dev/{}", self.name)
     }
 
-    /// What it is called for good, with its size: `wwid eui.0025385b71b00d12, 512110190592 bytes`.
-    /// A disk that says nothing of itself is called by its number, and may be mistaken for another
-    /// of the same size.
+    /// Stable identifier, with the size: `wwid eui.0025385b71b00d12, 512110190592 bytes`. A disk
+    /// without an identifier has its number instead, and may be mistaken for another disk of the
+    /// same size.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// Whether it can be the disk that had this [`key`](Identity::key). One that was made longer or
-    /// shorter since still is, as is a loop device with another file; and of one that says nothing
-    /// of itself nothing else is known.
+    /// True if it may be the disk that had this [`key`](Identity::key). A resized disk still
+    /// matches, as does a loop device with another file; a disk without an identifier always
+    /// matches.
     pub fn can_be(&self, key: &str) -> bool {
         let who = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
         let now = who(&self.key);
         now.starts_with("number ") || now.starts_with("file ") || now == who(key)
     }
 
-    /// Its directory in sysfs.
+    /// Directory in sysfs.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 }
 
 fn key(directory: &Path, number: Number) -> String {
-    // The most unique first. All are documented in the kernel's Documentation/ABI, sysfs-block and
-    // its drivers'.
+    // The most specific first. All are documented in the kernel's Documentation/ABI, sysfs-block
+    // and its drivers'.
     const ATTRIBUTES: [(&str, &str); 7] = [
         ("wwid", "wwid"),
         ("wwid", "device/wwid"),
@@ -136,16 +137,16 @@ fn key(directory: &Path, number: Number) -> String {
     let found =
         ATTRIBUTES.iter().find_map(|(kind, path)| Some(format!("{kind} {}", attribute(directory, path)?)));
     let who = found.unwrap_or_else(|| format!("number {number}"));
-    // Sectors of 512 bytes, whatever the disk's own are.
+    // sysfs counts in sectors of 512 bytes, whatever the disk's sector size.
     let sectors = attribute(directory, "size").and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
     format!("{who}, {} bytes", sectors.saturating_mul(512))
 }
 
-/// The text of an attribute, if it says anything.
+/// Text of an attribute; `None` if it is missing or empty.
 fn attribute(directory: &Path, path: &str) -> Option<String> {
     let text = fs::read(directory.join(path)).ok()?;
     let text = String::from_utf8_lossy(&text[..text.len().min(MAX_ATTRIBUTE_BYTES)]).into_owned();
-    // Not `plain`: keys that were stored would be found no more.
+    // Not `plain`, which would change the keys of stored measurements.
     let text: String = text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     (!text.is_empty()).then_some(text)
 }
@@ -155,8 +156,8 @@ fn parse_number(text: &str) -> Option<Number> {
     Some(Number { major: major.parse().ok()?, minor: minor.parse().ok()? })
 }
 
-/// The device that a file system without a device's number is mounted from (proc_pid_mountinfo(5):
-/// the third field is the number, the second after the hyphen the source).
+/// The device that a file system with an anonymous device number is mounted from
+/// (proc_pid_mountinfo(5): the third field is the number, the second after the hyphen the source).
 fn mounted_from(number: Number, mounts: &Path) -> io::Result<Number> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "the file system is on no disk of this machine");
     let text = fs::read_to_string(mounts)?;
@@ -177,7 +178,7 @@ mod tests {
 
     use super::*;
 
-    /// A sysfs of one disk with a partition.
+    /// A sysfs with one disk that has a partition.
     struct Machine {
         directory: tempfile::TempDir,
     }
@@ -245,7 +246,8 @@ mod tests {
         let none = machine.resolve(0, 33).expect_err("in memory");
         assert_eq!(none.to_string(), "the file system is on no disk of this machine");
         mounts("25 24 0:34 / /data rw shared:1 - btrfs /dev/null rw\n");
-        // Not a block device, but it has a number: found, and then not in this machine's tree.
+        // Not a block device, but it has a device number: resolved, but missing in this machine's
+        // tree.
         assert_eq!(machine.resolve(0, 34).expect_err("no such disk").kind(), io::ErrorKind::NotFound);
         mounts("garbage\n\n25\n");
         assert!(machine.resolve(0, 34).is_err());

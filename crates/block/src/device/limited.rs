@@ -1,4 +1,4 @@
-//! Groups and disks as the sampler knows them.
+//! Groups and disks as targets of the sampler.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits},
@@ -31,7 +31,7 @@ impl Target for Group {
     }
 }
 
-/// In a group, a disk has no watermark of its own: the group's is what lifts.
+/// A disk in a group has no watermark of its own: the group's applies.
 impl Target for Disk {
     fn name(&self) -> &str {
         self.name()

@@ -1,7 +1,7 @@
-//! A device that a watermark looks at: how much of it is in use, and what follows for limits.
+//! A device with a watermark controller: its utilization, and the resulting enforcement of limits.
 //!
 //! It serves weir's own disks, through the sampler, and control groups. Never guesses: while the
-//! statistics of the device cannot be read, nothing follows, and that is reported once.
+//! statistics of the device cannot be read there is no result, and that is logged once.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use policy::{
 
 use super::{Device, Meter};
 
-/// A device, and the controller that decides by its use.
+/// A device and its controller.
 #[derive(Debug)]
 pub struct Observed {
     device: Arc<Device>,
@@ -23,7 +23,7 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// One that nothing is known of yet; says how its use will be told.
+    /// Creates it without observations; logs the source of the capacity.
     pub fn new(device: Arc<Device>) -> Self {
         let source = device.capacity_source();
         let capacity = device.capacity().unwrap_or_default();
@@ -39,7 +39,8 @@ impl Observed {
         Self { device, meter: Meter::default(), controller: Controller::new(), failing: false }
     }
 
-    /// Takes in what the device did, and what all with a watermark took of it.
+    /// Adds an observation: the device's utilization, and the consumption of all targets with a
+    /// watermark.
     pub fn observe(&mut self, now: Instant, consumed: &Consumed) {
         match self.meter.measure(&self.device, now) {
             Ok(Some(used)) => {
@@ -60,12 +61,12 @@ impl Observed {
         }
     }
 
-    /// How much of it is in use, in thousandths, smoothed.
+    /// Smoothed utilization, in thousandths.
     pub fn used(&self) -> u64 {
         self.controller.used()
     }
 
-    /// How limits with this watermark are to be enforced; `None` while nothing is known.
+    /// Enforcement of limits with this watermark; `None` while the device cannot be read.
     pub fn enforcement(&mut self, watermark: Watermark) -> Option<Enforcement> {
         (!self.failing).then(|| self.controller.enforcement(watermark))
     }

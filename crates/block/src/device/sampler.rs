@@ -1,20 +1,20 @@
-//! Watches devices and lifts, scales or enforces the limits that have a watermark, twenty times a
-//! second.
+//! Samples devices twenty times a second, and lifts, scales or enforces the limits that have a
+//! watermark.
 //!
 //! ```text
-//!   device ── use ────────┐
-//!                         ├──► policy::watermark::Controller, one a device ──► enforcement of its groups
-//!   groups ── consumed ───┘
+//!   device ── utilization ─┐
+//!                          ├──► policy::watermark::Controller, one a device ──► its groups
+//!   groups ── consumption ─┘
 //! ```
 //!
-//! A group with disks on several devices follows the device with the least room.
+//! A group with disks on several devices follows the device with the highest utilization.
 //!
-//! It is one task, on the thread that made the sampler, and runs only while something has a
+//! It is one task, on the thread that created the sampler, and runs only while there is a
 //! watermark. [`Sampler::watch`] replaces all targets; [`Sampler::update`] and [`Sampler::forget`]
 //! change one target and visit no other. The limits of a removed target are always enforced.
 //!
-//! Never guesses: a group without a device is enforced as it is set, and so is one whose device
-//! cannot be read. Both are logged.
+//! Never guesses: the limits of a group without a device, or whose device cannot be read, are
+//! enforced. Both are logged.
 
 use std::{
     cell::RefCell,
@@ -33,36 +33,35 @@ use policy::{
 use super::{Device, DeviceId, Observed};
 use reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 
-/// Time between two samples. Within a second the controller is to have found its way, and a device
-/// does something in most of them.
+/// Interval between two samples. The controller should settle within a second, and a device in use
+/// completes requests in most intervals.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// Something with limits and a watermark: a group, or a disk without one. Told apart by its
+/// An object with limits and a watermark: a group, or a disk without one. Identified by its
 /// address.
 pub trait Target: fmt::Debug + Send + Sync {
-    /// What it is called.
+    /// Name, for the log.
     fn name(&self) -> &str;
-    /// The watermark set for it.
+    /// Its watermark.
     fn watermark(&self) -> Watermark;
     /// Its own limits.
     fn limits(&self) -> Limits;
-    /// What has passed, reads and writes.
+    /// Counters of admitted reads and writes.
     fn passed(&self) -> [Counters; 2];
-    /// Enforces its own limits so much from now on.
+    /// Sets the enforcement of its own limits.
     fn enforce(&self, enforcement: Enforcement);
 }
 
 /// A target with the devices under it.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// What is held to its limits, or not. Watched as long as it is there; the watching does not
-    /// keep it.
+    /// The target. Sampled as long as it exists; the sampler does not keep it alive.
     pub target: Weak<dyn Target>,
-    /// All that its disks lie on; empty if they are in memory.
+    /// Devices of all its disks; empty if they are in memory.
     pub devices: Vec<Arc<Device>>,
 }
 
-/// Watches devices. Dropping it ends the watching; enforcement stays as it was then.
+/// Samples devices. Dropping it ends the sampling; enforcement stays as it is.
 #[derive(Debug, Default)]
 pub struct Sampler {
     state: Rc<RefCell<State>>,
@@ -90,14 +89,14 @@ fn address(target: &Weak<dyn Target>) -> usize {
 #[derive(Debug)]
 struct Watched {
     subject: Subject,
-    /// When it was last looked at, and what had passed by then.
+    /// Time of the last sample, and the counters at that time.
     last: Option<(Instant, [Counters; 2])>,
     enforcement: Enforcement,
 }
 
 impl Sampler {
-    /// Watches these from now on, and only these. Those without a watermark are left out; what is
-    /// known of devices that stay is kept.
+    /// Samples these targets from now on, and only these. Those without a watermark are ignored;
+    /// the state of devices that stay is kept.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -106,7 +105,7 @@ impl Sampler {
         self.run_while_needed();
     }
 
-    /// Watches this target on these devices from now on, unless it has no watermark.
+    /// Samples this target on these devices from now on, unless it has no watermark.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -115,7 +114,7 @@ impl Sampler {
         self.run_while_needed();
     }
 
-    /// Stops watching a target.
+    /// Removes a target.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -141,7 +140,7 @@ async fn run(state: rc::Weak<RefCell<State>>) {
         let now = now();
         state.borrow_mut().sample(now);
         drop(state);
-        // Not `next + INTERVAL` alone: after a late one, samples do not pile up.
+        // Not `next + INTERVAL` alone: after a delay, samples must not pile up.
         next = (next + INTERVAL).max(now + INTERVAL / 2);
         sleep_until(next).await;
     }
@@ -150,7 +149,7 @@ async fn run(state: rc::Weak<RefCell<State>>) {
 impl State {
     fn replace(&mut self, subjects: Vec<Subject>) {
         let stay: HashSet<usize> = subjects.iter().map(|subject| address(&subject.target)).collect();
-        // Before targets are forgotten, so that the state of a device with new targets stays.
+        // New targets first, so that the state of a device that loses its old targets is kept.
         for subject in subjects {
             self.update(subject);
         }
@@ -240,8 +239,8 @@ impl Watched {
         }
     }
 
-    /// What has passed since the last time, beside what the limits would have let pass; `None` the
-    /// first time, and where a counter fell.
+    /// Consumption since the last sample, relative to the limits; `None` for the first sample, and
+    /// if a counter decreased.
     fn taken(&mut self, now: Instant) -> Option<Taken> {
         let target = self.subject.target.upgrade()?;
         let passed = target.passed();

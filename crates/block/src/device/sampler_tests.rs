@@ -1,4 +1,4 @@
-//! What the sampler does to those it watches, with targets that only note it.
+//! The sampler, with targets that record their enforcement.
 
 use std::sync::Mutex;
 
@@ -8,7 +8,7 @@ use super::*;
 use reactor::{buffer::Buffer, sim};
 use storage::{Storage, null::Null, rate::Budget};
 
-/// A target that notes how it is enforced.
+/// A target that records its enforcement.
 #[derive(Debug, Default)]
 struct Noted {
     watermark: Mutex<Watermark>,
@@ -83,7 +83,7 @@ impl Imitated {
         Subject { target: weak(target), devices: vec![Arc::clone(&self.device)] }
     }
 
-    /// Keeps the device busy for so long.
+    /// Keeps the device busy for this time.
     async fn work_for(&self, seconds: u64) {
         let null = Storage::Null(Null::new(1 << 30));
         let rate = null.with_rate(Arc::clone(&self.budget));

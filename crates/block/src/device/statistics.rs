@@ -1,37 +1,37 @@
-//! What a disk has done since the machine started, as the kernel counts it; of an imitated one,
-//! since it was made.
+//! Counters of a disk since the machine started, from the kernel; of an imitated disk since it was
+//! created.
 //!
-//! The fields are those of the kernel's Documentation/block/stat.rst. Requests are counted as the
-//! device saw them, after merging and splitting, when they completed.
+//! The fields are those of the kernel's Documentation/block/stat.rst. Requests are counted at the
+//! device, after merging and splitting, on completion.
 
 use std::{fs, io, os::unix::fs::FileExt as _, path::Path};
 
 use policy::counter;
 
-/// Bytes of a line of statistics that are looked at; a line of 17 numbers has 360 at most.
+/// Maximum length of a line of statistics, in bytes; a line of 17 numbers has at most 360.
 const MAX_LINE_BYTES: usize = 512;
-/// The unit of the kernel's sectors, whatever the disk's own are.
+/// Unit of the kernel's sectors, whatever the disk's sector size.
 const SECTOR_BYTES: u64 = 512;
 
 /// Totals at one moment. The kernel keeps the times in 32 bits, which wrap around after 49 days.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Reads completed.
+    /// Completed reads.
     pub reads: u64,
-    /// Their bytes.
+    /// Bytes read.
     pub read_bytes: u64,
-    /// Writes completed.
+    /// Completed writes.
     pub writes: u64,
-    /// Their bytes.
+    /// Bytes written.
     pub written_bytes: u64,
-    /// Milliseconds during which anything was in flight.
+    /// Time with a request in flight, in milliseconds.
     pub busy_ms: u64,
-    /// Milliseconds that requests were in flight, of all added up.
+    /// Sum of the times of all requests in flight, in milliseconds.
     pub queued_ms: u64,
 }
 
 impl Statistics {
-    /// From the text of a `stat` file; `None` if it is not of that form.
+    /// Parses the text of a `stat` file; `None` if it is invalid.
     pub fn parse(text: &str) -> Option<Self> {
         let mut fields = [0; 11];
         let mut words = text.split_ascii_whitespace();
@@ -49,7 +49,8 @@ impl Statistics {
         })
     }
 
-    /// Growth since an earlier moment; `None` if a total fell, because then it is another disk.
+    /// Growth since an earlier moment; `None` if a total decreased, which means that it is another
+    /// disk.
     pub fn since(&self, earlier: &Self) -> Option<Self> {
         let [reads, read_bytes, writes, written_bytes] =
             counter::growths(&earlier.counters(), &self.counters())?;
@@ -68,23 +69,23 @@ impl Statistics {
     }
 }
 
-/// A disk's `stat` file, kept open: it is read twenty times a second.
+/// A disk's `stat` file, kept open because it is read twenty times a second.
 #[derive(Debug)]
 pub struct Source(fs::File);
 
 impl Source {
-    /// That of the disk with this directory in sysfs.
+    /// Opens the file of the disk with this directory in sysfs.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// As reported by the system.
     pub fn open(directory: &Path) -> io::Result<Self> {
         fs::File::open(directory.join("stat")).map(Self)
     }
 
-    /// The totals now. Blocks for some microseconds: the kernel adds them up.
+    /// Reads the totals. Blocks for some microseconds, in which the kernel adds them up.
     ///
     /// # Errors
-    /// If the disk is gone, or the kernel speaks in tongues.
+    /// The disk is gone, or the file has another format.
     pub fn read(&self) -> io::Result<Statistics> {
         let mut line = [0; MAX_LINE_BYTES];
         let length = self.0.read_at(&mut line, 0)?;

@@ -1,4 +1,4 @@
-//! Use against capacity, and which device a disk is on.
+//! Utilization, and the device of a disk.
 
 use policy::{request::Direction, throttle::Cost};
 
@@ -57,7 +57,7 @@ fn nonsense_from_the_kernel_overflows_nothing() {
     check(None, busy, 1000);
 }
 
-/// A disk over `image`, which may be imitated to be slower.
+/// A disk over `image`, optionally with an imitated rate.
 fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &Budgets) -> Disk {
     let options = OpenOptions {
         rate: rate.map(|text| text.parse().expect("valid")),
@@ -108,10 +108,10 @@ fn an_imitated_device_s_use_is_its_work() {
         let pass = disk.admit(Direction::Read, Cost::one(1 << 20)).await;
         disk.read(pass, 0, 1 << 20).await.expect("null");
         sleep_until(at(1200)).await;
-        // A tenth of a second's work in a fifth.
+        // Busy for 0.1 s of 0.2 s.
         assert_eq!(device.use_now(now()).expect("readable"), 500);
         assert_eq!(device.use_now(now()).expect("readable"), 500, "asked again at once, it is the same");
-        // Who asks is told of as long a time, however often others ask.
+        // Each reader gets an average over about a second, however often others read.
         for ms in (1300..=2000).step_by(100) {
             sleep_until(at(ms)).await;
             assert_eq!(device.use_now(now()).expect("readable"), 100_000 / (ms as u32 - 1000));
@@ -142,7 +142,7 @@ fn what_an_imitated_device_did_is_counted_as_the_kernel_does() {
             }
         }
         sleep_until(Instant::ZERO + Duration::from_secs(9)).await;
-        // It began 10 ms before it was asked: the line was caught up.
+        // The budget's line starts 10 ms before the request: it may catch up.
         let expect = Statistics {
             reads: 1,
             read_bytes: 1 << 20,
@@ -162,8 +162,8 @@ fn a_file_is_on_the_disk_of_its_file_system() {
     let path = file.path().to_str().expect("UTF-8").to_owned();
     sim::run(1, async move {
         let disk = disk("a", &path, None, &Budgets::default());
-        // On a machine whose file system is a layer over others there is no disk to find; that is
-        // said, not guessed.
+        // On a machine whose root file system is an overlay there is no disk to find, and that is
+        // an error.
         let Ok(Some(id)) = id_of(&disk, &Roots::default()) else { return };
         let measured = |identity: &Identity| {
             assert_eq!(DeviceId::Physical(identity.number()), id);

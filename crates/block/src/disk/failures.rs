@@ -1,15 +1,15 @@
-//! What becomes of requests that the device fails: counted, logged, told; answered with the error,
-//! or held until somebody has made room and says so.
+//! Requests that the device failed: counted, logged, reported; returned to the client with the
+//! error, or kept waiting until the disk is resumed.
 //!
 //! ```text
-//!   attempt ─► fails ─► stop? ── no ──► the client has the error
+//!   attempt ─► fails ─► stop? ── no ──► the client receives the error
 //!      ▲                  │
-//!      └── resume ◄── disk stopped: this request and all later ones wait, unanswered
+//!      └── resume ◄── disk stopped: this request and all later ones wait
 //! ```
 //!
-//! Words and defaults are QEMU's `rerror` and `werror`, but for `werror`'s default: a server's
-//! clients have been told of errors so far. There is no `ignore`: it would acknowledge what is
-//! lost, and answer reads with what was never written.
+//! Names and defaults are QEMU's `rerror` and `werror`, except for `werror`'s default: clients of a
+//! server expect errors. There is no `ignore`: it would acknowledge lost data, and return content
+//! that was never written.
 
 use std::{
     fmt,
@@ -30,25 +30,25 @@ use reactor::{
 
 use crate::recorder::Operation;
 
-/// What is done about a request that the device failed.
+/// Policy for requests that the device failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
-    /// The client has the error.
+    /// Return the error to the client.
     #[default]
     Report,
-    /// The disk stops where the device is full; other errors are reported. For writes alone.
+    /// Stop the disk if the device is full; return other errors. For writes only.
     Enospc,
-    /// The disk stops.
+    /// Stop the disk.
     Stop,
 }
 
 impl OnError {
-    /// Every one.
+    /// All policies.
     pub const ALL: [Self; 3] = [Self::Report, Self::Enospc, Self::Stop];
-    /// Those that reads may have: there is no room that a read could lack.
+    /// Policies for reads, which cannot fail for lack of space.
     pub const OF_READS: [Self; 2] = [Self::Report, Self::Stop];
 
-    /// As users write it.
+    /// Name, as users write it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Report => "report",
@@ -86,23 +86,23 @@ impl FromStr for OnError {
     }
 }
 
-/// What is done about errors of a disk.
+/// Error policies of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ErrorPolicies {
-    /// Of reads: one of [`OnError::OF_READS`].
+    /// For reads: one of [`OnError::OF_READS`].
     pub read: OnError,
-    /// Of everything else.
+    /// For all other requests.
     pub write: OnError,
 }
 
 impl ErrorPolicies {
-    /// Whether there are errors that stop the disk.
+    /// True if an error may stop the disk.
     pub fn may_stop(self) -> bool {
         self != Self::default()
     }
 }
 
-/// How errors are counted apart.
+/// Class of requests whose errors are counted separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
@@ -122,7 +122,7 @@ impl Operation {
         }
     }
 
-    /// In the log.
+    /// Name in the log.
     fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -134,13 +134,13 @@ impl Operation {
     }
 }
 
-/// Requests that the device failed since the disk was opened; one that was held and failed again
-/// counts again.
+/// Number of requests that the device failed since the disk was opened. A request that waited and
+/// failed again counts again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Errors {
     /// Reads.
     pub reads: u64,
-    /// Writes, of zeroes too.
+    /// Writes and write-zeroes.
     pub writes: u64,
     /// Flushes.
     pub flushes: u64,
@@ -148,19 +148,19 @@ pub struct Errors {
     pub discards: u64,
 }
 
-/// A failure, to be told.
+/// A failure, for an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Whether it was a read; all else writes.
+    /// Read for reads, write for all other requests.
     pub direction: Direction,
-    /// What the device said.
+    /// Error of the device.
     pub error: Error,
-    /// Whether the disk was stopped by it.
+    /// True if it stopped the disk.
     pub stops: bool,
 }
 
-/// Whether somebody still waits for what a stopped disk holds. Once lost, it answers with the error
-/// that stopped it.
+/// Cancel token for requests that wait on a stopped disk. Once cancelled, they fail with the error
+/// that stopped the disk.
 #[derive(Debug, Default)]
 pub struct Patience {
     lost: AtomicBool,
@@ -168,32 +168,32 @@ pub struct Patience {
 }
 
 impl Patience {
-    /// Nobody waits any more.
+    /// Cancels the waiting requests.
     pub fn lose(&self) {
         self.lost.store(true, Ordering::SeqCst);
         self.event.notify(usize::MAX);
     }
 
-    /// Somebody waits again, for what is attempted from now on.
+    /// Takes the cancellation back, for later attempts.
     pub fn regain(&self) {
         self.lost.store(false, Ordering::SeqCst);
     }
 }
 
-/// The failures of a disk. Shared by all threads; outlives the disk for those who tell of it.
+/// The failures of a disk. Shared by all threads; outlives the disk for the reporter of events.
 #[derive(Debug, Default)]
 pub struct Failures {
     counts: [AtomicU64; 4],
-    /// For each kind, so that none hides another.
+    /// One rate limit for each class, so that none hides another.
     logs: [Seldom; 4],
-    /// As `state.stopped_by`, to be looked at by every request.
+    /// Copy of `state.stopped_by.is_some()`, which every request reads.
     stopped: AtomicBool,
-    /// As `state.policies`.
+    /// Copy of `state.policies.may_stop()`.
     may_stop: AtomicBool,
     state: Mutex<State>,
     resumed: Event,
     news: Event,
-    /// Requests that were held and have not been tried again since.
+    /// Number of requests that waited and have not completed another attempt since.
     held: AtomicUsize,
     tried: Event,
 }
@@ -202,9 +202,9 @@ pub struct Failures {
 struct State {
     policies: ErrorPolicies,
     stopped_by: Option<Error>,
-    /// The disk does not stop any more.
+    /// True if the disk does not stop any more.
     lifted: bool,
-    /// Nobody has been told of them.
+    /// Failures that were not reported yet.
     untold: Untold,
 }
 
@@ -220,7 +220,7 @@ impl Untold {
         }
     }
 
-    /// One that stopped the disk, or else any if that will do.
+    /// Removes a failure that stopped the disk, or else any, unless `only_stops`.
     fn take(&mut self, only_stops: bool) -> Option<Failure> {
         let stops = self.0.iter_mut().find_map(|failure| failure.take_if(|failure| failure.stops));
         stops.or_else(|| self.0.iter_mut().filter(|_| !only_stops).find_map(Option::take))
@@ -232,7 +232,7 @@ impl Failures {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many there were.
+    /// Number of failures so far.
     pub fn errors(&self) -> Errors {
         let get = |kind: Kind| self.counts[kind as usize].load(Ordering::Relaxed);
         Errors {
@@ -243,7 +243,7 @@ impl Failures {
         }
     }
 
-    /// Counts on from what another process has counted.
+    /// Adds the counts of another process that served the disk before.
     pub fn count_on(&self, errors: Errors) {
         let Errors { reads, writes, flushes, discards } = errors;
         for (kind, more) in
@@ -253,12 +253,12 @@ impl Failures {
         }
     }
 
-    /// What is done about them.
+    /// Policies in force.
     pub fn policies(&self) -> ErrorPolicies {
         self.lock().policies
     }
 
-    /// Does something else about those to come. A disk that is stopped stays so.
+    /// Changes the policies for later failures. A stopped disk stays stopped.
     pub fn set_policies(&self, policies: ErrorPolicies) {
         self.lock().policies = policies;
         self.may_stop.store(policies.may_stop(), Ordering::Relaxed);
@@ -269,7 +269,7 @@ impl Failures {
         self.lock().stopped_by
     }
 
-    /// Lets a stopped disk go on: what failed is tried again. False if it was not stopped.
+    /// Resumes a stopped disk: failed requests are retried. False if it was not stopped.
     pub fn resume(&self) -> bool {
         let mut state = self.lock();
         let was_stopped = state.stopped_by.take().is_some();
@@ -279,12 +279,12 @@ impl Failures {
         was_stopped
     }
 
-    /// Waits until all that was held before [`Failures::resume`] has been tried again, or the disk
-    /// has stopped again: the error then.
+    /// Waits until all requests that waited before [`Failures::resume`] have been retried, or the
+    /// disk has stopped again; returns the error in that case.
     pub async fn tried(&self) -> Option<Error> {
         loop {
             let tried = self.tried.listen();
-            // Whoever stops it does that before it counts as tried.
+            // A retry that stops the disk again does so before it decrements `held`.
             let held = self.held.load(Ordering::SeqCst);
             let stopped_by = self.stopped_by();
             if held == 0 || stopped_by.is_some() {
@@ -294,15 +294,15 @@ impl Failures {
         }
     }
 
-    /// For a disk that comes to its end: what is held is answered with its error, and nothing is
-    /// held from now on.
+    /// Ends waiting for good, when the disk is closed: waiting requests fail with their error, and
+    /// no later ones wait.
     pub fn lift(&self) {
         self.lock().lifted = true;
         self.resume();
     }
 
-    /// Waits for a failure that nobody has been told of; of several reads, or writes, the last,
-    /// unless an earlier one stopped the disk. With `only_stops`, waits for one that stops it.
+    /// Waits for a failure that was not reported yet; of several reads, or writes, the last, unless
+    /// an earlier one stopped the disk. With `only_stops`, waits for one that stops the disk.
     pub async fn next(&self, only_stops: bool) -> Failure {
         loop {
             let news = self.news.listen();
@@ -313,20 +313,20 @@ impl Failures {
         }
     }
 
-    /// Whether a request that begins now may be held, and so must keep its data.
+    /// True if a request that begins now may have to wait, and so must keep its data.
     pub fn may_hold(&self) -> bool {
         self.may_stop.load(Ordering::Relaxed) || self.stopped.load(Ordering::Acquire)
     }
 
-    /// Counts and tells the failure of a request that is not held.
+    /// Counts and reports the failure of a request that does not wait.
     pub(super) fn tell(&self, request: &Request<'_>, error: Error) {
         if is_of_device(error) {
             self.holds(request, error, false);
         }
     }
 
-    /// Does `request` until it has come to an end that its client is to know. After a failure,
-    /// `may_hold` says whether it could be tried again at all.
+    /// Attempts `request` until its result can be returned to the client. After a failure,
+    /// `may_hold` returns whether a retry is possible.
     pub(super) async fn until_done<T>(
         &self,
         request: Request<'_>,
@@ -335,7 +335,7 @@ impl Failures {
     ) -> Result<T> {
         let mut failed = None;
         loop {
-            // Until its next attempt has been judged.
+            // Held until the result of the next attempt is known.
             let _held = if self.stopped.load(Ordering::Acquire) {
                 let held = Held::new(self);
                 self.wait(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
@@ -355,13 +355,15 @@ impl Failures {
         }
     }
 
-    /// Until the disk goes on; fails with what stopped it if nobody waits for it to.
+    /// Waits until the disk is resumed; fails with the error that stopped it if the token is
+    /// cancelled.
     async fn wait(&self, patience: Option<&Patience>) -> Result<()> {
         let never = Event::new();
         loop {
             let resumed = self.resumed.listen();
             let lost = patience.map_or(&never, |patience| &patience.event).listen();
             let Some(stopped_by) = self.stopped_by() else { return Ok(()) };
+            // Checked after listening: a cancellation in between is not missed.
             if patience.is_some_and(|patience| patience.lost.load(Ordering::SeqCst)) {
                 return Err(stopped_by);
             }
@@ -372,7 +374,7 @@ impl Failures {
         }
     }
 
-    /// Counts and tells a failure, and says whether its request is held.
+    /// Counts and reports a failure; returns true if its request must wait.
     fn holds(&self, request: &Request<'_>, error: Error, may_hold: bool) -> bool {
         let direction = request.operation.direction();
         let mut state = self.lock();
@@ -382,7 +384,7 @@ impl Failures {
         };
         let is_held = may_hold && policy.stops(error) && !state.lifted;
         if !is_held && request.operation == Operation::Read && request.requests > 1 {
-            // Each is tried alone now, and tells for itself.
+            // The merged requests are retried one by one, and each retry reports its own failure.
             return false;
         }
         let stops = is_held && state.stopped_by.is_none();
@@ -410,7 +412,7 @@ impl Failures {
     }
 }
 
-/// A request that is held, or is being tried again.
+/// A request that waits, or is being retried.
 struct Held<'a>(&'a Failures);
 
 impl<'a> Held<'a> {
@@ -427,19 +429,20 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A request, as far as its failures are concerned.
+/// Description of a request for its failures.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request<'a> {
     pub(super) disk: &'a str,
     pub(super) operation: Operation,
     pub(super) offset: u64,
     pub(super) length: u64,
-    /// Of the client's.
+    /// Number of merged client requests.
     pub(super) requests: u64,
     pub(super) patience: Option<&'a Patience>,
 }
 
-/// What breaks a rule, cannot be had fast, or is about its own memory, is the client's affair.
+/// True for errors of the device. Invalid requests, unsupported fast operations and faults in the
+/// client's memory are the client's errors.
 fn is_of_device(error: Error) -> bool {
     let others = [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
     !others.contains(&error)
@@ -472,7 +475,7 @@ mod tests {
         assert_eq!(untold.take(false), Some(failure(read, Error::IO, false)));
         assert_eq!(untold.take(false), Some(failure(write, Error::NO_SPACE, false)));
         assert_eq!(untold.take(false), None);
-        // What stopped the disk comes first, and stays.
+        // A failure that stopped the disk comes first, and is not replaced.
         untold.put(failure(read, Error::IO, false));
         untold.put(failure(write, Error::NO_SPACE, true));
         untold.put(failure(write, Error::IO, false));

@@ -1,15 +1,14 @@
 //! A disk whose image passes between processes: the two ends of a live migration, on one host or
-//! with storage that both reach.
+//! with shared storage.
 //!
 //! ```text
-//!   opened ─► let go ◄───────────── the last holder lets go: all written, nobody inside, locks freed
-//!                │                                                 ▲
-//!                └─ the first one holds: locks, tables read again ─► held
+//!   opened ─► released ◄── the last holder releases: all written, no request inside, unlocked
+//!                │                                        ▲
+//!                └─ the first holder: locks, metadata read again ─► held
 //! ```
 //!
-//! The image's locks decide who has it, so there are never two writers. While it is let go no
-//! request reaches it: whoever asks without holding it gets an error, and nothing is written at the
-//! end.
+//! The image's locks decide which process has it, so there are never two writers. While it is
+//! released no request reaches it: a request without a holder fails, and closing writes nothing.
 
 use std::sync::{
     Arc, Mutex, PoisonError,
@@ -22,34 +21,35 @@ use super::Disk;
 use reactor::error::{Error, Result};
 use storage::{OpenError, RangeGuard, RangeLocks};
 
-/// How often it is looked again whether the image is free. The kernel tells nobody.
+/// Interval at which the locks are tried. The kernel does not notify when they are released.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// After which the log says for whom it waits.
+/// Time after which the log reports that another process has the image.
 const PATIENT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(super) struct Handover {
-    /// The locks are held, and what is in memory holds. Changes while nobody is inside.
+    /// True if the locks are held and cached metadata is valid. Changes only while no request is
+    /// inside.
     held: AtomicBool,
     inside: RangeLocks,
-    /// One at a time takes it or lets go.
+    /// Serializes acquiring and releasing.
     turn: RangeLocks,
     holders: Mutex<usize>,
 }
 
-/// Why a disk is not to be had.
+/// Reason why a disk cannot be held.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotHeld {
-    /// Another has the image, or what it left cannot be used.
+    /// Another process has the image, or its content is unusable.
     #[error(transparent)]
     Image(#[from] OpenError),
-    /// Whoever wanted it gave up.
+    /// The caller does not wait any more.
     #[error("nobody waits for it any more")]
     GivenUp,
 }
 
 impl Handover {
-    /// A request begins, and has ended when this is dropped.
+    /// Begins a request, which ends when the guard is dropped.
     pub(super) async fn enter(&self) -> Result<RangeGuard<'_>> {
         let inside = self.inside.shared(0..1).await;
         if self.held.load(SeqCst) { Ok(inside) } else { Err(Error::SHUTDOWN) }
@@ -67,15 +67,15 @@ impl Handover {
 }
 
 impl Disk {
-    /// Whether its image was opened for [handover](storage::OpenOptions::handover), so that
-    /// it has to be [held](Disk::hold).
+    /// True if its image was opened for [handover](storage::OpenOptions::handover), so that it must
+    /// be [held](Disk::hold) for requests.
     pub fn is_handed_over(&self) -> bool {
         self.handover.is_some()
     }
 
-    /// Takes the image, if this disk is handed over: for who is about to send requests, as often as
-    /// it calls [`Disk::let_go`]. Waits for whoever has it, for so long at most, and no longer than
-    /// `wanted` says so. Not to be dropped before its end.
+    /// Acquires the image, if this disk has handover, for a caller that is about to send requests;
+    /// each call needs one of [`Disk::let_go`]. Waits for the process that has it, for `patience`
+    /// at most and while `wanted` returns true. The future must run to its end.
     ///
     /// # Errors
     /// [`NotHeld`].
@@ -99,7 +99,7 @@ impl Disk {
                 self.let_others_have_it().await;
                 return Err(error.into());
             }
-            // A guest can have this done as often as it resets its disk.
+            // Debug level: a guest triggers this whenever it resets its disk.
             tracing::debug!(disk = %self.name, "the image was taken over");
         }
         handover.change_holders(|holders| *holders += 1);
@@ -129,14 +129,17 @@ impl Disk {
         }
     }
 
-    /// Ends what [`Disk::hold`] began. With the last, everything is written and the image free for
-    /// others when this returns; unless that failed, and then it stays held, and the log says so.
+    /// Releases what [`Disk::hold`] acquired. After the last release, everything is written and the
+    /// image is free for other processes when this returns. If writing failed, the image stays
+    /// held, and the log reports it.
     pub async fn let_go(&self) {
         let Some(handover) = &self.handover else { return };
         let _turn = handover.turn.exclusive(0..1).await;
+        // Not the last holder.
         if handover.change_holders(|holders| *holders -= 1) > 0 {
             return;
         }
+        // Waits for the requests inside; later ones wait here and fail once `held` is false.
         let _inside = handover.inside.exclusive(0..1).await;
         if let Err(error) = self.image.hand_over().await {
             tracing::error!(disk = %self.name, %error, "the image is not handed over: it cannot be written");
@@ -147,13 +150,13 @@ impl Disk {
         tracing::debug!(disk = %self.name, "the image is free for another process");
     }
 
-    /// Holds the image if somebody does, so that it stays here when those have let it go. False if
-    /// nobody does, or nobody has to.
+    /// Adds a holder, so that the image stays here after the current holders release it. Returns
+    /// false if there is no holder, or the disk has no handover.
     pub async fn keep_held(&self) -> bool {
         let Some(handover) = self.handover.as_ref().filter(|handover| handover.is_held()) else {
             return false;
         };
-        // Whoever lets it go now is through first.
+        // A release in progress finishes first.
         let _turn = handover.turn.exclusive(0..1).await;
         let is_held = handover.is_held();
         if is_held {
@@ -162,8 +165,8 @@ impl Disk {
         is_held
     }
 
-    /// The image has come with its locks from a process that held it, if it is handed over and not
-    /// held here.
+    /// Marks the image as held by the caller, if it has handover and is not held: it was received,
+    /// with its locks, from a process that held it.
     pub(super) fn come_held(&self) {
         if let Some(handover) = self.handover.as_ref().filter(|handover| !handover.is_held()) {
             handover.change_holders(|holders| *holders += 1);
@@ -172,7 +175,8 @@ impl Disk {
     }
 
     async fn let_others_have_it(&self) {
-        // What nobody waited for may still be on its way. It ends soon, and tells nobody.
+        // Operations of cancelled requests may still be in flight. They end soon, without
+        // notification.
         while self.image.is_busy() {
             reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
         }
@@ -180,7 +184,7 @@ impl Disk {
         reactor::blocking(move || image.release_locks()).await;
     }
 
-    /// A request begins; `None` where nobody has to know.
+    /// Begins a request; `None` if the disk has no handover.
     pub(super) async fn enter(&self) -> Result<Option<RangeGuard<'_>>> {
         match &self.handover {
             None => Ok(None),
@@ -188,7 +192,7 @@ impl Disk {
         }
     }
 
-    /// Whether another process may have the image.
+    /// True if another process may have the image.
     pub fn is_let_go(&self) -> bool {
         self.handover.as_ref().is_some_and(|handover| !handover.is_held())
     }

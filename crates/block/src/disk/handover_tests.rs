@@ -1,4 +1,4 @@
-//! Two disks over one file, as two daemons have them.
+//! Two disks over one file, as in two daemons.
 
 use std::{fs, path::Path, rc::Rc, sync::Arc};
 
@@ -87,8 +87,8 @@ fn both<F: Future<Output = ()>>(test: impl Fn(Rc<Disk>, Rc<Disk>) -> F + Clone +
 fn what_one_has_written_the_other_reads_and_back_again() {
     both(async |one, two| {
         let disks = [one, two];
-        // Clusters of the other's, overwritten, zeroed, and new ones in the same L2 table and in
-        // another one.
+        // Clusters of the other disk are overwritten and zeroed, and new ones are allocated in the
+        // same L2 table and in another one.
         for turn in 0..6_u8 {
             let disk = &disks[usize::from(turn % 2)];
             disk.hold(PATIENT, || true).await.expect("free");
@@ -177,7 +177,7 @@ fn it_stays_while_its_rings_stand_still() {
     });
 }
 
-/// Written or not, it was answered: the first of what leads to it fails, or the last.
+/// The write was acknowledged, so it must survive: its metadata's first write fails, or the last.
 #[test]
 fn what_could_not_be_laid_down_is_not_forgotten() {
     for fault in ["kind=flush,count=1", "kind=write,offset=0-256K,count=1"] {
@@ -203,7 +203,7 @@ fn what_could_not_be_laid_down_is_not_forgotten() {
     }
 }
 
-/// What each has written is marked in the bitmap that the other has then.
+/// Writes of each disk are marked in the bitmap, which passes to the other.
 #[test]
 fn bitmaps_go_along() {
     let directory = tempfile::tempdir().expect("a directory");

@@ -24,7 +24,7 @@ impl Closed {
     pub async fn within(self, timeout: Duration) -> bool {
         let closed = async {
             for file in self.0 {
-                // Nothing is ever sent.
+                // The channel carries no values; it closes.
                 let _ = file.recv().await;
             }
         };
@@ -53,6 +53,7 @@ impl Disk {
         let mut work = std::pin::pin!(work);
         let mut giving_up = std::pin::pin!(self.give_up_once_silent());
         let mut is_given_up = false;
+        // The work is polled in any case: after the disk is abandoned it ends with an error.
         std::future::poll_fn(|context| {
             if !is_given_up {
                 is_given_up = giving_up.as_mut().poll(context).is_ready();

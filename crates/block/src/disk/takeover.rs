@@ -1,18 +1,17 @@
-//! A disk whose image goes over to another process of this host, which goes on with it: an upgrade
-//! of the daemon.
+//! Hand-over of a disk's image to another process of this host: an upgrade of the daemon.
 //!
 //! ```text
-//!   this process                         the other
-//!   in use ── stay_away? ── lay_down ─►  take_up ── in use
-//!             └── nobody is inside ──┘
-//!   in use ◄────────── take_up            (where the other fails before)
+//!   old process                          new process
+//!   in use ── quiesced ── lay_down ───►  take_up ── in use
+//!             (no request in flight)
+//!   in use ◄────────── take_up            (if the new process fails before)
 //! ```
 //!
-//! Descriptors pass between them with their locks. What the page cache has is everybody's, so
-//! nothing is flushed but what a format orders. An image of a cluster both have open; its lock is
-//! given up by the one and taken by the other, or by the one again, and in between its requests
-//! wait. Never decides who goes on: both processes agree on
-//! that, and only one of them uses the image.
+//! Descriptors pass between the processes with their locks. The page cache is common to both, so
+//! only the format's metadata is written. An RBD image is open in both processes; its lock is
+//! released by the old one and acquired by the new one, or again by the old one, and in between its
+//! requests wait. Never decides which process continues: both agree on that, and only one of them
+//! uses the image.
 
 use std::io;
 
@@ -22,37 +21,37 @@ use super::Disk;
 use reactor::error::Error;
 use storage::{OpenError, PassedFile};
 
-/// How often it is looked again whether the kernel is done. It tells nobody.
+/// Interval at which operations in flight in the kernel are checked. There is no notification.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
-/// How long storage may take while everybody waits: for what nobody waited for to end, and for
-/// servers to make durable what came last, or clusters to have it and let go of it.
+/// Timeout of storage while the disk is quiesced: for abandoned operations to end, and for servers
+/// to flush the last writes, or clusters to store them and release the lock.
 const AT_REST: Duration = Duration::from_secs(5);
-/// How long it may take to close what nobody here uses any more, while whoever goes on may wait.
+/// Timeout of closing this process's own resources, while the other process may wait.
 const TO_LEAVE: Duration = Duration::from_secs(2);
-/// How long an image may take to be written while it is still in use: whoever takes over waits.
+/// Timeout of writing an image while it is still in use; the new process waits.
 const TO_LIGHTEN: Duration = Duration::from_secs(20);
 
-/// Why a disk cannot go over to another process.
+/// Reason why a disk cannot be handed over.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotTaken {
-    /// Its data is in this process alone.
+    /// Its data is in the memory of this process.
     #[error("its data is in memory of this process")]
     Memory,
-    /// Clients wait until somebody lets it go on.
+    /// The disk is stopped by an error, and clients wait for `resume`.
     #[error("an error has stopped it (`weir resume` lets it go on)")]
     Stopped,
-    /// Another client of it may read what was there before.
+    /// Another client of the server may read stale data.
     #[error(
         "its image is at an NBD server, and that what one client writes another reads is only certain with CAN_MULTI_CONN, and not with cache=unsafe"
     )]
     Remote,
-    /// Nothing is written to it any more.
+    /// The image is not writable any more.
     #[error("its image was found corrupt, its writes were lost, or its cluster has shut weir out")]
     Broken,
 }
 
 impl Disk {
-    /// Whether it can go over to another process, as it is now.
+    /// Checks that it can be handed over now.
     ///
     /// # Errors
     /// [`NotTaken`].
@@ -73,56 +72,56 @@ impl Disk {
         Ok(())
     }
 
-    /// Other descriptors of the files that it has open to write to.
+    /// New descriptors of the files that it has open for writing.
     ///
     /// # Errors
-    /// Where there are no more to be had.
+    /// The process has too many open files.
     pub fn descriptors(&self) -> io::Result<Vec<PassedFile>> {
         self.image.descriptors()
     }
 
-    /// Whether another process has its files, so that [`Disk::take_up`] comes before the first
-    /// request.
+    /// True if another process had its files open before; then [`Disk::take_up`] must precede the
+    /// first request.
     pub fn is_passed(&self) -> bool {
         self.image.is_passed()
     }
 
-    /// Whether another process has it, and goes on with it for all that is known here: it is not to
-    /// be written to, flushed or closed.
+    /// True if another process may still resume the disk: it must not be written, flushed or closed
+    /// here.
     pub fn is_anothers(&self) -> bool {
         self.image.is_anothers()
     }
 
-    /// Whether a cluster has shut this process out: then nothing brings its image back.
+    /// True if a Ceph cluster has blocklisted this process, which is permanent.
     pub fn is_lost(&self) -> bool {
         self.image.is_lost()
     }
 
-    /// Has a cluster take nothing more from clients that still have its image open to write to it.
-    /// They are told by their numbers there, as they have [announced](storage::Passed) them.
+    /// Blocklists clients that still have its RBD image open for writing, by the client numbers
+    /// that they have [announced](storage::Passed).
     ///
     /// # Errors
-    /// What the cluster says.
+    /// As reported by the cluster.
     pub async fn shut_out(&self, clients: &[u64]) -> Result<(), Error> {
         self.image.shut_out(clients).await
     }
 
-    /// Closes what is this process's own although another goes on with the image: what it has open
-    /// in a cluster, which would see it there for 30 s. No longer than [`TO_LEAVE`].
+    /// Closes this process's own resources although another process continues the image: RBD images
+    /// open in a cluster, which would otherwise see this client for 30 s. Takes at most
+    /// [`TO_LEAVE`].
     pub async fn leave(&self) {
-        // Whether that can be done or not, the other goes on.
+        // The other process continues in any case, so the result is ignored.
         let _ = reactor::timeout(TO_LEAVE, self.image.close_own()).await;
     }
 
-    /// Writes what a format keeps in memory, and what a server or a cluster does not have yet,
-    /// while it is still in use, so that [`Disk::lay_down`] has little to do. No longer than
-    /// [`TO_LIGHTEN`].
+    /// Writes cached metadata, and flushes to servers and clusters, while the disk is still in use,
+    /// so that [`Disk::lay_down`] is fast. Takes at most [`TO_LIGHTEN`].
     ///
     /// # Errors
     /// The image's; [`Error::TIMED_OUT`].
     pub async fn lighten(&self) -> Result<(), Error> {
         let written = async {
-            // What comes while a server flushes for long is little beside that.
+            // The second flush is short: it covers only writes that arrived during the first.
             for _ in 0..2 {
                 if let image::Image::Qcow2(qcow2) = &*self.image {
                     qcow2.flush().await?;
@@ -136,16 +135,18 @@ impl Disk {
         reactor::timeout(TO_LIGHTEN, written).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
-    /// Brings what is in memory to the files, so that another process can take it up. Nobody sends
-    /// requests, until [`Disk::take_up`]. One that is handed over is [held](Disk::keep_held). Storage
-    /// that does not answer is waited for twice [`AT_REST`].
+    /// Suspends the disk: writes cached data to the files, so that another process can take it up.
+    /// No request may be in flight or made until [`Disk::take_up`]. A disk with handover is
+    /// [held](Disk::keep_held). Storage that does not answer is waited for at most twice
+    /// [`AT_REST`].
     ///
     /// # Errors
-    /// The image's, [`Error::TIMED_OUT`]; it can be taken up again.
+    /// The image's, [`Error::TIMED_OUT`]; the disk can be resumed.
     pub async fn lay_down(&self) -> Result<(), Error> {
         let is_quiet = async {
             self.prefetch.stop().await;
-            // What nobody waited for may still be on its way. It ends soon, and tells nobody.
+            // Operations of cancelled requests may still be in flight. They end soon, without
+            // notification.
             while self.image.is_busy() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
@@ -162,14 +163,14 @@ impl Disk {
         reactor::timeout(AT_REST, elsewhere).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
-    /// Reads what is in the files, here or in another process than the one that laid it down. One
-    /// that is handed over is held since, by the one who has called this and is to let it
-    /// [go](Disk::let_go). One whose image is in a cluster waits for that as long as it takes, if it
-    /// is not [another's](Disk::is_anothers); `heirs` are those that it was laid down for there and
-    /// that are not to have it: they are [shut out](Disk::shut_out) first.
+    /// Resumes the disk and reads the files' metadata again, here or in another process than the
+    /// one that suspended it. A disk with handover is then held, and the caller must release it by
+    /// [`Disk::let_go`]. An RBD image waits for the cluster without a timeout, unless another
+    /// process [can resume it](Disk::is_anothers). `heirs` are the clients that it was suspended
+    /// for there and that must not write: they are [blocklisted](Disk::shut_out) first.
     ///
     /// # Errors
-    /// [`OpenError`]: it is not to be used.
+    /// [`OpenError`]: the disk must not be used.
     pub async fn take_up(&self, heirs: &[u64]) -> Result<(), OpenError> {
         if !self.image.is_read_only() {
             let before = self.size_bytes();

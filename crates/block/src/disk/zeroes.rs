@@ -1,28 +1,28 @@
-//! Writes of nothing but zeroes: looked for where that was asked, and then written as zeroes,
-//! which an image can keep without their bytes.
+//! Detection of writes that contain only zeroes. They are written as zeroes, which an image can
+//! store without allocating space.
 
 use super::{Discards, Disk, Operation, Pass};
 use reactor::error::Result;
 use storage::{Durability, ZeroOptions};
 
-/// Whether writes are looked at for zeroes: QEMU's `detect-zeroes` (`BlockdevOptions` in its
+/// Detection of zeroes in writes: QEMU's `detect-zeroes` (`BlockdevOptions` in its
 /// qapi/block-core.json).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DetectZeroes {
-    /// What is written is written.
+    /// No detection.
     #[default]
     Off,
-    /// A write of zeroes alone is a write-zeroes.
+    /// A write of zeroes becomes a write-zeroes.
     On,
-    /// The same, and the storage may have the space back.
+    /// As [`DetectZeroes::On`], and the storage may deallocate the space.
     Unmap,
 }
 
 impl DetectZeroes {
-    /// All of them.
+    /// All values.
     pub const ALL: [Self; 3] = [Self::Off, Self::On, Self::Unmap];
 
-    /// As it is said everywhere.
+    /// Name in options and config.
     pub fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -33,13 +33,13 @@ impl DetectZeroes {
 }
 
 impl Disk {
-    /// Of what is to be written as zeroes, or with zeroes that may be holes.
+    /// True if a write-zeroes may deallocate, given the request's flag.
     pub(super) fn may_unmap(&self, is_asked: bool) -> bool {
         is_asked && self.discards == Discards::Unmap
     }
 
-    /// A write whose data was seen to be zeroes. If a guest changes its memory after that look,
-    /// either is what it has written.
+    /// Writes data that was found to be zeroes. If a guest changes its memory after the check,
+    /// either content is valid.
     pub(super) async fn write_seen_zeroes(
         &self,
         pass: &Pass,
@@ -48,7 +48,7 @@ impl Disk {
     ) -> Result<()> {
         let may_unmap = self.may_unmap(self.detect_zeroes == DetectZeroes::Unmap);
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability };
-        // To those who count, and who are told of an error, it is the write that it was.
+        // Counted and reported as a write, which the client sent.
         self.zero(Operation::Write, pass, range, options).await
     }
 

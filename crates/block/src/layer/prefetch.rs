@@ -2,24 +2,24 @@
 //! sequential readers.
 //!
 //! ```text
-//!   read ──► policy::prefetch::Cache ── found ────► copy it out of its chunk, or wait for it    chunk.rs
+//!   read ──► policy::prefetch::Cache ── found ────► copied from its chunk, after a wait     chunk.rs
 //!               │        │
 //!               │        └─ missing ──► image
-//!               └─ Ahead ──► a task: image ──► chunk                                            fetch.rs
+//!               └─ Ahead ──► a task: image ──► chunk                                        fetch.rs
 //!
-//!   write ──► what it overlaps is not found any more ──► image ──► may be read ahead again
+//!   write ──► overlapping chunks are invalidated ──► image ──► may be read ahead again
 //! ```
 //!
 //! `policy` decides what to read ahead and what to keep, behind a lock that is held for a decision
 //! and never across an `.await`. The data is in chunks that all workers share. A guest gets a copy,
 //! so that memory is freed when the cache drops it, and not when the slowest client has read its
-//! answer.
+//! reply.
 //!
-//! A read-ahead that fails is not reported. Whoever wants the data reads it from the image and gets
-//! the image's error.
+//! A read-ahead that fails is not reported. A read of the data goes to the image and returns the
+//! image's error.
 //!
-//! Never caches data that was asked for, only data that was read ahead. Never delays a read for a
-//! read-ahead, except for the one that brings its own data.
+//! Never caches data that was requested, only data that was read ahead. Never delays a read for a
+//! read-ahead, except for the one with its own data.
 
 mod chunk;
 mod fetch;
@@ -53,18 +53,18 @@ use reactor::{
 };
 use storage::Storage;
 
-/// A disk's prefetch cache: to look at and to change while it runs.
+/// A disk's prefetch cache, whose settings can be changed while it runs.
 #[derive(Debug)]
 pub struct Prefetch {
     shared: Arc<Shared>,
 }
 
-/// What the disk and its read-aheads share.
+/// State shared by the disk and its read-aheads.
 #[derive(Debug)]
 struct Shared {
     image: Arc<Image>,
     state: Mutex<State>,
-    /// Whether the cache is on: where it is not, reads are spared the lock.
+    /// True if the cache is on; if it is off, reads skip the lock.
     is_on: AtomicBool,
     flights: Flights,
 }
@@ -72,14 +72,14 @@ struct Shared {
 #[derive(Debug)]
 struct State {
     cache: Cache<Arc<Chunk>>,
-    /// As they were set; where there is nothing to gain, [`Mode::Auto`] is off.
+    /// Settings as configured. [`Mode::Auto`] is in force as off if there is nothing to gain.
     settings: Settings,
-    /// Nothing is read ahead any more, for good.
+    /// True after [`Prefetch::stop`]: nothing is read ahead.
     stopped: bool,
 }
 
 impl Prefetch {
-    /// Of a disk with this image; nothing is read ahead until it is [set](Prefetch::set).
+    /// Creates the cache of a disk with this image; off until it is [set](Prefetch::set).
     pub(crate) fn new(image: &Arc<Image>) -> Self {
         let settings = Settings::off();
         let cache = Cache::default();
@@ -89,15 +89,15 @@ impl Prefetch {
         Self { shared: Arc::new(shared) }
     }
 
-    /// The settings, as they were set.
+    /// Settings as configured.
     pub fn settings(&self) -> Settings {
         self.shared.with(|state| state.settings)
     }
 
-    /// Puts other settings in force, at once. What is in memory stays as far as they allow.
+    /// Changes the settings at once. Cached data is kept as far as they allow.
     ///
     /// # Errors
-    /// [`Invalid`]: everything stays as it was.
+    /// [`Invalid`]: nothing is changed.
     pub fn set(&self, settings: Settings) -> std::result::Result<(), Invalid> {
         let mut in_force = settings;
         if settings.mode == Mode::Auto && !is_worth_it(&self.shared.image) {
@@ -113,28 +113,28 @@ impl Prefetch {
         })
     }
 
-    /// Whether anything is kept or read ahead now.
+    /// True if the cache is on.
     pub(crate) fn is_on(&self) -> bool {
         self.shared.is_on.load(Relaxed)
     }
 
-    /// The most that it may hold now, in bytes.
+    /// Current maximum size of the cache, in bytes.
     pub(crate) fn most_bytes(&self) -> u64 {
         if self.shared.is_on.load(Relaxed) { self.settings().memory_bytes } else { 0 }
     }
 
-    /// What it did so far, and what it holds now.
+    /// Counters so far, and current content.
     pub fn stats(&self) -> Stats {
         self.shared.with(|state| state.cache.stats())
     }
 
-    /// Counts on from what another process has counted.
+    /// Adds the counters of another process.
     pub fn count_on(&self, stats: &Stats) {
         self.shared.with(|state| state.cache.count_on(stats));
     }
 
-    /// Reads what `target` wants at `offset`, inside the disk, for `requests` of a client's that
-    /// were merged. `may` has the last word on what is read ahead: see [`Cache::read`].
+    /// Reads into `target` at `offset`, inside the disk, for `requests` merged client requests.
+    /// `may` decides whether the read-ahead is admitted: see [`Cache::read`].
     pub(crate) async fn read(
         &self,
         offset: u64,
@@ -146,7 +146,8 @@ impl Prefetch {
         let (found, ahead) = self.look(offset, target.len(), requests, may);
         match found {
             Found::Nothing if ahead.is_none() => image.read_to(offset, target).await,
-            // Apart, because every read has room for what is not.
+            // Boxed and separate, so that the unusual path does not enlarge the future of every
+            // read.
             Found::Nothing => Box::pin(self.start_behind(image.read_to(offset, target), ahead)).await,
             Found::Whole(cached) => {
                 if let Some(ahead) = ahead {
@@ -163,7 +164,7 @@ impl Prefetch {
         }
     }
 
-    /// The same, with the data where a request's is: what was read ahead is copied there.
+    /// As [`Prefetch::read`], into a registered buffer; data that was read ahead is copied there.
     pub(crate) async fn read_registered(
         &self,
         offset: u64,
@@ -192,7 +193,7 @@ impl Prefetch {
         }
     }
 
-    /// What is in memory of a read, and what is to be read ahead because of it.
+    /// Looks a read up: the parts that are in memory, and the read-ahead that it causes.
     fn look(
         &self,
         offset: u64,
@@ -201,8 +202,8 @@ impl Prefetch {
         may: impl FnOnce(&Ahead, GivenBack) -> bool,
     ) -> (Found<Arc<Chunk>>, Option<Ahead>) {
         let size_bytes = self.shared.image.size_bytes();
-        // Exports let no others through, but a disk has other callers, and the image knows what to
-        // say to them.
+        // Exports validate ranges, but a disk has other callers, and the image returns the right
+        // error.
         let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
         let may_look = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
         match end.filter(|_| may_look) {
@@ -211,8 +212,8 @@ impl Prefetch {
         }
     }
 
-    /// What is missing in one place is read there, and all of it where it is missing in several:
-    /// one read from the image takes less time than several, one after the other.
+    /// Reads a partly cached range. One missing part is read from the image. With several missing
+    /// parts everything is read: one read of the image is faster than several in sequence.
     async fn read_parts(
         &self,
         offset: u64,
@@ -227,7 +228,7 @@ impl Prefetch {
         let mut targets: SmallVec<[Option<Target>; 4]> =
             parts.iter().map(|part| Some(target.split_front(part.length() as usize))).collect();
         let mut rest = Segments::default();
-        // Before the wait for what is on its way, which comes by itself.
+        // The missing part first; chunks in flight arrive meanwhile.
         for (part, target) in parts.iter().zip(&mut targets) {
             if let Part::Missing(range) = part
                 && let Some(target) = target.take()
@@ -248,8 +249,8 @@ impl Prefetch {
         Ok(data)
     }
 
-    /// Has a read on its way before the read-ahead that it gave rise to, if there is one, and then
-    /// waits for it.
+    /// Polls a read once before it starts the read-ahead, so that the read is submitted first; then
+    /// waits for the read.
     async fn start_behind<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<Ahead>) -> T {
         let mut reading = pin!(reading);
         std::future::poll_fn(|context| {
@@ -268,10 +269,10 @@ impl Prefetch {
         }
     }
 
-    /// Carries out something that changes what `length` bytes at `offset` read as: a write,
-    /// zeroing, discarding, resizing. From its beginning nothing of it is found any more, and until
-    /// its end nothing is read ahead there. Where the end never comes, since the request was given
-    /// up, nobody knows when the change takes effect: then nothing is read ahead there any more.
+    /// Executes a change of `length` bytes at `offset`: a write, zeroing, discarding, resizing.
+    /// From its beginning nothing of the range is found, and until its end nothing is read ahead
+    /// there. If the end is missing, because the request was cancelled, the change may take effect
+    /// at any time: nothing is read ahead there any more.
     pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
         let begun = self.change_begins(offset, length);
         let result = changing.await;
@@ -279,19 +280,19 @@ impl Prefetch {
         result
     }
 
-    /// The beginning of a [`Prefetch::change`], for those who await it themselves: a future that is
-    /// handed on takes its room twice.
+    /// Begins a [`Prefetch::change`], for callers that await the change themselves: passing a
+    /// future on would double its size.
     pub(crate) fn change_begins(&self, offset: u64, length: u64) -> WriteId {
         let range = offset..offset.saturating_add(length);
         self.shared.with(|state| state.cache.write_begins(range))
     }
 
-    /// Its end.
+    /// Ends a [`Prefetch::change`].
     pub(crate) fn change_ends(&self, begun: WriteId) {
         self.shared.with(|state| state.cache.write_ends(begun));
     }
 
-    /// Lets go of all that is in memory: the image may not be what it was.
+    /// Drops all cached data: the image may have changed.
     pub(crate) fn forget(&self) {
         self.shared.with(|state| {
             let write = state.cache.write_begins(0..u64::MAX);
@@ -299,7 +300,7 @@ impl Prefetch {
         });
     }
 
-    /// Reads nothing ahead any more, for good, and waits for what is on its way.
+    /// Stops reading ahead, and waits for read-aheads in flight.
     pub(crate) async fn stop(&self) {
         self.shared.with(|state| {
             state.stopped = true;
@@ -308,7 +309,7 @@ impl Prefetch {
         self.shared.flights.all_landed().await;
     }
 
-    /// Takes [`Prefetch::stop`] back. Nothing is in memory.
+    /// Undoes [`Prefetch::stop`]. The cache is empty.
     pub(crate) fn go_on(&self) {
         self.shared.with(|state| {
             state.stopped = false;
@@ -319,17 +320,17 @@ impl Prefetch {
 }
 
 impl Shared {
-    /// Puts settings in force for the cache.
+    /// Applies settings to the cache.
     fn put(&self, state: &mut State, in_force: Settings) -> std::result::Result<(), Invalid> {
         state.cache.set(in_force)?;
-        // Relaxed: a read that just misses it is one that came before.
+        // Relaxed: a read that just misses it counts as one before it.
         self.is_on.store(in_force.mode != Mode::Off, Relaxed);
         Ok(())
     }
 
-    /// Decides something. What goes from memory by that is let go of after the lock.
+    /// Runs a decision under the lock. Memory that it drops is freed after the lock.
     fn with<T>(&self, decide: impl FnOnce(&mut State) -> T) -> T {
-        // A panic under the lock is a bug in policy, and the release build ends with it.
+        // A panic under the lock is a bug in policy; release builds abort.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let decided = decide(&mut state);
         let dropped = state.cache.take_dropped();
@@ -339,15 +340,14 @@ impl Shared {
     }
 }
 
-/// Bytes of a chunk, once they are there; `None` if they could not be read.
+/// Waits for the bytes of a chunk; `None` if they could not be read.
 async fn data_of(cached: &Cached<Arc<Chunk>>) -> Option<&[u8]> {
     let Range { start, end } = cached.range;
     let data = cached.token.data().await?;
     Some(&data[start as usize..end as usize])
 }
 
-/// Whether something is gained by keeping what an image says: not if it is in memory already, and
-/// not if others may change it meanwhile.
+/// True if caching can help: false if the image is in memory, or other processes may change it.
 fn is_worth_it(image: &Image) -> bool {
     let is_in_memory = |image: &Image| matches!(image.storage(), Storage::Memory(_) | Storage::Null(_));
     !image.storage().may_be_written_by_others() && !image.chain().all(is_in_memory)

@@ -1,4 +1,4 @@
-//! A chunk's data, or the wait for it, as shared by all workers that use it.
+//! A chunk's data, or the wait for it, shared by all workers that use it.
 
 use std::sync::OnceLock;
 
@@ -6,7 +6,7 @@ use event_listener::Event;
 
 use reactor::buffer::Frozen;
 
-/// What a read-ahead brings.
+/// Result of a read-ahead.
 #[derive(Debug, Default)]
 pub(super) struct Chunk {
     /// `Some(None)` if it failed.
@@ -15,21 +15,21 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// The data, once it is there; `None` if it could not be read.
+    /// Waits for the data; `None` if the read-ahead failed.
     pub(super) async fn data(&self) -> Option<&Frozen> {
         loop {
             if let Some(data) = self.data.get() {
                 return data.as_ref();
             }
             let arrived = self.arrived.listen();
-            // It may have arrived before anybody listened.
+            // It may have arrived between the check and the listener.
             if self.data.get().is_none() {
                 arrived.await;
             }
         }
     }
 
-    /// Says how the read-ahead ended; once.
+    /// Sets the result of the read-ahead; called once.
     pub(super) fn arrive(&self, data: Option<Frozen>) {
         let is_first = self.data.set(data).is_ok();
         debug_assert!(is_first, "a chunk arrives once");

@@ -1,7 +1,7 @@
-//! The task that reads ahead: one range of the disk, as far as it has data, into chunks.
+//! The task of a read-ahead: reads the data of one range of the disk into chunks.
 //!
-//! It belongs to the worker that started it, and ends with it. When the task is dropped, everybody
-//! who waits for its data is told to read it from the image.
+//! It belongs to the worker that started it, and ends with it. When the task is dropped, readers
+//! that wait for its data read it from the image.
 
 use std::{
     future::Future,
@@ -20,26 +20,26 @@ use super::{Chunk, Shared};
 use image::Image;
 use reactor::{buffer::Frozen, error::Result};
 
-/// How many tasks are reading ahead.
+/// Counter of the read-aheads in flight.
 #[derive(Debug, Default)]
 pub(super) struct Flights {
     count: AtomicUsize,
     landed: Event,
 }
 
-/// One of them.
+/// A read-ahead in flight.
 struct Flight(Arc<Shared>);
 
-/// A chunk on its way, until it is told how that ended.
+/// A chunk in flight, until its result is set.
 struct Pending {
     flight: Flight,
-    /// `None` once told.
+    /// `None` after the result is set.
     id: Option<FetchId>,
     chunk: Arc<Chunk>,
 }
 
 impl Flights {
-    /// Waits until there are none.
+    /// Waits until no read-ahead is in flight.
     pub(super) async fn all_landed(&self) {
         while self.count.load(Ordering::Acquire) > 0 {
             let landed = self.landed.listen();
@@ -66,7 +66,7 @@ impl Drop for Flight {
 }
 
 impl Pending {
-    /// The data is there, or it is not to be had.
+    /// Sets the result: the data, or `None` if the read failed.
     fn end(&mut self, data: Option<Frozen>) {
         let Some(id) = self.id.take() else { return };
         let is_there = data.is_some();
@@ -83,16 +83,17 @@ impl Drop for Pending {
     }
 }
 
-/// Reads a range of `ahead` into memory. What fails is not heard of.
+/// Reads a range of `ahead` into memory. Failures are ignored.
 pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> impl Future<Output = ()> {
     let flight = Flight::begin(Arc::clone(&shared));
     async move {
-        // Where there is no data a guest's read costs nothing either.
+        // A guest's read of a hole costs nothing, so holes are not read ahead.
         let Ok(pieces) = reactor::in_background(data_in(&shared.image, range)).await else { return };
         for piece in pieces {
             let now = reactor::now();
             let fetches = shared.with(|state| state.cache.begin(&ahead, piece, now, Arc::<Chunk>::default));
-            // Mostly one. All on their way at once, for each may be what somebody waits for next.
+            // Mostly one chunk. All are read concurrently, since a reader may wait for any of them
+            // next.
             for fetch in fetches {
                 reactor::spawn(bring(Flight::begin(Arc::clone(&shared)), fetch));
             }
@@ -101,12 +102,12 @@ pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> imp
     }
 }
 
-/// The parts of a range, inside the disk, that are worth reading ahead: not those that a format
-/// knows to be zeroes without reading them.
+/// The parts of a range that are worth reading ahead: without those that the format knows to be
+/// zeroes.
 async fn data_in(image: &Image, range: Range<u64>) -> Result<SmallVec<[Range<u64>; 1]>> {
     let mut parts = SmallVec::new();
     let Image::Qcow2(qcow2) = image else {
-        // Asking a file system takes longer than reading a hole.
+        // For a raw image the query of the file system takes longer than reading a hole.
         parts.push(range);
         return Ok(parts);
     };
@@ -136,7 +137,7 @@ fn bring(flight: Flight, fetch: Fetch<Arc<Chunk>>) -> impl Future<Output = ()> {
         let length = (range.end - range.start) as usize;
         let reading = pending.flight.0.image.read(range.start, length);
         let data = reactor::in_background(reading).await;
-        // One buffer, so that a chunk takes the memory that it is counted with.
+        // Joined to one buffer, so that a chunk occupies the memory that it is charged for.
         pending.end(data.ok().map(|data| data.joined().freeze()));
     }
 }

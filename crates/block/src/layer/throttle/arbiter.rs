@@ -1,21 +1,21 @@
-//! The arbiter of one tree of groups and disks: policy's decisions behind a lock, and whom they
-//! wake.
+//! The throttle tree of groups and disks (`Arbiter`): the decisions of `policy` behind a lock, and
+//! the tasks that they wake.
 //!
-//! There is one for each group that is in no other group, and one for each disk without a group:
-//! disks that share no limit share no lock.
+//! There is one for each top-level group, and one for each disk without a group: disks without
+//! common limits share no lock.
 //!
 //! ```text
-//!   ask ─┐                     ┌─ admitted waiters, BATCH at a time ──► woken, the lock released
-//!   set ─┼─► lock ─► policy ───┤
-//!   timer┘                     └─ "nothing before t" ──► t, if no timer fires by then: the caller arms one
+//!   request ─┐                   ┌─ admitted waiters, BATCH at a time ──► woken without the lock
+//!   set ─────┼─► lock ─► policy ─┤
+//!   timer ───┘                   └─ wait until t ──► t, unless a timer fires by then: caller arms one
 //! ```
 //!
-//! It takes the time as an argument and returns timers as instants, so that the model check runs it
+//! Time is an argument, and timers are returned as instants, so that the model check runs it
 //! without a reactor. The lock is held for a decision or a batch of them, never across an `.await`,
 //! never while a task is woken.
 //!
-//! Never loses a request: what leaves policy is admitted, or goes to the seat that moves or cancels
-//! it.
+//! Never loses a request: a request that leaves policy is admitted, or returned to the slot
+//! ([`seat`](super::seat)) that moves or cancels it.
 
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},
@@ -36,21 +36,21 @@ use super::{
     waiter::Waiter,
 };
 
-/// Waiters admitted under one hold of the lock. Where limits are lifted for thousands at once,
-/// others get their turn in between.
+/// Maximum number of waiters admitted under one hold of the lock. If limits are lifted for
+/// thousands of requests at once, other threads get the lock in between.
 const BATCH: usize = 32;
 
-/// Whether a disk's requests may pass without being asked about: no limit is set on its way up.
+/// Flag of a disk: true if no limit applies to its requests, which then bypass the tree.
 pub(super) type Gate = Arc<AtomicBool>;
 
-/// Which disks there are in a tree, to tell them when their gates open or close. Hashed without a
-/// random key: a seed repeats exactly.
+/// The nodes of a tree; disks with the flags to update. The hash has no random key, so that a
+/// simulation with the same seed is deterministic.
 type Nodes = HashMap<NodeId, Option<Gate>, BuildHasherDefault<DefaultHasher>>;
 
-/// A tree with its lock. See the file's documentation.
+/// A tree with its lock: see the head of this file.
 #[derive(Debug)]
 pub(super) struct Arbiter {
-    /// Tells this tree from every other there was or will be. Locks are taken in this order.
+    /// Unique among all trees of the process. Locks of two trees are acquired in this order.
     id: u64,
     state: Mutex<State>,
 }
@@ -58,25 +58,25 @@ pub(super) struct Arbiter {
 #[derive(Debug)]
 struct State {
     tree: Tree<Arc<Waiter>>,
-    /// When the timer in force fires. One that was armed for later still fires, and finds nothing
-    /// to do.
+    /// Instant of the earliest armed timer. A timer that was armed for a later instant still fires,
+    /// and finds nothing to do.
     timer: Option<Instant>,
-    /// Every node; disks with their gates.
+    /// All nodes; disks with their gates.
     nodes: Nodes,
-    /// The limits hold no more, whatever is set.
+    /// True if all limits are lifted for good.
     lifted: bool,
 }
 
-/// A request that may pass, and what held it.
+/// An admitted request, and its throttle cause.
 type Admitted = (Arc<Waiter>, Option<HeldBy>);
 
-/// An arbiter, its lock held.
+/// A locked arbiter.
 pub(super) struct Held<'a> {
     id: u64,
     state: MutexGuard<'a, State>,
 }
 
-/// A timer to be armed: at this instant, [`Arbiter::fire`].
+/// A timer to arm: at this instant, call [`Arbiter::fire`].
 #[derive(Debug)]
 #[must_use = "what waits would wait forever"]
 pub(super) struct Alarm {
@@ -85,7 +85,7 @@ pub(super) struct Alarm {
 }
 
 impl Arbiter {
-    /// For a tree that is still empty.
+    /// Creates an empty tree.
     pub(super) fn new(now: Instant) -> Arc<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let state = State { tree: Tree::new(now), timer: None, nodes: Nodes::default(), lifted: false };
@@ -93,17 +93,17 @@ impl Arbiter {
         Arc::new(Self { id, state: Mutex::new(state) })
     }
 
-    /// Takes the lock.
+    /// Locks the tree.
     pub(super) fn lock(&self) -> Held<'_> {
-        // A panic under the lock is a bug in policy; the counts it leaves may be off, but nothing
-        // dangles.
+        // A panic under the lock is a bug in policy; its counters may be inconsistent, but no
+        // reference dangles.
         Held { id: self.id, state: self.state.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
-    /// Takes the locks of two arbiters, in the order that everybody takes them in; of one only, if
-    /// they are the same.
+    /// Locks two arbiters in the global order; only one if they are the same.
     pub(super) fn lock_both<'a>(one: &'a Self, other: &'a Self) -> (Held<'a>, Option<Held<'a>>) {
         match one.id.cmp(&other.id) {
+            // The same arbiter: a second lock of its mutex would deadlock.
             std::cmp::Ordering::Equal => (one.lock(), None),
             std::cmp::Ordering::Less => {
                 let first = one.lock();
@@ -116,8 +116,8 @@ impl Arbiter {
         }
     }
 
-    /// Admits and wakes all that may pass by now. Gives back the timer that the rest needs, if none
-    /// is armed that fires in time.
+    /// Admits and wakes all requests that the limits allow by now. Returns a timer for the rest,
+    /// unless an armed one fires early enough.
     pub(super) fn release(self: &Arc<Self>, now: Instant) -> Option<Alarm> {
         let mut admitted = Vec::new();
         loop {
@@ -131,7 +131,7 @@ impl Arbiter {
         }
     }
 
-    /// What is to be done when the timer for `at` fires.
+    /// Handles the timer for `at`.
     pub(super) fn fire(self: &Arc<Self>, at: Instant, now: Instant) -> Option<Alarm> {
         {
             let mut held = self.lock();
@@ -142,12 +142,12 @@ impl Arbiter {
         self.release(now)
     }
 
-    /// Lifts every limit in the tree, for good.
+    /// Lifts all limits of the tree for good.
     pub(super) fn lift(self: &Arc<Self>, now: Instant) -> Option<Alarm> {
         {
             let mut held = self.lock();
             let State { tree, nodes, lifted, .. } = &mut *held.state;
-            // At the end of the daemon every disk of the tree calls this.
+            // When the daemon ends, every disk of the tree calls this.
             if *lifted {
                 return None;
             }
@@ -162,18 +162,18 @@ impl Arbiter {
 }
 
 impl Held<'_> {
-    /// The arbiter's.
+    /// Number of the arbiter.
     pub(super) const fn id(&self) -> u64 {
         self.id
     }
 
-    /// The tree, to ask and to be asked.
+    /// The tree.
     pub(super) fn tree(&mut self) -> &mut Tree<Arc<Waiter>> {
         &mut self.state.tree
     }
 
-    /// Adds a group, or a disk with its gate; in place of one that is to be removed next, if there
-    /// is one.
+    /// Adds a group, or a disk with its gate. With `leaving`, the reservation of that node is
+    /// replaced: the caller removes it next.
     pub(super) fn add(
         &mut self,
         leaving: Option<NodeId>,
@@ -198,23 +198,22 @@ impl Held<'_> {
         Ok(node)
     }
 
-    /// Enforces a node's limits so much from now on. Afterwards, [`Arbiter::release`].
+    /// Sets the enforcement of a node's limits. Call [`Arbiter::release`] afterwards.
     pub(super) fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         if !self.state.lifted {
             self.state.tree.enforce(node, enforcement, now);
         }
     }
 
-    /// Removes a node that has nothing below it; what waits there comes back.
+    /// Removes a node without children; returns its waiting requests.
     pub(super) fn remove(&mut self, node: NodeId) -> Vec<policy::throttle::Returned<Arc<Waiter>>> {
         self.state.nodes.remove(&node);
         self.state.tree.remove(node)
     }
 
-    /// Puts limits and share in force: both or neither. Afterwards, [`Arbiter::release`].
+    /// Puts limits and share in force: both or neither. Call [`Arbiter::release`] afterwards.
     ///
-    /// Limits that are the same as before stay in force with what has been charged: whoever changes
-    /// a weight gets no new burst.
+    /// Charges carry over to the new limits: a change grants no burst.
     pub(super) fn configure(
         &mut self,
         node: NodeId,
@@ -230,8 +229,8 @@ impl Held<'_> {
         Ok(())
     }
 
-    /// Puts a part in force of limits that are divided over hosts; returns the room for bursts that
-    /// is given up. Afterwards, [`Arbiter::release`].
+    /// Puts the host's quota of a cluster-wide limit in force; returns the burst capacity that is
+    /// given up. Call [`Arbiter::release`] afterwards.
     pub(super) fn divide(
         &mut self,
         node: NodeId,
@@ -249,7 +248,7 @@ impl Held<'_> {
         Ok(given)
     }
 
-    /// Opens and closes the disks' gates as their limits, and those above them, now say.
+    /// Updates the gates of all disks from their limits and those above them.
     fn open_gates(&mut self) {
         let State { tree, nodes, lifted, .. } = &*self.state;
         for (&node, gate) in nodes {
@@ -259,14 +258,15 @@ impl Held<'_> {
         }
     }
 
-    /// Takes out what may pass, at most a batch. Says whether there may be more, and otherwise when
-    /// to look again if no timer does.
+    /// Removes the requests that can be admitted, at most a batch. Returns whether there may be
+    /// more, and otherwise the instant for which to arm a timer, if any.
     fn decide(mut self, now: Instant, admitted: &mut Vec<Admitted>) -> (bool, Option<Instant>) {
         let State { tree, timer, .. } = &mut *self.state;
         while admitted.len() < BATCH {
             match tree.poll(now) {
                 Decision::Admit(waiter) => admitted.push((waiter, tree.held())),
                 Decision::Idle => return (false, None),
+                // An earlier deadline needs a new timer; the later one then finds nothing to do.
                 Decision::Wait { until } => {
                     let armed = timer.is_none_or(|timer| until < timer);
                     if armed {

@@ -1,10 +1,9 @@
-//! A group by name: limits that several disks, or several groups, keep together.
+//! A named group: limits that several disks, or several groups, share.
 //!
-//! Groups nest: a disk's request passes its own limits, its group's, and those of every group
-//! above, and all of them hold at once. A group lives as long as it has members, or somebody holds
-//! it.
+//! Groups nest: a disk's request must be admitted by its own limits, its group's, and those of
+//! every group above. A group exists as long as it has members, or is referenced.
 //!
-//! Never knows which disks are in it, only their number: a disk knows its group.
+//! A group has no references to its disks, only their number: a disk references its group.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -26,15 +25,15 @@ pub struct Group {
     parent: Option<Arc<Group>>,
     pub(super) arbiter: Arc<Arbiter>,
     pub(super) node: NodeId,
-    /// Its lock is taken before the arbiter's.
+    /// Locked before the arbiter.
     settings: Mutex<GroupSettings>,
 }
 
 impl Group {
-    /// A group with nothing in it, inside `parent` if there is one.
+    /// Creates an empty group, inside `parent` if there is one.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that `parent` cannot keep.
+    /// [`Refused`]: invalid limits, or a reservation that does not fit into `parent`.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -56,25 +55,25 @@ impl Group {
         &self.name
     }
 
-    /// The group it is in.
+    /// The group that contains it.
     pub fn parent(&self) -> Option<&Arc<Self>> {
         self.parent.as_ref()
     }
 
-    /// The settings in force.
+    /// Settings in force.
     pub fn settings(&self) -> GroupSettings {
         *self.lock()
     }
 
-    /// Puts other settings in force, also for the requests that wait: those that may pass do so at
-    /// once. All of them or none.
+    /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
+    /// of them or none.
     ///
-    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has
-    /// been charged.
+    /// Charges carry over to the new limits: a change grants no burst. (QEMU's begin with empty
+    /// buckets.)
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, a reservation that the parent cannot keep, or
-    /// reservations inside that would exceed the new limits. Everything stays as it was.
+    /// [`Refused`]: invalid limits, a reservation that does not fit into the parent, or
+    /// reservations inside that exceed the new limits. Nothing is changed then.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -87,7 +86,7 @@ impl Group {
             return Err(Refused::Lent);
         }
         held.configure(self.node, settings.limits, settings.share, now)?;
-        // What is lent stays.
+        // Under a quota lease the leased limits stay in force.
         *current = GroupSettings { limits: held.tree().limits(self.node), ..settings };
         drop(held);
         drop(current);
@@ -95,12 +94,12 @@ impl Group {
         Ok(())
     }
 
-    /// Puts a part of limits in force that are divided over hosts, as of that instant; `lent` says
-    /// until when, and what holds then. [`Group::set`] does not change them any more. Returns the
-    /// room for bursts that is given up: see [`policy::throttle::Tree::divide`].
+    /// Puts the host's quota of a cluster-wide limit in force, as of the instant `from`; `lent` is
+    /// the quota lease. [`Group::set`] does not change the limits any more. Returns the burst
+    /// capacity that is given up: see [`policy::throttle::Tree::divide`].
     ///
     /// # Errors
-    /// [`Invalid`] limits; nothing has changed.
+    /// [`Invalid`] limits; nothing is changed.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -119,17 +118,17 @@ impl Group {
         Ok(given)
     }
 
-    /// Says anew until when its limits hold, and what holds then.
+    /// Renews the quota lease.
     pub fn lend(&self, lent: Lent) {
         self.arbiter.lock().tree().lend(self.node, lent);
     }
 
-    /// What is lent to it, if its limits are divided over hosts.
+    /// The quota lease, if its limits are part of a cluster-wide limit.
     pub fn lent(&self) -> Option<Lent> {
         self.arbiter.lock().tree().lent(self.node)
     }
 
-    /// What its members want that wait, or asked since this was called last.
+    /// Demand of its members that wait, or made requests since the last call.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -138,14 +137,15 @@ impl Group {
         self.arbiter.lock().tree().wanted(self.node, now)
     }
 
-    /// What is promised to it and inside, in operations and bytes per second.
+    /// Sum of its own reservation and those inside, in operations and bytes per second.
     pub fn promised(&self) -> [u64; 2] {
         self.arbiter.lock().tree().promised(self.node)
     }
 
-    /// What has passed here, what waits and for what.
+    /// Counters of admitted requests, waiting requests and their throttle causes.
     ///
-    /// Requests that no limit holds for, here or above or below, are not counted: they do not ask.
+    /// Requests that no limit applies to, here or above or below, are not counted: they bypass the
+    /// tree.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -154,7 +154,7 @@ impl Group {
         self.arbiter.lock().tree().stats(self.node, now)
     }
 
-    /// What it counts, for another process.
+    /// Its cumulative counters, for another process.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -163,12 +163,12 @@ impl Group {
         self.arbiter.lock().tree().counted(self.node, now)
     }
 
-    /// Counts on from what another process has counted.
+    /// Adds the counters of another process.
     pub fn count_on(&self, counted: &Counted) {
         self.arbiter.lock().tree().count_on(self.node, counted);
     }
 
-    /// What of [`Group::stats`] costs next to nothing.
+    /// The part of [`Group::stats`] that is cheap to compute.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -177,7 +177,7 @@ impl Group {
         self.arbiter.lock().tree().brief(self.node, now)
     }
 
-    /// How full its buckets are, for another process; `None` where it never had a limit.
+    /// Levels of its buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -185,10 +185,10 @@ impl Group {
         self.arbiter.lock().tree().filled(self.node, reactor::now())
     }
 
-    /// Has its limits take over what has passed in another process.
+    /// Takes over the bucket levels of another process.
     ///
     /// # Errors
-    /// [`Invalid`] limits; nothing has changed.
+    /// [`Invalid`] limits; nothing is changed.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -199,23 +199,23 @@ impl Group {
         Ok(())
     }
 
-    /// How many disks and groups are in it, those inside its groups not counted.
+    /// Number of its direct members, disks and groups.
     pub fn members(&self) -> usize {
         self.arbiter.lock().tree().children(self.node).count()
     }
 
-    /// The watermark set for it.
+    /// Its watermark.
     pub fn watermark(&self) -> Watermark {
         self.lock().watermark
     }
 
-    /// How far its own limits are enforced.
+    /// Current enforcement of its own limits.
     pub fn enforcement(&self) -> Enforcement {
         self.arbiter.lock().tree().enforcement(self.node)
     }
 
-    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever
-    /// watches the device.
+    /// Sets the enforcement of its own limits, also for waiting requests. For the sampler of the
+    /// device.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -225,18 +225,18 @@ impl Group {
         arm(self.arbiter.release(now));
     }
 
-    /// Says what can be promised of the device below it: what is promised here and inside fits into
-    /// it from now on.
+    /// Sets the reservable capacity of the device below it, which bounds the reservations here and
+    /// inside from now on.
     ///
     /// # Errors
-    /// [`Refused`] if more is promised already; then nothing has changed.
+    /// [`Refused`] if the current reservations exceed it; nothing is changed then.
     pub fn set_device(&self, device: Reservable) -> Result<(), Refused> {
         self.arbiter.lock().tree().set_device(self.node, device)
     }
 
-    /// Lifts every limit in its tree for good: its own, those above and below, and those of all
-    /// others there. What waits passes now, what comes is not asked. For the end, when what is in
-    /// flight is to be finished.
+    /// Lifts all limits of its tree for good: its own, those above and below, and those of all
+    /// others there. Waiting requests are admitted, and later ones bypass the tree. For shutdown,
+    /// so that requests in flight complete.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -245,14 +245,14 @@ impl Group {
     }
 
     fn lock(&self) -> MutexGuard<'_, GroupSettings> {
-        // Replaced as a whole.
+        // Replaced as a whole, so a panic cannot leave it inconsistent.
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // What is in it holds it, so nothing is; and only disks have requests.
+        // Members hold a reference, so there are none; and only disks have requests.
         let waiting = self.arbiter.lock().remove(self.node);
         debug_assert!(waiting.is_empty(), "requests waited in a group itself");
     }

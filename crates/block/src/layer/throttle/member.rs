@@ -1,8 +1,7 @@
-//! A disk's side of throttling: its own settings, the group it is in, and the wait of each of its
-//! requests.
+//! A disk's side of throttling: its own settings, its group, and the waits of its requests.
 //!
-//! Never reorders a disk's requests of one direction, and never drops one. A request whose task is
-//! dropped withdraws itself.
+//! Never reorders a disk's requests of one direction, and never drops one. Dropping a request's
+//! task cancels the request.
 
 use std::sync::Arc;
 
@@ -20,17 +19,17 @@ use super::{
     timer::arm,
 };
 
-/// A disk among the others that share its limits. Leaves its group when dropped.
+/// A disk in a throttle tree. Leaves its group when dropped.
 #[derive(Debug)]
 pub struct Member {
     seat: Seat<Option<Arc<Group>>>,
 }
 
 impl Member {
-    /// Takes a place in `group`, or one of its own.
+    /// Adds the disk to `group`, or to a tree of its own.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
+    /// [`Refused`]: invalid limits, or a reservation that does not fit into the group.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -38,20 +37,20 @@ impl Member {
         Ok(Self { seat: Seat::new(settings, destination(group), reactor::now())? })
     }
 
-    /// The settings in force.
+    /// Settings in force.
     pub fn settings(&self) -> DiskSettings {
         self.seat.lock().settings
     }
 
-    /// Puts other settings in force, also for the requests that wait: those that may pass do so at
-    /// once. All of them or none.
+    /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
+    /// of them or none.
     ///
-    /// Other limits take over what has been charged: changing them grants no burst. (QEMU's begin
-    /// with empty buckets.)
+    /// Charges carry over to the new limits: a change grants no burst. (QEMU's begin with empty
+    /// buckets.)
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
-    /// Everything stays as it was.
+    /// [`Refused`]: invalid limits, or a reservation that does not fit into the group. Nothing is
+    /// changed then.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -66,20 +65,20 @@ impl Member {
         Ok(())
     }
 
-    /// The group it is in.
+    /// Its group.
     pub fn group(&self) -> Option<Arc<Group>> {
         self.seat.lock().kept.clone()
     }
 
-    /// Leaves its group for `group`, or for none. The requests that wait move along, in their
-    /// order: those that may pass there do so at once.
+    /// Moves from its group to `group`, or to none. Waiting requests move along in order, and are
+    /// admitted at once if possible.
     ///
-    /// Its own limits keep what has been charged, and those of `group` are charged what it can have
-    /// passed under those of the group before: a move grants no burst. Its counters begin anew
-    /// where it arrives, and [`Member::stats`] adds them up.
+    /// Its own limits keep their charges, and those of `group` are charged with what it may have
+    /// used under those of the old group: a move grants no burst. Its counters restart in the new
+    /// tree, and [`Member::stats`] adds them up.
     ///
     /// # Errors
-    /// [`Refused`] if `group` cannot keep its reservation; then it stays where it is.
+    /// [`Refused`] if its reservation does not fit into `group`; then it does not move.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -91,12 +90,12 @@ impl Member {
         Ok(())
     }
 
-    /// Puts settings in force and moves to `group`, or out of any: both or neither, as
-    /// [`Member::set`] and [`Member::move_to`] do.
+    /// Changes settings and moves to `group`, or out of any: both or neither, as [`Member::set`]
+    /// and [`Member::move_to`] do.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that `group` cannot keep. Everything
-    /// stays as it was.
+    /// [`Refused`]: invalid limits, or a reservation that does not fit into `group`. Nothing is
+    /// changed then.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -117,9 +116,10 @@ impl Member {
         }
     }
 
-    /// What has passed, what waits and for what, by the disk's own limits and all above.
+    /// Counters of admitted requests, waiting requests and their throttle causes, among the disk's
+    /// own limits and all above.
     ///
-    /// Requests that no limit holds for are not counted: they do not ask.
+    /// Requests that no limit applies to are not counted: they bypass the tree.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -127,7 +127,7 @@ impl Member {
         self.seat.stats(reactor::now())
     }
 
-    /// What it counts, for another process.
+    /// Its cumulative counters, for another process.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -135,12 +135,12 @@ impl Member {
         self.seat.counted(reactor::now())
     }
 
-    /// Counts on from what another process has counted.
+    /// Adds the counters of another process.
     pub fn count_on(&self, counted: &Counted) {
         self.seat.count_on(counted);
     }
 
-    /// What of [`Member::stats`] costs next to nothing.
+    /// The part of [`Member::stats`] that is cheap to compute.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -148,7 +148,7 @@ impl Member {
         self.seat.brief(reactor::now())
     }
 
-    /// How full its own buckets are, for another process; `None` where it never had a limit.
+    /// Levels of its own buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -157,10 +157,10 @@ impl Member {
         place.arbiter.lock().tree().filled(place.node, reactor::now())
     }
 
-    /// Has its own limits take over what has passed in another process.
+    /// Takes over the bucket levels of another process.
     ///
     /// # Errors
-    /// [`Invalid`] limits; nothing has changed.
+    /// [`Invalid`] limits; nothing is changed.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -174,19 +174,19 @@ impl Member {
         Ok(())
     }
 
-    /// The watermark set for the disk itself.
+    /// Watermark of the disk itself.
     pub fn watermark(&self) -> Watermark {
         self.settings().watermark
     }
 
-    /// How far its own limits are enforced.
+    /// Current enforcement of its own limits.
     pub fn enforcement(&self) -> Enforcement {
         let place = self.seat.lock();
         place.arbiter.lock().tree().enforcement(place.node)
     }
 
-    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever
-    /// watches the device.
+    /// Sets the enforcement of its own limits, also for waiting requests. For the sampler of the
+    /// device.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -199,9 +199,9 @@ impl Member {
         arm(arbiter.release(now));
     }
 
-    /// Lifts every limit in its tree for good: its own, those of its groups, and those of all
-    /// others there. What waits passes now, what comes is not asked. For the end, when what is in
-    /// flight is to be finished.
+    /// Lifts all limits of its tree for good: its own, those of its groups, and those of all others
+    /// there. Waiting requests are admitted, and later ones bypass the tree. For shutdown, so that
+    /// requests in flight complete.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -210,13 +210,13 @@ impl Member {
         arm(arbiter.lift(reactor::now()));
     }
 
-    /// Waits until a request of this direction and cost may pass, and charges it. A dropped future
-    /// takes it back, if it has not passed. Says which limit held it, if one did.
+    /// Waits until a request of this direction and cost is admitted, and charges it. Dropping the
+    /// future before cancels the request. Returns the throttle cause, if it waited.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Option<Held> {
         if self.seat.is_open() {
             return None;
         }
-        // By the turn's clock: whoever passes at once, which is most, is spared reading it.
+        // The clock of the reactor's turn: most requests are admitted at once and save reading it.
         if let Asked::Waits(passage, arbiter) = self.seat.ask(direction, cost, reactor::recently()) {
             arm(arbiter.release(reactor::now()));
             drop(arbiter);
@@ -225,15 +225,17 @@ impl Member {
         None
     }
 
-    /// Charges a request that can wait no longer and passes in any case: those after it pay for it.
+    /// Charges a request that must not wait and is admitted in any case: later requests wait for
+    /// it.
     pub fn admit_anyway(&self, direction: Direction, cost: &Cost) {
         if !self.seat.is_open() {
             self.seat.charge(direction, cost, reactor::recently());
         }
     }
 
-    /// Asks for requests to pass without waiting, one after the other, and charges those that do;
-    /// `answer` is called for each, in a decision: it must not ask for anything here.
+    /// Asks for admission of a batch of requests, in order and without waiting, and charges those
+    /// that are admitted. `answer` is called for each under the locks: it must not call this
+    /// member.
     pub fn admit_now(
         &self,
         requests: impl Iterator<Item = (Direction, Cost)>,
@@ -245,21 +247,21 @@ impl Member {
         self.seat.pass(requests, reactor::recently(), answer);
     }
 
-    /// Whether a read of this cost may be made ahead of any request for it; if so it is charged to
-    /// what the guests of its groups leave of their limits, which no request ever waits for. If
-    /// not, it is to be left: nothing says when it may be made.
+    /// Asks for a read-ahead of this cost. If it is admitted, it is charged to spare capacity of
+    /// its groups, which no request waits for. If not, it must be dropped: there is no later
+    /// admission.
     ///
-    /// `given_back` is what requests have had from memory of what was read ahead, since this was
-    /// asked last: it is taken note of in either case, so begin a new sum. Where nothing is limited
-    /// it need not be, and nothing was charged.
+    /// `given_back` is the cost of requests served from the prefetch cache since the last call. It
+    /// is recorded in either case, so begin a new sum. If nothing is limited it is ignored, and
+    /// nothing was charged.
     ///
-    /// Waits for nobody but whoever holds a lock for a decision; does not allocate, wakes nobody.
+    /// Waits for short locks only; does not allocate, and wakes no task.
     ///
     /// # Panics
     /// Outside a reactor.
     pub fn spare(&self, cost: &Cost, given_back: GivenBack) -> bool {
-        // The turn's clock is never ahead of another thread's; that it may be behind only says no a
-        // little too often.
+        // The turn's clock is never ahead of another thread's. If it is behind, a read-ahead may be
+        // rejected unnecessarily.
         self.seat.is_open() || self.seat.spare(cost, given_back, reactor::recently())
     }
 }

@@ -1,18 +1,18 @@
-//! A disk's seat in a tree: where its requests ask, and how it moves to another tree while some of
-//! them wait.
+//! A disk's slot in a throttle tree (`Seat`): admission of its requests, and its move to another
+//! tree while some of them wait.
 //!
 //! ```text
 //!   ask, cancel ──► the seat's lock ──► the arbiter's lock ──► the waiter's lock
 //!   move ─────────► the seat's lock ──► both arbiters' locks, the older first ──► the waiters' locks
 //! ```
 //!
-//! Locks are always taken from left to right, so there is no deadlock. A request that asks or gives
-//! up holds the seat's lock until it holds the arbiter's, so a move is either before it or after
-//! it. A waiting request is in exactly one tree's queue, or has been taken out by whoever is about
-//! to admit it. The waiter knows which ([`Position`]), so that giving up after a move withdraws the
-//! right request from the right tree.
+//! Locks are always acquired from left to right, so there is no deadlock. A request that asks for
+//! admission or is cancelled holds the seat's lock until it holds the arbiter's, so a move is
+//! either before it or after it. A waiting request is in exactly one tree's queue, or was removed
+//! by a thread that is about to admit it. The waiter stores its [`Position`], so that a
+//! cancellation after a move removes the right request from the right tree.
 //!
-//! Knows nothing of reactors: the time is an argument, and timers are returned to the caller.
+//! Independent of the reactor: time is an argument, and timers are returned to the caller.
 
 use std::{
     future::Future,
@@ -34,25 +34,25 @@ use super::{
     waiter::{Position, Waiter},
 };
 
-/// A disk's seat. `K` is what its owner keeps with the place and changes with it.
+/// A disk's slot. `K` is data of its owner that changes together with the place.
 #[derive(Debug)]
 pub(super) struct Seat<K> {
     place: Mutex<Place<K>>,
     gate: Gate,
 }
 
-/// Where a seat is.
+/// Location of a slot in a tree.
 #[derive(Debug)]
 pub(super) struct Place<K> {
     pub(super) arbiter: Arc<Arbiter>,
     pub(super) node: NodeId,
     pub(super) settings: DiskSettings,
     pub(super) kept: K,
-    /// What happened in the seats before this one.
+    /// Statistics of the slots before this one.
     earlier: Earlier,
 }
 
-/// The part of [`Stats`] that adds up over seats.
+/// The cumulative part of [`Stats`].
 #[derive(Debug, Default)]
 struct Earlier {
     reads: Counters,
@@ -61,7 +61,7 @@ struct Earlier {
     max_wait_ns: u64,
 }
 
-/// Where a seat is to be: in which tree, below which group.
+/// Target of a move: the tree, and the group in it.
 #[derive(Debug)]
 pub(super) struct Destination<K> {
     pub(super) arbiter: Arc<Arbiter>,
@@ -69,16 +69,16 @@ pub(super) struct Destination<K> {
     pub(super) kept: K,
 }
 
-/// The answer to a request.
+/// Result of asking for admission.
 #[derive(Debug)]
 pub(super) enum Asked<'a, K> {
-    /// It passes, and has been charged.
+    /// It is admitted, and has been charged.
     Passed,
-    /// It waits, in that tree. [`Arbiter::release`] comes next.
+    /// It waits, in that tree. Call [`Arbiter::release`] next.
     Waits(Passage<'a, K>, Arc<Arbiter>),
 }
 
-/// A request that waits to pass. Ready when it may; dropped before, it is taken back.
+/// A waiting request. Ready when it is admitted; dropping it before cancels the request.
 #[derive(Debug)]
 pub(super) struct Passage<'a, K> {
     seat: &'a Seat<K>,
@@ -86,7 +86,7 @@ pub(super) struct Passage<'a, K> {
 }
 
 impl<K> Seat<K> {
-    /// Takes a seat.
+    /// Adds the disk to a tree.
     pub(super) fn new(settings: DiskSettings, at: Destination<K>, now: Instant) -> Result<Self, Refused> {
         let gate = Gate::new(AtomicBool::new(false));
         let Destination { arbiter, parent, kept } = at;
@@ -98,25 +98,26 @@ impl<K> Seat<K> {
         })
     }
 
-    /// Takes the seat's lock. Before any arbiter's.
+    /// Locks the slot; precedes any arbiter's lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, Place<K>> {
-        // The place is replaced as a whole, after everything that could panic.
+        // The place is replaced as a whole, after all code that could panic.
         self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether nothing limits the disk now, so that its requests need not ask.
+    /// True if no limit applies to the disk now, so that its requests bypass the tree.
     pub(super) fn is_open(&self) -> bool {
-        // Relaxed: a request that just misses new limits is one that came before them.
+        // Relaxed: a request that just misses new limits counts as one before them.
         self.gate.load(Ordering::Relaxed)
     }
 
-    /// Asks for a request to pass.
+    /// Asks for admission of a request.
     pub(super) fn ask(&self, direction: Direction, cost: Cost, now: Instant) -> Asked<'_, K> {
         let place = self.lock();
         let mut held = place.arbiter.lock();
         if held.tree().pass(place.node, direction, &cost, now) {
             return Asked::Passed;
         }
+        // Allocated only for a request that must wait; most are admitted above.
         let waiter = Arc::new(Waiter::default());
         match held.tree().request(place.node, direction, cost, Arc::clone(&waiter), now) {
             Admission::Admitted(_) => Asked::Passed,
@@ -127,8 +128,8 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Asks for requests to pass at once, one after the other, and charges those that do. For the
-    /// others nothing has happened. Under the locks.
+    /// Asks for admission of a batch of requests, in order, and charges those that are admitted.
+    /// Has no effect on the rest. Calls `answer` under the locks.
     pub(super) fn pass(
         &self,
         requests: impl Iterator<Item = (Direction, Cost)>,
@@ -142,21 +143,21 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Charges a request that passes in any case.
+    /// Charges a request that is admitted in any case.
     pub(super) fn charge(&self, direction: Direction, cost: &Cost, now: Instant) {
         let place = self.lock();
         place.arbiter.lock().tree().charge_anyway(place.node, direction, cost, now);
     }
 
-    /// Asks whether something may be read ahead, and charges it to what guests leave if so. See
+    /// Asks for a read-ahead, and charges it to spare capacity if it is admitted. See
     /// [`policy::throttle::Tree::spare`].
     pub(super) fn spare(&self, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
         let place = self.lock();
         place.arbiter.lock().tree().spare(place.node, cost, given_back, now)
     }
 
-    /// What happened here and in the seats before: counters and the longest wait of all,
-    /// percentiles of the waits since it came here.
+    /// Statistics here and in earlier slots: counters and the longest wait of all, percentiles of
+    /// the waits since the last move.
     pub(super) fn stats(&self, now: Instant) -> Stats {
         let place = self.lock();
         let mut stats = place.arbiter.lock().tree().stats(place.node, now);
@@ -168,7 +169,7 @@ impl<K> Seat<K> {
         stats
     }
 
-    /// The same, for another process.
+    /// The cumulative counters, for another process.
     pub(super) fn counted(&self, now: Instant) -> Counted {
         let place = self.lock();
         let mut counted = place.arbiter.lock().tree().counted(place.node, now);
@@ -181,7 +182,7 @@ impl<K> Seat<K> {
         counted
     }
 
-    /// Counts on from what another process has counted.
+    /// Adds the counters of another process.
     pub(super) fn count_on(&self, counted: &Counted) {
         let place = self.lock();
         place.arbiter.lock().tree().count_on(place.node, counted);
@@ -193,8 +194,7 @@ impl<K> Seat<K> {
         Brief { limited_ns: brief.limited_ns.saturating_add(place.earlier.limited_ns), ..brief }
     }
 
-    /// Takes a request back that nobody waits for any more. Nothing to do if it has been admitted,
-    /// or is about to be told so.
+    /// Cancels a waiting request. Does nothing if it is admitted, or about to be.
     fn cancel(&self, waiter: &Waiter) {
         let place = self.lock();
         let mut held = place.arbiter.lock();
@@ -204,8 +204,8 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Takes another seat, with other settings if there are any; the requests that wait here wait
-    /// there, in their order, and those that may pass there do.
+    /// Moves to another place, optionally with new settings. Waiting requests move along in order,
+    /// and are admitted if the new limits allow it.
     pub(super) fn move_to(
         &self,
         to: Destination<K>,
@@ -220,13 +220,14 @@ impl<K> Seat<K> {
             let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
-            // What was promised to it is not promised twice where both places have the same groups
-            // above.
+            // Within one tree, the reservation must not be counted twice in the groups above both
+            // places.
             let leaving = other.is_none().then_some(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
             let node = new.add(leaving, to.parent, limits, share, gate, now)?;
             let past = old.tree().stats(place.node, now);
             let beside = leaving.map(|_| node);
+            // Charges of the old limits carry over, so that a move grants no burst.
             let charged = old.tree().charged(place.node, beside, now);
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
@@ -245,13 +246,13 @@ impl<K> Seat<K> {
         let kept = std::mem::replace(&mut place.kept, to.kept);
         place.arbiter = Arc::clone(&to.arbiter);
         drop(place);
-        // The group that was left may go with this, and takes its arbiter's lock.
+        // Dropped without locks: this may drop the old group, which locks its arbiter.
         drop(kept);
         for waiter in admitted {
-            // It moved to where nothing holds it.
+            // No limit applies to it in the new tree, so it has no throttle cause.
             waiter.admit(None);
         }
-        // Those it left behind may have waited for it.
+        // Requests of other disks in the old tree may have waited for the ones that moved.
         Ok([from.release(now), to.arbiter.release(now)])
     }
 }
@@ -266,7 +267,7 @@ impl Earlier {
 }
 
 impl<K> Future for Passage<'_, K> {
-    /// What held it.
+    /// Throttle cause.
     type Output = Option<Held>;
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Held>> {
         self.waiter.poll(context)
@@ -283,7 +284,7 @@ impl<K> Drop for Passage<'_, K> {
 
 impl<K> Drop for Seat<K> {
     fn drop(&mut self) {
-        // Its requests hold the disk, which holds this: when it goes, nothing of it waits.
+        // Requests reference the disk, which owns this slot: no request can be waiting here.
         let place = self.lock();
         let waiting = place.arbiter.lock().remove(place.node);
         debug_assert!(waiting.is_empty(), "a disk went while requests of it waited");

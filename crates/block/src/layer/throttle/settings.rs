@@ -1,29 +1,28 @@
-//! The settings of a disk and of a group, as values: compared, kept and replaced as a whole.
+//! Settings of a disk and of a group, as values that are compared and replaced as a whole.
 
 use policy::{
     throttle::{Limits, Share},
     watermark::Watermark,
 };
 
-/// What a disk is held to and entitled to. The default is no limits and an equal share.
+/// Limits and share of a disk. The default is no limits and an equal share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskSettings {
-    /// Its own limits, which hold besides those of every group above it.
+    /// Its own limits, in addition to those of every group above it.
     pub limits: Limits,
-    /// Its share of what the group it is in may have.
+    /// Its share of its group's limits.
     pub share: Share,
-    /// Percent of its device's use below which its own limits are not enforced.
+    /// Percent of its device's utilization below which its own limits are not enforced.
     pub watermark: Watermark,
 }
 
-/// What a group's members are held to together, and what the group is entitled to. The default is
-/// no limits and an equal share.
+/// Limits and share of a group. The default is no limits and an equal share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupSettings {
-    /// The limits that all disks below share.
+    /// Limits that all disks below share.
     pub limits: Limits,
-    /// Its share of what the group it is in may have; without one, nothing contends.
+    /// Its share of its parent's limits; has no effect without a parent.
     pub share: Share,
-    /// Percent of a device's use below which its limits are not enforced.
+    /// Percent of a device's utilization below which its limits are not enforced.
     pub watermark: Watermark,
 }

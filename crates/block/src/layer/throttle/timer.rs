@@ -1,12 +1,12 @@
-//! The timer of a tree: a task that sleeps until something may pass, and lets it pass.
+//! The timer of a tree: a task that sleeps until a request can be admitted, and admits it.
 //!
-//! It sleeps on the thread that first saw somebody wait. An earlier deadline arms another timer;
-//! the later one then finds nothing to do and ends. So only one matters, and nobody has to move it
+//! It sleeps on the thread that first saw a request wait. An earlier deadline arms another timer;
+//! the later one then finds nothing to do and ends. So only one has an effect, and none moves
 //! between threads.
 
 use super::arbiter::Alarm;
 
-/// Has the alarm go off in time, if there is one.
+/// Arms the timer, if there is one.
 pub(super) fn arm(alarm: Option<Alarm>) {
     if let Some(alarm) = alarm {
         reactor::spawn(go_off(alarm));

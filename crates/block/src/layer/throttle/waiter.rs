@@ -1,16 +1,16 @@
-//! A waiting request, as seen by its own thread and by the thread that admits it.
+//! A waiting request, shared by its own thread and the thread that admits it.
 //!
 //! ```text
-//!   the request's task                    whoever admits
-//!   ──────────────────                    ──────────────
+//!   the request's task                    the admitting thread
+//!   ──────────────────                    ────────────────────
 //!   poll:  admitted? ── yes ─► done       admit: set admitted, take the waker
 //!            │ no                           │
-//!            └► leave a waker               └► wake, outside every lock
+//!            └► store the waker             └► wake, outside every lock
 //! ```
 //!
-//! Both sides do all of this under the waiter's own lock. So either the task sees that it was
-//! admitted, or whoever admits it sees the waker. The lock is the last to be taken, and nothing is
-//! called under it.
+//! Both sides do this under the waiter's own lock. So either the task sees that it is admitted, or
+//! the admitting thread sees the waker. This lock is the last in the lock order, and no other code
+//! is called under it.
 //!
 //! Never decides anything: the [arbiter](super::arbiter) decides when to admit.
 
@@ -20,7 +20,7 @@ use policy::throttle::{Held, Ticket};
 
 use super::sync::{Mutex, MutexGuard};
 
-/// A request that waits.
+/// A waiting request.
 #[derive(Debug, Default)]
 pub(super) struct Waiter(Mutex<State>);
 
@@ -32,10 +32,10 @@ struct State {
     position: Option<Position>,
 }
 
-/// Where a request waits: which tree's queue, and which request there.
+/// Position of a waiting request: the tree's queue, and the ticket there.
 ///
-/// Tickets of two trees may look alike, and a request moves from one to another with its disk; so
-/// the tree is part of it.
+/// Tickets of two trees may be equal, and a request moves from one tree to another with its disk;
+/// so the tree is part of the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Position {
     pub(super) arbiter: u64,
@@ -44,11 +44,12 @@ pub(super) struct Position {
 
 impl Waiter {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change is a single assignment: a panic leaves nothing half done.
+        // Each change is a single assignment: a panic cannot leave it inconsistent.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Ready once admitted, with what held it; until then the last task that asked is woken.
+    /// Ready once admitted, with the throttle cause; until then it stores the waker of the last
+    /// caller.
     pub(super) fn poll(&self, context: &Context<'_>) -> Poll<Option<Held>> {
         let mut state = self.lock();
         if state.admitted {
@@ -61,7 +62,7 @@ impl Waiter {
         Poll::Pending
     }
 
-    /// Lets it go, and says what held it. It must have left its queue; called once.
+    /// Admits the request, with its throttle cause. It must have left its queue; called once.
     pub(super) fn admit(&self, held: Option<Held>) {
         let waker = {
             let mut state = self.lock();
@@ -74,14 +75,15 @@ impl Waiter {
         }
     }
 
-    /// Says where it waits now. Called under the lock of that tree, so nothing admits it meanwhile.
+    /// Sets its position. Called under the lock of that tree, so that it cannot be admitted
+    /// meanwhile.
     pub(super) fn queued_at(&self, position: Position) {
         self.lock().position = Some(position);
     }
 
-    /// Where it waited last; `None` if it was told that it is admitted.
+    /// Its last position; `None` if it is admitted.
     ///
-    /// It may have left that queue already, by somebody who is about to tell it.
+    /// Another thread may have removed it from that queue already, and be about to admit it.
     pub(super) fn waits_at(&self) -> Option<Position> {
         let state = self.lock();
         if state.admitted { None } else { state.position }
