@@ -1,18 +1,19 @@
-//! The throttle layer's handshakes in every interleaving: threads that ask, wait, give up, move and
-//! change limits, tried by `loom` in all orders that the locks allow, with weak memory.
+//! The throttle layer's handshakes in every interleaving: threads that ask for admission, wait,
+//! cancel, move disks and change limits, checked by `loom` in all orders that the locks allow, with
+//! weak memory.
 //!
 //! The files under test are the layer's own, compiled a second time with the checker's locks and
-//! flags instead of `std`'s; policy decides as it does in the daemon. What is shown for these small
-//! configurations, and not only sampled:
+//! flags instead of `std`'s; policy decides as it does in the daemon. For small configurations,
+//! these properties are verified exhaustively, not only sampled:
 //!
-//! - a request that may pass is told so, whoever lets it pass and whenever its task first looks: a
-//!   wake-up that got lost would be a deadlock;
-//! - giving up takes back that one request, or nothing if it has been let go already;
-//! - a move leaves no request behind and takes none that is not its disk's, whatever happens to
+//! - an admitted request is woken, whichever thread admits it and whenever its task first polls: a
+//!   lost wake-up would be a deadlock;
+//! - a cancellation removes that one request, or nothing if it was admitted already;
+//! - a move takes all requests of its disk along and none of another disk, whatever happens to
 //!   them meanwhile;
-//! - nobody waits for a lock whose holder waits for him.
+//! - the lock order has no cycles.
 //!
-//! Time is an argument here: a thread that is told of a timer lets it fire.
+//! Time is an argument here: a thread that receives a timer lets it fire.
 
 #[path = "../../src/layer/throttle/arbiter.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
@@ -26,7 +27,7 @@ mod settings;
 #[path = "../../src/layer/throttle/waiter.rs"]
 mod waiter;
 
-/// What the files take from `super::sync`.
+/// Replaces `super::sync` of the files.
 mod sync {
     pub(super) use loom::sync::{
         Mutex, MutexGuard,
@@ -53,10 +54,10 @@ use seat::{Asked, Destination, Passage, Seat};
 use settings::DiskSettings;
 
 const START: Instant = Instant::ZERO;
-/// When everything that waits in these tests may pass.
+/// Instant at which all requests that wait in these tests can be admitted.
 const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
 
-/// A tree of one group with this many operations a second.
+/// A tree of one group with this limit in operations per second.
 fn group(iops: u64) -> (Arc<Arbiter>, NodeId) {
     let arbiter = Arbiter::new(START);
     let node = arbiter.lock().add(None, None, limits(iops), Share::default(), None, START).expect("valid");
@@ -83,7 +84,8 @@ fn ask(disk: &Disk) -> Asked<'_, ()> {
     disk.ask(Direction::Read, Cost::one(4096), START)
 }
 
-/// A request that waits: as many as pass at once go before it. No timer is armed for it.
+/// Returns the first request that waits, after admitting as many as possible. No timer is armed for
+/// it.
 fn ask_until_one_waits(disk: &Disk) -> Passage<'_, ()> {
     loop {
         if let Asked::Waits(passage, _) = ask(disk) {
@@ -92,19 +94,19 @@ fn ask_until_one_waits(disk: &Disk) -> Passage<'_, ()> {
     }
 }
 
-/// Passes what passes at once. What waits then is given up before anybody arms a timer for it.
+/// Admits as many requests as possible. The first that waits is cancelled before a timer is armed.
 fn fill(disk: &Disk) {
     while matches!(ask(disk), Asked::Passed) {}
 }
 
-/// Lets a timer fire, and the ones it asks for.
+/// Fires a timer, and those that it returns.
 fn fire(mut alarm: Option<Alarm>) {
     while let Some(Alarm { arbiter, at }) = alarm {
         alarm = arbiter.fire(at, at);
     }
 }
 
-/// What a request's task does, timers included.
+/// Admits a request as its task would, including timers.
 fn pass(disk: &Disk) {
     if let Asked::Waits(passage, arbiter) = ask(disk) {
         let alarm = arbiter.release(START);
@@ -126,7 +128,7 @@ fn two_that_wait_are_both_told() {
     loom::model(|| {
         let group = group(10);
         let disks = [disk(&group), disk(&group)];
-        // Neither passes at once.
+        // So that both requests below must wait.
         fill(&disks[0]);
         let other = Arc::clone(&disks[1]);
         let thread = thread::spawn(move || pass(&other));
@@ -185,7 +187,7 @@ fn giving_up_takes_back_one_request_or_none() {
         let disks = [disk(&group), disk(&group)];
         let given_up = ask_until_one_waits(&disks[0]);
         let other = Arc::clone(&disks[1]);
-        // Waits for as long as it takes: whatever becomes of the one before it.
+        // Waits until it is admitted, whatever happens to the request before it.
         let patient = thread::spawn(move || pass(&other));
         let arbiter = Arc::clone(&group.0);
         let letting_go = thread::spawn(move || fire(arbiter.release(LATE)));
@@ -217,8 +219,8 @@ fn a_move_takes_what_waits_along() {
     });
 }
 
-/// The one that gives up waits in `from`, has been let go there, or waits in `to` among others
-/// whose tickets look like its own.
+/// The cancelled request waits in `from`, was admitted there, or waits in `to` among others with
+/// equal tickets.
 #[test]
 fn giving_up_while_the_disk_moves_harms_nobody() {
     loom::model(|| {
@@ -274,7 +276,7 @@ fn disks_that_change_places_do_not_block_each_other() {
     });
 }
 
-/// Whoever waits has the bucket to itself, wherever the disk that would read ahead is by then.
+/// A waiting request has the bucket to itself, wherever the disk that reads ahead is by then.
 #[test]
 fn reading_ahead_while_disks_move_and_wait_holds_nobody_up() {
     loom::model(|| {

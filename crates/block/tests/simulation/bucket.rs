@@ -1,5 +1,5 @@
-//! Leaky buckets, once more and naively: a level in floating point, leaked from one look to the
-//! next. What the throttle layer does is held against these.
+//! A second, naive implementation of leaky buckets: a level in floating point, leaked from one
+//! observation to the next. The throttle layer is compared with it.
 
 use policy::{
     request::Direction,
@@ -7,24 +7,23 @@ use policy::{
     time::Instant,
 };
 
-/// How far floating point may be off, in seconds: far below a request at any rate that is tried
-/// here.
+/// Tolerance of floating point, in seconds: far below one request at any rate used here.
 pub(crate) const SLACK_S: f64 = 1e-6;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
-    /// 0 where there is no such limit now.
+    /// 0 if there is no such limit now.
     rate: f64,
     size: f64,
     level: f64,
-    /// Up to where requests pass: the size, or more after a change from a larger one.
+    /// Level up to which requests are admitted: the size, or more after a change from a larger
+    /// size.
     ceiling: f64,
-    /// As full as it may be, the ceiling being the size, since a disk came that has filled another.
+    /// Upper bound of the level, after a disk joined whose charges are not modelled exactly.
     fullest: Option<f64>,
 }
 
-/// Rates and sizes of a limit's two levels; 0 for one that is not there. Rates are whole units a
-/// second.
+/// Rates and sizes of a limit's two levels; 0 for a missing one. Rates are whole units per second.
 fn rates_and_sizes(limit: Limit, enforcement: Enforcement) -> [(f64, f64); 2] {
     let factor = match enforcement {
         Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
@@ -37,7 +36,7 @@ fn rates_and_sizes(limit: Limit, enforcement: Enforcement) -> [(f64, f64); 2] {
     [(rate, size), (second, second / 10.0)].map(|(rate, size)| ((rate * factor).floor(), size * factor))
 }
 
-/// A request as a bucket sees it.
+/// Charge of a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Charge {
     pub(crate) direction: Direction,
@@ -49,7 +48,7 @@ pub(crate) struct Charge {
 #[derive(Clone, Debug)]
 pub(crate) struct Buckets {
     levels: Vec<(LimitKind, Level)>,
-    /// Nothing is limited: time runs out as if the last limits held.
+    /// True while nothing is limited; the buckets leak as with the last limits.
     is_idle: bool,
     last: Limits,
     enforcement: Enforcement,
@@ -65,7 +64,7 @@ impl Buckets {
         buckets
     }
 
-    /// Other limits, which take over what has passed.
+    /// Applies new limits, which take over the charges.
     pub(crate) fn change(&mut self, limits: &Limits) {
         let was_idle = std::mem::replace(&mut self.is_idle, limits.is_unlimited());
         if self.is_idle {
@@ -76,7 +75,8 @@ impl Buckets {
             let was_set = level.rate > 0.0 && !was_idle;
             level.rate = rate;
             if rate > 0.0 {
-                // Where nothing was limited, what a disk brought counts from now on.
+                // If nothing was limited before, the upper bound of a joined disk applies from now
+                // on.
                 let fullest = |full: f64| if was_set { full + size - level.size } else { full.max(size) };
                 level.fullest = level.fullest.map(|full| fullest(full).max(0.0));
                 level.size = size;
@@ -85,7 +85,7 @@ impl Buckets {
         });
     }
 
-    /// The same limits, enforced otherwise: what is in the buckets stays.
+    /// Applies another enforcement of the same limits; the levels stay.
     pub(crate) fn enforce(&mut self, enforcement: Enforcement) {
         self.enforcement = enforcement;
         self.each(|level, rate, size| {
@@ -114,7 +114,7 @@ impl Buckets {
         }
     }
 
-    /// Seconds until a request of this direction may pass.
+    /// Seconds until a request of this direction can be admitted.
     pub(crate) fn wait_s(&self, direction: Direction) -> f64 {
         let applying = LimitKind::applying_to(direction);
         let in_force = |(kind, level): &&(LimitKind, Level)| applying.contains(kind) && level.rate > 0.0;
@@ -126,7 +126,7 @@ impl Buckets {
         levels.map(|(_, level)| over(level) / level.rate).fold(0.0, f64::max)
     }
 
-    /// How much more than full each is, at most what it leaks in a second.
+    /// Overfill of each bucket, at most the amount that leaks in a second.
     pub(crate) fn over(&self) -> Vec<f64> {
         let over = |(_, level): &(LimitKind, Level)| {
             let moved = level.fullest.map_or(0.0, |full| full - level.size);
@@ -135,7 +135,7 @@ impl Buckets {
         self.levels.iter().map(over).collect()
     }
 
-    /// A disk comes that may have filled others, by so much more than full.
+    /// Adds a disk that may have overfilled other buckets by `over`.
     pub(crate) fn joined(&mut self, over: &[f64]) {
         for ((_, level), over) in self.levels.iter_mut().zip(over) {
             let full = level.size + over;
@@ -143,8 +143,8 @@ impl Buckets {
         }
     }
 
-    /// Charges what passed at one instant. Panics if no order of them is one in which each found
-    /// room: whatever the order, all but the last fit.
+    /// Charges requests that were admitted at one instant. Panics if there is no order in which
+    /// each finds room: in any order, all but the last must fit.
     pub(crate) fn charge(&mut self, charges: &[Charge]) {
         let levels = self.levels.iter_mut().filter(|(_, level)| !self.is_idle && level.rate > 0.0);
         for (kind, level) in levels {

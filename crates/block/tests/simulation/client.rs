@@ -1,8 +1,7 @@
-//! A client of a disk: sends random requests one after the other, and holds every answer against
-//! the model.
+//! A client of a disk: sends random requests in sequence, and compares every result with the model.
 //!
-//! Several of them on one disk make the concurrency: their requests overlap in time, and, as the
-//! disk is small, in place.
+//! Several clients on one disk are concurrent: their requests overlap in time, and, as the disk is
+//! small, in range.
 
 use std::{
     cell::{Cell, RefCell},
@@ -31,7 +30,7 @@ use crate::{
     passed::Passed,
 };
 
-/// What has happened, over all seeds: a simulation in which nothing fails or crashes shows nothing.
+/// Events of all seeds: a simulation without failures or crashes would prove nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) answered: u64,
@@ -44,19 +43,19 @@ pub(crate) struct Tally {
     pub(crate) read_ahead: u64,
 }
 
-/// What the clients of one disk share.
+/// State shared by the clients of one disk.
 pub(crate) struct Shared {
     pub(crate) model: RefCell<Model>,
     pub(crate) tally: Rc<RefCell<Tally>>,
     pub(crate) passed: Rc<RefCell<Passed>>,
-    /// Requests fail now and then; otherwise none may.
+    /// True if requests may fail.
     pub(crate) may_fail: bool,
     pub(crate) block_bytes: usize,
-    /// Somebody changes the image beside the disk, so that nothing may be read ahead.
+    /// True while the image is changed beside the disk, so that nothing may be read ahead.
     pub(crate) beside: Cell<bool>,
-    /// Requests of which the disk counts those that succeed: reads and writes, since it was opened.
+    /// Number of reads and writes sent since the disk was opened.
     pub(crate) sent: [Cell<u64>; 2],
-    /// Those that were answered with success.
+    /// Number of those that succeeded.
     pub(crate) succeeded: [Cell<u64>; 2],
 }
 
@@ -71,7 +70,7 @@ pub(crate) fn chance(percent: u32) -> bool {
 }
 
 impl Client {
-    /// Sends so many requests, and waits for each.
+    /// Sends this many requests, and waits for each.
     pub(crate) async fn run(self, requests: usize) {
         for _ in 0..requests {
             let patience = if chance(8) { Some(short_time()) } else { None };
@@ -103,7 +102,7 @@ impl Client {
         self.shared.passed.borrow_mut().look();
     }
 
-    /// Somewhere, from a byte to a few blocks, half of the time whole blocks.
+    /// A random range, from one byte to a few blocks, half of the time whole blocks.
     fn range(&self) -> Range<usize> {
         let (block, size) = (self.shared.block_bytes, self.shared.model.borrow().size_bytes());
         sim::random(|random| {
@@ -122,7 +121,7 @@ impl Client {
         })
     }
 
-    /// Reads in sequence, forward or backward, with gaps or without, as far as the disk goes.
+    /// Reads sequentially, forward or backward, with or without gaps, up to the disk's end.
     async fn scan(&self) {
         let (size, block) = (self.shared.model.borrow().size_bytes(), self.shared.block_bytes);
         let (start, length, step, count) = sim::random(|random| {
@@ -222,14 +221,14 @@ impl Client {
         let durability = if chance(20) { Durability::Synchronous } else { Durability::Cached };
         let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
         let result = self.disk.discard(pass, range.start as u64, range.len() as u64, durability).await;
-        // A hint, so even success leaves it open what is there.
+        // A hint: even after a success the content is undefined.
         if self.answered(result).is_ok() {
             self.succeeded(1);
         }
         self.shared.model.borrow_mut().end_change(number, Outcome::Open);
     }
 
-    /// Flushes; whether it succeeded.
+    /// Flushes; returns whether it succeeded.
     pub(crate) async fn flush(&self) -> bool {
         let began = self.shared.model.borrow_mut().begin();
         let result = self.answered(self.disk.flush().await);
@@ -259,7 +258,7 @@ impl Client {
         if let Err(error) = &result {
             tally.failed += 1;
             assert!(self.shared.may_fail, "a request failed though the disk never does: {error}");
-            // A header that can neither be written nor put back ends all writing.
+            // If the header can neither be written nor restored, the image becomes read-only.
             let is_over = *error == Error::NOT_PERMITTED && self.disk.image().is_read_only();
             let is_known = [Error::IO, Error::NO_SPACE].contains(error) || is_over;
             assert!(is_known, "an error of unknown origin: {error}");
@@ -268,7 +267,7 @@ impl Client {
     }
 }
 
-/// Settings of a prefetch cache: any mode, and windows that suit a small disk.
+/// Draws settings of a prefetch cache: any mode, and windows that suit a small disk.
 pub(crate) fn draw_prefetch() -> Settings {
     sim::random(|random| {
         let window_min_bytes = 4096 << random.u32(..4);
@@ -283,13 +282,13 @@ pub(crate) fn draw_prefetch() -> Settings {
     })
 }
 
-/// From almost nothing to a second, short times as likely as long ones.
+/// A duration up to a second, uniform on a logarithmic scale.
 pub(crate) fn short_time() -> Duration {
     let nanos = sim::random(|random| 10_f64.powf(3.0 + 6.0 * random.f64()));
     Duration::from_nanos(nanos as u64)
 }
 
-/// A buffer that begins anywhere.
+/// A buffer with any alignment.
 fn misaligned(bytes: &[u8]) -> Buffer {
     let skip = sim::random(|random| if random.bool() { 0 } else { random.usize(..600) });
     let mut buffer = Buffer::zeroed(skip + bytes.len());

@@ -31,12 +31,12 @@ use crate::{
     seeds,
 };
 
-/// Longer than any run; one that is not over by then waits for something that does not come.
+/// Longer than any run; a run that exceeds it waits for a lost wake-up.
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
-/// Block size and blocks of a disk on which a request can be long enough to be treated as such.
+/// Block size and number of blocks of a disk that is large enough for long requests.
 const LARGE: (usize, usize) = (512, 400);
-/// The largest disk, read as a whole, in bytes.
+/// Size of the largest disk, which is read as a whole, in bytes.
 const LONGEST_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 
 #[test]
@@ -65,7 +65,7 @@ fn a_seed_repeats_to_the_last_bit() {
     assert_eq!(once(), once());
 }
 
-/// Returns when it was over, in virtual time.
+/// Returns the end of the run, in virtual time.
 fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
     let tally = Rc::clone(tally);
     sim::run(seed, async move {
@@ -110,7 +110,7 @@ fn draw_limits() -> Limits {
     limits
 }
 
-/// A disk from one crash to the next, until the last.
+/// A disk through several crashes.
 struct Life {
     group: Arc<Group>,
     shared: Rc<Shared>,
@@ -159,7 +159,8 @@ impl Life {
             let (device, disk) = self.open();
             let clients = self.start(&disk);
             sleep_until(now() + short_time()).await;
-            // A crash takes what the clients were doing with it; sometimes they go first.
+            // A crash cancels the clients' requests in flight; in some seeds the clients stop
+            // first.
             if chance(50) {
                 stop(clients).await;
                 self.crash(&device);
@@ -205,7 +206,7 @@ impl Life {
         self.shared.tally.borrow_mut().crashes += 1;
     }
 
-    /// All that is there is what may be there, and after a flush nothing of it is lost.
+    /// Checks the final content, which a flush makes durable.
     async fn check_end(&self, disk: &Arc<Disk>) {
         let client = Client { disk: Arc::clone(disk), shared: Rc::clone(&self.shared) };
         let size = self.content.len();
@@ -213,8 +214,8 @@ impl Life {
         while !client.flush().await {}
     }
 
-    /// The disk counted every request that succeeded, and none that was not sent. One that was
-    /// given up may have succeeded all the same.
+    /// Checks that the disk counted every request that succeeded, and none that was not sent. A
+    /// cancelled one may have succeeded.
     fn check_count(&self, disk: &Disk) {
         let Totals { reads, writes, .. } = disk.totals();
         for (direction, counted) in [reads, writes].into_iter().enumerate() {
@@ -224,14 +225,14 @@ impl Life {
     }
 }
 
-/// Takes the clients' tasks away, whatever they wait for.
+/// Cancels the clients' tasks.
 async fn stop(clients: Vec<JoinHandle<()>>) {
     for client in clients {
         client.cancel().await;
     }
 }
 
-/// Every tenth write finds no room, and does nothing.
+/// Fails every tenth write for lack of space, without an effect.
 fn full_disk() -> FaultRule {
     FaultRule {
         kind: Some(Kind::Write),

@@ -1,5 +1,5 @@
-//! A device that fails and is mended: what a disk holds is done in the end, once, and nobody waits
-//! for what will not come.
+//! A device that fails and is repaired: a request that waits on a stopped disk is executed in the
+//! end, exactly once, and cancelled requests do not wait.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
@@ -31,7 +31,8 @@ const CLIENTS: u64 = 4;
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// On a device where some of these requests fail, `count` at most, and each takes up to 2 ms.
+/// A disk on a device where some requests of this kind fail, at most `count`, and each takes up to
+/// 2 ms.
 fn disk(
     kind: Kind,
     error: Error,
@@ -46,7 +47,7 @@ fn disk(
         format!("read={latency},write={latency},zero={latency},flush={latency}").parse().expect("valid"),
     );
     let image = Image::Raw(Raw::new(storage));
-    // Out of reach, so that each request is charged and none waits.
+    // Never reached: each request is charged, and none waits.
     let mut limits = Limits::default();
     *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 1_000_000_000, ..Limit::NONE };
     let settings = DiskSettings { limits, ..DiskSettings::default() };
@@ -84,7 +85,7 @@ fn a_full_device_holds_writes_until_it_has_room() {
     assert!(seeds < 20 || stops.get() > seeds, "{} stops in {seeds} seeds", stops.get());
 }
 
-/// How often the disk has stopped.
+/// Returns how often the disk has stopped.
 async fn fill_and_make_room() -> u64 {
     let shortage = sim::random(|random| random.u64(1..20));
     let kind = [Kind::Write, Kind::Flush][sim::random(|random| random.usize(..2))];
@@ -99,7 +100,7 @@ async fn fill_and_make_room() -> u64 {
             let failure = mended.failures().next(true).await;
             assert_eq!((failure.error, failure.direction), (Error::NO_SPACE, Direction::Write));
             count.set(count.get() + 1);
-            // What was under way comes to its end; then nothing happens until somebody says so.
+            // Requests in flight complete; then nothing happens until the disk is resumed.
             sleep_until(now() + SECOND).await;
             let before = mended.totals();
             some_time(SECOND * 100).await;
@@ -121,7 +122,7 @@ async fn fill_and_make_room() -> u64 {
     stops.get()
 }
 
-/// Knows nothing of errors, and must not learn of any.
+/// A client that must not see any error.
 async fn work(disk: Arc<Disk>, client: u64) {
     let patience = Arc::default();
     for block in client * BLOCKS..(client + 1) * BLOCKS {

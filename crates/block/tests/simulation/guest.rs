@@ -1,4 +1,4 @@
-//! Memory of a guest, as an export hands it down with a request.
+//! Guest memory, as an export passes it with a request.
 
 use reactor::{
     buffer::Segments,
@@ -6,12 +6,12 @@ use reactor::{
     sim,
 };
 
-/// What lies around the bytes of a request, and in them before they are read.
+/// Value of the bytes around a request's, and of its own before a read.
 const GUARD: u8 = 0xa5;
 const START: u64 = 0x1_0000;
 const PAGE: u64 = 4096;
 
-/// Places for the bytes of one request, with others' bytes between them.
+/// Guest memory of one request, with other bytes between its pieces.
 pub(crate) struct Lent {
     memory: Memory,
     log: DirtyLog,
@@ -19,7 +19,7 @@ pub(crate) struct Lent {
 }
 
 impl Lent {
-    /// For so many bytes, in one place or several, at any alignment.
+    /// Memory for `length` bytes, in one piece or several, at any alignment.
     pub(crate) fn new(length: usize) -> Self {
         let mut pieces = Vec::new();
         let (mut at, mut left) = (START, length);
@@ -39,7 +39,7 @@ impl Lent {
         Self { memory: memory.with_log(Some(log.clone())), log, pieces }
     }
 
-    /// With these bytes in it.
+    /// Memory with this content.
     pub(crate) fn holding(bytes: &[u8]) -> Self {
         let lent = Self::new(bytes.len());
         let mut rest = bytes;
@@ -59,7 +59,8 @@ impl Lent {
         self.pieces.iter().map(|&(at, length)| self.memory.place(at, length).expect("inside"))
     }
 
-    /// What was read into it. Nothing else may have changed, and all that did is dirty.
+    /// The content after a read. Asserts that no other byte has changed, and that changed pages are
+    /// marked as dirty.
     pub(crate) fn found(&self) -> Vec<u8> {
         let place = whole(&self.memory);
         let mut all = vec![0; place.bytes()];

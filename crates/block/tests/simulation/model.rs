@@ -1,34 +1,36 @@
-//! What each byte of a disk may be: now, and after a crash. Deliberately simple: it remembers every
-//! change and asks the storage contract, sentence by sentence, which of them may still show.
+//! Model of the possible content of each byte of a disk: now, and after a crash. Deliberately
+//! simple: it records every change and applies the storage contract, sentence by sentence, to
+//! determine which of them may be visible.
 //!
 //! ```text
-//!   disk    ▕─── cell ───│─ cell ─│──── cell ────▏    cut where a change or a block begins or ends, so that
-//!   changes   base 3 7 9   base 3    base 9           a cell is always one change's as a whole
+//!   disk    ▕─── cell ───│─ cell ─│──── cell ────▏    divided where a change or a block begins or ends: each
+//!   changes   base 3 7 9   base 3    base 9           cell has the content of exactly one change
 //! ```
 //!
-//! A change `a` **gives way** to a change `b` that succeeded, if `b` began after `a` had ended. Two
-//! that overlapped in time may have landed in either order, and one that was cancelled has never
-//! ended: it gives way to nothing.
+//! A change `a` is **superseded** by a change `b` that succeeded, if `b` began after `a` had ended.
+//! Two changes that overlapped in time may take effect in either order, and a cancelled one never
+//! ends: it is never superseded.
 //!
-//! - A read may show what had not given way, when it began, to a change that had ended by then.
-//! - A crash may leave what has not given way to a change that is durable: acknowledged with FUA,
-//!   or ended before a flush began that succeeded.
+//! - A read may return a change that, when the read began, was not superseded by one that had
+//!   ended.
+//! - A crash may leave a change that is not superseded by a durable one: acknowledged with FUA, or
+//!   ended before the beginning of a flush that succeeded.
 //!
-//! A change that failed, and a discard, may show like any other, but nothing gives way to it. The
-//! simulated disk, unlike a page cache, keeps what a failed flush left unwritten, so a later flush
-//! covers it.
+//! A failed change, and a discard, may be visible like any other, but supersedes none. The
+//! simulated disk, unlike a page cache, keeps the writes that a failed flush did not write, so a
+//! later flush covers them.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// A point in the order of everything that began or ended.
+/// Position in the order of all beginnings and ends.
 type Moment = u64;
 
 #[derive(Clone, Copy, Debug)]
 enum Content {
-    /// What was there at the beginning, or was found after the last crash.
+    /// Initial content, or the content after the last crash.
     Base,
     Zeroes,
-    /// Bytes that tell which change wrote them, and where.
+    /// Bytes that identify the change that wrote them, and their position.
     Pattern(u64),
 }
 
@@ -37,9 +39,9 @@ struct Change {
     content: Content,
     began: Moment,
     ended: Option<Moment>,
-    /// It is known to have been applied.
+    /// True if it was applied for certain.
     certain: bool,
-    /// Acknowledged as durable by itself, without a flush.
+    /// Acknowledged with FUA.
     durable: bool,
 }
 
@@ -49,14 +51,14 @@ struct Cell {
     changes: Vec<usize>,
 }
 
-/// How a change ended.
+/// Result of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// Acknowledged.
     Applied,
-    /// Acknowledged, and not to be lost.
+    /// Acknowledged as durable.
     Durable,
-    /// Failed, or a hint: some of it may have happened.
+    /// Failed, or a hint: it may be applied in part.
     Open,
 }
 
@@ -74,7 +76,8 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// A disk that holds `base`, and whose writes tear at multiples of `block_bytes`.
+    /// Creates the model of a disk with content `base`, whose writes tear at multiples of
+    /// `block_bytes`.
     pub(crate) fn new(base: Vec<u8>, block_bytes: usize) -> Self {
         let mut model = Self {
             clock: 0,
@@ -93,13 +96,13 @@ impl Model {
         self.base.len()
     }
 
-    /// Something begins that changes nothing: a read, a flush.
+    /// Records the beginning of an operation that changes nothing: a read, a flush.
     pub(crate) fn begin(&mut self) -> Moment {
         self.clock += 1;
         self.clock
     }
 
-    /// A write begins; returns its number and its data.
+    /// Records the beginning of a write; returns its number and its data.
     pub(crate) fn begin_write(&mut self, range: Range<usize>) -> (usize, Vec<u8>) {
         self.next_pattern += 1;
         let content = Content::Pattern(self.next_pattern);
@@ -107,7 +110,7 @@ impl Model {
         (self.begin_change(range, content), data)
     }
 
-    /// Zeroing or discarding begins; returns its number.
+    /// Records the beginning of zeroing or discarding; returns its number.
     pub(crate) fn begin_zeroes(&mut self, range: Range<usize>) -> usize {
         self.begin_change(range, Content::Zeroes)
     }
@@ -124,7 +127,7 @@ impl Model {
         number
     }
 
-    /// A change ended. One that was cancelled never does.
+    /// Records the end of a change. A cancelled one never ends.
     pub(crate) fn end_change(&mut self, number: usize, outcome: Outcome) {
         let ended = self.begin();
         let change = &mut self.changes[number];
@@ -133,19 +136,19 @@ impl Model {
         change.durable = outcome == Outcome::Durable;
     }
 
-    /// A flush that began at `began` succeeded.
+    /// Records the success of a flush that began at `began`.
     pub(crate) fn end_flush(&mut self, began: Moment) {
         self.flushed = self.flushed.max(began);
     }
 
-    /// Panics unless a read that began at `began` may have found `found` at `offset`.
+    /// Panics unless a read that began at `began` may return `found` at `offset`.
     pub(crate) fn check_read(&self, began: Moment, offset: usize, found: &[u8]) {
         self.check("a read", offset, found, |change| {
             change.certain && change.ended.is_some_and(|ended| ended < began)
         });
     }
 
-    /// Panics unless a crash may have left `found`; from now on that is what the disk holds.
+    /// Panics unless a crash may leave `found`, which becomes the base.
     pub(crate) fn crash(&mut self, found: Vec<u8>) {
         let flushed = self.flushed;
         self.check("a crash", 0, &found, |change| {
@@ -169,7 +172,7 @@ impl Model {
         self.flushed = self.clock;
     }
 
-    /// Makes `at` the border of two cells.
+    /// Splits a cell at `at`.
     fn cut(&mut self, at: usize) {
         let Some((_, cell)) = self.cells.range_mut(..at).next_back() else { return };
         if at < cell.end {
@@ -179,7 +182,7 @@ impl Model {
         }
     }
 
-    /// `rules` says which changes others give way to.
+    /// Checks `found`; `rules` selects the changes that supersede others.
     fn check(&self, what: &str, offset: usize, found: &[u8], rules: impl Fn(&Change) -> bool) {
         let end = offset + found.len();
         let first = self.cells.range(..=offset).next_back().map_or(0, |(&start, _)| start);
@@ -210,8 +213,8 @@ impl Model {
         match content {
             Content::Base => self.base[at],
             Content::Zeroes => 0,
-            // The top byte of products with odd constants: neighbouring numbers and places differ.
-            // Never 0.
+            // The top byte of products with odd constants differs for neighbouring numbers and
+            // positions. Never 0.
             Content::Pattern(number) => {
                 let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
                     ^ (at as u64).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
@@ -221,7 +224,7 @@ impl Model {
     }
 }
 
-/// The model itself: that it forbids what it should. What it should allow, the simulation tells.
+/// Tests of the model: contents that it must reject. The simulations show what it must accept.
 #[cfg(test)]
 mod tests {
     use super::*;

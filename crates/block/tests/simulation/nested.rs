@@ -1,13 +1,13 @@
-//! Disks in groups in groups, through the real layer: tasks ask, wait and give up, while limits and
-//! shares change, disks move, and limits are enforced more loosely or not at all. In the end,
-//! sometimes, all limits are lifted while requests wait.
+//! Disks in nested groups, through the real layer: tasks ask for admission, wait and cancel, while
+//! limits and shares change, disks move, and limits are scaled or lifted. In some seeds all limits
+//! are lifted at the end while requests wait.
 //!
-//! What is recorded is held against naive buckets and sums ([`check`]); what cannot be seen from
-//! outside is asked for now and then ([`World::observe`]): what waits is counted right, and waits
-//! for a bucket that has no room.
+//! The log of events is compared with naive buckets and sums ([`check`]). Properties that the log
+//! does not show are sampled ([`World::observe`]): waiting requests are counted correctly, and wait
+//! for a full bucket.
 //!
-//! Four of five seeds draw only requests that are paid at once; of these every bucket is followed
-//! exactly. In the others requests are up to many slices long.
+//! Four of five seeds draw only requests up to a slice; for these every bucket is modelled exactly.
+//! In the others requests are up to many slices long.
 
 mod check;
 mod world;
@@ -28,7 +28,7 @@ use crate::{
     seeds,
 };
 
-/// Longer than any run; one that is not over by then waits for something that does not come.
+/// Longer than any run; a run that exceeds it waits for a lost wake-up.
 const FOREVER: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[test]
@@ -46,17 +46,17 @@ fn every_level_holds_whatever_changes() {
     assert!(seeds < 100 || enough, "too little happened in {seeds} seeds: {tally:?}");
 }
 
-/// So that a simulation in which nothing happens does not pass for one that went well.
+/// Events of all seeds: a simulation in which nothing happens would prove nothing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tally {
     waited: u64,
     changed: u64,
     refused: u64,
-    /// Moves of disks with requests waiting.
+    /// Moves of disks with waiting requests.
     moved_waiting: u64,
 }
 
-/// One run. Says what happened in it.
+/// One run; returns its events.
 async fn run() -> Tally {
     let exact = chance(80);
     let world = Rc::new(World::draw(exact));
@@ -79,7 +79,7 @@ async fn run() -> Tally {
 }
 
 async fn ask_repeatedly(world: Rc<World>, disk: usize, times: usize) {
-    // Requests of one task in flight together, so that some wait behind others of the same task.
+    // Several requests of one task are in flight, so that some wait behind others of the same task.
     let mut inflight: Vec<JoinHandle<()>> = Vec::new();
     for _ in 0..times {
         if chance(30) {
@@ -105,13 +105,12 @@ async fn ask(world: Rc<World>, disk: usize) {
         _ => FOREVER,
     };
     let request = world.log.borrow_mut().asked(disk, charge, world.is_unlimited(disk));
-    // Polls the admission first, so what was admitted by then is known to have been.
+    // Polls the admission first, so a request that was admitted by then counts as admitted.
     let passed = timeout(patience, world.member(disk).admit(direction, cost)).await.is_ok();
     world.log.borrow_mut().ended(request, passed);
 }
 
-/// Sizes as they come; where all is to be followed exactly, none so large that it is paid for in
-/// slices.
+/// Draws a size; in an exact world at most a slice.
 fn draw_cost(exact: bool) -> Cost {
     sim::random(|random| match random.u8(..4) {
         0 if exact => {
@@ -123,7 +122,7 @@ fn draw_cost(exact: bool) -> Cost {
     })
 }
 
-/// Changes something now and then, and looks around before.
+/// Makes some changes, with a sample before each.
 async fn change(world: Rc<World>) {
     for _ in 0..sim::random(|random| random.usize(..30)) {
         odd_moment(&world).await;
@@ -137,7 +136,7 @@ async fn change(world: Rc<World>) {
     }
 }
 
-/// When nothing else happens: then it is clear which settings were in force.
+/// Waits for an instant without other events, so that the settings in force are unambiguous.
 async fn odd_moment(world: &World) {
     let wait_ns = sim::random(|random| 10_f64.powf(6.0 + 3.5 * random.f64()) as u64 | 1);
     let mut at: Instant = now() + Duration::from_nanos(wait_ns);
@@ -150,5 +149,5 @@ async fn odd_moment(world: &World) {
     }
 }
 
-/// What the log is kept in.
+/// The log, shared by the tasks.
 type SharedLog = std::cell::RefCell<Log>;

@@ -1,5 +1,4 @@
-//! What a group has let pass, looked at now and then: for tests that do not see the admissions
-//! themselves.
+//! Counters of a group, sampled by tests that do not see the admissions themselves.
 
 use std::sync::Arc;
 
@@ -10,12 +9,12 @@ use policy::{
 };
 use reactor::now;
 
-/// See the file's documentation.
+/// Samples of a group's counters.
 pub(crate) struct Passed {
     group: Arc<Group>,
-    /// Time, requests, bytes.
+    /// Instant, requests, bytes.
     looks: Vec<(Instant, [u64; 2])>,
-    /// In bytes.
+    /// Size of the largest request, in bytes.
     longest_request: u64,
 }
 
@@ -24,15 +23,15 @@ impl Passed {
         Self { group: Arc::clone(group), looks: Vec::new(), longest_request }
     }
 
-    /// Notes what has passed by now.
+    /// Takes a sample.
     pub(crate) fn look(&mut self) {
         let stats = self.group.stats();
         let passed = [stats.reads.requests + stats.writes.requests, stats.reads.bytes + stats.writes.bytes];
         self.looks.push((now(), passed));
     }
 
-    /// Over any second that begins and ends with a look, limits for both directions together are
-    /// exceeded by no more than the burst, and the one request that is paid for afterwards.
+    /// Checks the total limits: in any second between two samples they are exceeded by at most the
+    /// burst and one request that is paid for afterwards.
     pub(crate) fn check(&self) {
         for (unit, kind, last) in
             [(0, LimitKind::IopsTotal, 1), (1, LimitKind::BpsTotal, self.longest_request)]

@@ -1,6 +1,5 @@
-//! Reading ahead on the data path: what only shows where storage takes its time. That answers are
-//! right, whatever is read ahead meanwhile, is for `disks` and `qcow2` to show, whose disks have
-//! prefetch caches of all settings.
+//! Read-ahead on the data path with slow storage. Correctness of the data under read-ahead is
+//! tested by `disks` and `qcow2`, whose disks have prefetch caches with all settings.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
@@ -74,7 +73,7 @@ fn a_read_ahead_that_a_write_overtakes_is_never_served() {
             for block in 0..3 {
                 read(&disk, block).await.expect("sound");
             }
-            // The fourth to the 35th are on their way.
+            // Blocks 3 to 34 are in flight.
             let block = sim::random(|random| random.usize(3..35));
             sleep_until(now() + Duration::from_micros(sim::random(|random| random.u64(..5000)))).await;
             let other = spawn_joinable({
@@ -82,7 +81,8 @@ fn a_read_ahead_that_a_write_overtakes_is_never_served() {
                 async move { read(&disk, other).await }
             });
             sleep_until(now() + Duration::from_micros(1)).await;
-            // It has to wait for what is on its way: so is what is written over now.
+            // If it waits for a read-ahead, then the block that is overwritten now is in flight
+            // too.
             let was_overtaken = disk.prefetch().stats().waited > 0;
             write(&disk, block, 2).await;
             assert_eq!(other.await, Ok(1));
@@ -102,7 +102,7 @@ fn a_read_ahead_that_a_write_overtakes_is_never_served() {
 #[test]
 fn slow_storage_is_read_nearly_as_fast_by_one_request_at_a_time_as_by_many() {
     sim::run(1, async {
-        // 200 MB/s, each request 5 ms late: what a disk behind a network is like.
+        // 200 MB/s with a latency of 5 ms: a disk behind a network.
         let (size, rate) = (64 * MIB, 200_000_000);
         let budget = Arc::new(Budget::new(RateOptions { read: Some(rate), ..RateOptions::default() }));
         let storage = slow(size, "read=5ms").with_rate(budget);
@@ -149,7 +149,7 @@ fn a_disk_is_closed_once_what_it_reads_ahead_has_landed() {
             let disk = Arc::clone(&disk);
             spawn_joinable(async move { read(&disk, block).await })
         };
-        // What the third read has read ahead of it comes when that does.
+        // The read-ahead of the third read arrives together with it.
         let (third, fourth) = (reader(2), reader(3));
         let began = now();
         sleep_until(began + Duration::from_millis(25)).await;
@@ -157,7 +157,7 @@ fn a_disk_is_closed_once_what_it_reads_ahead_has_landed() {
         assert_eq!(now() - began, Duration::from_millis(50));
         assert_eq!((third.await, fourth.await), (Ok(0), Ok(0)));
         assert_eq!(disk.prefetch().stats().memory_bytes, 0);
-        // Still readable, and nothing more is read ahead.
+        // Still readable, but without read-ahead.
         for block in 4..20 {
             read(&disk, block).await.expect("sound");
         }
@@ -229,7 +229,7 @@ fn what_is_not_allocated_is_not_read_ahead() {
             assert_eq!(read(&disk, block).await, Ok(if block == 512 { 7 } else { 0 }));
         }
         let stats = disk.prefetch().stats();
-        // The one cluster that there is.
+        // The only allocated cluster.
         assert_eq!(stats.read_ahead_bytes, 65536);
         assert!(stats.hits > 10, "{stats:?}");
     });

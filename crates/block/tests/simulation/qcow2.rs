@@ -1,14 +1,14 @@
-//! qcow2 images under several clients, through errors, cancellations and crashes: what was flushed
-//! is there, and the image is valid.
+//! qcow2 images under several clients, through errors, cancellations and crashes: flushed data is
+//! kept, and the image stays valid.
 //!
-//! The clients and the model of what each byte may be are those of `disks`; between them and the
-//! simulated disk lies an image. After every crash the file is what a power failure leaves of it:
-//! writes since the last flush lost, torn and in any order. It is then opened as it is; the guest's
-//! bytes must be what the model allows, every cluster that something refers to must be counted, and
-//! what is marked as one owner's must have one. A bitmap that says that it is right must mark all
-//! that was changed since it was made.
+//! Clients and model are those of `disks`; an image is between them and the simulated disk. After
+//! each crash the file is in a state that a power failure can leave: writes since the last flush
+//! are lost, torn and in any order. It is then opened as it is. The guest's bytes must be those
+//! that the model allows, every referenced cluster must be counted, and clusters with the COPIED
+//! flag must have one reference. A bitmap that is marked as consistent must include all changes
+//! since it was created.
 //!
-//! - `kind`: which image a seed gets: versions, clusters, refcounts, subclusters, a backing file, a
+//! - `kind`: the image of a seed: version, cluster size, refcounts, subclusters, a backing file, a
 //!   data file, encryption.
 //! - `keeper`: snapshots and compressed clusters.
 
@@ -70,7 +70,7 @@ fn images_survive_crashes() {
     }
 }
 
-/// An image from one crash to the next, until the last.
+/// An image through several crashes.
 struct Life {
     kind: Kind,
     shared: Rc<Shared>,
@@ -79,24 +79,24 @@ struct Life {
     files: Files,
     clients: usize,
     crashes: usize,
-    /// The disk when the bitmap was made, if there is one.
+    /// Content of the disk when the bitmap was created, if there is one.
     before: Option<Vec<u8>>,
-    /// After the last crash, it said that it was right.
+    /// True if the bitmap was marked as consistent after the last crash.
     is_bitmap_good: bool,
 }
 
-/// A bit of it is for so many bytes, as bits.
+/// Granularity of the bitmap: bytes per bit, as a power of two.
 const GRANULARITY_BITS: u32 = 9;
 const BITMAP: &str = "changes";
 
-/// The devices that the files are on.
+/// The devices of the files.
 struct Devices {
     image: Simulated,
     data: Option<Simulated>,
 }
 
 impl Devices {
-    /// They lose power together.
+    /// Crashes both at once.
     fn crash(&self) -> Files {
         Files { image: self.image.crash(), data: self.data.as_ref().map(Simulated::crash) }
     }
@@ -151,7 +151,7 @@ impl Life {
                     client.await;
                 }
                 let closing = spawn_joinable(async move {
-                    // Nobody waits for how it ends.
+                    // Its result is ignored: the crash may come first.
                     let _ = disk.close().await;
                 });
                 sleep_until(now() + short_time()).await;
@@ -164,7 +164,8 @@ impl Life {
                 self.files = devices.crash();
                 stop(clients).await;
             }
-            // Nobody gives up a change of the whole image halfway.
+            // The keeper is cancelled only after the crash: it must not cancel a change of the
+            // whole image.
             keeper.cancel().await;
             self.check().await;
         }
@@ -196,7 +197,7 @@ impl Life {
         }
     }
 
-    /// `None` where an error kept it from being opened: the next time it may be.
+    /// Opens the image; `None` if an injected error prevented it, for another attempt.
     async fn open(&self) -> Option<(Devices, Arc<Disk>)> {
         self.shared.sent.iter().chain(&self.shared.succeeded).for_each(|count| count.set(0));
         self.shared.beside.set(false);
@@ -234,7 +235,7 @@ impl Life {
         spawn_joinable(keeper.run(sim::random(|random| random.usize(..12))))
     }
 
-    /// What a crash has left.
+    /// Checks the state after a crash.
     async fn check(&mut self) {
         references::of(&self.files.image).check();
         let mut kept = self.kept.take();
@@ -247,7 +248,7 @@ impl Life {
         self.shared.tally.borrow_mut().crashes += 1;
     }
 
-    /// One that is right marks every difference; one that is not is made again.
+    /// Checks that a consistent bitmap marks every difference; an inconsistent one is replaced.
     async fn look_at_bitmap(&mut self, image: &Qcow2, guest: &[u8]) {
         let Some(before) = &self.before else { return };
         let bits = match image.bitmap_bits(BITMAP).await {
@@ -272,7 +273,7 @@ impl Life {
     }
 }
 
-/// The file with a bitmap that marks nothing, instead of the one that it may have.
+/// The file with an empty bitmap, which replaces an existing one.
 async fn with_bitmap(content: &[u8]) -> Vec<u8> {
     let image = Qcow2::open_for_upkeep(Storage::holding(content).await).await.expect("valid");
     match image.remove_bitmap(BITMAP).await {

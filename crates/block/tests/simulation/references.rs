@@ -1,5 +1,5 @@
-//! What a qcow2 file refers to, against what it counts. Deliberately simple, and apart from weir's
-//! own check.
+//! References in a qcow2 file, compared with its refcounts. Deliberately simple, and independent of
+//! weir's own check.
 
 use std::collections::BTreeMap;
 
@@ -12,17 +12,17 @@ use image::qcow2::{
 /// References to a file's clusters.
 pub(crate) struct References {
     clusters: BTreeMap<u64, Uses>,
-    /// Clusters that are counted and that nothing refers to, or less often.
+    /// Number of clusters whose refcount exceeds their references.
     pub(crate) leaks: usize,
 }
 
-/// One cluster's.
+/// References to one cluster.
 #[derive(Debug, Default)]
 struct Uses {
     who: Vec<Use>,
-    /// The number that the file has.
+    /// Refcount in the file.
     count: u64,
-    /// An entry says that it has one owner.
+    /// True if an entry has the COPIED flag.
     is_copied: bool,
 }
 
@@ -30,14 +30,14 @@ struct Uses {
 struct Use {
     #[expect(dead_code, reason = "for whoever reads the failure")]
     what: String,
-    /// Which L1 table leads to it, the active one being 0; none where it belongs to the image as a
-    /// whole.
+    /// Index of the L1 table that leads to it, 0 for the active one; `None` if it belongs to the
+    /// image as a whole.
     tree: Option<usize>,
-    /// It is shared with other compressed clusters of the same tree.
+    /// True for compressed clusters, several of which may share it within a tree.
     is_compressed: bool,
 }
 
-/// Walks the file.
+/// Collects the references of a file.
 ///
 /// # Panics
 /// If it is not a valid image.
@@ -94,7 +94,7 @@ impl Walk<'_> {
         }
     }
 
-    /// An L1 table with everything that it leads to. Only the active one's flags mean anything.
+    /// Adds an L1 table with everything below it. COPIED flags are valid for the active one only.
     fn tree(&mut self, tree: usize, offset: u64, length: u64) {
         self.refer(&format!("L1 table of tree {tree}"), offset, length);
         let shape = self.shape();
@@ -129,8 +129,8 @@ impl Walk<'_> {
         }
     }
 
-    /// The snapshot table is read as the specification has it: fixed parts of 40 bytes, extra data,
-    /// id and name, and padding.
+    /// Reads the snapshot table as the specification defines it: fixed parts of 40 bytes, extra
+    /// data, id and name, and padding.
     fn snapshots(&mut self) {
         let mut place = self.header.snapshots_offset as usize;
         for number in 0..self.header.snapshots as usize {
@@ -158,8 +158,8 @@ impl Walk<'_> {
     }
 }
 
-/// Directory, tables and bits of the bitmaps: where, and how many bytes. What a directory entry
-/// holds is where it is in every version.
+/// Offset and length of the directory, tables and bits of the bitmaps. The fields of a directory
+/// entry have the same offsets in every version.
 fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
     let Some(bitmaps) = header.bitmaps else { return Vec::new() };
     let mut places = vec![("bitmap directory".into(), bitmaps.directory.offset, bitmaps.directory.length)];
@@ -184,8 +184,8 @@ fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
 }
 
 impl References {
-    /// Panics unless every cluster is counted at least as often as it is referred to, once by each
-    /// tree that may share it; and has one owner where an entry says so.
+    /// Panics unless every refcount is at least the number of references, one for each tree that
+    /// may share the cluster, and clusters with COPIED have one reference.
     pub(crate) fn check(&self) {
         for (cluster, uses) in &self.clusters {
             let Uses { who, count, is_copied } = uses;
@@ -206,7 +206,7 @@ impl References {
 }
 
 fn number_at(bytes: &[u8], bits: usize, index: usize) -> u64 {
-    // Bit by bit: below a byte from the lowest, else bytes from the highest.
+    // Below a byte from the lowest bit, else big-endian bytes.
     if bits < 8 {
         let at = index * bits;
         return u64::from(bytes[at / 8] >> (at % 8)) & ((1 << bits) - 1);
@@ -214,7 +214,7 @@ fn number_at(bytes: &[u8], bits: usize, index: usize) -> u64 {
     bytes[index * bits / 8..][..bits / 8].iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// What is there, and zeroes behind the end of the file.
+/// Bytes at an offset, with zeroes beyond the end of the file.
 fn at(file: &[u8], offset: u64, length: usize) -> Vec<u8> {
     let start = (offset as usize).min(file.len());
     let mut bytes = file[start..(start + length).min(file.len())].to_vec();

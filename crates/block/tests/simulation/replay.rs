@@ -1,8 +1,8 @@
-//! A trace through the throttle layer, held against the tree of buckets alone, driven as `weir
-//! simulate` drives it: each request passes at the same instant, to the nanosecond.
+//! A trace through the throttle layer, compared with the tree of buckets alone, driven as `weir
+//! simulate` drives it: each request is admitted at the same instant, to the nanosecond.
 //!
-//! So a daemon does what was simulated, as far as its timers are on time. How late real ones are is
-//! measured by `make bench` (`simulate-agrees`).
+//! So a daemon behaves as simulated, as far as its timers are on time. `make bench`
+//! (`simulate-agrees`) measures the delay of real timers.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -28,7 +28,7 @@ struct Asked {
     length: u64,
 }
 
-/// A group, the disks in it, and what is asked of them.
+/// A group, its disks, and their requests.
 #[derive(Clone, Debug)]
 struct Trace {
     group: Limits,
@@ -56,7 +56,7 @@ impl Trace {
     fn draw() -> Self {
         let mut at = Instant::ZERO;
         let request = |_| {
-            // No two at one instant: which of them comes first would be the scheduler's choice.
+            // No two requests at one instant, whose order would depend on the scheduler.
             at += Duration::from_nanos(sim::random(|random| random.u64(1..15_000_000)));
             let length = sim::random(|random| [512, 4096, 8192, 32_768][random.usize(..4)]);
             let direction = if chance(50) { Direction::Read } else { Direction::Write };
@@ -73,7 +73,7 @@ impl Trace {
     }
 }
 
-/// Limits that about half of the requests wait for, in so many percent of all cases.
+/// Draws limits that throttle about half of the requests, in this percentage of cases.
 fn draw_limits(percent: u32) -> Limits {
     let mut limits = Limits::default();
     if !chance(percent) {
@@ -94,7 +94,7 @@ fn draw_limits(percent: u32) -> Limits {
     limits
 }
 
-/// When each request has passed the layer.
+/// Instants at which the layer admits each request.
 async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
     let settings = GroupSettings { limits: trace.group, ..GroupSettings::default() };
     let group = Group::new("group", settings, None).expect("drawn valid");
@@ -122,7 +122,7 @@ async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
     passed.take()
 }
 
-/// When each request passes the tree, whose timer is never late.
+/// Instants at which the tree admits each request, with exact timers.
 fn alone(trace: &Trace) -> Vec<Instant> {
     let mut tree = Tree::new(Instant::ZERO);
     let group = tree.add(None, trace.group, Share::default()).expect("drawn valid");

@@ -1,9 +1,9 @@
-//! Which seeds a simulation runs, and how a failure is told: with the command that repeats it.
+//! Seeds of a simulation; a failure prints the command that repeats it.
 
-/// Calls `run` with the seeds that `WEIR_SEED` (that one) or `WEIR_SEEDS` (so many, from 0) asks
-/// for; else the first `default`. Returns how many there were.
+/// Calls `run` with the seed of `WEIR_SEED`, or the first `WEIR_SEEDS` seeds, else the first
+/// `default`. Returns their number.
 ///
-/// `target` and `test` are what `cargo test` needs to run just this test.
+/// `target` and `test` are arguments of `cargo test` that select this test.
 pub(crate) fn for_each(target: &str, test: &str, default: u64, mut run: impl FnMut(u64)) -> u64 {
     let seeds = match (number("WEIR_SEED"), number("WEIR_SEEDS")) {
         (Some(seed), _) => seed..seed + 1,
@@ -22,7 +22,7 @@ fn number(variable: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{variable}={text}: is not a whole number")))
 }
 
-/// Tells how to repeat the failure, if one unwinds past it.
+/// Prints the command that repeats a failure, when a panic unwinds past it.
 struct Told<'a> {
     target: &'a str,
     test: &'a str,

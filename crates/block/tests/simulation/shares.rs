@@ -1,14 +1,13 @@
-//! Who gets how much in trees of groups, when everybody always wants more: held against shares
-//! worked out on paper.
+//! Shares in trees of groups under saturation, compared with shares computed analytically.
 //!
 //! One limit on top; below it groups and disks of different weights, some with reservations;
 //! requests of half a kilobyte or of several slices, in both directions.
 //!
-//! - Each disk gets, within a few percent, what pouring the limit down the tree by weight gives it
-//!   ([`Node::pour`]): never more than its limits or those of its groups, and never less than what
-//!   it was promised.
-//! - So equals get the same, and every promise is met.
-//! - No reads wait for ever behind writes of the same disk, or the other way round.
+//! - Each disk receives, within a few percent, its share of the limit distributed down the tree by
+//!   weight ([`Node::pour`]): at most its limits and those of its groups, and at least its
+//!   reservation.
+//! - So equal disks receive the same, and every reservation is met.
+//! - Neither reads nor writes of a disk wait for ever behind the other direction.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
@@ -22,15 +21,16 @@ use reactor::{now, sim, sleep_until, spawn};
 
 use crate::{client::chance, seeds};
 
-/// What passes at first is the bucket's and not the share's.
+/// At the beginning the bucket's capacity is used, not the share.
 const WARM_UP_S: u64 = 5;
 const MEASURED_S: u64 = 60;
 
-/// A slice, and what may be saved up: tags are right to about so much of the limit.
+/// A slice, and the amount that may be saved up: tags have about this precision, relative to the
+/// limit.
 const GRAIN_S: f64 = 0.25;
 const SLICE_S: f64 = 0.09;
 
-/// Where everything is promised, so much goes by weight all the same: a hundredth, in whole
+/// Part that is distributed by weight even if everything is reserved: a hundredth, in whole
 /// requests. Of 10,000 seeds all but one stay within the hundredth, and that one needs 0.01247.
 const BY_WEIGHT: f64 = 0.013;
 
@@ -41,7 +41,7 @@ fn trees_share_by_weight_and_keep_promises() {
     });
 }
 
-/// A group or a disk, on paper.
+/// A group or a disk, in the analytical model.
 struct Node {
     limit: f64,
     reservation: f64,
@@ -50,11 +50,11 @@ struct Node {
     disk: Option<Rc<Disk>>,
 }
 
-/// A disk, and what became of its requests.
+/// A disk, and the results of its requests.
 struct Disk {
     member: Member,
     length: u64,
-    /// Of the limit: what a request is charged.
+    /// Units of the limit that a request is charged.
     units: f64,
     taken: Cell<f64>,
     longest_wait: [Cell<Duration>; 2],
@@ -95,7 +95,8 @@ fn limits(kind: LimitKind, rate: u64) -> Limits {
     limits
 }
 
-/// Two to four groups or disks below a group; `promised` is how much may still be promised.
+/// Draws two to four groups or disks below a group; `promised` is the rate that can still be
+/// reserved.
 fn draw_children(
     parent: &Arc<Group>,
     kind: LimitKind,
@@ -108,7 +109,7 @@ fn draw_children(
         .map(|_| {
             let is_group = level < 3 && chance(30);
             let bound = promised.floor();
-            // A group's own is worth what its disks are promised, and more.
+            // A group's own reservation covers those of its disks, and more.
             let reservation = if !is_group && chance(30) { (bound * 0.5).floor() } else { 0.0 };
             *promised -= reservation;
             let weight = sim::random(|random| [50, 100, 100, 200, 400][random.usize(..5)]);
@@ -134,8 +135,8 @@ fn draw_children(
                 let had = below;
                 node.children = draw_children(&group, kind, rate, level + 1, &mut below);
                 *promised -= had - below;
-                // The promise of a disk is worth among the disks of its group only what the group
-                // was promised among its own.
+                // Within its group, a disk's reservation counts only as far as the group has one
+                // among its siblings.
                 node.reservation = node.promised();
                 let reserved = node.reservation as u64;
                 let share = if kind.counts_bytes() {
@@ -163,7 +164,7 @@ impl Disk {
             _ => (rate * 0.4 * random.f64()) as u64 + 65_536,
         });
         let units = if kind.counts_bytes() { length as f64 } else { 1.0 };
-        // Enough in each direction that one of it always waits.
+        // Enough in each direction that one always waits.
         let tasks = if chance(50) {
             [3, 3]
         } else if chance(50) {
@@ -206,20 +207,20 @@ impl Node {
         self.children.iter().for_each(|child| child.collect(disks));
     }
 
-    /// The most it can take.
+    /// Maximum rate.
     fn most(&self) -> f64 {
         let below =
             if self.disk.is_some() { f64::INFINITY } else { self.children.iter().map(Self::most).sum() };
         self.limit.min(below)
     }
 
-    /// What was promised to it, or below.
+    /// Reservation of the node, or the sum below it.
     fn promised(&self) -> f64 {
         self.reservation.max(self.children.iter().map(Self::promised).sum())
     }
 
-    /// Gives `rate` to this node, and checks that its disks had what that gives them. `grain` is
-    /// the rate of the limit on top; `way` says for a failure what lies above.
+    /// Distributes `rate` to this node's children, and checks the results of its disks. `grain` is
+    /// the rate of the limit on top; `way` describes the nodes above, for a failure.
     fn pour(&self, rate: f64, grain: f64, surplus: f64, top: f64, way: &str) {
         if let Some(disk) = &self.disk {
             disk.check(rate, grain, surplus, top, way);
@@ -229,7 +230,7 @@ impl Node {
             let share = move |child: &Self| (child.weight * level).min(child.most()).max(child.promised());
             self.children.iter().map(share).collect::<Vec<f64>>()
         };
-        // The level at which the children together take what there is, by halving.
+        // Bisects for the level at which the children together use the rate.
         let (mut low, mut high) = (0.0, rate);
         for _ in 0..100 {
             let middle = (low + high) / 2.0;
@@ -258,9 +259,9 @@ impl Disk {
             self.units
         );
         for direction in Direction::ALL.into_iter().filter(|direction| self.tasks[direction.index()] > 0) {
-            // Turns alternate, so every other request is of this direction.
-            // And what another of its group pays at once is a slice of the limit on top, which its
-            // share may take long to fill.
+            // Directions alternate, so every second request is of this one. A request of a sibling
+            // may consume a slice of the limit on top, which takes this disk's share long to
+            // refill.
             let most_s = 4.0 * (self.units / rate) + 2.0 * (SLICE_S * top / rate) + 4.0 * GRAIN_S;
             let longest = self.longest_wait[direction.index()]
                 .get()

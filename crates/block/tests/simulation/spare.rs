@@ -1,5 +1,5 @@
-//! Reading ahead on what guests leave, through the layer that asks for it: guests pass at the same
-//! instants, and a disk without limits asks nobody.
+//! Read-ahead on spare capacity, through the throttle layer: requests are admitted at the same
+//! instants with and without it, and a disk without limits bypasses the tree.
 
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ fn read_ahead(member: &Member) -> bool {
     member.spare(&Cost::one(LENGTH), GivenBack::NOTHING)
 }
 
-/// How many may be made at once.
+/// Number of read-aheads that are admitted at once.
 fn fill(member: &Member) -> usize {
     (0..1000).take_while(|_| read_ahead(member)).count()
 }
@@ -56,8 +56,8 @@ fn requests_pass_at_the_same_instants_whatever_is_read_ahead() {
     );
 }
 
-/// When a disk's requests passed that come in bursts, and how much was read ahead for its
-/// neighbour.
+/// Instants at which a disk's requests, which arrive in bursts, were admitted, and the number of
+/// read-aheads of its neighbour.
 async fn run(with_read_ahead: bool) -> (Vec<Instant>, usize) {
     let group = group(RATE);
     let (disk, neighbour) = (member(Some(&group)), member(Some(&group)));
@@ -87,7 +87,7 @@ fn what_is_spare_is_the_tree_s_that_the_disk_is_in() {
     sim::run(1, async {
         let [full, empty] = [group(RATE), group(RATE)];
         let disk = member(Some(&full));
-        // The bucket holds 16, and one may make it run over.
+        // The bucket holds 16, and one more may overfill it.
         assert_eq!(fill(&disk), 17);
         assert_eq!(fill(&member(Some(&full))), 0);
         disk.move_to(Some(&empty)).expect("no promises");

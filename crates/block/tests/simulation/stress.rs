@@ -1,9 +1,9 @@
-//! The parts of the throttle layer that threads share, under real threads: two workers, one group,
-//! more requests than it lets pass.
+//! The shared parts of the throttle layer under real threads: two workers, one group, more requests
+//! than its limit admits.
 //!
-//! In simulation all is on one thread, so what only a race could show is looked for here: wake-ups
-//! that get lost between workers, a timer that both think the other has armed, counts that drift.
-//! Real time passes, but nothing depends on how much.
+//! The simulation runs on one thread, so this test looks for races: wake-ups lost between workers,
+//! a timer that each assumes the other has armed, counters that drift. Real time passes, but no
+//! assertion depends on how much.
 
 use std::{
     sync::{Arc, mpsc},
@@ -18,20 +18,20 @@ use policy::{
 };
 use reactor::{Polling, Worker, timeout, yield_now};
 
-/// Tasks on each worker, and what each of them asks for.
+/// Tasks on each worker, and requests of each task.
 const TASKS: u64 = 50;
 const REQUESTS: u64 = 2000;
-/// Requests a second, so that all take most of a second and nearly each has to wait.
+/// Requests a second: most requests wait, and the test takes most of a second.
 const RATE: u64 = 250_000;
-/// Only a lost wake-up takes this long.
+/// Timeout that only a lost wake-up exceeds.
 const FOREVER: Duration = Duration::from_secs(60);
 
-/// What two workers' tasks got through, and what the group they asked counted: reads and writes.
+/// Number of admitted requests of two workers, and the counters of their group: reads and writes.
 fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
     let workers = ["one", "two"]
         .map(|name| Worker::start(name, Polling::Off).expect("io_uring works on a test machine"));
     let (announce, announced) = mpsc::channel();
-    // A group is made on a reactor, whose clock it uses.
+    // Created on a worker: a group uses the clock of its reactor.
     workers[0].spawn(move || async move {
         let mut limits = Limits::default();
         *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: RATE, ..Limit::NONE };
@@ -70,7 +70,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
     (passed, counted)
 }
 
-/// Whether it passed before patience ran out.
+/// Returns true if it was admitted before the timeout.
 async fn ask(member: &Member, request: u64, patience: Option<Duration>) -> bool {
     let direction = Direction::ALL[request as usize % 2];
     let admission = member.admit(direction, Cost::one(4096));
@@ -87,20 +87,20 @@ fn threads_that_share_a_group_lose_no_request() {
     let (passed, [reads, writes]) = drive(|_| None);
     assert_eq!(passed, 2 * TASKS * REQUESTS);
     assert_eq!((reads.requests + writes.requests, reads.bytes + writes.bytes), (passed, passed * 4096));
-    // A tenth of a second's worth passes at once; the rest at the rate, if no thread let anything
-    // past the other's count.
+    // A tenth of a second's worth is admitted at once, the rest at the rate; less time would mean
+    // that a thread bypassed the common count.
     let least = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
     assert!(started.elapsed() >= least, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
 }
 
 #[test]
 fn threads_that_give_up_disturb_nobody() {
-    // Every third loses patience, within about the time that requests wait here.
+    // Every third request is cancelled, after about the time that requests wait here.
     let (passed, counted) =
         drive(|request| (request % 3 == 0).then(|| Duration::from_micros(request * 7919 % 500)));
     let asked = 2 * TASKS * REQUESTS;
     let counted: u64 = counted.iter().map(|counters| counters.requests).sum();
-    // One that is admitted as it gives up is counted; nobody sees it.
+    // A request that is admitted while it is cancelled is counted, but its caller does not see it.
     assert!(passed <= counted && counted <= asked, "{passed} seen, {counted} counted, {asked} asked");
     assert!(passed >= asked - asked / 3 - 1, "those that wait to the end pass: {passed}");
 }

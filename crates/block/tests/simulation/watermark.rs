@@ -1,9 +1,9 @@
 //! The eight cases of io-throttle's own table (Linux kernel mailing list, 2009-05-03, version 16),
-//! through the whole data path: two streams of writes on one disk of 22 MB/s, held to nothing, to 4
-//! and 2 MB/s, and to the same with a watermark of 90 and 100 %.
+//! through the whole data path: two streams of writes on one disk of 22 MB/s, without limits, with
+//! limits of 4 and 2 MB/s, and with the same limits and a watermark of 90 and 100 %.
 //!
 //! *Direct* is one write at a time, as `dd oflag=direct` does; *cached* is many at once, as a page
-//! cache writes back. The figures there, in MB/s for the first stream and the second:
+//! cache writes back. The original results, in MB/s for the first stream and the second:
 //!
 //! ```text
 //!                    cached         direct
@@ -13,8 +13,8 @@
 //!   watermark 100 28.2   23.4    14.3   11.7
 //! ```
 //!
-//! (A stream that writes into memory counts there, not what reaches the disk: hence sums above 22.)
-//! What is asked here is more: with a watermark the disk is as busy as without limits, and 4:2
+//! (For a cached stream they count writes into memory, not to the disk: hence sums above 22.) The
+//! tests here require more: with a watermark the disk is as busy as without limits, and the ratio
 //! stays 4:2.
 
 use std::{
@@ -40,7 +40,7 @@ use storage::{Durability, Format, OpenOptions, rate::Budgets};
 
 const MIB: u64 = 1 << 20;
 const DEVICE: &str = "bytes=22M,shared=sda";
-/// Until then limits may still be finding their way.
+/// Time until the controller has settled.
 const SETTLED: Duration = Duration::from_secs(10);
 const MEASURED: Duration = Duration::from_secs(40);
 const DIRECT: usize = 1;
@@ -57,7 +57,7 @@ fn disk(name: &str, group: Option<&Arc<Group>>, budgets: &Budgets) -> Arc<Disk> 
     Arc::new(Disk::new(name, image, DiskSettings::default(), group).expect("no limits of its own"))
 }
 
-/// A group of so many MiB a second, or without limits.
+/// A group with this limit in MiB a second, or without limits.
 fn group(name: &str, mib: Option<u64>, watermark: u8) -> Arc<Group> {
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::BpsTotal).rate = mib.unwrap_or(0) * MIB;
@@ -66,7 +66,7 @@ fn group(name: &str, mib: Option<u64>, watermark: u8) -> Arc<Group> {
     Group::new(name, settings, None).expect("valid")
 }
 
-/// Writes a megabyte at a time, so many at once, and counts what was done.
+/// Writes a megabyte at a time, `depth` at once, and counts the bytes.
 fn stream(disk: &Arc<Disk>, depth: usize, written: &Rc<Cell<u64>>, until: Instant) {
     for _ in 0..depth {
         let (disk, written) = (Arc::clone(disk), Rc::clone(written));
@@ -81,7 +81,7 @@ fn stream(disk: &Arc<Disk>, depth: usize, written: &Rc<Cell<u64>>, until: Instan
     }
 }
 
-/// MiB a second of each of two streams, in their steady state.
+/// Rates of two streams in their steady state, in MiB a second.
 fn run(limits: [Option<u64>; 2], watermark: u8, depth: usize, unlimited_third: bool) -> [f64; 2] {
     sim::run(7, async move {
         let budgets = Budgets::default();

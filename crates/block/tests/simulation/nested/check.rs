@@ -1,11 +1,11 @@
-//! What happened in a forest, in order; and what must be true of it.
+//! Log of the events in a forest, and the properties that they must have.
 //!
-//! - Each request ends once. Of one disk and direction, none passes before one that came earlier.
-//! - Where requests are small, every bucket on the way is followed: what passes finds room in all
-//!   of them, and while something waits, some bucket has none.
-//! - Whatever their size: over any second no node passes more than its limits allow, their burst,
-//!   and what had been paid of large requests.
-//! - The counters of every level are what passed there.
+//! - Each request ends once. Requests of one disk and direction are admitted in order.
+//! - With small requests, every bucket on the path is modelled: an admitted request finds room in
+//!   all of them, and while a request waits, one of them is full.
+//! - With any size: in any second no node admits more than its limits allow, their burst, and
+//!   prepaid slices of large requests.
+//! - The counters of every level equal the admitted requests.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use reactor::now;
 
 use crate::bucket::{Buckets, Charge, SLACK_S};
 
-/// What is done to a node.
+/// Change of a node.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Change {
     Limits(Limits),
@@ -32,7 +32,7 @@ pub(super) enum Event {
     Passed,
     GaveUp,
     Changed(usize, Change),
-    /// All limits everywhere, for good.
+    /// All limits are lifted for good.
     Lifted,
 }
 
@@ -40,7 +40,7 @@ pub(super) enum Event {
 pub(super) struct Entry {
     pub(super) at: Instant,
     event: Event,
-    /// Which one, unless something changed.
+    /// Number of the request, unless the event is a change.
     request: usize,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct Entry {
 struct Request {
     disk: usize,
     charge: Charge,
-    /// Nothing limited it when it was asked: it is not counted.
+    /// True if no limit applied when it was made, so that it is not counted.
     free: bool,
     ended: bool,
 }
@@ -57,14 +57,14 @@ struct Request {
 pub(super) struct Log {
     pub(super) entries: Vec<Entry>,
     requests: Vec<Request>,
-    /// How it began: every node's parent and limits, groups first.
+    /// Initial parent and limits of every node, groups first.
     began: Vec<(Option<usize>, Limits)>,
     groups: usize,
     is_lifted: bool,
 }
 
 impl Log {
-    /// A group, or after all groups a disk.
+    /// Adds a group, or after all groups a disk.
     pub(super) fn add(&mut self, parent: Option<usize>, limits: Limits, is_disk: bool) {
         self.began.push((parent, limits));
         self.groups += usize::from(!is_disk);
@@ -97,13 +97,13 @@ impl Log {
         self.push(usize::MAX, Event::Lifted);
     }
 
-    /// Disk and direction of all that waits.
+    /// Disk and direction of each waiting request.
     pub(super) fn waiting(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let waiting = self.requests.iter().filter(|request| !request.ended);
         waiting.map(|request| (request.disk, request.charge.direction))
     }
 
-    /// Panics if something is not as it must be. `stats` are the nodes' in the end.
+    /// Panics if a property is violated. `stats` are the final statistics of the nodes.
     pub(super) fn check(&self, exact: bool, stats: &[Stats]) {
         assert!(
             self.requests.iter().all(|request| request.ended),
@@ -146,8 +146,8 @@ impl Log {
         assert!(stats.iter().all(|stats| stats.waiting == [0; 2]), "something waits when all is over");
     }
 
-    /// Requests are numbered as they come. Tasks that are let go at the same instant may run in any
-    /// order.
+    /// Checks the order of admission; requests are numbered in order of arrival. Tasks that are
+    /// admitted at the same instant may run in any order.
     fn check_order(&self) {
         let mut highest = BTreeMap::new();
         for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
@@ -168,13 +168,13 @@ impl Log {
     }
 }
 
-/// Every node's buckets, naively.
+/// Naive model of every node's buckets.
 struct Forest {
     nodes: Vec<Naive>,
     groups: usize,
-    /// By disk and direction: how many wait.
+    /// Number of waiting requests, by disk and direction.
     waiting: Vec<[usize; 2]>,
-    /// By how much buckets were more than full that a disk has left.
+    /// Maximum overfill of the buckets that a disk has left.
     over: Vec<f64>,
     now: Instant,
 }
@@ -184,7 +184,7 @@ struct Naive {
     limits: Limits,
     buckets: Buckets,
     enforcement: Enforcement,
-    /// What has passed at this instant.
+    /// Charges of this instant.
     charges: Vec<Charge>,
 }
 
@@ -210,8 +210,8 @@ impl Forest {
         std::iter::successors(Some(from), |node| self.nodes[*node].parent).collect()
     }
 
-    /// Until now, from the last time that something happened, every request had a bucket on its way
-    /// that had no room.
+    /// Checks that every waiting request had a full bucket on its path until now, since the last
+    /// event.
     fn nobody_was_late(&mut self, at: Instant) {
         let waited_s = (at - self.now).as_secs_f64();
         for (disk, waiting) in self.waiting.iter().enumerate() {
@@ -233,8 +233,8 @@ impl Forest {
         self.now = at;
     }
 
-    /// A disk takes along what it has passed: what that is of a group's bucket is not followed
-    /// here, so the next may be full.
+    /// Moves the charges of a disk. Its part of a group's bucket is not modelled, so the new
+    /// group's may be full afterwards.
     fn bring(&mut self, disk: usize, to: Option<usize>) {
         let before = self.path(disk);
         for node in &before[1..] {
@@ -266,8 +266,8 @@ impl Forest {
                         node.buckets.enforce(enforcement);
                     }
                     Change::Moved(parent) => {
-                        // A new seat, to which it takes what has passed; enforced until somebody
-                        // says otherwise.
+                        // The new node takes over the charges, and is enforced until the next
+                        // change of enforcement.
                         node.parent = parent;
                         node.enforcement = Enforcement::Enforced;
                         node.buckets.enforce(Enforcement::Enforced);
@@ -295,7 +295,7 @@ impl Forest {
         &mut self.waiting[request.disk][request.charge.direction.index()]
     }
 
-    /// What passed at this instant found room, one after the other.
+    /// Checks that the charges of this instant fit, in some order.
     fn settle(&mut self, exact: bool) {
         for node in &mut self.nodes {
             let charges = std::mem::take(&mut node.charges);
@@ -306,7 +306,7 @@ impl Forest {
     }
 }
 
-/// What passed a node while its limits and how they are enforced were the same.
+/// Charges of a node while its limits and their enforcement were constant.
 struct Window {
     limits: Limits,
     enforcement: Enforcement,
@@ -350,8 +350,8 @@ impl Window {
         }
     }
 
-    /// In any second no more than so much, the request that the bucket runs over with, and what
-    /// large ones had paid before.
+    /// Checks any second: at most `most`, the request that overfills the bucket, and prepaid slices
+    /// of large requests.
     fn check_kind(&self, kind: LimitKind, most: f64) {
         let mut largest = BTreeMap::new();
         let mut passed = Vec::new();

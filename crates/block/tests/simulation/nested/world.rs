@@ -1,8 +1,8 @@
-//! A forest of groups and disks as it really is, what has been set in it, and what may be set next.
+//! A forest of groups and disks, the settings made in it, and possible next changes.
 //!
-//! Keeps its own record of every setting, and knows on paper which changes have to be refused: a
-//! reservation that does not fit somewhere above it, and limits that make no sense. A change that
-//! is refused, or not, against that record is a failure.
+//! Keeps its own record of every setting and predicts which changes are rejected: a reservation
+//! that does not fit somewhere above it, and invalid limits. A change whose result differs from the
+//! prediction is a failure.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -22,7 +22,7 @@ enum Handle {
     Disk(Box<Member>),
 }
 
-/// What is known of it. Groups come first, each after the one it is in.
+/// Recorded settings of a node. Groups come first, each after its parent.
 #[derive(Clone, Copy)]
 struct Node {
     parent: Option<usize>,
@@ -34,14 +34,14 @@ pub(super) struct World {
     handles: Vec<Handle>,
     groups: usize,
     nodes: RefCell<Vec<Node>>,
-    /// No request is so large that it is paid for in parts.
+    /// True if no request is larger than a slice.
     pub(super) exact: bool,
     pub(super) log: SharedLog,
     pub(super) tally: RefCell<Tally>,
 }
 
 impl World {
-    /// Groups in groups, up to four levels of them, and a handful of disks in and beside them.
+    /// Draws nested groups, up to four levels, and some disks in and beside them.
     pub(super) fn draw(exact: bool) -> Self {
         let groups = sim::random(|random| random.usize(0..=5));
         let disks = sim::random(|random| random.usize(1..=6));
@@ -86,19 +86,20 @@ impl World {
         }
     }
 
-    /// Whether no limit is set on a disk's way.
+    /// True if no limit applies to a disk.
     pub(super) fn is_unlimited(&self, disk: usize) -> bool {
         let nodes = self.nodes.borrow();
         path(&nodes, self.groups + disk).all(|node| nodes[node].limits.is_unlimited())
     }
 
-    /// Requests that had to wait, by what the disks themselves say.
+    /// Number of throttled requests, from the disks' own statistics.
     pub(super) fn throttled(&self) -> u64 {
         let stats = (self.groups..self.handles.len()).map(|disk| self.stats(disk));
         stats.map(|stats| stats.reads.throttled + stats.writes.throttled).sum()
     }
 
-    /// What waits is counted at every level, and all of it waits for a bucket without room.
+    /// Checks that waiting requests are counted at every level, and that each waits for a full
+    /// bucket.
     pub(super) fn observe(&self) {
         let nodes = self.nodes.borrow();
         let stats: Vec<_> = (0..nodes.len()).map(|node| self.stats(node)).collect();
@@ -116,7 +117,7 @@ impl World {
         assert_eq!(counted, waiting, "by node and direction, what waits");
     }
 
-    /// Changes a setting, moves a disk, or enforces limits otherwise.
+    /// Changes a setting, moves a disk, or changes the enforcement of limits.
     pub(super) fn change(&self) {
         let node = sim::random(|random| random.usize(..self.handles.len()));
         match sim::random(|random| random.u8(..6)) {
@@ -139,13 +140,13 @@ impl World {
         });
     }
 
-    /// Other limits or another share, or both; some of them are valid.
+    /// Draws other limits or another share, or both; some are invalid.
     fn draw_settings(&self, mut node: Node) -> Node {
         if chance(60) {
             node.limits = draw_limits(self.exact);
         }
         if chance(10) {
-            // A total and a part of it: makes no sense.
+            // A total together with one of its parts is invalid.
             node.limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
             node.limits.limit_mut(LimitKind::IopsRead).rate = 1000;
         }
@@ -155,14 +156,14 @@ impl World {
         node
     }
 
-    /// To another group, sometimes with other settings.
+    /// Moves a disk to another group, sometimes with other settings.
     fn move_disk(&self, disk: usize) {
         let at = self.groups + disk;
         let parent = sim::random(|random| random.usize(..=self.groups));
         let parent = (parent < self.groups).then_some(parent);
         let before = self.nodes.borrow()[at];
         let group = parent.map(|parent| group_of(&self.handles, parent));
-        // Whoever is there already stays as it is.
+        // A move to its own group changes nothing.
         let moves = parent != before.parent;
         let waits = moves && self.stats(at).waiting != [0; 2];
         let mut changes: Vec<_> = moves.then_some(Change::Moved(parent)).into_iter().collect();
@@ -180,8 +181,8 @@ impl World {
         }
     }
 
-    /// Makes a change that has to be taken exactly if it is valid and fits; one that is refused
-    /// leaves everything as it was.
+    /// Makes a change that must succeed exactly if it is valid and fits; a rejected one must change
+    /// nothing.
     fn attempt(
         &self,
         at: usize,
@@ -227,7 +228,7 @@ impl World {
         assert_eq!(self.enforcement(at), enforcement);
     }
 
-    /// Lifts every limit there is.
+    /// Lifts all limits.
     pub(super) fn lift(&self) {
         self.log.borrow_mut().lifted();
         for handle in &self.handles {
@@ -238,7 +239,7 @@ impl World {
         }
     }
 
-    /// Everybody says of itself what was set.
+    /// Checks that all settings are those that were made.
     fn check_settings(&self) {
         for (handle, node) in self.handles.iter().zip(&*self.nodes.borrow()) {
             let (limits, share, parent) = match handle {
@@ -257,7 +258,7 @@ impl World {
         }
     }
 
-    /// All that can be said once everything has passed.
+    /// Final checks, after all requests have ended.
     pub(super) fn check_end(&self) {
         self.check_settings();
         let log = self.log.borrow();
@@ -287,21 +288,20 @@ fn group_of(handles: &[Handle], at: usize) -> &Arc<Group> {
     }
 }
 
-/// What becomes of the buckets where a node's settings change so: limits that stay the same keep
-/// what has been charged.
+/// Effect of new settings on the buckets: unchanged limits keep their charges.
 fn limits_changed(before: Node, after: Node) -> Vec<Change> {
     if after.limits == before.limits { Vec::new() } else { vec![Change::Limits(after.limits)] }
 }
 
-/// A node and all above it.
+/// A node and all nodes above it.
 fn path(nodes: &[Node], from: usize) -> impl Iterator<Item = usize> + '_ {
     std::iter::successors(Some(from), |node| nodes[*node].parent)
 }
 
-/// Whether what is promised, below each node and to it, is within its limits.
+/// True if all reservations, of each node and below it, are within its limits.
 fn promises_fit(nodes: &[Node]) -> bool {
     let mut below = vec![[0; 2]; nodes.len()];
-    // Disks come last, and groups after those they are in: by then all below has been added up.
+    // In reverse, children precede their parents, so sums below a node are complete.
     for (at, node) in nodes.iter().enumerate().rev() {
         let own = [node.share.iops_reservation(), node.share.bps_reservation()];
         let kinds = [
@@ -323,7 +323,7 @@ fn promises_fit(nodes: &[Node]) -> bool {
     true
 }
 
-/// Any of the six limits that go together, or none.
+/// Draws any valid combination of the six limits, or none.
 fn draw_limits(exact: bool) -> Limits {
     let mut limits = Limits::default();
     let mut draw = |kind: LimitKind, least: f64| {
@@ -337,7 +337,7 @@ fn draw_limits(exact: bool) -> Limits {
             Limit { rate, burst_rate, burst_length_s }
         });
     };
-    // What is paid at once takes at most a slice of 90 ms.
+    // The largest exact request is at most a slice of 90 ms.
     let (least_iops, least_bps) = if exact { (45.0, 560_000.0) } else { (5.0, 50_000.0) };
     if chance(50) {
         draw(LimitKind::IopsTotal, least_iops);

@@ -1,9 +1,9 @@
-//! Whoever takes and deletes snapshots while clients use the disk, and writes compressed clusters
-//! beside them.
+//! A task that creates and deletes snapshots while clients use the disk, and writes compressed
+//! clusters beside them.
 //!
-//! A snapshot holds what a read of the whole disk could have found while it was taken, and nothing
-//! else ever; it is there after a crash if that was acknowledged, and not there if its deletion
-//! was.
+//! A snapshot always has one content, which a read of the whole disk could have returned while it
+//! was created. After a crash it exists if its creation was acknowledged, and does not if its
+//! deletion was.
 
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
 
@@ -22,7 +22,7 @@ use crate::{
     model::Outcome,
 };
 
-/// What is known of the snapshots of one image, by name; none is ever used twice.
+/// Known snapshots of one image, by name; no name is used twice.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
     known: BTreeMap<String, Known>,
@@ -31,11 +31,11 @@ pub(crate) struct Kept {
 
 #[derive(Clone, Debug)]
 struct Known {
-    /// When taking it began, in the model's time.
+    /// Model time at which its creation began.
     began: u64,
-    /// Taking it was acknowledged, and nobody has begun to delete it.
+    /// True if its creation was acknowledged, and no deletion has begun.
     certain: bool,
-    /// What it held when it was looked at first.
+    /// Content when it was first read.
     content: Option<Vec<u8>>,
 }
 
@@ -45,8 +45,8 @@ impl Kept {
         Self { known: BTreeMap::from([("first".to_owned(), first)]), taken: 0 }
     }
 
-    /// What a crash has left of them: all that were certain, nothing that is gone, and each as it
-    /// was.
+    /// Checks the snapshots after a crash: all certain ones exist, no deleted one does, and none
+    /// has changed.
     pub(crate) async fn check(&mut self, kind: &Kind, files: &Files, shared: &Shared) {
         let image = Qcow2::open(kind.in_memory(files, true).await).await.expect("valid");
         let mut found = BTreeMap::new();
@@ -69,7 +69,7 @@ impl Kept {
     }
 }
 
-/// The one beside the clients.
+/// The task beside the clients.
 pub(crate) struct Keeper {
     pub(crate) kind: Kind,
     pub(crate) disk: Arc<Disk>,
@@ -78,7 +78,7 @@ pub(crate) struct Keeper {
 }
 
 impl Keeper {
-    /// Does so many things.
+    /// Performs this many operations.
     pub(crate) async fn run(self, things: usize) {
         for _ in 0..things {
             sleep_until(now() + short_time()).await;
@@ -110,7 +110,7 @@ impl Keeper {
         let taken = self.image().create_snapshot(NewSnapshot { name: &name, date_s: 1, date_ns: 2 }).await;
         match taken {
             Ok(_) => self.kept.borrow_mut().known.get_mut(&name).expect("just added").certain = true,
-            // Small refcounts are at their largest soon.
+            // Small refcounts soon reach their maximum.
             Err(SnapshotError::Refcount { .. }) => {}
             Err(error) => self.failed(&error),
         }
@@ -130,7 +130,7 @@ impl Keeper {
         };
         match self.image().delete_snapshot(&name).await {
             Ok(()) => drop(self.kept.borrow_mut().known.remove(&name)),
-            // It failed before, and nobody knows.
+            // An earlier deletion failed after it had taken effect.
             Err(SnapshotError::NotFound(_)) => {}
             Err(error) => self.failed(&error),
         }
@@ -157,7 +157,7 @@ impl Keeper {
         } else {
             self.shared.model.borrow_mut().begin_write(range.clone())
         };
-        // It goes past the disk, which could not know that what it has read ahead is stale.
+        // It bypasses the disk, whose prefetch cache would become stale.
         let settings = self.disk.prefetch().settings();
         self.shared.beside.set(true);
         self.disk.prefetch().set(Settings::off()).expect("valid");

@@ -1,4 +1,4 @@
-//! Which image a seed gets, and the files that it is made of.
+//! The image of a seed, and its files.
 
 use image::{
     Image, Qcow2, Raw,
@@ -15,21 +15,21 @@ use storage::{Durability, Storage};
 
 use crate::client::chance;
 
-/// What an image is like; the same through all crashes.
+/// Properties of an image; constant through all crashes.
 #[derive(Clone, Debug)]
 pub(crate) struct Kind {
     pub(crate) options: CreateOptions,
     pub(crate) block_bytes: usize,
     caches: CacheSettings,
-    /// What the backing file holds.
+    /// Content of the backing file.
     backing: Option<Vec<u8>>,
-    /// Snapshots are taken and deleted, and there is one from the beginning.
+    /// True if snapshots are created and deleted; there is one from the beginning.
     pub(crate) snapshots: bool,
-    /// Clusters are written compressed now and then.
+    /// True if compressed clusters are written.
     pub(crate) compressed: bool,
 }
 
-/// What the files hold: the image's own, and the data file's where there is one.
+/// Content of the files: the image's own, and the data file's if there is one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Files {
     pub(crate) image: Vec<u8>,
@@ -71,7 +71,8 @@ impl Kind {
         }
     }
 
-    /// A new image, with some data where the file is its own, and the disk that it is.
+    /// Creates an image, with some data unless it has a data file; returns its files and the
+    /// content of the disk.
     pub(crate) async fn create(&self) -> (Files, Vec<u8>) {
         let storage = Storage::holding(&[]).await;
         let data = match self.options.data_file {
@@ -105,7 +106,7 @@ impl Kind {
         (files, disk(&image).await)
     }
 
-    /// What an image is opened from.
+    /// The parts from which an image is opened.
     pub(crate) async fn parts(&self, storage: Storage, data: Option<Storage>, read_only: bool) -> Parts {
         let backing = match &self.backing {
             Some(content) => {
@@ -134,7 +135,7 @@ impl Kind {
     }
 }
 
-/// Everything that is read.
+/// Reads the whole disk.
 pub(crate) async fn disk(image: &Qcow2) -> Vec<u8> {
     let mut disk = vec![0; image.size_bytes() as usize];
     image.read(0, disk.len()).await.expect("valid").copy_to(&mut disk);
