@@ -126,6 +126,7 @@ fn below(mut storage: &Storage) -> Below<'_> {
     loop {
         storage = match storage {
             Storage::Wrapped(wrapped) => match wrapped.budget() {
+                // An imitated rate hides the device below it.
                 Some(budget) => return Below::Imitated(budget),
                 None => wrapped.inner(),
             },
@@ -225,7 +226,7 @@ impl Device {
         }
     }
 
-    /// Capacity, as far as it is known.
+    /// Capacity; fields that were not measured are 0.
     pub fn capacity(&self) -> Option<Capacity> {
         self.capacity
     }
@@ -255,6 +256,7 @@ impl Device {
         let mut lately = self.lately.lock().unwrap_or_else(PoisonError::into_inner);
         let is_for = |meter: &Meter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
         let is_old = is_for(&lately.older, LONG_AGO);
+        // The older meter covers at least `A_WHILE`, unless it is too old to be recent.
         let mut meter = if is_old { lately.newer } else { lately.older };
         if let Some(used) = meter.measure(self, now)? {
             lately.told = used;
@@ -347,6 +349,7 @@ fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: D
         }
         (Reading::Statistics(before), Reading::Statistics(after)) => {
             let done = after.since(&before)?;
+            // The kernel counts in milliseconds, which may exceed the interval a little.
             let busy = || thousandths(u128::from(done.busy_ms), elapsed.as_millis()).min(1000);
             Some(capacity.and_then(|capacity| share(capacity, &done, elapsed)).unwrap_or_else(busy))
         }
@@ -362,6 +365,7 @@ fn share(capacity: &Capacity, done: &Statistics, elapsed: Duration) -> Option<u3
         let scaled = u128::from(amount) * u128::from(NANOS_PER_SECOND) / elapsed.as_nanos().max(1);
         u64::try_from(scaled).unwrap_or(u64::MAX)
     };
+    // A direction that was used but not measured makes the result unknown.
     let unknown = |done: u64, iops: u64, bps: u64| done > 0 && iops == 0 && bps == 0;
     if unknown(done.reads, capacity.read_iops, capacity.read_bps)
         || unknown(done.writes, capacity.write_iops, capacity.write_bps)

@@ -173,6 +173,7 @@ impl Disk {
         settings: DiskSettings,
         group: Option<&Arc<Group>>,
     ) -> std::result::Result<Self, Refused> {
+        // The only fallible step, so a failure leaves nothing behind.
         let member = Member::new(settings, group)?;
         image.watch_backing();
         let handover = image.is_handed_over().then(Handover::default);
@@ -350,6 +351,7 @@ impl Disk {
     /// the future has completed: a dropped future leaves reads in flight that still write there.
     pub async fn read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
         if self.may_hold() {
+            // Boxed: the unusual path must not enlarge the future of every read.
             return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
         }
         let length = target.len() as u64;
@@ -416,6 +418,7 @@ impl Disk {
     ) -> Result<()> {
         self.check_writable()?;
         if self.detect_zeroes != DetectZeroes::Off {
+            // Detection must read the data, so it needs a copy.
             let data = buffer.take()?.into();
             return Box::pin(self.write(pass, offset, data, durability)).await;
         }
@@ -501,6 +504,7 @@ impl Disk {
             self.prefetch.change_ends(change);
             return self.ended(Operation::Write, (offset, length), &pass, result);
         }
+        // The data is kept (`again`) for a retry after the disk is resumed.
         let write = async || {
             let writing = self.image.write(offset, data.again(), durability);
             self.prefetch.change(offset, length, writing).await
@@ -562,6 +566,7 @@ impl Disk {
             Discards::Ignore => Ok(()),
         };
         self.done(Operation::Discard, (offset, length), &pass, discard).await?;
+        // Storage has no durable discard: a flush follows instead.
         match durability {
             Durability::Cached => Ok(()),
             Durability::Synchronous => self.flush_for(pass.patience.as_ref()).await,
@@ -732,6 +737,8 @@ impl Disk {
             held: times.held,
             ended: reactor::recently(),
         };
+        // The measurement counts a merged request with its number of requests; the recording lists
+        // each.
         if let Some(measures) = measures {
             measures.count(&finished);
         }

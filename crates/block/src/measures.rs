@@ -61,9 +61,11 @@ static BOUNDS: LazyLock<Box<[Bound]>> = LazyLock::new(|| {
     let mut bounds: Vec<_> = indices.clone().map(exact).collect();
     for at_most_ns in ROUND_BOUNDS_NS {
         let index = indices.clone().find(|&index| at_most_ns <= native(index) as u64);
+        // A round bound splits the native bucket that contains it.
         bounds.extend(index.map(|index| Bound { at_most_ns, index }));
     }
     bounds.sort_by_key(|bound| bound.at_most_ns);
+    // 1 s is a bound of both formats.
     bounds.dedup_by_key(|bound| bound.at_most_ns);
     bounds.into()
 });
@@ -99,8 +101,10 @@ impl Histogram {
     }
 
     fn add(&self, took_ns: u64, times: u64) {
+        // Bounds are inclusive: a value equal to a bound is in the bucket that ends there.
         let place = BOUNDS.partition_point(|bound| bound.at_most_ns < took_ns);
         self.counts()[place].fetch_add(times, Relaxed);
+        // Zero waits are the usual case and save an atomic operation.
         if took_ns > 0 {
             self.sum_ns.fetch_add(took_ns.saturating_mul(times), Relaxed);
         }
@@ -139,12 +143,14 @@ impl Spread {
     /// with a relative error of at most a tenth. `None` without counts.
     pub fn rank_ns(counts: &[u64], part: f64) -> Option<u64> {
         let sum: u64 = counts.iter().sum();
+        // Nearest rank: the first bucket that includes at least this part of the counts.
         let rank = ((sum as f64 * part).ceil() as u64).clamp(1, sum.max(1));
         let mut seen = 0;
         let place = counts.iter().position(|count| {
             seen += count;
             seen >= rank
         })?;
+        // The last bucket has no upper bound; its lower bound is the best estimate.
         let (above_ns, at_most_ns) = Self::bounds_ns(place);
         Some(above_ns.midpoint(at_most_ns.unwrap_or(above_ns)))
     }
@@ -245,6 +251,7 @@ struct Covered {
 impl Covered {
     fn add(&self, from: Instant, until: Instant) {
         let (from_ns, until_ns) = (from.as_nanos(), until.as_nanos());
+        // Only the part behind the latest end so far is new.
         let before_ns = self.until_ns.fetch_max(until_ns, Relaxed);
         self.sum_ns.fetch_add(until_ns.saturating_sub(from_ns.max(before_ns)), Relaxed);
     }
@@ -302,6 +309,7 @@ impl Measures {
         if !has_failed {
             self.latency[Timed::of(operation) as usize].add(ended.nanos_since(arrived), requests.into());
         }
+        // Flushes are not throttled, so they have no wait.
         if operation == Operation::Flush {
             return;
         }
@@ -310,6 +318,7 @@ impl Measures {
         self.waits[direction.index()].add(waited_ns, requests.into());
         if waited_ns > 0 {
             self.waiting[direction.index()].add(arrived, admitted);
+            // All groups above the disk's group count as `Whose::Above`.
             if let Some(Held { level, kind }) = held {
                 self.held[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
             }

@@ -144,6 +144,7 @@ pub fn tell(finished: Finished, recorded: &Recorded) {
     }
     TAP.with_borrow_mut(|tap| {
         let collector = COLLECTOR.load(Ordering::Relaxed);
+        // A new collector: the ring belongs to the previous one, so this thread creates another.
         if tap.as_ref().is_none_or(|tap| tap.collector != collector) {
             *tap = Some(Tap::new(collector));
         }
@@ -182,6 +183,7 @@ impl Collector {
             return None;
         }
         rings.clear();
+        // The new number makes each thread create a new ring.
         COLLECTOR.fetch_add(1, Ordering::Relaxed);
         IS_THERE_ONE.store(true, Ordering::Relaxed);
         Some(Self(()))
@@ -192,12 +194,14 @@ impl Collector {
     pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> bool {
         let mut have_lost = false;
         for Ring { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+            // Read once: a producer that keeps adding must not make this loop endless.
             let ready = ring.slots();
             if let Ok(chunk) = ring.read_chunk(ready) {
                 let (first, second) = chunk.as_slices();
                 first.iter().chain(second).for_each(&mut each);
                 chunk.commit_all();
             }
+            // Acquire pairs with the producer's Release.
             have_lost |= has_lost.swap(false, Ordering::Acquire);
         }
         have_lost
@@ -207,6 +211,7 @@ impl Collector {
 impl Drop for Collector {
     fn drop(&mut self) {
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+        // Threads keep their producers, unused, until the next collector or their end.
         IS_THERE_ONE.store(false, Ordering::Relaxed);
         rings.clear();
     }

@@ -198,6 +198,7 @@ impl Client {
             fault: RefCell::default(),
             watching: RefCell::default(),
         });
+        // `disconnect` and `retire` join the sender; the receiver is detached.
         let sender = spawn_joinable(Rc::clone(&connection).send());
         let (leave, left) = async_channel::bounded(1);
         let receiving = Rc::clone(&connection);
@@ -314,6 +315,7 @@ impl Client {
     /// in flight.
     pub async fn disconnect(self) {
         let Self { connection, sender, left: _left } = self;
+        // DISC has no reply ("Request types"), so only the sending is awaited.
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
         connection.leaving.set(true);
         connection.something_to_send.raise();
@@ -326,13 +328,16 @@ impl Client {
         let Self { connection, sender, left } = self;
         connection.retiring.set(true);
         connection.something_to_send.raise();
+        // The sender ends when everything queued is sent.
         sender.await;
+        // The receiver waits for a reply that will not arrive: interrupt it to get its inbox.
         connection.stream.interrupt();
         let mut inbox = left.recv().await.ok()?;
         if connection.fault.borrow().is_some() {
             return None;
         }
         let (unfinished, behind, skip) = inbox.rest();
+        // Both tasks have ended, so this is the last reference.
         let Connection { stream, about, .. } = Rc::try_unwrap(connection.taken()).ok()?;
         // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
         (unfinished.is_empty() && skip == 0).then_some(Established { stream, about, behind })
@@ -368,6 +373,7 @@ impl Connection {
             cmd::READ | cmd::WRITE => self.about.maximum_payload,
             _ => u32::MAX,
         };
+        // Compact headers have 32-bit lengths; the server's maximum applies to payloads only.
         let length = u32::try_from(length).ok().filter(|&length| length <= most).ok_or(Error::INVALID)?;
         let ticket = self.enter(expects);
         self.outgoing.borrow_mut().push(command, flags, ticket.cookie, offset, length, payload);
@@ -406,6 +412,7 @@ impl Connection {
                         return;
                     }
                 }
+                // Ends only with an empty queue, so that no request is lost.
                 None if self.leaving.get() || self.retiring.get() => return,
                 None if self.fault.borrow().is_some() => return,
                 None => self.something_to_send.wait().await,
@@ -454,6 +461,7 @@ impl Connection {
                 None => return Err(Fault::Closed),
             }
         };
+        // Only the header is consumed; a payload is received in place below.
         inbox.consume(length);
         match header {
             Header::Simple { cookie, error: 0 } => {
@@ -466,6 +474,7 @@ impl Connection {
                     }
                 };
                 if let Some(length) = length {
+                    // With structured replies, a server must not answer a READ with a simple reply.
                     if self.about.structured {
                         return Err(Fault::Breach(
                             "a simple reply to a read, after structured ones were agreed on",
@@ -498,6 +507,7 @@ impl Connection {
                 let at = self.place(key, offset, length)?;
                 self.cover(key, at, Buffer::zeroed(length))?;
             }
+            // The text of the error is skipped; only its number reaches the caller.
             Chunk::Error { error, rest } => {
                 self.fail(key, error)?;
                 inbox.skip(rest, &self.stream).await?;
@@ -510,6 +520,7 @@ impl Connection {
     async fn extents(&self, inbox: &mut Inbox, key: usize, context: u32, length: usize) -> Taken<()> {
         let asked = match &self.in_flight.borrow()[key].expects {
             Expects::Extents { asked, found }
+                // One context was negotiated, so one chunk with its id is valid.
                 if found.is_empty() && Some(context) == self.about.allocation =>
             {
                 *asked
@@ -574,6 +585,7 @@ impl Connection {
         let Expects::Data(read) = &mut in_flight[key].expects else {
             return Err(Fault::Breach("data in a reply to a request other than a read"));
         };
+        // Each byte may arrive once, so that a server cannot replace data.
         read.pieces.add(at..at + data.len()).map_err(Fault::Breach)?;
         if data.len() == read.length {
             read.data = Some(data);
@@ -608,6 +620,7 @@ impl Connection {
             Expects::Data(read) => read.pieces.are_all_of(read.length),
             Expects::Extents { found, .. } => !found.is_empty(),
         };
+        // After an error the content is irrelevant; a success must be complete.
         if entry.error.is_none() && !is_whole {
             return Err(Fault::Breach("less data than was asked for"));
         }

@@ -67,6 +67,7 @@ impl Inbox {
     /// `skip` received ones.
     pub fn holding(bytes: &[u8], skip: usize) -> Self {
         let mut inbox = Self::new();
+        // A continued connection may bring more bytes than the buffer of a handshake holds.
         if bytes.len() > inbox.idle_bytes {
             inbox.buffer = Some(Buffer::new(bytes.len()));
         }
@@ -134,6 +135,7 @@ impl Inbox {
         // At most the beginning of a request or an option is left, so this moves a few bytes.
         self.adapt();
         let room = self.room(stream);
+        // A buffer that has the right size already is reused.
         if room == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
         } else {

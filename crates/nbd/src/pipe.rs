@@ -73,6 +73,7 @@ impl Pipe {
                 incoming.waiting[0] = Some(context.waker().clone());
                 return Poll::Pending;
             }
+            // Returns a random part of the available bytes, as a socket may.
             let count = sim::random(|random| random.usize(1..=most));
             for (target, byte) in buffer[filled..].iter_mut().zip(incoming.bytes.drain(..count)) {
                 *target = byte;

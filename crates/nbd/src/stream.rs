@@ -70,6 +70,7 @@ impl Stream {
     /// As [`Stream::send`].
     pub async fn send_now(&self, mut segments: Segments) -> io::Result<()> {
         if let Self::Plain(fd) = self {
+            // A socket usually accepts everything at once; the rest is sent below.
             let (result, rest) = op::send_now(fd, segments).await;
             segments = rest;
             segments.advance(uninterrupted(result)?);
@@ -160,6 +161,7 @@ impl Stream {
         let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
         let tls = RefCell::new(Box::new(tls));
         loop {
+            // Ciphertext received with the agreement comes first, then the socket's.
             let fed = tls.borrow_mut().feed(received);
             received = &received[fed..];
             let progress = tls.borrow_mut().handshake();
@@ -222,6 +224,7 @@ async fn encrypt(fd: &Fd, tls: &RefCell<Box<TlsStream>>, mut plaintext: &[u8]) -
     while !plaintext.is_empty() {
         let written = tls.borrow_mut().write(plaintext).map_err(io::Error::other)?;
         plaintext = &plaintext[written..];
+        // Sent after each write, so that the session buffers a bounded amount.
         send_outgoing(fd, tls).await?;
     }
     Ok(())

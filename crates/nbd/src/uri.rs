@@ -61,6 +61,7 @@ impl Uri {
     /// The violated rule, as the continuation of a message that begins with the text.
     pub fn parse(text: &str) -> Result<Self, Rule> {
         let known = "is a kind of NBD URI that is not known; write nbd:// or nbd+unix://";
+        // Without a slash it is QEMU's legacy syntax.
         if let Some(rest) = text.strip_prefix("nbd:").filter(|rest| !rest.starts_with('/')) {
             return Self::parse(&of_qemu(rest).ok_or(known)?);
         }
@@ -71,6 +72,7 @@ impl Uri {
             String::from_utf8(decoded(path)?).ok().filter(|name| name.len() <= proto::MAX_STRING_BYTES);
         let export = name.ok_or("has an export's name that is not UTF-8, or longer than 4096 bytes")?;
         let is_secret = matches!(scheme, "nbds" | "nbds+unix");
+        // Only `nbds` URIs have a user: that of the pre-shared key.
         let (user, authority) = match authority.rsplit_once('@') {
             Some((user, host)) if is_secret => (Some(text_of(user)?), host),
             _ => (None, authority),
@@ -108,6 +110,7 @@ impl Uri {
     pub fn relative_to(self, directory: &Path) -> Self {
         const FILES: [&str; 3] = ["socket", "tls-certificates", "tls-psk-file"];
         let Some((before, query)) = self.text.split_once('?') else { return self };
+        // Only relative paths of these keys change; all other text is kept.
         let seen = |pair: &str| {
             let (key, value) = pair.split_once('=')?;
             let path = path_of(value).ok().filter(|path| path.is_relative() && FILES.contains(&key))?;
@@ -172,6 +175,7 @@ fn unix(socket: Option<&str>) -> Result<Endpoint, Rule> {
 
 fn tcp(authority: &str) -> Result<Endpoint, Rule> {
     let usage = "has no host; write nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd://[IPv6]:PORT/EXPORT";
+    // An IPv6 address contains colons, so it is in brackets.
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, port) = rest.split_once(']').ok_or(usage)?;

@@ -133,6 +133,8 @@ impl Drop for Permit {
             turns.free += 1;
             return;
         };
+        // Unlocked first: if the waiter was cancelled, the permit is dropped below, which locks
+        // again.
         drop(turns);
         // If the waiter has been cancelled, dropping the permit passes it to the next one.
         drop(next.try_send(Permit(Arc::clone(&self.0))));

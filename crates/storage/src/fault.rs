@@ -164,6 +164,7 @@ impl Armed {
         {
             return false;
         }
+        // Counted before the decision, so that the n-th request has the same result in every run.
         let turn = self.seen.fetch_add(1, Relaxed);
         if self.rule.probability < 1.0 {
             // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that the sequences of

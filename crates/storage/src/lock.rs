@@ -145,6 +145,7 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, 
             Err(conflict) => conflict,
         };
         let holder = holder(file, conflict.byte);
+        // A live holder will not release the lock soon, so there is no retry.
         if holder.is_some() || Instant::now() >= until {
             return Err(conflict.error(file, name, holder));
         }

@@ -202,6 +202,7 @@ pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     let Some(last) = places.pop() else { return (ticket, None) };
     // Places are never empty.
     let before = last.bytes() - 1;
+    // The driver may put the status behind the data in one descriptor.
     let status = if before == 0 {
         last
     } else {
@@ -261,6 +262,7 @@ fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) 
         }
         kind::FLUSH => Ok(Kind::Flush),
         kind::GET_ID => Ok(Kind::Id(places.drain(reads..).collect())),
+        // No flag is valid for DISCARD (§ 5.2.6.2).
         kind::DISCARD => device.ranges(readable, device.discard, 0).map(Kind::Discard),
         kind::WRITE_ZEROES => device.ranges(readable, device.write_zeroes, UNMAP).map(Kind::WriteZeroes),
         _ => Err(Status::Unsupported.into()),
@@ -271,6 +273,7 @@ impl Device {
     /// Byte offset of a range of sectors, if it is inside the disk and of whole blocks.
     fn place(&self, sector: u64, sectors: u64) -> Result<u64, Refused> {
         let end = sector.checked_add(sectors).ok_or(Status::IoError)?;
+        // Both must be multiples of the block, which is a power of two.
         let rest = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
         // `end` is at most the disk's size in sectors, so the product does not overflow.
         match (rest, end > self.bytes / SECTOR_BYTES) {
@@ -292,6 +295,7 @@ impl Device {
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(Status::IoError.into());
         }
+        // Before the test for an empty request, whose sector must be valid too.
         let offset = self.place(sector, bytes / SECTOR_BYTES)?;
         // An empty request is valid.
         if bytes == 0 { Err(Status::Ok.into()) } else { Ok(offset) }
@@ -324,6 +328,7 @@ impl Device {
             let sector = u64::from_le_bytes(sector.try_into().expect("eight bytes"));
             let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
             let (sectors, flags) = (rest as u32, (rest >> 32) as u32);
+            // Unknown flags make the request unsupported (§ 5.2.6.2), not invalid.
             if flags & !known != 0 {
                 return Err(Status::Unsupported.into());
             }

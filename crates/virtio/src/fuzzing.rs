@@ -85,6 +85,7 @@ impl Guest {
         let memory = Memory::new(regions).expect("they do not overlap");
         let shape = input.u8();
         let [packed, event_idx, indirect] = [1, 2, 4].map(|bit| shape & bit != 0);
+        // The size of a split ring is a power of two.
         let size = if packed { 1 + u16::from(shape >> 3) } else { 1 << (shape >> 3).min(5) };
         let parts = Parts::of(size, packed, event_idx);
         let part = |at, (bytes, _)| memory.place(at, bytes).expect("inside");

@@ -184,6 +184,7 @@ impl Ring {
     ) -> Result<(), Broken> {
         let layout = Layout { descriptors, driver, device, ..self.layout.clone() };
         layout.check()?;
+        // After the check, so that a failure changes nothing.
         either!(&mut self.kind, half => half.set_cells(&layout));
         (self.regions, self.layout) = (Regions::new(memory), layout);
         Ok(())

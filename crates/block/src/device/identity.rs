@@ -74,12 +74,14 @@ impl Identity {
     /// # Errors
     /// There is none: the file system is in memory, on the network, or an overlay.
     pub fn resolve(number: Number, roots: &Roots) -> io::Result<Self> {
+        // Major 0 is anonymous: the file system has no single device (Btrfs), or none.
         let number = match number.major {
             0 => mounted_from(number, &roots.mounts)?,
             _ => number,
         };
         let link = roots.sys.join("dev/block").join(number.to_string());
         let mut directory = link.canonicalize()?;
+        // A partition's directory is inside its disk's.
         if directory.join("partition").exists() {
             directory.pop();
         }
@@ -112,6 +114,7 @@ impl Identity {
     /// matches.
     pub fn can_be(&self, key: &str) -> bool {
         let who = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
+        // A number or a backing file identifies no disk, so it cannot rule one out.
         let now = who(&self.key);
         now.starts_with("number ") || now.starts_with("file ") || now == who(key)
     }
@@ -167,6 +170,7 @@ fn mounted_from(number: Number, mounts: &Path) -> io::Result<Number> {
         let source = what.split(' ').nth(1)?;
         (here && source.starts_with("/dev/")).then_some(source)
     });
+    // The number of the device node itself (rdev), not of the file system that it is in.
     let metadata = fs::metadata(source.ok_or_else(none)?)?;
     let number = Number::unpack(metadata.rdev());
     if number.major == 0 { Err(none()) } else { Ok(number) }

@@ -31,7 +31,7 @@ impl Target for Group {
     }
 }
 
-/// A disk in a group has no watermark of its own: the group's applies.
+/// In a group, the watermark of the group applies, not the disk's.
 impl Target for Disk {
     fn name(&self) -> &str {
         self.name()

@@ -49,6 +49,7 @@ impl Observed {
             }
             Ok(None) => {}
             Err(error) => {
+                // Logged once in each outage.
                 if !self.failing {
                     tracing::warn!(
                         device = self.device.name(),

@@ -61,7 +61,7 @@ pub struct Subject {
     pub devices: Vec<Arc<Device>>,
 }
 
-/// Samples devices. Dropping it ends the sampling; enforcement stays as it is.
+/// Samples devices. Dropping it ends the sampling; the last enforcement stays in force.
 #[derive(Debug, Default)]
 pub struct Sampler {
     state: Rc<RefCell<State>>,
@@ -164,6 +164,7 @@ impl State {
         let target = subject.target.upgrade().filter(|target| target.watermark() != Watermark::ALWAYS);
         let Some(target) = target else { return self.forget(key) };
         let before = self.watched.remove(&key);
+        // Logged when the devices disappear, not at every update.
         if subject.devices.is_empty() && before.as_ref().is_none_or(|known| !known.subject.devices.is_empty())
         {
             tracing::warn!(
@@ -172,6 +173,8 @@ impl State {
             );
         }
         for device in &subject.devices {
+            // Counted before the old devices are released, so that a device in both keeps its
+            // state.
             let observed = || ObservedDevice { observed: Observed::new(Arc::clone(device)), targets: 0 };
             self.devices.entry(device.id()).or_insert_with(observed).targets += 1;
         }
@@ -185,6 +188,7 @@ impl State {
 
     fn forget(&mut self, target: usize) {
         if let Some(mut gone) = self.watched.remove(&target) {
+            // Nothing samples it any more, so lifted limits must not stay lifted.
             gone.apply(Enforcement::Enforced);
             self.release(&gone.subject.devices);
         }
@@ -203,6 +207,8 @@ impl State {
     }
 
     fn sample(&mut self, now: Instant) {
+        // Sums up the consumption of all targets first, then observes the devices, then enforces:
+        // all decisions of a sample are based on the same observations.
         let mut consumed: HashMap<DeviceId, Consumed> = HashMap::new();
         for watched in self.watched.values_mut() {
             let Some(taken) = watched.taken(now) else { continue };
@@ -220,6 +226,7 @@ impl State {
             let watermark = target.watermark();
             let of_device =
                 |device: &Arc<Device>| devices.get_mut(&device.id())?.observed.enforcement(watermark);
+            // The device that demands the strictest enforcement decides.
             let says: Vec<_> = watched.subject.devices.iter().map(of_device).collect();
             watched.apply(
                 says.into_iter()

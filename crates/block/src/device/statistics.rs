@@ -38,6 +38,8 @@ impl Statistics {
         for field in &mut fields {
             *field = words.next()?.parse().ok()?;
         }
+        // In the order of Documentation/block/stat.rst; merges, wait times and later fields are not
+        // used.
         let [reads, _, read_sectors, _, writes, _, written_sectors, _, _, busy_ms, queued_ms] = fields;
         Some(Self {
             reads,

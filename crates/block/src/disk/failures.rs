@@ -106,7 +106,7 @@ impl ErrorPolicies {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
-    /// Of data or zeroes.
+    /// Writes and write-zeroes.
     Write,
     Flush,
     Discard,
@@ -338,6 +338,8 @@ impl Failures {
             // Held until the result of the next attempt is known.
             let _held = if self.stopped.load(Ordering::Acquire) {
                 let held = Held::new(self);
+                // Cancelled: the error is the request's own if it was attempted, else the one that
+                // stopped the disk.
                 self.wait(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
                 Some(held)
             } else {
@@ -358,6 +360,7 @@ impl Failures {
     /// Waits until the disk is resumed; fails with the error that stopped it if the token is
     /// cancelled.
     async fn wait(&self, patience: Option<&Patience>) -> Result<()> {
+        // Never notified; stands in for a missing cancel token.
         let never = Event::new();
         loop {
             let resumed = self.resumed.listen();
@@ -387,9 +390,11 @@ impl Failures {
             // The merged requests are retried one by one, and each retry reports its own failure.
             return false;
         }
+        // Only the first failure stops the disk; requests that fail later wait too.
         let stops = is_held && state.stopped_by.is_none();
         if stops {
             state.stopped_by = Some(error);
+            // Under the lock, so that `stopped` and `stopped_by` agree.
             self.stopped.store(true, Ordering::Release);
         }
         state.untold.put(Failure { direction, error, stops });

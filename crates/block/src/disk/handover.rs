@@ -88,9 +88,13 @@ impl Disk {
         let began = reactor::now();
         let _turn = handover.turn.exclusive(0..1).await;
         if !handover.is_held() {
+            // Locks first, then the metadata: the previous process may write until it has released
+            // them.
             self.take_locks(began, patience, wanted).await?;
             let taken = {
                 let _inside = handover.inside.exclusive(0..1).await;
+                // As a change of the whole disk, so that no data from before is served from the
+                // cache.
                 let taken = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
                 handover.held.store(taken.is_ok(), SeqCst);
                 taken
@@ -102,6 +106,7 @@ impl Disk {
             // Debug level: a guest triggers this whenever it resets its disk.
             tracing::debug!(disk = %self.name, "the image was taken over");
         }
+        // Counted only when the image is usable.
         handover.change_holders(|holders| *holders += 1);
         Ok(())
     }
@@ -115,6 +120,7 @@ impl Disk {
         let mut is_said = false;
         loop {
             let waited: Duration = reactor::now() - began;
+            // On a blocking thread: locking makes system calls on the file.
             let (image, last) = (Arc::clone(&self.image), waited >= patience);
             if reactor::blocking(move || image.take_locks(last)).await? {
                 return Ok(());
@@ -141,10 +147,12 @@ impl Disk {
         }
         // Waits for the requests inside; later ones wait here and fail once `held` is false.
         let _inside = handover.inside.exclusive(0..1).await;
+        // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image.hand_over().await {
             tracing::error!(disk = %self.name, %error, "the image is not handed over: it cannot be written");
             return;
         }
+        // Before the locks are released: requests must fail from now on.
         handover.held.store(false, SeqCst);
         self.let_others_have_it().await;
         tracing::debug!(disk = %self.name, "the image is free for another process");

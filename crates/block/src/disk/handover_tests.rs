@@ -87,13 +87,14 @@ fn both<F: Future<Output = ()>>(test: impl Fn(Rc<Disk>, Rc<Disk>) -> F + Clone +
 fn what_one_has_written_the_other_reads_and_back_again() {
     both(async |one, two| {
         let disks = [one, two];
-        // Clusters of the other disk are overwritten and zeroed, and new ones are allocated in the
-        // same L2 table and in another one.
+        // Clusters written by each disk are overwritten and zeroed by its peer, and new ones are
+        // allocated in the same L2 table and in another one.
         for turn in 0..6_u8 {
             let disk = &disks[usize::from(turn % 2)];
             disk.hold(PATIENT, || true).await.expect("free");
             for earlier in 0..turn {
                 let at = u64::from(earlier) << 20;
+                // Each turn zeroes the first cluster of the turn before.
                 let expected = if earlier + 2 <= turn { 0 } else { earlier + 1 };
                 assert_eq!(read(disk, at).await, Ok(expected), "turn {turn}");
                 assert_eq!(read(disk, at + 65536).await, Ok(earlier + 1), "turn {turn}");
@@ -203,7 +204,7 @@ fn what_could_not_be_laid_down_is_not_forgotten() {
     }
 }
 
-/// Writes of each disk are marked in the bitmap, which passes to the other.
+/// Writes of each disk are marked in the bitmap, which passes to its peer.
 #[test]
 fn bitmaps_go_along() {
     let directory = tempfile::tempdir().expect("a directory");

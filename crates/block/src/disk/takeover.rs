@@ -26,7 +26,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(1);
 /// Timeout of storage while the disk is quiesced: for abandoned operations to end, and for servers
 /// to flush the last writes, or clusters to store them and release the lock.
 const AT_REST: Duration = Duration::from_secs(5);
-/// Timeout of closing this process's own resources, while the other process may wait.
+/// Timeout of closing this process's resources, while the new process may wait.
 const TO_LEAVE: Duration = Duration::from_secs(2);
 /// Timeout of writing an image while it is still in use; the new process waits.
 const TO_LIGHTEN: Duration = Duration::from_secs(20);
@@ -59,6 +59,7 @@ impl Disk {
         if self.image.storage().is_memory() {
             return Err(NotTaken::Memory);
         }
+        // The new process must read what this one has written to a server.
         let mut remote = self.image.files().filter(|storage| storage.remote().is_some());
         if !self.image.is_read_only() && remote.any(|storage| !storage.is_common()) {
             return Err(NotTaken::Remote);
@@ -110,7 +111,7 @@ impl Disk {
     /// open in a cluster, which would otherwise see this client for 30 s. Takes at most
     /// [`TO_LEAVE`].
     pub async fn leave(&self) {
-        // The other process continues in any case, so the result is ignored.
+        // The new process continues in any case, so the result is ignored.
         let _ = reactor::timeout(TO_LEAVE, self.image.close_own()).await;
     }
 
@@ -155,6 +156,7 @@ impl Disk {
         if self.image.is_read_only() {
             return Ok(());
         }
+        // Metadata first: flushing servers and leaving clusters must cover it.
         self.image.lay_down().await?;
         let elsewhere = async {
             self.image.flush_servers().await?;
@@ -175,10 +177,12 @@ impl Disk {
         if !self.image.is_read_only() {
             let before = self.size_bytes();
             self.image.take_over(heirs).await?;
+            // Another client may have resized the image in between.
             if self.image.storage().is_in_cluster() {
                 self.heard_of_size(before, self.size_bytes());
             }
         }
+        // After the metadata is read: requests may enter from now on.
         self.come_held();
         self.prefetch.go_on();
         Ok(())

@@ -205,6 +205,7 @@ impl Prefetch {
         // Exports validate ranges, but a disk has other callers, and the image returns the right
         // error.
         let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
+        // If a backing file was changed, reads of it must fail rather than return cached data.
         let may_look = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
         match end.filter(|_| may_look) {
             Some(end) => self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may)),
@@ -254,6 +255,7 @@ impl Prefetch {
     async fn start_behind<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<Ahead>) -> T {
         let mut reading = pin!(reading);
         std::future::poll_fn(|context| {
+            // The first poll submits the read, so that it precedes the read-ahead in the queue.
             let result = reading.as_mut().poll(context);
             if let Some(ahead) = ahead.take() {
                 self.start(&ahead);

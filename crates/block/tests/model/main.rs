@@ -8,7 +8,7 @@
 //!
 //! - an admitted request is woken, whichever thread admits it and whenever its task first polls: a
 //!   lost wake-up would be a deadlock;
-//! - a cancellation removes that one request, or nothing if it was admitted already;
+//! - a cancellation removes the cancelled request, or nothing if it was admitted already;
 //! - a move takes all requests of its disk along and none of another disk, whatever happens to
 //!   them meanwhile;
 //! - the lock order has no cycles.
@@ -147,6 +147,7 @@ fn new_limits_wake_whoever_waits_without_a_timer() {
         let other = Arc::clone(&disk);
         let thread = thread::spawn(move || {
             if let Asked::Waits(passage, arbiter) = ask(&other) {
+                // The timer never fires: only the new limits can admit the request.
                 let _never_fires = arbiter.release(START);
                 block_on(passage);
             }
@@ -170,6 +171,7 @@ fn lifting_wakes_whoever_waits_and_whoever_comes() {
                 return;
             }
             if let Asked::Waits(passage, arbiter) = ask(&other) {
+                // The timer never fires: only lifting the limits can admit the request.
                 let _never_fires = arbiter.release(START);
                 block_on(passage);
             }
@@ -212,6 +214,7 @@ fn a_move_takes_what_waits_along() {
                 fire(alarm);
             }
         });
+        // Admits requests in `from` while the thread moves the disk.
         fire(from.0.release(LATE));
         block_on(passage);
         thread.join().expect("it moves");

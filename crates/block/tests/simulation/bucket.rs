@@ -31,6 +31,7 @@ fn rates_and_sizes(limit: Limit, enforcement: Enforcement) -> [(f64, f64); 2] {
     };
     let Limit { rate, burst_rate, burst_length_s } = limit;
     let (rate, burst) = (rate as f64, burst_rate as f64);
+    // As in QEMU: without a burst rate, a tenth of a second's worth.
     let size = if burst_rate == 0 { rate / 10.0 } else { burst * burst_length_s as f64 };
     let second = if burst_length_s > 1 { burst } else { 0.0 };
     [(rate, size), (second, second / 10.0)].map(|(rate, size)| ((rate * factor).floor(), size * factor))
@@ -110,6 +111,7 @@ impl Buckets {
         for (_, level) in self.levels.iter_mut().filter(|(_, level)| level.rate > 0.0) {
             level.level = (level.level - level.rate * elapsed_s).max(0.0);
             level.fullest = level.fullest.map(|full| (full - level.rate * elapsed_s).max(0.0));
+            // Capacity left over from a larger size disappears as the level leaks.
             level.ceiling = level.ceiling.min(level.level + level.size).max(level.size);
         }
     }
@@ -158,6 +160,8 @@ impl Buckets {
             }
             level.level += sum;
             level.fullest = level.fullest.map(|full| full + sum);
+            // The last request may overfill the bucket; the largest one as the last is the best
+            // case.
             let before_last = level.level - largest;
             assert!(
                 sum == 0.0 || before_last <= level.ceiling + SLACK_S * level.rate,

@@ -73,6 +73,7 @@ impl Client {
     /// Sends this many requests, and waits for each.
     pub(crate) async fn run(self, requests: usize) {
         for _ in 0..requests {
+            // Some requests are cancelled after a random time.
             let patience = if chance(8) { Some(short_time()) } else { None };
             let Some(patience) = patience else {
                 self.request().await;
@@ -162,6 +163,7 @@ impl Client {
             if chance(50) {
                 self.disk.read(pass, range.start as u64, range.len()).await.map(|data| data.to_vec())
             } else {
+                // Half of the reads go to guest memory, in pieces of any alignment.
                 let lent = Lent::new(range.len());
                 let target = Target::Here(lent.segments());
                 self.disk.read_to(pass, range.start as u64, target).await.map(|data| {
@@ -297,7 +299,7 @@ fn misaligned(bytes: &[u8]) -> Buffer {
     buffer
 }
 
-/// The same bytes in one segment or several.
+/// Splits bytes randomly into one segment or several.
 fn in_pieces(bytes: &[u8]) -> Segments {
     let mut segments = Segments::default();
     let mut rest = bytes;

@@ -123,6 +123,7 @@ struct Life {
 
 impl Life {
     fn draw(group: &Arc<Group>, tally: &Rc<RefCell<Tally>>, passed: &Rc<RefCell<Passed>>) -> Self {
+        // Mostly tiny disks, so that requests overlap.
         let (block_bytes, blocks) = match sim::random(|random| random.u32(..100)) {
             0..4 => LARGE,
             4..50 => (4096, 5),

@@ -95,6 +95,7 @@ async fn fill_and_make_room() -> u64 {
         (0..CLIENTS).map(|client| spawn_joinable(work(Arc::clone(&disk), client))).collect();
     let stops = Rc::new(Cell::new(0));
     let (mended, count) = (Arc::clone(&disk), Rc::clone(&stops));
+    // Resumes the disk after each stop.
     let operator = spawn_joinable(async move {
         loop {
             let failure = mended.failures().next(true).await;

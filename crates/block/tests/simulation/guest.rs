@@ -6,7 +6,7 @@ use reactor::{
     sim,
 };
 
-/// Value of the bytes around a request's, and of its own before a read.
+/// Value of the bytes around a request's buffers, and in them before a read.
 const GUARD: u8 = 0xa5;
 const START: u64 = 0x1_0000;
 const PAGE: u64 = 4096;

@@ -166,6 +166,7 @@ impl Model {
             certain: true,
             durable: true,
         }];
+        // A cell for each block, since a crash tears writes at blocks.
         let starts = (0..self.base.len()).step_by(self.block_bytes);
         self.cells =
             starts.map(|start| (start, Cell { end: start + self.block_bytes, changes: vec![0] })).collect();
@@ -185,11 +186,13 @@ impl Model {
     /// Checks `found`; `rules` selects the changes that supersede others.
     fn check(&self, what: &str, offset: usize, found: &[u8], rules: impl Fn(&Change) -> bool) {
         let end = offset + found.len();
+        // The cell that contains `offset`.
         let first = self.cells.range(..=offset).next_back().map_or(0, |(&start, _)| start);
         for (&start, cell) in self.cells.range(first..end) {
             let (from, to) = (start.max(offset), cell.end.min(end));
             let part = &found[from - offset..to - offset];
             let changes = || cell.changes.iter().map(|&number| (number, &self.changes[number]));
+            // A change that ended before this beginning is superseded.
             let latest = changes().filter(|(_, change)| rules(change)).map(|(_, change)| change.began).max();
             let shows = |change: &Change| {
                 part.iter().zip(from..).all(|(&byte, at)| byte == self.byte(change.content, at))
@@ -224,7 +227,7 @@ impl Model {
     }
 }
 
-/// Tests of the model: contents that it must reject. The simulations show what it must accept.
+/// Tests of the model: contents that it must reject. The simulations show the accepted ones.
 #[cfg(test)]
 mod tests {
     use super::*;

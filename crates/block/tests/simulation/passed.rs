@@ -45,6 +45,7 @@ impl Passed {
             let most = limit.rate + burst + last;
             let mut end = 0;
             for (at, passed) in &self.looks {
+                // `end` is the first sample more than a second after `at`.
                 while self.looks.get(end).is_some_and(|(later, _)| *later <= *at + Duration::from_secs(1)) {
                     end += 1;
                 }

@@ -76,6 +76,7 @@ fn a_read_ahead_that_a_write_overtakes_is_never_served() {
             // Blocks 3 to 34 are in flight.
             let block = sim::random(|random| random.usize(3..35));
             sleep_until(now() + Duration::from_micros(sim::random(|random| random.u64(..5000)))).await;
+            // A read of another block in flight, which must wait for its read-ahead.
             let other = spawn_joinable({
                 let (disk, other) = (Arc::clone(&disk), if block == 34 { 3 } else { block + 1 });
                 async move { read(&disk, other).await }

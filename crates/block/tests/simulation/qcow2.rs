@@ -3,10 +3,10 @@
 //!
 //! Clients and model are those of `disks`; an image is between them and the simulated disk. After
 //! each crash the file is in a state that a power failure can leave: writes since the last flush
-//! are lost, torn and in any order. It is then opened as it is. The guest's bytes must be those
-//! that the model allows, every referenced cluster must be counted, and clusters with the COPIED
-//! flag must have one reference. A bitmap that is marked as consistent must include all changes
-//! since it was created.
+//! are lost, torn and in any order. It is then opened without repair. The guest's bytes must be
+//! those that the model allows, every referenced cluster must be counted, and clusters with the
+//! COPIED flag must have one reference. A bitmap that is marked as consistent must include all
+//! changes since it was created.
 //!
 //! - `kind`: the image of a seed: version, cluster size, refcounts, subclusters, a backing file, a
 //!   data file, encryption.
@@ -114,6 +114,7 @@ impl Life {
         let before = has_bitmap.then(|| disk.clone());
         let block_bytes = kind.block_bytes;
         let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
+        // Most seeds inject no errors, so that no request may fail.
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
         let kept = if kind.snapshots { Kept::with_first(disk.clone()) } else { Kept::default() };
@@ -150,6 +151,7 @@ impl Life {
                 for client in clients {
                     client.await;
                 }
+                // Crashes while the image is being closed.
                 let closing = spawn_joinable(async move {
                     // Its result is ignored: the crash may come first.
                     let _ = disk.close().await;
@@ -180,6 +182,7 @@ impl Life {
         let client = Client { disk: Arc::clone(&disk), shared: Rc::clone(&self.shared) };
         let size = self.shared.model.borrow().size_bytes();
         client.read(0..size).await;
+        // Repeated, since an injected error may fail a flush.
         while !client.flush().await && !disk.image().is_read_only() {}
         if chance(50) {
             while disk.close().await.is_err() && !disk.image().is_read_only() {}

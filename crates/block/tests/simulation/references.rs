@@ -194,6 +194,7 @@ impl References {
             for (index, first) in who.iter().enumerate() {
                 for second in &who[index + 1..] {
                     let both_compressed = first.is_compressed && second.is_compressed;
+                    // Two trees may share a cluster, and so may compressed clusters of one tree.
                     let may_share = first.is_compressed == second.is_compressed
                         && (first.tree != second.tree || both_compressed)
                         && first.tree.is_some()

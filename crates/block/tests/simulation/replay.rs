@@ -137,6 +137,7 @@ fn alone(trace: &Trace) -> Vec<Instant> {
         }
     };
     for (number, &Asked { at, disk, direction, length }) in trace.requests.iter().enumerate() {
+        // Timers that fire before the request arrives.
         while timer <= at {
             timer = poll(&mut tree, timer, &mut passed);
         }
@@ -145,6 +146,7 @@ fn alone(trace: &Trace) -> Vec<Instant> {
             Admission::Queued(_) => timer = poll(&mut tree, at, &mut passed),
         }
     }
+    // All requests have arrived: only timers are left.
     while timer < Instant::MAX {
         timer = poll(&mut tree, timer, &mut passed);
     }

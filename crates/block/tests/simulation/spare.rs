@@ -74,6 +74,7 @@ async fn run(with_read_ahead: bool) -> (Vec<Instant>, usize) {
     });
     let mut count = 0;
     for _ in 0..1000 {
+        // An odd period, so that read-aheads fall between the requests.
         sleep_until(now() + Duration::from_nanos(2_345_678)).await;
         if with_read_ahead {
             count += usize::from(read_ahead(&neighbour));

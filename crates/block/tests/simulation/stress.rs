@@ -2,7 +2,7 @@
 //! than its limit admits.
 //!
 //! The simulation runs on one thread, so this test looks for races: wake-ups lost between workers,
-//! a timer that each assumes the other has armed, counters that drift. Real time passes, but no
+//! a timer that both assume to be armed, counters that drift. Real time passes, but no
 //! assertion depends on how much.
 
 use std::{
@@ -48,6 +48,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
+                    // Tasks yield at different requests, so that their order varies.
                     if request % 64 == task {
                         yield_now().await;
                     }

@@ -101,6 +101,7 @@ fn run(limits: [Option<u64>; 2], watermark: u8, depth: usize, unlimited_third: b
         for (disk, written) in disks.iter().zip(&written) {
             stream(disk, depth, written, until);
         }
+        // A stream without any limit competes for the device.
         if unlimited_third {
             stream(&disk("other", None, &budgets), CACHED, &Rc::default(), until);
         }

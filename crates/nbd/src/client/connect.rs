@@ -148,8 +148,10 @@ pub fn dial_any(addresses: &[Address], limit: Duration) -> Result<OwnedFd, NotCo
 fn dial_unix(path: &PathBuf, limit: Duration) -> std::io::Result<OwnedFd> {
     let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     let time = |limit: Duration| TimeVal::new(i64::try_from(limit.as_secs()).unwrap_or(i64::MAX), 0);
+    // SO_SNDTIMEO also bounds connect(2) on a Unix socket.
     setsockopt(&socket, sockopt::SendTimeout, &time(limit.max(Duration::from_secs(1))))?;
     connect_to(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    // Zero removes the timeout, which was for connect(2) only.
     setsockopt(&socket, sockopt::SendTimeout, &time(Duration::ZERO))?;
     Ok(UnixStream::from(socket).into())
 }
@@ -157,6 +159,7 @@ fn dial_unix(path: &PathBuf, limit: Duration) -> std::io::Result<OwnedFd> {
 /// Connects over TCP. Keepalive and the user timeout detect a dead host within half a minute.
 fn dial_tcp(address: &SocketAddr, limit: Duration) -> std::io::Result<OwnedFd> {
     let socket = TcpStream::connect_timeout(address, limit)?;
+    // Requests are sent in batches, so Nagle's algorithm would only add latency.
     socket.set_nodelay(true)?;
     setsockopt(&socket, sockopt::KeepAlive, &true)?;
     setsockopt(&socket, sockopt::TcpKeepIdle, &15)?;

@@ -206,6 +206,7 @@ impl Negotiation {
                 ),
                 failure => failure.into(),
             })?;
+        // A new inbox: nothing received before TLS is kept.
         Ok(Self::new(stream))
     }
 
@@ -224,10 +225,12 @@ impl Negotiation {
                 rep::ACK => return Ok(found),
                 rep::META_CONTEXT => {
                     let id = Fields::new(&data).u32();
+                    // A 32-bit id, then the name.
                     if data.get(4..) == Some(ALLOCATION.as_bytes()) {
                         found = id;
                     }
                 }
+                // Unsupported: the client works without allocation status.
                 kind if kind >= rep::ERR_UNSUP => return Ok(None),
                 _ => return Err(NotConnected::Breach("it answers an option with something else")),
             }
@@ -241,6 +244,7 @@ impl Negotiation {
         if fields.u64() != Some(proto::INIT_MAGIC) {
             return Err(NotConnected::Breach("it does not greet as an NBD server does"));
         }
+        // A server with oldstyle negotiation sends another second magic number.
         let is_new = fields.u64() == Some(proto::OPTION_MAGIC);
         let flags = fields.u16().filter(|flags| is_new && flags & handshake_flag::FIXED_NEWSTYLE != 0);
         let flags = flags.ok_or(NotConnected::Breach("it is too old for fixed newstyle negotiation"))?;
@@ -282,6 +286,7 @@ impl Negotiation {
                 rep::INFO => match fields.u16() {
                     Some(info::EXPORT) => about = fields.u64().zip(fields.u16()),
                     Some(info::BLOCK_SIZE) => {
+                        // A truncated one is ignored, since the defaults are always safe.
                         sizes = fields.u32().zip(fields.u32()).zip(fields.u32()).unwrap_or(sizes);
                     }
                     _ => {}
@@ -302,6 +307,7 @@ impl Negotiation {
         if !minimum_block.is_power_of_two() || minimum_block > proto::LARGEST_MINIMUM_BLOCK {
             return Err(NotConnected::Breach("its smallest block is no power of two up to 64 KiB"));
         }
+        // Rounded down, so that the parts of a split request stay aligned.
         let maximum_payload = maximum & !(minimum_block - 1);
         let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
         let preferred = if is_sensible { preferred } else { 4096 };
@@ -342,6 +348,7 @@ impl Negotiation {
         let Some((kind, length)) = rest.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
             return Err(NotConnected::Breach("what should be a reply has another magic number"));
         };
+        // One option is in flight at a time, so its replies come next.
         if option != Some(expect) {
             return Err(NotConnected::Breach("it answers an option that was not sent"));
         }

@@ -112,6 +112,7 @@ async fn ask(
     export: &mut Listed,
     text: &mut TextBudget,
 ) -> Result<(), NotConnected> {
+    // Two requests for information; size and flags are always sent.
     let wanted = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
     negotiation.option(opt::INFO, &question(&export.name, &wanted)).await?;
     loop {

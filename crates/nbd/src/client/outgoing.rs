@@ -36,6 +36,7 @@ impl Outgoing {
         header[24..].copy_from_slice(&length.to_be_bytes());
         self.headers.extend_from_slice(&header);
         if let Some(payload) = payload {
+            // A payload must follow its own header, so the headers so far become a segment.
             self.end_headers();
             self.segments.extend(payload);
         }
@@ -43,6 +44,7 @@ impl Outgoing {
 
     pub(super) fn take(&mut self) -> Option<Segments> {
         self.end_headers();
+        // The rest follows in the next message.
         let count = self.segments.len().min(MAX_SEGMENTS);
         let mut message = Segments::default();
         self.segments.drain(..count).for_each(|segment| message.push(segment));

@@ -13,6 +13,7 @@ pub(super) struct Pieces(Vec<Range<usize>>);
 impl Pieces {
     /// Adds a non-empty piece; fails if it overlaps or there are too many.
     pub(super) fn add(&mut self, piece: Range<usize>) -> Result<(), &'static str> {
+        // Pieces do not overlap, so only the two neighbours matter.
         let next = self.0.partition_point(|other| other.start < piece.start);
         let is_full = self.0.len() == MOST;
         let (before, after) = self.0.split_at_mut(next);

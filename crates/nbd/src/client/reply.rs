@@ -91,6 +91,7 @@ fn chunk(
 ) -> Result<Option<(Header, usize)>, &'static str> {
     let mut head = || Some((fields.u16()?, fields.u16()?, fields.u64()?, fields.u32()? as usize));
     let Some((flags, kind, cookie, length)) = head() else { return Ok(None) };
+    // Looked up before the payload arrives: an unknown cookie is rejected at once.
     let longest = longest(cookie)?;
     let last = flags & reply_flag::DONE != 0;
     let found = match kind {

@@ -141,6 +141,7 @@ pub(super) fn start<H: Home>(link: &sync::Arc<H>, session: u64, established: Est
     let client = Client::start(established);
     let lane = Rc::new(Lane { client, session, users: Cell::new(0), unused: Signal::default() });
     HERE.with_borrow_mut(|here| {
+        // Removes the entries of connections that have ended.
         here.retain(|_, lane| lane.strong_count() > 0);
         TRIED.with_borrow_mut(|tried| tried.retain(|link, _| here.contains_key(link)));
         here.insert(link.id(), Rc::downgrade(&lane));

@@ -447,6 +447,7 @@ impl Link {
         }
         let (number, written) = {
             let mut state = self.lock();
+            // Under one lock: the flush covers exactly the writes that are counted here.
             (state.unflushed.begin_flush(), state.written)
         };
         if self.has_lost_writes() {
@@ -680,6 +681,7 @@ impl Home for Link {
     fn lose(self: &Arc<Self>, session: u64, by: Break, why: &str) {
         let forgotten = {
             let mut state = self.lock();
+            // Several connections of a session may report its end; only the first counts.
             if state.session != session || matches!(state.stage, Stage::Down { .. }) {
                 return;
             }

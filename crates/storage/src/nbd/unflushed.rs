@@ -149,6 +149,7 @@ impl Unflushed {
     pub(super) fn begin_flush(&mut self) -> u64 {
         self.flushes += 1;
         for entry in &mut self.answered {
+            // Only entries acknowledged after the last flush began have none yet.
             entry.flush.get_or_insert(self.flushes);
         }
         self.flushes

@@ -117,6 +117,7 @@ fn split(text: &str, end: char) -> Vec<String> {
             pieces.push(std::mem::take(&mut piece));
             continue;
         }
+        // A backslash also escapes a backslash.
         is_plain = character == '\\' && !is_plain;
         piece.push(character);
     }

@@ -239,6 +239,7 @@ impl<'m> Gathering<'m> {
         let mut index = 0;
         for read in 1.. {
             let at = table + (index * DESCRIPTOR_BYTES) as u64;
+            // Read one at a time: a large table of which few entries are linked costs little.
             let Some((address, rest)) = self.regions.descriptor(at) else {
                 return self.fault(ChainFault::Outside);
             };

@@ -106,6 +106,7 @@ impl Driver {
             table.write(offset + 8, &rest.to_le_bytes());
         }
         let bytes = (buffers.len() * chain::DESCRIPTOR_BYTES) as u32;
+        // The ring itself has one descriptor, which points to the table.
         let table = Buffer { address: table.guest_address(), bytes, writable: false };
         either!(&mut self.0, half => half.add(&[table], flag::INDIRECT))
     }

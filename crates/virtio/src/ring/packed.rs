@@ -148,6 +148,7 @@ impl Packed {
 
     /// Makes the chain available again; false if it is not the last one taken.
     pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
+        // Only the chain taken last: an older one is followed by chains in flight.
         if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
         }

@@ -36,6 +36,7 @@ impl Regions {
         {
             return Some((whole, offset));
         }
+        // Regions are sorted by address and do not overlap.
         let behind = wholes.partition_point(|whole| whole.guest_address() <= address);
         let index = behind.checked_sub(1)?;
         let offset = within(&wholes[index])?;

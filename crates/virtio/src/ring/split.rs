@@ -87,6 +87,7 @@ impl Split {
             return Ok(Some(self.chain(regions, head, None)));
         }
         let Some(head) = self.indices.take()? else { return Ok(None) };
+        // Only a prefetch: the guest may change the entry before it is taken.
         if let Some(soon) = self.indices.peek(AHEAD) {
             self.table.prefetch(usize::from(soon) * DESCRIPTOR_BYTES);
         }
@@ -150,6 +151,7 @@ impl Split {
 
     /// Makes the chain available again; false if it is not the last one taken.
     pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
+        // Only the chain taken last: its entry precedes the next one to take.
         if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
         }

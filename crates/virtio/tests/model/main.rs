@@ -338,6 +338,7 @@ impl World {
                     assert_eq!(self.buffers[number as usize].get(), 100 + number, "the answer");
                     back += 1;
                 }
+                // A chain was completed meanwhile: look again instead of sleeping.
                 None if driver.listen() => {}
                 None => self.call.wait(),
             }
@@ -358,6 +359,7 @@ impl World {
                         self.answer(device, &chain);
                     }
                 }
+                // A chain was made available meanwhile: look again instead of sleeping.
                 None if device.listen() => {}
                 None => self.kick.wait(),
             }

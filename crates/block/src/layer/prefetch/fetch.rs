@@ -42,6 +42,7 @@ impl Flights {
     /// Waits until no read-ahead is in flight.
     pub(super) async fn all_landed(&self) {
         while self.count.load(Ordering::Acquire) > 0 {
+            // Listens and checks again: the last one may have ended in between.
             let landed = self.landed.listen();
             if self.count.load(Ordering::Acquire) > 0 {
                 landed.await;
@@ -70,6 +71,7 @@ impl Pending {
     fn end(&mut self, data: Option<Frozen>) {
         let Some(id) = self.id.take() else { return };
         let is_there = data.is_some();
+        // Before the cache is updated, so that no reader waits for a chunk that counts as complete.
         self.chunk.arrive(data);
         self.flight.0.with(|state| {
             if is_there { state.cache.complete(id, reactor::now()) } else { state.cache.fail(id) }

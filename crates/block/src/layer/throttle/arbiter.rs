@@ -122,6 +122,7 @@ impl Arbiter {
         let mut admitted = Vec::new();
         loop {
             let (more, alarm) = self.lock().decide(now, &mut admitted);
+            // Without the lock: waking a task may run other code.
             for (waiter, held) in admitted.drain(..) {
                 waiter.admit(held);
             }
@@ -135,6 +136,7 @@ impl Arbiter {
     pub(super) fn fire(self: &Arc<Self>, at: Instant, now: Instant) -> Option<Alarm> {
         {
             let mut held = self.lock();
+            // Only if no earlier timer has replaced it.
             if held.state.timer == Some(at) {
                 held.state.timer = None;
             }
@@ -222,6 +224,7 @@ impl Held<'_> {
         now: Instant,
     ) -> Result<(), Refused> {
         let was_unlimited = self.state.tree.limits(node).is_unlimited();
+        // Gates depend on whether a node has limits, not on their values.
         self.state.tree.configure(node, limits, share, now)?;
         if was_unlimited != limits.is_unlimited() {
             self.open_gates();

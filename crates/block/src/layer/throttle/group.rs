@@ -80,6 +80,7 @@ impl Group {
     pub fn set(&self, settings: GroupSettings) -> Result<(), Refused> {
         let now = reactor::now();
         let mut current = self.lock();
+        // Lock order: the settings before the arbiter.
         let mut held = self.arbiter.lock();
         let is_lent = held.tree().lent(self.node).is_some();
         if is_lent && (settings.limits != current.limits || settings.watermark.percent() > 0) {
@@ -137,7 +138,8 @@ impl Group {
         self.arbiter.lock().tree().wanted(self.node, now)
     }
 
-    /// Sum of its own reservation and those inside, in operations and bytes per second.
+    /// Reservation of the group: the larger of its setting and the sum inside, in operations and
+    /// bytes per second.
     pub fn promised(&self) -> [u64; 2] {
         self.arbiter.lock().tree().promised(self.node)
     }
@@ -209,13 +211,13 @@ impl Group {
         self.lock().watermark
     }
 
-    /// Current enforcement of its own limits.
+    /// Current enforcement of the group's limits, without those above and below.
     pub fn enforcement(&self) -> Enforcement {
         self.arbiter.lock().tree().enforcement(self.node)
     }
 
-    /// Sets the enforcement of its own limits, also for waiting requests. For the sampler of the
-    /// device.
+    /// Sets the enforcement of the group's limits, also for waiting requests. For the sampler of
+    /// the device.
     ///
     /// # Panics
     /// Outside a reactor.

@@ -26,7 +26,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// Adds the disk to `group`, or to a tree of its own.
+    /// Adds the disk to `group`, or to a new tree.
     ///
     /// # Errors
     /// [`Refused`]: invalid limits, or a reservation that does not fit into the group.
@@ -56,6 +56,7 @@ impl Member {
     /// Outside a reactor.
     pub fn set(&self, settings: DiskSettings) -> Result<(), Refused> {
         let now = reactor::now();
+        // Settings and tree change under the slot's lock, so a move cannot come in between.
         let mut place = self.seat.lock();
         place.arbiter.lock().configure(place.node, settings.limits, settings.share, now)?;
         place.settings = settings;
@@ -73,9 +74,9 @@ impl Member {
     /// Moves from its group to `group`, or to none. Waiting requests move along in order, and are
     /// admitted at once if possible.
     ///
-    /// Its own limits keep their charges, and those of `group` are charged with what it may have
-    /// used under those of the old group: a move grants no burst. Its counters restart in the new
-    /// tree, and [`Member::stats`] adds them up.
+    /// The disk's limits keep their charges, and those of `group` are charged with the most that it
+    /// may have used under those of the old group: a move grants no burst. Its counters restart in
+    /// the new tree, and [`Member::stats`] adds them up.
     ///
     /// # Errors
     /// [`Refused`] if its reservation does not fit into `group`; then it does not move.
@@ -148,7 +149,7 @@ impl Member {
         self.seat.brief(reactor::now())
     }
 
-    /// Levels of its own buckets, for another process; `None` if it never had a limit.
+    /// Levels of the disk's buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -179,13 +180,13 @@ impl Member {
         self.settings().watermark
     }
 
-    /// Current enforcement of its own limits.
+    /// Current enforcement of the disk's limits.
     pub fn enforcement(&self) -> Enforcement {
         let place = self.seat.lock();
         place.arbiter.lock().tree().enforcement(place.node)
     }
 
-    /// Sets the enforcement of its own limits, also for waiting requests. For the sampler of the
+    /// Sets the enforcement of the disk's limits, also for waiting requests. For the sampler of the
     /// device.
     ///
     /// # Panics

@@ -198,6 +198,8 @@ impl<K> Seat<K> {
     fn cancel(&self, waiter: &Waiter) {
         let place = self.lock();
         let mut held = place.arbiter.lock();
+        // A request that was removed from its queue and is about to be admitted may still have the
+        // position of an earlier tree.
         let position = waiter.waits_at().filter(|position| position.arbiter == held.id());
         if let Some(Position { ticket, .. }) = position {
             drop(held.tree().cancel(ticket));
@@ -217,6 +219,8 @@ impl<K> Seat<K> {
         let from = Arc::clone(&place.arbiter);
         let mut admitted = Vec::new();
         {
+            // Both trees stay locked for the whole move: no request can be admitted in between, or
+            // overtake another one.
             let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
@@ -225,6 +229,7 @@ impl<K> Seat<K> {
             let leaving = other.is_none().then_some(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
             let node = new.add(leaving, to.parent, limits, share, gate, now)?;
+            // Statistics and charges are read before the node is removed.
             let past = old.tree().stats(place.node, now);
             let beside = leaving.map(|_| node);
             // Charges of the old limits carry over, so that a move grants no burst.
@@ -232,6 +237,7 @@ impl<K> Seat<K> {
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
             new.tree().take_over(node, charged, now);
+            // In queue order, so that the order of the disk's requests is kept.
             for request in waiting {
                 let waiter = Arc::clone(&request.token);
                 match new.tree().request(node, request.direction, request.cost, request.token, now) {

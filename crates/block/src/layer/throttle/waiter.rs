@@ -55,6 +55,7 @@ impl Waiter {
         if state.admitted {
             return Poll::Ready(state.held);
         }
+        // Cloning a waker costs atomic operations, and a task usually polls with the same one.
         let known = state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
         if !known {
             state.waker = Some(context.waker().clone());

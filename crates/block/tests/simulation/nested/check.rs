@@ -115,6 +115,7 @@ impl Log {
         let mut counted = vec![[[0_u64; 2]; 2]; self.began.len()];
         for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
             if exact {
+                // Before the events of this instant are applied.
                 forest.nobody_was_late(instant[0].at);
             }
             for entry in instant {
@@ -151,6 +152,7 @@ impl Log {
     fn check_order(&self) {
         let mut highest = BTreeMap::new();
         for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
+            // Compared with earlier instants only: within one instant any order is valid.
             let mut now_highest = highest.clone();
             for entry in instant.iter().filter(|entry| matches!(entry.event, Event::Passed)) {
                 let request = self.requests[entry.request];
@@ -342,7 +344,9 @@ impl Window {
             let limit = self.limits.limit(kind);
             let [rate, burst_rate, length] =
                 [limit.rate, limit.burst_rate, limit.burst_length_s].map(|value| value as f64);
+            // Without a burst rate the bucket holds a tenth of a second's worth.
             let mut most = rate + if burst_rate == 0.0 { rate / 10.0 } else { burst_rate * length };
+            // The second bucket bounds a second to the burst rate and a tenth of it.
             if length > 1.0 {
                 most = most.min(burst_rate * 1.1);
             }
@@ -368,6 +372,7 @@ impl Window {
         let (mut first, mut sum) = (0, 0.0);
         for (at, units) in &passed {
             sum += units;
+            // Slides the window of one second.
             while passed[first].0 + Duration::from_secs(1) < *at {
                 sum -= passed[first].1;
                 first += 1;

@@ -48,6 +48,7 @@ impl World {
         let (mut nodes, mut handles): (Vec<Node>, Vec<Handle>) = (Vec::new(), Vec::new());
         let mut log = Log::default();
         for at in 0..groups + disks {
+            // A parent among the groups drawn so far, or none.
             let candidate = sim::random(|random| random.usize(..=at.min(groups)));
             let depth = |node| std::iter::successors(Some(node), |node: &usize| nodes[*node].parent).count();
             let parent =
@@ -191,6 +192,7 @@ impl World {
         make: impl FnOnce() -> Result<(), Refused>,
     ) -> bool {
         let before = self.nodes.borrow()[at];
+        // Changed in the record first, to predict the result.
         self.nodes.borrow_mut()[at] = after;
         let fits = after.limits.validate().is_ok() && promises_fit(&self.nodes.borrow());
         if !fits {
@@ -199,6 +201,7 @@ impl World {
         let all = || (0..self.handles.len()).map(|node| self.stats(node)).collect::<Vec<_>>();
         let stats = all();
         if fits {
+            // Logged before the change, which may admit requests.
             changes.iter().for_each(|change| self.log.borrow_mut().changed(at, *change));
         }
         let made = make();
@@ -311,6 +314,7 @@ fn promises_fit(nodes: &[Node]) -> bool {
         for unit in 0..2 {
             let demand: u64 = own[unit].max(below[at][unit]);
             let [total, read, write] = kinds[unit].map(|kind| node.limits.limit(kind).rate);
+            // Separate limits bound a reservation only if both directions have one.
             let apart = if read > 0 && write > 0 { read + write } else { u64::MAX };
             if demand > if total > 0 { total } else { apart } {
                 return false;

@@ -125,6 +125,7 @@ impl Keeper {
             }
             let (name, known) =
                 kept.known.iter_mut().nth(sim::random(|random| random.usize(..count))).expect("there");
+            // From now on it may be missing after a crash.
             known.certain = false;
             name.clone()
         };

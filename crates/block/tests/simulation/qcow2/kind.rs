@@ -58,6 +58,7 @@ impl Kind {
             options.backing = Some(Backing { name: "base".into(), format: Some("raw".into()) });
         }
         let backing_bytes = sim::random(|random| random.usize(1..=options.size_bytes as usize + 5000));
+        // Minimal caches, so that entries are evicted all the time.
         let small =
             CacheSettings { l2: Some(L2Size::Bytes(0)), entry_bytes: Some(512), ..CacheSettings::default() };
         let has_data_file = options.data_file.is_some();

@@ -59,6 +59,7 @@ impl Packed {
             let offset = usize::from(at.index) * DESCRIPTOR_BYTES;
             let word = u64::from(buffer.bytes) | u64::from(id) << 32 | u64::from(flags) << 48;
             self.ring.store_u64(offset, buffer.address, Ordering::Relaxed);
+            // The word contains the flags, which transfer the ownership.
             self.ring.store_u64(offset + 8, word, Ordering::Release);
         }
         self.next = head.after(length, self.size);

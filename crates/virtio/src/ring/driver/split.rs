@@ -75,6 +75,7 @@ impl Split {
         let entry = RING + 2 * usize::from(self.published % self.size);
         self.available.store_u16(entry, head, Ordering::Relaxed);
         self.published = self.published.wrapping_add(1);
+        // Release publishes the descriptors and the entry together with the index.
         self.available.store_u16(IDX, self.published, Ordering::Release);
         self.unkicked += 1;
         Some(head)

@@ -86,6 +86,7 @@ impl PackedLog {
         self.cells.store_u16(SIZE_AT, self.size, Ordering::Relaxed);
         self.store_free(self.free, self.free);
         self.store_used(self.used, self.used);
+        // Last: after a crash before this store the area is still new.
         self.cells.store_u16(VERSION_AT, VERSION, Ordering::Release);
     }
 
@@ -134,6 +135,7 @@ impl PackedLog {
                 heads.push((self.cells.load_u64(at(slot, COUNTER), Ordering::Relaxed), slot));
             }
         }
+        // By sequence number, which is the order of taking.
         heads.sort_unstable();
         self.counter = heads.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
         let mut chains = Vec::with_capacity(heads.len());
@@ -156,6 +158,7 @@ impl PackedLog {
             }
             chains.push((head, length));
         }
+        // Every entry must be free or in exactly one chain.
         if left != 0 {
             return Err(Broken::Inflight("it has entries that are neither free nor in a chain"));
         }
@@ -207,6 +210,7 @@ impl PackedLog {
         self.cells.store_u16(at(head, NUM), length, Ordering::Relaxed);
         self.cells.store_u64(at(head, COUNTER), self.counter, Ordering::Relaxed);
         self.counter = self.counter.wrapping_add(1);
+        // Release: the entry is complete before it counts as in flight.
         self.cells.store_u16(at(head, IN_FLIGHT), 1, Ordering::Release);
         self.free = self.next(last);
         // The commit point: before this store the chain is free, after it it is in flight.
@@ -218,6 +222,7 @@ impl PackedLog {
     /// next one will be at `used`.
     pub(in super::super) fn publishing(&mut self, slot: u16, used: Position) {
         self.link(slot);
+        // New and old value: after a crash `settle` chooses between them.
         self.store_free(slot, self.free);
         self.store_used(used, self.used);
         (self.free, self.used) = (slot, used);

@@ -49,6 +49,7 @@ impl SplitLog {
             .filter(|&head| log.cells.load_u16(at(head, IN_FLIGHT), Ordering::Relaxed) & 0xff != 0)
             .map(|head| (log.cells.load_u64(at(head, COUNTER), Ordering::Relaxed), head))
             .collect();
+        // By sequence number, which is the order of taking.
         heads.sort_unstable();
         log.counter = heads.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
         Ok((log, Some(heads.into_iter().map(|(_, head)| head).collect())))
@@ -63,6 +64,7 @@ impl SplitLog {
         self.cells.store_u16(SIZE_AT, size, Ordering::Relaxed);
         self.cells.store_u16(LAST_BATCH_HEAD, 0, Ordering::Relaxed);
         self.cells.store_u16(USED_IDX, published, Ordering::Relaxed);
+        // Last: after a crash before this store the area is still new.
         self.cells.store_u16(VERSION_AT, VERSION, Ordering::Release);
     }
 
@@ -89,6 +91,7 @@ impl SplitLog {
 
     /// Logs that a head is in flight.
     pub(in super::super) fn taken(&mut self, head: u16) {
+        // The counter before the flag, so that a head in flight always has a place in the order.
         self.cells.store_u64(at(head, COUNTER), self.counter, Ordering::Relaxed);
         self.counter = self.counter.wrapping_add(1);
         self.cells.store_u16(at(head, IN_FLIGHT), 1, Ordering::Release);

@@ -44,6 +44,7 @@ impl Device {
         let left = Rc::clone(&self.stores);
         let hook = move |access| {
             if access == Access::Store {
+                // No store is left: the device is killed before this one.
                 left.set(left.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))));
             }
         };

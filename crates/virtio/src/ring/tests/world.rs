@@ -140,6 +140,7 @@ impl World {
     /// The driver makes a chain available, if there is space. The chain begins with its number.
     pub(super) fn send(&mut self) {
         let indirect = self.layout.indirect && self.rng.bool();
+        // An indirect chain needs only one descriptor of the ring.
         let most = if indirect { 8 } else { self.driver.free().min(8) };
         if most == 0 || self.driver.free() == 0 {
             return;
