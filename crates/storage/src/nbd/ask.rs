@@ -129,8 +129,8 @@ async fn zero(client: &Client, offset: u64, length: u32, flags: u16, force: bool
             at += sent;
         }
     }
+    // Without FUA one flush after the last part covers all of them.
     if force && !fua { client.flush().await } else { Ok(()) }
-// Without FUA one flush after the last part covers all of them.
 }
 
 /// One buffer of zeroes, shared by all requests.
