@@ -1,7 +1,9 @@
-//! Formats over storage: where the bytes of the disk are among the stored bytes.
+//! Image formats: map offsets of a disk to offsets in storage.
 //!
-//! It is one enum, for the same reason as [`Storage`]. Methods and contract are Storage's, with
-//! offsets of the disk.
+//! One enum instead of a trait, for the same reason as [`Storage`]. Methods and contract
+//! are those of
+//! [`Storage`], with offsets of the disk. Never throttles, merges or caches data: `block`
+//! does that.
 
 #![forbid(unsafe_code)]
 
@@ -35,23 +37,24 @@ use storage::{
 /// An image of any format.
 #[derive(Debug)]
 pub enum Image {
-    /// The bytes are the disk.
+    /// Offsets of the disk are offsets of the storage.
     Raw(Raw),
-    /// Copy-on-write clusters.
+    /// Copy-on-write clusters, mapped by tables in the file.
     Qcow2(Qcow2),
 }
 
-/// A run of a disk that lies in one file of the chain.
+/// A run of guest bytes that one image of the backing chain provides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Depth {
-    /// Bytes, never zero.
+    /// Length in bytes, never zero.
     pub length: u64,
-    /// 1 is the image itself, 2 its backing file and so on; 0 is no file.
+    /// 1 for the image itself, 2 for its backing file and so on; 0 if no image of the chain
+    /// allocates it.
     pub depth: u32,
 }
 
 impl Image {
-    /// Its format.
+    /// Format that the image was opened as.
     pub fn format(&self) -> Format {
         match self {
             Self::Raw(_) => Format::Raw,
@@ -67,7 +70,8 @@ impl Image {
         }
     }
 
-    /// See [`Storage::look_again`]. A format that stores its size has no other.
+    /// See [`Storage::look_again`]. Returns the stored size for a format that stores its
+    /// size.
     pub async fn look_again(&self) -> Result<u64> {
         if let Self::Raw(raw) = self {
             raw.storage().look_again().await?;
@@ -75,7 +79,8 @@ impl Image {
         self.refresh_size().await
     }
 
-    /// See [`Storage::refresh_size`]. A format that stores its size has no other.
+    /// See [`Storage::refresh_size`]. Returns the stored size for a format that stores its
+    /// size.
     pub async fn refresh_size(&self) -> Result<u64> {
         match self {
             Self::Raw(raw) => raw.storage().refresh_size().await,
@@ -94,8 +99,8 @@ impl Image {
     /// See [`Storage::resize`].
     ///
     /// # Errors
-    /// Those of [`Storage::resize`]; also if the image was opened read-only, or would look like one
-    /// of another format.
+    /// Those of [`Storage::resize`]; [`ResizeError::ReadOnly`] if the image was opened
+    /// read-only; EPERM if the remaining bytes would look like another format.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self {
             Self::Raw(raw) => raw.resize(size_bytes).await,
@@ -103,7 +108,7 @@ impl Image {
         }
     }
 
-    /// Where a guest's data lies, for those who look at the device below.
+    /// Storage that holds guest data: the external data file, if there is one.
     pub fn storage(&self) -> &Storage {
         match self {
             Self::Raw(raw) => raw.storage(),
@@ -111,11 +116,11 @@ impl Image {
         }
     }
 
-    /// Whether the image, which was opened to be read alone, lets itself be written to: as its
-    /// opening for that judges. `name` is what the user calls it.
+    /// Fails if an image that was opened read-only could not be opened for writing because
+    /// of its header's marks. `name` is the name in the error message.
     ///
     /// # Errors
-    /// It is marked corrupt.
+    /// The image is marked corrupt.
     pub fn check_marks(&self, name: &str) -> std::result::Result<(), OpenError> {
         match self {
             Self::Qcow2(qcow2) if qcow2.header().incompatible & incompatible::CORRUPT != 0 => {
@@ -125,7 +130,7 @@ impl Image {
         }
     }
 
-    /// What the image reads from where it has nothing itself.
+    /// Image that unallocated clusters are read from.
     pub fn backing(&self) -> Option<&Self> {
         match self {
             Self::Raw(_) => None,
@@ -133,13 +138,13 @@ impl Image {
         }
     }
 
-    /// The image, and one after the other those that it reads from where it has nothing itself.
+    /// The backing chain, beginning with the image itself.
     pub fn chain(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |image| image.backing())
     }
 
-    /// The most that the metadata caches of the whole chain, and libraries below it, may take, in
-    /// bytes.
+    /// Upper bound, in bytes, of the metadata caches of the whole chain and of the
+    /// libraries below it.
     pub fn most_cache_bytes(&self) -> u64 {
         let below: u64 = self.chain().flat_map(Self::files).map(Storage::most_cache_bytes).sum();
         let caches = self.chain().map(|image| match image {
@@ -151,8 +156,8 @@ impl Image {
         below + caches.sum::<u64>()
     }
 
-    /// Whether a file below was changed by others since it was opened, so that what was read from
-    /// it is not to be had any more.
+    /// True if another process wrote to a backing file after it was opened, so that cached
+    /// data of it may be stale.
     pub fn has_changed_below(&self) -> bool {
         match self {
             Self::Raw(_) => false,
@@ -160,14 +165,14 @@ impl Image {
         }
     }
 
-    /// For an image that is in use for long: see [`Qcow2::watch_backing`].
+    /// Starts detection of writes to backing files: see [`Qcow2::watch_backing`].
     pub fn watch_backing(&self) {
         if let Self::Qcow2(qcow2) = self {
             qcow2.watch_backing();
         }
     }
 
-    /// Format and storage, for people.
+    /// Format and storage, as text for logs.
     pub fn description(&self) -> String {
         match self {
             Self::Raw(raw) => format!("raw, {}", raw.storage().description()),
@@ -175,7 +180,8 @@ impl Image {
         }
     }
 
-    /// Whether writes fail with [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED).
+    /// True if writes fail with
+    /// [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED).
     pub fn is_read_only(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.is_read_only(),
@@ -185,6 +191,7 @@ impl Image {
 
     /// See [`Storage::block_size`].
     pub fn block_size(&self) -> BlockSize {
+        // A cached page may be lent: storage in memory returns it without a copy.
         match self {
             Self::Raw(raw) => raw.storage().block_size(),
             Self::Qcow2(qcow2) => qcow2.block_size(),
@@ -199,12 +206,13 @@ impl Image {
         }
     }
 
-    /// Reads `length` bytes at `offset`: see [`Storage::read`]. What is in memory already is lent.
+    /// Reads `length` bytes at `offset`: see [`Storage::read`]. Storage in memory lends its
+    /// pages instead of copying them.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
         self.read_to(offset, Target::Anywhere(length)).await
     }
 
-    /// Reads as many bytes as `target` wants, which are returned where it wants them: see
+    /// Reads `target.len()` bytes at `offset` into the memory that `target` names: see
     /// [`Storage::read_into`].
     pub async fn read_to(&self, offset: u64, target: Target) -> Result<Segments> {
         match self {
@@ -216,13 +224,13 @@ impl Image {
                 }
                 raw.storage().read_into(offset, target.memory()).await
             }
-            // Apart, because every read of a raw image has room for what is not.
+            // Boxed: otherwise the future of every raw read would have the size of qcow2's.
             Self::Qcow2(qcow2) => Box::pin(qcow2.read_to(offset, target)).await,
         }
     }
 
-    /// Whether data may move between its file and where a request's is, and nobody copies it: see
-    /// [`Image::read_registered`].
+    /// True if the kernel can move data between the file and a request's pages without a
+    /// copy: see [`Image::read_registered`].
     pub fn takes_registered(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.storage().takes_registered(),
@@ -230,8 +238,8 @@ impl Image {
         }
     }
 
-    /// Reads as [`Image::read_to`], with the data where a request's is: copied there, where it
-    /// cannot come by itself.
+    /// Reads like [`Image::read_to`] into the pages of a ublk request; falls back to a copy
+    /// if the storage or format does not support registered buffers.
     pub async fn read_registered(&self, offset: u64, buffer: &Registered) -> Result<()> {
         if let Self::Raw(raw) = self
             && let Some(result) = raw.storage().read_registered(offset, buffer).await
@@ -241,11 +249,11 @@ impl Image {
         buffer.put_all(&Box::pin(self.read(offset, buffer.bytes())).await?)
     }
 
-    /// Writes as [`Image::write`], of a request's data where it is: of a copy, where it cannot go
-    /// by itself.
+    /// Writes like [`Image::write`] from the pages of a ublk request; falls back to a copy
+    /// if the storage or format does not support registered buffers.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Image::write`].
     pub async fn write_registered(
         &self,
         offset: u64,
@@ -260,7 +268,7 @@ impl Image {
         Box::pin(self.write(offset, buffer.take()?.into(), durability)).await
     }
 
-    /// Whether reads and writes are done without waiting: see [`Image::read_now`].
+    /// True if reads and writes complete without waiting: see [`Image::read_now`].
     pub fn is_instant(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.is_instant(),
@@ -268,7 +276,8 @@ impl Image {
         }
     }
 
-    /// Reads without waiting, if it [is instant](Image::is_instant): see [`Storage::read_now`].
+    /// Reads synchronously if the image [is instant](Image::is_instant), `None` otherwise:
+    /// see [`Storage::read_now`].
     pub fn read_now(&self, offset: u64, into: &[Place]) -> Option<Result<()>> {
         match self {
             Self::Raw(raw) if raw.is_instant() => raw.storage().read_now(offset, into),
@@ -276,7 +285,8 @@ impl Image {
         }
     }
 
-    /// Writes without waiting, if it [is instant](Image::is_instant): see [`Storage::write_now`].
+    /// Writes synchronously if the image [is instant](Image::is_instant), `None` otherwise:
+    /// see [`Storage::write_now`].
     pub fn write_now(&self, offset: u64, from: &[Place]) -> Option<Result<()>> {
         match self {
             Self::Raw(raw) if raw.is_instant() => match raw.is_read_only() {
@@ -290,8 +300,9 @@ impl Image {
     /// See [`Storage::write`].
     ///
     /// # Errors
-    /// As there; [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED) also for a header
-    /// that would change what the image is.
+    /// Those of [`Storage::write`];
+    /// [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED) also for a write that
+    /// would make a raw image look like another format.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.write(offset, data, durability).await,
@@ -299,8 +310,8 @@ impl Image {
         }
     }
 
-    /// See [`Storage::can_read_ahead`]. A format that maps takes no hints: to find what they mean
-    /// would be the work that a hint should not make.
+    /// See [`Storage::can_read_ahead`]. False for formats that map: translating a hint
+    /// would cost the metadata reads that a hint must not cause.
     pub fn can_read_ahead(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.storage().can_read_ahead(),
@@ -316,8 +327,8 @@ impl Image {
         }
     }
 
-    /// Whether a write that was acknowledged would be lost if this process were killed now, while
-    /// its client lives on: its data, or what leads to it, is nowhere else until the next flush.
+    /// True if killing this process now would lose an acknowledged write: its data, or the
+    /// metadata that leads to it, exists only in this process until the next flush.
     pub fn would_lose(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.storage().would_lose(),
@@ -333,7 +344,8 @@ impl Image {
         }
     }
 
-    /// The last thing that is done with an image: what a format keeps in memory reaches the file.
+    /// Writes the metadata that the format holds in memory and closes the storage. Must be
+    /// the last call on an image.
     pub async fn close(&self) -> Result<()> {
         match self {
             Self::Raw(_) => {}
@@ -342,19 +354,21 @@ impl Image {
         self.close_own().await
     }
 
-    /// Whether it was opened for handover: see
+    /// True if the image was opened for handover: see
     /// [`OpenOptions::handover`](storage::OpenOptions::handover).
     pub fn is_handed_over(&self) -> bool {
         self.files().any(Storage::is_handed_over)
     }
 
-    /// Tries to take the locks of an image that was opened for handover, of all its files or none:
-    /// see [`Storage::take_locks`].
+    /// Tries to take the locks of an image that was opened for handover. Takes those of all
+    /// its files or none: see [`Storage::take_locks`].
     pub fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
         for storage in self.files() {
             match storage.take_locks(last) {
                 Ok(true) => {}
                 other => {
+                    // All or none: a process that holds some of the locks would block the
+                    // other process forever.
                     self.release_locks();
                     return other;
                 }
@@ -363,7 +377,7 @@ impl Image {
         Ok(true)
     }
 
-    /// Lets others have it.
+    /// Releases the locks of all its files.
     pub fn release_locks(&self) {
         self.files().for_each(Storage::release_locks);
     }
@@ -373,7 +387,7 @@ impl Image {
         self.files().any(Storage::is_busy)
     }
 
-    /// See [`Storage::descriptors`], of all files that are written to.
+    /// See [`Storage::descriptors`], for all files that are written to.
     pub fn descriptors(&self) -> io::Result<Vec<PassedFile>> {
         self.files().filter_map(Storage::descriptors).collect()
     }
@@ -383,12 +397,12 @@ impl Image {
         self.files().any(Storage::is_passed)
     }
 
-    /// Whether another process has its locks.
+    /// True if another process holds its locks.
     pub fn is_anothers(&self) -> bool {
         self.files().any(Storage::is_anothers)
     }
 
-    /// Those of its own, not of the images that it reads from.
+    /// Files of this image alone, without those of its backing chain.
     pub fn files(&self) -> Box<dyn Iterator<Item = &Storage> + '_> {
         match self {
             Self::Raw(raw) => Box::new(std::iter::once(raw.storage())),
@@ -396,12 +410,12 @@ impl Image {
         }
     }
 
-    /// Returns once the file systems of all files of the chain have answered. Each of them has
-    /// `timeout` for its answer, so that a long chain has no less time than one file.
+    /// Returns when the file systems of all files of the chain have answered. `timeout`
+    /// applies to each file, so a long chain does not time out earlier than a single file.
     ///
     /// # Errors
-    /// [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT) if one has not answered, or after
-    /// [`Image::give_up`].
+    /// [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT) if one does not answer in
+    /// time, or after [`Image::give_up`].
     pub async fn ask_within(&self, timeout: Duration) -> Result<()> {
         for storage in self.chain().flat_map(Self::files) {
             reactor::timeout(timeout, storage.ask()).await.unwrap_or(Err(Error::TIMED_OUT))?;
@@ -409,17 +423,17 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::give_up`], of all files of the chain.
+    /// See [`Storage::give_up`], for all files of the chain.
     pub fn give_up(&self) {
         self.chain().flat_map(Self::files).for_each(Storage::give_up);
     }
 
-    /// See [`Storage::closed`], of all files of the chain.
+    /// See [`Storage::closed`], for all files of the chain.
     pub fn closed(&self) -> Vec<async_channel::Receiver<()>> {
         self.chain().flat_map(Self::files).filter_map(Storage::closed).collect()
     }
 
-    /// The names of the bitmaps that take down what is written to it.
+    /// Names of the dirty bitmaps that record writes.
     pub fn recorded_bitmaps(&self) -> Vec<String> {
         match self {
             Self::Raw(_) => Vec::new(),
@@ -427,8 +441,8 @@ impl Image {
         }
     }
 
-    /// What a format keeps in memory reaches the file, for a process on this host, which sees the
-    /// same page cache: of data, nothing is made durable that was not.
+    /// Writes the metadata that the format holds in memory to the file, for a process on
+    /// the same host, which shares the page cache. Does not make guest data durable.
     pub async fn lay_down(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
@@ -436,8 +450,8 @@ impl Image {
         }
     }
 
-    /// What servers and clusters have of it is where other processes see it: there is no page
-    /// cache.
+    /// Makes written data on servers and clusters visible to other processes; there is no
+    /// shared page cache.
     pub async fn flush_servers(&self) -> Result<()> {
         for storage in self.files() {
             storage.write_back().await?;
@@ -445,7 +459,7 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::lay_down`], which comes last.
+    /// See [`Storage::lay_down`]. Must be the last step of handing the image over.
     pub async fn leave_clusters(&self) -> Result<()> {
         for storage in self.files() {
             storage.lay_down().await?;
@@ -466,8 +480,8 @@ impl Image {
         self.files().any(Storage::is_lost)
     }
 
-    /// Closes what is this process's own although another goes on with the image: what it has open
-    /// in clusters.
+    /// Closes what belongs to this process alone when another process continues to use the
+    /// image: its handles of clusters.
     pub async fn close_own(&self) -> Result<()> {
         let mut outcome = Ok(());
         for storage in self.files() {
@@ -476,7 +490,7 @@ impl Image {
         outcome
     }
 
-    /// Everything reaches the file, for another to take over.
+    /// Writes and flushes everything, so that another process can take the image over.
     pub async fn hand_over(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.storage().flush().await,
@@ -484,12 +498,15 @@ impl Image {
         }
     }
 
-    /// Once the locks of files are taken: takes those of clusters, and reads what another may have
-    /// written. `heirs`: see [`Storage::take_up`].
+    /// Takes the locks of clusters and reads again what another process may have written.
+    /// The locks of files must have been taken. `heirs`: see [`Storage::take_up`].
     pub async fn take_over(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let said = |failure| open::said(name, &failure);
         for storage in self.files() {
+            // Order: a cluster's lock protects the size that is read next, and `take_over` below
+            // reads
+            // metadata, which must not come from pages that were cached before the handover.
             storage.take_up(heirs).await?;
             storage.refresh_size().await.map_err(|error| said(error.into()))?;
             storage.was_changed();
@@ -503,7 +520,7 @@ impl Image {
     /// See [`Storage::write_zeroes`].
     ///
     /// # Errors
-    /// As there, and as for [`Image::write`].
+    /// Those of [`Storage::write_zeroes`] and [`Image::write`].
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.write_zeroes(offset, length, options).await,
@@ -519,7 +536,8 @@ impl Image {
         }
     }
 
-    /// See [`Storage::reserve`]. Clusters of a qcow2 image are allocated when they are written.
+    /// See [`Storage::reserve`]. Unsupported for qcow2, which allocates clusters when they
+    /// are written.
     ///
     /// # Errors
     /// Those of [`Storage::reserve`].
@@ -531,9 +549,9 @@ impl Image {
         }
     }
 
-    /// Space that stores the disk's content, in bytes, by [`Storage::allocated_bytes`]. For a
-    /// mapping format it is the sum over all files of the chain, metadata included, and at most the
-    /// disk's size.
+    /// Bytes of storage that the disk's content occupies, by [`Storage::allocated_bytes`].
+    /// For a mapping format it is the sum over all files of the chain, including metadata,
+    /// limited to the disk's size.
     ///
     /// # Errors
     /// Those of [`Storage::allocated_bytes`].
@@ -548,7 +566,8 @@ impl Image {
         Ok(allocated_bytes.min(self.size_bytes()))
     }
 
-    /// Counts [`Image::allocated_bytes`] again, for `timeout` at most for all files of the chain.
+    /// Refreshes [`Image::last_allocated_bytes`], within `timeout` for all files of the
+    /// chain together.
     pub async fn count_allocated_bytes(&self, timeout: Duration) {
         let deadline = reactor::now() + timeout;
         for storage in self.chain().flat_map(Self::files) {
@@ -556,7 +575,7 @@ impl Image {
         }
     }
 
-    /// As [`Image::allocated_bytes`], as last counted. Never waits.
+    /// Last known value of [`Image::allocated_bytes`]. Never waits.
     pub fn last_allocated_bytes(&self) -> u64 {
         if let Self::Raw(raw) = self {
             return raw.storage().last_allocated_bytes();
@@ -582,9 +601,10 @@ impl Image {
         }
     }
 
-    /// Which file of the chain a range is allocated in, as QEMU counts: from one to
-    /// [`MOST_EXTENTS`](storage::MOST_EXTENTS) runs that begin at `offset`, follow each
-    /// other and together cover no more than `length`, perhaps less. `length` is not zero.
+    /// Position in the chain of the image that allocates each part of a range, counted as
+    /// by QEMU. Returns 1 to [`MOST_EXTENTS`](storage::MOST_EXTENTS) contiguous runs from
+    /// `offset` on, which cover at most `length` bytes and may end earlier. `length` must
+    /// not be zero.
     pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
         match self {
             Self::Raw(_) => Ok(vec![Depth { length, depth: 1 }]),

@@ -1,22 +1,21 @@
-//! From a name to an image that is ready: its format, the chain of files behind it, and the keys of
-//! encrypted ones.
+//! Opens an image by name: its format, its backing chain, and the keys of encrypted images.
 //!
 //! ```text
 //!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw      downwards: open, lock, read the header
 //!       └──data file──► vm1.data
-//!                                                                  upwards: Qcow2::open with what is below
+//!                                                                  upwards: Qcow2::open over the backing image
 //! ```
 //!
-//! An image names the files behind it, and whoever made the image is not trusted:
-//! - the format of a backing file is never guessed, so a guest cannot write another file into its
-//!   disk (see [`probe`](storage::probe)); an image whose own format was guessed may not
-//!   name any file;
-//! - a name is a path and nothing else; with an [image root](storage::Root) it may not lead
-//!   out of it;
-//! - a chain that contains a file twice, or is longer than [`LONGEST_CHAIN`], is refused.
+//! An image names the files behind it, and its author is not trusted:
+//! - the format of a backing file is never probed, so that a guest cannot make a host file
+//!   part of its disk (see [`probe`](storage::probe)); an image whose own format was probed
+//!   must not name other files;
+//! - a name is a path and nothing else; with an [image root](storage::Root) it must stay
+//!   inside the root;
+//! - a chain that contains a file twice, or is longer than [`LONGEST_CHAIN`], is rejected.
 //!
-//! Backing files are opened read-only and locked as QEMU locks them: others may read them too, and
-//! nobody may write.
+//! Backing files are opened read-only and locked as by QEMU: shared with readers, exclusive
+//! of writers.
 
 mod chain;
 mod names;
@@ -35,43 +34,46 @@ use super::{
 };
 use storage::OpenError;
 
-/// How to open an image.
+/// Options for [`open`].
 #[derive(Clone, Debug, Default)]
 pub struct ImageOptions {
-    /// Its storage, and the format. What is said of cache mode, sharing and root holds for the
-    /// files behind it too; delay, rate and faults are the image's own.
+    /// Options of its storage, and its format. Cache mode, sharing and root also apply to
+    /// the files behind it; delay, rate and faults apply to the topmost file only.
     pub storage: storage::OpenOptions,
-    /// Of each qcow2 image in the chain.
+    /// Metadata caches of each qcow2 image in the chain.
     pub caches: CacheSettings,
-    /// One for each encrypted image in the chain, from the top; or one that opens them all.
+    /// One secret for each encrypted image of the chain, from the top, or a single one for
+    /// all of them.
     pub secrets: Vec<Secret>,
-    /// Where unallocated clusters are read from.
+    /// Source of unallocated clusters.
     pub backing: BackingChoice,
-    /// Read this internal snapshot of the topmost image, by its id or its name, instead of the
-    /// disk; it cannot be written to.
+    /// Opens this internal snapshot of the topmost image, by id or name, instead of the
+    /// disk. The result is read-only.
     pub snapshot: Option<String>,
 }
 
-/// What is behind the image.
+/// Choice of the backing file.
 #[derive(Clone, Debug, Default)]
 pub enum BackingChoice {
-    /// What the image says.
+    /// The backing file that the image names.
     #[default]
     AsInImage,
-    /// Nothing, whatever the image says.
+    /// No backing file, even if the image names one.
     Nothing,
 }
 
-/// Opens the image that `spec` names: a path, `memory:SIZE` or `null:SIZE`.
+/// Opens the image that `spec` names: a path, `memory:SIZE`, `null:SIZE`, or a remote
+/// image.
 ///
 /// # Errors
-/// Everything that is wrong with it and with what is behind it, said for people.
+/// The cause, in the image or in a file behind it, as a message for users.
 ///
 /// # Panics
 /// Outside a reactor.
 pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError> {
     let mut levels = chain::find(spec, &options).await?;
     let mut ciphers = secrets::unlock(&levels, &options.secrets).await?;
+    // From the bottom up: an image is opened over a complete backing chain.
     let mut below = None;
     while levels.len() > 1
         && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
@@ -88,10 +90,10 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     assemble(top, below, cipher.flatten(), options.caches, wanted).await
 }
 
-/// What an image is opened as.
+/// Purpose that an image is opened for.
 enum As<'a> {
     Disk,
-    /// One that another process may have in use.
+    /// Another process may still use it.
     Handover,
     Snapshot(&'a str),
 }
@@ -145,7 +147,7 @@ pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
             "allow more with --memory, or make coarser bitmaps: `weir image bitmap`",
         ),
         OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
-        // Looked for before there was anything to open.
+        // `chain` and `secrets` report these before an image is opened.
         OpenFailure::LegacyAes | OpenFailure::NoKey | OpenFailure::NoDataFile => {
             (failure.to_string(), "see docs/reference")
         }

@@ -1,32 +1,33 @@
-//! qcow2, QEMU's copy-on-write format: written from its specification (QEMU's
+//! qcow2, QEMU's copy-on-write format, implemented from its specification (QEMU's
 //! docs/interop/qcow2.rst).
 //!
 //! ```text
-//!   read, write, zero, status ─► lookup ─► l1 ─► cache ─► entry      where a guest's bytes are
+//!   read, write, zero, status ─► lookup ─► l1 ─► cache ─► entry      maps guest offsets
 //!          │                       │
 //!          ▼                       ▼
-//!   refcounts, overlap      writeback ─► file ─► header              what is free; what is written, and when
+//!   refcounts, overlap      writeback ─► file ─► header              allocates; orders metadata writes
 //! ```
 //!
-//! - `header`, `entry`: the numbers in the file, and what they mean. Pure.
-//! - `open`: what is checked and read before the first request. `bytes`: the same for callers that
-//!   do not open an image.
+//! - `header`, `entry`: encoding of the structures in the file. Pure.
+//! - `open`: checks and reads before the first request. `bytes`: access to metadata for
+//!   callers that do not open an image.
 //! - `create`: the metadata of a new image.
-//! - `compress`, `luks`: how a cluster's bytes are changed on their way. Pure.
-//! - `gate`: who is inside, so that nothing is reused or changed as a whole while requests use it.
-//! - `check`: whether an image is consistent, and repairs, without opening it.
-//! - `snapshot`, `bitmap`: what else an image keeps.
-//! - `fuzzing`: what the fuzz targets do with images of any bytes.
-//! - `handover`: another process has the image for a while.
-//! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `preallocate`,
-//!   `backing`, and the end, [`Qcow2::close`].
+//! - `compress`, `luks`: transformations of a cluster's bytes. Pure.
+//! - `gate`: epochs of requests, so that clusters are reused and metadata is replaced only
+//!   when no request uses them.
+//! - `check`: consistency check and repair of an image that is not open.
+//! - `snapshot`, `bitmap`: internal snapshots and dirty bitmaps.
+//! - `fuzzing`: entry points of the fuzz targets.
+//! - `handover`: temporary use by another process.
+//! - `quiet`: changes of the whole image while no request is in flight: `resize`,
+//!   `preallocate`, `backing`, and [`Qcow2::close`].
 //!
-//! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or
-//! slice, writing, refcounts, file. `Pending` and the state of the refcounts are held for
-//! nanoseconds, inside all of them.
+//! Lock order, for tasks that hold several: guard of the gate (`Pass`), guest range, L2
+//! table or slice, metadata writing, refcounts, file. The mutexes of `Pending` and of the
+//! refcounts' state are innermost and held for nanoseconds.
 //!
-//! An image is hostile input: every offset, size and count is checked before it is used, and an
-//! error names the place.
+//! An image is hostile input: every offset, size and count is checked before use, and an
+//! error names the structure and its offset.
 
 pub mod amend;
 mod backing;
@@ -81,7 +82,7 @@ pub use self::{
 use reactor::error::{Error, Result};
 use storage::{BlockSize, Storage};
 
-/// What is wrong with an image, and where: for people.
+/// Description of an invalid structure and its location, as text for users.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(String);
@@ -92,11 +93,10 @@ impl Invalid {
     }
 }
 
-/// An open image. Clones are the same image.
+/// An open image. Clones refer to the same image.
 ///
-/// Requests come from any worker, and take `&self`. Metadata that they change stays in memory until
-/// a flush; so [`Qcow2::close`] must be the last thing that is done with it, or what was not
-/// flushed is lost.
+/// Requests may come from any worker. Changed metadata stays in memory until a flush,
+/// so [`Qcow2::close`] must be the last call; otherwise unflushed changes are lost.
 #[derive(Clone, Debug)]
 pub struct Qcow2(Arc<Opened>);
 
@@ -109,28 +109,28 @@ impl Deref for Qcow2 {
 }
 
 impl Qcow2 {
-    /// The virtual disk, in bytes.
+    /// Size of the virtual disk in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size.load(Acquire)
     }
 
-    /// The header, as it is in the file now.
+    /// Header as it is in the file now.
     pub fn header(&self) -> Header {
         self.file.header()
     }
 
-    /// Whether writes fail: it was opened so, or found corrupt.
+    /// True if writes fail: the image was opened read-only or found corrupt.
     pub fn is_read_only(&self) -> bool {
         self.read_only || self.file.is_corrupt()
     }
 
-    /// Format and storage, for people.
+    /// Format and storage, as text for logs.
     pub fn description(&self) -> String {
         format!("qcow2, {}", self.file.storage().description())
     }
 
-    /// The alignment that costs least: below a cluster (or subcluster), a first write copies what
-    /// is around it.
+    /// Request alignment. Below the preferred size, a cluster or subcluster, a first write
+    /// copies the surrounding data.
     pub fn block_size(&self) -> BlockSize {
         let below = self.storage().block_size();
         let minimum =
@@ -138,32 +138,33 @@ impl Qcow2 {
         BlockSize { minimum, preferred: below.preferred.max(1 << self.shape.subcluster_bits()) }
     }
 
-    /// Whether zeroing whole clusters is faster than writing zeroes.
+    /// True if zeroing whole clusters is faster than writing zeroes. Version 2 has no zero
+    /// flag in its L2 entries.
     pub fn can_zero_fast(&self) -> bool {
         self.shape.version >= 3
     }
 
-    /// What the L2 cache has done.
+    /// Counters of the L2 cache.
     pub fn cache_statistics(&self) -> CacheStatistics {
         self.cache.load().statistics(self.slice_covers(), self.size_bytes())
     }
 
-    /// What the refcount cache has done.
+    /// Counters of the refcount cache.
     pub fn refcount_statistics(&self) -> RefcountStatistics {
         self.refcounts.statistics()
     }
 
-    /// Where guest data lies.
+    /// Storage that holds guest data: the external data file, if there is one.
     pub fn storage(&self) -> &Storage {
         self.data.as_ref().unwrap_or(self.file.storage())
     }
 
-    /// The files that are written to.
+    /// Files that are written to: the qcow2 file and the external data file.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Storage> {
         std::iter::once(self.file.storage()).chain(&self.data)
     }
 
-    /// What is not allocated is read from here.
+    /// Image that unallocated clusters are read from.
     pub fn backing(&self) -> Option<&crate::Image> {
         self.backing.as_deref()
     }

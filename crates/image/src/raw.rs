@@ -1,9 +1,11 @@
-//! Raw images: the bytes are the disk.
+//! Raw images: offsets of the disk are offsets of the storage.
 //!
-//! If the format was guessed, the guest must never be able to write a header that changes the next
-//! guess ([`probe`](storage::probe) says why). So changes to the first 512 bytes are
-//! compared, one after the other, with what is there already, and a change that would form a known
-//! header fails with EPERM.
+//! If the format was probed, a guest must never be able to write a header that changes the
+//! result of the next probe; [`probe`](storage::probe) explains the attack. Changes to the
+//! first 512 bytes are therefore serialized, merged with the present content and checked; a
+//! change that would form a known header fails with EPERM.
+//!
+//! Never restricts an image whose format was given.
 
 use super::Image;
 use reactor::{
@@ -24,17 +26,18 @@ const HEADER_END: u64 = HEADER_BYTES as u64;
 pub struct Raw {
     storage: Storage,
     read_only: bool,
-    /// One change to the header at a time; `None` if the format was given and any header is fine.
+    /// Serializes changes to the header; `None` if the format was given, which allows any
+    /// header.
     header: Option<RangeLocks>,
 }
 
 impl Raw {
-    /// `storage` as a disk; its content may be anything.
+    /// Uses `storage` as a disk with arbitrary content.
     pub fn new(storage: Storage) -> Self {
         Self { read_only: storage.read_only(), storage, header: None }
     }
 
-    /// As it was opened: where the format was guessed, the header is guarded.
+    /// Guards the header if the format was probed (`guessed`) and the image is writable.
     pub(crate) fn of(storage: Storage, guessed: bool, read_only: bool) -> Self {
         match (read_only, guessed) {
             (true, _) => Self::new(storage).read_only(),
@@ -43,13 +46,13 @@ impl Raw {
         }
     }
 
-    /// Refuses writes that would make the image look like another format.
+    /// Rejects writes that would make the image look like another format.
     #[must_use]
     pub fn guarding_header(self) -> Self {
         Self { header: Some(RangeLocks::default()), ..self }
     }
 
-    /// Refuses all writes.
+    /// Rejects all writes.
     #[must_use]
     pub fn read_only(self) -> Self {
         Self { read_only: true, ..self }
@@ -63,7 +66,8 @@ impl Raw {
         self.read_only
     }
 
-    /// Whether no read or write ever waits, be it for the storage or for another one.
+    /// True if no read or write ever waits, neither for the storage nor for the header's
+    /// lock.
     pub(super) fn is_instant(&self) -> bool {
         self.header.is_none() && self.storage.is_instant()
     }
@@ -81,14 +85,15 @@ impl Raw {
         self.storage.write(offset, data, durability).await
     }
 
-    /// As [`Raw::write`], of a request's data where it is: see [`Storage::write_registered`].
+    /// Writes like [`Raw::write`] from a request's pages: see
+    /// [`Storage::write_registered`]. `None` if the data must be copied first.
     pub(super) async fn write_registered(
         &self,
         offset: u64,
         buffer: &Registered,
         durability: Durability,
     ) -> Option<Result<()>> {
-        // What is judged is copied first.
+        // A guarded header is checked on a private copy, see `write_header`.
         if self.read_only || offset < HEADER_END && self.header.is_some() {
             return None;
         }
@@ -103,20 +108,23 @@ impl Raw {
         durability: Durability,
     ) -> Result<()> {
         let _guard = locks.exclusive(0..HEADER_END).await;
-        // What is judged is what is written: a guest may change its memory in between.
+        // One private copy is both checked and written: guest memory may change between the
+        // two.
         let data = data.joined();
         let front = data.len().min((HEADER_END - offset) as usize);
         self.check_header(offset, &data[..front]).await?;
         self.storage.write(offset, data.into(), durability).await
     }
 
-    /// Whether the header may become what it is with `change` at `offset`.
+    /// Fails with EPERM if `change` at `offset` would make the first sector a known header.
     async fn check_header(&self, offset: u64, change: &[u8]) -> Result<()> {
         let length = self.storage.size_bytes().min(HEADER_END) as usize;
         let end = offset as usize + change.len();
         if end > length {
             return Err(Error::INVALID);
         }
+        // Parts of a header may arrive in several writes, so the check covers the merged
+        // sector.
         let mut header = Buffer::new(length);
         if change.len() < length {
             header = self.storage.read(0, header).await?;
@@ -147,7 +155,8 @@ impl Raw {
         self.storage.write_zeroes(offset, length, options).await
     }
 
-    /// See [`Storage::resize`]. Bytes that are cut off read as zeroes once the disk grows again.
+    /// See [`Storage::resize`]. Bytes that are cut off read as zeroes when the disk grows
+    /// again.
     pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         if self.read_only {
             return Err(ResizeError::ReadOnly);
@@ -163,7 +172,7 @@ impl Raw {
         self.storage.resize(size_bytes).await
     }
 
-    /// Zeroes can complete a header too: some signatures have one in them.
+    /// Zeroes can complete a header as well: some signatures contain zero bytes.
     async fn check_zeroed_header(&self, offset: u64, length: u64) -> Result<()> {
         let front = length.min(HEADER_END - offset) as usize;
         self.check_header(offset, &[0; HEADER_BYTES][..front]).await
@@ -177,18 +186,19 @@ impl Raw {
             return self.storage.discard(offset, length).await;
         };
         let _guard = locks.exclusive(0..HEADER_END).await;
-        // What is discarded reads as zeroes afterwards or stays: both must be raw, and what is
-        // there is.
+        // The storage may zero or ignore a discard. The present content is raw by induction,
+        // so only the zeroed variant needs a check.
         self.check_zeroed_header(offset, length).await?;
         self.storage.discard(offset, length).await
     }
 }
 
-/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any
-/// format are for [`open`](super::open).
+/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. For
+/// other formats use [`open`](super::open).
 ///
 /// # Errors
-/// Everything that is wrong with it, said for people; also if it is, or looks, of another format.
+/// The cause as a message for users; also if the image is, or looks like, another
+/// format.
 pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, OpenError> {
     let (bottom, probed) = open_bottom(spec, &options)?;
     if check_format(options.format, probed, spec)? != Format::Raw {
@@ -305,7 +315,8 @@ mod tests {
                 let (raw, data) = (std::rc::Rc::clone(&raw), place.clone().into());
                 spawn_joinable(async move { raw.write(0, data, Durability::Cached).await })
             };
-            // It is being judged: the rest of the header is on its way.
+            // The write has passed its check and waits for the storage; now the guest changes its
+            // memory.
             sleep_until(now() + policy::time::Duration::from_micros(500)).await;
             assert!(!writing.is_finished());
             place.write(0, b"QFI\xfbabcd");

@@ -1,8 +1,8 @@
-//! A passphrase: bytes that are wiped when they are dropped, and never printed.
+//! A passphrase: bytes that are wiped when dropped and never printed.
 //!
-//! It comes from a file or an open descriptor, never from an argument, because everybody on the
-//! machine sees arguments. Like QEMU's `secret` object and cryptsetup's `--key-file`, it is the
-//! whole content of the file, including a line break at the end.
+//! It is read from a file or an open descriptor, never from an argument: arguments are
+//! visible to all users of the machine. Like QEMU's `secret` object and cryptsetup's
+//! `--key-file`, it is the entire content of the file, including a trailing line break.
 
 use std::{
     fmt,
@@ -12,7 +12,7 @@ use std::{
 
 use zeroize::{Zeroize, Zeroizing};
 
-/// The longest passphrase that is read, in bytes; a larger file is a mistake.
+/// Length limit of a passphrase, in bytes. Larger files are rejected as mistakes.
 pub const LONGEST_SECRET: usize = 64 << 10;
 
 /// A passphrase or key.
@@ -20,19 +20,19 @@ pub const LONGEST_SECRET: usize = 64 << 10;
 pub struct Secret(Zeroizing<Vec<u8>>);
 
 impl Secret {
-    /// Takes the bytes, and with them the duty to wipe them.
+    /// Takes ownership of the bytes and wipes them when dropped.
     pub fn new(bytes: Vec<u8>) -> Self {
         Self(Zeroizing::new(bytes))
     }
 
-    /// Reads everything there is in `file`; blocks, where that is a pipe until its other end is
-    /// closed.
+    /// Reads `file` to its end. Blocks; for a pipe, until the writer closes it.
     ///
     /// # Errors
-    /// The system's, and [`ErrorKind::InvalidData`] if it is empty or longer than
-    /// [`LONGEST_SECRET`].
+    /// The system's error, or [`ErrorKind::InvalidData`] if the file is empty or longer
+    /// than [`LONGEST_SECRET`].
     pub fn read(mut file: File) -> io::Result<Self> {
-        // Never grown, so that no copy is left behind in memory that was given back.
+        // Allocated at its final size: a buffer that grows leaves copies of the secret in
+        // freed memory.
         let mut bytes = Zeroizing::new(vec![0; LONGEST_SECRET + 1]);
         let mut length = 0;
         loop {
@@ -50,7 +50,7 @@ impl Secret {
         }
     }
 
-    /// The bytes themselves.
+    /// The bytes, for key derivation.
     pub fn expose(&self) -> &[u8] {
         &self.0
     }

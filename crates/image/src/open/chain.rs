@@ -1,6 +1,7 @@
-//! From the top of a chain to its end: opens each file, reads its header, follows the names in it.
+//! Follows a backing chain from the top to its end: opens each file, reads its header and
+//! resolves the names in it.
 //!
-//! Reads only headers. The tables are read when the images are opened, from the other end.
+//! Reads headers only. Tables are read when the images are opened, from the bottom up.
 
 use std::path::{Path, PathBuf};
 
@@ -16,30 +17,31 @@ use crate::qcow2::{
     header::{Crypt, Header, Place},
 };
 
-/// The most images in a chain. Each costs caches, and a read may go through all of them.
+/// Length limit of a chain. Each image costs caches, and a read may pass through all of
+/// them.
 pub const LONGEST_CHAIN: usize = 200;
 
-/// An image of the chain, not yet opened as its format has it.
+/// An image of the chain whose header was read and whose tables were not.
 pub(super) struct Level {
-    /// For people: whose backing file it is, too.
+    /// Path or spec, for messages.
     pub(super) name: String,
-    /// Its file, with the wrappers.
+    /// Its file, with delay, rate and fault wrappers.
     pub(super) storage: Storage,
     pub(super) read_only: bool,
-    /// The format is a guess, which what is written must not make wrong.
+    /// The format was probed; writes must not change the result of the next probe.
     pub(super) guessed: bool,
-    /// Of a raw image nothing.
+    /// `None` for a raw image.
     pub(super) qcow2: Option<Found>,
 }
 
-/// What a qcow2 image says.
+/// Header of a qcow2 image, and its data file.
 pub(super) struct Found {
     pub(super) header: Header,
     pub(super) data: Option<Storage>,
 }
 
 impl Level {
-    /// Where its LUKS header is, if it is encrypted.
+    /// Location of its LUKS header, if it is encrypted.
     pub(super) fn luks(&self) -> Option<Place> {
         self.qcow2
             .as_ref()
@@ -47,15 +49,15 @@ impl Level {
     }
 }
 
-/// What is to be opened next.
+/// Backing file to open next.
 struct Next {
     path: PathBuf,
     format: Format,
-    /// The image that names it.
+    /// Name of the image that refers to it.
     of: String,
 }
 
-/// The images of the chain that begins with `spec`, topmost first; at least one.
+/// Opens the files of the chain that begins with `spec`, topmost first; at least one.
 pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Level>, OpenError> {
     let mut seen = Seen::default();
     let (top, mut next) = find_top(spec, options, &mut seen).await?;
@@ -86,6 +88,7 @@ async fn find_top(
     let name = path.as_ref().map_or_else(|| spec.to_owned(), |path| path.display().to_string());
     let (bottom, probed) = bottom(spec.to_owned(), own.clone()).await?;
     seen.add(&bottom, &name)?;
+    // Memory and null storage have no persistent header that a later probe could read.
     let guessed = own.format.is_none() && (path.is_some() || is_far);
     let format = check_format(own.format, probed, &name)?;
     warn_of_container(&name, probed);
@@ -114,7 +117,8 @@ async fn find_backing(
     seen: &mut Seen,
 ) -> Result<(Level, Option<Next>), OpenError> {
     let name = format!("{of}: its backing file {}", path.display());
-    // What a raw one does not have reads as zeroes, also where that is all.
+    // The part of an overlay beyond the end of a raw backing file reads as zeroes, so the
+    // file may even be empty.
     let may_be_empty = format == Format::Raw;
     let own = storage::OpenOptions { read_only: true, may_be_empty, ..behind(options, format) };
     let (storage, probed) = open_behind(&path, &name, own, seen).await?;
@@ -124,7 +128,7 @@ async fn find_backing(
     follow(level, Some(&path), format, options, seen).await
 }
 
-/// Reads the header, opens the data file, and says what comes next.
+/// Reads the header, opens the data file and returns the backing file to open next.
 async fn follow(
     mut level: Level,
     path: Option<&Path>,
@@ -140,7 +144,8 @@ async fn follow(
     let data = open_data_file(&level, path, &header, options, seen).await?;
     let next = next(&level.name, path, &header, &options.backing)?;
     level.qcow2 = Some(Found { header, data });
-    // Only of the image that was asked for can more be said than it says itself.
+    // `BackingChoice` applies to the topmost image only in effect: with `Nothing` the
+    // chain ends here.
     Ok((level, next))
 }
 
@@ -152,6 +157,8 @@ fn check(level: &Level, header: &Header) -> Result<(), OpenError> {
             "convert it with qemu-img to an image encrypted with LUKS",
         ));
     }
+    // Otherwise a guest of a raw disk could write a qcow2 header that names any file of
+    // the host.
     if level.guessed && (header.backing.is_some() || header.has_data_file()) {
         return Err(OpenError::new(
             &level.name,
@@ -217,8 +224,10 @@ async fn open_data_file(
     open_behind(&path, &name, own, seen).await.map(|(storage, _)| Some(storage))
 }
 
-/// What holds for files behind the image.
+/// Options of a file behind the image. Delay, rate and faults are not inherited.
 fn behind(options: &ImageOptions, format: Format) -> storage::OpenOptions {
+    // Sharing a data file that is written to is never safe; `force_share` covers readers
+    // only.
     let top = &options.storage;
     storage::OpenOptions {
         cache: top.cache,
@@ -230,14 +239,15 @@ fn behind(options: &ImageOptions, format: Format) -> storage::OpenOptions {
     }
 }
 
-/// Opens a file behind the image; `name` says also whose it is.
+/// Opens a file behind the image; `name` includes the image that refers to it.
 async fn open_behind(
     path: &Path,
     name: &str,
     mut options: storage::OpenOptions,
     seen: &mut Seen,
 ) -> Result<(Storage, Probed), OpenError> {
-    // Before its locks, which would only say that somebody has it.
+    // Checked before the locks are taken: a loop would otherwise be reported as a lock
+    // conflict.
     let at = path.to_owned();
     let there = reactor::blocking(move || FileIdentity::at(&at)).await;
     seen.check(there, name)?;
@@ -251,7 +261,7 @@ async fn open_behind(
     Ok((storage, probed))
 }
 
-/// Logs that an image looks like a file that has to be unpacked or converted first.
+/// Logs that an image looks like a file that must be unpacked or converted first.
 fn warn_of_container(image: &str, probed: Probed) {
     if let Some(warning) = probe::warning(probed) {
         tracing::warn!(image, "{warning}");
@@ -280,7 +290,8 @@ fn invalid(level: &Level, error: &MetadataError) -> OpenError {
     }
 }
 
-/// The files of the chain so far, by what they are and not by their names.
+/// Files of the chain so far, by device and inode, because several names can lead to
+/// one file.
 #[derive(Default)]
 struct Seen(Vec<FileIdentity>);
 

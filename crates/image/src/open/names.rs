@@ -1,7 +1,7 @@
-//! Names of files as an image has them: paths, relative to the image's own directory.
+//! File names in an image: paths, relative to the directory of the image.
 //!
-//! QEMU also takes descriptions (`json:…`) and addresses (`nbd://…`) there. With those, an image
-//! could make its server connect to any address, so they are refused by name.
+//! QEMU also accepts descriptions (`json:…`) and addresses (`nbd://…`) there. They would
+//! let an image make its server connect to any address, so they are rejected.
 
 use std::path::{Path, PathBuf};
 
@@ -27,11 +27,12 @@ pub fn resolve(image: Option<&Path>, name: &str) -> Result<PathBuf, String> {
     Ok(image.and_then(Path::parent).unwrap_or(Path::new("")).join(name))
 }
 
-/// Checks that the meaning of a name does not depend on the working directory of the process. For
-/// names that are written into an image without a look at the file.
+/// Checks that a name does not depend on the working directory of the process. For
+/// names that are written into an image without opening the file.
 ///
 /// # Errors
-/// The reason, phrased to follow the name: a relative path in an image that is in no directory.
+/// The reason, phrased to follow the name: a relative path in an image that is in no
+/// directory.
 pub fn check_base(image: Option<&Path>, name: &str) -> Result<(), String> {
     let path = match protocol(name) {
         None => name,
@@ -45,7 +46,8 @@ pub fn check_base(image: Option<&Path>, name: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// What is before a colon that comes before any slash, as QEMU reads names.
+/// Part before the first colon, if no slash precedes it: QEMU's definition of a
+/// protocol prefix.
 fn protocol(name: &str) -> Option<&str> {
     let end = name.find([':', '/'])?;
     name[end..].starts_with(':').then_some(&name[..end])

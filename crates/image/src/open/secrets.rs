@@ -1,4 +1,4 @@
-//! Which passphrase belongs to which image, and unlocking.
+//! Assigns passphrases to the encrypted images of a chain and unlocks them.
 
 use super::chain::Level;
 use storage::OpenError;
@@ -8,10 +8,10 @@ use crate::{
     qcow2::luks::{self, Cipher, UnlockError},
 };
 
-/// The cipher of each level, none where it is not encrypted.
+/// Cipher of each level; `None` for a level that is not encrypted.
 ///
-/// Comes after the whole chain was found: what is missing shows before keys are derived, which
-/// takes seconds.
+/// Runs after the whole chain was found, so that missing files are reported before keys
+/// are derived, which takes seconds.
 pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<Option<Cipher>>, OpenError> {
     let encrypted = levels.iter().filter(|level| level.luks().is_some()).count();
     let top = &levels[0].name;
@@ -48,8 +48,8 @@ pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<O
 
 fn said(name: &str, error: &UnlockError, secret: &Secret) -> OpenError {
     let remedy = match error {
-        // The commonest mistake, and nothing that a wrong passphrase would tell about the right
-        // one.
+        // The most common mistake. The hint depends on the given secret only and reveals
+        // nothing about the correct one.
         UnlockError::WrongPassphrase { .. } if secret.expose().ends_with(b"\n") => {
             "the line break at the end of the secret counts, too: printf is better than echo"
         }

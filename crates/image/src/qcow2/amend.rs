@@ -1,6 +1,6 @@
 //! Changes of an image's features: its version and lazy refcounts.
 //!
-//! Both are fields of the header alone, and all else stays where it is. Never changes guest data.
+//! Both are fields of the header; everything else stays unchanged. Never changes guest data.
 
 use super::Qcow2;
 use reactor::error::{Error, Result};
@@ -10,23 +10,23 @@ use crate::qcow2::header::compatible;
 /// Features to change; `None` keeps the present value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amendment {
-    /// Make an image of version 2 one of version 3.
+    /// Upgrade an image of version 2 to version 3.
     pub upgrade: bool,
-    /// Write refcounts late; only in version 3.
+    /// Allow postponed refcount updates; only in version 3.
     pub lazy_refcounts: Option<bool>,
 }
 
 impl Qcow2 {
-    /// Changes features of the image, durably. Requests to the open image are not affected; the
-    /// caller closes it next.
+    /// Changes features of the image, durably. Affects no request to the open image; the caller
+    /// should close it next.
     ///
-    /// An image of version 2 must have been checked before it is upgraded: version 3 gives a
+    /// An image of version 2 must have been checked before it is upgraded: version 3 assigns a
     /// meaning to bits that are reserved in version 2.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] if it is read-only; [`Error::INVALID`] if the version that the
-    /// image has, or would have, lacks the feature; [`Error::NO_SPACE`] if the longer header does
-    /// not fit into its cluster; or the file's.
+    /// [`Error::NOT_PERMITTED`] if the image is read-only; [`Error::INVALID`] if its version lacks
+    /// the feature; [`Error::NO_SPACE`] if the longer header does not fit into its cluster; or the
+    /// file's error.
     pub async fn amend(&self, amendment: Amendment) -> Result<()> {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);

@@ -1,7 +1,7 @@
-//! What is below an image: naming another backing file, leaving all data to it, and noticing that
-//! it changes.
+//! The backing file of an image: changing its name, emptying the image, and detecting that the
+//! file changed.
 //!
-//! Never reads or opens a backing file: the caller makes sure that the disk stays the same.
+//! Never opens or reads a backing file: the caller ensures that the disk's content stays the same.
 
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
@@ -13,14 +13,14 @@ use storage::Stamp;
 
 use crate::Image;
 
-/// How often it is looked whether a backing file has changed.
+// Interval at which the backing files are checked for changes.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl Qcow2 {
-    /// Looks from now on, every two seconds, whether a file below was written to by somebody who
-    /// keeps to no locks. From then on what would be read from there fails with [`Error::IO`]: it
-    /// would be neither what the disk had nor what somebody meant it to have. What the image has
-    /// itself stays as it was, and can be written.
+    /// Starts a task that checks every two seconds whether a file of the backing chain was written
+    /// to by a program that ignores locks. After that, reads from the backing chain fail with
+    /// [`Error::IO`], because they would mix old and new data. Data in this image remains readable
+    /// and writable.
     ///
     /// # Panics
     /// Without a reactor on this thread.
@@ -30,18 +30,18 @@ impl Qcow2 {
         }
         let image = Arc::downgrade(&self.0);
         reactor::spawn(async move {
-            // The first stamp of each image that has one.
+            // First known stamp of each image of the chain, if it has one.
             let mut first: Vec<Option<Stamp>> = Vec::new();
             loop {
                 let Some(image) = image.upgrade().map(Self) else { return };
-                // In sequence: a file system that does not answer blocks only this task.
+                // Sequential: a file system that does not answer blocks only this task.
                 for (at, below) in image.images_below().enumerate() {
                     let now = below.storage().stamp().await;
                     first.resize(first.len().max(at + 1), None);
                     match (first[at], now) {
                         (Some(before), Some(now)) if before != now => return image.lose_backing(below),
                         (None, Some(now)) => first[at] = Some(now),
-                        // An error shows no change of the file.
+                        // An error does not prove a change of the file.
                         _ => {}
                     }
                 }
@@ -51,7 +51,7 @@ impl Qcow2 {
         });
     }
 
-    /// Whether that has happened, here or further below.
+    /// True if a backing file of this chain was changed: see [`Qcow2::watch_backing`].
     pub fn has_changed_below(&self) -> bool {
         self.backing_changed.load(Relaxed) || self.backing().is_some_and(Image::has_changed_below)
     }
@@ -70,12 +70,12 @@ impl Qcow2 {
         );
     }
 
-    /// Names another backing file in the header, or none. The image as it is open goes on reading
-    /// from the one it was opened with.
+    /// Changes the backing file's name in the header, or removes it. The open image continues to
+    /// read from the backing file that it was opened with.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] if it is read-only; [`Error::INVALID`] if the name does not fit, or
-    /// the image may have none (a raw data file); or the file's.
+    /// [`Error::NOT_PERMITTED`] if the image is read-only; [`Error::INVALID`] if the name does not
+    /// fit or the image must not have a backing file (raw data file); or the file's error.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
@@ -87,12 +87,12 @@ impl Qcow2 {
         self.update_header(|header| header.backing = backing).await
     }
 
-    /// Makes the image as if nothing had ever been written to it: what is below shows everywhere.
-    /// Snapshots keep what they have.
+    /// Makes all clusters of the disk unallocated, so that the backing file becomes visible.
+    /// Snapshots are unchanged.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] if it is read-only, or the file's; then a part of the image is
-    /// empty.
+    /// [`Error::NOT_PERMITTED`] if the image is read-only, or the file's error; part of the image
+    /// may then be empty.
     pub async fn make_empty(&self) -> Result<()> {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);

@@ -1,14 +1,14 @@
-//! Persistent bitmaps: which parts of the disk were written since some instant, kept in the image.
+//! Persistent dirty bitmaps: the parts of the disk that were written since some point in time.
 //!
 //! ```text
 //!   header ─► directory ─► entry ─► table ─► cluster of bits │ all zeroes │ all ones
 //! ```
 //!
-//! - `directory`: directory and tables, from bytes to meaning and back.
-//! - `bits`: what one marks, in memory; `live`: the same while marks are being added.
-//! - `change`: changes to the bitmaps of an open image.
-//! - `record`: bitmaps that record writes, from the opening of an image to its close.
-//! - `view`: what a bitmap marks, asked range by range.
+//! - `directory`: decodes and encodes the directory and the tables.
+//! - `bits`: a bitmap in memory; `live`: one that concurrent requests mark.
+//! - `change`: changes the bitmaps of an open image.
+//! - `record`: bitmaps that record writes, from opening an image to closing it.
+//! - `view`: queries of a bitmap by range.
 
 mod bits;
 mod change;

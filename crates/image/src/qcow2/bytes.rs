@@ -1,7 +1,7 @@
-//! Pieces of the file that hold metadata, read and written as plain bytes.
+//! Reads and writes of metadata as plain bytes, without an open image.
 //!
-//! Beyond the end of the file everything reads as zeroes: QEMU leaves the last cluster of a new
-//! image half written, and expects that. The caller bounds how much is read; nothing here trusts a
+//! Beyond the end of the file everything reads as zeroes: QEMU may leave the last cluster of a new
+//! image incomplete and relies on that. Callers bound the length of reads; nothing here trusts a
 //! number in an image.
 
 use super::{Invalid, header::Header};
@@ -11,10 +11,10 @@ use reactor::{
 };
 use storage::{Durability, ResizeError, Storage};
 
-/// Why metadata could not be read.
+/// Reason why metadata could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MetadataError {
-    /// It is wrong.
+    /// The structure is invalid.
     #[error("{0}")]
     Invalid(#[from] Invalid),
     /// The storage failed.
@@ -22,27 +22,27 @@ pub enum MetadataError {
     Storage(#[from] Error),
 }
 
-/// The image's header.
+/// Reads and decodes the header.
 ///
 /// # Errors
-/// What is wrong with it, or the storage's error.
+/// The violated rule, or the storage's error.
 pub async fn read_header(storage: &Storage) -> std::result::Result<Header, MetadataError> {
     Ok(Header::parse(&read_start(storage).await?)?)
 }
 
-/// The first cluster, or the file where that is shorter.
+/// First cluster, or the whole file if that is shorter.
 pub(super) async fn read_start(storage: &Storage) -> Result<Vec<u8>> {
     let bits_end = 24;
     let start = read(storage, 0, bits_end).await?;
     let mut bits = [0; 4];
     bits.copy_from_slice(&start[20..24]);
-    // Where that is no possible size, parsing finds it again and says so.
+    // Clamped for the read only: decoding rejects an invalid size.
     let bits = u32::from_be_bytes(bits).clamp(9, 21);
     let length = (1_u64 << bits).min(storage.size_bytes()) as usize;
     read(storage, 0, length).await
 }
 
-/// `length` bytes at `offset`; zeroes where there is no file.
+/// Reads `length` bytes at `offset`; bytes beyond the end of the file are zeroes.
 pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Result<Vec<u8>> {
     let there = storage.size_bytes().saturating_sub(offset).min(length as u64) as usize;
     let mut bytes = vec![0; length];
@@ -53,13 +53,13 @@ pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Resul
     Ok(bytes)
 }
 
-/// Writes `bytes` at `offset`, making the file longer where it ends before.
+/// Writes `bytes` at `offset`, and grows the file first if necessary.
 pub(super) async fn write(storage: &Storage, offset: u64, bytes: &[u8]) -> Result<()> {
     grow(storage, offset + bytes.len() as u64).await?;
     storage.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
 }
 
-/// Makes the file at least `size_bytes` long.
+/// Grows the file to at least `size_bytes`.
 pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
     if storage.size_bytes() >= size_bytes {
         return Ok(());
@@ -67,13 +67,13 @@ pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
     set_size(storage, size_bytes).await
 }
 
-/// Gives the file this size, rounded up to whole blocks.
+/// Sets the size of the file, rounded up to whole blocks.
 pub(super) async fn set_size(storage: &Storage, size_bytes: u64) -> Result<()> {
     let block = u64::from(storage.block_size().minimum).max(512);
     storage.resize(size_bytes.next_multiple_of(block)).await.map_err(error_of)
 }
 
-/// What a request is told.
+/// Error for the request whose growth of the file failed.
 pub(super) fn error_of(error: ResizeError) -> Error {
     match error {
         ResizeError::Failed(error) => error,

@@ -1,20 +1,18 @@
-//! The L2 cache: slices of L2 tables in memory, found without a lock and without an allocation.
+//! The L2 cache: slices of L2 tables in memory, looked up without locks and allocations.
 //!
 //! ```text
 //!   guest cluster ─► slice number ─► set = number mod sets ─► 8 ways ─► entries
 //!                                                             │ each an atomic pointer to a slice
 //! ```
 //!
-//! A slice is `l2-cache-entry-size` bytes of an L2 table. Slices with the same number modulo the
-//! number of sets compete for one set; the least recently used of them makes room. Neighbouring
-//! slices are in different sets, so a disk whose slices all fit never loses one.
+//! A slice is `l2-cache-entry-size` bytes of an L2 table. Slices whose numbers are equal modulo
+//! the number of sets compete for one set; the least recently used is evicted. Adjacent slices are
+//! in different sets, so a disk whose slices all fit never suffers an eviction.
 //!
-//! Readers load a pointer and entries. Everything that changes the cache (loading, evicting,
-//! changing entries) is done by whoever holds the image's [`Pending`](super::writeback::Pending), a
-//! lock that is held for nanoseconds.
+//! Readers load a pointer and entries. All changes (inserting, evicting, changing entries) require
+//! the lock of the image's [`Pending`](super::writeback::Pending), which is held for nanoseconds.
 //!
-//! Never evicts a slice whose changes are not in the file, and never reads or writes the file
-//! itself.
+//! Never evicts a dirty slice. Never reads or writes the file.
 
 use std::sync::{
     Arc,
@@ -28,23 +26,23 @@ use arc_swap::ArcSwapOption;
 
 use super::gate::{slot_of_thread, slots};
 
-/// Ways of a set.
+// Associativity of a set.
 const WAYS: usize = 8;
 
-/// A piece of an L2 table, in memory.
+/// A cached piece of an L2 table.
 #[derive(Debug)]
 pub(super) struct Slice {
-    /// Its number: guest clusters from `number × entries` on.
+    /// Number of the slice; it maps the guest clusters from `number × entries` on.
     pub(super) number: u64,
-    /// As in the image, in the processor's byte order; two words each with extended entries.
+    /// Entries in native byte order; two words each if extended.
     words: Box<[AtomicU64]>,
-    /// Odd while a pair of words is changed.
+    /// Sequence lock of extended entries: odd while a pair of words changes.
     version: AtomicU32,
-    /// When it was last used, by the cache's clock.
+    /// Clock of the cache at its last use.
     used: AtomicU32,
-    /// It has changes that are not in the file.
+    /// It differs from the file.
     pub(super) dirty: AtomicBool,
-    /// Its changes are on their way.
+    /// Its changes are being written.
     pub(super) writing: AtomicBool,
 }
 
@@ -60,7 +58,7 @@ impl Slice {
         }
     }
 
-    /// Entry `index`: the word, and the map of an extended one.
+    /// Entry `index`: the word, and the bitmap of an extended one.
     pub(super) fn get(&self, index: usize, extended: bool) -> (u64, u64) {
         if !extended {
             return (self.words[index].load(Acquire), 0);
@@ -68,7 +66,7 @@ impl Slice {
         loop {
             let before = self.version.load(Acquire);
             let pair = (self.words[2 * index].load(Acquire), self.words[2 * index + 1].load(Acquire));
-            // The loads above are acquiring, so this one cannot come before them.
+            // The loads above are acquire loads, so this one is not reordered before them.
             if before.is_multiple_of(2) && self.version.load(Acquire) == before {
                 return pair;
             }
@@ -76,39 +74,41 @@ impl Slice {
         }
     }
 
-    /// Changes an entry. One at a time: by the holder of `Pending`.
+    /// Changes an entry. The caller must hold the lock of `Pending`.
     pub(super) fn set(&self, index: usize, extended: bool, (word, map): (u64, u64)) {
         if !extended {
             self.words[index].store(word, Release);
             return;
         }
         let version = self.version.load(Relaxed);
+        // Acquire and release: the stores below must not be reordered before the odd version
+        // becomes visible.
         self.version.swap(version.wrapping_add(1), std::sync::atomic::Ordering::AcqRel);
         self.words[2 * index].store(word, Release);
         self.words[2 * index + 1].store(map, Release);
         self.version.store(version.wrapping_add(2), Release);
     }
 
-    /// The bytes as they belong into the file.
+    /// Content as stored in the file, big-endian.
     pub(super) fn bytes(&self) -> Vec<u8> {
         self.words.iter().flat_map(|word| word.load(Acquire).to_be_bytes()).collect()
     }
 }
 
-/// What a cache has done, since it was made.
+/// Counters since the cache was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStatistics {
-    /// Lookups that found their slice.
+    /// Lookups that hit the cache.
     pub hits: u64,
-    /// Slices that had to be read.
+    /// Slices that were read from the file.
     pub misses: u64,
-    /// Slices that made room for others.
+    /// Slices that were evicted.
     pub evictions: u64,
-    /// Memory the slices take now, in bytes.
+    /// Size of the cached slices in bytes.
     pub bytes: u64,
-    /// What it may take, in bytes.
+    /// Size limit in bytes.
     pub limit_bytes: u64,
-    /// How much of the disk it covers when it is full, in bytes; no more than the disk.
+    /// Bytes of the disk that a full cache maps; at most the disk's size.
     pub covered_bytes: u64,
 }
 
@@ -117,13 +117,13 @@ pub struct CacheStatistics {
 #[derive(Default)]
 struct Hits(AtomicU64);
 
-/// See the head of this file.
+/// The L2 cache. See the head of this file.
 #[derive(Debug)]
 pub(super) struct L2Cache {
     ways: Box<[ArcSwapOption<Slice>]>,
     sets: u64,
     slice_bytes: u64,
-    /// Rises with every slice that is loaded.
+    /// Incremented by each insertion.
     clock: AtomicU32,
     hits: Box<[Hits]>,
     misses: AtomicU64,
@@ -132,12 +132,11 @@ pub(super) struct L2Cache {
 }
 
 impl L2Cache {
-    /// A cache of at least two slices of `slice_bytes` each, and no more memory than `limit_bytes`
-    /// beyond that.
+    /// Creates a cache of at most `limit_bytes`, but of at least two slices of `slice_bytes`.
     pub(super) fn new(limit_bytes: u64, slice_bytes: u64) -> Self {
         let slices = (limit_bytes / slice_bytes).max(2);
-        // With fewer slices than ways there is a single set; otherwise what is left over is not
-        // used.
+        // Fewer slices than ways form a single set; otherwise a remainder below one set stays
+        // unused.
         let sets = (slices / WAYS as u64).max(1);
         let ways = if slices < WAYS as u64 { slices } else { sets * WAYS as u64 };
         Self {
@@ -158,13 +157,13 @@ impl L2Cache {
         &self.ways[first..first + ways]
     }
 
-    /// Looks at a slice where it is, if it is there.
+    /// Applies `look` to a cached slice, without taking a reference; `None` on a miss.
     pub(super) fn with<T>(&self, number: u64, look: impl FnOnce(&Slice) -> T) -> Option<T> {
         for way in self.set(number) {
             let guard = way.load();
             if let Some(slice) = guard.as_ref().filter(|slice| slice.number == number) {
                 self.touch(slice);
-                // Each thread has its own count, so this is no contention.
+                // Counters are per thread, so this causes no contention.
                 self.hits[slot_of_thread()].0.fetch_add(1, Relaxed);
                 return Some(look(slice));
             }
@@ -172,11 +171,11 @@ impl L2Cache {
         None
     }
 
-    /// A slice, to be kept beyond a look.
+    /// Returns a cached slice with a reference of its own.
     pub(super) fn get(&self, number: u64) -> Option<Arc<Slice>> {
         let slice = self.set(number).iter().find_map(|way| {
-            // Compared where it is: a count of users that others change too is not touched for
-            // nothing.
+            // Compared before cloning: the reference counts of other slices are shared with other
+            // threads.
             let guard = way.load();
             guard.as_ref().filter(|slice| slice.number == number).cloned()
         })?;
@@ -185,14 +184,15 @@ impl L2Cache {
     }
 
     fn touch(&self, slice: &Slice) {
+        // Written only if it changed, so that hits on a hot slice leave its cache line shared.
         let clock = self.clock.load(Relaxed);
         if slice.used.load(Relaxed) != clock {
             slice.used.store(clock, Relaxed);
         }
     }
 
-    /// Puts a slice in; one that was not used for longest makes room. Gives it back if all of its
-    /// set have changes that are not in the file: they have to be written first.
+    /// Inserts a slice and evicts the least recently used one of its set if necessary. Returns the
+    /// slice if all of them are dirty; the caller must write them first.
     pub(super) fn insert(&self, slice: Arc<Slice>) -> Result<(), Arc<Slice>> {
         let clock = self.clock.fetch_add(1, Relaxed).wrapping_add(1);
         slice.used.store(clock, Relaxed);
@@ -223,8 +223,8 @@ impl L2Cache {
         Ok(())
     }
 
-    /// Drops slices that were not used since the clock showed `since`, and says what it shows now.
-    /// For `cache-clean-interval`.
+    /// Evicts clean slices that were not used since the clock was `since`, and returns the present
+    /// clock. For `cache-clean-interval`.
     pub(super) fn drop_unused(&self, since: u32) -> u32 {
         let clock = self.clock.fetch_add(1, Relaxed).wrapping_add(1);
         for way in &self.ways {
@@ -240,7 +240,7 @@ impl L2Cache {
         clock
     }
 
-    /// Drops everything; nothing in it has changes that are not in the file.
+    /// Evicts everything; no slice may be dirty.
     pub(super) fn clear(&self) {
         for way in &self.ways {
             way.store(None);
@@ -248,7 +248,7 @@ impl L2Cache {
         self.slices.store(0, Relaxed);
     }
 
-    /// Figures; `slice_covers` is how much of the disk a slice describes.
+    /// Counters; `slice_covers` is the number of guest bytes that a slice maps.
     pub(super) fn statistics(&self, slice_covers: u64, disk_bytes: u64) -> CacheStatistics {
         let slices = self.ways.len() as u64;
         CacheStatistics {

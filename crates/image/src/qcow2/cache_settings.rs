@@ -1,5 +1,5 @@
-//! How large the two metadata caches are: the settings with QEMU's names, and the sizes that follow
-//! for an image.
+//! Sizes of the two metadata caches: settings with QEMU's names, and the sizes that they yield for
+//! an image.
 //!
 //! Source of defaults and rules: QEMU's docs/qcow2-cache.txt.
 
@@ -7,39 +7,39 @@ use policy::time::Duration;
 
 use super::header::Header;
 
-/// What the L2 cache may take unless told otherwise.
+/// Default limit of the L2 cache.
 const DEFAULT_L2_BYTES: u64 = 32 << 20;
-/// How much of an L2 table is loaded at a time where the cache cannot hold all of them.
+/// Default slice size if the cache cannot hold all L2 tables.
 const SMALL_ENTRY_BYTES: u64 = 4096;
-/// The least that a slice may have.
+/// Minimum of `l2-cache-entry-size`.
 const LEAST_ENTRY_BYTES: u64 = 512;
-/// Clusters of the refcount cache, at least and by default.
+/// Minimum and default of the refcount cache, in clusters.
 const REFCOUNT_CLUSTERS: u64 = 4;
-/// What is not used for so long is dropped.
+/// Default of `cache-clean-interval`.
 const DEFAULT_CLEAN_INTERVAL: Duration = Duration::from_secs(600);
 
-/// A size of the L2 cache.
+/// Size of the L2 cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum L2Size {
-    /// In bytes. More than the disk needs is not taken.
+    /// Size in bytes, limited to what the disk needs.
     Bytes(u64),
-    /// Enough for the whole disk.
+    /// Enough to map the whole disk.
     Full,
 }
 
-/// Settings of the caches; `None` is the default.
+/// Settings of the caches; `None` selects the default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSettings {
-    /// `l2-cache-size`: what the disk needs, but 32 MiB at most.
+    /// `l2-cache-size`. Default: what the disk needs, at most 32 MiB.
     pub l2: Option<L2Size>,
-    /// `l2-cache-entry-size`, in bytes: a power of two from 512 to the cluster.
+    /// `l2-cache-entry-size` in bytes: a power of two from 512 to the cluster size.
     pub entry_bytes: Option<u64>,
-    /// `refcount-cache-size`, in bytes; four clusters.
+    /// `refcount-cache-size` in bytes. Default: four clusters.
     pub refcount_bytes: Option<u64>,
-    /// `cache-size`, in bytes: both together.
+    /// `cache-size` in bytes: sum of both caches.
     pub total_bytes: Option<u64>,
-    /// `cache-clean-interval`: L2 slices that were not used for so long are dropped; zero keeps
-    /// them. 600 s.
+    /// `cache-clean-interval`: L2 slices unused for this time are evicted; zero disables it.
+    /// Default: 600 s.
     pub clean_interval: Duration,
 }
 
@@ -55,47 +55,47 @@ impl Default for CacheSettings {
     }
 }
 
-/// What settings come to for one image, in bytes.
+/// Cache sizes for one image, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSizes {
-    /// Of the L2 cache.
+    /// Size of the L2 cache.
     pub l2_bytes: u64,
-    /// Of one of its slices.
+    /// Size of a slice.
     pub entry_bytes: u64,
-    /// Of the refcount cache.
+    /// Size of the refcount cache.
     pub refcount_bytes: u64,
 }
 
-/// Settings that contradict each other or the image.
+/// Settings that contradict each other or do not suit the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidCache {
-    /// Two are enough to know the third.
+    /// All three sizes are set; two determine the third.
     #[error("cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)")]
     AllThree,
-    /// The parts would be larger than the whole.
+    /// One cache is larger than the sum of both.
     #[error("{part} ({part_bytes}) is larger than cache-size ({total_bytes})")]
     PartAboveTotal {
-        /// Which part.
+        /// Key of the cache's size.
         part: &'static str,
-        /// Its size.
+        /// Size of the cache.
         part_bytes: u64,
-        /// The whole.
+        /// Value of `cache-size`.
         total_bytes: u64,
     },
-    /// Not a size that a slice can have.
+    /// Invalid size of a slice.
     #[error(
         "l2-cache-entry-size ({entry_bytes}) is not a power of two from 512 to the cluster's {cluster_bytes} bytes"
     )]
     EntrySize {
-        /// What was asked.
+        /// Configured value.
         entry_bytes: u64,
-        /// The image's clusters.
+        /// Cluster size of the image.
         cluster_bytes: u64,
     },
 }
 
 impl CacheSettings {
-    /// What the settings come to for the image of this header.
+    /// Computes the cache sizes for the image with this header.
     ///
     /// # Errors
     /// [`InvalidCache`].
@@ -125,7 +125,7 @@ impl CacheSettings {
                 let above = InvalidCache::PartAboveTotal { part, part_bytes: refcounts, total_bytes: total };
                 (rest.ok_or(above)?, refcounts)
             }
-            // The L2 cache first: it is the one that is used all the time.
+            // The L2 cache has priority, since every request uses it.
             (Some(total), None, None) => {
                 let l2 = total.saturating_sub(least_refcounts).min(needed);
                 (l2, total - l2)

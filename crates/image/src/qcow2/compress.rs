@@ -1,16 +1,16 @@
-//! Compressed clusters: one cluster of guest data to bytes, and back.
+//! Compressed clusters: compression and decompression of one cluster of guest data.
 //!
-//! Data from an image is hostile: the stream may be cut off, damaged, or unpack to gigabytes.
-//! Decompression fills exactly one cluster of the caller's memory, and takes no more than a few
-//! megabytes of its own.
+//! Data from an image is hostile: a stream may be truncated, damaged, or decompress to gigabytes.
+//! Decompression fills exactly one cluster of the caller's memory and allocates no more than a few
+//! megabytes.
 //!
-//! zlib means raw deflate without a header, with a window of 4 KiB, because QEMU's reader accepts
-//! no larger one. Behind the stream there may be any bytes, because sizes are counted in sectors.
-//! Each thread keeps its contexts, since making one costs more than a small cluster.
+//! zlib means raw deflate without a header, with a window of 4 KiB, since QEMU's reader accepts no
+//! larger one. Arbitrary bytes may follow the stream, because sizes are counted in sectors.
+//! Contexts are per thread: creating one costs more than a small cluster.
 //!
-//! Packing 64 KiB takes a hundred microseconds or more, unpacking tens of them, and the largest
-//! cluster 32 times that. So it does not run on a reactor, but through
-//! [`blocking`](reactor::blocking).
+//! Compressing 64 KiB takes at least a hundred microseconds, decompressing tens of them, and the
+//! largest cluster 32 times as long. Callers therefore run it outside the reactor, with
+//! [`computing`](reactor::computing).
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Compressed Clusters" and "Compression type"; the limits
 //! of zstd, RFC 8878.
@@ -25,12 +25,12 @@ use zstd::{
 
 use super::{Invalid, header::Compression};
 
-/// What QEMU writes, and the most that it reads: distances below 4 KiB, as bits.
+// Window that QEMU writes, and the largest that it reads: 4 KiB.
 const WRITTEN_WINDOW_BITS: u8 = 12;
-/// Deflate's largest window: reading is free to be more tolerant.
+// Deflate's largest window, to read streams of more generous writers.
 const READ_WINDOW_BITS: u8 = 15;
-/// A frame of zstd may ask for so large a window, as bits: the 8 MiB that RFC 8878 tells decoders
-/// to support, four of the largest clusters.
+// Window limit of a zstd frame: the 8 MiB that RFC 8878 recommends decoders to support, four of
+// the largest clusters.
 const ZSTD_WINDOW_BITS: u32 = 23;
 
 thread_local! {
@@ -40,11 +40,11 @@ thread_local! {
     static ZSTD_WRITER: RefCell<Option<zstd::bulk::Compressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// Fills `cluster` with what `data` unpacks to. Bytes behind the end of the stream are ignored.
+/// Decompresses `data` into `cluster`. Bytes after the end of the stream are ignored.
 ///
 /// # Errors
-/// If the stream is damaged, or does not fill the cluster; with zstd also if it goes on behind it.
-/// What the cluster holds then is undefined.
+/// The stream is damaged or does not fill the cluster; for zstd also if it exceeds the cluster.
+/// The content of `cluster` is then undefined.
 pub fn decompress(kind: Compression, data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
     match kind {
         Compression::Zlib => inflate(data, cluster),
@@ -52,10 +52,9 @@ pub fn decompress(kind: Compression, data: &[u8], cluster: &mut [u8]) -> Result<
     }
 }
 
-/// Packs a whole cluster; `None` where that saves nothing, and the cluster is better stored as it
-/// is.
+/// Compresses a whole cluster; `None` if that saves no space.
 pub fn compress(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
-    // Less than the cluster, as QEMU has it.
+    // At least one byte less than the cluster, as in QEMU.
     let most = cluster.len().checked_sub(1)?;
     match kind {
         Compression::Zlib => deflate(cluster, most),
@@ -72,7 +71,7 @@ fn inflate(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
             .decompress(data, cluster, FlushDecompress::Finish)
             .map_err(|_| Invalid::new("compressed data is damaged"))?;
         let filled = context.total_out();
-        // A stream that would go on is fine, as for QEMU: nobody asked for more than the cluster.
+        // A stream that exceeds the cluster is accepted, as in QEMU.
         if filled != cluster.len() as u64 {
             let why = if status == Status::StreamEnd { "ends" } else { "breaks off" };
             return Err(short(why, filled, cluster.len()));
@@ -98,7 +97,7 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
                 .map_err(|error| Invalid::new(format!("compressed data is damaged: {error}")))?;
             match (rest, output.pos() == length) {
                 (0, true) => return Ok(()),
-                // Frames may follow each other.
+                // A cluster may consist of several frames.
                 (0, false) if (input.pos(), output.pos()) != before && input.pos() < data.len() => {}
                 (0, false) => return Err(short("ends", output.pos() as u64, length)),
                 (_, _) if (input.pos(), output.pos()) != before => {}
@@ -130,8 +129,8 @@ fn deflate(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
             Compress::new_with_window_bits(flate2::Compression::default(), false, WRITTEN_WINDOW_BITS)
         });
         context.reset();
-        // Room for what does not shrink too: a stream of zlib-rs 0.6 that ran out of it cannot be
-        // used again, `reset` or not.
+        // Space for incompressible data as well: a stream of zlib-rs 0.6 that ran out of space
+        // cannot be used again, even after `reset`.
         let mut packed = vec![0; cluster.len() + cluster.len() / 8 + 64];
         let status = context.compress(cluster, &mut packed, FlushCompress::Finish).ok()?;
         let length = usize::try_from(context.total_out()).ok()?;
@@ -147,7 +146,7 @@ fn zstd(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
             None => slot.insert(zstd::bulk::Compressor::new(zstd_safe::CLEVEL_DEFAULT).ok()?),
         };
         let mut packed = vec![0; most];
-        // No room is an error, and means that it did not shrink.
+        // Running out of space is an error of zstd, and means that the data is incompressible.
         let length = context.compress_to_buffer(cluster, &mut packed[..]).ok()?;
         packed.truncate(length);
         Some(packed)
@@ -162,7 +161,7 @@ mod tests {
 
     const KINDS: [Compression; 2] = [Compression::Zlib, Compression::Zstd];
 
-    /// Text that shrinks, with repetitions both near and farther away than the window of zlib.
+    /// Compressible text, with repetitions both inside and outside zlib's window.
     fn text(length: usize) -> Vec<u8> {
         let mut random = fastrand::Rng::with_seed(7);
         let lines: Vec<String> = (0..400).map(|line| format!("{line} {:x}\n", random.u64(..))).collect();

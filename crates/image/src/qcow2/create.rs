@@ -1,16 +1,16 @@
-//! The metadata of a new image, and the space for preallocated clusters.
+//! The metadata of a new image, and its preallocated clusters.
 //!
 //! ```text
 //!   header │ refcount table │ refcount blocks │ L1 table │ LUKS header │ L2 tables │ guest data
 //!                                                                        └── with preallocation ──┘
 //! ```
 //!
-//! Everything has its place before the first byte is written, so each cluster is written once and
-//! in order. The header comes last, after a flush, and its first sector last of all. So an
-//! interrupted creation leaves no image, and never half of one.
+//! The layout is complete before the first byte is written, so each cluster is written once and in
+//! order. The header comes last, after a flush, and its first sector last of all: an interrupted
+//! creation leaves no image instead of an incomplete one.
 //!
-//! Never relies on what was in the storage before. Never opens a backing file: the caller knows its
-//! size.
+//! Never relies on the previous content of the storage. Never opens a backing file: the caller
+//! provides its size.
 
 mod layout;
 mod rules;
@@ -29,53 +29,53 @@ use reactor::{
 };
 use storage::{Durability, Storage, ZeroOptions};
 
-/// Metadata is written in pieces of this many bytes.
+// Metadata is written in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
-/// The block of most file systems: zeroes that fill one need not be written.
+// Block size of most file systems: blocks of zeroes are not written.
 const BLOCK: usize = 4096;
-/// What a device writes whole or not at all.
+// Unit that a device writes atomically.
 const SECTOR: u64 = 512;
 
-/// How much of a new image has its place from the beginning.
+/// Preallocation of a new image, as in qemu-img.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preallocation {
-    /// Nothing.
+    /// No preallocation.
     #[default]
     Off,
-    /// Every guest cluster has a place; the file is long enough, and has holes.
+    /// All guest clusters are mapped; the file is sparse.
     Metadata,
-    /// And the file system has set the room aside.
+    /// As `Metadata`, and the file system has reserved the space.
     Falloc,
-    /// And it is filled with zeroes.
+    /// As `Metadata`, and the space is filled with zeroes.
     Full,
 }
 
-/// What the new image is to be. The default is QEMU's, of size 0.
+/// Options of a new image. Defaults are QEMU's; the default size is 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CreateOptions {
-    /// The virtual disk, in bytes; rounded up to whole sectors of 512.
+    /// Size of the virtual disk in bytes; rounded up to sectors of 512.
     pub size_bytes: u64,
-    /// 2 (`compat=0.10`) or 3 (`compat=1.1`).
+    /// Version: 2 (`compat=0.10`) or 3 (`compat=1.1`).
     pub version: u32,
-    /// From 512 to 2 MiB, a power of two.
+    /// Cluster size: a power of two from 512 to 2 MiB.
     pub cluster_bytes: u64,
-    /// From 1 to 64, a power of two.
+    /// Width of a refcount: a power of two from 1 to 64.
     pub refcount_bits: u32,
-    /// Refcounts may be written late.
+    /// Refcount updates may be postponed.
     pub lazy_refcounts: bool,
-    /// L2 entries with subclusters.
+    /// L2 entries are extended, with subclusters.
     pub extended_l2: bool,
-    /// Of clusters that will be compressed.
+    /// Compression method of compressed clusters.
     pub compression: Compression,
-    /// Where unallocated clusters are read from.
+    /// Source of unallocated clusters.
     pub backing: Option<Backing>,
-    /// The name of the file for guest data.
+    /// Name of the external data file.
     pub data_file: Option<String>,
-    /// That file is a raw image by itself, and stays one.
+    /// The external data file is a consistent raw image.
     pub data_file_raw: bool,
-    /// What has its place from the beginning.
+    /// Preallocation.
     pub preallocation: Preallocation,
-    /// A LUKS header with its key material; the image is then encrypted.
+    /// LUKS header with its key slots, for an encrypted image.
     pub luks: Option<Vec<u8>>,
 }
 
@@ -99,12 +99,12 @@ impl Default for CreateOptions {
 }
 
 impl CreateOptions {
-    /// Size of a file that has a place for every guest cluster, without those clusters: header,
+    /// Size of a file in which every guest cluster is mapped, without those clusters: header,
     /// refcounts, L1 table, all L2 tables, LUKS header. Guest data in an external data file counts
     /// as part of the image.
     ///
     /// # Errors
-    /// The image would be too large for its clusters.
+    /// The image would be too large for its cluster size.
     pub fn metadata_bytes(&self) -> Result<u64, BrokenRule> {
         let inside = Self { preallocation: Preallocation::Metadata, data_file: None, ..self.clone() };
         let layout = Layout::of_any_size(&inside)?;
@@ -112,21 +112,21 @@ impl CreateOptions {
     }
 }
 
-/// Why an image was not created.
+/// Reason why an image was not created.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CreateError {
-    /// Options that exclude each other, or a value that cannot be.
+    /// An invalid option or combination of options.
     #[error(transparent)]
     Rule(#[from] BrokenRule),
-    /// A device or an NBD server, which keeps its size, is too small.
+    /// The storage has a fixed size (device, NBD server) that is too small.
     #[error("needs at least {needed} bytes, and there are {present}")]
     NoRoom {
-        /// Bytes of the new image.
+        /// Size of the new image in bytes.
         needed: u64,
-        /// Bytes of the storage.
+        /// Size of the storage in bytes.
         present: u64,
     },
-    /// The header breaks a rule that no single option does.
+    /// The header violates a rule that involves several options.
     #[error("{0}")]
     Invalid(#[from] Invalid),
     /// The storage failed.
@@ -134,15 +134,14 @@ pub enum CreateError {
     Storage(#[from] Error),
 }
 
-/// Makes an image of `storage`, which is opened for writing and as long as it likes; whatever it
-/// held is gone. `data` is the storage of [`CreateOptions::data_file`], and there if and only if
-/// that is.
+/// Creates an image on `storage`, which must be writable; its previous content is lost. `data` is
+/// the storage of [`CreateOptions::data_file`], present if and only if that is.
 ///
-/// Returns the header that was written. It is on stable storage then, with everything else.
+/// Returns the header. Everything that was written is durable.
 ///
 /// # Errors
-/// [`CreateError`]. `storage` then begins with zeroes, unless a rule was broken or there is no
-/// room: then it is untouched.
+/// [`CreateError`]. `storage` is unchanged after [`CreateError::Rule`] and
+/// [`CreateError::NoRoom`]; otherwise it begins with zeroes.
 pub async fn create(
     storage: &Storage,
     data: Option<&Storage>,
@@ -157,6 +156,7 @@ pub async fn create(
     if storage.keeps_size() && old_end < needed {
         return Err(CreateError::NoRoom { needed, present: old_end });
     }
+    // An old header must not survive next to new tables.
     clear_header(storage).await?;
     let writer = Writer { storage, old_end, layout: &layout, options: &options, header: &header };
     writer.write_tables().await?;
@@ -202,7 +202,7 @@ fn header(options: &CreateOptions, layout: &Layout) -> Header {
     }
 }
 
-/// An image that was there before is none from now on.
+/// Invalidates an image that was there before.
 async fn clear_header(storage: &Storage) -> IoResult<()> {
     bytes::write(storage, 0, &[0; SECTOR as usize]).await?;
     storage.flush().await
@@ -210,14 +210,15 @@ async fn clear_header(storage: &Storage) -> IoResult<()> {
 
 struct Writer<'a> {
     storage: &'a Storage,
-    /// What the file has before this may be anything; from here on it reads as zeroes.
+    /// Previous size of the storage: bytes before it have arbitrary content, later ones read as
+    /// zeroes.
     old_end: u64,
     layout: &'a Layout,
     options: &'a CreateOptions,
     header: &'a Header,
 }
 
-/// Bytes that follow each other in the file, gathered into larger pieces.
+/// Sequential writes, gathered into larger pieces.
 struct Stream<'a> {
     writer: &'a Writer<'a>,
     offset: u64,
@@ -239,11 +240,11 @@ impl Stream<'_> {
 }
 
 impl Writer<'_> {
-    /// Everything between the header and the guest's data, in the order of the drawing above.
+    /// Writes everything between header and guest data, in the order of the drawing above.
     async fn write_tables(&self) -> IoResult<()> {
         let layout = self.layout;
         let mut stream = Stream { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
-        // A table has 8 MiB at most, the L1 table 32.
+        // In memory as a whole: the refcount table has at most 8 MiB, the L1 table 32.
         let blocks = (0..layout.refcount_blocks).map(|block| layout.refcount_block_offset(block));
         stream.put(&self.table(blocks, layout.refcount_table_clusters)).await?;
         for block in 0..layout.refcount_blocks {
@@ -264,7 +265,7 @@ impl Writer<'_> {
         stream.finish().await
     }
 
-    /// Whatever survives a crash in here, an image is there only if all of its header is.
+    /// Writes the header so that a crash leaves either no image or a complete one.
     async fn write_header(&self, encoded: &[u8]) -> IoResult<()> {
         self.storage.flush().await?;
         let (front, rest) = encoded.split_at(SECTOR as usize);
@@ -276,7 +277,7 @@ impl Writer<'_> {
         self.storage.flush().await
     }
 
-    /// Writes what is not zero; zeroes take no room.
+    /// Writes content except for blocks of zeroes, which stay unallocated in the file.
     async fn put(&self, offset: u64, content: &[u8]) -> IoResult<()> {
         bytes::grow(self.storage, offset + content.len() as u64).await?;
         let is_zero = |block: &[u8]| block.iter().all(|byte| *byte == 0);
@@ -296,7 +297,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Numbers in whole clusters.
+    /// Encodes a table of 64-bit entries, padded to whole clusters.
     fn table(&self, entries: impl Iterator<Item = u64>, clusters: u64) -> Vec<u8> {
         let mut bytes: Vec<u8> = entries.flat_map(u64::to_be_bytes).collect();
         bytes.resize(clusters as usize * self.layout.cluster_bytes(), 0);
@@ -336,9 +337,9 @@ impl Writer<'_> {
         bytes
     }
 
-    /// With subclusters, all of them are still the backing file's, and only have their place.
-    /// Encrypted zeroes would not be read as zeroes where none were written, so there a cluster
-    /// says that it is zero.
+    /// L2 entry of a preallocated cluster. With subclusters it has a host cluster and all
+    /// subclusters stay unallocated. In an encrypted image zeroes in the file would decrypt to
+    /// garbage, so the entry is a zero cluster.
     fn preallocated(&self, cluster: u64) -> Cluster {
         let host = self.layout.data_offset + (cluster << self.layout.cluster_bits);
         let is_zero = self.options.luks.is_some() && self.options.version >= 3;
@@ -350,7 +351,7 @@ impl Writer<'_> {
         Cluster::Standard(Standard { host: Some(host), copied: true, allocated, zero })
     }
 
-    /// Sees to it that guest data that was preallocated is there, and reads as zeroes.
+    /// Ensures that preallocated guest clusters are in the file and read as zeroes.
     async fn make_room(&self, storage: &Storage, offset: u64, length: u64) -> IoResult<()> {
         if length == 0 {
             return Ok(());
@@ -363,7 +364,7 @@ impl Writer<'_> {
                 let options = ZeroOptions { may_unmap: false, ..ZEROES };
                 storage.write_zeroes(offset, length, options).await
             }
-            // What was there before the file became longer, as on a block device.
+            // The previous content, before the file grew; on a block device all of it.
             Preallocation::Metadata | Preallocation::Off if offset < old_end => {
                 storage.write_zeroes(offset, length.min(old_end - offset), ZEROES).await
             }

@@ -1,129 +1,129 @@
-//! Entries of the L1 and L2 tables: from the numbers in the image to what they mean, and back.
+//! Entries of the L1 and L2 tables, decoded and encoded.
 //!
-//! Never trusts a number: what breaks the specification's rules comes out as [`Invalid`], and
-//! everything else is aligned and below the largest offset.
+//! Never trusts a number: an entry that violates the specification decodes to [`Invalid`]; every
+//! other offset is aligned and below the offset limit.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
 use super::Invalid;
 
-/// Bits 9 to 55: where something lies in the file.
+/// Bits 9 to 55: offset in the file.
 pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// Bit 63: the refcount is exactly one, so it may be written in place.
+/// Bit 63: the refcount is exactly one, so the target may be written in place.
 pub(super) const COPIED: u64 = 1 << 63;
-/// Bit 62: compressed.
+/// Bit 62: the cluster is compressed.
 pub(super) const COMPRESSED: u64 = 1 << 62;
-/// Bit 0: reads as zeroes; not with extended entries.
+/// Bit 0: the cluster reads as zeroes; reserved in extended entries.
 pub(super) const ZERO: u64 = 1;
 
-/// Subclusters of a cluster with extended entries.
+/// Number of subclusters in a cluster with extended entries.
 pub const SUBCLUSTERS: u32 = 32;
 
-/// What the numbers in the image are read by.
+/// Parameters of the header that entries are decoded with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// A cluster is `1 << cluster_bits` bytes.
+    /// A cluster has `1 << cluster_bits` bytes.
     pub cluster_bits: u32,
-    /// L2 entries have subclusters.
+    /// L2 entries are extended, with subclusters.
     pub extended: bool,
-    /// Offsets of guest data are in a file of their own, where 0 is a place like any other.
+    /// Guest data is in an external data file, where offset 0 is valid.
     pub data_file: bool,
-    /// Version 2 has no zero flag.
+    /// Version of the format; version 2 has no zero flag.
     pub version: u32,
 }
 
-/// An L1 entry: an L2 table, or none.
+/// An L1 entry: the offset of an L2 table, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct L1Entry {
-    /// Of the L2 table in the file; 0 is none.
+    /// Offset of the L2 table in the file; 0 for none.
     pub offset: u64,
-    /// The table belongs to the active L1 table alone.
+    /// Only the active L1 table refers to this L2 table.
     pub copied: bool,
 }
 
 impl L1Entry {
-    /// No table.
+    /// Entry without an L2 table.
     pub const NONE: Self = Self { offset: 0, copied: false };
 
-    /// Reads an entry.
+    /// Decodes an entry.
     ///
     /// # Errors
-    /// If it points inside a cluster, or has reserved bits.
+    /// The offset is not a multiple of the cluster size, or reserved bits are set.
     pub fn decode(raw: u64, shape: Shape) -> Result<Self, Invalid> {
         let offset = raw & OFFSET;
         if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
             return Err(Invalid::new(format!("L1 entry {raw:#x} points to no cluster")));
         }
-        // Without a table there is nothing to own: whoever believed it would wait for the table.
+        // Without a table there is nothing to own; `own_table` would skip the allocation of the
+        // table.
         Ok(Self { offset, copied: raw & COPIED != 0 && offset != 0 })
     }
 
-    /// The number in the image.
+    /// Encodes the entry.
     pub fn encode(self) -> u64 {
         self.offset | if self.copied { COPIED } else { 0 }
     }
 }
 
-/// What an L2 entry says about a guest cluster.
+/// A decoded L2 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cluster {
-    /// A standard cluster, allocated or not, in whole or in part.
+    /// A standard cluster, possibly unallocated or allocated in part.
     Standard(Standard),
     /// Compressed data.
     Compressed {
-        /// Where it begins in the file; aligned to nothing.
+        /// Offset of the data in the file; any byte.
         offset: u64,
-        /// How many bytes may have to be read from there; the data may end earlier.
+        /// Upper bound of its length: it counts whole sectors, and the data may end earlier.
         length: u64,
     },
 }
 
 /// A cluster that is not compressed.
 ///
-/// Without extended entries a cluster is a single subcluster, and of the two maps only bit 0 is
-/// used.
+/// A cluster without extended entries is a single subcluster that uses bit 0 of both maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Standard {
-    /// The cluster in the file that belongs to it.
+    /// Host cluster assigned to it.
     pub host: Option<u64>,
-    /// The host cluster is this entry's alone and may be written in place.
+    /// No snapshot shares the host cluster; it may be written in place.
     pub copied: bool,
-    /// By subcluster: it is read from the host cluster.
+    /// Bitmap of subclusters that are read from the host cluster.
     pub allocated: u32,
-    /// By subcluster: it reads as zeroes. None that is also allocated.
+    /// Bitmap of subclusters that read as zeroes; disjoint from `allocated`.
     pub zero: u32,
 }
 
 impl Standard {
-    /// Nothing: read from the backing file.
+    /// Unallocated: read from the backing file.
     pub const UNALLOCATED: Self = Self { host: None, copied: false, allocated: 0, zero: 0 };
 }
 
 impl Shape {
-    /// Bytes of an L2 entry.
+    /// Size of an L2 entry in bytes.
     pub fn entry_bytes(self) -> usize {
         if self.extended { 16 } else { 8 }
     }
 
-    /// Subclusters of a cluster: 32, or the cluster itself.
+    /// Number of subclusters in a cluster: 32, or 1 without extended entries.
     pub fn subclusters(self) -> u32 {
         if self.extended { SUBCLUSTERS } else { 1 }
     }
 
-    /// A subcluster in bytes, as bits.
+    /// Size of a subcluster, as a power of two.
     pub fn subcluster_bits(self) -> u32 {
         if self.extended { self.cluster_bits - 5 } else { self.cluster_bits }
     }
 
-    /// A map with the bits of all subclusters.
+    /// Bitmap of all subclusters.
     pub fn all(self) -> u32 {
         if self.extended { u32::MAX } else { 1 }
     }
 
-    /// Reads an L2 entry; `map` is the second half of an extended one, otherwise 0.
+    /// Decodes an L2 entry; `map` is the second half of an extended one, 0 otherwise.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The violated rule.
     pub fn decode(self, raw: u64, map: u64) -> Result<Cluster, Invalid> {
         if raw & COMPRESSED != 0 {
             return self.decode_compressed(raw);
@@ -134,7 +134,9 @@ impl Shape {
         if offset & ((1 << self.cluster_bits) - 1) != 0 {
             return wrong("points inside a cluster");
         }
-        // Reserved bits other than the zero flag are ignored, as QEMU does.
+        // Reserved bits other than the zero flag are ignored, as in QEMU.
+        // Offset 0 is valid in a data file. The copied flag distinguishes it from an unallocated
+        // cluster.
         let host = (offset != 0 || copied && self.data_file).then_some(offset);
         let (allocated, zero) = if self.extended {
             (map as u32, (map >> 32) as u32)
@@ -152,8 +154,8 @@ impl Shape {
         Ok(Cluster::Standard(Standard { host, copied: copied && host.is_some(), allocated, zero }))
     }
 
-    /// Judges where the guest cluster around `offset` lies in a data file: where the disk has it,
-    /// or nowhere. QEMU reads no others either.
+    /// Checks that a cluster in an external data file lies at its guest offset. QEMU reads no
+    /// others either.
     ///
     /// # Errors
     /// It lies elsewhere.
@@ -169,7 +171,7 @@ impl Shape {
         }
     }
 
-    /// The numbers in the image: the entry, and the map of an extended one.
+    /// Encodes an entry: the first word, and the bitmap of an extended one.
     pub fn encode(self, cluster: Cluster) -> (u64, u64) {
         match cluster {
             Cluster::Standard(Standard { host, copied, allocated, zero }) => {
@@ -181,19 +183,19 @@ impl Shape {
                 }
             }
             Cluster::Compressed { offset, length } => {
+                // The count excludes the sector in which the data begins.
                 let sectors = (offset % 512 + length).div_ceil(512) - 1;
                 (COMPRESSED | offset | sectors << self.compressed_offset_bits(), 0)
             }
         }
     }
 
-    /// The most bytes that compressed data may take: its size is counted in so many bits of
-    /// sectors.
+    /// Length limit of compressed data in bytes, given by the width of its sector count.
     pub fn longest_compressed(self) -> u64 {
         512 << (self.cluster_bits - 8)
     }
 
-    /// Where the offset of a compressed cluster ends and its size begins.
+    /// First bit of the sector count in a compressed entry; the offset is below it.
     fn compressed_offset_bits(self) -> u32 {
         62 - (self.cluster_bits - 8)
     }

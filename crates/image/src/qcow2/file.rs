@@ -1,8 +1,7 @@
-//! The file that an image is in: metadata read and written as bytes, space added behind the last
-//! cluster, the header kept.
+//! The file of an image: reads and writes of metadata, growth, and the header.
 //!
-//! It also records that an image is corrupt: from then on nothing writes to it, and its header says
-//! so.
+//! Also records that an image was found corrupt: from then on nothing writes guest data or
+//! metadata, and the header is marked.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
@@ -20,38 +19,38 @@ use reactor::{
 };
 use storage::{Durability, RangeLocks, ResizeError, Storage};
 
-/// A file is made longer by this part of itself, so that it happens seldom: between the two bounds
-/// below.
+// A file grows by this fraction of its size, within the two bounds below, so that it rarely has
+// to.
 const GROWTH_PART: u64 = 8;
 const LEAST_GROWTH: u64 = 1 << 20;
 const MOST_GROWTH: u64 = 64 << 20;
 
-/// The header is written in sectors: those that did not change stay.
+// Unit of header writes: sectors that did not change are not written.
 const SECTOR: usize = 512;
 
-/// See the head of this file.
+/// The file of an image. See the head of this file.
 #[derive(Debug)]
 pub(super) struct ImageFile {
     storage: Storage,
     header: Mutex<Kept>,
-    /// One task at a time changes the header, or the file's size.
+    /// Serializes changes of the header; `size_turn` serializes changes of the file's size.
     header_turn: RangeLocks,
     size_turn: RangeLocks,
     corrupt: AtomicBool,
-    /// The header says that it is corrupt, or cannot.
+    /// The header has the corrupt mark, or marking it failed.
     marked: AtomicBool,
-    /// It is not cut before here: what it had when it was opened is for `check` to judge.
+    /// The file is never cut below this size: its content at open time is for `check` to judge.
     kept_bytes: AtomicU64,
-    /// From here on the file has only what was written since it was opened, and zeroes: it was made
-    /// longer here.
+    /// Beyond this offset the file contains only zeroes and writes since it was opened: it grew
+    /// here.
     zero_from: AtomicU64,
 }
 
 #[derive(Debug)]
 struct Kept {
     header: Header,
-    /// The first cluster as in the file, without the zeroes at its end: mostly a few hundred bytes
-    /// of 64 KiB.
+    /// First cluster as in the file, without trailing zeroes: usually a few hundred bytes of 64
+    /// KiB.
     start: Box<[u8]>,
 }
 
@@ -61,7 +60,7 @@ impl Kept {
         Self { header, start: first_cluster[..end].into() }
     }
 
-    /// The whole first cluster.
+    /// First cluster, complete.
     fn first_cluster(&self) -> Vec<u8> {
         let mut bytes = self.start.to_vec();
         bytes.resize(self.header.cluster_bytes() as usize, 0);
@@ -85,7 +84,7 @@ impl ImageFile {
         }
     }
 
-    /// Another has had the file, and nothing is as it was. Nobody uses it yet.
+    /// Resets the state after another process had the file. No request may be in flight.
     pub(super) fn changed_hands(&self, header: Header, bytes: &[u8]) {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         self.kept_bytes.store(self.storage.size_bytes(), Relaxed);
@@ -104,18 +103,18 @@ impl ImageFile {
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept> {
-        // Both halves are replaced by whole values.
+        // A poisoned lock is safe to use: both fields are replaced together by one assignment.
         self.header.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The header as it is in the file.
+    /// Header as it is in the file.
     pub(super) fn header(&self) -> Header {
         self.kept().header.clone()
     }
 
-    /// Says that something in the image is wrong, and gives the error for the request that found
-    /// it. What is found in the background, by looking where nobody has asked, is not held against
-    /// the image: who asks finds it himself.
+    /// Reports an invalid structure and returns the error for the request that found it.
+    /// Background work, such as read-ahead, does not mark the image: a request that needs the
+    /// structure finds it again.
     pub(super) fn found(&self, what: &Invalid) -> Error {
         if reactor::is_in_background() {
             return Error::IO;
@@ -133,8 +132,8 @@ impl ImageFile {
         self.corrupt.load(Relaxed)
     }
 
-    /// Keeps everything from being written until the image is opened again: what its header says is
-    /// not known.
+    /// Makes the image read-only until it is opened again, because the content of its header in
+    /// the file is unknown.
     fn stop_writing(&self, why: Error) {
         self.marked.store(true, Relaxed);
         if !self.corrupt.swap(true, Relaxed) {
@@ -145,20 +144,20 @@ impl ImageFile {
         }
     }
 
-    /// Whether the file reads as zeroes from `offset` on, where nothing was written since it was
-    /// opened. Never on a block device: one that was made longer has what somebody else left there.
+    /// True if the file reads as zeroes from `offset` on, except for writes since it was opened.
+    /// Never true on a block device: a device that was extended may contain old data.
     pub(super) fn is_zero_from(&self, offset: u64) -> bool {
         offset >= self.zero_from.load(Relaxed)
     }
 
-    /// Has the header say that the image is corrupt, if it was found so and is not read-only.
+    /// Sets the corrupt mark in the header if the image was found corrupt and is writable.
     pub(super) async fn mark_corrupt(&self) {
         if !self.is_corrupt() || self.storage.read_only() || self.marked.swap(true, Relaxed) {
             return;
         }
         let marked = self
             .update_header(|header| {
-                // Version 2 has no such bit.
+                // The mark is an incompatible feature bit, which version 2 does not have.
                 if header.version >= 3 {
                     header.incompatible |= incompatible::CORRUPT;
                 }
@@ -169,9 +168,9 @@ impl ImageFile {
         }
     }
 
-    /// Metadata.
+    /// Reads metadata.
     pub(super) async fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
-        // What lies behind the end in the last cluster reads as zeroes.
+        // The file may end inside its last cluster, whose rest reads as zeroes.
         let end = self.size_bytes().next_multiple_of(self.kept().header.cluster_bytes());
         if offset.checked_add(length).is_none_or(|last| last > end) {
             let what = format!(
@@ -182,12 +181,12 @@ impl ImageFile {
         bytes::read(&self.storage, offset, length as usize).await
     }
 
-    /// Metadata, inside the file.
+    /// Writes metadata inside the file.
     pub(super) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.storage.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
     }
 
-    /// Guest data.
+    /// Writes guest data, and grows the file first if necessary.
     pub(super) async fn write_data(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.make_room(offset + data.len() as u64).await?;
         self.storage.write(offset, data, durability).await
@@ -197,34 +196,37 @@ impl ImageFile {
         self.storage.flush().await
     }
 
-    /// Makes the file reach to `end` at least; what is added reads as zeroes.
+    /// Grows the file to at least `end` bytes; added bytes read as zeroes.
     pub(super) async fn make_room(&self, end: u64) -> Result<()> {
         if end <= self.size_bytes() {
             return Ok(());
         }
         let _turn = self.size_turn.exclusive(0..1).await;
+        // Another task may have grown the file while this one waited.
         let size = self.size_bytes();
         if end <= size {
             return Ok(());
         }
         if !self.storage.can_grow() {
-            // Its owner may have made it longer.
+            // A block device may have been extended from outside.
             return if self.storage.refresh_size().await? >= end { Ok(()) } else { Err(Error::NO_SPACE) };
         }
         let more = (end / GROWTH_PART).clamp(LEAST_GROWTH, MOST_GROWTH);
         let wanted = (end + more).next_multiple_of(LEAST_GROWTH);
         match self.storage.resize(wanted).await {
-            // A file system that is nearly full may still have as much as is needed now.
+            // A nearly full file system may still have space for what is needed now.
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {
                 bytes::set_size(&self.storage, end).await?;
             }
             result => result.map_err(bytes::error_of)?,
         }
+        // Only after success, and to the smaller value: the bytes between the two were added as
+        // zeroes.
         self.zero_from.fetch_min(size, Relaxed);
         Ok(())
     }
 
-    /// Has the file end with a whole cluster, if it can be made longer.
+    /// Extends the file to a multiple of the cluster size, if it can grow.
     pub(super) async fn make_whole(&self, cluster_bytes: u64) -> Result<()> {
         let _turn = self.size_turn.exclusive(0..1).await;
         let whole = self.size_bytes().next_multiple_of(cluster_bytes);
@@ -234,13 +236,13 @@ impl ImageFile {
         bytes::set_size(&self.storage, whole).await
     }
 
-    /// The disk was made shorter, or empty: the file may become shorter than it was, too.
+    /// Allows the file to shrink below its size at open time, after the disk was shrunk or
+    /// emptied.
     pub(super) fn may_be_cut(&self) {
         self.kept_bytes.store(0, Relaxed);
     }
 
-    /// Cuts off what the file has behind `end`, but not more than by what it was made longer since
-    /// it was opened.
+    /// Truncates the file to `end`, but not below its size at open time.
     pub(super) async fn cut(&self, end: u64) -> Result<()> {
         let _turn = self.size_turn.exclusive(0..1).await;
         let end = end.max(self.kept_bytes.load(Relaxed));
@@ -250,8 +252,7 @@ impl ImageFile {
         bytes::set_size(&self.storage, end).await
     }
 
-    /// Changes the header and makes that durable. What the file had before the change is durable
-    /// too.
+    /// Changes the header durably. Everything written before the change becomes durable as well.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let _turn = self.header_turn.exclusive(0..1).await;
         let (old, old_bytes) = {
@@ -265,16 +266,20 @@ impl ImageFile {
             Error::NO_SPACE
         })?;
         if let Err(error) = self.write_header(&old_bytes, &bytes).await {
+            // The file may contain either header now. Restore the old one, or stop all writes.
             if self.write_header(&bytes, &old_bytes).await.is_err() {
                 self.stop_writing(error);
             }
             return Err(error);
         }
+        // Published after both writes are durable, so that `header` never returns a header that a
+        // crash could lose.
         *self.kept() = Kept::new(header, &bytes);
         Ok(())
     }
 
-    /// The sectors that differ; the first one last, since it leads to the others.
+    /// Writes the sectors that differ. The first one comes last, after a flush, since it refers to
+    /// the others.
     async fn write_header(&self, old: &[u8], new: &[u8]) -> Result<()> {
         let sectors = new.chunks(SECTOR).enumerate();
         let differ = sectors
@@ -286,6 +291,7 @@ impl ImageFile {
                 self.write((number * SECTOR) as u64, sector).await?;
             }
             self.flush().await?;
+        // The first sector refers to names in later sectors: those must be durable before it.
         }
         if let Some((_, sector)) = first {
             self.write(0, sector).await?;

@@ -1,16 +1,19 @@
-//! What the fuzz targets do with an image of any bytes, and what must hold whatever they are.
+//! Entry points of the fuzz targets for images of arbitrary bytes, and the properties that must
+//! hold.
 //!
-//! | | Done | Holds |
+//! | | Operations | Properties |
 //! | --- | --- | --- |
-//! | [`check()`] | checked and repaired | it ends; an image that a repair calls consistent is consistent |
-//! | [`open`] | opened, with everything it keeps; looked at from end to end | it ends; block status covers the disk |
-//! | [`lookup`] | read, written, zeroed, discarded, resized, with snapshots taken and deleted | a read returns what was written; a consistent image stays consistent |
+//! | [`check()`] | check and repair | terminates; an image that a repair reports as consistent is
+//! consistent |
+//! | [`open`] | open, with snapshots, bitmaps and LUKS header; query all of it | terminates; block
+//! status covers the disk |
+//! | [`lookup`] | read, write, zero, discard, resize, create and delete snapshots | a read returns
+//! what was written; a consistent image stays consistent |
 //!
-//! It is here and not in `fuzz/`, because tests run the same checks on damaged images for a moment
-//! on every change. Everything is in memory, on a simulated reactor that panics if tasks wait for
-//! nothing.
+//! In this crate and not in `fuzz/`, because tests briefly run the same checks on damaged images.
+//! Everything is in memory, on a simulated reactor that panics if tasks deadlock.
 //!
-//! Never derives a key: that is slow on purpose. Encrypted images get a key that does not fit.
+//! Never derives a key, which is slow by design. Encrypted images get an arbitrary key.
 
 #[cfg(test)]
 #[path = "fuzzing_tests.rs"]
@@ -29,20 +32,20 @@ use storage::{Durability, Storage, ZeroOptions};
 
 use crate::{Image, Raw};
 
-/// Larger images only take longer.
+// Larger images only take more time.
 const LARGEST: usize = 4 << 20;
-/// Files beside the image are no longer.
+// Size limit of other files of the image.
 const LARGEST_OTHER: u64 = 64 << 20;
-/// Disks are not made longer than this.
+// Size limit of a resize.
 const LARGEST_DISK: u64 = 16 << 20;
-/// Questions and reads that one image gets: a disk of 2⁶⁰ bytes has no more to show.
+// Limit of queries and reads of an image: a disk of 2⁶⁰ bytes would take forever.
 const MOST_QUESTIONS: usize = 500;
-/// Bytes of a [`Request`].
+// Encoded size of a `Request`.
 const REQUEST_BYTES: usize = 6;
-/// Requests to one image.
+// Limit of requests to an image.
 const MOST_REQUESTS: usize = 32;
 
-/// An image, checked and repaired.
+/// Checks and repairs an image.
 pub fn check(data: &[u8]) {
     with(data, async |content| {
         let image = Storage::holding(&content).await;
@@ -63,7 +66,7 @@ pub fn check(data: &[u8]) {
     });
 }
 
-/// An image, opened for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS
+/// Opens an image for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS
 /// header.
 pub fn open(data: &[u8]) {
     with(data, async |content| {
@@ -93,8 +96,8 @@ pub fn open(data: &[u8]) {
     });
 }
 
-/// An image and requests to it: its last byte says how many, [`REQUEST_BYTES`] each, in front of
-/// that.
+/// Sends requests to an image. The last byte of `data` is their number; [`REQUEST_BYTES`] for each
+/// precede it.
 pub fn lookup(data: &[u8]) {
     let Some((&count, rest)) = data.split_last() else { return };
     let count = usize::from(count) % MOST_REQUESTS;
@@ -118,11 +121,11 @@ pub fn lookup(data: &[u8]) {
     });
 }
 
-/// What is done to an open image.
+/// A request to an open image.
 #[derive(Clone, Copy, Debug)]
 struct Request {
     kind: u8,
-    /// From the disk's end backwards.
+    /// The offset counts backwards from the end of the disk.
     from_end: bool,
     offset: u64,
     length: u64,
@@ -140,15 +143,15 @@ impl Request {
         }
     }
 
-    /// The part of the range that the disk has.
+    /// The range, limited to the disk.
     fn range(self, size_bytes: u64) -> (u64, u64) {
         let offset = if self.from_end { size_bytes.saturating_sub(self.offset) } else { self.offset };
         let offset = offset.min(size_bytes);
         (offset, self.length.min(size_bytes - offset))
     }
 
-    /// Errors are as good as success, whatever the image is; only what is written is to be read
-    /// again, where it was consistent.
+    /// Executes the request. Errors are allowed for every image; only a consistent image must
+    /// return what was written.
     async fn carry_out(self, image: &Qcow2, was_consistent: bool) {
         let (offset, length) = self.range(image.size_bytes());
         let zeroes =
@@ -203,7 +206,7 @@ async fn is_consistent(storage: &Storage) -> bool {
     report.is_ok_and(|report| report.corruptions + report.check_errors == 0)
 }
 
-/// The image and whatever its header asks for, with the smallest caches.
+/// Opens the image with the other files that its header names and with the smallest caches.
 async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
     let other = |bytes: u64| {
         let bytes = bytes.min(LARGEST_OTHER).next_multiple_of(512);
@@ -229,7 +232,7 @@ async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
     }
 }
 
-/// Asks what the whole disk is made of, and reads a little of everything.
+/// Queries the status of the whole disk and reads the front of each extent.
 async fn look(image: &Qcow2) {
     let size = image.size_bytes();
     let mut at = 0;
@@ -238,7 +241,7 @@ async fn look(image: &Qcow2) {
             return;
         }
         let Ok(extents) = image.block_status(at, size - at).await else {
-            // What follows may be right.
+            // Later clusters may be valid.
             at += image.header().cluster_bytes();
             continue;
         };

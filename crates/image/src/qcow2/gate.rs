@@ -1,19 +1,20 @@
-//! Who is inside: a count of requests in flight that shares no cache line between threads.
+//! Epochs of requests: a count of requests in flight that shares no cache line between threads.
 //!
 //! ```text
-//!   enter ─► counts in its thread's slot, under the current generation ─► … ─► leaves the slot it counted in
-//!   settle:  changes the generation, waits until all slots' counts of the old one are zero
-//!   close:   keeps newcomers out, settles both generations; dropping the result lets them in again
+//!   enter ─► increments its thread's slot, under the current generation ─► … ─► decrements the same slot
+//!   settle:  switches the generation, waits until all slots of the old one are zero
+//!   close:   blocks new requests, waits for both generations; dropping the result unblocks
 //! ```
 //!
-//! Two things need it. Requests that looked up a cluster earlier may still read or write it after
-//! it is released; it is used again only when they have left ([`Gate::settle`]). And a change of
-//! the whole image (a snapshot, a resize) needs nobody inside ([`Gate::close`]).
+//! Two operations need it. A freed cluster may still be read or written by requests that looked it
+//! up earlier, so it is reused only when they have completed ([`Gate::settle`]). A change of the
+//! whole image (snapshot, resize) requires that no request is in flight ([`Gate::close`]).
 //!
-//! Why nobody slips through: whoever enters counts first and looks at the state again afterwards;
-//! whoever settles changes the state first and reads the counts afterwards. All four accesses are
-//! sequentially consistent. So either the one sees the new state and leaves, or the other sees the
-//! count.
+//! Correctness: `enter` increments first and loads the state again afterwards; `settle` changes
+//! the state first and loads the counts afterwards. All four accesses are sequentially consistent,
+//! so either `enter` sees the new state and backs out, or `settle` sees the count.
+//!
+//! [`Pass`] is the guard of a request, [`Closed`] that of exclusive access.
 
 use std::{
     sync::{
@@ -30,33 +31,33 @@ use event_listener::Event;
 
 use storage::RangeLocks;
 
-/// Largest number of slots: 8 KiB of memory for each count that has them.
+// 8 KiB of memory for each set of counters.
 const MOST_SLOTS: usize = 64;
-/// In the state: which of the two generations is counted.
+/// Bit of the state: generation that new requests are counted in.
 const GENERATION: usize = 1;
-/// In the state: nobody is let in.
+/// Bit of the state: new requests wait.
 const CLOSED: usize = 2;
 
-/// See the head of this file.
+/// Epoch gate. See the head of this file.
 #[derive(Debug)]
 pub(super) struct Gate {
     state: AtomicUsize,
     slots: Box<[Slot]>,
-    /// How many wait for counts to fall.
+    /// Number of tasks that wait for counts to reach zero.
     waiting: AtomicUsize,
     changed: Event,
-    /// One at a time settles or closes.
+    /// Serializes `settle` and `close`.
     turn: RangeLocks,
 }
 
-/// On a cache line of its own, and the one that processors fetch with it.
+// Two cache lines: processors prefetch the adjacent one.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Slot {
     inside: [AtomicUsize; 2],
 }
 
-/// Somebody inside. Dropping it leaves.
+/// Guard of a request in flight; dropping it ends the request.
 #[derive(Debug)]
 pub(super) struct Pass<'a> {
     gate: &'a Gate,
@@ -64,15 +65,15 @@ pub(super) struct Pass<'a> {
     generation: usize,
 }
 
-/// Nobody is inside until this is dropped.
+/// Guard of exclusive access: no request is in flight until it is dropped.
 #[derive(Debug)]
 pub(super) struct Closed<'a> {
     gate: &'a Gate,
     _turn: storage::RangeGuard<'a>,
 }
 
-/// Number of slots in anything that has one for each thread: at least one more than there are
-/// processors, as the main thread has one as well. Threads beyond this number share slots.
+/// Number of slots in structures with one per thread: at least the number of processors plus one
+/// for the main thread. Further threads share slots.
 pub(super) fn slots() -> usize {
     static SLOTS: LazyLock<usize> = LazyLock::new(|| {
         let processors = available_parallelism().map_or(MOST_SLOTS, usize::from);
@@ -81,7 +82,7 @@ pub(super) fn slots() -> usize {
     *SLOTS
 }
 
-/// The number of this thread's slot, below [`slots`].
+/// Slot of this thread, below [`slots`].
 pub(super) fn slot_of_thread() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static SLOT: usize = NEXT.fetch_add(1, Relaxed) % slots());
@@ -99,14 +100,15 @@ impl Gate {
         }
     }
 
-    /// Waits while the gate is closed.
+    /// Counts a request; waits while the gate is closed.
     pub(super) async fn enter(&self) -> Pass<'_> {
         loop {
             if let Some(pass) = self.try_enter() {
                 return pass;
             }
             let listener = self.changed.listen();
-            // Opened before it listened: nobody would tell it.
+            // The gate may have been opened before `listen`, whose notification would then be
+            // missed.
             if self.state.load(SeqCst) & CLOSED != 0 {
                 listener.await;
             }
@@ -121,6 +123,7 @@ impl Gate {
                 return None;
             }
             let generation = state & GENERATION;
+            // First count, then check the state again: see the head of this file.
             self.slots[slot].inside[generation].fetch_add(1, SeqCst);
             let pass = Pass { gate: self, slot, generation };
             if self.state.load(SeqCst) == state {
@@ -129,7 +132,7 @@ impl Gate {
         }
     }
 
-    /// Waits until everybody has left who was inside when this was called.
+    /// Waits for all requests that were in flight at the time of the call.
     pub(super) async fn settle(&self) {
         let _turn = self.turn.exclusive(0..1).await;
         self.settle_in_turn().await;
@@ -140,10 +143,11 @@ impl Gate {
         self.emptied(old).await;
     }
 
-    /// Keeps newcomers out and waits until nobody is inside. Whoever is inside must not wait for
-    /// what comes after this.
+    /// Blocks new requests and waits until none is in flight. A task that holds a guard must not
+    /// await it: deadlock.
     pub(super) async fn close(&self) -> Closed<'_> {
         let turn = self.turn.exclusive(0..1).await;
+        // Created before the first await, so that cancellation opens the gate again.
         let closed = Closed { gate: self, _turn: turn };
         self.state.fetch_or(CLOSED, SeqCst);
         self.emptied(0).await;
@@ -152,6 +156,8 @@ impl Gate {
     }
 
     async fn emptied(&self, generation: usize) {
+        // Announced before the counts are read, or the last guard could be dropped without a
+        // notification.
         self.waiting.fetch_add(1, SeqCst);
         let waiting = Waiting(self);
         loop {

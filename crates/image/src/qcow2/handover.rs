@@ -1,12 +1,12 @@
-//! An image that another process has for a while, as the other end of a live migration does.
+//! Temporary use of an image by another process, as by the destination of a live migration.
 //!
 //! ```text
-//!   open_for_handover ─► take_over ─► in use ─► hand_over ─► another's ─► take_over ─► …
+//!   open_for_handover ─► take_over ─► in use ─► hand_over ─► other process ─► take_over ─► …
 //!        header          all tables             all written
 //! ```
 //!
-//! What the image is (its format's parameters, its backing file) stays; where everything lies in it
-//! is read again. Never takes locks: who has them calls this.
+//! The parameters of the format and the backing file stay the same; all tables are read again.
+//! Never takes locks: the caller must hold them.
 
 use std::sync::atomic::Ordering::Release;
 
@@ -19,25 +19,26 @@ use super::{
 use reactor::error::Result;
 
 impl Qcow2 {
-    /// Writes everything, so that another may take the image over. It is not to be used before
-    /// [`Qcow2::take_over`].
+    /// Writes all metadata, so that another process can take the image over. The image must not be
+    /// used before [`Qcow2::take_over`].
     ///
     /// # Errors
-    /// The file's; it can be used on.
+    /// Those of the file; the image then remains usable.
     pub(crate) async fn hand_over(&self) -> Result<()> {
         self.close().await?;
         self.forget_bitmaps();
         Ok(())
     }
 
-    /// Reads what another may have written. Nobody else uses the image, and nobody has since it was
-    /// handed over, or laid down: what bitmaps recorded before that is in memory then. What could
-    /// not be written then, or came since, is written first, as nobody else has the image.
+    /// Reads the tables that another process may have changed. No process may have used the image
+    /// since it was handed over or laid down; bitmaps recorded before that are still in memory.
+    /// Metadata that could not be written then, or that changed since, is written first: no other
+    /// process uses the image.
     ///
     /// # Errors
-    /// [`OpenFailure`]; it is still not to be used, but by whoever had it before.
+    /// [`OpenFailure`]; the image then still belongs to the previous process.
     pub(crate) async fn take_over(&self) -> std::result::Result<(), OpenFailure> {
-        // Somebody who reads ahead may still be inside, and would keep what he finds.
+        // A read-ahead may still be in flight, and would insert old metadata into the cache.
         let _giving = self.giving.exclusive(0..1).await;
         let _closed = self.gate.close().await;
         if self.is_dirty() {
@@ -46,6 +47,7 @@ impl Qcow2 {
         let storage = self.file.storage();
         let header = read_header(storage).await?;
         if lasting(&header) != lasting(&self.file.header()) {
+            // The marks were not checked when the image was opened for handover.
             return Err(OpenFailure::Changed);
         }
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
@@ -56,6 +58,7 @@ impl Qcow2 {
         self.overlap.check_apart(&places)?;
         self.refcounts.replace(&header, refcounts);
         {
+            // Under the lock: cache and L1 table must change together.
             let _pending = self.pending();
             self.cache.load().clear();
             self.l1.store(l1.into());
@@ -65,7 +68,7 @@ impl Qcow2 {
     }
 }
 
-/// What does not change while an image is in use.
+/// The parts of a header that must not change during a handover.
 fn lasting(header: &Header) -> Header {
     Header {
         size_bytes: 0,

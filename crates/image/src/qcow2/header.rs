@@ -1,70 +1,69 @@
-//! The header of a qcow2 image: its first cluster, from bytes to [`Header`] and back.
+//! The header of a qcow2 image: its first cluster, decoded to [`Header`] and encoded from it.
 //!
-//! Every byte comes from whoever made the image. So everything that can be checked without reading
-//! further is checked here, and the result can be relied upon: sizes are in range, tables are
-//! aligned and below the largest offset, names fit.
+//! Every byte comes from the author of the image. Everything that can be checked without further
+//! reads is checked here, so users of a [`Header`] can rely on it: sizes are in range, tables are
+//! aligned and below the offset limit, names fit.
 //!
-//! Never looks at the file behind the bytes: whoever reads a table checks that it is inside the
-//! file.
+//! Never accesses the file: the reader of a table checks that the table lies inside the file.
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Header"; the limits beyond it are QEMU's own, so that
-//! QEMU can open what weir makes.
+//! Source: QEMU's docs/interop/qcow2.rst, "Header". The limits beyond it are QEMU's own, so that
+//! QEMU can open images that weir creates.
 
 use super::{Invalid, big_endian::u32_at};
 
-/// "QFI\xfb".
+/// Signature at offset 0, "QFI\xfb".
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Cluster sizes from 512 bytes to 2 MiB, as bits.
+/// Valid values of [`Header::cluster_bits`]: clusters of 512 bytes to 2 MiB.
 pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Least cluster size with extended L2 entries: 16 KiB.
+/// Minimum of [`Header::cluster_bits`] with extended L2 entries: 16 KiB.
 pub const EXTENDED_CLUSTER_BITS: u32 = 14;
-/// Offsets in the file lie below this.
+/// Exclusive bound of offsets in the file.
 pub const OFFSET_LIMIT: u64 = 1 << 56;
-/// The largest L1 table that QEMU opens, in bytes.
+/// Size limit of an L1 table in bytes, as in QEMU.
 pub const LARGEST_L1: u64 = 32 << 20;
-/// The largest refcount table that QEMU opens, in bytes.
+/// Size limit of a refcount table in bytes, as in QEMU.
 pub const LARGEST_REFCOUNT_TABLE: u64 = 8 << 20;
-/// The most snapshots that QEMU opens.
+/// Limit of internal snapshots, as in QEMU.
 pub const MOST_SNAPSHOTS: u32 = 65_536;
-/// The most bitmaps that QEMU opens.
+/// Limit of bitmaps, as in QEMU.
 pub const MOST_BITMAPS: u32 = 65_535;
-/// The largest bitmap directory: as many bitmaps as there may be, each with the longest name.
+/// Size limit of the bitmap directory in bytes: [`MOST_BITMAPS`] entries with names of 1023 bytes.
 pub const LARGEST_BITMAP_DIRECTORY: u64 = MOST_BITMAPS as u64 * (24 + 1023 + 1);
-/// The largest LUKS header, in bytes: eight slots with the longest keys that LUKS has stay below 4
-/// MiB.
+/// Size limit of a LUKS header in bytes, generous: eight key slots with the longest keys of LUKS
+/// need less than 4 MiB.
 pub const LARGEST_LUKS: u64 = 64 << 20;
-/// The longest name of a backing file, in bytes.
+/// Length limit of a backing file's name, in bytes.
 pub const LONGEST_BACKING_NAME: usize = 1023;
 
 /// Bits of [`Header::incompatible`].
 pub mod incompatible {
-    /// Refcounts may be wrong.
+    /// Refcounts may be inconsistent; set while lazy refcounts are in use.
     pub const DIRTY: u64 = 1 << 0;
-    /// Anything may be wrong.
+    /// Any structure may be inconsistent; the image must not be written to.
     pub const CORRUPT: u64 = 1 << 1;
-    /// Guest data lies in a file of its own.
+    /// Guest data is in an external data file.
     pub const DATA_FILE: u64 = 1 << 2;
-    /// Clusters are not compressed with zlib.
+    /// The compression type is not zlib.
     pub const COMPRESSION: u64 = 1 << 3;
-    /// L2 entries have subclusters.
+    /// L2 entries are extended: 16 bytes, with 32 subclusters.
     pub const EXTENDED_L2: u64 = 1 << 4;
-    /// All that weir knows.
+    /// Bits that weir supports.
     pub const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
 }
 
 /// Bits of [`Header::compatible`].
 pub mod compatible {
-    /// Refcounts may be written late, with the image marked dirty.
+    /// Refcount updates may be postponed while the image is marked dirty.
     pub const LAZY_REFCOUNTS: u64 = 1 << 0;
 }
 
 /// Bits of [`Header::autoclear`].
 pub mod autoclear {
-    /// The bitmaps extension is right.
+    /// The bitmaps extension is consistent with the image.
     pub const BITMAPS: u64 = 1 << 0;
-    /// The data file is a raw image by itself.
+    /// The external data file is a consistent raw image.
     pub const RAW_DATA_FILE: u64 = 1 << 1;
-    /// All that weir knows.
+    /// Bits that weir supports.
     pub const KNOWN: u64 = BITMAPS | RAW_DATA_FILE;
 }
 
@@ -79,111 +78,113 @@ pub(super) mod extension {
 
 const V2_LENGTH: usize = 72;
 const V3_LENGTH: usize = 104;
-/// With the compression type and its padding.
+// Header of version 3 with the compression type and its padding.
 const OWN_LENGTH: usize = 112;
 
-/// How guest data is encrypted.
+/// Encryption method of guest data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crypt {
-    /// Not at all.
+    /// Not encrypted.
     None,
-    /// The old way, which weir refuses.
+    /// QEMU's legacy AES-CBC, which weir rejects as insecure.
     Aes,
-    /// With a LUKS header inside the image.
+    /// LUKS version 1, with its header inside the image.
     Luks,
 }
 
-/// How compressed clusters are compressed.
+/// Compression method of compressed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
-    /// Raw deflate, as QEMU writes it.
+    /// Raw deflate without a zlib header, as written by QEMU.
     Zlib,
     /// Zstandard.
     Zstd,
 }
 
-/// Where what is not allocated is read from.
+/// Backing file, the source of unallocated clusters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backing {
-    /// As it stands in the image: relative to the image's own directory, unless absolute.
+    /// Name as stored in the image: relative to the directory of the image, unless absolute.
     pub name: String,
-    /// The format's name; `None` leaves it to guessing, which weir refuses.
+    /// Name of the format; `None` leaves it to probing, which weir rejects.
     pub format: Option<String>,
 }
 
-/// Where a piece of metadata lies.
+/// Location of a structure in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// In the file, in bytes; a multiple of the cluster.
+    /// Offset in bytes, a multiple of the cluster size.
     pub offset: u64,
-    /// In bytes.
+    /// Length in bytes.
     pub length: u64,
 }
 
-/// The bitmaps extension.
+/// Content of the bitmaps extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bitmaps {
-    /// How many.
+    /// Number of bitmaps.
     pub count: u32,
-    /// Where they are described.
+    /// Location of the bitmap directory.
     pub directory: Place,
 }
 
-/// What stands in the header. Fields have the specification's meaning.
+/// Decoded header. Fields have the meaning of the specification.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// 2 or 3.
     pub version: u32,
     /// A cluster is `1 << cluster_bits` bytes; in [`CLUSTER_BITS`].
     pub cluster_bits: u32,
-    /// The virtual disk, in bytes.
+    /// Size of the virtual disk in bytes.
     pub size_bytes: u64,
-    /// Encryption.
+    /// Encryption method.
     pub crypt: Crypt,
     /// Entries of the active L1 table.
     pub l1_entries: u32,
-    /// The active L1 table; 0 only with no entries.
+    /// Offset of the active L1 table; 0 only if it has no entries.
     pub l1_offset: u64,
-    /// The refcount table.
+    /// Offset of the refcount table.
     pub refcount_table_offset: u64,
-    /// Its clusters.
+    /// Length of the refcount table in clusters.
     pub refcount_table_clusters: u32,
-    /// Number of snapshots. Images with more than [`MOST_SNAPSHOTS`] are opened for reading only.
+    /// Number of snapshots. Images with more than [`MOST_SNAPSHOTS`] are opened read-only.
     pub snapshots: u32,
-    /// Where their table is; 0 only without snapshots.
+    /// Offset of the snapshot table; 0 only without snapshots.
     pub snapshots_offset: u64,
-    /// Only known bits: see [`incompatible`].
+    /// Bits of [`incompatible`]; unknown bits are rejected.
     pub incompatible: u64,
-    /// See [`compatible`]; unknown bits are kept.
+    /// Bits of [`compatible`]; unknown bits are preserved.
     pub compatible: u64,
-    /// See [`autoclear`]; unknown bits must be cleared before anything is written.
+    /// Bits of [`autoclear`]; unknown bits must be cleared before the first write.
     pub autoclear: u64,
     /// A refcount has `1 << refcount_order` bits; 0 to 6.
     pub refcount_order: u32,
-    /// Of compressed clusters.
+    /// Compression method of compressed clusters.
     pub compression: Compression,
     /// The backing file.
     pub backing: Option<Backing>,
-    /// The external data file's name.
+    /// Name of the external data file.
     pub data_file: Option<String>,
-    /// The bitmaps.
+    /// Content of the bitmaps extension.
     pub bitmaps: Option<Bitmaps>,
-    /// The LUKS header.
+    /// Location of the LUKS header.
     pub encryption: Option<Place>,
-    /// Extensions that weir does not know, and keeps.
+    /// Unknown extensions as pairs of type and data; preserved.
     pub others: Vec<(u32, Vec<u8>)>,
-    /// Fields behind those that weir knows, and keeps.
+    /// Unknown fields after the known ones; preserved.
     pub later_fields: Vec<u8>,
 }
 
 impl Header {
-    /// Reads the header. `bytes` begin where the file does, and hold its first cluster or all that
-    /// there is of it.
+    /// Decodes and checks the header. `bytes` begin at offset 0 and hold the first cluster, or all
+    /// of a shorter file.
     ///
     /// # Errors
-    /// What is wrong with it, and where.
+    /// The violated rule and its location.
     pub fn parse(bytes: &[u8]) -> Result<Self, Invalid> {
         let fields = Fields(bytes);
+        // Order: signature and version decide the layout, cluster size and length bound all
+        // further reads.
         if bytes.get(..4) != Some(&MAGIC[..]) {
             return Err(Invalid::new("it does not begin with the signature of qcow2, \"QFI\\xfb\""));
         }
@@ -198,7 +199,9 @@ impl Header {
             )));
         }
         let later = version >= 3;
+        // Version 2 has neither feature bits nor a length field: 16-bit refcounts, no features.
         let length = if later { fields.u32(100)? as usize } else { V2_LENGTH };
+        // QEMU requires a length that is a multiple of 8 and inside the first cluster.
         if later && (length < V3_LENGTH || !length.is_multiple_of(8)) || length > 1 << cluster_bits {
             return Err(Invalid::new(format!("a header of {length} bytes")));
         }
@@ -233,6 +236,8 @@ impl Header {
             others: Vec::new(),
             later_fields: bytes.get(OWN_LENGTH..length).unwrap_or_default().to_vec(),
         };
+        // Extensions first: the feature name table supplies names for the error about unknown
+        // features.
         let names = header.read_extensions(&fields)?;
         header.check_features(&names, if length > V3_LENGTH { bytes[V3_LENGTH] } else { 0 })?;
         header.read_backing_name(&fields)?;
@@ -240,10 +245,11 @@ impl Header {
         Ok(header)
     }
 
-    /// The first cluster's bytes: header, extensions, backing file's name; zeroes behind.
+    /// Encodes the first cluster: header, extensions and the backing file's name, padded with
+    /// zeroes.
     ///
     /// # Errors
-    /// If it does not fit into a cluster, or breaks a rule.
+    /// If it does not fit into a cluster or violates a rule.
     pub fn encode(&self) -> Result<Vec<u8>, Invalid> {
         self.check()?;
         let mut bytes = Vec::with_capacity(self.cluster_bytes() as usize);
@@ -251,7 +257,8 @@ impl Header {
         let word = |bytes: &mut Vec<u8>, value: u32| bytes.extend(value.to_be_bytes());
         bytes.extend(MAGIC);
         word(&mut bytes, self.version);
-        // The backing file's name: known when everything before it is there.
+        // Offset and length of the backing file's name, patched below: the name follows the
+        // extensions.
         bytes.extend([0; 12]);
         word(&mut bytes, self.cluster_bits);
         long(&mut bytes, self.size_bytes);
@@ -300,32 +307,32 @@ impl Header {
         Ok(bytes)
     }
 
-    /// Bytes of a cluster.
+    /// Cluster size in bytes.
     pub fn cluster_bytes(&self) -> u64 {
         1 << self.cluster_bits
     }
 
-    /// Whether L2 entries have subclusters.
+    /// True if L2 entries are extended, with subclusters.
     pub fn has_subclusters(&self) -> bool {
         self.incompatible & incompatible::EXTENDED_L2 != 0
     }
 
-    /// Whether guest data lies in a file of its own.
+    /// True if guest data is in an external data file.
     pub fn has_data_file(&self) -> bool {
         self.incompatible & incompatible::DATA_FILE != 0
     }
 
-    /// Bits of a refcount.
+    /// Width of a refcount in bits.
     pub fn refcount_bits(&self) -> u32 {
         1 << self.refcount_order
     }
 
-    /// Guest clusters that one L2 table describes, as bits.
+    /// Number of guest clusters that one L2 table maps, as a power of two.
     pub fn l2_bits(&self) -> u32 {
         self.cluster_bits - if self.has_subclusters() { 4 } else { 3 }
     }
 
-    /// Entries that an L1 table needs for a disk of this size.
+    /// Number of L1 entries that a disk of this size needs.
     pub fn l1_entries_for(&self, size_bytes: u64) -> u64 {
         size_bytes.div_ceil(1 << (self.cluster_bits + self.l2_bits()))
     }
@@ -349,7 +356,7 @@ impl Header {
         match kind {
             extension::BACKING_FORMAT => {
                 let format = Some(text(data, "the backing file's format")?);
-                // The name comes from another place.
+                // `read_backing_name` fills in the name, which is outside the extensions.
                 self.backing = Some(Backing { name: String::new(), format });
             }
             extension::FEATURE_NAMES => names.extend(data.chunks_exact(48).map(FeatureName::parse)),
@@ -386,7 +393,7 @@ impl Header {
         if let Some(bitmaps) = self.bitmaps {
             put(extension::BITMAPS, &bitmaps_extension(bitmaps)[8..]);
         }
-        // Where there is room: an image of 512-byte clusters has none.
+        // Optional, and clusters of 512 bytes have no space for it.
         let names = FeatureName::table();
         if self.version >= 3 && self.cluster_bytes() >= 4096 {
             put(extension::FEATURE_NAMES, &names);
@@ -400,7 +407,7 @@ impl Header {
     fn read_backing_name(&mut self, fields: &Fields<'_>) -> Result<(), Invalid> {
         let (offset, length) = (fields.u64(8)?, fields.u32(16)? as usize);
         if offset == 0 {
-            // A format without a file means nothing.
+            // A format without a name has no effect.
             self.backing = None;
             return Ok(());
         }
@@ -416,7 +423,7 @@ impl Header {
         }
         let name = text(fields.bytes(offset as usize, length)?, "the backing file's name")?;
         let format = self.backing.take().and_then(|backing| backing.format);
-        // QEMU reads an empty name as no backing file.
+        // QEMU treats an empty name as no backing file.
         self.backing = (!name.is_empty()).then_some(Backing { name, format });
         Ok(())
     }
@@ -430,6 +437,7 @@ impl Header {
                 "it uses features that this version of weir does not know: {named}"
             )));
         }
+        // The specification: zlib must not set the bit, every other type must.
         let is_marked = self.incompatible & incompatible::COMPRESSION != 0;
         self.compression = match (is_marked, compression) {
             (false, 0) => Compression::Zlib,
@@ -442,7 +450,7 @@ impl Header {
         Ok(())
     }
 
-    /// Everything that can be said without the file.
+    /// Checks all rules that need no access to the file.
     fn check(&self) -> Result<(), Invalid> {
         let cluster = self.cluster_bytes();
         let table = |what: &str, offset: u64, length: u64| {
@@ -459,6 +467,8 @@ impl Header {
             }
             Ok(())
         };
+        // From here on, rules of the specification and QEMU's limits, which bound what is
+        // allocated.
         if self.refcount_order > 6 {
             return Err(Invalid::new(format!("refcounts of 2^{} bits; 64 is the most", self.refcount_order)));
         }
@@ -495,6 +505,7 @@ impl Header {
             return Err(Invalid::new("it has no refcount table"));
         }
         table("the refcount table", self.refcount_table_offset, refcount_bytes)?;
+        // The length of an entry is unknown before it is read: `snapshots` bytes is a lower bound.
         table("the snapshot table", self.snapshots_offset, u64::from(self.snapshots))?;
         if self.encryption.is_some() && self.crypt != Crypt::Luks {
             return Err(Invalid::new("it says where a LUKS header is, and is not encrypted with LUKS"));
@@ -517,7 +528,7 @@ impl Header {
     }
 
     fn check_bitmaps(&self, table: impl Fn(&str, u64, u64) -> Result<(), Invalid>) -> Result<(), Invalid> {
-        // What is not marked right is not looked at.
+        // Without the autoclear bit the extension may be stale and must be ignored.
         if self.autoclear & autoclear::BITMAPS == 0 {
             return Ok(());
         }
@@ -534,8 +545,8 @@ impl Header {
     }
 }
 
-/// Kind, offset and data of each extension in the first cluster, including the end marker, which
-/// has no data. The list also ends at the backing file's name or at the end of the cluster.
+/// Type, offset and data of each extension in the first cluster, including the end marker, whose
+/// data is empty. The list also ends at the backing file's name or at the end of the cluster.
 pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usize, &[u8]), Invalid>> {
     let fields = Fields(bytes);
     let is_later = fields.u32(4).is_ok_and(|version| version >= 3);
@@ -564,19 +575,19 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
     })
 }
 
-/// Reserved bytes behind the compression type; empty if the header has none.
+/// Reserved bytes after the compression type; empty if the header is too short to contain them.
 pub(super) fn compression_padding(bytes: &[u8], version: u32) -> &[u8] {
     let has_type = version >= 3 && Fields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
     if has_type { bytes.get(V3_LENGTH + 1..OWN_LENGTH).unwrap_or_default() } else { &[] }
 }
 
-/// The bitmaps extension, its kind and length first.
+/// Encoded bitmaps extension, including its type and length.
 pub(super) fn bitmaps_extension(Bitmaps { count, directory }: Bitmaps) -> Vec<u8> {
     let start = u64::from(extension::BITMAPS) << 32 | 24;
     [start, u64::from(count) << 32, directory.length, directory.offset].map(u64::to_be_bytes).concat()
 }
 
-/// A line of the feature name table.
+/// An entry of the feature name table.
 struct FeatureName {
     kind: u8,
     bit: u8,
@@ -584,9 +595,9 @@ struct FeatureName {
 }
 
 impl FeatureName {
-    /// From 48 bytes.
+    /// Decodes an entry of 48 bytes.
     fn parse(bytes: &[u8]) -> Self {
-        // What is behind the first zero is no part of it.
+        // Names are padded with zeroes; bytes after the first zero are ignored.
         let name = bytes[2..].split(|&byte| byte == 0).next().unwrap_or_default();
         Self { kind: bytes[0], bit: bytes[1], name: String::from_utf8_lossy(name).into_owned() }
     }
@@ -596,7 +607,7 @@ impl FeatureName {
         known.map_or_else(|| format!("incompatible feature bit {bit}"), |known| format!("{:?}", known.name))
     }
 
-    /// The names of what weir knows, for programs that do not.
+    /// Encoded names of the features that weir supports, for messages of programs that do not.
     fn table() -> Vec<u8> {
         const NAMES: [(u8, u8, &str); 8] = [
             (0, 0, "dirty bit"),
@@ -619,7 +630,7 @@ impl FeatureName {
     }
 }
 
-/// Numbers at places that may not exist.
+/// Bounds-checked access to fields of the header.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -716,7 +727,7 @@ pub(super) mod tests {
             ("refcount table", |bytes| bytes[56] = 1),
             ("snapshot table would lie on the header", |bytes| bytes[60] = 1),
             ("not encrypted", |bytes| {
-                // The extension that nobody knows becomes that of encryption.
+                // Turns the unknown extension of the test header into an encryption extension.
                 let at = bytes.windows(4).position(|kind| kind == [0x12, 0x34, 0x56, 0x78]).expect("there");
                 let extension = [0x0537_be77_0000_0010, 0x40000, 1_u64 << 50].map(u64::to_be_bytes);
                 bytes[at..at + 24].copy_from_slice(&extension.concat());

@@ -1,21 +1,22 @@
-//! A changed header that leaves everything else where the file has it.
+//! Applies a change to an encoded header without moving anything else in it.
 //!
-//! Whoever made the image chose the header's length, the order of its extensions and the place of
-//! the backing file's name. If every change moved them, a power failure could leave a first sector
-//! that leads to a name in the second sector that is not there yet. So numbers are changed in
-//! place, in the first sector. Only a change of a name, or a new extension, makes a new layout.
+//! The author of the image chose the header's length, the order of its extensions and the location
+//! of the backing file's name. If every change moved them, a power failure could leave a first
+//! sector that refers to a name in a second sector that was not written. Numbers are therefore
+//! patched in place, in the first sector. Only a changed name or a new extension makes a new
+//! layout.
 
 use super::{
     Invalid,
     header::{Bitmaps, Header, bitmaps_extension},
 };
 
-/// Numbers of the header that may change, and lie at the same place in every header: from the
-/// disk's size to the snapshot table, and with version 3 the features.
+// Fields that may change and have a fixed offset: from the disk's size to the snapshot table, and
+// in version 3 the feature bits.
 const NUMBERS_2: std::ops::Range<usize> = 24..72;
 const NUMBERS_3: std::ops::Range<usize> = 24..96;
 
-/// The first cluster's bytes with `new` in them, given what they are now.
+/// First cluster with the header `new`, given its present bytes and the header they encode.
 pub(super) fn changed(bytes: &[u8], old: &Header, new: &Header) -> Result<Vec<u8>, Invalid> {
     let encoded = new.encode()?;
     let mut patched = bytes.to_vec();
@@ -25,7 +26,7 @@ pub(super) fn changed(bytes: &[u8], old: &Header, new: &Header) -> Result<Vec<u8
     if let (Some(old), Some(new)) = (old.bitmaps, new.bitmaps) {
         patch_bitmaps(&mut patched, old, new);
     }
-    // What that did not change needs another layout.
+    // Decoding shows whether the patch was sufficient; anything else needs a new layout.
     let is_all = Header::parse(&patched).is_ok_and(|header| header == *new);
     Ok(if is_all { patched } else { encoded })
 }
@@ -42,8 +43,8 @@ mod tests {
     use super::*;
     use crate::qcow2::header::{Backing, Place, autoclear, tests::header};
 
-    /// With the shortest header of version 3, and the name of a backing file right behind its
-    /// extensions, as older programs wrote them.
+    /// An image with the shortest header of version 3 and the backing file's name directly after
+    /// the extensions, as written by older programs.
     fn older() -> (Header, Vec<u8>) {
         let encoded = header().encode().expect("valid");
         let mut bytes = encoded.clone();

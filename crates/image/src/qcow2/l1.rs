@@ -1,8 +1,8 @@
-//! The active L1 table, all of it in memory: 8 bytes for each L2 table, 160 KiB for 10 TiB of 64
-//! KiB clusters.
+//! The active L1 table, held in memory completely: 8 bytes for each L2 table, 160 KiB for 10 TiB
+//! with clusters of 64 KiB.
 //!
-//! Entries are valid, because they were checked when they were read. Whoever holds the image's
-//! `Pending` may change them.
+//! Entries are valid: they were checked when they were read. Only a holder of the image's
+//! `Pending` lock may change them.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -14,26 +14,26 @@ use super::{
     entry::{L1Entry, Shape},
 };
 
-/// See the head of this file.
 #[derive(Debug)]
 pub(super) struct L1 {
-    /// In the file.
+    /// Offset in the file.
     pub(super) offset: u64,
     shape: Shape,
     words: Box<[AtomicU64]>,
 }
 
-/// Entries of a sector: what is written at once.
+/// Entries in a sector, the unit of writing.
 pub(super) const SECTOR_ENTRIES: usize = 64;
 
-/// A table to its last sector. The rest of its clusters is read by nobody, and takes no room.
+/// Pads a table to whole sectors. The rest of its last cluster is never read and not allocated in
+/// the file.
 pub(super) fn padded(mut table: Vec<u8>) -> Vec<u8> {
     table.resize(table.len().max(1).next_multiple_of(SECTOR_ENTRIES * 8), 0);
     table
 }
 
 impl L1 {
-    /// From the bytes in the file.
+    /// Decodes the table and checks that each L2 table lies inside the file.
     pub(super) fn parse(offset: u64, bytes: &[u8], shape: Shape, file_bytes: u64) -> Result<Self, Invalid> {
         let mut words = Vec::with_capacity(bytes.len() / 8);
         for (index, word) in big_endian::words(bytes).enumerate() {
@@ -49,7 +49,7 @@ impl L1 {
         Ok(Self { offset, shape, words: words.into() })
     }
 
-    /// Of an image that is not to be used yet.
+    /// Table of an image that must not be used yet.
     pub(super) fn empty(shape: Shape) -> Self {
         Self { offset: 0, shape, words: Box::default() }
     }
@@ -58,7 +58,7 @@ impl L1 {
         self.words.len()
     }
 
-    /// An entry; none behind the last.
+    /// Entry `index`; an unallocated one beyond the end.
     pub(super) fn get(&self, index: usize) -> L1Entry {
         let word = self.words.get(index).map_or(0, |word| word.load(Acquire));
         L1Entry::decode(word, self.shape).unwrap_or(L1Entry::NONE)
@@ -68,19 +68,19 @@ impl L1 {
         self.words[index].store(entry.encode(), Release);
     }
 
-    /// No table is the active L1 table's alone.
+    /// Clears the `copied` flags: a new snapshot shares all L2 tables.
     pub(super) fn clear_copied(&self) {
         for index in 0..self.len() {
             self.set(index, L1Entry { copied: false, ..self.get(index) });
         }
     }
 
-    /// Offsets of all tables.
+    /// Offsets of all allocated L2 tables.
     pub(super) fn tables(&self) -> impl Iterator<Item = u64> + '_ {
         (0..self.len()).map(|index| self.get(index).offset).filter(|offset| *offset != 0)
     }
 
-    /// The bytes of a sector, and where it lies in the file.
+    /// Offset in the file and content of a sector.
     pub(super) fn sector(&self, number: usize) -> (u64, Vec<u8>) {
         let first = number * SECTOR_ENTRIES;
         let last = (first + SECTOR_ENTRIES).min(self.len());
@@ -89,7 +89,7 @@ impl L1 {
         (self.offset + first as u64 * 8, bytes)
     }
 
-    /// All bytes.
+    /// Content of the whole table.
     pub(super) fn bytes(&self) -> Vec<u8> {
         self.words.iter().flat_map(|word| word.load(Acquire).to_be_bytes()).collect()
     }

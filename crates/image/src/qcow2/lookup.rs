@@ -1,12 +1,12 @@
-//! From a place on the disk to a place in the file.
+//! Maps guest offsets to offsets in the file.
 //!
 //! ```text
 //!   guest offset ─► L1 entry (memory) ─► slice of the L2 table (cache) ─► entry
-//!                ─► piece: so many bytes, alike and contiguous
+//!                ─► piece: a run of bytes of one kind, contiguous in the file
 //! ```
 //!
-//! A piece in the cache is found without waiting. Otherwise its slice is loaded once, also if
-//! several requests wait for it.
+//! A lookup that hits the cache does not wait. On a miss the slice is loaded once, even if several
+//! requests need it.
 
 use std::sync::Arc;
 
@@ -18,46 +18,46 @@ use super::{
 };
 use reactor::error::Result;
 
-/// What was made of numbers in the image.
+/// Result of decoding an entry of the image.
 type Valid<T> = std::result::Result<T, Invalid>;
 
-/// What the bytes of a piece are.
+/// Mapping of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// The backing file's; zeroes where there is none.
+    /// Read from the backing file; zeroes without one.
     Unallocated,
-    /// Zeroes, whatever is below.
+    /// Reads as zeroes, independent of the backing file.
     Zero {
-        /// A place in the file is kept for them.
+        /// Host offset that is preallocated for the piece.
         host: Option<u64>,
     },
-    /// In the file (or the data file) at this offset.
+    /// Allocated in the qcow2 file or its data file.
     Data {
-        /// Of the piece's first byte.
+        /// Host offset of the first byte of the piece.
         host: u64,
-        /// It is this disk's alone, and may be written in place.
+        /// No snapshot shares it, so it may be written in place.
         copied: bool,
     },
     /// Part of a compressed cluster.
     Compressed {
-        /// Where its data begins.
+        /// Offset of the compressed data in the file.
         offset: u64,
-        /// How many bytes it may have.
+        /// Upper bound of the length of the compressed data.
         length: u64,
     },
 }
 
-/// Bytes of the disk that are alike and lie together.
+/// A run of guest bytes with one mapping, contiguous in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// How many.
+    /// Length in bytes.
     pub length: u64,
-    /// What they are.
+    /// Mapping of the bytes.
     pub what: What,
 }
 
 impl What {
-    /// Whether `next` goes on where `length` bytes of this end.
+    /// True if a piece of `length` bytes can be extended by a piece that maps to `next`.
     fn goes_on(&self, length: u64, next: &Self) -> bool {
         match (self, next) {
             (Self::Unallocated, Self::Unallocated) => true,
@@ -72,7 +72,7 @@ impl What {
 }
 
 impl Qcow2 {
-    /// The first piece of `length` bytes at `offset`, not longer than those.
+    /// Returns the first piece of `length` bytes at `offset`; at most `length` bytes long.
     pub(super) async fn lookup(&self, offset: u64, length: u64) -> Result<Piece> {
         loop {
             if let Some(piece) = self.peek(offset, length) {
@@ -82,11 +82,12 @@ impl Qcow2 {
         }
     }
 
-    /// The same, if it can be told without waiting.
+    /// Like [`Self::lookup`], but `None` if the slice is not cached.
     fn peek(&self, offset: u64, length: u64) -> Option<Valid<Piece>> {
         let index = self.l1_index(offset);
         let l1 = self.l1.load();
         if l1.get(index).offset == 0 {
+            // Without an L2 table the whole range of the table is unallocated.
             let table_covers = 1_u64 << (self.shape.cluster_bits + self.l2_bits);
             let rest = table_covers - offset % table_covers;
             return Some(Ok(Piece { length: length.min(rest), what: What::Unallocated }));
@@ -112,7 +113,7 @@ impl Qcow2 {
         Ok(Piece { length: piece.length.min(end - offset), ..piece })
     }
 
-    /// What lies at `at`, up to where it changes or its cluster ends.
+    /// Mapping at `at`, and its length up to the next change or the end of the cluster.
     fn part_of_cluster(&self, slice: &Slice, at: u64) -> Valid<(What, u64)> {
         let shape = self.shape;
         let (word, map) = slice.get(self.entry_in_slice(at), shape.extended);
@@ -126,6 +127,7 @@ impl Qcow2 {
         };
         let first = (within >> shape.subcluster_bits()) as u32;
         let bit = |map: u32, number: u32| map >> number & 1;
+        // Subclusters with the same two bits are contiguous in the host cluster and form one part.
         let kind = |number: u32| (bit(standard.allocated, number), bit(standard.zero, number));
         let mut last = first + 1;
         while last < shape.subclusters() && kind(last) == kind(first) {
@@ -140,16 +142,16 @@ impl Qcow2 {
         Ok((what, (u64::from(last) << shape.subcluster_bits()) - within))
     }
 
-    /// What the entry of the guest cluster at `offset` says. In a data file each cluster lies where
-    /// the disk has it (qcow2 specification, "Cluster mapping"): two entries could share one, and
-    /// nothing is counted there.
+    /// Decodes the entry of the guest cluster at `offset`. In a data file each cluster must lie at
+    /// its guest offset (qcow2 specification, "Cluster mapping"): clusters there have no
+    /// refcounts, so sharing would go undetected.
     pub(super) fn decode_at(&self, offset: u64, word: u64, map: u64) -> Valid<Cluster> {
         let cluster = self.shape.decode(word, map)?;
         self.shape.check_place(cluster, offset)?;
         Ok(cluster)
     }
 
-    /// The slice of this number, read if need be; `None` where there is no L2 table.
+    /// Returns a slice, and reads it on a miss; `None` if there is no L2 table.
     pub(super) async fn slice(&self, number: u64) -> Result<Option<Arc<Slice>>> {
         loop {
             let cache = self.cache.load_full();
@@ -157,6 +159,7 @@ impl Qcow2 {
                 return Ok(Some(slice));
             }
             let _turn = self.loading.exclusive(number..number + 1).await;
+            // Another task may have loaded it while this one waited.
             if let Some(slice) = cache.get(number) {
                 return Ok(Some(slice));
             }
@@ -164,13 +167,14 @@ impl Qcow2 {
             let bytes = self.file.read(offset, self.slice_bytes()).await?;
             let slice = Arc::new(Slice::new(number, words(&bytes)));
             let inserted = {
+                // Insertion changes the cache, which needs the lock of `Pending`.
                 let _pending = self.pending();
                 cache.insert(Arc::clone(&slice))
             };
             if inserted.is_ok() {
                 return Ok(Some(slice));
             }
-            // All that could make room has changes: they are written, and there is room.
+            // All candidates for eviction are dirty. Writing them makes them evictable.
             self.write_tables().await?;
         }
     }
@@ -179,12 +183,12 @@ impl Qcow2 {
         (offset >> (self.shape.cluster_bits + self.l2_bits)) as usize
     }
 
-    /// Disk bytes that a slice describes.
+    /// Guest bytes that a slice maps.
     pub(super) fn slice_covers(&self) -> u64 {
         1 << (self.shape.cluster_bits + self.slice_bits())
     }
 
-    /// Entries of a slice, as bits.
+    /// Number of entries of a slice, as a power of two.
     fn slice_bits(&self) -> u32 {
         self.entry_bytes_bits() - if self.shape.extended { 4 } else { 3 }
     }
@@ -201,14 +205,14 @@ impl Qcow2 {
         ((offset >> self.shape.cluster_bits) & ((1 << self.slice_bits()) - 1)) as usize
     }
 
-    /// Where a slice lies in the file; `None` where there is no L2 table.
+    /// Offset of a slice in the file; `None` if there is no L2 table.
     pub(super) fn slice_offset(&self, number: u64) -> Option<u64> {
         let per_table_bits = self.l2_bits - self.slice_bits();
         let L1Entry { offset, .. } = self.l1.load().get((number >> per_table_bits) as usize);
         (offset != 0).then(|| offset + (number & ((1 << per_table_bits) - 1)) * self.slice_bytes())
     }
 
-    /// The number of the L2 table that a slice is part of.
+    /// Index of the L2 table that a slice belongs to.
     pub(super) fn table_of_slice(&self, number: u64) -> usize {
         (number >> (self.l2_bits - self.slice_bits())) as usize
     }

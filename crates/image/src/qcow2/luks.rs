@@ -1,27 +1,27 @@
-//! LUKS, version 1, as it lies inside an encrypted qcow2 image: a header, and eight key slots
-//! behind it.
+//! LUKS version 1, as embedded in an encrypted qcow2 image: a header, followed by eight key slots.
 //!
 //! ```text
 //!   passphrase ─PBKDF2─► slot key ─┐
 //!                                  ▼
-//!   key slot: the master key, spread over 4000 stripes and encrypted ─► stripes ─merge─► master key ─PBKDF2─► the digest in the header?
+//!   key slot: the master key, split into 4000 stripes and encrypted ─► stripes ─merge─► master key ─PBKDF2─► digest in the header?
 //!                                                                                            │
 //!   clusters of guest data ◄─────────────────────── AES, by sector of the file ◄─────────────┘
 //! ```
 //!
-//! - `header`: 592 bytes to meaning and back.
-//! - `cipher`: what encrypts sectors; the one part that the data path uses.
+//! - `header`: decodes and encodes the 592 bytes of the header.
+//! - `cipher`: encryption of sectors; the only module on the data path.
 //! - `stripes`: the anti-forensic splitter.
-//! - `unlock`: from a passphrase to a [`Cipher`], and the slots of a new image.
+//! - `unlock`: derives a [`Cipher`] from a passphrase, and creates the key slots of a new image.
 //!
-//! The master key lies in memory only inside openssl's contexts, which wipe it; what passes through
-//! here is wiped when it is dropped.
+//! The master key persists only in openssl's contexts, which wipe it; every copy made here is
+//! wiped when dropped.
 //!
-//! Never supports what openssl has no fast code for: ciphers other than AES are refused by name.
+//! Never supports ciphers other than AES, for which openssl has no accelerated code: they are
+//! rejected by name.
 //!
-//! Source: cryptsetup's "LUKS On-Disk Format Specification" 1.2.3; what QEMU does with it inside
-//! qcow2 (docs/interop/qcow2.rst, "Full disk encryption header pointer") was looked at in images
-//! that it made.
+//! Source: cryptsetup's "LUKS On-Disk Format Specification" 1.2.3. The embedding in qcow2
+//! (docs/interop/qcow2.rst, "Full disk encryption header pointer") was verified with images made
+//! by QEMU.
 
 mod cipher;
 mod header;

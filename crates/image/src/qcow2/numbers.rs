@@ -1,21 +1,21 @@
-//! The numbers of a refcount block, of 1 to 64 bits: how one is read, and how it is written.
+//! Entries of a refcount block, 1 to 64 bits wide.
 //!
-//! Numbers of less than a byte start at the lowest bits; those of two bytes or more have the high
-//! byte first.
+//! Entries of less than a byte are packed from the least significant bit; entries of two bytes or
+//! more are big-endian.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Host cluster management".
 
-/// The largest number of `1 << order` bits; `order` is at most 6.
+/// Maximum of an entry of `1 << order` bits; `order` is at most 6.
 pub(super) fn largest(order: u32) -> u64 {
     u64::MAX >> (64 - (1_u32 << order))
 }
 
-/// Numbers in a block of so many bytes.
+/// Number of entries in a block of `block_bytes`.
 pub(super) fn count(block_bytes: u64, order: u32) -> u64 {
     (block_bytes * 8) >> order
 }
 
-/// Number `index`, which the block has.
+/// Entry `index`, which must be inside the block.
 pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
     if order < 3 {
         let at = index << order;
@@ -25,7 +25,7 @@ pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
     block[index * bytes..][..bytes].iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// Sets number `index` to a value that fits.
+/// Sets entry `index` to a value that must fit.
 pub(super) fn put(block: &mut [u8], order: u32, index: usize, value: u64) {
     if order < 3 {
         let at = index << order;

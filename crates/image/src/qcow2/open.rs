@@ -1,8 +1,8 @@
-//! Opening an image: what is checked before the first request, and what is read.
+//! Opens an image: the reads and checks before the first request.
 //!
-//! It reads the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount
-//! block, so an image of any size opens at once. Everything else is read, and checked, when it is
-//! needed.
+//! Reads the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount
+//! block, so that opening takes about the same time for images of any size. Everything else is
+//! read and checked on first use.
 
 use std::sync::{
     Arc, Mutex,
@@ -35,76 +35,76 @@ use storage::{RangeLocks, Storage};
 
 use crate::Image;
 
-/// What an image is opened from.
+/// Components that an image is opened from.
 #[derive(Debug)]
 pub struct Parts {
     /// The qcow2 file.
     pub storage: Storage,
-    /// What is not allocated is read from here; opened read-only.
+    /// Image that unallocated clusters are read from; opened read-only.
     pub backing: Option<Box<Image>>,
     /// The external data file.
     pub data: Option<Storage>,
-    /// The key of an encrypted image.
+    /// Cipher of an encrypted image, with its key.
     pub cipher: Option<Cipher>,
-    /// Nothing is written, not even marks.
+    /// Writes nothing, not even marks in the header.
     pub read_only: bool,
-    /// Sizes of the caches.
+    /// Sizes of the metadata caches.
     pub caches: CacheSettings,
 }
 
 impl Parts {
-    /// An image that is all in one file, for reading and writing.
+    /// Components of a writable image that consists of one file.
     pub fn of(storage: Storage) -> Self {
         let caches = CacheSettings::default();
         Self { storage, backing: None, data: None, cipher: None, read_only: false, caches }
     }
 }
 
-/// Why an image cannot be opened.
+/// Reason why an image cannot be opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpenFailure {
-    /// Something in it is wrong.
+    /// A structure is invalid.
     #[error("{0} (`weir image check` shows the damage)")]
     Invalid(#[from] Invalid),
-    /// The file cannot be read or written.
+    /// A read or write of the file failed.
     #[error("{0}")]
     Failed(#[from] Error),
-    /// It was found corrupt before.
+    /// The header marks the image as corrupt.
     #[error(
         "it is marked corrupt (`weir image check --repair` mends what can be mended; --read-only opens it as it is)"
     )]
     Corrupt,
-    /// Refcounts were not written when it was last used.
+    /// The header marks the refcounts as inconsistent, after lazy refcounts.
     #[error(
         "its refcounts were not written when it was last used (`weir image check --repair` counts them again; --read-only opens it as it is)"
     )]
     Dirty,
-    /// Legacy encryption.
+    /// The image uses QEMU's legacy AES encryption.
     #[error(
         "it is encrypted with QEMU's old AES method, which is not safe (convert it with `qemu-img convert` to LUKS)"
     )]
     LegacyAes,
-    /// There is none of that id or name.
+    /// No snapshot has this id or name.
     #[error("it has no snapshot {0:?} (`weir image snapshot -l` lists them)")]
     NoSnapshot(String),
-    /// No key was given.
+    /// The image is encrypted and no key was given.
     #[error("it is encrypted with LUKS (give its passphrase)")]
     NoKey,
-    /// The data file was not given.
+    /// The image has an external data file that was not given.
     #[error("its data is in an external data file that was not opened")]
     NoDataFile,
-    /// Whoever had it meanwhile made another image of it.
+    /// Another process replaced the image or its backing file during a handover.
     #[error("it is another image than it was, or has another backing file (open it anew)")]
     Changed,
-    /// The caches.
+    /// The cache sizes do not suit the image.
     #[error("{0}")]
     Caches(#[from] InvalidCache),
-    /// What records writes does not fit into memory.
+    /// The dirty bitmaps that record writes exceed the memory budget.
     #[error("{0}")]
     Bitmaps(NotEnough),
 }
 
-/// What an image is opened for.
+/// Purpose of opening an image.
 #[derive(Clone, Copy, Debug)]
 enum Purpose<'a> {
     Disk,
@@ -113,7 +113,7 @@ enum Purpose<'a> {
     Snapshot(&'a str),
 }
 
-/// An open image, as its parts know it. Reached through [`Qcow2`].
+/// State of an open image, shared by the modules of this folder. Reached through [`Qcow2`].
 #[derive(Debug)]
 pub struct Opened {
     pub(super) file: ImageFile,
@@ -121,7 +121,8 @@ pub struct Opened {
     pub(super) backing: Option<Box<Image>>,
     pub(super) cipher: Option<Cipher>,
     pub(super) read_only: bool,
-    /// Every write is durable when it is answered, whatever was asked.
+    /// Every write is made durable before it completes, even without FUA (cache mode
+    /// `writethrough`).
     pub(super) writes_through: bool,
     pub(super) shape: Shape,
     pub(super) l2_bits: u32,
@@ -129,27 +130,27 @@ pub struct Opened {
     pub(super) size: AtomicU64,
     pub(super) l1: ArcSwap<L1>,
     pub(super) cache: ArcSwap<L2Cache>,
-    /// Of a slice in bytes, as bits.
+    /// Size of a cache entry (a slice of an L2 table), as a power of two.
     pub(super) slice_size_bits: AtomicU64,
-    /// Somebody wrote to a backing file, so what it has is not the disk's any more.
+    /// Another process wrote to a backing file, so cached data of it may be stale.
     pub(super) backing_changed: AtomicBool,
-    /// Which of those who drop unused slices is to go on: the last one.
+    /// Generation of the task that drops unused slices; tasks of earlier generations end.
     cleaning: AtomicU64,
     pub(super) refcounts: Refcounts,
     pub(super) overlap: Metadata,
     pub(super) pending: Mutex<Pending>,
-    /// Bitmaps that take down what is written.
+    /// Dirty bitmaps that record writes.
     pub(super) recording: Recording,
     pub(super) gate: Gate,
-    /// Guest bytes whose clusters somebody changes.
+    /// Guest ranges whose clusters are being changed.
     pub(super) guest: RangeLocks,
-    /// L2 tables that somebody makes, by number.
+    /// Numbers of the L2 tables that are being allocated.
     pub(super) tables: RangeLocks,
-    /// Slices that somebody reads, by number.
+    /// Numbers of the slices that are being read.
     pub(super) loading: RangeLocks,
-    /// One task at a time writes metadata.
+    /// Serializes tasks that write metadata.
     pub(super) writing: RangeLocks,
-    /// One task at a time gives clusters back.
+    /// Serializes tasks that free clusters.
     pub(super) giving: RangeLocks,
 }
 
@@ -157,7 +158,7 @@ impl Qcow2 {
     /// Opens an image.
     ///
     /// # Errors
-    /// [`OpenFailure`]; nothing was changed then.
+    /// [`OpenFailure`]. The file is then unchanged, except for a repair of refcounts.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -165,9 +166,8 @@ impl Qcow2 {
         Self::open_for(parts, Purpose::Disk).await
     }
 
-    /// Opens an image to change what it keeps beside the disk: snapshots, bitmaps. That takes no
-    /// key and no other file, and leaves bitmaps as they are; but no guest data may be read or
-    /// written.
+    /// Opens an image to change its snapshots or bitmaps. Needs no key and no other file, and
+    /// leaves bitmaps unchanged; guest data must not be read or written.
     ///
     /// # Errors
     /// As [`Qcow2::open`].
@@ -178,11 +178,10 @@ impl Qcow2 {
         Self::open_for(Parts::of(storage), Purpose::Upkeep).await
     }
 
-    /// Opens an internal snapshot, named by its id or its name, as a disk that cannot be written
-    /// to.
+    /// Opens an internal snapshot, by id or name, as a read-only disk.
     ///
     /// # Errors
-    /// As [`Qcow2::open`]; also if there is no such snapshot.
+    /// As [`Qcow2::open`]; [`OpenFailure::NoSnapshot`] if there is no such snapshot.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -190,8 +189,8 @@ impl Qcow2 {
         Self::open_for(Parts { read_only: true, ..parts }, Purpose::Snapshot(name)).await
     }
 
-    /// Opens an image that another may have in use, and reads no more of it than its header: it is
-    /// not to be used before [`Qcow2::take_over`].
+    /// Opens an image that another process may still use. Reads only its header; the image must
+    /// not be used before [`Qcow2::take_over`].
     ///
     /// # Errors
     /// As [`Qcow2::open`].
@@ -209,7 +208,8 @@ impl Qcow2 {
             header.incompatible & (incompatible::DIRTY | incompatible::CORRUPT) == incompatible::DIRTY;
         let is_handover = matches!(purpose, Purpose::Handover);
         if is_dirty && !is_handover && !read_only && !storage.read_only() {
-            // With lazy refcounts, whoever used it last may have left them unwritten.
+            // With lazy refcounts, a program that crashed left them unwritten; QEMU repairs them
+            // on open too.
             tracing::info!(
                 image = storage.description(),
                 "refcounts were left unwritten; they are counted again"
@@ -218,6 +218,7 @@ impl Qcow2 {
             header = read_header(&storage).await?;
         }
         if let Purpose::Snapshot(name) = purpose
+            // A snapshot replaces size and L1 table of the header before any table is read.
             && !snapshot::look_into(&storage, &mut header, name).await?
         {
             return Err(OpenFailure::NoSnapshot(name.to_owned()));
@@ -225,7 +226,8 @@ impl Qcow2 {
         let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
         let is_upkeep = matches!(purpose, Purpose::Upkeep);
-        // Of an image that another has in use the marks say nothing yet.
+        // During a handover the marks belong to the other process; `take_over` reads and checks
+        // them again.
         let judged_later = read_only || is_handover;
         check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
         let sizes = caches.sizes(&header)?;
@@ -243,6 +245,8 @@ impl Qcow2 {
             false => Tables::read(&file, &header, shape).await?,
         };
         let overlap = Metadata::new(header.cluster_bits, &places);
+        // A writable image with overlapping metadata would damage itself; a read-only one stays
+        // readable.
         if !read_only {
             overlap.check_apart(&places)?;
         }
@@ -281,25 +285,28 @@ impl Qcow2 {
         Ok(image)
     }
 
-    /// Whatever has to be in the file before the first write.
+    /// Brings the file into the state that must precede the first write.
     pub(super) async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<(), OpenFailure> {
+        // The specification: a program that writes must clear the autoclear bits that it does not
+        // know.
         if header.autoclear & !autoclear::KNOWN != 0 {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }
         if !keeps_bitmaps {
             self.take_up_bitmaps().await?.map_err(OpenFailure::Bitmaps)?;
         }
-        // The last cluster may be incomplete, and somebody may write to its end.
+        // The last cluster may be incomplete, and a guest may write to its end.
         Ok(self.file.make_whole(header.cluster_bytes()).await?)
     }
 
-    /// Drops slices that are not used, from time to time; never, if the interval is zero. What was
-    /// asked before is forgotten.
+    /// Starts a task that drops unused slices at each `interval`, and ends the previous one. A
+    /// zero interval only ends it.
     fn keep_cache_clean(&self, interval: policy::time::Duration) {
         let turn = self.cleaning.fetch_add(1, Relaxed) + 1;
         if interval.is_zero() {
             return;
         }
+        // A weak reference, so that the task does not keep the image open.
         let image = Arc::downgrade(&self.0);
         reactor::spawn(async move {
             let mut seen = 0;
@@ -315,13 +322,15 @@ impl Qcow2 {
         });
     }
 
-    /// Other sizes for the caches, and another interval, from now on. What was in them is read
-    /// again when it is needed.
+    /// Changes the sizes of the caches and the cleaning interval. Cached metadata is dropped and
+    /// read again on demand.
     ///
     /// # Errors
-    /// [`OpenFailure::Caches`], and the old ones stay; or metadata cannot be written.
+    /// [`OpenFailure::Caches`], with the previous sizes in force; or metadata cannot be written.
     pub async fn set_caches(&self, settings: CacheSettings) -> Result<CacheSizes, OpenFailure> {
         let sizes = settings.sizes(&self.file.header())?;
+        // No request is in flight while caches and slice size change: a slice's number depends on
+        // both.
         let _quiet = self.quiesce().await?;
         let _pending = self.pending();
         self.slice_size_bits
@@ -333,11 +342,11 @@ impl Qcow2 {
     }
 }
 
-/// The tables that are in memory as a whole.
+/// Tables that are held in memory completely.
 pub(super) struct Tables {
     pub(super) l1: L1,
     pub(super) refcounts: RefcountTable,
-    /// Where there is metadata: offsets and lengths.
+    /// Offsets and lengths of all metadata, for the overlap check.
     pub(super) places: Vec<(u64, u64)>,
 }
 

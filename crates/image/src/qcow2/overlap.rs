@@ -1,11 +1,11 @@
-//! Where metadata is in the file, so that guest data is never written over it.
+//! The set of metadata clusters, which guest data must never overwrite.
 //!
-//! A valid image never leads there. One whose refcounts or mapping were damaged or forged does, and
-//! a guest that could write into an L2 table could read the whole file. So every cluster that is
-//! allocated, and every cluster that guest data goes to, is looked up here.
+//! A valid image maps no guest data there, but one with damaged or forged refcounts or tables may,
+//! and a guest that can write to an L2 table can read the whole file. Every allocated cluster, and
+//! every write of guest data, is therefore checked against this set.
 //!
-//! A lookup takes no lock. Adding copies the set, which happens once for each table or block that
-//! an image gets.
+//! Lookups take no lock. An addition copies the set, which happens once for each table or block
+//! that an image gains.
 
 use std::{
     collections::HashSet,
@@ -18,8 +18,8 @@ use arc_swap::ArcSwap;
 use super::{Invalid, file::ImageFile};
 use reactor::error::Result;
 
-/// Numbers of clusters, by a multiplication: they are not an attacker's to choose in number, and
-/// few.
+/// Hasher of cluster numbers, by multiplication. Resistance to collisions is not needed: the set
+/// is small and its keys are few.
 #[derive(Debug, Default)]
 pub(super) struct ByMultiplication(u64);
 
@@ -33,8 +33,8 @@ impl Hasher for ByMultiplication {
     }
 
     fn write_u64(&mut self, number: u64) {
-        // 2⁶⁴ divided by the golden ratio (Knuth, volume 3, 6.4), its upper bits brought down to
-        // where a table looks.
+        // 2⁶⁴ divided by the golden ratio (Knuth, volume 3, 6.4). The shift brings its upper bits
+        // to where the table takes its index from.
         let product = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = product ^ product >> 32;
     }
@@ -42,7 +42,7 @@ impl Hasher for ByMultiplication {
 
 type Clusters = HashSet<u64, BuildHasherDefault<ByMultiplication>>;
 
-/// See the head of this file.
+/// Set of metadata clusters. See the head of this file.
 #[derive(Debug)]
 pub(super) struct Metadata {
     cluster_bits: u32,
@@ -55,15 +55,17 @@ impl Metadata {
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
     }
 
-    /// Other places, instead of all that were here.
+    /// Replaces the whole set.
     pub(super) fn replace(&self, places: &[(u64, u64)]) {
         self.clusters.store(Self::new(self.cluster_bits, places).clusters.into_inner());
     }
 
-    /// An error, if two of the places that this was made of lie on each other: changing one would
-    /// ruin the other.
+    /// Fails if two of the ranges that the set was created from overlap: a change of one would
+    /// damage the other.
     pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {
         let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
+        // Equal counts prove that no cluster is in two ranges; the search below runs only for the
+        // error.
         if places.iter().map(|place| all(place).count()).sum::<usize>() == self.clusters.load().len() {
             return Ok(());
         }
@@ -73,13 +75,13 @@ impl Metadata {
         Err(Invalid::new(format!("two tables lie on each other at {offset:#x}")))
     }
 
-    /// Whether any of these bytes are metadata.
+    /// True if any of these bytes belong to metadata.
     pub(super) fn contains(&self, offset: u64, length: u64) -> bool {
         let clusters = self.clusters.load();
         clusters_of(self.cluster_bits, offset, length).any(|cluster| clusters.contains(&cluster))
     }
 
-    /// An error, and the image is corrupt, if any of these bytes are metadata.
+    /// Marks the image corrupt and fails if any of these bytes belong to metadata.
     pub(super) fn check(&self, file: &ImageFile, offset: u64, length: u64) -> Result<()> {
         if self.contains(offset, length) {
             let what = format!("guest data at {offset:#x} would overwrite metadata");
@@ -112,6 +114,7 @@ impl Metadata {
     }
 
     fn change(&self, change: impl Fn(&mut Clusters)) {
+        // Copy-on-write: readers on other threads continue with the old set.
         self.clusters.rcu(|clusters| {
             let mut changed = Clusters::clone(clusters);
             change(&mut changed);

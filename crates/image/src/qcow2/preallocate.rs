@@ -1,10 +1,10 @@
-//! Space for a part of the disk that has none, before it is written.
+//! Preallocation of host clusters for a range of the disk.
 //!
-//! As in a preallocated new image, clusters get places that read as zeroes. If the content of the
-//! file cannot read as zeroes, because it is encrypted or a backing file has other bytes there, the
-//! entry says that the cluster is zero and has a place.
+//! As in a preallocated new image, clusters are mapped to host clusters that read as zeroes. If
+//! the file cannot contain zeroes there, because of encryption or of a backing file's data below,
+//! the entry is a zero cluster with a host cluster.
 //!
-//! Never touches clusters that have a place already.
+//! Never changes clusters that have a host cluster.
 
 use super::{
     Qcow2,
@@ -18,15 +18,15 @@ use reactor::{
 };
 use storage::{Durability, ZeroOptions};
 
-/// Zeroes that are written are written in such parts.
+// Size of a write of zeroes, in bytes.
 const PIECE: u64 = 2 << 20;
 
 impl Qcow2 {
-    /// Sees to it that the clusters from `first` to `last`, which read as zeroes, have their place.
-    /// `last` is at most the disk's end.
+    /// Allocates host clusters for the guest clusters from `first` to `last`, which must read as
+    /// zeroes. `last` is at most the end of the disk.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; some clusters may then have a place, and others not.
+    /// As [`Qcow2::write`]; some of the clusters may then be allocated.
     pub async fn preallocate(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
         if how == Preallocation::Off || first >= last {
             return Ok(());
@@ -40,7 +40,7 @@ impl Qcow2 {
         all.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    /// Without `how`, what the file has there is what the disk reads.
+    /// Without `how`, the present content of the file becomes visible.
     pub(super) async fn preallocate_inside(
         &self,
         first: u64,
@@ -51,7 +51,7 @@ impl Qcow2 {
         let covers = self.slice_covers();
         let mut at = first & !(cluster_bytes - 1);
         while at < last {
-            // One slice's worth at a time, so that it is linked in one step.
+            // Limited to one slice, so that all entries are linked in one step.
             let end = last.min((at / covers + 1) * covers).next_multiple_of(cluster_bytes);
             let _own = self.guest.exclusive(at..end).await;
             self.own_table(self.l1_index(at)).await?;
@@ -62,7 +62,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Gives the first clusters from `guest` on their place; returns how many.
+    /// Allocates host clusters for the first guest clusters from `guest` on; returns their number.
     async fn place(&self, guest: u64, end: u64, how: Option<Preallocation>) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let has_none = |cluster| matches!(cluster, Cluster::Standard(Standard { host: None, .. }));
@@ -77,6 +77,7 @@ impl Qcow2 {
         }
         let Found { offset: host, clusters, untouched } = self.find_room(guest, wanted).await?;
         let placed = async {
+            // Zeroes first: once linked, the clusters are visible to the guest.
             if let Some(how) = how {
                 self.make_zero(host, clusters * cluster_bytes, untouched, how).await?;
             }
@@ -95,20 +96,20 @@ impl Qcow2 {
     fn placed(&self, old: Cluster, host: u64) -> Standard {
         let zero = match old {
             Cluster::Standard(Standard { zero, .. }) if zero != 0 => zero,
-            // Zeroes in the file would be read as something else. Version 2 knows no encryption
-            // with LUKS.
+            // Zeroes in the file would be decrypted to garbage. LUKS requires version 3, which has
+            // zero clusters.
             _ if self.cipher.is_some() => self.shape.all(),
             _ => 0,
         };
-        // With subclusters, none of them is allocated by having a place.
+        // A host cluster does not make subclusters allocated.
         let allocated = if zero == 0 && !self.shape.extended { self.shape.all() } else { 0 };
         Standard { host: Some(host), copied: true, allocated, zero }
     }
 
-    /// Has the file hold zeroes there, in the way that was asked for.
+    /// Makes the host clusters read as zeroes, by the method of `how`.
     async fn make_zero(&self, host: u64, length: u64, untouched: bool, how: Preallocation) -> Result<()> {
         let storage = self.storage();
-        // A data file ends where the disk does.
+        // A data file ends at the end of the disk, possibly inside a cluster.
         let end = if self.data.is_some() { (host + length).min(storage.size_bytes()) } else { host + length };
         let zeroes = ZeroOptions {
             may_unmap: how == Preallocation::Metadata,
@@ -181,7 +182,7 @@ mod tests {
                 let options = options.clone();
                 sim::run(1, async move {
                     let image = image(&options).await;
-                    // Clusters that were used before hold something else than zeroes.
+                    // Leaves freed clusters in the file that contain something other than zeroes.
                     let data = Buffer::copy_of(&[7; OLD as usize]);
                     image.write(0, data.into(), Durability::Cached).await.expect("memory");
                     image.discard(0, OLD).await.expect("memory");
@@ -194,7 +195,8 @@ mod tests {
                         let has_place = match what {
                             What::Data { .. } => true,
                             What::Zero { host } => host.is_some(),
-                            // Subclusters are not told apart from what has no place at all.
+                            // The mapping does not distinguish preallocated from unallocated
+                            // subclusters.
                             What::Unallocated => options.extended_l2,
                             What::Compressed { .. } => false,
                         };

@@ -1,4 +1,5 @@
-//! Changes to an image as a whole, and their common parts: nobody inside, nothing unwritten.
+//! Changes of the whole image: exclusive access, writing all metadata, and parts that several of
+//! them share.
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 
@@ -6,7 +7,7 @@ use super::{Qcow2, bitmap::BitmapError, gate::Closed, header::Header, l1::L1, re
 use reactor::error::{Error, Result};
 use storage::RangeGuard;
 
-/// Nobody is inside, and all metadata is in the file, until this is dropped.
+/// Guard of exclusive access: no request is in flight, and all metadata is in the file.
 #[derive(Debug)]
 pub(super) struct Quiesced<'a> {
     _closed: Closed<'a>,
@@ -14,16 +15,18 @@ pub(super) struct Quiesced<'a> {
 }
 
 impl Qcow2 {
-    /// Waits until nobody is inside, and keeps newcomers out; writes all metadata.
+    /// Blocks new requests, waits for those in flight, and writes all metadata.
     pub(super) async fn quiesce(&self) -> Result<Quiesced<'_>> {
+        // Before the gate: a task that frees clusters waits for requests, which the closed gate
+        // would block.
         let giving = self.giving.exclusive(0..1).await;
         let closed = self.gate.close().await;
         self.write_everything().await?;
         Ok(Quiesced { _closed: closed, _giving: giving })
     }
 
-    /// Writes metadata until there is none left, and makes it durable. Nobody is inside, or nothing
-    /// is given back.
+    /// Writes all dirty metadata, durably. Requires that no request is in flight or no cluster is
+    /// being freed.
     pub(super) async fn write_everything(&self) -> Result<()> {
         if self.read_only {
             return Ok(());
@@ -35,8 +38,8 @@ impl Qcow2 {
     pub(super) async fn write_what_is_left(&self) -> Result<()> {
         loop {
             self.write_tables().await?;
-            // Nobody is inside: what is not used can be given back at once, which changes refcounts
-            // again.
+            // Without requests in flight, unused clusters can be freed at once. That dirties
+            // refcounts again, so repeat.
             self.give_back_quietly().await?;
             if !self.is_dirty() {
                 return Ok(());
@@ -44,12 +47,12 @@ impl Qcow2 {
         }
     }
 
-    /// Writes everything for a process that sees the same page cache; of what is written last,
-    /// only what bitmaps recorded is made durable. Not to be used before [`Qcow2::take_over`], here
-    /// or there.
+    /// Writes everything for a process that shares the page cache. Of the last writes, only dirty
+    /// bitmaps are made durable. Neither process may use the image before [`Qcow2::take_over`].
     ///
     /// # Errors
-    /// The file's, also where a bitmap cannot be stored; it can be used on, and records on.
+    /// Those of the file, also if a bitmap cannot be stored; the image then remains usable and
+    /// continues to record.
     pub(crate) async fn lay_down(&self) -> Result<()> {
         let _giving = self.giving.exclusive(0..1).await;
         let _closed = self.gate.close().await;
@@ -62,11 +65,11 @@ impl Qcow2 {
         Err(if let BitmapError::Failed(error) = why { error } else { Error::IO })
     }
 
-    /// Writes everything, also what bitmaps recorded, and cuts off what the file has behind its
-    /// last cluster. The image must not be used afterwards.
+    /// Writes everything, including dirty bitmaps, and truncates the file after its last cluster.
+    /// The image must not be used afterwards.
     ///
     /// # Errors
-    /// The file's; what was flushed before is safe.
+    /// Those of the file; flushed data is not affected.
     pub async fn close(&self) -> Result<()> {
         if let Some(backing) = self.backing() {
             Box::pin(backing.close()).await?;
@@ -83,16 +86,17 @@ impl Qcow2 {
         self.file.flush().await
     }
 
-    /// Takes clusters that follow each other, for metadata.
+    /// Allocates consecutive clusters for metadata, and protects them from guest data.
     pub(super) async fn allocate(&self, clusters: u64) -> Result<u64> {
         let found = self.refcounts.take_all(&self.file, &self.overlap, clusters).await?;
         self.overlap.add(found.offset, clusters << self.shape.cluster_bits);
         Ok(found.offset)
     }
 
-    /// Adds 1 to, or takes it from, the refcounts of all clusters that these bytes touch; those
-    /// that come to zero are free, and no metadata.
+    /// Adds `by` (1 or -1) to the refcounts of all clusters that these bytes touch. Clusters that
+    /// reach zero are freed and no longer protected as metadata.
     pub(super) async fn change_refcount(&self, offset: u64, length: u64, by: i64) -> Result<()> {
+        // The file may contain clusters that were freed since it grew.
         let clusters = self.clusters_of(offset, length);
         if by < 0 {
             return self.refcounts.give_back(&self.file, &self.overlap, clusters, Held::Metadata).await;
@@ -100,40 +104,40 @@ impl Qcow2 {
         self.refcounts.raise(&self.file, clusters).await
     }
 
-    /// Every cluster that these bytes touch, one at least.
+    /// All clusters that these bytes touch; at least one.
     pub(super) fn clusters_of(&self, offset: u64, length: u64) -> Range<u64> {
         let bits = self.shape.cluster_bits;
         offset >> bits..((offset + length.max(1) - 1) >> bits) + 1
     }
 
-    /// The refcount of the cluster at `offset`.
+    /// Refcount of the cluster at `offset`.
     pub(super) async fn refcount(&self, offset: u64) -> Result<u64> {
         self.refcounts.get(&self.file, offset >> self.shape.cluster_bits).await
     }
 
-    /// Metadata, straight to the file.
+    /// Writes metadata directly to the file, bypassing the caches.
     pub(super) async fn write_metadata(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.file.write(offset, bytes).await
     }
 
-    /// Metadata, straight from the file; not what is still in the caches.
+    /// Reads metadata directly from the file, bypassing the caches.
     pub(super) async fn read_metadata(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
         self.file.read(offset, length).await
     }
 
-    /// Makes what was written durable, refcounts first.
+    /// Makes written metadata durable, refcounts first.
     pub(super) async fn flush_metadata(&self) -> Result<()> {
         self.write_tables().await?;
         self.file.flush().await
     }
 
-    /// Changes the header; durable when this returns.
+    /// Changes the header, durably.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         self.file.update_header(change).await
     }
 
-    /// Forgets what is in memory of the mapping, and reads the L1 table that the header names now.
-    /// Only while quiet.
+    /// Drops the cached mapping and reads the L1 table that the header names. Requires that no
+    /// request is in flight.
     pub(super) async fn reload(&self) -> Result<()> {
         let header = self.file.header();
         let bytes = self.file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
@@ -144,7 +148,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Another L1 table is in force. Only while quiet.
+    /// Switches to another L1 table. Requires that no request is in flight.
     pub(super) fn replace_l1(&self, l1: L1) {
         let tables = l1.tables().map(|table| (table, 1 << self.shape.cluster_bits));
         let places: Vec<_> = tables.chain([(l1.offset, l1.len() as u64 * 8)]).collect();
@@ -154,8 +158,8 @@ impl Qcow2 {
         self.l1.store(l1.into());
     }
 
-    /// Forgets that anything belongs to the active L1 table alone, as the file does not say so any
-    /// more. Only while quiet.
+    /// Clears the `copied` flags in memory, after they were cleared in the file. Requires that no
+    /// request is in flight.
     pub(super) fn forget_copied(&self) {
         let _pending = self.pending();
         self.cache.load().clear();

@@ -1,4 +1,4 @@
-//! Reading: from pieces in the file, from its backing file, or as zeroes.
+//! Reads: pieces from the file, from the backing file, or zeroes.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -12,29 +12,29 @@ use reactor::{
     error::{Error, Result},
 };
 
-/// What is encrypted at a time.
+// Unit of encryption.
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
 impl Qcow2 {
-    /// Reads `length` bytes at `offset`, inside the disk.
+    /// Reads `length` bytes at `offset`, which must be inside the disk.
     ///
     /// # Errors
-    /// The file's; [`Error::IO`] where the image is corrupt.
+    /// Those of the file; [`Error::IO`] where the image is corrupt.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
         self.read_to(offset, Target::Anywhere(length)).await
     }
 
-    /// The same, with the data where `target` wants it.
+    /// Like [`Self::read`], into the memory that `target` names.
     pub(crate) async fn read_to(&self, offset: u64, target: Target) -> Result<Segments> {
         let _pass = self.gate.enter().await;
-        // Inside, for a resize waits until nobody is.
+        // Checked under the guard: a resize waits until no request holds one.
         if !self.is_inside(offset, target.len() as u64) {
             return Err(Error::INVALID);
         }
         self.read_inside(offset, target).await
     }
 
-    /// The same, for those who are inside already.
+    /// Like [`Self::read_to`], for callers that hold a guard of the gate.
     pub(super) async fn read_inside(&self, offset: u64, target: Target) -> Result<Segments> {
         let length = target.len() as u64;
         if length == 0 {
@@ -47,8 +47,9 @@ impl Qcow2 {
         Box::pin(self.read_pieces(offset, target, first)).await
     }
 
-    /// Several pieces at a time: the first here, the others in tasks of their own. Also where one
-    /// fails all are waited for: until then the kernel may write to a guest's memory.
+    /// Reads several pieces concurrently: the first one here, the rest in spawned tasks. Awaits
+    /// all of them even after an error, because the kernel may write to the guest's memory until
+    /// they complete.
     async fn read_pieces(&self, offset: u64, mut target: Target, first: Piece) -> Result<Segments> {
         let mut others = Vec::new();
         let first_target = target.split_front(first.length as usize);
@@ -64,7 +65,7 @@ impl Qcow2 {
             };
             let part = target.split_front(piece.length as usize);
             let image = self.clone();
-            // They end with this future, which holds the pass for them.
+            // The tasks end before this future does, and its caller holds the guard of the gate.
             let reading = async move { image.read_piece(at, piece, part).await };
             at += piece.length;
             others.push(if reactor::is_in_background() {
@@ -98,10 +99,10 @@ impl Qcow2 {
         }
     }
 
-    /// Guest data from the file it lies in.
+    /// Reads guest data from the file that holds it, and decrypts it.
     async fn read_data(&self, host: u64, target: Target) -> Result<Segments> {
         let Some(cipher) = &self.cipher else { return self.read_stored(host, target).await };
-        // Whole sectors: what is in between cannot be decrypted.
+        // A sector can only be decrypted as a whole.
         let length = target.len();
         let first = host & !(SECTOR - 1);
         let end = (host + length as u64).next_multiple_of(SECTOR);
@@ -114,7 +115,7 @@ impl Qcow2 {
 
     async fn read_stored(&self, host: u64, mut target: Target) -> Result<Segments> {
         let storage = self.storage();
-        // A file's last cluster may be incomplete: behind its end are zeroes.
+        // The file may end inside its last cluster; the rest reads as zeroes.
         let there = storage.size_bytes().saturating_sub(host).min(target.len() as u64) as usize;
         if there == target.len() {
             return storage.read_into(host, target.memory()).await;
@@ -128,9 +129,11 @@ impl Qcow2 {
         Ok(data)
     }
 
-    /// From the backing file, and zeroes behind its end.
+    /// Reads from the backing file; bytes beyond its end are zeroes.
     async fn read_backing(&self, offset: u64, mut target: Target) -> Result<Segments> {
         let there = self.backing_bytes(offset).min(target.len() as u64) as usize;
+        // The backing file was changed by another process: fail instead of mixing old and new
+        // data.
         if there > 0 && self.backing_changed.load(Relaxed) {
             return Err(Error::IO);
         }
@@ -144,14 +147,14 @@ impl Qcow2 {
         Ok(data)
     }
 
-    /// How many bytes from `offset` on the backing file has.
+    /// Number of bytes that the backing file has from `offset` on.
     pub(super) fn backing_bytes(&self, offset: u64) -> u64 {
         self.backing.as_ref().map_or(0, |backing| backing.size_bytes().saturating_sub(offset))
     }
 
     async fn read_compressed(&self, offset: u64, target: Target, host: u64, most: u64) -> Result<Segments> {
         let cluster_bytes = 1_usize << self.shape.cluster_bits;
-        // The last data in the file may end before its last sector does.
+        // The file may end inside the last sector of compressed data.
         let there = self.file.size_bytes().saturating_sub(host).min(most);
         if there == 0 {
             let what = format!("compressed data at {host:#x} lies beyond the end of the file");
@@ -159,6 +162,7 @@ impl Qcow2 {
         }
         let packed = self.file.storage().read(host, Buffer::new(there as usize)).await?.to_vec();
         let kind = self.compression;
+        // Decompression runs on another thread: it would delay the other disks of this worker.
         let unpacked = reactor::computing(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)
@@ -169,7 +173,8 @@ impl Qcow2 {
         Ok(target.copy_of(&cluster[within..end]))
     }
 
-    /// Whether all of the range reads as zeroes, as far as the image itself can tell.
+    /// True if the whole range reads as zeroes according to this image's own metadata; does not
+    /// inspect backing files.
     pub(super) async fn is_zero(&self, mut offset: u64, mut length: u64) -> Result<bool> {
         while length > 0 {
             let piece = self.lookup(offset, length).await?;

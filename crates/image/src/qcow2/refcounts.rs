@@ -1,20 +1,20 @@
-//! Which clusters of the file are in use: the refcount table and its blocks, and the search for
-//! free clusters.
+//! Allocation of clusters: the refcount table and its blocks, and the search for free clusters.
 //!
 //! ```text
-//!   refcount table ─► refcount block ─► a number for each cluster: 0 free, 1 used once, more: shared
-//!     (in memory)       (some in memory, the rest in the file)                    with snapshots
+//!   refcount table ─► refcount block ─► refcount of each cluster: 0 free, 1 used once, more: shared
+//!     (in memory)       (some in memory, the rest in the file)                  with snapshots
 //! ```
 //!
-//! Numbers rise in memory when a cluster is taken, and reach the file before anything that refers
-//! to the cluster does ([`writeback`](super::writeback)). They fall only when nothing in the file
-//! refers to the cluster any more. So a crash leaves numbers that are too high and never too low. A
-//! block may therefore be written at any time, and is written when others need its space.
+//! Refcounts are raised in memory on allocation and reach the file before any reference to the
+//! cluster does ([`writeback`](super::writeback)). They are lowered only after the last reference
+//! in the file is gone. A crash therefore leaves refcounts that are too high (leaks), never too
+//! low. For this reason a block may be written at any time, and dirty blocks are written on
+//! eviction.
 //!
-//! One task at a time searches or changes; the others wait for their turn.
+//! Searches and changes are serialized by `turn`.
 //!
-//! Never allocates a cluster with metadata, even if the numbers say that it is free: such an image
-//! is marked as corrupt.
+//! Never allocates a cluster that contains metadata, even if its refcount is 0: the image is
+//! marked corrupt instead.
 
 mod table;
 
@@ -37,26 +37,26 @@ use super::{
 use reactor::error::{Error, Result};
 use storage::RangeLocks;
 
-/// What a cluster held that is given back.
+/// Content of a cluster that is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
-    /// Metadata, which it is protected as until then, or what a snapshot had.
+    /// Metadata, protected by the overlap check until now, or clusters of a snapshot.
     Metadata,
-    /// Guest data, or nothing yet. `unmapped`: nothing took its place, so the storage may be told
-    /// that it is not needed.
+    /// Guest data, or an allocation that was not used. `unmapped`: no new cluster replaces it, so
+    /// the storage may discard it.
     Data { unmapped: bool },
-    /// Compressed guest data: others may have a part of the same clusters.
+    /// Compressed guest data, which may share its clusters with other compressed data.
     Compressed,
 }
 
-/// What there is to know about refcounts, shared by the workers.
+/// Refcounts of an image, shared by all workers.
 #[derive(Debug)]
 pub(super) struct Refcounts {
     cluster_bits: u32,
     order: u32,
     turn: RangeLocks,
     state: Mutex<State>,
-    /// Blocks in memory, at most, unless all have changes.
+    /// Limit of cached blocks; exceeded only if all are dirty.
     most_blocks: AtomicU64,
     hits: AtomicU64,
     misses: AtomicU64,
@@ -66,18 +66,19 @@ pub(super) struct Refcounts {
 struct State {
     table_offset: u64,
     table: RefcountTable,
-    /// Entries of the table that are not in the file yet.
+    /// Indices of table entries that differ from the file.
     dirty_entries: BTreeSet<usize>,
     blocks: BTreeMap<usize, Block>,
     clock: u64,
-    /// No cluster before this one is free.
+    /// Lower bound of the first free cluster.
     first_free: u64,
-    /// Nor one of these blocks', which a search was through: it need not read them again.
+    /// Blocks without a free cluster, found by earlier searches, which need not read them again.
     full: BTreeSet<usize>,
-    /// Clusters from here on were never handed out since the image was opened. What the file had
-    /// then is not zero all the same: see [`ImageFile::is_zero_from`].
+    /// Clusters from here on were not allocated since the image was opened. Their content may
+    /// still be nonzero: see [`ImageFile::is_zero_from`].
     untouched: u64,
-    /// Where the last compressed cluster ended, inside a cluster that has room.
+    /// End of the last compressed cluster, inside a host cluster with space left; 0 if there is
+    /// none.
     compressed_end: u64,
 }
 
@@ -88,37 +89,37 @@ struct Block {
     used: u64,
 }
 
-/// Clusters that were found free and are in use from now on.
+/// A run of clusters that was allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Found {
-    /// Of the first, in the file.
+    /// Offset of the first cluster in the file.
     pub(super) offset: u64,
-    /// How many, one after the other.
+    /// Number of consecutive clusters.
     pub(super) clusters: u64,
-    /// They read as zeroes.
+    /// The clusters read as zeroes.
     pub(super) untouched: bool,
 }
 
-/// The refcount cache, in figures.
+/// Counters of the refcount cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RefcountStatistics {
-    /// Lookups that found their block.
+    /// Lookups that hit the cache.
     pub hits: u64,
-    /// Blocks that had to be read.
+    /// Blocks that were read from the file.
     pub misses: u64,
-    /// Memory the blocks take now, in bytes.
+    /// Size of the cached blocks in bytes.
     pub bytes: u64,
-    /// The most that they may take, in bytes.
+    /// Size limit of the cached blocks in bytes.
     pub limit_bytes: u64,
 }
 
-/// Metadata that must reach the file in this order: blocks, then entries of the table that refer to
-/// new ones.
+/// Metadata that must be written in this order: blocks, then the table entries that refer to new
+/// blocks.
 #[derive(Debug, Default)]
 pub(super) struct Dirty {
     /// Offset in the file and content.
     pub(super) blocks: Vec<(u64, Vec<u8>)>,
-    /// Likewise, of single entries.
+    /// Offset in the file and content of table entries.
     pub(super) entries: Vec<(u64, [u8; 8])>,
     indices: Vec<usize>,
     entry_indices: Vec<usize>,
@@ -141,7 +142,7 @@ impl State {
 }
 
 impl Refcounts {
-    /// `table` as it is in the file, checked.
+    /// `table` is the checked content of the file.
     pub(super) fn new(header: &header::Header, table: RefcountTable, cache_bytes: u64) -> Self {
         Self {
             cluster_bits: header.cluster_bits,
@@ -154,13 +155,13 @@ impl Refcounts {
         }
     }
 
-    /// Another has had the file: nothing that is in memory holds any more.
+    /// Discards all state after another process had the file.
     pub(super) fn replace(&self, header: &header::Header, table: RefcountTable) {
         *self.lock() = State::new(header, table);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Changed by single assignments: a panic elsewhere leaves it whole.
+        // A poisoned lock is safe to use: every field is changed by a single assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -175,7 +176,7 @@ impl Refcounts {
         RefcountStatistics { hits, misses, bytes, limit_bytes }
     }
 
-    /// Clusters that a block has numbers for.
+    /// Number of clusters that a block covers.
     fn block_entries(&self) -> u64 {
         1 << (self.cluster_bits + 3 - self.order)
     }
@@ -185,13 +186,13 @@ impl Refcounts {
         ((cluster / entries) as usize, (cluster % entries) as usize)
     }
 
-    /// Takes up to `wanted` clusters that follow each other, one at least.
+    /// Allocates 1 to `wanted` consecutive clusters.
     pub(super) async fn take(&self, file: &ImageFile, metadata: &Metadata, wanted: u64) -> Result<Found> {
         let _turn = self.turn.exclusive(0..1).await;
         self.take_run(file, metadata, 1, wanted).await
     }
 
-    /// Takes exactly so many clusters that follow each other.
+    /// Allocates exactly `wanted` consecutive clusters.
     pub(super) async fn take_all(&self, file: &ImageFile, metadata: &Metadata, wanted: u64) -> Result<Found> {
         let _turn = self.turn.exclusive(0..1).await;
         self.take_run(file, metadata, wanted, wanted).await
@@ -201,13 +202,16 @@ impl Refcounts {
         let mut start = self.lock().first_free;
         loop {
             let run = self.find(file, start, least, most).await?;
+            // A run may extend into an area without a refcount block, which must exist before the
+            // run is used.
             if let Some(block) = self.first_missing_block(&run) {
-                // The block lies where free clusters were found, and those behind it are looked at
-                // again.
+                // The new block takes a cluster of the run; the search continues after it.
                 let took_it = self.add_block(file, metadata, block, run.start).await?;
                 start = run.start + u64::from(took_it);
                 continue;
             }
+            // A refcount of 0 for a metadata cluster means that the image is corrupt: fail before
+            // the write.
             metadata.check(
                 file,
                 run.start << self.cluster_bits,
@@ -218,10 +222,11 @@ impl Refcounts {
                 self.put(cluster, 1);
             }
             let mut state = self.lock();
+            // "Untouched" allows the caller to skip writing zeroes.
             let is_new = file.is_zero_from(run.start << self.cluster_bits);
             let untouched = is_new && run.start >= state.untouched;
             state.untouched = state.untouched.max(run.end);
-            // With `least` above one, smaller gaps before the run are still free.
+            // With `least` above 1, smaller gaps before the run are still free.
             if least == 1 || state.first_free >= run.start {
                 state.first_free = run.end;
             }
@@ -233,8 +238,8 @@ impl Refcounts {
         }
     }
 
-    /// Makes the file long enough for a run; where it cannot be, for as much of it as fits, `least`
-    /// clusters at least.
+    /// Grows the file to contain the run. If it cannot grow that far, shortens the run to what
+    /// fits, but not below `least` clusters.
     async fn with_room(&self, file: &ImageFile, run: Range<u64>, least: u64) -> Result<Range<u64>> {
         match file.make_room(run.end << self.cluster_bits).await {
             Ok(()) => Ok(run),
@@ -249,7 +254,7 @@ impl Refcounts {
         }
     }
 
-    /// The first free run of at least `least` clusters from `start` on; no longer than `most`.
+    /// Finds the first run of `least` to `most` free clusters from `start` on.
     async fn find(&self, file: &ImageFile, start: u64, least: u64, most: u64) -> Result<Range<u64>> {
         let mut run = start..start;
         loop {
@@ -257,6 +262,7 @@ impl Refcounts {
             let (block, index) = self.block_of(cluster);
             if cluster >= header::OFFSET_LIMIT >> self.cluster_bits {
                 return Err(Error::NO_SPACE);
+            // Blocks known to be full are skipped without reading them.
             }
             if self.lock().full.contains(&block) {
                 let next = (block as u64 + 1) * self.block_entries();
@@ -268,7 +274,8 @@ impl Refcounts {
                 self.load(file, block).await?;
                 let mut state = self.lock();
                 let mut is_full = index == 0;
-                // There since the turn is ours: only who has it drops blocks.
+                // The block was loaded above and is still cached: only the holder of `turn` evicts
+                // blocks.
                 let bytes = &state.blocks[&block].bytes;
                 for index in index..self.block_entries() as usize {
                     if get(bytes, self.order, index) == 0 {
@@ -287,6 +294,7 @@ impl Refcounts {
                     state.full.insert(block);
                 }
             } else {
+                // An area without a block is free: absent blocks mean refcount 0.
                 run.end = run.start.max(run.end) + (self.block_entries() - index as u64);
                 if run.end - run.start >= most {
                     run.end = run.start + most;
@@ -305,8 +313,8 @@ impl Refcounts {
         (first..=last).find(|block| !self.has_block(*block))
     }
 
-    /// Makes a refcount block in the free cluster `at`; or makes the table longer, if that has to
-    /// come first, and leaves the cluster.
+    /// Creates a refcount block in the free cluster `at` and returns true. If the table is too
+    /// short it is grown instead, the cluster stays free and the result is false.
     async fn add_block(&self, file: &ImageFile, metadata: &Metadata, block: usize, at: u64) -> Result<bool> {
         if block >= self.lock().table.entries() {
             self.grow_table(file, metadata, block).await?;
@@ -326,19 +334,19 @@ impl Refcounts {
             state.untouched = state.untouched.max(at + 1);
         }
         metadata.add(offset, 1 << self.cluster_bits);
-        // Its own number is in itself, or in a block that is there: a run begins where the block
-        // before it ends.
+        // The block counts its own cluster, or an existing block does: a run begins at the end of
+        // the previous block at the latest.
         let (own, _) = self.block_of(at);
         self.load(file, own).await?;
         self.put(at, 1);
         Ok(true)
     }
 
-    /// Moves the refcount table to where there is room for a larger one: behind everything that the
-    /// old one can describe.
+    /// Moves the refcount table to a larger area, after the last cluster that the old table can
+    /// cover.
     ///
-    /// Written at once, in an order in which the image is valid at any moment: the new table and
-    /// its blocks, then the header.
+    /// The writes are ordered so that the image is valid at every moment: the new table and its
+    /// blocks, a flush, then the header.
     async fn grow_table(&self, file: &ImageFile, metadata: &Metadata, block: usize) -> Result<()> {
         let (old_table, old_offset) = {
             let state = self.lock();
@@ -349,7 +357,7 @@ impl Refcounts {
         let per_cluster = cluster_bytes / 8;
         let old_entries = old_table.entries() as u64;
         let first = old_entries * entries;
-        // Half as much again, and room for the table itself and the blocks that count it.
+        // Grows by half, plus the table's own clusters and the blocks that cover them.
         let mut table_clusters = ((block as u64 + 1) * 3 / 2 + 1).div_ceil(per_cluster);
         let blocks = loop {
             let blocks = (1..).find(|blocks| blocks * entries >= table_clusters + blocks).unwrap_or(1);
@@ -380,8 +388,8 @@ impl Refcounts {
             made.push((block, bytes));
         }
         let offset = first << self.cluster_bits;
-        // Blocks that were added since the last time belong to the table too, so they have to be
-        // there.
+        // The new table also refers to blocks that were added since the last flush, so they must
+        // be written.
         let dirty = self.collect_dirty();
         let write = async {
             for (offset, bytes) in &dirty.blocks {
@@ -415,16 +423,17 @@ impl Refcounts {
             }
             state.untouched = state.untouched.max(end);
         }
-        // Nothing refers to the old table any more.
+        // The header no longer refers to the old table.
         metadata.remove(old_offset, old_entries * 8);
         let old = old_offset >> self.cluster_bits;
         self.lower(file, old..old + (old_entries * 8).div_ceil(cluster_bytes)).await?;
         Ok(())
     }
 
-    /// Adds one to the numbers of clusters, which are in use. All or nothing.
+    /// Increments the refcounts of allocated clusters; either all or none.
     pub(super) async fn raise(&self, file: &ImageFile, clusters: Range<u64>) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
+        // Checked first for all clusters, so that an error leaves no partial change.
         for cluster in clusters.clone() {
             let now = self.read(file, cluster).await?;
             if now == 0 || now == numbers::largest(self.order) {
@@ -438,7 +447,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Gives clusters back that nothing in the file refers to any more.
+    /// Frees clusters that nothing in the file refers to.
     pub(super) async fn give_back(
         &self,
         file: &ImageFile,
@@ -446,7 +455,8 @@ impl Refcounts {
         clusters: Range<u64>,
         held: Held,
     ) -> Result<()> {
-        // Held to the end: nobody may take a cluster that is about to be discarded.
+        // Held until the discard completes: a cluster that was allocated again meanwhile would
+        // lose its data.
         let _turn = self.turn.exclusive(0..1).await;
         if held != Held::Metadata {
             let length = (clusters.end - clusters.start) << self.cluster_bits;
@@ -459,15 +469,15 @@ impl Refcounts {
                 metadata.remove(offset, length);
             }
             if matches!(held, Held::Metadata | Held::Data { unmapped: true }) {
-                // A hint: what it does not do costs room and nothing else.
+                // Only a hint: a failed discard wastes space and nothing else.
                 let _ = file.storage().discard(offset, length).await;
             }
         }
         Ok(())
     }
 
-    /// Gives back the blocks that count nothing, or nothing but themselves. Only while nothing else
-    /// of the metadata is changed or waits to be written.
+    /// Frees blocks whose only reference, if any, is to themselves. No other metadata may be dirty
+    /// or change meanwhile.
     pub(super) async fn drop_empty_blocks(&self, file: &ImageFile, metadata: &Metadata) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
         let blocks: Vec<_> = self.lock().table.blocks().collect();
@@ -489,6 +499,8 @@ impl Refcounts {
                 state.dirty_entries.remove(&block);
                 state.table_offset + block as u64 * 8
             };
+            // The references are removed durably before the clusters are freed, or a crash could
+            // leave a table entry that points to reused space.
             file.write(place, &[0; 8]).await?;
             dropped.push((offset, own_block == block));
         }
@@ -511,13 +523,12 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Lowers numbers, and returns what is free then, each with its neighbours.
+    /// Decrements refcounts and returns the runs of clusters that became free.
     async fn lower(&self, file: &ImageFile, clusters: Range<u64>) -> Result<Vec<Range<u64>>> {
         let mut freed: Vec<Range<u64>> = Vec::new();
         for cluster in clusters {
             let now = self.read(file, cluster).await?;
-            // A number that is too low already is for `check` to find; nothing is lost by leaving
-            // it.
+            // A refcount that is too low is left for `check` to find; skipping it loses nothing.
             let Some(less) = now.checked_sub(1) else { continue };
             self.put(cluster, less);
             if less > 0 {
@@ -538,7 +549,7 @@ impl Refcounts {
         Ok(freed)
     }
 
-    /// A cluster's number.
+    /// Refcount of a cluster.
     pub(super) async fn get(&self, file: &ImageFile, cluster: u64) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         self.read(file, cluster).await
@@ -553,7 +564,7 @@ impl Refcounts {
         Ok(get(&self.lock().blocks[&block].bytes, self.order, index))
     }
 
-    /// Sets a number; its block is loaded.
+    /// Sets a refcount; its block must be loaded.
     fn put(&self, cluster: u64, value: u64) {
         let (block, index) = self.block_of(cluster);
         let mut state = self.lock();
@@ -563,12 +574,13 @@ impl Refcounts {
         }
     }
 
-    /// Room for `length` bytes of compressed data, which may share a cluster with others.
+    /// Allocates `length` bytes for compressed data, which may share a cluster with other
+    /// compressed data.
     pub(super) async fn take_bytes(&self, file: &ImageFile, metadata: &Metadata, length: u64) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         let cluster_bytes = 1_u64 << self.cluster_bits;
         let end = self.lock().compressed_end;
-        // The last cluster may have one more tenant, if it has room and its number too.
+        // The last cluster can be shared if it has space and its refcount can be incremented.
         let tail = if end.is_multiple_of(cluster_bytes) { 0 } else { cluster_bytes - end % cluster_bytes };
         let last = end >> self.cluster_bits;
         let is_shared = tail > 0 && self.read(file, last).await? < numbers::largest(self.order);
@@ -579,7 +591,7 @@ impl Refcounts {
             return Ok(end);
         }
         let found = self.take_run(file, metadata, 1, 1).await?;
-        // Data that begins in the last cluster and ends in the next one.
+        // The data begins in the last cluster and ends in the newly allocated next one.
         if is_shared && found.offset >> self.cluster_bits == last + 1 {
             let number = self.read(file, last).await?;
             self.put(last, number + 1);
@@ -590,7 +602,7 @@ impl Refcounts {
         Ok(found.offset)
     }
 
-    /// Brings a block into memory. Whoever has the turn calls it.
+    /// Loads a block into the cache. The caller must hold `turn`.
     async fn load(&self, file: &ImageFile, block: usize) -> Result<()> {
         let offset = {
             let mut state = self.lock();
@@ -612,8 +624,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Drops the blocks not used for longest until one more fits. What was changed is written
-    /// first.
+    /// Evicts least recently used blocks until one more fits. Dirty ones are written first.
     async fn make_room(&self, file: &ImageFile) -> Result<()> {
         loop {
             let (block, offset, dirty) = {
@@ -634,13 +645,13 @@ impl Refcounts {
             if let Some(bytes) = dirty {
                 file.write(offset, &bytes).await?;
                 let mut state = self.lock();
-                // Only who has the turn changes blocks, so it is as it was written.
+                // Unchanged since the write: only the holder of `turn` changes blocks.
                 state.blocks.remove(&block);
             }
         }
     }
 
-    /// Copies of what is not in the file.
+    /// Copies all dirty metadata and marks it clean.
     fn collect_dirty(&self) -> Dirty {
         let mut state = self.lock();
         let state = &mut *state;
@@ -658,9 +669,10 @@ impl Refcounts {
         dirty
     }
 
-    /// Has changes written: blocks, then what refers to new ones, each followed by a flush.
+    /// Writes dirty blocks and returns them with the table entries to be written after the next
+    /// flush.
     pub(super) async fn write(&self, file: &ImageFile) -> Result<Dirty> {
-        // Nobody else writes blocks meanwhile, to make room.
+        // Excludes eviction, which also writes blocks.
         let _turn = self.turn.exclusive(0..1).await;
         let dirty = self.collect_dirty();
         for (offset, bytes) in &dirty.blocks {
@@ -672,15 +684,15 @@ impl Refcounts {
         Ok(dirty)
     }
 
-    /// After a flush: writes the entries of the table that refer to blocks which are in the file
-    /// now. Says whether there were any, which need another flush.
+    /// Writes the table entries that refer to new blocks. The blocks must have been flushed.
+    /// Returns true if there were any, which then need another flush.
     pub(super) async fn write_entries(&self, file: &ImageFile, written: &Dirty) -> Result<bool> {
         for (offset, entry) in &written.entries {
             let moved = {
                 let state = self.lock();
                 !(state.table_offset..state.table_offset + state.table.entries() as u64 * 8).contains(offset)
             };
-            // The table has been moved since, and was written as a whole.
+            // The table was moved since then, and written completely at its new offset.
             if moved {
                 continue;
             }
@@ -689,7 +701,7 @@ impl Refcounts {
         Ok(!written.entries.is_empty())
     }
 
-    /// Takes back that something was written, after an error.
+    /// Marks metadata dirty again after a failed write.
     pub(super) fn keep(&self, dirty: &Dirty) {
         let mut state = self.lock();
         for number in &dirty.indices {
@@ -700,17 +712,17 @@ impl Refcounts {
         state.dirty_entries.extend(dirty.entry_indices.iter().copied());
     }
 
-    /// Whether anything waits to be written.
+    /// True if any metadata is dirty.
     pub(super) fn is_dirty(&self) -> bool {
         let state = self.lock();
         !state.dirty_entries.is_empty() || state.blocks.values().any(|block| block.dirty)
     }
 
-    /// The end of the last cluster in use, as far as is known; for cutting the file off behind it.
+    /// End of the last allocated cluster, for truncating the file.
     pub(super) async fn end_of_use(&self, file: &ImageFile) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         let mut cluster = file.size_bytes().div_ceil(1 << self.cluster_bits);
-        // Block by block: a sparse file may be as long as it likes.
+        // Skips whole blocks: a sparse file can be arbitrarily long.
         let (most, entries) = (self.lock().table.entries() as u64, self.block_entries());
         cluster = cluster.min(most.saturating_mul(entries));
         while cluster > 0 {

@@ -1,8 +1,8 @@
-//! Another size for the disk.
+//! Changes of the disk's size.
 //!
-//! Growing needs an L1 table with more entries: a new one is written elsewhere, and the header
-//! changes to it in one sector. Shrinking first releases what is behind the new end, and keeps the
-//! table. Bitmaps get the size of the disk.
+//! Growing needs an L1 table with more entries: a new one is written elsewhere, and one sector of
+//! the header switches to it. Shrinking first frees the clusters beyond the new end and keeps the
+//! table. Bitmaps are resized with the disk.
 
 use super::{
     Qcow2, bytes,
@@ -13,10 +13,10 @@ use reactor::error::Result;
 use storage::{Durability, ResizeError, ZeroOptions};
 
 impl Qcow2 {
-    /// Gives the disk another size, a multiple of 512 bytes; what is added reads as zeroes.
+    /// Changes the size of the disk to a multiple of 512 bytes; added bytes read as zeroes.
     ///
     /// # Errors
-    /// [`ResizeError`]; the size is then what it was.
+    /// [`ResizeError`]; the size is then unchanged.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         if self.is_read_only() {
             return Err(ResizeError::ReadOnly);
@@ -36,6 +36,7 @@ impl Qcow2 {
             return Err(ResizeError::Snapshots);
         }
         let _quiet = self.quiesce().await?;
+        // Read under exclusive access: another resize may have completed meanwhile.
         let from = self.size_bytes();
         if size_bytes < from {
             self.shrink(size_bytes, from).await?;
@@ -46,12 +47,14 @@ impl Qcow2 {
     }
 
     async fn shrink(&self, to: u64, from: u64) -> Result<()> {
-        // What is cut off changes before the disk's size does.
+        // The bytes that are cut off change before the size does, so dirty bitmaps must record
+        // that.
         self.begin_recording().await?;
         let first = to.next_multiple_of(1 << self.shape.cluster_bits).min(from);
         let shrunk = self.cut_off(first, to, from).await;
         if shrunk.is_err() {
-            // It stays a part of the disk, and is another one by now.
+            // After a failure the range is still part of the disk, and its content may have
+            // changed.
             self.mark_recorded(first, from - first);
         }
         shrunk
@@ -64,6 +67,7 @@ impl Qcow2 {
             self.write_everything().await?;
         }
         self.set_size(from, to).await?;
+        // The header no longer refers to the bytes that are cut off.
         if let Some(data) = &self.data {
             bytes::set_size(data, to).await?;
         }
@@ -71,7 +75,7 @@ impl Qcow2 {
     }
 
     async fn grow(&self, to: u64, from: u64) -> Result<()> {
-        // What a data file has behind the disk's end already stays: it is never cut.
+        // A data file that is longer than the disk is never truncated by growing.
         if let Some(data) = &self.data
             && data.size_bytes() < to
         {
@@ -83,8 +87,8 @@ impl Qcow2 {
         if entries > u64::from(header.l1_entries) {
             self.move_l1(entries).await?;
         }
-        // What the last cluster and a larger backing file hold behind the old end must not come to
-        // light, so it goes before that end does.
+        // The last cluster, or a larger backing file, may contain old bytes beyond the old end.
+        // They must read as zeroes before the end moves.
         let end = if self.backing_bytes(from) > 0 {
             to
         } else {
@@ -96,18 +100,18 @@ impl Qcow2 {
             self.zero_inside(from, end - from, options).await?;
         }
         if raw {
-            // Readers of the raw file see what is in it, so the image says the same: what was there
-            // behind the old end, and zeroes where the file has grown.
+            // The raw data file is readable without the image, so the mapping must agree with it:
+            // old bytes beyond the old end, zeroes where the file grew.
             self.preallocate_inside(from, to, None).await?;
         }
         self.write_everything().await?;
         self.set_size(from, to).await
     }
 
-    /// Only while quiet.
+    /// Changes the size in the header. Requires that no request is in flight.
     async fn set_size(&self, from: u64, to: u64) -> Result<()> {
-        // A bitmap whose size is not the disk's keeps QEMU from opening the image, unless it is in
-        // use.
+        // QEMU refuses to open an image with a bitmap of another size, unless the bitmap is marked
+        // in use.
         let suspended = self.suspend_bitmaps().await?;
         let changed = self.update_header(|header| header.size_bytes = to).await;
         let size_bytes = if changed.is_ok() { to } else { from };
@@ -116,7 +120,7 @@ impl Qcow2 {
         changed
     }
 
-    /// Writes the L1 table to where it has room for so many entries.
+    /// Moves the L1 table to an area with space for `entries` entries.
     async fn move_l1(&self, entries: u64) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let (old, mut bytes) = {
@@ -130,6 +134,7 @@ impl Qcow2 {
         let table = L1::parse(offset, &bytes, self.shape, self.file.size_bytes())
             .map_err(|invalid| self.file.found(&invalid))?;
         self.write_metadata(offset, &padded(bytes)).await?;
+        // The new table must be durable before the header refers to it.
         self.flush_metadata().await?;
         self.update_header(|header| {
             header.l1_offset = offset;
@@ -138,6 +143,7 @@ impl Qcow2 {
         .await?;
         self.replace_l1(table);
         if old_bytes > 0
+            // Only a leak: the header already refers to the new table.
             && let Err(error) = self.change_refcount(old, old_bytes, -1).await
         {
             tracing::warn!(image = self.description(), "the old L1 table could not be given back: {error}");

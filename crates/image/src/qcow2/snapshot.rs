@@ -1,13 +1,13 @@
-//! Internal snapshots: an L1 table each, kept in the image beside the active one.
+//! Internal snapshots: each has its own L1 table in the image.
 //!
 //! ```text
 //!   header ─► snapshot table ─► entry ─► L1 table ─► L2 tables ─► guest clusters
-//!                             └ entry ─► L1 table ─┘   shared: a refcount for each L1 table that leads there
+//!                             └ entry ─► L1 table ─┘   shared: the refcount is the number of L1 tables that lead there
 //! ```
 //!
-//! - `table`: the snapshot table, from bytes to meaning and back.
-//! - `change`: taking one, going back to one, deleting one, on an open image.
-//! - `reach`: everything that an L1 table leads to, with its refcounts and flags.
+//! - `table`: decodes and encodes the snapshot table.
+//! - `change`: creates, applies and deletes snapshots of an open image.
+//! - `reach`: changes refcounts and flags of everything that an L1 table leads to.
 
 mod change;
 mod reach;
@@ -26,34 +26,34 @@ use super::{
 use reactor::error::Error;
 use storage::Storage;
 
-/// Why nothing became of a snapshot.
+/// Reason why an operation on snapshots failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
-    /// There is none of that id or name.
+    /// No snapshot has this id or name.
     #[error("there is no snapshot {0:?} (`weir image snapshot -l` lists them)")]
     NotFound(String),
-    /// The image is not to be written to.
+    /// The image is read-only.
     #[error("it is read-only (open it for writing)")]
     ReadOnly,
-    /// The format does not allow it.
+    /// Images with an external data file cannot have internal snapshots.
     #[error("an image with an external data file has no internal snapshots (use a backing file)")]
     DataFile,
-    /// The format's bound.
+    /// The limit of snapshots is reached.
     #[error("it has {MOST_SNAPSHOTS} snapshots, which is the most (delete some)")]
     TooMany,
-    /// A refcount has no room.
+    /// A refcount has its maximum, or is 0 for a cluster in use.
     #[error(
         "the refcount of the cluster at {offset:#x} cannot be raised: it is at its largest, or wrong (delete snapshots, give the image more \
          refcount_bits, or try `weir image check`)"
     )]
     Refcount {
-        /// In the file.
+        /// Offset of the cluster in the file.
         offset: u64,
     },
-    /// Something in the image is wrong.
+    /// A structure is invalid.
     #[error("{0} (`weir image check` shows the damage)")]
     Invalid(#[from] Invalid),
-    /// The file cannot be read or written.
+    /// A read or write of the file failed.
     #[error("{0}")]
     Failed(#[from] Error),
 }
@@ -73,14 +73,15 @@ impl From<MetadataError> for SnapshotError {
     }
 }
 
-/// Makes a header one by which the snapshot is read: its L1 table, and its size; whether there is
-/// such a snapshot.
+/// Replaces size and L1 table of `header` by those of a snapshot. Returns false if there is no
+/// such snapshot.
 pub(super) async fn look_into(
     storage: &Storage,
     header: &mut Header,
     name: &str,
 ) -> Result<bool, MetadataError> {
     let SnapshotTable { snapshots, cut, .. } = SnapshotTable::read(storage, header).await?;
+    // A truncated table may hide the snapshot: report the damage instead of "not found".
     let Some(snapshot) = Snapshot::find(&snapshots, name).map(|found| &snapshots[found]) else {
         return cut.map_or(Ok(false), |cut| Err(cut.into()));
     };

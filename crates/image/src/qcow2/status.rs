@@ -1,5 +1,5 @@
-//! Which parts of a disk are data, zeroes or unallocated: for NBD's block status, and for
-//! `weir image map`.
+//! Allocation status of a disk: data, zero or unallocated, for NBD's block status and `weir image
+//! map`.
 
 use super::{
     Qcow2,
@@ -11,7 +11,7 @@ use storage::{Extent, MOST_EXTENTS, push_extent};
 use crate::Depth;
 
 impl Qcow2 {
-    /// What a range is made of, with the backing files: see
+    /// Status of a range, backing files included: see
     /// [`Storage::block_status`](storage::Storage::block_status).
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         if length == 0 || !self.is_inside(offset, length) {
@@ -28,7 +28,7 @@ impl Qcow2 {
         Ok(extents)
     }
 
-    /// Adds what a piece, or the first part of it, is; returns how much of it.
+    /// Appends the status of a piece, or of its first part, and returns the length of that part.
     async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: Piece) -> Result<u64> {
         let length = piece.length;
         let extent = match piece.what {
@@ -52,8 +52,8 @@ impl Qcow2 {
         Ok(length)
     }
 
-    /// What a range is made of in this image alone: pieces that follow each other, covering all of
-    /// it or its first part.
+    /// Mapping of a range in this image alone: contiguous pieces that cover all of it or its first
+    /// part.
     pub async fn map(&self, offset: u64, length: u64) -> Result<Vec<Piece>> {
         if length == 0 || !self.is_inside(offset, length) {
             return Err(Error::INVALID);
@@ -69,8 +69,8 @@ impl Qcow2 {
         Ok(pieces)
     }
 
-    /// See [`Image::allocation_depth`](crate::Image::allocation_depth). What a backing file
-    /// is too short for counts as its own, as it does for QEMU.
+    /// See [`Image::allocation_depth`](crate::Image::allocation_depth). A range beyond the end of
+    /// a shorter backing file counts as allocated in the backing file, as in QEMU.
     pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
         let mut runs: Vec<Depth> = Vec::new();
         let mut push = |length, depth| match runs.last_mut() {
@@ -90,6 +90,8 @@ impl Qcow2 {
                             told += below.length;
                         }
                     }
+                    // The backing file returned fewer runs than requested: end here, the caller
+                    // asks again.
                     if told < there {
                         break;
                     }

@@ -1,17 +1,17 @@
-//! Writing: in place if the cluster belongs only to this disk, otherwise into new clusters,
-//! completed with the old content.
+//! Writes: in place if no snapshot shares the cluster, otherwise into new clusters, whose
+//! remaining bytes are copied (copy on write).
 //!
 //! ```text
-//!   guest    │░░░░░░░░▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓░░░░░░░░░░│      ▓ written   ░ read from below, only that
-//!   file     │░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░│      one write into neighbouring clusters
+//!   guest    │░░░░░░░░▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓░░░░░░░░░░│      ▓ written   ░ copied from the old content
+//!   file     │░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░│      one write into adjacent clusters
 //! ```
 //!
-//! An allocating write holds its guest clusters exclusively, from the lookup until they are linked.
-//! Two of them in one cluster wait for each other; in different clusters they do not. The link is
-//! the last step, so a concurrent read sees the old content.
+//! An allocating write locks its guest clusters exclusively from the lookup until they are linked.
+//! Two such writes to one cluster are serialized; writes to different clusters are not. Linking is
+//! the last step, so a concurrent read returns the old content.
 //!
-//! Every write is a task of its own: if a client goes away, its write still completes, because a
-//! write that the kernel finishes late must not find its cluster in other hands.
+//! Every write runs in its own task, which continues if the client disconnects: a cancelled write
+//! could still be executed by the kernel after its cluster was reused.
 
 use super::{
     Invalid, Qcow2, compress,
@@ -27,30 +27,31 @@ use reactor::{
 };
 use storage::Durability;
 
-/// New clusters for a part of a write.
+/// Allocation of new clusters for a part of a write.
 struct Plan {
-    /// The first guest cluster.
+    /// Guest offset of the first cluster.
     guest: u64,
-    /// In the file that guest data is in.
+    /// Offset of the first cluster in the file that holds guest data.
     host: u64,
     clusters: u64,
-    /// They were not taken by this write, but kept for these guest clusters.
+    /// The clusters were already assigned to these guest clusters, so they are not freed after an
+    /// error.
     kept: bool,
-    /// They read as zeroes now.
+    /// The clusters read as zeroes now.
     untouched: bool,
-    /// Bytes from here to there are written, or completed: guest offsets.
+    /// Guest range that is written, including the copied bytes around the request.
     from: u64,
     to: u64,
-    /// The whole cluster counts as allocated from now on, subclusters included.
+    /// All subclusters become allocated.
     whole: bool,
 }
 
 impl Qcow2 {
-    /// Writes `data` at `offset`, inside the disk.
+    /// Writes `data` at `offset`, which must be inside the disk.
     ///
     /// # Errors
-    /// The file's; [`Error::NOT_PERMITTED`] where it is read-only; [`Error::NO_SPACE`] where
-    /// nothing is free and the file cannot grow.
+    /// Those of the file; [`Error::NOT_PERMITTED`] if the image is read-only; [`Error::NO_SPACE`]
+    /// if no cluster is free and the file cannot grow.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let image = self.clone();
         let write = reactor::spawn_to_end(async move { image.write_to_end(offset, data, durability).await });
@@ -61,7 +62,7 @@ impl Qcow2 {
         let length = data.len() as u64;
         {
             let _pass = self.gate.enter().await;
-            // Inside, for a resize waits until nobody is.
+            // Checked under the guard: a resize waits until no request holds one.
             self.check_change(offset, length)?;
             self.record(offset, length).await?;
             self.write_inside(offset, data, durability).await?;
@@ -69,8 +70,8 @@ impl Qcow2 {
         self.made_durable(offset, length, durability).await
     }
 
-    /// After a change of a range: has it reach the disk, if that is asked. Data that was written in
-    /// place is there already, and its entry perhaps too.
+    /// Makes a change of a range durable if `durability` or the cache mode demands it. Data
+    /// written in place with FUA already is, and its entry may be; only then is the flush saved.
     pub(super) async fn made_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
         let at_once = durability == Durability::Synchronous || self.writes_through;
         if at_once && !self.is_settled(offset, length) {
@@ -92,6 +93,8 @@ impl Qcow2 {
         while !data.is_empty() {
             let piece = self.lookup(offset, data.len() as u64).await?;
             let written = match piece.what {
+                // In place. No lock: requests of a client to the same bytes at the same time have
+                // no order.
                 What::Data { host, copied: true } => {
                     self.check_there(host, piece.length)?;
                     let rest = data.split_off(piece.length as usize);
@@ -110,8 +113,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// An error, and the image is corrupt, if an entry claims a place for data that the file does
-    /// not have.
+    /// Marks the image corrupt and fails if an entry maps data beyond the end of the file.
     fn check_there(&self, host: u64, length: u64) -> Result<()> {
         if self.data.is_none() && host + length > self.file.size_bytes() {
             let what = format!("the cluster at {host:#x} lies beyond the end of the file");
@@ -120,7 +122,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Guest data into the file it lies in; whole sectors, where it is encrypted.
+    /// Writes guest data to the file that holds it, after encryption; whole sectors if it is
+    /// encrypted.
     async fn write_data(&self, host: u64, data: Segments, durability: Durability) -> Result<()> {
         let mut data = data;
         if let Some(cipher) = &self.cipher {
@@ -136,8 +139,8 @@ impl Qcow2 {
         self.file.write_data(host, data, durability).await
     }
 
-    /// Writes in place what is encrypted: sectors that are written in part are read first. Whoever
-    /// does that has them to itself.
+    /// Writes in place to an encrypted image. Partial sectors are read, modified and written under
+    /// an exclusive lock.
     async fn write_sectors(
         &self,
         offset: u64,
@@ -149,6 +152,8 @@ impl Qcow2 {
         let end = offset + data.len() as u64;
         let (first, last) = (offset & !(SECTOR - 1), end.next_multiple_of(SECTOR));
         if (first, last) == (offset, end) {
+            // Shared: whole sectors need no exclusion among themselves, only against
+            // read-modify-write.
             let _with_others = self.guest.shared(first..last).await;
             return self.write_data(host, data, durability).await;
         }
@@ -162,20 +167,23 @@ impl Qcow2 {
         self.write_data(host - (offset - first), sectors.into(), durability).await
     }
 
-    /// Writes a first part of `data` into clusters that are new, and takes it away; returns how
-    /// much. Nothing, where somebody else has just allocated them.
+    /// Writes a front part of `data` to new clusters and removes it from `data`. Returns its
+    /// length; 0 if another task allocated the clusters meanwhile, so that the caller looks them
+    /// up again.
     async fn write_new(&self, offset: u64, data: &mut Segments) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let first = offset & !(cluster_bytes - 1);
         let covers = self.slice_covers();
-        // One slice's worth at a time, so that it is linked in one step.
+        // Limited to one slice, so that all entries are linked in one step.
         let end = (offset + data.len() as u64).min((offset / covers + 1) * covers);
         let _own = self.guest.exclusive(first..end.next_multiple_of(cluster_bytes)).await;
+        // The clusters were looked up without the lock; `plan` looks again under it.
         let Some(plan) = self.plan(offset, end).await? else { return Ok(0) };
         let end = end.min(plan.guest + plan.clusters * cluster_bytes).min(plan.to);
         let rest = data.split_off((end - offset) as usize);
         let part = std::mem::replace(data, rest);
         let linked = match self.fill(&plan, offset, part).await {
+            // The data is written before the entries refer to it.
             Ok(()) => self.link(&plan).await.map(|()| end - offset),
             Err(error) => Err(error),
         };
@@ -185,8 +193,8 @@ impl Qcow2 {
         linked
     }
 
-    /// Gives back what was taken and never linked, so that nobody can be in it. Where that fails,
-    /// it is a leak.
+    /// Frees clusters that were allocated and never linked; no request can be using them. An error
+    /// leaks them.
     pub(super) async fn undo(&self, offset: u64, length: u64) {
         let clusters = self.clusters_of(offset, length);
         let _ = self
@@ -195,8 +203,8 @@ impl Qcow2 {
             .await;
     }
 
-    /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a
-    /// place of their own by now.
+    /// Decides where the range from `offset` to `end`, or its front part, is written. `None` if
+    /// its first subcluster has become writable in place.
     async fn plan(&self, offset: u64, end: u64) -> Result<Option<Plan>> {
         self.own_table(self.l1_index(offset)).await?;
         let shape = self.shape;
@@ -206,8 +214,8 @@ impl Qcow2 {
         if let Cluster::Standard(Standard { host: Some(host), copied: true, allocated, .. }) = old {
             let bits = shape.subcluster_bits();
             let start = ((offset - first) >> bits) as u32;
-            // Subclusters that have data already are written in place, by whoever: they must not be
-            // completed here.
+            // Allocated subclusters may be written in place concurrently, so they must not be
+            // rewritten here.
             let free = (start..shape.subclusters()).take_while(|number| allocated >> number & 1 == 0).count();
             if free == 0 {
                 return Ok(None);
@@ -225,8 +233,8 @@ impl Qcow2 {
                 whole: false,
             }));
         }
-        // What is copied from a cluster of its own is copied whole, or a part of it would be left
-        // behind.
+        // A shared cluster that contains data is copied completely; otherwise its other
+        // subclusters would be lost.
         let has_data = |cluster: &Cluster| match cluster {
             Cluster::Compressed { .. } => true,
             Cluster::Standard(standard) => standard.allocated != 0,
@@ -244,6 +252,7 @@ impl Qcow2 {
         let Found { offset: host, clusters, untouched } = self.find_room(first, wanted).await?;
         let end = end.min(first + clusters * cluster_bytes);
         let whole = !shape.extended || is_copied || clusters > 1;
+        // Without a copy, only the touched subclusters are written and become allocated.
         let grain = if whole { cluster_bytes } else { 1 << shape.subcluster_bits() };
         let (from, to) = self.completed(offset, end, grain);
         Ok(Some(Plan { guest: first, host, clusters, kept: self.data.is_some(), untouched, from, to, whole }))
@@ -251,19 +260,19 @@ impl Qcow2 {
 
     pub(super) async fn find_room(&self, guest: u64, clusters: u64) -> Result<Found> {
         if self.data.is_some() {
-            // In a file of its own data lies where the guest sees it.
+            // In an external data file the host offset equals the guest offset.
             return Ok(Found { offset: guest, clusters, untouched: false });
         }
         self.refcounts.take(&self.file, &self.overlap, clusters).await
     }
 
-    /// The range with its edges moved outwards to multiples of `grain`.
+    /// The range, extended to multiples of `grain`.
     fn completed(&self, offset: u64, end: u64, grain: u64) -> (u64, u64) {
         (offset & !(grain - 1), end.next_multiple_of(grain))
     }
 
-    /// Writes what the plan's clusters get: `data`, and around it what was there before. If that
-    /// has to be durable, so has the link that comes after it: a flush makes both so.
+    /// Writes the clusters of a plan: `data`, and the old content around it. Not durable by
+    /// itself: the link that follows needs a flush anyway.
     async fn fill(&self, plan: &Plan, offset: u64, data: Segments) -> Result<()> {
         let head = self.below(plan, plan.from, offset).await?;
         let tail = self.below(plan, offset + data.len() as u64, plan.to).await?;
@@ -280,20 +289,20 @@ impl Qcow2 {
         self.write_data(plan.host + (start - plan.guest), segments, Durability::Cached).await
     }
 
-    /// What the guest sees in a range now, or `None` where it need not be written.
+    /// Present content of a range for copying, or `None` if it need not be written.
     async fn below(&self, plan: &Plan, from: u64, to: u64) -> Result<Option<Segments>> {
         if from >= to {
             return Ok(None);
         }
-        // Behind the end of the disk there is nothing.
+        // Bytes of the last cluster beyond the end of the disk are zeroes.
         let there = to.min(self.size_bytes()).saturating_sub(from);
-        // A data file ends where the disk does, perhaps inside a cluster.
+        // A data file ends at the end of the disk, possibly inside a cluster.
         let to = if self.data.is_some() { from + there } else { to };
         if from == to {
             return Ok(None);
         }
         let is_zero = self.is_zero(from, there).await?;
-        // What is encrypted has no zeroes in the file.
+        // Zeroes in the file would decrypt to garbage.
         if is_zero && plan.untouched && self.cipher.is_none() {
             return Ok(None);
         }
@@ -308,7 +317,7 @@ impl Qcow2 {
         Ok(Some(data))
     }
 
-    /// Makes the guest clusters of a plan refer to its host clusters.
+    /// Maps the guest clusters of a plan to its host clusters.
     async fn link(&self, plan: &Plan) -> Result<()> {
         let shape = self.shape;
         self.change_entries(plan.guest, plan.clusters, |index, old| {
@@ -337,9 +346,9 @@ impl Qcow2 {
         .await
     }
 
-    /// Changes the entries of so many guest clusters from `guest` on, all of one slice, in one
-    /// step. What they referred to and do not any more is given back in time. The caller has the
-    /// clusters to itself, and their table is the disk's own.
+    /// Changes the entries of `clusters` guest clusters from `guest` on, all in one slice,
+    /// atomically. Clusters that are no longer referenced are queued to be freed. The caller must
+    /// hold the guest range exclusively and have called [`Self::own_table`].
     pub(super) async fn change_entries(
         &self,
         guest: u64,
@@ -351,7 +360,9 @@ impl Qcow2 {
         loop {
             self.slice(number).await?;
             let mut pending = self.pending();
-            // Somebody may have needed its place in between.
+            // From here to the end no await: the lock of `Pending` makes the change atomic for
+            // readers and for writeback.
+            // The slice may have been evicted between loading and locking.
             let Some(slice) = self.cache.load().get(number) else { continue };
             for index in 0..clusters {
                 let at = self.entry_in_slice(guest) + index as usize;
@@ -372,7 +383,7 @@ impl Qcow2 {
         }
     }
 
-    /// What an entry referred to and does not refer to any more.
+    /// The part of the file that `old` refers to and `new` does not.
     fn left_behind(&self, old: Cluster, new: Cluster) -> Option<Freed> {
         let host = |cluster: Cluster| match cluster {
             Cluster::Standard(standard) => standard.host,
@@ -391,7 +402,7 @@ impl Qcow2 {
         }
     }
 
-    /// What the entry of the guest cluster at `offset` says now.
+    /// Present entry of the guest cluster at `offset`.
     pub(super) async fn cluster_at(&self, offset: u64) -> Result<Cluster> {
         let Some(slice) = self.slice(self.slice_number(offset)).await? else {
             return Ok(Cluster::Standard(Standard::UNALLOCATED));
@@ -400,7 +411,7 @@ impl Qcow2 {
         self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))
     }
 
-    /// Sees to it that an L2 table is there, and the disk's own: a snapshot's is copied.
+    /// Ensures that the L2 table exists and is not shared: allocates one, or copies a snapshot's.
     pub(super) async fn own_table(&self, index: usize) -> Result<()> {
         if self.l1.load().get(index).copied {
             return Ok(());
@@ -413,6 +424,8 @@ impl Qcow2 {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let found = self.refcounts.take(&self.file, &self.overlap, 1).await?;
         let made = async {
+            // A copy leaves the refcounts of data clusters alone: they count disk and snapshots,
+            // not tables.
             if old.offset != 0 {
                 let table = self.file.read(old.offset, cluster_bytes).await?;
                 self.file.write(found.offset, &table).await
@@ -426,6 +439,7 @@ impl Qcow2 {
             self.undo(found.offset, cluster_bytes).await;
             return Err(error);
         }
+        // Protected from now on; the L1 entry below makes the table reachable.
         self.overlap.add(found.offset, cluster_bytes);
         let mut pending = self.pending();
         self.l1.load().set(index, L1Entry { offset: found.offset, copied: true });
@@ -436,18 +450,19 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes a whole cluster (or what the disk has of its last one) compressed; as it is, where
-    /// that saves nothing.
+    /// Writes a whole cluster (or the disk's incomplete last one) compressed, or uncompressed if
+    /// compression saves nothing.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::INVALID`] where it is not one cluster; [`Error::UNSUPPORTED`]
-    /// with an external data file, and where the image is encrypted: the format has compressed
-    /// clusters in the clear.
+    /// As [`Qcow2::write`]; [`Error::INVALID`] if the range is not one cluster;
+    /// [`Error::UNSUPPORTED`] with an external data file, and for an encrypted image, because the
+    /// format stores compressed clusters unencrypted.
     pub async fn write_compressed(&self, offset: u64, data: Segments) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let length = data.len() as u64;
         self.check_change(offset, length)?;
         let is_last = offset + length == self.size_bytes();
+        // Only the last cluster of the disk may be incomplete.
         let is_whole = length == cluster_bytes || is_last && 0 < length && length < cluster_bytes;
         if !offset.is_multiple_of(cluster_bytes) || !is_whole {
             return Err(Error::INVALID);
@@ -476,6 +491,7 @@ impl Qcow2 {
         self.own_table(self.l1_index(guest)).await?;
         let length = packed.len() as u64;
         let offset = self.refcounts.take_bytes(&self.file, &self.overlap, length).await?;
+        // The order is that of `write_new`: data, then the entry.
         let written = async {
             self.file.write_data(offset, Buffer::copy_of(&packed).into(), Durability::Cached).await?;
             self.change_entries(guest, 1, |_, _| Cluster::Compressed { offset, length }).await
@@ -488,7 +504,7 @@ impl Qcow2 {
     }
 }
 
-/// The bits from `first` to `last`, both included.
+/// Bits `first` to `last`, inclusive.
 fn mask(first: u32, last: u32) -> u32 {
     (u32::MAX >> (31 - last)) & (u32::MAX << first)
 }

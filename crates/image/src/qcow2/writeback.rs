@@ -1,4 +1,4 @@
-//! What has changed in memory, and the order in which it reaches the file.
+//! Dirty metadata, and the order in which it is written to the file.
 //!
 //! ```text
 //!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet   (data was written before)
@@ -6,18 +6,17 @@
 //!   2  refcount table entries of new blocks, if any    ── flush ──
 //!   3  slices of other L2 tables │ L1 entries of the new ones
 //!      ── flush ──
-//!   4  what the file no longer refers to may be released, once its readers have left
+//!   4  clusters that the file no longer refers to may be freed, once their readers have left
 //! ```
 //!
-//! So everything that the file refers to is there. A crash between any two of these writes, or
-//! within one (entries are written in the sectors that hold them), leaves an image in which every
-//! entry is the old one or the new one, and both are right. At worst, some clusters keep a number
-//! that is too high.
+//! Everything that the file refers to is therefore in the file. A crash between any two of these
+//! writes, or within one (entries are written in whole sectors), leaves an image in which every
+//! entry is either the old or the new one, both valid. At worst some refcounts are too high.
 //!
-//! All changes are written together: when a client flushes, when a slice needs room, and at the
-//! end.
+//! All dirty metadata is written together: on a client's flush, when a slice must be evicted, and
+//! on close.
 //!
-//! Never holds the lock of [`Pending`] across an await. Never releases a cluster that the file may
+//! Never holds the lock of [`Pending`] across an await. Never frees a cluster that the file may
 //! still refer to.
 
 use std::{
@@ -33,44 +32,45 @@ use super::{
 };
 use reactor::error::{Error, Result};
 
-/// So many places that wait to be given back are worth writing for.
+// Limit of clusters or runs that wait to be freed; beyond it metadata is written so that they can
+// be.
 const MOST_FREED: usize = 4096;
 
-/// A place in the file that something referred to.
+/// A range of the file that is no longer referenced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Freed {
-    /// In the file.
+    /// Offset in the file.
     pub(super) offset: u64,
-    /// Bytes; every cluster they touch counts.
+    /// Length in bytes; every cluster that it touches counts.
     pub(super) length: u64,
-    /// What it was.
+    /// Former content.
     pub(super) held: Held,
 }
 
-/// Changes that are not in the file.
+/// Changes in memory that are not in the file.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     slices: Vec<Arc<Slice>>,
-    /// Sectors of the L1 table.
+    /// Dirty sectors of the L1 table.
     l1_sectors: BTreeSet<usize>,
-    /// L2 tables whose L1 entry is not in the file, with a number that tells one from the next at
-    /// the same place.
+    /// L2 tables whose L1 entry is not in the file, by index. The value distinguishes successive
+    /// tables of one index.
     new_tables: HashMap<usize, u64>,
     tables_made: u64,
-    /// Not referred to in memory any more.
+    /// Ranges that nothing in memory refers to, but the file may.
     freed: Vec<Freed>,
-    /// Nor in the file.
+    /// Ranges that neither memory nor the file refers to.
     unused: Vec<Freed>,
-    /// Changes are on their way.
+    /// A batch is being written.
     writing: bool,
 }
 
-/// What is written together.
+/// Changes that are written together.
 #[derive(Debug, Default)]
 struct Batch {
-    /// With their place and content as they were taken.
+    /// Each with its offset and the content to write.
     slices: Vec<(Arc<Slice>, u64, Vec<u8>)>,
-    /// How many of the slices, the first ones, belong to tables that nothing in the file refers to.
+    /// Number of slices, at the front, that belong to tables which the file does not refer to yet.
     hidden: usize,
     l1_sectors: Vec<(usize, u64, Vec<u8>)>,
     new_tables: HashMap<usize, u64>,
@@ -78,22 +78,24 @@ struct Batch {
 }
 
 impl Pending {
-    /// A slice was changed.
+    /// Marks a slice dirty.
     pub(super) fn changed(&mut self, slice: &Arc<Slice>) {
         if !slice.dirty.swap(true, Relaxed) {
             self.slices.push(Arc::clone(slice));
         }
     }
 
-    /// An L1 entry was changed, to refer to a new L2 table.
+    /// Records that an L1 entry refers to a new L2 table.
     pub(super) fn new_table(&mut self, index: usize) {
         self.l1_sectors.insert(index / SECTOR_ENTRIES);
         self.tables_made += 1;
         self.new_tables.insert(index, self.tables_made);
     }
 
-    /// Something is no longer referred to.
+    /// Records that a range is no longer referenced in memory.
     pub(super) fn freed(&mut self, freed: Freed) {
+        // Neighbouring data clusters are merged to one discard; compressed ones share clusters and
+        // are not.
         if let Some(last) = self.freed.last_mut()
             && matches!(freed.held, Held::Data { .. })
             && last.held == freed.held
@@ -105,12 +107,12 @@ impl Pending {
         self.freed.push(freed);
     }
 
-    /// Whether so much waits to be given back that it should be.
+    /// True if so many ranges wait to be freed that metadata should be written.
     pub(super) fn has_much_freed(&self) -> bool {
         self.freed.len() + self.unused.len() > MOST_FREED
     }
 
-    /// Whether what leads to data of the disk is not in the file.
+    /// True if the mapping of guest data in memory differs from the file.
     fn leads_elsewhere(&self) -> bool {
         self.writing || !self.slices.is_empty() || !self.l1_sectors.is_empty()
     }
@@ -122,15 +124,14 @@ impl Pending {
 
 impl Qcow2 {
     pub(super) fn pending(&self) -> MutexGuard<'_, Pending> {
-        // A panic ends the process in release builds; in tests what follows is a failure anyway.
+        // A panic ends the process in release builds; a test has failed by then.
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes everything that was written before the call durable, with the metadata that leads to
-    /// it.
+    /// Makes all completed writes durable, with the metadata that maps them.
     ///
     /// # Errors
-    /// The file's; then some of it may be lost, and is kept to be written the next time.
+    /// Those of the file. Metadata stays dirty and is written by the next flush.
     pub async fn flush(&self) -> Result<()> {
         if !self.write_tables().await? {
             self.flush_files().await?;
@@ -144,14 +145,14 @@ impl Qcow2 {
         self.pending().leads_elsewhere()
     }
 
-    /// Whether metadata is not in the file yet.
+    /// True if any metadata is dirty.
     pub(super) fn is_dirty(&self) -> bool {
         !self.pending().is_clean() || self.refcounts.is_dirty()
     }
 
-    /// Whether the entries of a range are in the file, durable, with everything that leads to them.
+    /// True if the entries of a range, and everything they depend on, are durable.
     pub(super) fn is_settled(&self, offset: u64, length: u64) -> bool {
-        /// A longer range is not worth looking through.
+        // Longer ranges are not examined: a flush costs less.
         const MOST: u64 = 1024;
         let pending = self.pending();
         let (first, last) = (self.slice_number(offset), self.slice_number(offset + length.saturating_sub(1)));
@@ -164,10 +165,10 @@ impl Qcow2 {
         pending.is_clean() || last - first < MOST && (first..=last).all(is_written)
     }
 
-    /// Writes all changed metadata, and says whether that came with a flush.
+    /// Writes all dirty metadata. Returns true if that included a flush.
     pub(super) async fn write_tables(&self) -> Result<bool> {
         let image = self.clone();
-        // Half a batch would be lost with a client that goes away.
+        // Must run to completion even if the client disconnects: a dropped batch would be lost.
         let written = reactor::spawn_to_end(async move { image.write_tables_to_end().await });
         written.await.unwrap_or(Err(Error::SHUTDOWN))
     }
@@ -177,7 +178,7 @@ impl Qcow2 {
         self.file.mark_corrupt().await;
         let batch = self.take_batch();
         if self.file.is_corrupt() && !self.read_only {
-            // Nothing may be written to it any more.
+            // A corrupt image must not be written to.
             self.put_back(batch);
             return Err(Error::IO);
         }
@@ -194,7 +195,7 @@ impl Qcow2 {
         }
     }
 
-    /// Copies what has changed, as of one moment.
+    /// Copies all dirty metadata, atomically, and marks it clean.
     fn take_batch(&self) -> Batch {
         let mut pending = self.pending();
         let pending = &mut *pending;
@@ -202,13 +203,14 @@ impl Qcow2 {
         let mut batch = Batch::default();
         let l1 = self.l1.load();
         let mut slices = std::mem::take(&mut pending.slices);
+        // New tables first: `hidden` splits the batch into phases 1 and 3.
         slices.sort_unstable_by_key(|slice| {
             (!pending.new_tables.contains_key(&self.table_of_slice(slice.number)), slice.number)
         });
         for slice in slices {
             slice.writing.store(true, Relaxed);
             slice.dirty.store(false, Relaxed);
-            // A slice with changes has a table.
+            // Dirty slices always belong to an L2 table.
             let Some(offset) = self.slice_offset(slice.number) else { continue };
             batch.hidden += usize::from(pending.new_tables.contains_key(&self.table_of_slice(slice.number)));
             let bytes = slice.bytes();
@@ -235,9 +237,12 @@ impl Qcow2 {
     async fn write_in_order(&self, batch: &Batch, refcounts: &Dirty) -> Result<bool> {
         let (hidden, visible) = batch.slices.split_at(batch.hidden);
         if hidden.is_empty() && visible.is_empty() && batch.l1_sectors.is_empty() && refcounts.is_empty() {
-            // Nothing refers to freed clusters then: what did was written before.
+            // Freed ranges need no write here: the changes that removed their references were
+            // written before.
             return Ok(false);
         }
+        // Phase 1. The flush orders data, refcounts and new tables before everything that refers
+        // to them.
         self.write_slices(hidden).await?;
         self.flush_files().await?;
         if self.refcounts.write_entries(&self.file, refcounts).await? {
@@ -246,6 +251,7 @@ impl Qcow2 {
         if visible.is_empty() && batch.l1_sectors.is_empty() {
             return Ok(true);
         }
+        // Phase 3: the file begins to refer to the new tables and clusters.
         self.write_slices(visible).await?;
         for (_, offset, bytes) in &batch.l1_sectors {
             self.file.write(*offset, bytes).await?;
@@ -254,7 +260,7 @@ impl Qcow2 {
         Ok(true)
     }
 
-    /// Makes guest data durable, wherever it lies, and what was written of the metadata.
+    /// Makes guest data and written metadata durable, in both files.
     pub(super) async fn flush_files(&self) -> Result<()> {
         if let Some(data) = &self.data {
             data.flush().await?;
@@ -262,7 +268,7 @@ impl Qcow2 {
         self.file.flush().await
     }
 
-    /// Neighbours are written together.
+    /// Writes slices; adjacent ones in one request.
     async fn write_slices(&self, slices: &[(Arc<Slice>, u64, Vec<u8>)]) -> Result<()> {
         const MOST: usize = 1 << 20;
         let mut at = 0;
@@ -288,7 +294,7 @@ impl Qcow2 {
         for (slice, ..) in &batch.slices {
             slice.writing.store(false, Relaxed);
         }
-        // One that was replaced meanwhile by yet another is not in the file.
+        // A table that was replaced again meanwhile is not in the file.
         pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
         pending.unused.extend(batch.freed);
     }
@@ -301,14 +307,14 @@ impl Qcow2 {
             pending.changed(slice);
         }
         pending.l1_sectors.extend(batch.l1_sectors.iter().map(|(sector, ..)| *sector));
-        // Their L1 entries may have reached the file, so their slices have to wait for the
-        // refcounts the next time, as all others do.
+        // Their L1 entries may have reached the file. The tables no longer count as new, so that
+        // the next attempt writes their slices after the refcounts.
         pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
         pending.freed.extend(batch.freed);
     }
 
-    /// Gives back what nothing refers to, in a task of its own: it waits for requests in flight, of
-    /// which the caller may be one.
+    /// Frees unused ranges in a spawned task: freeing waits for requests in flight, of which the
+    /// caller may be one.
     pub(super) fn give_back_later(&self) {
         if self.pending().unused.is_empty() {
             return;
@@ -321,10 +327,10 @@ impl Qcow2 {
         });
     }
 
-    /// Gives back what nothing refers to, when nobody is inside who may still use it.
+    /// Frees unused ranges after all requests that may still use them have completed.
     pub(super) async fn give_back(&self) -> Result<()> {
-        // Whoever closes the gate waits for this first, so that nothing is under way when nobody is
-        // inside.
+        // `quiesce` takes this lock before it closes the gate, so that freeing is never in
+        // progress then.
         let _turn = self.giving.exclusive(0..1).await;
         let unused = std::mem::take(&mut self.pending().unused);
         if unused.is_empty() {
@@ -334,7 +340,7 @@ impl Qcow2 {
         self.give_back_all(unused).await
     }
 
-    /// The same, for who knows that nobody is inside, and has the turn.
+    /// Like [`Self::give_back`], for callers that hold `giving` while no request is in flight.
     pub(super) async fn give_back_quietly(&self) -> Result<()> {
         let unused = std::mem::take(&mut self.pending().unused);
         self.give_back_all(unused).await

@@ -1,13 +1,14 @@
-//! Zeroes and discards: whole clusters by a change of their entries, the edges by writing.
+//! Zeroing and discarding: whole clusters by a change of their entries, the edges by writes.
 //!
-//! | | cluster that had data | cluster that had none |
+//! | | allocated cluster | unallocated cluster |
 //! | --- | --- | --- |
-//! | zeroes, may unmap | reads as zeroes, its space is released | reads as zeroes |
-//! | zeroes | reads as zeroes, keeps its space | reads as zeroes |
-//! | discard | as zeroes that may unmap if there is a backing file; else as if never written | nothing |
+//! | zeroes, may unmap | zero cluster, host cluster freed | zero cluster |
+//! | zeroes | zero cluster, keeps its host cluster | zero cluster |
+//! | discard | as zeroes that may unmap if there is a backing file; unallocated otherwise |
+//! unchanged |
 //!
-//! Version 2 has no entry for zeroes: there they are written, or, without a backing file, the
-//! cluster is as if never written.
+//! Version 2 has no zero clusters: zeroes are written or, without a backing file and if unmapping
+//! is allowed, the cluster becomes unallocated.
 
 use super::{
     Qcow2,
@@ -20,17 +21,17 @@ use reactor::{
 };
 use storage::{Durability, ZeroOptions};
 
-/// Zeroes that have to be written are written in such parts.
+// Size of a write of zeroes, in bytes.
 const ZEROES_AT_ONCE: u64 = 2 << 20;
 
-/// What becomes of whole clusters.
+/// New state of whole clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Become {
-    /// Zeroes; their room may be given back, or is kept.
+    /// Zero cluster; with `unmap` its host cluster is freed.
     Zero { unmap: bool },
-    /// Zeroes of its own, also where what is behind the image reads as zeroes.
+    /// Zero cluster, even if the backing file reads as zeroes there.
     OwnZero,
-    /// As if never written, which without a backing file reads as zeroes.
+    /// Unallocated, which reads as zeroes without a backing file.
     Unallocated,
 }
 
@@ -38,7 +39,7 @@ impl Qcow2 {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` where they would have to be
+    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` if zeroes would have to be
     /// written.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let image = self.clone();
@@ -54,12 +55,11 @@ impl Qcow2 {
         zero.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    /// Makes whole clusters read as zeroes whatever comes to stand behind the image: `offset` is
-    /// where one begins, and the range ends where one or the disk does.
+    /// Makes whole clusters read as zeroes regardless of any later backing file. `offset` must be
+    /// the start of a cluster; the range must end at a cluster or at the end of the disk.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] in images of version 2, which have no entry for
-    /// that.
+    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] for version 2, which has no zero clusters.
     pub async fn hide(&self, offset: u64, length: u64) -> Result<()> {
         let image = self.clone();
         let hide = reactor::spawn_to_end(async move {
@@ -83,7 +83,7 @@ impl Qcow2 {
             _ if options.may_unmap && self.backing.is_none() => Some(Become::Unallocated),
             _ => None,
         };
-        // A raw data file must hold the zeroes itself.
+        // A raw data file must itself contain the zeroes.
         let is_raw = self.data.is_some() && self.file.header().autoclear & autoclear::RAW_DATA_FILE != 0;
         let Some(zero) = zero.filter(|_| !is_raw) else {
             if options.only_if_fast {
@@ -99,8 +99,7 @@ impl Qcow2 {
         self.write_zero_bytes(last, end, options.durability).await
     }
 
-    /// Says that `length` bytes at `offset` are not needed any more. Clusters that are only in part
-    /// inside stay.
+    /// Discards `length` bytes at `offset`. Clusters that are only partly inside are kept.
     ///
     /// # Errors
     /// As [`Qcow2::write`].
@@ -124,23 +123,23 @@ impl Qcow2 {
             return Ok(());
         }
         if let Some(data) = &self.data {
-            // The data file's own affair; what reads as zeroes afterwards or stays is as the
-            // mapping says.
+            // Passed on to the data file. The mapping does not change: the range reads as before
+            // or as zeroes.
             return data.discard(first, last.min(data.size_bytes()).saturating_sub(first)).await;
         }
         let what = match (&self.backing, self.shape.version) {
             (None, _) => Become::Unallocated,
-            // Otherwise the backing file's old bytes would come back.
+            // Otherwise the content of the backing file would become visible again.
             (Some(_), 3..) => Become::Zero { unmap: true },
             (Some(_), _) => return Ok(()),
         };
         self.change_clusters(first, last, what).await
     }
 
-    /// As if a range of whole clusters had never been written. Only while quiet; what is freed is
-    /// given back at once.
+    /// Makes a range of whole clusters unallocated and frees it at once. Requires that no request
+    /// is in flight.
     pub(super) async fn forget(&self, first: u64, last: u64) -> Result<()> {
-        // So much at a time that what waits to be given back stays small.
+        // In steps, to bound the number of clusters that wait to be freed.
         let step = self.slice_covers() * 64;
         let mut at = first;
         while at < last {
@@ -155,8 +154,8 @@ impl Qcow2 {
         self.write_everything().await
     }
 
-    /// The part of a range that is whole clusters; empty, or the wrong way round, if there is none.
-    /// The disk's last one is whole to its end.
+    /// The whole clusters of a range, first to last; not ascending if there are none. The disk's
+    /// last cluster is whole if the range reaches the end of the disk.
     fn whole_clusters(&self, offset: u64, end: u64) -> (u64, u64) {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let first = offset.next_multiple_of(cluster_bytes);
@@ -167,6 +166,7 @@ impl Qcow2 {
     async fn write_zero_bytes(&self, mut offset: u64, end: u64, durability: Durability) -> Result<()> {
         while offset < end {
             let length = (end - offset).min(ZEROES_AT_ONCE);
+            // Does not allocate a cluster that reads as zeroes already.
             if !self.is_zero(offset, length).await? {
                 let zeroes = Buffer::zeroed(length as usize);
                 self.write_inside(offset, zeroes.into(), durability).await?;
@@ -176,8 +176,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Changes what whole clusters are, a slice's worth at a time. `last` is a cluster's end, or
-    /// the disk's.
+    /// Changes the state of whole clusters, one slice at a time. `last` is the end of a cluster or
+    /// of the disk.
     async fn change_clusters(&self, first: u64, last: u64, what: Become) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let covers = self.slice_covers();
@@ -186,8 +186,8 @@ impl Qcow2 {
             let end = last.min((at / covers + 1) * covers);
             let clusters = (end - at).div_ceil(cluster_bytes);
             let _own = self.guest.exclusive(at..at + clusters * cluster_bytes).await;
-            // Where there is no table, there is nothing to free, and without a backing file nothing
-            // to hide.
+            // Without an L2 table there is nothing to free, and without a backing file nothing to
+            // hide.
             let has_table = self.slice_offset(self.slice_number(at)).is_some();
             let hides = match what {
                 Become::Unallocated => false,
@@ -216,8 +216,8 @@ impl Qcow2 {
                     return old;
                 }
                 let kept = match old {
-                    // What a snapshot has too cannot be kept for this disk; with a data file the
-                    // place is fixed anyway.
+                    // A host cluster that a snapshot shares cannot be kept; in a data file the
+                    // offset is fixed anyway.
                     Cluster::Standard(Standard { host: Some(host), copied: true, .. })
                         if !unmap || self.data.is_some() =>
                     {

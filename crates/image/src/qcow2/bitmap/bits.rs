@@ -1,10 +1,10 @@
-//! The bits of one bitmap in memory: which parts of the disk it marks.
+//! The bits of one bitmap in memory.
 //!
-//! At most 512 MiB, the most that the format's rules allow; 20 MiB for 10 TiB at 64 KiB.
+//! At most 512 MiB, by the format's rules; 20 MiB for 10 TiB at a granularity of 64 KiB.
 
 use std::ops::Range;
 
-/// See the head of this file.
+/// Bits of a bitmap. See the head of this file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DirtyBits {
     size_bytes: u64,
@@ -13,41 +13,41 @@ pub struct DirtyBits {
 }
 
 impl DirtyBits {
-    /// Nothing marked.
+    /// Creates a bitmap without marks.
     pub fn new(size_bytes: u64, granularity_bits: u32) -> Self {
         let bits = size_bytes.div_ceil(1 << granularity_bits);
         Self { size_bytes, granularity_bits, bytes: vec![0; bits.div_ceil(8) as usize] }
     }
 
-    /// The bytes that the bits of such a disk take.
+    /// Size of the bits for such a disk, in bytes.
     pub(super) fn bytes_for(size_bytes: u64, granularity_bits: u32) -> u64 {
         size_bytes.div_ceil(1 << granularity_bits).div_ceil(8)
     }
 
-    /// The same marks for a disk of another size: what is added is not marked, what is cut off is
-    /// forgotten.
+    /// Returns the marks for a disk of another size: added parts are unmarked, marks beyond the
+    /// end are dropped.
     pub(super) fn resized(&self, size_bytes: u64) -> Self {
         let mut resized = Self::new(size_bytes, self.granularity_bits);
         resized.fill(0, self.bytes.iter().copied());
         resized
     }
 
-    /// Of the disk, in bytes.
+    /// Size of the disk in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// A bit is for `1 << granularity_bits` bytes.
+    /// A bit covers `1 << granularity_bits` bytes.
     pub fn granularity_bits(&self) -> u32 {
         self.granularity_bits
     }
 
-    /// As they are stored: the first bit is the lowest of the first byte.
+    /// Bits as stored: the first one is the least significant bit of the first byte.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Puts stored bytes into place; what is there behind the last bit is ignored.
+    /// Copies stored bytes to byte `at`; bits after the last one are cleared.
     pub(super) fn fill(&mut self, at: usize, stored: impl Iterator<Item = u8>) {
         for (byte, stored) in self.bytes.iter_mut().skip(at).zip(stored) {
             *byte = stored;
@@ -58,7 +58,7 @@ impl DirtyBits {
         }
     }
 
-    /// Marks a part of the disk, as far as it is inside: every bit that it touches.
+    /// Marks every bit that the range touches; the part outside the disk is ignored.
     pub fn mark(&mut self, range: Range<u64>) {
         let end = range.end.min(self.size_bytes);
         if range.start >= end {
@@ -69,7 +69,7 @@ impl DirtyBits {
         }
     }
 
-    /// The parts of the disk that are marked, neighbours as one.
+    /// Marked ranges of the disk; adjacent ones are merged.
     pub fn marked(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         let bits = self.size_bytes.div_ceil(1 << self.granularity_bits);
         let mut at = 0;
@@ -84,7 +84,7 @@ impl DirtyBits {
         })
     }
 
-    /// The first bit from `at` on that is set, or is not; `bits` where there is none.
+    /// First bit from `at` on that equals `set`; `bits` if there is none.
     fn next(&self, mut at: u64, bits: u64, set: bool) -> u64 {
         let skip = if set { 0 } else { u8::MAX };
         while at < bits {
@@ -100,7 +100,7 @@ impl DirtyBits {
         bits
     }
 
-    /// Marks what the other one marks too, whatever its granularity.
+    /// Adds the marks of another bitmap of any granularity.
     pub fn merge(&mut self, other: &Self) {
         for range in other.marked() {
             self.mark(range);

@@ -1,9 +1,9 @@
-//! The bitmaps of an open image as they are in the file: read, added, removed, cleared, enabled and
-//! disabled, merged; and marked as in use.
+//! The bitmaps of an open image as stored in the file: read, added, removed, cleared, enabled and
+//! disabled, merged, and marked as in use.
 //!
-//! Never overwrites a directory or a table that the header leads to, except the flag that says that
-//! a bitmap is in use. New ones are written elsewhere, the header changes to them in one sector,
-//! and then the old ones are freed. A crash leaves the old or the new, and leaks.
+//! Never overwrites a directory or table that the header refers to, except for the in-use flag.
+//! New ones are written elsewhere, one sector of the header switches to them, and then the old
+//! ones are freed. A crash leaves the old or the new ones, and leaks.
 
 use super::{
     Bits, DirtyBits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, directory::MOST_BITS, encode,
@@ -20,34 +20,34 @@ use crate::qcow2::{
     l1::padded,
 };
 
-/// Why nothing became of it.
+/// Reason why an operation on bitmaps failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BitmapError {
-    /// There is none of that name.
+    /// No bitmap has this name.
     #[error("there is no bitmap {0:?} (`weir image info` lists them)")]
     NotFound(String),
-    /// There is one of that name.
+    /// A bitmap has this name already.
     #[error("there is a bitmap {0:?} already (choose another name, or remove it)")]
     Exists(String),
-    /// It may be wrong.
+    /// The bitmap is marked as in use, so it may be inconsistent.
     #[error("the bitmap {0:?} was not stored by who used it last, and may be wrong (remove it)")]
     InUse(String),
-    /// It has data that only others know.
+    /// The bitmap has extra data that weir does not understand.
     #[error("the bitmap {0:?} has extra data that weir does not know (use the program that made it)")]
     Extra(String),
-    /// A value that cannot be.
+    /// An invalid value.
     #[error("{0}")]
     Wrong(String),
-    /// What records writes does not fit into memory.
+    /// The dirty bitmaps that record writes exceed the memory budget.
     #[error("{0}")]
     Memory(#[from] NotEnough),
-    /// Nothing may be changed.
+    /// The image is read-only.
     #[error("it is read-only (open it for writing)")]
     ReadOnly,
-    /// Something in the image is wrong.
+    /// A structure is invalid.
     #[error("{0} (`weir image check` shows the damage)")]
     Invalid(#[from] Invalid),
-    /// The file cannot be read or written.
+    /// A read or write of the file failed.
     #[error("{0}")]
     Failed(#[from] Error),
 }
@@ -61,13 +61,13 @@ impl From<MetadataError> for BitmapError {
     }
 }
 
-/// Bits that are read or written in one go, in bytes.
+// Bytes of bits that are read or written in one request.
 const AT_ONCE: usize = 1 << 20;
 
 type Result<T> = std::result::Result<T, BitmapError>;
 
 impl Qcow2 {
-    /// The bitmaps, as the directory describes them; none where they are not marked right.
+    /// Reads the bitmaps of the directory; none if the bitmaps extension is not marked consistent.
     ///
     /// # Errors
     /// [`BitmapError::Invalid`] and [`BitmapError::Failed`].
@@ -75,7 +75,7 @@ impl Qcow2 {
         self.bitmaps_of(&self.header()).await
     }
 
-    /// Those of this header.
+    /// Reads the bitmaps that this header refers to.
     pub(super) async fn bitmaps_of(&self, header: &Header) -> Result<Vec<Entry>> {
         match header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
             Some(bitmaps) => Ok(read(self.file.storage(), header, bitmaps).await?),
@@ -83,7 +83,7 @@ impl Qcow2 {
         }
     }
 
-    /// What a bitmap marks.
+    /// Reads the bits of a bitmap.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -92,12 +92,12 @@ impl Qcow2 {
         self.read_bits(&entries[usable(&entries, name)?], self.size_bytes()).await
     }
 
-    /// What a bitmap of a disk of this size marks, as the file has it.
+    /// Reads the bits of a bitmap for a disk of this size from the file.
     pub(super) async fn read_bits(&self, entry: &Entry, size_bytes: u64) -> Result<DirtyBits> {
         let cluster_bits = self.shape.cluster_bits;
         self.check_table(entry, size_bytes)?;
         let table = self.bitmap_table(entry).await?;
-        // As many bits as the table has room for, or fewer: the directory's rules bound them.
+        // Bounded by the directory's rules, which were checked.
         let mut bits = DirtyBits::new(size_bytes, entry.granularity_bits);
         let mut number = 0;
         while number < table.len() {
@@ -119,7 +119,7 @@ impl Qcow2 {
         Ok(bits)
     }
 
-    /// An error, if the table has no room for the bits of a disk of this size.
+    /// Fails if the table is too short for a disk of this size.
     pub(super) fn check_table(&self, entry: &Entry, size_bytes: u64) -> std::result::Result<(), Invalid> {
         let needed = Entry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
         if needed > entry.table_entries.into() {
@@ -130,11 +130,12 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// A bitmap's table, of which every entry leads into the file, and no two to the same place.
+    /// Reads a bitmap's table and checks that its entries lie inside the file and differ from each
+    /// other.
     pub(super) async fn bitmap_table(&self, entry: &Entry) -> Result<Vec<Bits>> {
         let Place { offset, length } = entry.table();
         let cluster_bytes = 1 << self.shape.cluster_bits;
-        // The last cluster may be incomplete.
+        // The file may end inside its last cluster.
         let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
         let wrong = |what: &str| Err(Invalid::new(format!("bitmap {:?} {what}", entry.name())).into());
         if offset.checked_add(length).is_none_or(|end| end > file_end) {
@@ -157,8 +158,8 @@ impl Qcow2 {
         Ok(table)
     }
 
-    /// Adds a bitmap that marks nothing, and records what is written from the next time the image
-    /// is opened. A bit is for `1 << granularity_bits` bytes.
+    /// Adds an empty bitmap that records writes from the next opening of the image on. A bit
+    /// covers `1 << granularity_bits` bytes.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -196,7 +197,7 @@ impl Qcow2 {
         self.replace_directory(&entries).await
     }
 
-    /// An error if the disk has more parts of this granularity than the format has bits.
+    /// Fails if the disk needs more bits of this granularity than the format allows.
     fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
         let table = Entry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
         if table > MOST_BITS >> self.shape.cluster_bits {
@@ -206,7 +207,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Removes a bitmap, also one that may be wrong.
+    /// Removes a bitmap, even an inconsistent one.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -214,11 +215,12 @@ impl Qcow2 {
         let _quiet = self.quiesce().await?;
         let mut entries = self.changeable_bitmaps().await?;
         let entry = entries.remove(find(&entries, name)?);
+        // The directory no longer refers to the bits.
         self.replace_directory(&entries).await?;
         self.free_bits(&entry).await
     }
 
-    /// Has a bitmap mark nothing.
+    /// Clears all bits of a bitmap.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -229,7 +231,7 @@ impl Qcow2 {
         self.store_bitmap(name, &DirtyBits::new(self.size_bytes(), granularity_bits)).await
     }
 
-    /// Has a bitmap record what is written from the next time the image is opened, or not.
+    /// Enables or disables recording from the next opening of the image on.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -241,7 +243,7 @@ impl Qcow2 {
         self.replace_directory(&entries).await
     }
 
-    /// Has a bitmap mark what `source` marks too; that may be of another image and granularity.
+    /// Adds the marks of `source` to a bitmap; `source` may be of another image and granularity.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -258,8 +260,8 @@ impl Qcow2 {
         self.store_bitmap(name, &bits).await
     }
 
-    /// Stores what a bitmap marks from now on, of this disk and the bitmap's granularity. It is in
-    /// use no more.
+    /// Replaces the bits of a bitmap and clears its in-use flag. `bits` must have the disk's size
+    /// and the bitmap's granularity.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -284,7 +286,7 @@ impl Qcow2 {
         if self.is_read_only() { Err(BitmapError::ReadOnly) } else { self.bitmaps().await }
     }
 
-    /// Writes bits and their table to where nothing is. Nothing is left of them if that fails.
+    /// Writes bits and their table to newly allocated clusters. Frees them again if that fails.
     pub(super) async fn store_bits(&self, bits: &DirtyBits) -> Result<(u64, u32)> {
         let mut table = Vec::new();
         let stored = match self.store_parts(bits, &mut table).await {
@@ -304,8 +306,8 @@ impl Qcow2 {
         }
     }
 
-    /// Writes the bits that have to be, many clusters at a time, and adds what a table says of
-    /// them.
+    /// Writes the clusters of bits that are neither all zeroes nor all ones, many at a time, and
+    /// appends the table entries.
     async fn store_parts(&self, bits: &DirtyBits, table: &mut Vec<Bits>) -> IoResult<()> {
         let cluster = 1_usize << self.shape.cluster_bits;
         for piece in bits.bytes().chunks(cluster.max(AT_ONCE)) {
@@ -317,6 +319,7 @@ impl Qcow2 {
             let stored = piece.chunks(cluster).filter(is_stored).collect::<Vec<_>>().concat();
             let mut place = if stored.is_empty() { 0 } else { self.store_clusters(&stored).await? };
             for part in piece.chunks(cluster) {
+                // `place` advances through the clusters that were written together above.
                 table.push(match part {
                     part if is_stored(&part) => {
                         place += cluster as u64;
@@ -345,7 +348,7 @@ impl Qcow2 {
         }
     }
 
-    /// Writes another directory, has the header name it, and frees the old one.
+    /// Writes another directory, switches the header to it and frees the old one.
     pub(super) async fn replace_directory(&self, entries: &[Entry]) -> Result<()> {
         let header = self.header();
         let directory = encode(entries);
@@ -360,6 +363,7 @@ impl Qcow2 {
                 Some(Bitmaps { count, directory: Place { offset, length } })
             }
         };
+        // The new directory must be durable before the header refers to it.
         self.flush_metadata().await?;
         self.update_header(|header| {
             header.bitmaps = bitmaps;
@@ -367,14 +371,14 @@ impl Qcow2 {
                 | if bitmaps.is_some() { autoclear::BITMAPS } else { 0 };
         })
         .await?;
-        // One that was not marked right may lie anywhere.
+        // Without the autoclear bit the old extension may refer to arbitrary clusters.
         if let Some(old) = header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
             self.change_refcount(old.directory.offset, old.directory.length, -1).await?;
         }
         Ok(self.flush_metadata().await?)
     }
 
-    /// Frees what nothing leads to any more.
+    /// Frees bits and table of a bitmap that is no longer in the directory.
     pub(super) async fn free_bits(&self, entry: &Entry) -> Result<()> {
         let cluster = 1 << self.shape.cluster_bits;
         for part in self.bitmap_table(entry).await? {
@@ -387,8 +391,8 @@ impl Qcow2 {
         Ok(self.flush_metadata().await?)
     }
 
-    /// Has every bitmap say that it may be wrong, since the disk becomes another one. QEMU then
-    /// uses none of them.
+    /// Marks all bitmaps as in use, because the content of the disk is about to be replaced. QEMU
+    /// ignores such bitmaps.
     pub(in crate::qcow2) async fn mark_bitmaps_in_use(&self) -> IoResult<()> {
         match self.bitmap_entries().await? {
             Some(entries) => self.mark_in_use(entries, |_| true).await,
@@ -396,7 +400,8 @@ impl Qcow2 {
         }
     }
 
-    /// The directory; `None`, and the header says that there are no bitmaps, if it is wrong.
+    /// Reads the directory. If it is invalid, clears the extension's mark in the header and
+    /// returns `None`.
     pub(super) async fn bitmap_entries(&self) -> IoResult<Option<Vec<Entry>>> {
         match self.bitmaps().await {
             Ok(entries) => Ok(Some(entries).filter(|entries| !entries.is_empty())),
@@ -405,7 +410,7 @@ impl Qcow2 {
         }
     }
 
-    /// Has some of the bitmaps say that they may be wrong; durable when this returns.
+    /// Marks selected bitmaps as in use, durably.
     pub(super) async fn mark_in_use(
         &self,
         mut entries: Vec<Entry>,
@@ -414,10 +419,10 @@ impl Qcow2 {
         let Some(bitmaps) = self.header().bitmaps else { return Ok(()) };
         entries.iter_mut().filter(|entry| which(entry)).for_each(|entry| entry.flags |= flag::IN_USE);
         let mut directory = encode(&entries);
-        // The last one's padding may be missing.
+        // The last entry may lack its padding.
         directory.truncate(bitmaps.directory.length as usize);
-        // Even if nothing has to change: what an attempt that failed has left may be read, and yet
-        // never reach the disk.
+        // Written even if nothing changes: a failed attempt may have left its result in the page
+        // cache only.
         self.write_metadata(bitmaps.directory.offset, &directory).await?;
         self.file.flush().await
     }
@@ -434,14 +439,14 @@ fn find(entries: &[Entry], name: &str) -> Result<usize> {
     found.ok_or_else(|| BitmapError::NotFound(name.to_owned()))
 }
 
-/// One whose bits are right.
+/// Returns the index of a consistent bitmap.
 fn usable(entries: &[Entry], name: &str) -> Result<usize> {
     let found = find(entries, name)?;
     entries[found].check_usable().map(|()| found)
 }
 
 impl Entry {
-    /// An error unless the bits are right, and known to weir.
+    /// Fails unless the bits are consistent and weir understands all of the entry.
     pub(super) fn check_usable(&self) -> Result<()> {
         if self.flags & flag::IN_USE != 0 {
             return Err(BitmapError::InUse(self.name().into_owned()));
@@ -453,8 +458,8 @@ impl Entry {
     }
 }
 
-/// How many clusters of bits from the first on lie behind each other in the file, and are read in
-/// one go.
+/// Number of clusters of bits that are contiguous in the file from the first one on, and read in
+/// one request.
 fn run_of(table: &[Bits], first: u64, cluster_bits: u32) -> usize {
     let together = (AT_ONCE >> cluster_bits).max(1);
     let expected = (0..together as u64).map(|index| Bits::Stored(first + (index << cluster_bits)));

@@ -1,9 +1,9 @@
 //! The bitmap directory, and the table of each bitmap.
 //!
-//! Reads no more of the file than the header's rules allow, and gives out nothing that QEMU would
-//! not take.
+//! Reads no more of the file than the header's rules allow, and returns nothing that QEMU would
+//! reject.
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps"; the limits that go beyond it are QEMU's own.
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps"; the limits beyond it are QEMU's own.
 
 use std::{borrow::Cow, collections::HashSet, ops::RangeInclusive};
 
@@ -16,47 +16,47 @@ use crate::qcow2::{
     header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, Place},
 };
 
-/// Granularities that QEMU knows, as bits: from 512 bytes to 2 GiB.
+/// Granularities that QEMU supports, as powers of two: 512 bytes to 2 GiB.
 pub const GRANULARITY_BITS: RangeInclusive<u32> = 9..=31;
-/// The longest name, in bytes.
+/// Length limit of a name, in bytes.
 pub const LONGEST_NAME: usize = 1023;
-/// The most bits that QEMU opens, in bytes.
+/// Size limit of a bitmap's bits in bytes, as in QEMU.
 pub(super) const MOST_BITS: u64 = 512 << 20;
 const FIXED: usize = 24;
-/// The only kind there is: what was written is marked.
+// The only defined type: dirty tracking.
 const DIRTY_TRACKING: u8 = 1;
 
 /// Bits of [`Entry::flags`].
 pub mod flag {
-    /// It was not stored by whoever used it last, and may be wrong.
+    /// The last program that opened the image did not store the bitmap, so it may be inconsistent.
     pub const IN_USE: u32 = 1 << 0;
-    /// It records writes from the moment the image is opened.
+    /// The bitmap records writes whenever the image is open for writing.
     pub const AUTO: u32 = 1 << 1;
-    /// It may be used though its extra data is not known.
+    /// The bitmap may be used without understanding its extra data.
     pub const EXTRA_COMPATIBLE: u32 = 1 << 2;
-    /// All that there are.
+    /// All defined flags.
     pub const KNOWN: u32 = IN_USE | AUTO | EXTRA_COMPATIBLE;
 }
 
-/// A bitmap, as the directory describes it.
+/// A bitmap, as described by the directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its table: the beginning of a cluster.
+    /// Offset of its table, a multiple of the cluster size.
     pub table_offset: u64,
-    /// Entries of its table, one for a cluster of bits.
+    /// Number of entries in its table, one for each cluster of bits.
     pub table_entries: u32,
     /// See [`flag`].
     pub flags: u32,
-    /// A bit is for `1 << granularity_bits` bytes of the disk; in [`GRANULARITY_BITS`].
+    /// A bit covers `1 << granularity_bits` bytes of the disk; in [`GRANULARITY_BITS`].
     pub granularity_bits: u32,
-    /// From 1 to [`LONGEST_NAME`] bytes, each name once.
+    /// Name of 1 to [`LONGEST_NAME`] bytes, unique in the image.
     pub name: Vec<u8>,
-    /// Kept.
+    /// Extra data; preserved.
     pub extra: Vec<u8>,
 }
 
-/// Bytes that copies of these bitmaps need in an image with such clusters, of a disk of
-/// `size_bytes`: all their bits, a table for each, and the directory.
+/// Bytes that copies of these bitmaps need in an image of a disk of `size_bytes`: all bits, a
+/// table for each, and the directory.
 pub fn copied_bytes(bitmaps: &[Entry], size_bytes: u64, cluster_bytes: u64) -> u64 {
     let (mut bytes, mut directory) = (0, 0);
     for bitmap in bitmaps {
@@ -69,22 +69,22 @@ pub fn copied_bytes(bitmaps: &[Entry], size_bytes: u64, cluster_bytes: u64) -> u
 }
 
 impl Entry {
-    /// The name, for people.
+    /// Name as text.
     pub fn name(&self) -> Cow<'_, str> {
         String::from_utf8_lossy(&self.name)
     }
 
-    /// Where its table is.
+    /// Location of its table.
     pub fn table(&self) -> Place {
         Place { offset: self.table_offset, length: u64::from(self.table_entries) * 8 }
     }
 
-    /// Table entries that a bitmap of a disk of this size needs.
+    /// Number of table entries that a bitmap of a disk of this size needs.
     pub fn entries_for(size_bytes: u64, granularity_bits: u32, cluster_bits: u32) -> u64 {
         size_bytes.div_ceil(1 << granularity_bits).div_ceil(8).div_ceil(1 << cluster_bits)
     }
 
-    /// Reads an entry from the front of `bytes`: the entry, its fault, and its length.
+    /// Decodes the entry at the start of `bytes`: the entry, its fault, and its length.
     fn decode(bytes: &[u8], header: &Header) -> Result<(Self, Option<Invalid>, usize), Invalid> {
         let cut_off = || Invalid::new("the bitmap directory ends inside an entry");
         let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
@@ -148,7 +148,7 @@ impl Entry {
     }
 }
 
-/// The directory's bytes.
+/// Encodes the directory.
 pub fn encode(entries: &[Entry]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for entry in entries {
@@ -157,7 +157,7 @@ pub fn encode(entries: &[Entry]) -> Vec<u8> {
     bytes
 }
 
-/// Reads the directory that the header names, which lies inside the file.
+/// Reads the directory that the header refers to, which must lie inside the file.
 ///
 /// # Errors
 /// The first fault of the directory or of an entry, or the storage's error.
@@ -167,7 +167,8 @@ pub async fn read(storage: &Storage, header: &Header, bitmaps: Bitmaps) -> Resul
     Ok(sound.collect::<Result<_, _>>()?)
 }
 
-/// The same with the fault of each entry. Of two bitmaps with one name the second has a fault.
+/// Like [`read`], with the fault of each entry. Of two bitmaps with one name the second has a
+/// fault.
 ///
 /// # Errors
 /// The fault of the directory as a whole, or the storage's error.
@@ -204,21 +205,21 @@ pub(in crate::qcow2) async fn read_entries(
     Ok(entries)
 }
 
-/// A cluster of bits.
+/// A cluster of bits, as described by a bitmap table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bits {
-    /// All zeroes, and not stored.
+    /// All zeroes; not stored.
     Zeroes,
-    /// All ones, and not stored.
+    /// All ones; not stored.
     Ones,
-    /// At this offset in the file.
+    /// Stored at this offset in the file.
     Stored(u64),
 }
 
-/// Reads a bitmap's table.
+/// Decodes a bitmap table.
 ///
 /// # Errors
-/// The first entry that is wrong.
+/// The first invalid entry.
 pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<Bits>, Invalid> {
     let decode = |raw: u64| match raw {
         0 => Ok(Bits::Zeroes),
@@ -231,7 +232,7 @@ pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<Bits>, Inval
     words(bytes).map(decode).collect()
 }
 
-/// The table's bytes.
+/// Encodes a bitmap table.
 pub fn encode_table(table: &[Bits]) -> Vec<u8> {
     let encode = |bits: &Bits| match bits {
         Bits::Zeroes => 0_u64,

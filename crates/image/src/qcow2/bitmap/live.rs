@@ -1,13 +1,12 @@
-//! The bits of a bitmap that requests add to: set by any worker, at the same time, without a lock.
+//! Bits that concurrent requests of all workers set without a lock.
 //!
 //! ```text
-//!   chunks   │ none │ 4 KiB │ none │ 4 KiB │ …      a chunk comes with its first mark
+//!   chunks   │ none │ 4 KiB │ none │ 4 KiB │ …      a chunk is allocated by its first mark
 //! ```
 //!
-//! Parts of the disk that nobody writes to take no memory. A bit that is set already is only read,
-//! so workers that write to the same part of a disk again and again share the cache line without
-//! contention. Bits are never cleared here: another size, or an empty bitmap, is a new value of
-//! this type.
+//! Parts of the disk that are not written to use no memory. A bit that is already set is only
+//! read, so workers that repeatedly write to the same part share the cache line without
+//! contention. Bits are never cleared here: a resized or cleared bitmap is a new value.
 
 use std::{
     ops::Range,
@@ -25,7 +24,7 @@ const CHUNK_BITS: u64 = CHUNK_WORDS * WORD_BITS;
 
 type Chunk = Box<[AtomicU64; CHUNK_WORDS as usize]>;
 
-/// See the head of this file.
+/// Bits that requests set concurrently. See the head of this file.
 #[derive(Debug)]
 pub(super) struct LiveBits {
     size_bytes: u64,
@@ -38,7 +37,7 @@ fn new_chunk() -> Chunk {
 }
 
 impl LiveBits {
-    /// The same marks. How many there may be is the caller's to bound.
+    /// Copies the marks. The caller must bound their number.
     pub(super) fn of(bits: &DirtyBits) -> Self {
         let (size_bytes, granularity_bits) = (bits.size_bytes(), bits.granularity_bits());
         let chunks = bits.bytes().chunks((CHUNK_BITS / 8) as usize).map(|bytes| {
@@ -56,7 +55,7 @@ impl LiveBits {
         Self { size_bytes, granularity_bits, chunks: chunks.collect() }
     }
 
-    /// What is marked now. Marks that are made meanwhile may be in it or not.
+    /// Copies the present marks. Marks that are set concurrently may be missing.
     pub(super) fn copied(&self) -> DirtyBits {
         let mut bits = DirtyBits::new(self.size_bytes, self.granularity_bits);
         for (number, chunk) in self.chunks.iter().enumerate() {
@@ -68,13 +67,13 @@ impl LiveBits {
         bits
     }
 
-    /// A bit is for `1 << granularity_bits` bytes.
+    /// A bit covers `1 << granularity_bits` bytes.
     pub(super) fn granularity_bits(&self) -> u32 {
         self.granularity_bits
     }
 
-    /// Marks a part of the disk, as far as it is inside: every bit that it touches. Whether any of
-    /// them was not set.
+    /// Marks every bit that the range touches; the part outside the disk is ignored. Returns true
+    /// if any of them was not set.
     pub(super) fn mark(&self, range: Range<u64>) -> bool {
         let end = range.end.min(self.size_bytes);
         if range.start >= end {
@@ -88,6 +87,7 @@ impl LiveBits {
             let mask = u64::MAX >> (WORD_BITS - 1 - (word_end - bit)) << (bit % WORD_BITS);
             let chunk = self.chunks[(bit / CHUNK_BITS) as usize].get_or_init(new_chunk);
             let word = &chunk[(bit % CHUNK_BITS / WORD_BITS) as usize];
+            // Load before the read-modify-write: the common case leaves the cache line shared.
             if word.load(Relaxed) & mask != mask {
                 is_new |= word.fetch_or(mask, Relaxed) & mask != mask;
             }
@@ -96,8 +96,8 @@ impl LiveBits {
         is_new
     }
 
-    /// How long the run is that begins at `at` and ends before `end`, and whether it is marked.
-    /// What lies behind the end of the disk counts as marked, for nobody knows it.
+    /// Length of the run that begins at `at` and ends before `end`, and true if it is marked.
+    /// Bytes beyond the end of the disk count as marked, the safe answer for a backup.
     pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
         let inside = end.min(self.size_bytes);
         if at >= inside {
@@ -108,12 +108,13 @@ impl LiveBits {
         let dirty = self.word(first) >> (first % WORD_BITS) & 1 == 1;
         let mut bit = first;
         while bit < bits {
+            // Skips a whole chunk without marks.
             if !dirty && self.chunks[(bit / CHUNK_BITS) as usize].get().is_none() {
                 bit = (bit / CHUNK_BITS + 1) * CHUNK_BITS;
                 continue;
             }
             let word = if dirty { !self.word(bit) } else { self.word(bit) };
-            // Bits that are other than the first, of those that have not been passed.
+            // The remaining bits of the word that differ from the first one.
             let others = word >> (bit % WORD_BITS);
             if others != 0 {
                 bit += u64::from(others.trailing_zeros());
@@ -125,7 +126,7 @@ impl LiveBits {
         (run_end - at, dirty)
     }
 
-    /// The word that has this bit.
+    /// Word that contains this bit.
     fn word(&self, bit: u64) -> u64 {
         let chunk = self.chunks[(bit / CHUNK_BITS) as usize].get();
         chunk.map_or(0, |words| words[(bit % CHUNK_BITS / WORD_BITS) as usize].load(Relaxed))
@@ -157,8 +158,7 @@ mod tests {
             marks in prop::collection::vec((0..220_000_u64, 0..70_000_u64), 0..6),
             asked in 0..200_000_u64,
         ) {
-            // A bit for 512 bytes is the smallest; so that there are several chunks, the unit here
-            // is 512 bytes.
+            // The smallest granularity, 512 bytes, so that the disk spans several chunks.
             let (size, unit) = (size * 512, 512);
             let mut expected = DirtyBits::new(size, 9);
             for (at, length) in before {
@@ -182,7 +182,7 @@ mod tests {
                 dirty.then(|| at - length..at)
             });
             prop_assert!(dirty.eq(expected.marked()));
-            // Neighbours differ, and a run that is asked for from its middle ends where it did.
+            // Adjacent runs differ, and a query from the middle of a run ends where the run does.
             prop_assert!(whole.windows(2).all(|pair| pair[0].1 != pair[1].1));
             let part = runs(&live, asked, size);
             prop_assert_eq!(part.iter().map(|(length, _)| length).sum::<u64>(), size - asked);

@@ -1,5 +1,4 @@
-//! Bitmaps that record writes, from the opening of an image for writing to its close, or until
-//! another process has it.
+//! Bitmaps that record writes, from opening an image for writing to closing it or handing it over.
 //!
 //! ```text
 //!             opened: bits are read    first change          closed: bits, then the directory
@@ -7,19 +6,19 @@
 //!   in the file   good ┴─────────────────────┴─ in use ────────────────────────────────────────┴─ good
 //! ```
 //!
-//! A bitmap that is found in use may lack marks: a crash leaves it so, and then QEMU does not use
-//! it. So the file needs no care in between, and recording costs no I/O except at the first change.
-//! QEMU marks bitmaps as in use when it opens the image; here, an image that is opened and not
-//! changed keeps its bitmaps, whatever happens.
+//! A bitmap that is found in use may lack marks: a crash leaves it so, and QEMU ignores it. The
+//! file therefore needs no updates in between, and recording costs no I/O except at the first
+//! change. QEMU marks bitmaps as in use when it opens the image; here an image that is opened and
+//! not changed keeps its bitmaps even after a crash.
 //!
-//! Bitmaps record if they have the flag `auto` and are not in use. The others stay as they are,
-//! except for their size, which is the disk's.
+//! Bitmaps with the flag `auto` that are not in use record. All others stay as they are, except
+//! that their size follows the disk's.
 //!
-//! A mark is set before the change that it is for, and stays if the change fails: a bitmap may have
-//! too many marks, never too few.
+//! A mark is set before the change that it records, and stays if the change fails: a bitmap may
+//! have too many marks, never too few.
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. The effect
-//! of a resize was measured on qemu-img 7.2: space that is added is not marked.
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. The
+//! effect of a resize was measured on qemu-img 7.2: added space is not marked.
 
 use std::{
     collections::HashMap,
@@ -48,32 +47,33 @@ use storage::RangeLocks;
 
 use crate::qcow2::{Invalid, Qcow2, header::Place};
 
-/// For people, where it is no single one.
+// Name in messages that concern no single bitmap.
 const ANY: &str = "of any name";
-/// The most memory that the recorded bitmaps of an image take, in bytes.
+// Memory limit of the recorded bitmaps of an image, in bytes.
 const MOST_RECORDED: u64 = 1 << 30;
 
-/// What an image records.
+/// State of the bitmaps that record writes.
 #[derive(Debug, Default)]
 pub(in crate::qcow2) struct Recording {
-    /// The file says of a bitmap that should record that it is right: not while the disk changes.
+    /// The file marks bitmaps that should record as consistent; must be false while the disk
+    /// changes.
     good: AtomicBool,
-    /// One task at a time has it say something else.
+    /// Serializes changes of the in-use flags in the file.
     turn: RangeLocks,
-    /// What is in memory holds: not before the first request, nor while another has the image.
+    /// `bitmaps` is valid: false before the first request and while another process has the image.
     held: AtomicBool,
-    /// Others only while nobody is inside.
+    /// Replaced only while no request is in flight.
     bitmaps: ArcSwap<Vec<Arc<Recorded>>>,
 }
 
-/// A bitmap that takes down what is written.
+/// A bitmap that records writes.
 #[derive(Debug)]
 pub(super) struct Recorded {
     name: Vec<u8>,
     bits: ArcSwap<LiveBits>,
-    /// They are not what the file has.
+    /// The bits differ from the file.
     changed: AtomicBool,
-    /// For all of its bits, whether they are marked or not.
+    /// Reservation of memory for all of its bits, allocated or not.
     memory: Mutex<Aside>,
 }
 
@@ -89,11 +89,11 @@ impl Recorded {
         }
     }
 
-    /// Only while nobody marks.
+    /// Changes the size of the disk. No request may be marking.
     fn resize(&self, size_bytes: u64) {
         let resized = self.bits.load().copied().resized(size_bytes);
         let bytes = DirtyBits::bytes_for(size_bytes, resized.granularity_bits());
-        // A size for which there is too little was refused before.
+        // Sizes that exceed the budget were rejected before.
         let _ = self.memory.lock().unwrap_or_else(PoisonError::into_inner).change(bytes);
         self.bits.store(Arc::new(LiveBits::of(&resized)));
         self.changed.store(true, Relaxed);
@@ -110,29 +110,30 @@ impl Qcow2 {
         self.recording.bitmaps.load()
     }
 
-    /// The one of this name.
+    /// Bitmap that records under this name.
     pub(super) fn recorded_bitmap(&self, name: &str) -> Option<Arc<Recorded>> {
         self.recorded().iter().find(|recorded| recorded.name == name.as_bytes()).cloned()
     }
 
-    /// The names of those that record now, for people.
+    /// Names of the bitmaps that record, as text.
     pub fn recorded_names(&self) -> Vec<String> {
         let recorded = self.recorded();
         recorded.iter().map(|recorded| String::from_utf8_lossy(&recorded.name).into_owned()).collect()
     }
 
-    /// Whether it is known what records: not while another process has the image.
+    /// True if the state is valid; false while another process has the image.
     pub(super) fn holds_bitmaps(&self) -> bool {
         self.recording.held.load(Acquire)
     }
 
-    /// Another process is about to have the image, and may change what it records.
+    /// Invalidates the state: another process is about to use the image and may change its
+    /// bitmaps.
     pub(in crate::qcow2) fn forget_bitmaps(&self) {
         self.recording.held.store(false, Release);
         self.recording.bitmaps.store(Arc::default());
     }
 
-    /// A part of the disk is about to be changed, by somebody who is inside.
+    /// Marks a range before it changes. The caller must hold a guard of the gate.
     pub(in crate::qcow2) async fn record(&self, offset: u64, length: u64) -> IoResult<()> {
         if self.recording.good.load(Acquire) {
             Box::pin(self.begin_recording()).await?;
@@ -141,34 +142,37 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The same, where the file says already that the bitmaps are in use.
+    /// Marks a range when the file already has the bitmaps marked as in use.
     pub(in crate::qcow2) fn mark_recorded(&self, offset: u64, length: u64) {
         for recorded in self.recorded().iter() {
             recorded.mark(offset..offset + length);
         }
     }
 
-    /// Has the file say that the bitmaps are in use which should record, also those that cannot;
-    /// durable when this returns.
+    /// Marks the bitmaps that should record as in use in the file, durably, including those that
+    /// cannot record.
     pub(in crate::qcow2) async fn begin_recording(&self) -> IoResult<()> {
         let _turn = self.recording.turn.exclusive(0..1).await;
+        // Another task may have marked them while this one waited.
         if !self.recording.good.load(Acquire) {
             return Ok(());
         }
         if let Some(entries) = self.bitmap_entries().await? {
             self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0).await?;
         }
+        // Published after the flags are durable: no request changes the disk before.
         self.recording.good.store(false, Release);
         Ok(())
     }
 
-    /// Reads the bitmaps that are to record, unless they are in memory. Before the first request.
+    /// Reads the bitmaps that should record, unless they are in memory. Must precede the first
+    /// request.
     ///
-    /// What was forgotten for want of memory would be missed at the next backup only: that there is
-    /// not enough is said here, and the image is not to be used.
+    /// A bitmap that was dropped for lack of memory would be missed at the next backup only, so
+    /// that case is an error and the image must not be used.
     ///
     /// # Errors
-    /// The file's.
+    /// Those of the file.
     pub(in crate::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), NotEnough>> {
         if self.holds_bitmaps() {
             return Ok(Ok(()));
@@ -198,7 +202,8 @@ impl Qcow2 {
             BitmapError::Wrong(what)
         })?;
         let cluster_bytes = 1 << self.shape.cluster_bits;
-        // They are given back when the bitmap is stored elsewhere.
+        // They are freed when the bitmap is stored elsewhere, so they must not overlap other
+        // metadata.
         let Place { offset, length } = entry.table();
         let stored = self.bitmap_table(entry).await?.into_iter().filter_map(|part| match part {
             Bits::Stored(offset) => Some((offset, cluster_bytes)),
@@ -212,15 +217,15 @@ impl Qcow2 {
         Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
     }
 
-    /// Stores what was recorded; the bitmaps are good again then, and stay in memory. Only while
-    /// nobody is inside, and with everything else in the file. What cannot be stored stays in use:
-    /// returned is which, and why.
+    /// Stores the recorded bits and marks the bitmaps consistent; they stay in memory. No request
+    /// may be in flight, and all other metadata must be in the file. Returns the bitmaps that
+    /// could not be stored, which stay in use, with the reasons.
     pub(in crate::qcow2) async fn lay_down_bitmaps(&self) -> Vec<(String, BitmapError)> {
         let recorded = self.recording.bitmaps.load_full();
         if recorded.is_empty() {
             return Vec::new();
         }
-        // Whatever comes of it: who changes the disk all the same, has the file say so first.
+        // Set first: should the disk change after a failure, the flags are written again.
         self.recording.good.store(true, Release);
         let mut lost = Vec::new();
         let result = async {
@@ -236,8 +241,8 @@ impl Qcow2 {
         lost
     }
 
-    /// Marks as in use whatever is not yet, for the disk is about to have another size, and names
-    /// it.
+    /// Marks all bitmaps as in use before a resize. Returns the names of those that were
+    /// consistent.
     pub(in crate::qcow2) async fn suspend_bitmaps(&self) -> IoResult<Vec<Vec<u8>>> {
         let Some(entries) = self.bitmap_entries().await? else { return Ok(Vec::new()) };
         let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
@@ -246,8 +251,8 @@ impl Qcow2 {
         Ok(names)
     }
 
-    /// Gives all bitmaps the disk's new size, and has those say so in the file that were suspended.
-    /// Only while nobody is inside.
+    /// Changes the size of all bitmaps, and marks the suspended ones consistent in the file. No
+    /// request may be in flight.
     pub(in crate::qcow2) async fn resize_bitmaps(&self, from: u64, to: u64, suspended: &[Vec<u8>]) {
         if from != to {
             self.recorded().iter().for_each(|recorded| recorded.resize(to));
@@ -269,7 +274,8 @@ impl Qcow2 {
         }
     }
 
-    /// The largest disk for which the bitmaps still fit into memory and into the format's bounds.
+    /// Size limit of the disk with which its bitmaps still fit into memory and the format's
+    /// limits.
     pub(in crate::qcow2) async fn largest_with_bitmaps(&self) -> IoResult<u64> {
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
@@ -277,7 +283,7 @@ impl Qcow2 {
         let recorded: Vec<_> =
             self.recorded().iter().map(|recorded| recorded.bits.load().granularity_bits()).collect();
         let largest = good.chain(recorded.iter().copied()).map(|bits| (MOST_BITS * 8) << bits).min();
-        // Bits for 2 GiB of the disk, which is the coarsest granularity.
+        // Bits for 2 GiB of the disk, the coarsest granularity.
         let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
         let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
         let room = now.saturating_add(Budget::process().free()).min(MOST_RECORDED);
@@ -296,13 +302,12 @@ impl Qcow2 {
     }
 }
 
-/// Bitmaps on their way into the file: their bits first, then a directory that leads to all of
-/// them.
+/// Bitmaps that are being stored: first the bits, then a directory that refers to all of them.
 struct Storing<'a> {
     image: &'a Qcow2,
     entries: Vec<Entry>,
     by_name: HashMap<Vec<u8>, usize>,
-    /// As they were.
+    /// Previous entries, to be freed.
     old: Vec<Entry>,
     changed: bool,
 }
@@ -310,13 +315,13 @@ struct Storing<'a> {
 impl<'a> Storing<'a> {
     async fn new(image: &'a Qcow2) -> Result<Self, BitmapError> {
         let entries = image.bitmaps().await?;
-        // What is not in use was made good, or made, by somebody else meanwhile.
+        // Bitmaps that are not in use were changed by another program or call meanwhile.
         let in_use = entries.iter().enumerate().filter(|(_, entry)| entry.flags & flag::IN_USE != 0);
         let by_name = in_use.map(|(index, entry)| (entry.name.clone(), index)).collect();
         Ok(Self { image, entries, by_name, old: Vec::new(), changed: false })
     }
 
-    /// The bitmap is good from now on, with these bits, or with those that it has.
+    /// Marks a bitmap consistent with these bits, or with its stored bits.
     async fn store(&mut self, name: &[u8], bits: Option<DirtyBits>) -> Result<(), (String, BitmapError)> {
         let Some(entry) = self.by_name.get(name).map(|&index| &mut self.entries[index]) else {
             return Ok(());
@@ -332,7 +337,7 @@ impl<'a> Storing<'a> {
         Ok(())
     }
 
-    /// The bitmap is good from now on, with the bits that it has, for a disk of another size.
+    /// Marks a bitmap consistent with its stored bits, for a disk of another size.
     async fn resize(&mut self, name: &[u8], from: u64, to: u64) -> Result<(), (String, BitmapError)> {
         let Some(entry) = self.by_name.get(name).map(|&index| &self.entries[index]) else { return Ok(()) };
         if from == to {

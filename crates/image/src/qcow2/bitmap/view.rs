@@ -1,12 +1,12 @@
-//! Which ranges a bitmap marks, asked while the image is served.
+//! Queries of a bitmap while the image is served.
 //!
-//! It serves backups: a client asks which parts of a disk changed since the last copy, and copies
-//! those. A bitmap that records answers from memory, with everything written up to now. If the
-//! image is not written to, the bits stay in the file and are read on demand, so a bitmap costs
-//! only the memory of its table.
+//! Used for backups: a client queries which parts of a disk changed since the last copy, and
+//! copies those. A bitmap that records is answered from memory, up to the latest write. If the
+//! image is read-only, the bits stay in the file and are read on demand, so a bitmap costs only
+//! the memory of its table.
 //!
-//! Never shows a bitmap that does not record while its image is written to: it may move in the
-//! file, or lack marks.
+//! Never shows a bitmap that does not record while its image is writable: it may move in the file,
+//! or lack marks.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Bitmap table" and "Bitmap data".
 
@@ -21,29 +21,29 @@ use storage::MOST_EXTENTS;
 
 use crate::qcow2::{Invalid, MetadataError, Qcow2, bytes, read_header};
 
-/// Clusters of bits that one question reads at most.
+// Limit of clusters of bits that one query reads.
 const MOST_CLUSTERS: u32 = 16;
 
-/// Why a bitmap cannot be looked at.
+/// Reason why a bitmap cannot be queried.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoView {
-    /// There is none of this name, or its name is no text.
+    /// No bitmap has this name, or its name is not text.
     #[error("there is no bitmap {0:?}")]
     NotThere(String),
-    /// It does not record, in an image that may be written to.
+    /// The bitmap does not record, and the image is writable.
     #[error(
         "bitmap {0:?} does not record what is written, and can be looked at only where the image is read-only"
     )]
     Disabled(String),
-    /// Somebody wrote to the image without keeping it.
+    /// The image was written to without updating the bitmap.
     #[error("bitmap {0:?} was not kept up to date and says nothing")]
     Inconsistent(String),
-    /// It cannot be read.
+    /// The bitmap cannot be read.
     #[error(transparent)]
     Metadata(#[from] MetadataError),
 }
 
-/// A bitmap that can be asked.
+/// A bitmap for queries.
 #[derive(Debug)]
 pub struct BitmapView {
     image: Qcow2,
@@ -51,27 +51,27 @@ pub struct BitmapView {
     source: Source,
 }
 
-/// Where the bits are.
+/// Location of the bits.
 #[derive(Debug)]
 enum Source {
     /// In the file.
     Stored { granularity_bits: u32, table: Vec<Bits> },
-    /// In memory, and more of them with every write; found by its name, since another process that
-    /// has the image meanwhile may leave another one.
+    /// In memory, where writes add marks. Looked up by name for each query, because another
+    /// process may replace the bitmap during a handover.
     Recorded,
 }
 
-/// A run of the disk that is alike.
+/// A run of bytes that are all marked or all unmarked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
-    /// Bytes, never zero.
+    /// Length in bytes, never zero.
     pub length: u64,
-    /// Whether the bitmap marks it.
+    /// True if the bitmap marks the run.
     pub dirty: bool,
 }
 
 impl Qcow2 {
-    /// The bitmap of this name.
+    /// Opens a bitmap by name.
     ///
     /// # Errors
     /// [`NoView`].
@@ -88,7 +88,8 @@ impl Qcow2 {
         let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
         let entry = entry.ok_or_else(|| NoView::NotThere(name.to_owned()))?;
         if is_anothers && entry.flags & flag::AUTO != 0 {
-            // Whoever has the image has it in use. What it leaves is known when it is taken over.
+            // Another process has the image and the bitmap. Its bits become available with
+            // `take_over`.
             return Ok(view(Source::Recorded));
         }
         if entry.flags & flag::IN_USE != 0 {
@@ -99,11 +100,11 @@ impl Qcow2 {
         }
         self.check_table(entry, self.size_bytes()).map_err(MetadataError::from)?;
         let granularity_bits = entry.granularity_bits;
-        // No more than the directory's rules allow: a few megabytes.
+        // Bounded by the directory's rules: a few megabytes.
         Ok(view(Source::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
     }
 
-    /// What the file says now, while another process may write to it.
+    /// Reads the directory anew, while another process may write to the file.
     async fn bitmaps_of_another(&self) -> std::result::Result<Vec<Entry>, NoView> {
         let storage = self.file.storage();
         storage.refresh_size().await.map_err(MetadataError::from)?;
@@ -122,23 +123,23 @@ impl From<BitmapError> for NoView {
 }
 
 impl BitmapView {
-    /// Its name.
+    /// Name of the bitmap.
     pub fn name(&self) -> &Arc<str> {
         &self.name
     }
 
-    /// Whether both are of one image, and not of two with the same name in a chain.
+    /// True if both are bitmaps of the same image; names may repeat in a chain.
     pub fn is_of_the_same_image(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.image.0, &other.image.0)
     }
 
-    /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other
-    /// and together cover no more than `length`, perhaps less. `length` is not zero. Behind the end
-    /// of its image, where a disk over it may be larger, nothing is marked.
+    /// Returns the marks from `offset` on: 1 to [`MOST_EXTENTS`] contiguous runs that cover at
+    /// most `length` bytes and may end earlier. `length` must not be zero. Beyond the end of the
+    /// image, which an overlay may exceed, nothing is marked.
     ///
     /// # Errors
-    /// [`Error::INVALID`] for no bytes; [`Error::SHUTDOWN`] while another process has the image, or
-    /// where that has not left the bitmap; or the storage's.
+    /// [`Error::INVALID`] if `length` is zero; [`Error::SHUTDOWN`] while another process has the
+    /// image, or if that process removed the bitmap; or the storage's error.
     pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
         let end = offset.checked_add(length).filter(|_| length > 0).ok_or(Error::INVALID)?;
         let end = end.min(self.image.size_bytes());
@@ -184,7 +185,8 @@ impl Stored<'_> {
         while at < end {
             let bit = at >> self.granularity_bits;
             let index = bit / (cluster_bytes * 8);
-            // Bits of so large a disk end below 2⁶³, so nothing overflows.
+            // The directory's rules bound the bits of a disk to less than 2⁶³ bytes, so nothing
+            // overflows.
             let span_end = end.min(((index + 1) * cluster_bytes * 8) << self.granularity_bits);
             match self.table.get(index as usize).ok_or(Error::INVALID)? {
                 Bits::Zeroes => push(&mut runs, span_end - at, false),
@@ -207,15 +209,15 @@ impl Stored<'_> {
         Ok(runs)
     }
 
-    /// Adds the runs from `at` to `end`, whose bits are in `bits`, the first of which has the
-    /// number `first`. Whether all of them fitted.
+    /// Appends the runs from `at` to `end`. `bits` are their bits, of which the first has the
+    /// number `first`. Returns false if there are too many runs.
     fn scan(&self, bits: &[u8], first: u64, mut at: u64, end: u64, runs: &mut Vec<Marked>) -> bool {
         while at < end {
             let bit = (at >> self.granularity_bits) - first;
             let dirty = bits[(bit / 8) as usize] & 1 << (bit % 8) != 0;
             let next = end.min(((at >> self.granularity_bits) + 1) << self.granularity_bits);
             push(runs, next - at, dirty);
-            // One more than fits shows that the last that fits is over.
+            // One run above the limit proves that the last one within it is complete.
             if runs.len() > MOST_EXTENTS {
                 return false;
             }
@@ -246,8 +248,8 @@ mod tests {
 
     const SIZE: u64 = 1 << 30;
 
-    /// An image of 512-byte clusters with a bitmap `b`: a bit for 64 KiB, 4096 of them in a
-    /// cluster.
+    /// An image with clusters of 512 bytes and a bitmap `b`, in which a bit covers 64 KiB and a
+    /// cluster has 4096 bits.
     async fn image(flags: u32, table: &[Bits], bits: &[u8], read_only: bool) -> Qcow2 {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: SIZE, cluster_bytes: 512, ..CreateOptions::default() };

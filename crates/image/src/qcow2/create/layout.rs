@@ -1,10 +1,9 @@
-//! Which cluster of a new image holds what.
+//! Layout of a new image: the offset of each structure.
 //!
-//! The refcounts also count the clusters of the refcounts, so the number of blocks is computed
-//! again until it stays the same.
+//! Refcounts also cover the clusters of the refcounts, so the number of blocks is computed
+//! iteratively until it is stable.
 //!
-//! Never makes a table that the header's rules do not allow: those are checked when the header is
-//! encoded.
+//! Never checks the rules of the header: that happens when it is encoded.
 
 use super::{
     CreateOptions, Preallocation,
@@ -15,32 +14,32 @@ use crate::qcow2::{
     numbers,
 };
 
-/// Offsets and counts; what follows what is drawn in [`create`](super).
+/// Offsets and counts, in the order of the drawing in [`create`](super).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) cluster_bits: u32,
     pub(super) refcount_table_offset: u64,
     pub(super) refcount_table_clusters: u64,
     pub(super) refcount_blocks: u64,
-    /// 0 without entries.
+    /// Offset of the L1 table; 0 if it has no entries.
     pub(super) l1_offset: u64,
     pub(super) l1_entries: u64,
     pub(super) l1_clusters: u64,
     pub(super) luks_offset: u64,
-    /// None without preallocation.
+    /// Number of L2 tables; 0 without preallocation.
     pub(super) l2_tables: u64,
     l2_first: u64,
-    /// Where the first guest cluster is, in the file that has them.
+    /// Offset of the first guest cluster in the file that holds guest data.
     pub(super) data_offset: u64,
-    /// Guest data in the image itself.
+    /// Bytes of guest data in the image itself.
     pub(super) data_bytes: u64,
     pub(super) guest_clusters: u64,
-    /// All that are in use.
+    /// Number of clusters in use.
     pub(super) clusters: u64,
 }
 
 impl Layout {
-    /// The layout for options that keep the rules.
+    /// Computes the layout for valid options.
     pub(super) fn of(options: &CreateOptions) -> Result<Self, BrokenRule> {
         let layout = Self::of_any_size(options)?;
         let table_bytes = layout.refcount_table_clusters * options.cluster_bytes;
@@ -52,8 +51,9 @@ impl Layout {
         Ok(layout)
     }
 
-    /// The same without the limits of the refcount table and of offsets. A disk within the limit of
-    /// the L1 table can be created, though not all of its clusters can be allocated.
+    /// Like [`Self::of`], without the limits of the refcount table and of offsets: a disk within
+    /// the limit of the L1 table can be created, although not all of its clusters can be
+    /// allocated.
     pub(super) fn of_any_size(options: &CreateOptions) -> Result<Self, BrokenRule> {
         let cluster_bits = options.cluster_bytes.trailing_zeros();
         let entry_bytes = if options.extended_l2 { 16 } else { 8 };
@@ -102,20 +102,21 @@ impl Layout {
         (1 + self.refcount_table_clusters + block) << self.cluster_bits
     }
 
-    /// None for a table that is not there.
+    /// Offset of an L2 table; `None` if it is not preallocated.
     pub(super) fn l2_offset(&self, table: u64) -> Option<u64> {
         (table < self.l2_tables).then(|| (self.l2_first + table) << self.cluster_bits)
     }
 }
 
-/// Clusters of the refcount table, and its blocks, for so many other clusters.
+/// Number of clusters of the refcount table, and of refcount blocks, if there are `others` other
+/// clusters.
 fn refcounts(options: &CreateOptions, others: u64) -> (u64, u64) {
     let per_block = numbers::count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
     let (mut table, mut blocks) = (1, 1);
     loop {
         let more_blocks = (others + table + blocks).div_ceil(per_block);
         let more_table = (more_blocks * 8).div_ceil(options.cluster_bytes);
-        // Both only ever rise, and each step adds less than the one before.
+        // Terminates: both numbers only grow, and each step adds less than the previous one.
         if (more_table, more_blocks) == (table, blocks) {
             return (table, blocks);
         }

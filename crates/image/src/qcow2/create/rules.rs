@@ -1,15 +1,15 @@
-//! Which options may be combined, as in QEMU, and the errors for those that may not.
+//! Valid combinations of options, as in QEMU, and the errors for invalid ones.
 
 use super::{CreateOptions, Preallocation};
 use crate::qcow2::header::{CLUSTER_BITS, Compression, EXTENDED_CLUSTER_BITS};
 
-/// An option that cannot be: which, and the rule.
+/// An invalid option and the rule that it breaks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{option}: {rule}")]
 pub struct BrokenRule {
-    /// The option as qemu-img writes it: `lazy_refcounts=on`.
+    /// Option in qemu-img's notation: `lazy_refcounts=on`.
     pub option: String,
-    /// What it breaks, and what to do.
+    /// The rule, and the remedy.
     pub rule: String,
 }
 
@@ -18,10 +18,10 @@ pub(super) fn broken(option: impl Into<String>, rule: impl Into<String>) -> Brok
 }
 
 impl CreateOptions {
-    /// The options as they are carried out: the size in whole sectors, and what follows from them.
+    /// Returns the options as they take effect: size rounded up to sectors, implied options set.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first broken rule.
     pub fn checked(&self) -> Result<Self, BrokenRule> {
         let mut options = self.clone();
         options.size_bytes = self
@@ -34,8 +34,8 @@ impl CreateOptions {
         self.check_numbers()?;
         self.check_version()?;
         self.check_files()?;
-        // Readers of the raw file see zeroes where the image says that nothing is there, so the
-        // image must not say that.
+        // Readers of the raw file see zeroes where the image is unallocated, so all clusters must
+        // be mapped.
         if self.data_file_raw && self.preallocation == Preallocation::Off {
             options.preallocation = Preallocation::Metadata;
         }

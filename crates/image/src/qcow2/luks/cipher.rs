@@ -1,11 +1,11 @@
-//! What encrypts the sectors of an image: AES by openssl, each sector of 512 bytes separately, with
-//! its number as the initialisation vector.
+//! Encryption of sectors: AES by openssl, each sector of 512 bytes separately, with an
+//! initialisation vector derived from its number.
 //!
-//! All workers share it. A context of openssl's belongs to one call at a time, so a few of them are
-//! kept in a pool; its lock is held only to push or pop a pointer.
+//! Shared by all workers. An openssl context serves one call at a time, so a pool keeps a few of
+//! them; its lock is held only to push or pop a pointer.
 //!
-//! Measured on a busy machine: AES-256-XTS, sectors of 512 bytes, 1.1 GB/s for each core. 64 KiB
-//! take less than 60 µs, so a cluster of that size is encrypted in place and not sent to a thread.
+//! Measured on a busy machine: AES-256-XTS with sectors of 512 bytes reaches 1.1 GB/s per core. 64
+//! KiB take less than 60 µs, so a cluster is encrypted in place and not handed to another thread.
 
 use std::{
     fmt,
@@ -23,53 +23,52 @@ use zeroize::Zeroizing;
 use super::super::Invalid;
 use reactor::error::{Error, Result};
 
-/// Data is encrypted in pieces of this size; [`Cipher`] takes nothing else.
+/// Unit of encryption in bytes; [`Cipher`] accepts multiples of it only.
 pub const SECTOR_BYTES: usize = 512;
 
 const IV_BYTES: usize = 16;
-/// Contexts that wait for their next use, by direction; more than there are workers in any sensible
-/// daemon.
+// Limit of idle contexts in each direction; more than the workers of any reasonable daemon.
 const MOST_IDLE: usize = 32;
 
-/// How sectors are chained.
+/// Chaining mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// IEEE 1619.
+    /// XTS, IEEE 1619.
     Xts,
     /// Cipher block chaining.
     Cbc,
 }
 
-/// From a sector's number to its initialisation vector.
+/// Derivation of the initialisation vector from the number of the sector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IvKind {
-    /// The number's low 32 bits, little-endian.
+    /// Low 32 bits of the number, little-endian.
     Plain,
-    /// The number, 64 bits, little-endian.
+    /// Number as 64 bits, little-endian.
     Plain64,
-    /// The number, encrypted with the SHA-256 of the key.
+    /// ESSIV: the number, encrypted with the SHA-256 of the key.
     EssivSha256,
 }
 
-/// Which cipher, as the LUKS header names it. Always AES.
+/// Cipher as named in the LUKS header; always AES.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CipherKind {
-    /// How sectors are chained.
+    /// Chaining mode.
     pub mode: Mode,
-    /// The initialisation vector.
+    /// Derivation of the initialisation vector.
     pub iv: IvKind,
-    /// Of the master key: 32 or 64 with XTS, which splits it, else 16, 24 or 32.
+    /// Length of the master key: 32 or 64 for XTS, which uses two halves; 16, 24 or 32 for CBC.
     pub key_bytes: usize,
 }
 
 impl CipherKind {
-    /// What QEMU uses where nothing else is asked for: `aes`, `xts-plain64`, 64 bytes.
+    /// QEMU's default: `aes`, `xts-plain64`, 64 bytes.
     pub const DEFAULT: Self = Self { mode: Mode::Xts, iv: IvKind::Plain64, key_bytes: 64 };
 
-    /// From the names in the header.
+    /// Parses the names in the header.
     ///
     /// # Errors
-    /// The name of what is not supported.
+    /// A name or length that is not supported.
     pub fn parse(cipher: &str, mode: &str, key_bytes: u32) -> std::result::Result<Self, Invalid> {
         if cipher != "aes" {
             return Err(Invalid::new(format!("the cipher {cipher:?} is not supported; \"aes\" is")));
@@ -91,17 +90,17 @@ impl CipherKind {
         kind.algorithm().map(|_| kind)
     }
 
-    /// The cipher's name in the header.
+    /// Name of the cipher in the header.
     pub fn cipher_name(self) -> &'static str {
         "aes"
     }
 
-    /// The mode's name in the header, e.g. `xts-plain64`.
+    /// Name of the mode in the header, such as `xts-plain64`.
     pub fn mode_name(self) -> String {
         format!("{}-{}", self.chaining_name(), self.iv_name())
     }
 
-    /// `xts` or `cbc`.
+    /// Name of the chaining mode: `xts` or `cbc`.
     pub fn chaining_name(self) -> &'static str {
         match self.mode {
             Mode::Xts => "xts",
@@ -109,7 +108,7 @@ impl CipherKind {
         }
     }
 
-    /// `plain64`, `plain` or `essiv:sha256`.
+    /// Name of the IV derivation: `plain64`, `plain` or `essiv:sha256`.
     pub fn iv_name(self) -> &'static str {
         match self.iv {
             IvKind::Plain => "plain",
@@ -118,7 +117,7 @@ impl CipherKind {
         }
     }
 
-    /// Of AES: 128, 192 or 256.
+    /// Key length of AES: 128, 192 or 256.
     pub fn key_bits(self) -> usize {
         match self.mode {
             Mode::Xts => self.key_bytes * 4,
@@ -141,9 +140,9 @@ impl CipherKind {
     }
 }
 
-/// Contexts that are set up with the key for one direction.
+/// Contexts with the key for one direction.
 struct Pool {
-    /// Only ever copied from.
+    /// Template; only copied from.
     model: CipherCtx,
     idle: Mutex<Vec<CipherCtx>>,
 }
@@ -153,7 +152,7 @@ impl Pool {
         Self { model, idle: Mutex::new(Vec::new()) }
     }
 
-    /// A panic between push and pop leaves a list of contexts.
+    // A poisoned lock is safe to use: the list is valid between push and pop.
     fn take(&self) -> std::result::Result<CipherCtx, ErrorStack> {
         if let Some(context) = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok(context);
@@ -176,7 +175,7 @@ pub struct Cipher {
     kind: CipherKind,
     encrypt: Pool,
     decrypt: Pool,
-    /// Makes initialisation vectors, with ESSIV.
+    /// Encrypts initialisation vectors, for ESSIV.
     essiv: Option<Pool>,
 }
 
@@ -187,11 +186,11 @@ impl fmt::Debug for Cipher {
 }
 
 impl Cipher {
-    /// A cipher with this key.
+    /// Creates a cipher with this key.
     ///
     /// # Errors
-    /// If the key has another length than `kind` says, or is one that openssl refuses: for XTS two
-    /// halves that are the same.
+    /// The length of the key differs from `kind`, or openssl rejects it: for XTS, if both halves
+    /// are equal.
     pub fn new(kind: CipherKind, key: &[u8]) -> std::result::Result<Self, Invalid> {
         if key.len() != kind.key_bytes {
             return Err(Invalid::new(format!("a key of {} bytes instead of {}", key.len(), kind.key_bytes)));
@@ -214,6 +213,7 @@ impl Cipher {
                 let mut digest = hash(MessageDigest::sha256(), key)?;
                 let key = Zeroizing::new(digest.to_vec());
                 digest.as_mut().fill(0);
+                // ESSIV: the IV is encrypted with the hash of the key, as a single block.
                 let mut context = CipherCtx::new()?;
                 context.encrypt_init(Some(Algorithm::aes_256_ecb()), Some(&key), None)?;
                 context.set_padding(false);
@@ -223,26 +223,26 @@ impl Cipher {
         Ok(Self { kind, encrypt: Pool::new(encrypt), decrypt: Pool::new(decrypt), essiv })
     }
 
-    /// Which cipher it is.
+    /// Kind of the cipher.
     pub fn kind(&self) -> CipherKind {
         self.kind
     }
 
-    /// Encrypts `data` in place: whole sectors, the first of which has the number `first_sector`.
+    /// Encrypts whole sectors in place; `first_sector` is the number of the first one.
     ///
     /// # Errors
-    /// [`Error::INVALID`] if `data` is not whole sectors; [`Error::IO`] if openssl fails, which it
-    /// has no reason to.
+    /// [`Error::INVALID`] if the length of `data` is not a multiple of a sector; [`Error::IO`] if
+    /// openssl fails unexpectedly.
     pub fn encrypt(&self, first_sector: u64, data: &mut [u8]) -> Result<()> {
         self.apply(&self.encrypt, first_sector, data, |context, iv| {
             context.encrypt_init(None, None, Some(iv))
         })
     }
 
-    /// Decrypts `data` in place, likewise.
+    /// Decrypts whole sectors in place; `first_sector` is the number of the first one.
     ///
     /// # Errors
-    /// As for [`Cipher::encrypt`]. Data that was never encrypted comes out as noise.
+    /// As for [`Cipher::encrypt`]. Data that was never encrypted decrypts to noise.
     pub fn decrypt(&self, first_sector: u64, data: &mut [u8]) -> Result<()> {
         self.apply(&self.decrypt, first_sector, data, |context, iv| {
             context.decrypt_init(None, None, Some(iv))
@@ -267,6 +267,7 @@ impl Cipher {
                 start(&mut context, &iv)?;
                 self.update(&mut context, sector)?;
             }
+            // After an error the context is dropped instead: its state is unknown.
             pool.give_back(context);
             if let (Some(pool), Some(context)) = (&self.essiv, essiv) {
                 pool.give_back(context);
@@ -283,8 +284,7 @@ impl Cipher {
         match self.kind.mode {
             Mode::Xts => context.cipher_update_inplace(sector, SECTOR_BYTES)?,
             Mode::Cbc => {
-                // The binding wants room for one block more than there is, which without padding is
-                // never used.
+                // The binding demands space for one more block, which is unused without padding.
                 let mut room = [0; SECTOR_BYTES + IV_BYTES];
                 room[..SECTOR_BYTES].copy_from_slice(sector);
                 let length = context.cipher_update_inplace(&mut room, SECTOR_BYTES)?;

@@ -1,7 +1,8 @@
-//! The header of LUKS: 592 bytes to [`LuksHeader`] and back.
+//! The LUKS header: 592 bytes, decoded to [`LuksHeader`] and encoded from it.
 //!
-//! Whoever made the image chose every number, and some of them cost: iterations cost time, stripes
-//! and key sizes memory. All are bounded here, so the result can be used as it is.
+//! The author of the image chose every number, and some of them determine costs: iterations cost
+//! time, stripes and key sizes memory. All are bounded here, so that users of the result need no
+//! further checks.
 //!
 //! Source: "LUKS On-Disk Format Specification" 1.2.3, figures 1 to 4.
 
@@ -17,31 +18,30 @@ use super::{
     cipher::{CipherKind, SECTOR_BYTES},
 };
 
-/// Bytes of the header.
+/// Encoded size of the header.
 pub const HEADER_BYTES: usize = 592;
-/// Key slots there are; unused ones too.
+/// Number of key slots, used or not.
 pub const SLOTS: usize = 8;
-/// The most iterations of PBKDF2 that are believed, for a slot or the digest: 30 s on a slow core.
-/// Two seconds of a fast one, which is what QEMU and cryptsetup take for a new slot, are about
-/// three million.
+/// Limit of PBKDF2 iterations for a key slot or the digest: 30 s on a slow core. QEMU and
+/// cryptsetup spend two seconds on a new slot, which is about three million on a fast core.
 pub const MOST_ITERATIONS: u32 = 1 << 25;
 
 const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const VERSION: u16 = 1;
 const ENABLED: u32 = 0x00ac_71f3;
 const DISABLED: u32 = 0x0000_dead;
-/// Fixed by the specification.
+// Fixed by the specification.
 pub(super) const STRIPES: u32 = 4000;
-/// Slots begin at multiples of this, as far as this program makes them.
+// Alignment of the key slots that this program creates.
 const SLOT_ALIGNMENT: u64 = 4096;
 
 const FIRST_SLOT: usize = 208;
 const SLOT_BYTES: usize = 48;
 
-/// What keys are derived with.
+/// Hash function of key derivation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hash {
-    /// SHA-1, the format's first.
+    /// SHA-1, the first of the format.
     Sha1,
     /// SHA-224.
     Sha224,
@@ -59,10 +59,10 @@ impl Hash {
     const ALL: [Self; 6] =
         [Self::Sha1, Self::Sha224, Self::Sha256, Self::Sha384, Self::Sha512, Self::Ripemd160];
 
-    /// From the name in the header.
+    /// Parses the name in the header.
     ///
     /// # Errors
-    /// The name, if it is none of them.
+    /// The name is not supported.
     pub fn parse(name: &str) -> Result<Self, Invalid> {
         Self::ALL.into_iter().find(|hash| hash.name() == name).ok_or_else(|| {
             let known = Self::ALL.map(Self::name).join(", ");
@@ -70,7 +70,7 @@ impl Hash {
         })
     }
 
-    /// The name in the header.
+    /// Name in the header.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sha1 => "sha1",
@@ -97,46 +97,45 @@ impl Hash {
 /// A key slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeySlot {
-    /// It holds the master key, encrypted with a passphrase. Where it does not, only its place
-    /// means something.
+    /// True if the slot contains the master key, encrypted with a passphrase. Otherwise only its
+    /// offset is meaningful.
     pub active: bool,
-    /// Of PBKDF2; from 1 to [`MOST_ITERATIONS`] where active.
+    /// PBKDF2 iterations; 1 to [`MOST_ITERATIONS`] if active.
     pub iterations: u32,
-    /// For the passphrase.
+    /// Salt of the passphrase.
     pub salt: [u8; 32],
-    /// Where its stripes begin, in bytes from the beginning of the LUKS header; a multiple of 512.
+    /// Offset of its stripes in bytes, relative to the LUKS header; a multiple of 512.
     pub offset: u64,
-    /// 4000 where active.
+    /// Number of stripes; 4000 if active.
     pub stripes: u32,
 }
 
-/// What stands in the header.
+/// Decoded header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LuksHeader {
-    /// Of the data and of the slots.
+    /// Cipher of guest data and key slots.
     pub cipher: CipherKind,
-    /// Of PBKDF2 and the stripes.
+    /// Hash of PBKDF2 and the stripes.
     pub hash: Hash,
-    /// Where data would begin in a disk that is nothing but LUKS, in bytes. Inside qcow2 it means
-    /// nothing.
+    /// Offset of the data in bytes on a plain LUKS disk; unused inside qcow2.
     pub payload_offset: u64,
-    /// By which the master key is recognised.
+    /// Digest that verifies the master key.
     pub digest: [u8; 20],
-    /// For the digest.
+    /// Salt of the digest.
     pub digest_salt: [u8; 32],
-    /// For the digest; from 1 to [`MOST_ITERATIONS`].
+    /// PBKDF2 iterations of the digest; 1 to [`MOST_ITERATIONS`].
     pub digest_iterations: u32,
-    /// As text.
+    /// UUID as text.
     pub uuid: String,
-    /// All of them.
+    /// All key slots.
     pub slots: [KeySlot; SLOTS],
 }
 
-/// Checks that all key slots of a header lie within its area, whether or not they are in use and
-/// whether or not the cipher is supported.
+/// Checks that all key slots lie inside the header's area, used or not, and even if the cipher is
+/// not supported.
 ///
 /// # Errors
-/// The first flaw: `bytes` is no LUKS header, or a slot ends past `area_bytes`.
+/// The first fault: `bytes` is not a LUKS header, or a slot ends beyond `area_bytes`.
 pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
     let Some(bytes) = bytes.get(..HEADER_BYTES).filter(|bytes| bytes.starts_with(&MAGIC)) else {
         return Err(Invalid::new("the LUKS header has no signature"));
@@ -152,22 +151,22 @@ pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
     Ok(())
 }
 
-/// The stripes of a key slot, in bytes from the beginning of the LUKS header. An end that exceeds
-/// 64 bits becomes `u64::MAX`, which is past the end of every header.
+/// Range of a key slot's stripes in bytes, relative to the LUKS header. An end beyond 64 bits
+/// becomes `u64::MAX`, which is outside every area.
 fn slot_place(bytes: &[u8], slot: usize) -> Range<u64> {
     let at = FIRST_SLOT + slot * SLOT_BYTES;
     let offset = u64::from(u32_at(bytes, at + 40)) * SECTOR_BYTES as u64;
     let key_bytes = u64::from(u32_at(bytes, 108));
-    // The product of two 32-bit numbers fits; the sum with the offset may not.
+    // The product of two 32-bit numbers fits into 64 bits; the sum with the offset may not.
     offset..offset.saturating_add(key_bytes * u64::from(u32_at(bytes, at + 44)))
 }
 
 impl LuksHeader {
-    /// Reads the header from its [`HEADER_BYTES`]; `area_bytes` is how much there is of the header
-    /// and the slots together.
+    /// Decodes and checks the header from its [`HEADER_BYTES`]. `area_bytes` is the size of header
+    /// and key slots together.
     ///
     /// # Errors
-    /// What is wrong with it or not supported.
+    /// The violated rule or the unsupported value.
     pub fn parse(bytes: &[u8], area_bytes: u64) -> Result<Self, Invalid> {
         let Some(bytes) = bytes.get(..HEADER_BYTES) else {
             return Err(Invalid::new("the LUKS header is cut off"));
@@ -203,6 +202,7 @@ impl LuksHeader {
 
     fn check(&self, bytes: &[u8]) -> Result<(), Invalid> {
         iterations("the master key's digest", self.digest_iterations)?;
+        // Overlapping slots would damage each other when one is changed.
         let mut taken = vec![("header".to_owned(), 0..HEADER_BYTES as u64)];
         for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.active) {
             iterations(&format!("key slot {index}"), slot.iterations)?;
@@ -223,19 +223,18 @@ impl LuksHeader {
         Ok(())
     }
 
-    /// The bytes of a slot's stripes.
+    /// Size of a key slot's stripes in bytes.
     pub fn material_bytes(&self) -> usize {
         self.cipher.key_bytes * STRIPES as usize
     }
 
-    /// Where the slot of this number lies in a new image, and behind the last one where everything
-    /// ends.
+    /// Offset of a key slot in a new image; for [`SLOTS`] the size of the area.
     pub(super) fn slot_offset(cipher: CipherKind, slot: usize) -> u64 {
         let material = (cipher.key_bytes * STRIPES as usize) as u64;
         SLOT_ALIGNMENT + slot as u64 * material.next_multiple_of(SLOT_ALIGNMENT)
     }
 
-    /// The header's bytes.
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
@@ -295,7 +294,7 @@ fn sectors(bytes: u64) -> [u8; 4] {
     ((bytes / SECTOR_BYTES as u64) as u32).to_be_bytes()
 }
 
-/// Up to the first zero.
+/// Text of a field, up to the first zero.
 fn text<'a>(field: &'a [u8], what: &str) -> Result<&'a str, Invalid> {
     let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
     let text = std::str::from_utf8(&field[..end])
@@ -376,7 +375,7 @@ mod tests {
         for field in [108, at + 40, at + 44] {
             bytes[field..field + 4].fill(0xff);
         }
-        // Slots without stripes end where they begin, so that only slot 3 ends too late.
+        // Slots without stripes have length 0, so that only slot 3 exceeds the area.
         for slot in (0..SLOTS).filter(|&slot| slot != 3) {
             let at = FIRST_SLOT + slot * SLOT_BYTES;
             bytes[at + 44..at + 48].fill(0);

@@ -1,8 +1,8 @@
-//! The anti-forensic splitter: a key spread over so many bytes that destroying any few of them
-//! destroys it.
+//! The anti-forensic splitter: expands a key so that destroying a small part of the result
+//! destroys the key.
 //!
 //! ```text
-//!   s₁ ─► ⊕ ─► diffuse ─► ⊕ ─► diffuse … ─► ⊕ ─► key         s₁ … sₙ₋₁ random, sₙ what makes it come out
+//!   s₁ ─► ⊕ ─► diffuse ─► ⊕ ─► diffuse … ─► ⊕ ─► key         s₁ … sₙ₋₁ random, sₙ chosen to yield the key
 //!         0              s₂                 sₙ
 //! ```
 //!
@@ -14,7 +14,7 @@ use openssl::{
 };
 use zeroize::Zeroizing;
 
-/// The key that `material`, `stripes` times its length, merges to.
+/// Recovers the key from `material`, which has `stripes` times its length.
 pub(super) fn merge(
     material: &[u8],
     stripes: usize,
@@ -32,7 +32,7 @@ pub(super) fn merge(
     Ok(key)
 }
 
-/// Spreads `key` over `stripes` times its length.
+/// Splits `key` into `stripes` times its length.
 pub(super) fn split(
     key: &[u8],
     stripes: usize,
@@ -58,8 +58,8 @@ fn xor(target: &mut [u8], with: &[u8]) {
     }
 }
 
-/// Replaces each piece of a digest's length by the digest of its number and itself, the last one
-/// cut to what it was.
+/// Replaces each piece of the digest's length by the digest of its index and content; the last
+/// piece is truncated to its length.
 fn diffuse(block: &mut [u8], hasher: &mut Hasher, digest_bytes: usize) -> Result<(), ErrorStack> {
     for (index, piece) in (0_u32..).zip(block.chunks_mut(digest_bytes)) {
         hasher.update(&index.to_be_bytes())?;

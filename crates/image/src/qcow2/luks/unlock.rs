@@ -1,8 +1,8 @@
-//! From a passphrase to a [`Cipher`]; and a new LUKS area, with a master key of its own and one
-//! slot in use.
+//! Derives a [`Cipher`] from a passphrase; creates the LUKS area of a new image, with a random
+//! master key and one active slot.
 //!
-//! Deriving a key is slow on purpose, so it runs on a thread of its own. The header's rules bound
-//! how slow.
+//! Key derivation is slow by design and therefore runs on another thread. The header's limits
+//! bound its time.
 
 use std::time::Duration;
 
@@ -23,63 +23,63 @@ use crate::{
     qcow2::{Invalid, header::Place},
 };
 
-/// The fewest iterations, also on the slowest machine: the specification's.
+// Minimum of iterations, from the specification.
 const LEAST_ITERATIONS: u32 = 1000;
-/// The digest takes an eighth of a slot's time: it is computed for each slot that is tried.
+// The digest takes an eighth of a slot's time: it is computed for each slot that is tried.
 const DIGEST_SHARE: u32 = 8;
 
-/// Why an image stays locked.
+/// Reason why an image cannot be unlocked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnlockError {
-    /// The header cannot be used.
+    /// The LUKS header is invalid or not supported.
     #[error(transparent)]
     Invalid(#[from] Invalid),
-    /// It cannot be read.
+    /// The LUKS header cannot be read.
     #[error("the LUKS header cannot be read: {0}")]
     Io(#[from] Error),
-    /// The passphrase is another one.
+    /// The passphrase opens no key slot.
     #[error("the passphrase opens none of its {slots} key slots")]
     WrongPassphrase {
-        /// Slots in use.
+        /// Number of active slots.
         slots: usize,
     },
 }
 
-/// How a new image is to be encrypted.
+/// Encryption options of a new image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LuksOptions {
-    /// The cipher.
+    /// Cipher of guest data and key slots.
     pub cipher: CipherKind,
-    /// For deriving keys.
+    /// Hash of key derivation.
     pub hash: Hash,
-    /// Time that trying a passphrase is to take on this machine.
+    /// Time that one attempt with a passphrase should take on this machine.
     pub iteration_time: Duration,
 }
 
 impl Default for LuksOptions {
-    /// QEMU's: AES-256-XTS, SHA-256, two seconds.
+    /// QEMU's defaults: AES-256-XTS, SHA-256, two seconds.
     fn default() -> Self {
         Self { cipher: CipherKind::DEFAULT, hash: Hash::Sha256, iteration_time: Duration::from_secs(2) }
     }
 }
 
-/// What [`create`] makes.
+/// Result of [`create`].
 #[derive(Debug)]
 pub struct NewLuks {
-    /// The header and all slots, to be written where the image's header says.
+    /// LUKS header and all key slots, to be written at the location that the image's header names.
     pub area: Vec<u8>,
-    /// For the image's data.
+    /// Cipher of guest data.
     pub cipher: Cipher,
 }
 
 impl NewLuks {
-    /// The length of `area` with this cipher, known before anything is derived.
+    /// Length of `area` for a cipher, without deriving a key.
     pub fn area_bytes(cipher: CipherKind) -> u64 {
         LuksHeader::slot_offset(cipher, SLOTS)
     }
 }
 
-/// Reads the LUKS header that lies at `place` of an image.
+/// Reads the LUKS header at `place` of an image.
 ///
 /// # Errors
 /// [`UnlockError::Invalid`] and [`UnlockError::Io`].
@@ -99,7 +99,7 @@ pub async fn read_header(storage: &Storage, place: Place) -> Result<LuksHeader, 
     Ok(LuksHeader::parse(&bytes, place.length)?)
 }
 
-/// Opens the image whose LUKS header lies at `place`: tries `passphrase` on each slot in use.
+/// Unlocks the image whose LUKS header is at `place`: tries `passphrase` on each active slot.
 ///
 /// # Errors
 /// [`UnlockError`].
@@ -110,6 +110,7 @@ pub async fn unlock(storage: &Storage, place: Place, passphrase: &Secret) -> Res
         slots += 1;
         let material = storage.read(place.offset + slot.offset, Buffer::new(header.material_bytes())).await?;
         let (header, slot, passphrase) = (header.clone(), slot.clone(), passphrase.clone());
+        // The stripes are copied into memory that is wiped after use.
         let mut material = Zeroizing::new(material.to_vec());
         let opened = reactor::computing(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
         if let Some(cipher) = opened {
@@ -119,8 +120,8 @@ pub async fn unlock(storage: &Storage, place: Place, passphrase: &Secret) -> Res
     Err(UnlockError::WrongPassphrase { slots })
 }
 
-/// The cipher with the master key, if the passphrase is this slot's. `material` is the slot's
-/// stripes, which are decrypted in place.
+/// Returns the cipher with the master key if the passphrase opens this slot. `material` is the
+/// slot's stripes, which are decrypted in place.
 fn try_slot(
     header: &LuksHeader,
     slot: &KeySlot,
@@ -133,6 +134,7 @@ fn try_slot(
     let master = stripes::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
     let digest =
         derive(header.hash, &master, &header.digest_salt, header.digest_iterations, header.digest.len())?;
+    // Constant time: the digest verifies the master key.
     if openssl::memcmp::eq(&digest, &header.digest) {
         Cipher::new(header.cipher, &master).map(Some)
     } else {
@@ -140,11 +142,11 @@ fn try_slot(
     }
 }
 
-/// Makes a master key and the LUKS area of a new image, which `passphrase` opens. Blocks for about
-/// [`iteration_time`](LuksOptions::iteration_time) and half as much again.
+/// Creates a master key and the LUKS area of a new image for `passphrase`. Blocks for about 1.5
+/// times [`iteration_time`](LuksOptions::iteration_time).
 ///
 /// # Errors
-/// If openssl fails, or does not know the hash.
+/// openssl fails or does not support the hash.
 pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, Invalid> {
     let LuksOptions { cipher: kind, hash, iteration_time } = *options;
     let iterations = iterations_for(hash, kind.key_bytes, iteration_time)?;
@@ -195,8 +197,8 @@ fn derive(
     Ok(key)
 }
 
-/// How many iterations take `time` of this thread: measured with more and more of them, until the
-/// clock can tell.
+/// Number of iterations that take `time` on this thread. Measured with increasing numbers until
+/// the clock is precise enough.
 fn iterations_for(hash: Hash, key_bytes: usize, time: Duration) -> Result<u32, Invalid> {
     const LONG_ENOUGH: Duration = Duration::from_millis(50);
     if time.is_zero() {
@@ -209,14 +211,14 @@ fn iterations_for(hash: Hash, key_bytes: usize, time: Duration) -> Result<u32, I
         let took = processor_time()?.saturating_sub(started);
         if took >= LONG_ENOUGH || iterations >= MOST_ITERATIONS {
             let scaled = f64::from(iterations) * time.as_secs_f64() / took.max(LONG_ENOUGH).as_secs_f64();
-            // A float that is out of range becomes the nearest number that is in it.
+            // The conversion saturates if the float is out of range.
             return Ok((scaled as u32).clamp(LEAST_ITERATIONS, MOST_ITERATIONS));
         }
         iterations = iterations.saturating_mul(2);
     }
 }
 
-/// Of this thread, so that a busy machine makes no weaker key.
+/// CPU time of this thread: wall-clock time would yield weaker keys on a busy machine.
 fn processor_time() -> Result<Duration, Invalid> {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
         .map(Duration::from)
@@ -229,7 +231,7 @@ fn random<const N: usize>() -> Result<[u8; N], Invalid> {
     Ok(bytes)
 }
 
-/// Version 4 of RFC 9562: random.
+/// Random UUID, version 4 of RFC 9562.
 fn new_uuid() -> Result<String, Invalid> {
     let number = u128::from_be_bytes(random()?);
     let number = number & !(0xf << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62;
@@ -305,7 +307,7 @@ mod tests {
         });
     }
 
-    /// An image that QEMU encrypted: see `samples/README.md`.
+    /// An image encrypted by QEMU: see `samples/README.md`.
     fn encrypted_by_qemu(sample: &[u8]) -> (Vec<u8>, Header) {
         let mut file = Vec::new();
         flate2::read::GzDecoder::new(sample).read_to_end(&mut file).expect("a sample of gzip");
@@ -313,7 +315,7 @@ mod tests {
         (file, header)
     }
 
-    /// Where the first guest cluster lies.
+    /// Offset of the first guest cluster.
     fn first_cluster(file: &[u8], header: &Header) -> usize {
         let shape = Shape { cluster_bits: 12, extended: false, data_file: false, version: 3 };
         let number = |at: u64| u64_at(file, at as usize);

@@ -1,32 +1,34 @@
 //! The refcount table in memory: the offset of each refcount block, up to the last block.
 //!
-//! A table has at least one cluster, and most of it is empty: with clusters of 64 KiB that is 8192
-//! entries, of which a file uses one for each 2 GiB. Entries behind the last block take no memory.
+//! A table has at least one cluster and is mostly empty: with clusters of 64 KiB it has 8192
+//! entries, of which a file uses one for each 2 GiB. Entries after the last block use no memory.
 
-/// Offsets of refcount blocks by their numbers; 0 where a block does not exist.
+/// Offsets of refcount blocks by index; 0 for a missing block.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in super::super) struct RefcountTable {
-    /// Up to the last block, or to one that was removed later.
+    /// Entries up to the last block, or to one that was removed later.
     offsets: Vec<u64>,
     entries: usize,
 }
 
 impl RefcountTable {
-    /// A table of `entries` entries without blocks.
+    /// Creates a table of `entries` empty entries.
     pub(in super::super) fn empty(entries: usize) -> Self {
         Self { offsets: Vec::new(), entries }
     }
 
-    /// Number of entries in the file, empty ones included.
+    /// Number of entries in the file, including empty ones.
     pub(in super::super) fn entries(&self) -> usize {
         self.entries
     }
 
-    /// Offset of a block; 0 where it does not exist, also beyond the table.
+    /// Offset of a block; 0 if it is missing or beyond the table.
     pub(in super::super) fn get(&self, block: usize) -> u64 {
         self.offsets.get(block).copied().unwrap_or(0)
     }
 
+    /// Sets the offset of a block; 0 removes it.
+    ///
     /// # Panics
     /// If `block` is beyond the table.
     pub(in super::super) fn set(&mut self, block: usize, offset: u64) {
@@ -40,17 +42,17 @@ impl RefcountTable {
         self.offsets[block] = offset;
     }
 
-    /// Adds empty entries at the end.
+    /// Appends empty entries, up to `entries` in total.
     pub(in super::super) fn grow(&mut self, entries: usize) {
         self.entries = self.entries.max(entries);
     }
 
-    /// Number and offset of each block.
+    /// Indices and offsets of all blocks.
     pub(in super::super) fn blocks(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         self.offsets.iter().copied().enumerate().filter(|(_, offset)| *offset != 0)
     }
 
-    /// The whole table as it belongs into the file.
+    /// Content of the whole table as stored in the file.
     pub(in super::super) fn bytes(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> = self.offsets.iter().flat_map(|offset| offset.to_be_bytes()).collect();
         bytes.resize(self.entries * 8, 0);

@@ -1,15 +1,15 @@
-//! Taking a snapshot, going back to one, deleting one.
+//! Creates, applies and deletes snapshots.
 //!
-//! Order of what reaches the file: refcounts rise before anything refers to a cluster once more;
-//! the header changes in one sector; refcounts fall after nothing refers any more. So a crash
-//! leaves the image before the change or after it, and at worst leaks.
+//! Order of writes: refcounts are raised before a further reference is written; the header changes
+//! in one sector; refcounts are lowered after the last reference is gone. A crash therefore leaves
+//! the image from before or after the change, and at worst leaks.
 //!
-//! Between the change of refcounts and that of the COPIED flags, a check finds flags that do not
-//! fit: they cause copies, or leaks. A cluster that the header may lead to twice is never marked as
-//! having one owner. A cluster that a header in doubt may lead to is never freed, which costs
-//! leaks.
+//! Between the change of refcounts and that of the COPIED flags, a check finds inconsistent flags;
+//! their effect is limited to copies or leaks. A cluster that may have two owners never has the
+//! flag. If it is unknown which header the file contains, clusters of either are never freed,
+//! which may leak them.
 //!
-//! Never changes guest data, nor clusters that a snapshot can see.
+//! Never changes guest data, nor clusters that a snapshot refers to.
 
 use std::sync::atomic::Ordering::Release;
 
@@ -24,21 +24,21 @@ use crate::qcow2::{
     l1::{L1, padded},
 };
 
-/// What a snapshot is to be called, and when it was taken.
+/// Name and date of a new snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewSnapshot<'a> {
-    /// At most 65,535 bytes; need not be the only one of that name.
+    /// Name; at most 65,535 bytes, not necessarily unique.
     pub name: &'a str,
-    /// Seconds since 1970.
+    /// Date in seconds since 1970.
     pub date_s: u32,
-    /// And nanoseconds.
+    /// Nanoseconds of the date.
     pub date_ns: u32,
 }
 
 type Result<T> = std::result::Result<T, SnapshotError>;
 
 impl Qcow2 {
-    /// The snapshots, as they are in the file.
+    /// Reads the snapshots from the file.
     ///
     /// # Errors
     /// [`SnapshotError::Invalid`] and [`SnapshotError::Failed`].
@@ -51,11 +51,11 @@ impl Qcow2 {
         Ok((snapshots, length as u64))
     }
 
-    /// Keeps the disk as it is now. Requests wait meanwhile; what was written before is in the
-    /// snapshot.
+    /// Creates a snapshot of the disk's present content. Requests wait meanwhile; all completed
+    /// writes are part of the snapshot.
     ///
     /// # Errors
-    /// [`SnapshotError`]; the disk is not touched.
+    /// [`SnapshotError`]; the disk is unchanged.
     pub async fn create_snapshot(&self, new: NewSnapshot<'_>) -> Result<Snapshot> {
         self.check_snapshots()?;
         let _quiet = self.quiesce().await?;
@@ -76,6 +76,7 @@ impl Qcow2 {
             instructions: Some(u64::MAX),
             ..Snapshot::default()
         };
+        // First: no reference may exist before it is counted.
         self.change_reach(&tables, 1).await?;
         let kept = async {
             snapshot.l1_offset = self.store(&l1).await?;
@@ -85,9 +86,10 @@ impl Qcow2 {
             kept
         };
         let kept = kept.await;
-        // Where it is not known what the header says, everything stays: a leak at the worst.
+        // If the header could be neither written nor restored, both states must stay intact: at
+        // worst a leak.
         if kept.is_err() && !self.is_read_only() {
-            // The disk is all that is left of it: as it was before.
+            // The disk is the only owner again, as before.
             self.change_reach(&tables, -1).await?;
             self.set_active_flags(Flags::Recount).await?;
             self.flush_metadata().await?;
@@ -96,11 +98,11 @@ impl Qcow2 {
         kept.map(|()| snapshot)
     }
 
-    /// Records the size of the disk in every snapshot that lacks it, as version 3 requires. In
-    /// version 2 a disk with snapshots keeps its size, so it is that of the disk now.
+    /// Stores the disk's size in every snapshot without one, as version 3 requires. In version 2 a
+    /// disk with snapshots cannot be resized, so it is the present size.
     ///
     /// # Errors
-    /// [`SnapshotError`]; the disk and the snapshots are not touched.
+    /// [`SnapshotError`]; disk and snapshots are unchanged.
     pub async fn complete_snapshots(&self) -> Result<()> {
         self.check_snapshots()?;
         let _quiet = self.quiesce().await?;
@@ -115,17 +117,17 @@ impl Qcow2 {
         self.replace_snapshots(&header, &snapshots, old_length).await
     }
 
-    /// Has the header lead to these snapshots, the last of which shares everything with the disk.
+    /// Writes a snapshot table whose last entry shares everything with the disk.
     async fn keep(&self, header: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
         self.flush_metadata().await?;
-        // From here on a first write copies, whether there will be a snapshot or not; nothing that
-        // may fail stands between the header and that.
+        // From here on first writes copy, whether the snapshot is completed or not. Nothing that
+        // can fail may come between the header and this.
         self.set_active_flags(Flags::Clear).await?;
         self.forget_copied();
         self.replace_snapshots(header, snapshots, old_length).await
     }
 
-    /// Gives back an L1 table that the header does not lead to, and certainly never did.
+    /// After a failure, frees an L1 table that the header certainly does not refer to.
     async fn undo_unless_done(&self, done: &Result<()>, l1_offset: u64, l1_bytes: usize) -> Result<()> {
         if done.is_err() && !self.is_read_only() {
             self.change_refcount(l1_offset, l1_bytes.max(1) as u64, -1).await?;
@@ -133,11 +135,11 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes the disk what it was when the snapshot was taken, its size included. What it holds now
-    /// is lost, unless another snapshot has it.
+    /// Reverts the disk to a snapshot, including its size. The present content is lost unless
+    /// another snapshot refers to it.
     ///
     /// # Errors
-    /// [`SnapshotError`]; the disk is what it was, or what the snapshot is.
+    /// [`SnapshotError`]; the disk is either unchanged or that of the snapshot.
     pub async fn apply_snapshot(&self, name: &str) -> Result<()> {
         self.check_snapshots()?;
         let _quiet = self.quiesce().await?;
@@ -152,6 +154,8 @@ impl Qcow2 {
         }
         let old = self.read_l1(header.l1_offset, header.l1_entries).await?;
         let new = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        // The new active table shares everything with the snapshot, so no entry may have the
+        // COPIED flag.
         let mut l1 = self.flagged(&new.bytes, Flags::Clear).await?;
         l1.resize(entries as usize * 8, 0);
         Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
@@ -167,9 +171,11 @@ impl Qcow2 {
             self.change_reach(&new.tables, -1).await?;
         }
         changed?;
-        // Nobody knows what differs. Those that do not record stay in use.
+        // The difference is unknown, so everything is marked dirty. Bitmaps that do not record
+        // stay in use.
         self.resize_bitmaps(header.size_bytes, size_bytes, &[]).await;
         self.mark_recorded(0, size_bytes);
+        // After the header: the old table is unreachable now.
         self.change_reach(&old.tables, -1).await?;
         if !old.bytes.is_empty() {
             self.change_refcount(header.l1_offset, old.bytes.len() as u64, -1).await?;
@@ -177,12 +183,15 @@ impl Qcow2 {
         Ok(self.flush_metadata().await?)
     }
 
-    /// Has the header, and everybody here, use another L1 table, all of which is a snapshot's too.
+    /// Switches header and memory to another L1 table, everything below which is shared with a
+    /// snapshot.
     async fn go_back(&self, l1_offset: u64, l1: &[u8], tables: &[u64], size_bytes: u64) -> Result<()> {
-        // What may fail comes before the header.
+        // Everything that can fail precedes the change of the header.
         let table = L1::parse(l1_offset, l1, self.shape, self.file.size_bytes())?;
         self.flush_metadata().await?;
         self.set_flags(tables, Flags::Clear).await?;
+        // Marked before the switch: a crash must not leave bitmaps that seem valid for another
+        // content.
         self.mark_bitmaps_in_use().await?;
         self.flush_metadata().await?;
         self.update_header(|header| {
@@ -195,10 +204,10 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Frees what only the snapshot uses.
+    /// Deletes a snapshot and frees the clusters that only it uses.
     ///
     /// # Errors
-    /// [`SnapshotError`]; the snapshot is gone or there, and the disk untouched.
+    /// [`SnapshotError`]; the snapshot may have been deleted, and the disk is unchanged.
     pub async fn delete_snapshot(&self, name: &str) -> Result<()> {
         self.check_snapshots()?;
         let _quiet = self.quiesce().await?;
@@ -206,12 +215,14 @@ impl Qcow2 {
         let (mut snapshots, old_length) = self.snapshot_table().await?;
         let snapshot = snapshots.remove(find(&snapshots, name)?);
         let Table { bytes, tables } = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        // The header drops the snapshot before its references are released.
         self.replace_snapshots(&header, &snapshots, old_length).await?;
         self.change_reach(&tables, -1).await?;
         if !bytes.is_empty() {
             self.change_refcount(snapshot.l1_offset, bytes.len() as u64, -1).await?;
         }
         self.flush_metadata().await?;
+        // Clusters whose refcount fell to one belong to the disk alone again.
         self.set_active_flags(Flags::Recount).await?;
         self.flush_metadata().await?;
         Ok(self.reload().await?)
@@ -224,8 +235,7 @@ impl Qcow2 {
         if self.shape.data_file { Err(SnapshotError::DataFile) } else { Ok(()) }
     }
 
-    /// Puts metadata where nothing is. There is room for at least one cluster, also where there are
-    /// no bytes.
+    /// Writes metadata to newly allocated clusters, at least one even for no bytes.
     async fn store(&self, bytes: &[u8]) -> Result<u64> {
         let length = bytes.len().max(1) as u64;
         let offset = self.allocate(length.div_ceil(1 << self.shape.cluster_bits)).await?;
@@ -236,7 +246,7 @@ impl Qcow2 {
         Ok(offset)
     }
 
-    /// Writes another snapshot table, has the header name it, and gives back the old one.
+    /// Writes another snapshot table, switches the header to it and frees the old one.
     async fn replace_snapshots(&self, old: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
         let table = encode(snapshots)?;
         let offset = if snapshots.is_empty() { 0 } else { self.store(&table).await? };
@@ -248,7 +258,7 @@ impl Qcow2 {
         let changed = changed.await;
         let (place, length) = match changed {
             Ok(()) => (old.snapshots_offset, old_length),
-            // The header may name the new one.
+            // The header may refer to the new table.
             Err(_) if self.is_read_only() => (0, 0),
             Err(_) => (offset, table.len() as u64),
         };
@@ -256,7 +266,7 @@ impl Qcow2 {
             && length > 0
             && let Err(error) = self.change_refcount(place, length, -1).await
         {
-            // A leak, and no reason to undo what the header says already.
+            // Only a leak, and the header is already changed.
             tracing::warn!(image = self.description(), "a snapshot table could not be given back: {error}");
         }
         Ok(changed?)
@@ -267,7 +277,7 @@ fn find(snapshots: &[Snapshot], name: &str) -> Result<usize> {
     Snapshot::find(snapshots, name).ok_or_else(|| SnapshotError::NotFound(name.to_owned()))
 }
 
-/// One more than the largest number among the ids.
+/// Returns the next id: the highest numeric one plus 1, as in QEMU.
 fn next_id(snapshots: &[Snapshot]) -> Vec<u8> {
     let ids = snapshots.iter().filter_map(|snapshot| snapshot.id().parse::<u64>().ok());
     ids.max().unwrap_or(0).saturating_add(1).to_string().into_bytes()

@@ -1,10 +1,10 @@
-//! Everything that an L1 table leads to: its refcounts, raised and lowered as a whole, and the
-//! COPIED flags.
+//! Everything that an L1 table leads to: changes of its refcounts as a whole, and of its COPIED
+//! flags.
 //!
-//! Only while the image is quiet: tables are read from the file, where everything is then.
+//! Requires that no request is in flight: tables are read from the file, which is then complete.
 //!
-//! Never reads a table twice, nor beyond the end of the file: such an image is corrupt, and that is
-//! reported before anything is changed for it.
+//! Never follows an L2 table twice or beyond the end of the file: such an image is corrupt, which
+//! is reported before anything is changed.
 
 use std::collections::HashSet;
 
@@ -15,25 +15,25 @@ use crate::qcow2::{
     entry::{COPIED, Cluster, L1Entry},
 };
 
-/// What becomes of COPIED.
+/// New value of the COPIED flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flags {
-    /// Nothing belongs to the active L1 table alone.
+    /// Cleared: everything is shared with a snapshot.
     Clear,
-    /// As the refcounts are.
+    /// Set where the refcount is 1.
     Recount,
 }
 
-/// An L1 table as it is in the file.
+/// An L1 table as in the file.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
     pub(super) bytes: Vec<u8>,
-    /// Its L2 tables, each once.
+    /// Offsets of its L2 tables, without duplicates.
     pub(super) tables: Vec<u64>,
 }
 
 impl Qcow2 {
-    /// Reads an L1 table.
+    /// Reads and checks an L1 table.
     pub(super) async fn read_l1(&self, offset: u64, entries: u32) -> Result<Table, SnapshotError> {
         let bytes = self.read_metadata(offset, u64::from(entries) * 8).await?;
         let mut seen = HashSet::new();
@@ -51,12 +51,13 @@ impl Qcow2 {
         Ok(Table { bytes, tables })
     }
 
-    /// Adds to the refcounts of all L2 tables and of what they lead to, or takes from them. Adding
-    /// is all or nothing.
+    /// Adds `by` (1 or -1) to the refcounts of all L2 tables and of everything they refer to. An
+    /// increment that fails is undone.
     pub(super) async fn change_reach(&self, tables: &[u64], by: i64) -> Result<(), SnapshotError> {
         for (done, table) in tables.iter().enumerate() {
             let changed = self.change_table(*table, by).await;
             if let Err(error) = changed {
+                // Refcounts may overflow half-way; the increments so far are taken back.
                 if by > 0 {
                     for table in &tables[..done] {
                         self.change_table(*table, -by).await?;
@@ -70,7 +71,7 @@ impl Qcow2 {
 
     async fn change_table(&self, table: u64, by: i64) -> Result<(), SnapshotError> {
         let cluster = 1 << self.shape.cluster_bits;
-        // Before the table is free, and perhaps something else.
+        // Read before the table is freed and possibly reused.
         let mut runs = self.runs_of(table).await?;
         runs.push((table, cluster));
         for (done, (offset, length)) in runs.iter().enumerate() {
@@ -86,7 +87,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// What an L2 table leads to: places in the file, those that follow each other as one.
+    /// Ranges of the file that an L2 table refers to; adjacent clusters are merged.
     async fn runs_of(&self, table: u64) -> Result<Vec<(u64, u64)>, SnapshotError> {
         let cluster = 1 << self.shape.cluster_bits;
         let bytes = self.read_metadata(table, cluster).await?;
@@ -103,7 +104,8 @@ impl Qcow2 {
                     merges = true;
                 }
                 Cluster::Compressed { offset, length } => {
-                    // It shares clusters with its neighbours, and each of them counts.
+                    // Compressed clusters share host clusters with their neighbours, and each of
+                    // them counts.
                     runs.push((offset, length));
                     merges = false;
                 }
@@ -129,7 +131,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The bytes of an L1 table with the flags as they should be.
+    /// Returns an encoded L1 table with its flags set according to `flags`.
     pub(super) async fn flagged(&self, l1: &[u8], flags: Flags) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::with_capacity(l1.len());
         for word in words(l1) {
@@ -140,7 +142,7 @@ impl Qcow2 {
         Ok(bytes)
     }
 
-    /// Sets the flags in these L2 tables.
+    /// Sets the flags in these L2 tables, in the file.
     pub(super) async fn set_flags(&self, tables: &[u64], flags: Flags) -> Result<(), SnapshotError> {
         for table in tables {
             let mut bytes = self.read_metadata(*table, 1 << self.shape.cluster_bits).await?;
@@ -156,6 +158,7 @@ impl Qcow2 {
                     changed = true;
                 }
             }
+            // Tables without a change are not written: most of a large image.
             if changed {
                 self.write_metadata(*table, &bytes).await?;
             }

@@ -1,13 +1,12 @@
-//! The snapshot table: entries of different lengths, one after the other.
+//! The snapshot table: a sequence of entries of variable length.
 //!
-//! Unknown extra data is kept. Names are bytes: QEMU takes any, and old images have some that are
-//! not UTF-8.
+//! Unknown extra data is preserved. Names are bytes: QEMU accepts any, and old images have names
+//! that are not UTF-8.
 //!
-//! Damage hides no more than it must: an entry with an impossible L1 table is read, and so are the
-//! entries after it. Only an entry of unknown length cuts the table off.
+//! Damage affects as few entries as possible: an entry with an invalid L1 table is still decoded,
+//! as are all later ones. Only an entry of unknown length ends the table.
 //!
-//! Never trusts a length before the bytes are there, and reads no more of the file than
-//! [`LARGEST_TABLE`].
+//! Never trusts a length before the bytes were read, and reads at most [`LARGEST_TABLE`].
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Snapshots".
 
@@ -23,63 +22,63 @@ use crate::qcow2::{
     header::{Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
 };
 
-/// The largest table that QEMU opens, in bytes: 1 KiB for each of the most snapshots.
+/// Size limit of the table in bytes, as in QEMU: 1 KiB for each of 65,536 snapshots.
 pub const LARGEST_TABLE: usize = 64 << 20;
-/// The most extra data of an entry that QEMU opens.
+// Limit of the extra data of an entry, as in QEMU.
 const LARGEST_EXTRA: usize = 1024;
-/// Extra data that is known: size of the machine's state, size of the disk, and how many
-/// instructions have run.
+// Known extra data: size of the VM state, size of the disk, instruction count.
 const KNOWN_EXTRA: usize = 24;
 const FIXED: usize = 40;
-/// The table is read in pieces of this many bytes.
+// The table is read in pieces of this many bytes.
 const PIECE: usize = 64 << 10;
 
 /// An internal snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its L1 table in the file: the beginning of a cluster.
+    /// Offset of its L1 table, a multiple of the cluster size.
     pub l1_offset: u64,
-    /// Entries of its L1 table; the table has 32 MiB at most.
+    /// Entries of its L1 table, which has at most 32 MiB.
     pub l1_entries: u32,
-    /// Unique; a number, as QEMU makes them.
+    /// Unique id; a decimal number, as in QEMU.
     pub id: Vec<u8>,
-    /// What people call it.
+    /// Name given by the user.
     pub name: Vec<u8>,
-    /// When it was taken, in seconds since 1970.
+    /// Date in seconds since 1970.
     pub date_s: u32,
-    /// And nanoseconds.
+    /// Nanoseconds of the date.
     pub date_ns: u32,
-    /// How long the guest had run, in nanoseconds.
+    /// Run time of the guest in nanoseconds.
     pub vm_clock_ns: u64,
-    /// State of the machine that lies behind the disk in the snapshot, in bytes.
+    /// Size in bytes of the VM state, which is stored after the disk in the snapshot's address
+    /// space.
     pub vm_state_bytes: u64,
-    /// The disk's size then; `None` is what it is now, in old images.
+    /// Size of the disk at that time; `None` in old images, where it equals the present size.
     pub disk_bytes: Option<u64>,
-    /// Instructions that had run, where they were counted.
+    /// Instruction count of the guest, if it was recorded.
     pub instructions: Option<u64>,
-    /// Extra data behind what is known.
+    /// Extra data after the known fields.
     pub extra: Vec<u8>,
 }
 
 impl Snapshot {
-    /// The name, for people.
+    /// Name as text.
     pub fn name(&self) -> Cow<'_, str> {
         String::from_utf8_lossy(&self.name)
     }
 
-    /// The id, for people.
+    /// Id as text.
     pub fn id(&self) -> Cow<'_, str> {
         String::from_utf8_lossy(&self.id)
     }
 
-    /// Which of them has this id, or else this name.
+    /// Returns the index of the snapshot with this id or, failing that, with this name.
     pub fn find(snapshots: &[Self], name: &str) -> Option<usize> {
         let by_id = snapshots.iter().position(|snapshot| snapshot.id == name.as_bytes());
         by_id.or_else(|| snapshots.iter().position(|snapshot| snapshot.name == name.as_bytes()))
     }
 
-    /// Reads an entry from the front of `bytes`, and its length. `None` if the entry continues
-    /// after them.
+    /// Decodes the entry at the start of `bytes` and returns it with its length. `None` if the
+    /// entry extends beyond them.
     fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, Invalid> {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
         let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);
@@ -108,7 +107,7 @@ impl Snapshot {
         Ok(Some((snapshot, end.next_multiple_of(8))))
     }
 
-    /// Checks the place of the L1 table, as far as the header bounds it.
+    /// Checks size and offset of the L1 table against the header's limits.
     ///
     /// # Errors
     /// The table has an impossible size or offset.
@@ -129,7 +128,7 @@ impl Snapshot {
     fn encode(&self, bytes: &mut Vec<u8>) {
         let mut extra = Vec::with_capacity(KNOWN_EXTRA + self.extra.len());
         let short_vm_state = u32::try_from(self.vm_state_bytes);
-        // Of version 2, extra data may end behind the size of the VM state.
+        // In version 2 the extra data may end after the size of the VM state.
         if self.disk_bytes.is_some() || short_vm_state.is_err() {
             extra.extend(self.vm_state_bytes.to_be_bytes());
         }
@@ -147,7 +146,7 @@ impl Snapshot {
         bytes.extend(self.date_s.to_be_bytes());
         bytes.extend(self.date_ns.to_be_bytes());
         bytes.extend(self.vm_clock_ns.to_be_bytes());
-        // Superseded by the extra data, where there is any.
+        // Superseded by the extra data, if present.
         bytes.extend(short_vm_state.unwrap_or(0).to_be_bytes());
         bytes.extend((extra.len() as u32).to_be_bytes());
         bytes.extend(&extra);
@@ -157,10 +156,10 @@ impl Snapshot {
     }
 }
 
-/// The table's bytes.
+/// Encodes the table.
 ///
 /// # Errors
-/// If they are more than QEMU reads, or a name is too long to be written.
+/// The table exceeds QEMU's limit, or a name is too long.
 pub fn encode(snapshots: &[Snapshot]) -> Result<Vec<u8>, Invalid> {
     let mut bytes = Vec::new();
     for snapshot in snapshots {
@@ -176,15 +175,15 @@ pub fn encode(snapshots: &[Snapshot]) -> Result<Vec<u8>, Invalid> {
     Ok(bytes)
 }
 
-/// The snapshot table, as far as it can be read.
+/// The readable part of a snapshot table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotTable {
-    /// The entries, in the order of the table. [`Snapshot::check`] fails for those with an
-    /// impossible L1 table.
+    /// Entries in the order of the table. [`Snapshot::check`] fails for those with an invalid L1
+    /// table.
     pub snapshots: Vec<Snapshot>,
     /// Length of these entries in the file, in bytes.
     pub length_bytes: usize,
-    /// The reason why later entries cannot be read.
+    /// Reason why later entries cannot be read.
     pub cut: Option<Invalid>,
 }
 
@@ -193,7 +192,7 @@ impl SnapshotTable {
     /// [`LARGEST_TABLE`] bytes. Damage is not an error: see [`SnapshotTable::faults`].
     ///
     /// # Errors
-    /// The storage's.
+    /// Those of the storage.
     pub async fn read(storage: &Storage, header: &Header) -> IoResult<Self> {
         let mut table = Self::default();
         let mut read = Vec::new();
@@ -201,7 +200,7 @@ impl SnapshotTable {
             match next(storage, header, number, table.length_bytes, &mut read).await? {
                 Ok((snapshot, length)) => {
                     table.snapshots.push(snapshot);
-                    // Its padding may be missing from the last one.
+                    // The last entry may lack its padding.
                     table.length_bytes = (table.length_bytes + length).min(read.len());
                 }
                 Err(cut) => {
@@ -214,15 +213,15 @@ impl SnapshotTable {
         Ok(table)
     }
 
-    /// Everything that is wrong with the table and its entries.
+    /// All faults of the table and its entries.
     pub fn faults(&self, header: &Header) -> impl Iterator<Item = Invalid> {
         let entries = self.snapshots.iter().filter_map(|snapshot| snapshot.check(header).err());
         entries.chain(self.cut.clone())
     }
 }
 
-/// The entry at byte `at` of the table, and its length; or the reason why there is none. `read` is
-/// the table as far as it has been read.
+/// Returns the entry at byte `at` of the table and its length, or its fault. `read` is the part of
+/// the table that was read so far.
 async fn next(
     storage: &Storage,
     header: &Header,
@@ -255,13 +254,14 @@ async fn next(
     }
 }
 
-/// The fault of a header with more snapshots than QEMU opens.
+/// Fault of a header with more snapshots than QEMU accepts.
 pub(in crate::qcow2) fn too_many(header: &Header) -> Option<Invalid> {
     (header.snapshots > MOST_SNAPSHOTS)
         .then(|| Invalid::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", header.snapshots)))
 }
 
-/// Reads a table without damage, for changes to it: the snapshots, and its length in bytes.
+/// Reads a table that is to be changed, which must have no faults: the snapshots, and its length
+/// in bytes.
 ///
 /// # Errors
 /// The first fault of the table, or the storage's error.
