@@ -20,7 +20,7 @@ use reactor::{
 };
 use storage::{CacheMode, Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions};
 
-/// Not a multiple of a block or a page, so that there is a tail.
+/// Not a multiple of a block or a page, to get an unaligned tail.
 const ODD_SIZE: usize = (256 << 10) + 1234;
 
 const KEEP: ZeroOptions =
@@ -53,7 +53,7 @@ fn open_with(path: &Path, cache: CacheMode) -> Result<Image, OpenError> {
     open_raw(path.to_str().expect("UTF-8"), OpenOptions { cache, ..OpenOptions::default() })
 }
 
-/// Runs `test` on an image of `size` bytes in every directory and cache mode that goes together.
+/// Runs `test` on an image of `size` bytes in every valid combination of directory and cache mode.
 fn everywhere<F: Future<Output = ()>>(
     size: usize,
     test: impl Fn(Rc<Image>, Vec<u8>, PathBuf) -> F + Clone + 'static,
@@ -75,7 +75,7 @@ fn everywhere<F: Future<Output = ()>>(
     }
 }
 
-/// A guest's memory of so many bytes, and the file that it is.
+/// Guest memory of `bytes` bytes, and the file behind it.
 fn guest(bytes: usize) -> (Memory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MFdFlags::MFD_CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
@@ -84,7 +84,7 @@ fn guest(bytes: usize) -> (Memory, std::fs::File) {
     (Memory::new(vec![region]).expect("one region"), file)
 }
 
-/// Reads into memory of ours and, at several alignments, into a guest's.
+/// Reads into our own memory and, at several alignments, into guest memory.
 async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
     let bytes = image.read(offset as u64, length).await.expect("reads").to_vec();
     for (skew, gap) in [(0, 0), (1, 0), (512, 4096), (4096, 7)] {
@@ -104,7 +104,7 @@ async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// The same bytes at some place of a guest's memory.
+/// The same bytes in guest memory, at an offset of `skew`.
 fn in_guest(bytes: &[u8], skew: usize) -> Segments {
     let (memory, _) = guest(skew + bytes.len() + 1);
     let place = memory.place(skew as u64, bytes.len()).expect("inside");
@@ -112,7 +112,7 @@ fn in_guest(bytes: &[u8], skew: usize) -> Segments {
     place.into()
 }
 
-/// One random change to image and model alike.
+/// Applies one random change to both image and model.
 async fn change(image: &Image, random: &mut fastrand::Rng, model: &mut [u8], offset: usize, length: usize) {
     let range = offset..offset + length;
     let (at, long) = (offset as u64, length as u64);
@@ -196,7 +196,7 @@ fn memory_that_is_gone_fails_its_request_and_no_other() {
         let target = Target::Here(place().into());
         assert_eq!(image.read_to(4096, target).await.err(), Some(Error::FAULT));
         assert_eq!(image.write(65_536, place().into(), Durability::Cached).await, Err(Error::FAULT));
-        // Where a copy is made it is of zeroes, and the region is lost from then on.
+        // The lost region reads as zeroes if a copy is made, and stays lost.
         match image.write(100_001, place().part(0, 100).into(), Durability::Cached).await {
             Ok(()) => assert!(memory.is_lost() && read(&image, 100_001, 100).await == [0; 100]),
             Err(error) => assert_eq!(error, Error::FAULT),
@@ -209,8 +209,7 @@ fn memory_that_is_gone_fails_its_request_and_no_other() {
 #[test]
 fn neighbours_in_one_block_and_across_the_tail_do_not_disturb_each_other() {
     everywhere(ODD_SIZE, |image, mut model, _| async move {
-        // Three hundred bytes each, so that every block and the border of the tail belong to
-        // several.
+        // 300 bytes each, so that every block and the start of the tail belong to several.
         let first = ODD_SIZE - 40 * 300;
         for round in 0..4_u8 {
             let writes: Vec<_> = (0..40_u8)
@@ -308,7 +307,7 @@ fn a_file_is_cut_at_any_byte_and_grows_with_zeroes() {
             assert_eq!(image.size_bytes(), size as u64);
             assert_eq!(std::fs::metadata(&path).expect("is there").len(), size as u64);
             assert!(read(&image, 0, size).await == model, "of {size} bytes");
-            // Across its last blocks, so that there is something to cut.
+            // Across the last blocks, so that part of it is cut off.
             let first = size.saturating_sub(5000);
             let data = Buffer::copy_of(&vec![number as u8 + 1; size - first]);
             model[first..].fill(number as u8 + 1);

@@ -1,4 +1,4 @@
-//! Chains as they should be, and as nobody should make them.
+//! Valid and invalid backing chains.
 
 use std::{
     fs,
@@ -32,7 +32,7 @@ impl Images {
         self.0.path().join(name).to_str().expect("text").to_owned()
     }
 
-    /// Makes an image of 1 MiB, in the place of the one that was there.
+    /// Creates an image of 1 MiB, replacing the previous one.
     fn create(&self, name: &str, options: CreateOptions) {
         let options = CreateOptions { size_bytes: 1 << 20, ..options };
         let made_file = |path: PathBuf| {
@@ -49,7 +49,7 @@ impl Images {
         made.expect("io_uring works").expect("valid");
     }
 
-    /// An image that stands on another one.
+    /// Creates an overlay.
     fn over(&self, name: &str, backing: &str, format: Option<&str>) {
         let backing = Backing { name: backing.to_owned(), format: format.map(str::to_owned) };
         self.create(name, CreateOptions { backing: Some(backing), ..CreateOptions::default() });
@@ -65,7 +65,7 @@ impl Images {
         });
     }
 
-    /// Three images on top of each other, each with a cluster of its own.
+    /// Three images in a chain, each with a cluster of its own.
     fn chain() -> Self {
         let images = Self::new();
         fs::create_dir(images.path("sub")).expect("made");
@@ -108,7 +108,7 @@ fn refused(path: String, options: ImageOptions, part: &str) {
     assert!(said.contains(part), "{said}");
 }
 
-/// The byte that every 64 KiB begin with.
+/// First byte of each 64 KiB.
 async fn bytes(image: &Image) -> Vec<u8> {
     let mut bytes = Vec::new();
     for cluster in 0..image.size_bytes().div_ceil(65536) {
@@ -177,7 +177,7 @@ fn a_raw_file_of_no_bytes_has_nothing_to_show() {
     with(images.path("top.qcow2"), writing(), async |opened| {
         let image = opened.expect("opens");
         assert_eq!(bytes(&image).await[..6], [0, 0, 0, 0, 3, 0]);
-        // Of a cluster, the rest is copied from below.
+        // The rest of the cluster is copied from the backing file.
         image.write(5 << 16, Buffer::copy_of(&[4]).into(), Durability::Cached).await.expect("written");
         assert_eq!(image.read(5 << 16, 4096).await.expect("readable").to_vec()[..2], [4, 0]);
         image.close().await.expect("closed");

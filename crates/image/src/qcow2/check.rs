@@ -1,31 +1,31 @@
-//! Whether an image is consistent, and how to repair one that is not: `qemu-img check`.
+//! Consistency check and repair of an image, as by `qemu-img check`.
 //!
 //! ```text
 //!   count all references ─► compare with the refcounts ─► compare the COPIED flags
-//!     correct entries              correct, or make anew         correct
+//!     correct entries             correct, or rebuild            correct
 //! ```
 //!
-//! - `counts`: how often each cluster is referred to.
+//! - `counts`: number of references to each cluster.
 //! - `header`: reserved fields and names. `walk`: L1 tables; `tables`: L2 tables; `entries`: the
 //!   verdict on an L2 entry.
-//! - `metadata`: which tables a repair may change; `ranges`: guest ranges in reports.
-//! - `others`: snapshots, bitmaps, the LUKS header; `completing`: a complete snapshot table.
-//! - `refcounts`: the refcounts in the file against those counted; `rebuild`: new ones.
-//! - `copied`: the flags by which a cluster may be written in place.
+//! - `metadata`: the tables that a repair may change; `ranges`: guest ranges in reports.
+//! - `others`: snapshots, bitmaps, the LUKS header; `completing`: completes the snapshot table.
+//! - `refcounts`: compares stored with counted refcounts; `rebuild`: writes new ones.
+//! - `copied`: the flags that allow writing a cluster in place.
 //!
-//! Works on the storage itself, without opening the image: nothing else may use it meanwhile.
-//! Nothing in it is trusted. Memory and time grow with what is in the file, not with what its
-//! numbers claim: a table is read once, however many entries refer to it.
+//! Works on the storage without opening the image; nothing else may use it meanwhile. Trusts none
+//! of its content. Memory and time grow with what is in the file, not with the numbers in it: a
+//! table is read once, however many entries refer to it.
 //!
-//! Order of repairs: entries are corrected and refcounts are raised before anything is lowered,
-//! with a flush between. So an interrupted repair leaves at most the damage that it found, and
+//! Order of repairs: entries are corrected and refcounts raised before anything is lowered, with a
+//! flush in between. An interrupted repair therefore leaves at most the damage that it found, and
 //! leaks.
 //!
-//! Never changes a guest byte that can be read, zeroes included. An entry with an ambiguous content
-//! stays unless the user gives it up ([`Repair::Forced`]).
+//! Never changes a readable guest byte, zeroes included. An entry with ambiguous content stays
+//! unless the user gives it up ([`Repair::Forced`]).
 //!
-//! Never frees a cluster in an image with a part that could not be read or is ambiguous, and calls
-//! none leaked there: what could not be read may refer to it.
+//! Never frees a cluster, or reports it as leaked, if part of the image could not be read or is
+//! ambiguous: the missing part may refer to the cluster.
 
 mod completing;
 mod copied;
@@ -59,64 +59,64 @@ use reactor::error::Result as IoResult;
 use storage::Storage;
 use walk::L1Table;
 
-/// Findings are told up to so many; the others are counted.
+/// Limit of findings that are reported as text; further ones are only counted.
 pub const MOST_FINDINGS: usize = 1000;
 
 const LARGEST_CLUSTER: u64 = 2 << 20;
 
-/// What is to be repaired.
+/// Extent of a repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Repair {
-    /// Nothing: the storage may be read-only.
+    /// No repair; the storage may be read-only.
     #[default]
     Nothing,
-    /// Clusters that nothing refers to are freed.
+    /// Frees clusters without references.
     Leaks,
     /// Repairs damage that has exactly one correct repair. Ambiguous content is reported and
     /// unchanged.
     All,
     /// Also gives up ambiguous content: its guest ranges then read as zeroes, or as the backing
-    /// file where a whole L2 table is lost or the image has version 2.
+    /// file if a whole L2 table is lost or the image has version 2.
     Forced,
 }
 
-/// What was found. Numbers have the names of `qemu-img check`.
+/// Result of a check. Counters have the names of `qemu-img check`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// What is wrong, and still is.
+    /// Remaining corruptions.
     pub corruptions: u64,
-    /// Clusters that count as used, or as used more often than they are.
+    /// Remaining clusters whose refcount is higher than the number of references.
     pub leaks: u64,
-    /// The same in an image in which references may have been missed: they may be leaked or in use,
-    /// and a repair keeps them.
+    /// Like `leaks`, in an image in which references may have been missed: the clusters may be in
+    /// use, and a repair keeps them.
     pub possible_leaks: u64,
-    /// The reason why references may have been missed.
+    /// Reason why references may have been missed.
     pub missed_references: Option<String>,
-    /// What could not be read.
+    /// Number of structures that could not be read.
     pub check_errors: u64,
-    /// What was wrong and is right now.
+    /// Corruptions that were repaired.
     pub corruptions_fixed: u64,
-    /// Leaks that are none any more.
+    /// Leaks that were repaired.
     pub leaks_fixed: u64,
-    /// Of the virtual disk.
+    /// Clusters of the virtual disk.
     pub total_clusters: u64,
-    /// Those that have a place.
+    /// Clusters that are mapped to the file.
     pub allocated_clusters: u64,
-    /// Those that do not follow the one before.
+    /// Clusters that are not adjacent to their predecessor in the file.
     pub fragmented_clusters: u64,
-    /// Those that are compressed.
+    /// Compressed clusters.
     pub compressed_clusters: u64,
-    /// Where the last cluster in use ends, in bytes.
+    /// End of the last cluster in use, in bytes.
     pub image_end_offset: u64,
-    /// Guest ranges whose content is ambiguous, and was left unchanged. Sorted; not all of them
-    /// where there are very many.
+    /// Guest ranges with ambiguous content, which was not changed. Sorted; incomplete if there are
+    /// very many.
     pub ambiguous: Vec<GuestRange>,
-    /// All guest ranges that a forced repair gave up, sorted. A range that does not fit in this
+    /// All guest ranges that a forced repair gave up, sorted. A range that does not fit into this
     /// list is not given up.
     pub lost: Vec<GuestRange>,
-    /// What is wrong and what was done, for people; [`MOST_FINDINGS`] at most.
+    /// Findings and repairs as text for users; at most [`MOST_FINDINGS`].
     pub findings: Vec<String>,
-    /// How many findings there were beyond that.
+    /// Number of findings beyond the limit.
     pub unsaid: u64,
 }
 
@@ -136,16 +136,17 @@ impl Report {
 
 const RAW_WITHOUT_DATA_FILE: &str = "the header says that the external data file is raw, and there is none";
 
-/// Checks the image in `storage`, which nothing else changes meanwhile, and repairs it as far as
-/// asked. What was repaired is on stable storage.
+/// Checks the image in `storage`, which must not change meanwhile, and repairs it as far as
+/// `repair` allows. Repairs are durable on return.
 ///
 /// # Errors
-/// If the header cannot be read or is wrong, so that nothing can be said; if a repair cannot be
+/// The header is unreadable or invalid, so that a check is impossible; or a repair cannot be
 /// written.
 pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, MetadataError> {
     let mut header = read_repairable(storage).await?;
     if repair != Repair::Nothing && header.autoclear & !autoclear::KNOWN != 0 {
-        // Nobody knows what they promise, and it may not be so afterwards.
+        // Unknown autoclear bits must be cleared before a write: their features may become
+        // inconsistent.
         header.autoclear &= autoclear::KNOWN;
         write_header(storage, &header).await?;
     }
@@ -158,8 +159,11 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
         write_header(storage, &header).await?;
     }
     let has_stale_bitmaps = header.bitmaps.is_some() && header.autoclear & autoclear::BITMAPS == 0;
+    // The first pass never writes: its survey tells the second one which tables are safe to
+    // change.
     let (mut report, survey, _) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
     let is_intact = report.is_consistent() && report.leaks == 0 && !has_stale_bitmaps;
+    // A repair invalidates the first report, so it is replaced.
     if repair != Repair::Nothing && !is_intact {
         report = repair_surveyed(storage, repair, survey).await?;
     }
@@ -186,11 +190,12 @@ async fn repair_surveyed(
     let header = read_repairable(storage).await?;
     let (mut report, _, has_moved) = Pass::new(storage, header, repair, Some(survey)).run().await?;
     if has_moved {
-        // The old location of a moved structure is not a finding.
+        // The old location of a moved structure is an expected leak and not a finding.
         let header = read_repairable(storage).await?;
         let (_, survey, _) = Pass::new(storage, header.clone(), Repair::Nothing, None).run().await?;
         Pass::new(storage, header, Repair::Leaks, Some(survey)).run().await?;
     }
+    // The second pass reports the image as it is now, and verifies the repairs.
     if has_moved || report.corruptions_fixed + report.leaks_fixed > 0 {
         let header = read_repairable(storage).await?;
         let (mut second, ..) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
@@ -207,8 +212,8 @@ async fn repair_surveyed(
     Ok(report)
 }
 
-/// The header, also where nothing is wrong with it but where the refcount table is: that is then
-/// behind the end of the file, so that the refcounts count as lost and can be made anew.
+/// Reads the header. If only its refcount table is invalid, the table is assumed beyond the end of
+/// the file, so that the refcounts count as lost and can be rebuilt.
 async fn read_repairable(storage: &Storage) -> Result<Header, MetadataError> {
     let mut start = bytes::read_start(storage).await?;
     let invalid = match Header::parse(&start) {
@@ -222,7 +227,7 @@ async fn read_repairable(storage: &Storage) -> Result<Header, MetadataError> {
     Header::parse(&start).map_err(|_| invalid.into())
 }
 
-/// Clears the marks of a dirty or corrupt image, and reports that.
+/// Clears the dirty and corrupt marks of a consistent image, and reports that.
 async fn mark_clean(storage: &Storage, report: &mut Report) -> Result<(), MetadataError> {
     let mut header = read_header(storage).await?;
     let marks = incompatible::DIRTY | incompatible::CORRUPT;
@@ -240,7 +245,7 @@ async fn mark_clean(storage: &Storage, report: &mut Report) -> Result<(), Metada
     Ok(())
 }
 
-/// Writes the header, sector by sector where it changed, and flushes.
+/// Writes the changed sectors of the header and flushes.
 async fn write_header(storage: &Storage, header: &Header) -> Result<(), MetadataError> {
     let encoded = header.encode()?;
     let old = bytes::read(storage, 0, encoded.len()).await?;
@@ -254,33 +259,30 @@ async fn write_header(storage: &Storage, header: &Header) -> Result<(), Metadata
     Ok(())
 }
 
-/// One look at the whole image.
+/// One pass over the whole image.
 struct Pass<'a> {
     storage: &'a Storage,
     header: Header,
     repair: Repair,
     shape: Shape,
-    /// Clusters of the file; the last may be incomplete.
+    /// Clusters in the file; the last may be incomplete.
     file_clusters: u64,
     found: ReferenceSurvey,
-    /// References that an earlier pass over the same image found; without them no table is written.
+    /// References found by an earlier pass over the same image; without them no table is written.
     survey: Option<ReferenceSurvey>,
     /// L1 tables that were read.
     disks: Vec<L1Table>,
-    /// Clusters whose refcount in the file is another than what was counted: 1 if it is 1,
-    /// otherwise 2.
+    /// Clusters whose stored refcount differs from the counted one: 1 if it is 1, otherwise 2.
     stored: Counts,
-    /// Clusters whose refcount was too high and is 1 now: what they are referred to by lacks
-    /// COPIED.
+    /// Clusters whose refcount was lowered to 1, and whose referring entry therefore lacks COPIED.
     lowered_to_one: HashSet<u64>,
-    /// Number of clusters with a refcount in one block.
+    /// Number of clusters that one refcount block covers.
     per_block: u64,
-    /// Refcount blocks whose numbers in the file are unknown, by index in the table; `None` if the
-    /// table is unknown.
+    /// Indices of refcount blocks with unknown content; `None` if the table is unknown.
     unknown_blocks: Option<HashSet<u64>>,
-    /// Refcount blocks are not written, because they may be something else too.
+    /// Refcount blocks must not be written, because they may overlap other structures.
     is_frozen: bool,
-    /// A snapshot table that is to take the place of the one in the file.
+    /// New snapshot table that is to replace the one in the file.
     planned: Option<Planned>,
     ambiguous: GuestRanges,
     lost: GuestRanges,
@@ -321,7 +323,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The report, the references that were found, and whether a structure was moved, or was to be.
+    /// Runs the pass. Returns the report, the references, and true if a structure was to be moved.
     async fn run(mut self) -> Result<(Report, ReferenceSurvey, bool), MetadataError> {
         self.check_header().await?;
         self.count_metadata(MetadataKind::Header, "the header", (0, self.header.cluster_bytes()), 1);
@@ -329,7 +331,7 @@ impl<'a> Pass<'a> {
         self.count_luks().await;
         self.walk(tables).await?;
         self.count_bitmaps().await?;
-        // Before anything is freed that was referred to until now.
+        // Corrected entries must be durable before the clusters they referred to are freed.
         self.flush_repairs().await?;
         if let Some(structures) = self.count_refcounts().await {
             self.compare(structures).await?;
@@ -351,7 +353,7 @@ impl<'a> Pass<'a> {
         matches!(self.repair, Repair::All | Repair::Forced)
     }
 
-    /// Notes that references may be missing from the count. Nothing is freed then.
+    /// Records that references may be missing from the count. Nothing is freed then.
     fn miss_references(&mut self, why: impl Into<String>) {
         self.report.missed_references.get_or_insert_with(|| why.into());
     }
@@ -361,26 +363,26 @@ impl<'a> Pass<'a> {
         self.report.missed_references.is_some()
     }
 
-    /// Damage that stays and may hide references.
+    /// Reports unrepaired damage that may hide references.
     fn hidden(&mut self, what: impl Into<String>) {
         let what = what.into();
         self.miss_references(&*what);
         self.corrupt(what);
     }
 
-    /// Something is wrong, and stays so.
+    /// Reports unrepaired damage.
     fn corrupt(&mut self, what: impl Into<String>) {
         self.report.corruptions += 1;
         self.report.say(format!("ERROR: {}", what.into()));
     }
 
-    /// Something was wrong, and is right now.
+    /// Reports repaired damage.
     fn corrected(&mut self, what: impl Into<String>) {
         self.report.corruptions_fixed += 1;
         self.report.say(format!("Repaired: {}", what.into()));
     }
 
-    /// Metadata of a bounded length. What cannot be read is noted, and gives nothing.
+    /// Reads metadata of bounded length. A failure is reported and returns `None`.
     async fn read(&mut self, what: &str, offset: u64, length: u64) -> Option<Vec<u8>> {
         match bytes::read(self.storage, offset, length as usize).await {
             Ok(bytes) => Some(bytes),
@@ -394,13 +396,14 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Whether clusters from `offset` on have a place in the file; the last may be incomplete.
+    /// True if the clusters of the range exist in the file; the last may be incomplete.
     fn is_inside(&self, offset: u64, length: u64) -> bool {
         let Some(last) = offset.checked_add(length.max(1) - 1) else { return false };
         last >> self.header.cluster_bits < self.file_clusters
     }
 
-    /// Counts the clusters of a region that is referred to `times` times.
+    /// Counts the clusters of a region with `times` references. Returns false, and reports it, if
+    /// the region is beyond the end of the file.
     fn count_region(&mut self, what: &str, offset: u64, length: u64, times: u64) -> bool {
         if length == 0 {
             return true;

@@ -1,4 +1,4 @@
-//! The fuzz targets for a moment: images of every kind, with bytes of their metadata changed.
+//! Short runs of the fuzz targets: images of every kind with changed bytes in their metadata.
 
 use std::sync::LazyLock;
 
@@ -11,7 +11,7 @@ use crate::qcow2::{
     header::Backing,
 };
 
-/// Images, small and whole.
+/// Small, undamaged images.
 static IMAGES: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| kinds().into_iter().map(image).collect());
 
 fn kinds() -> Vec<CreateOptions> {
@@ -29,7 +29,7 @@ fn kinds() -> Vec<CreateOptions> {
     ]
 }
 
-/// One with data of all sorts, and as much of snapshots and bitmaps as it may have.
+/// An image with data of all kinds, and with snapshots and bitmaps if it may have them.
 fn image(options: CreateOptions) -> Vec<u8> {
     sim::run(1, async move {
         let storage = Storage::memory(512);
@@ -50,7 +50,7 @@ fn image(options: CreateOptions) -> Vec<u8> {
     })
 }
 
-/// One of the images, and bytes of it that are something else.
+/// One of the images, with some bytes replaced.
 #[derive(Clone, Debug)]
 struct Damaged {
     number: usize,
@@ -68,7 +68,7 @@ impl Damaged {
     }
 }
 
-/// Most of the bytes are in front, where the header and the tables are.
+/// Most of the replaced bytes are at the front, in the header and the tables.
 fn damaged() -> impl Strategy<Value = Damaged> {
     let place = prop_oneof![0..120_usize, 512..4096_usize, any::<usize>()];
     let value = prop_oneof![any::<u8>(), (0..8_u32).prop_map(|bit| 1 << bit), Just(0), Just(0xff)];

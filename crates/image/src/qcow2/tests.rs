@@ -1,4 +1,5 @@
-//! An open image against a plain array: random requests over every kind of image that weir makes.
+//! An open image compared with a plain array: random requests over every kind of image that weir
+//! creates.
 
 use policy::time::Duration;
 use proptest::prelude::*;
@@ -99,7 +100,7 @@ struct World {
     kind: Kind,
     image: Qcow2,
     model: Vec<u8>,
-    /// Discarded: the old bytes, or zeroes.
+    /// Discarded ranges: the old bytes or zeroes.
     open: Vec<bool>,
 }
 
@@ -119,7 +120,7 @@ async fn open(kind: &Kind, content: &[u8]) -> Qcow2 {
     Qcow2::open(parts).await.expect("valid")
 }
 
-/// A guest's memory, which holds no zeroes.
+/// Guest memory whose content is not zero.
 fn guest(bytes: usize) -> Memory {
     let memory = Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
     memory.place(0, bytes).expect("inside").fill(0, bytes, 0xa5);
@@ -218,7 +219,7 @@ fn a_read_that_fails_ends_when_nothing_writes_to_its_memory_any_more() {
         image.write(cluster, data.into(), Durability::Cached).await.expect("room");
         image.close().await.expect("memory");
         let content = image.storage().content().await.expect("memory");
-        // The first cluster fails at once, below; the second takes its time.
+        // The first cluster fails at once in the backing file; the second takes its time.
         let base = Storage::memory(cluster).with_faults(vec!["kind=read".parse().expect("valid")]);
         let slow = Storage::holding(&content).await.delayed("read=5ms".parse().expect("valid"));
         let backing = Some(Box::new(Image::Raw(Raw::new(base).read_only())));
@@ -257,7 +258,7 @@ fn plain() -> Kind {
     Kind { options, caches: CacheSettings::default(), has_backing: false }
 }
 
-/// The bytes of an image in which the first 64 KiB are written.
+/// Content of an image whose first 64 KiB are written.
 async fn written() -> Vec<u8> {
     let mut world = World::new(plain()).await;
     world.step(&Step::Write(0, 65_536, 7)).await;
@@ -376,7 +377,7 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
     }
 }
 
-/// The same, over a storage that fails as the rule says.
+/// Opens the image over a storage that fails as the rule says.
 async fn failing(content: &[u8], rule: &str) -> Parts {
     let parts = parts_of(content).await;
     let rules = vec![rule.parse().expect("a rule")];
@@ -426,7 +427,7 @@ fn a_header_that_does_not_arrive_is_the_old_one() {
             assert_eq!(image.header().size_bytes, SIZE as u64);
             let there = image.storage().content().await.expect("memory");
             assert_eq!(Header::parse(&there[..4096]).expect("valid").size_bytes, SIZE as u64);
-            // Where not even that is certain, nothing is written any more.
+            // If the header could not be restored either, all writes are rejected.
             assert_eq!(image.is_read_only(), count != "count=1");
         });
     }
@@ -456,7 +457,7 @@ fn what_was_behind_the_old_end_does_not_come_to_light() {
 #[test]
 fn a_disk_that_shrinks_keeps_no_refcounts_of_nothing() {
     sim::run(1, async {
-        // A refcount block is for 64 clusters, and the tables of the mapping lie before all data.
+        // A refcount block covers 64 clusters, and the tables of the mapping precede all data.
         let preallocation = Preallocation::Metadata;
         let options =
             CreateOptions { cluster_bytes: 512, refcount_bits: 64, preallocation, ..plain().options };

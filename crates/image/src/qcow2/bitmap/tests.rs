@@ -1,4 +1,4 @@
-//! Bitmaps that record, against plain arrays: random requests, sizes and openings.
+//! Bitmaps that record, compared with plain arrays: random requests, sizes and openings.
 
 use proptest::prelude::*;
 
@@ -25,18 +25,18 @@ enum Step {
     Discard(u64, u64),
     Resize(u64),
     Reopen,
-    /// Not closed: what a crash leaves, had everything been flushed.
+    /// Not closed, as after a crash with everything flushed.
     Abandon,
-    /// Laid down for another process, which does not go on with it.
+    /// Laid down for another process, which does not continue.
     Stay,
-    /// Laid down for another process, which goes on with it.
+    /// Laid down for another process, which continues.
     Over,
-    /// Another process has it for a while, and writes to it.
+    /// Another process uses the image for a while and writes to it.
     Lend(u64, u64),
 }
 
 fn steps() -> impl Strategy<Value = Step> {
-    // In bytes, most of them not at the beginning of anything.
+    // In bytes; most offsets are not aligned to anything.
     let range = || (0..MOST_UNITS * UNIT, prop_oneof![1..100_u64, 1..9000_u64, 1..200_000_u64]);
     prop_oneof![
         6 => range().prop_map(|(at, length)| Step::Write(at, length)),
@@ -52,7 +52,7 @@ fn steps() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a bitmap should be.
+/// Model of a bitmap.
 #[derive(Clone, Debug)]
 struct Model {
     name: &'static str,
@@ -88,14 +88,14 @@ async fn open_for_handover(storage: Storage) -> Qcow2 {
     Qcow2::open_for_handover(Parts::of(storage)).await.expect("valid")
 }
 
-/// Has `storage` hold what `of` holds.
+/// Copies the content of `of` to `storage`.
 async fn replace(storage: &Storage, of: &Storage) {
     let content = of.content().await.expect("memory");
     storage.resize(content.len() as u64).await.expect("memory");
     bytes::write(storage, 0, &content).await.expect("memory");
 }
 
-/// Which granules a view says are marked.
+/// Granules that a view reports as marked.
 async fn seen(image: &Qcow2, model: &Model) -> Result<Vec<bool>, NoView> {
     Ok(seen_by(&image.view_bitmap(model.name).await?, image, model).await)
 }
@@ -119,9 +119,9 @@ struct World {
     image: Qcow2,
     cluster_bytes: u64,
     models: Vec<Model>,
-    /// Left by what was not closed.
+    /// Leaked clusters of images that were not closed.
     leaks: u64,
-    /// Something was, since the image was opened.
+    /// The disk was changed since the image was opened.
     changed: bool,
 }
 
@@ -185,7 +185,7 @@ impl World {
             }
             Step::Resize(units) => {
                 self.image.resize(units * UNIT).await.expect("possible");
-                // What is only added leaves alone what is marked.
+                // Added space leaves the marks unchanged.
                 self.changed |= units * UNIT < size;
                 self.models.iter_mut().for_each(|model| model.resize(units * UNIT));
             }
@@ -248,7 +248,7 @@ impl World {
         self.models.iter_mut().for_each(|model| model.mark(at, length));
     }
 
-    /// For another process: from the file, all is as it would be had it been closed.
+    /// Lays the image down; the file must then look as if it had been closed.
     async fn lay_down(&mut self) {
         self.image.lay_down().await.expect("room");
         let file = copied(self.image.storage()).await;
@@ -258,7 +258,7 @@ impl World {
         self.changed = false;
     }
 
-    /// Of those that record.
+    /// Views of the bitmaps that record.
     async fn views_of(&self, image: &Qcow2) -> Vec<BitmapView> {
         let mut views = Vec::new();
         for model in self.models.iter().filter(|model| model.enabled && !model.in_use) {
@@ -285,7 +285,7 @@ impl World {
         }
     }
 
-    /// With the bitmaps of an image that is not written to.
+    /// Compares the model with the bitmaps of a read-only image.
     async fn compare(&self, image: &Qcow2) {
         for model in &self.models {
             let seen = seen(image, model).await;
@@ -332,7 +332,7 @@ fn what_goes_back_to_a_snapshot_is_marked_whole() {
             if model.enabled {
                 model.marked.fill(true);
             }
-            // It would have to say so too.
+            // A bitmap that does not record becomes inconsistent too.
             model.in_use |= !model.enabled;
         });
         world.step(&Step::Reopen).await;
@@ -343,12 +343,12 @@ fn what_goes_back_to_a_snapshot_is_marked_whole() {
 fn what_cannot_be_stored_for_another_process_records_on_here() {
     sim::run(1, async {
         let mut world = World::new(12, [9, 12, 16]).await;
-        // Clusters that are there and not marked.
+        // Allocated clusters that are not marked.
         let upkeep = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
         upkeep.write(0, Buffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
         upkeep.close().await.expect("memory");
         let file = copied(upkeep.storage()).await;
-        // What is written now lies in clusters that are there. Only the bits need new ones.
+        // The write goes to allocated clusters; only the bits need new ones.
         let rule = format!("kind=write,offset={}-,count=1,error=ENOSPC", file.size_bytes());
         world.image = open(file.with_faults(vec![rule.parse().expect("a rule")]), false).await;
         world.step(&Step::Write(5000, 10_000)).await;
@@ -378,7 +378,7 @@ fn a_bitmap_that_another_process_has_removed_is_not_shown() {
     });
 }
 
-/// The file of an image with a bitmap for each of these entries, whose tables are zeroes.
+/// File of an image with a bitmap for each of these entries, whose tables are zeroes.
 async fn forged(size_bytes: u64, change: impl Fn(&mut Entry, &Header)) -> Storage {
     let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes, ..CreateOptions::default() };
@@ -399,11 +399,11 @@ fn a_bitmap_that_cannot_be_right_is_not_recorded_and_harms_nothing() {
     const LARGE: u64 = 1 << 50;
     type Change = fn(&mut Entry, &Header);
     let changes: [(u64, Change, bool); 4] = [
-        // Bits for 2⁵⁰ bytes by 512 are 256 GiB.
+        // Bits for 2⁵⁰ bytes at a granularity of 512 take 256 GiB.
         (LARGE, |entry, _| entry.granularity_bits = 9, false),
         (UNIT, |entry, header| entry.table_offset = header.l1_offset, false),
         (UNIT, |entry, _| entry.table_offset = 1 << 40, false),
-        // More entries than there are bits are no harm, as long as they lead nowhere.
+        // Surplus table entries are harmless if they refer to nothing.
         (UNIT, |entry, _| entry.table_entries = 8192, true),
     ];
     for (size_bytes, change, is_recorded) in changes {
@@ -430,7 +430,8 @@ fn a_disk_gets_no_larger_than_its_bitmaps_can_be() {
         }
         upkeep.close().await.expect("memory");
         let image = open(copied(upkeep.storage()).await, false).await;
-        // 512 MiB of bits for 512 bytes each are 2 TiB; three such take more memory than they may.
+        // 512 MiB of bits at a granularity of 512 cover 2 TiB; three such bitmaps exceed the
+        // memory limit.
         let error = image.resize(4 << 40).await.expect_err("too large");
         let ResizeError::TooLarge { largest } = error else { panic!("{error}") };
         assert_eq!(largest, ((1_u64 << 30) * 8 / 3 * 512) & !511);

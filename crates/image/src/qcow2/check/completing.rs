@@ -1,15 +1,15 @@
-//! Snapshots that do not state the size of their disk, which version 3 requires: the table is
-//! written again, complete.
+//! Snapshots without the size of their disk, which version 3 requires: the table is rewritten with
+//! it.
 //!
 //! ```text
 //!   plan: space behind the end of the file, counted ─► refcounts are corrected
 //!         ─► put: the table, then the header ─► the old table is a leak
 //! ```
 //!
-//! The missing size is what QEMU and weir assume anyway: the size that the disk has now. Version 2
-//! does not require it, so old images may have such entries.
+//! The missing size is the one that QEMU and weir assume anyway: the present size of the disk.
+//! Version 2 does not require it, so old images may have such entries.
 //!
-//! Never overwrites the table that the header leads to.
+//! Never overwrites the table that the header refers to.
 
 use super::{Pass, bytes, write_header};
 use reactor::error::Result;
@@ -19,22 +19,22 @@ use crate::qcow2::{
     snapshot::{self, Snapshot},
 };
 
-/// A table that the header does not lead to yet.
+/// A new table that the header does not refer to yet.
 #[derive(Debug)]
 pub(super) struct Planned {
     offset: u64,
     bytes: Vec<u8>,
-    /// What is wrong with the old one.
+    /// Faults of the old table.
     incomplete: Vec<String>,
-    /// Of the file before there was room for it.
+    /// Size of the file before it grew for the table.
     file_bytes: u64,
 }
 
 impl Pass<'_> {
-    /// Says which entries are incomplete, or makes room for a table in which they are not.
+    /// Reports incomplete entries, or plans a table without them and grows the file for it.
     ///
-    /// A table with entries that cannot be used stays unless `is_sound`: it could only be written
-    /// without them.
+    /// If the table has unusable entries (`is_sound` is false) it stays: it could only be
+    /// rewritten without them.
     pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[Snapshot], is_sound: bool) -> Result<()> {
         let is_incomplete = |snapshot: &Snapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
         let incomplete: Vec<String> = (0..)
@@ -48,7 +48,7 @@ impl Pass<'_> {
             return Ok(());
         }
         let complete: Vec<Snapshot> = snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
-        // A table that would be too large stays as it is.
+        // A table that would exceed the size limit stays.
         let (true, Ok(bytes)) = (self.repairs_all() && is_sound, snapshot::encode(&complete)) else {
             incomplete.into_iter().for_each(|what| self.corrupt(what));
             return Ok(());
@@ -63,7 +63,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Whether the cluster was free until it was planned for a table.
+    /// True if the cluster was unused until it was planned for a table.
     pub(super) fn is_planned(&self, cluster: u64) -> bool {
         let bits = self.header.cluster_bits;
         let places = self.planned.as_ref().map(|planned| (planned.offset, planned.bytes.len() as u64));
@@ -81,7 +81,8 @@ impl Pass<'_> {
         complete
     }
 
-    /// Writes the planned table and has the header lead to it, where the refcounts allow that.
+    /// Writes the planned table and switches the header to it, if its clusters have their
+    /// refcounts.
     pub(super) async fn put_snapshot_table(&mut self) -> std::result::Result<(), MetadataError> {
         let Some(Planned { offset, bytes, incomplete, file_bytes }) = self.planned.take() else {
             return Ok(());
@@ -89,6 +90,8 @@ impl Pass<'_> {
         let bits = self.header.cluster_bits;
         let mut clusters = offset >> bits..(offset + bytes.len() as u64).div_ceil(1 << bits);
         if clusters.any(|cluster| self.stored.get(cluster) != 0) {
+            // Without correct refcounts the table could be overwritten: undo the growth of the
+            // file.
             incomplete.into_iter().for_each(|what| self.corrupt(what));
             return Ok(bytes::set_size(self.storage, file_bytes).await?);
         }

@@ -1,9 +1,9 @@
-//! COPIED, the flag by which a cluster may be written in place: it is set if the refcount is
-//! exactly one.
+//! The COPIED flag, which allows writing a cluster in place: set if and only if the refcount is
+//! one.
 //!
-//! Only the flags of the active L1 table and its L2 tables have a meaning.
+//! Flags are meaningful only in the active L1 table and its L2 tables.
 //!
-//! Never judges the flag of a cluster whose refcount in the file is unknown.
+//! Never judges the flag of a cluster whose stored refcount is unknown.
 
 use std::collections::BTreeSet;
 
@@ -16,13 +16,13 @@ use crate::qcow2::{
 };
 
 impl Pass<'_> {
-    /// Compares the flags with the refcounts that are in the file by now.
+    /// Compares the flags with the refcounts that are now in the file.
     pub(super) async fn check_copied(&mut self) -> Result<()> {
         let (offset, length) = (self.header.l1_offset, u64::from(self.header.l1_entries) * 8);
         if length == 0 || !self.is_inside(offset, length) {
             return Ok(());
         }
-        // At most 32 MiB.
+        // At most 32 MiB, checked with the header.
         let Some(mut l1) = self.read("the L1 table", offset, length).await else { return Ok(()) };
         let mut tables = BTreeSet::new();
         for at in (0..l1.len()).step_by(8) {
@@ -74,7 +74,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Clusters of a data file belong to one entry each, and are not counted.
+    /// Clusters in a data file have no refcount; each belongs to one entry, so its flag must be
+    /// set.
     fn flag_of_data(&mut self, raw: u64, host: u64, place: u64, what: impl Fn() -> String) -> Option<u64> {
         if self.shape.data_file {
             return self.compare_flag(raw, true, place, what);
@@ -87,7 +88,7 @@ impl Pass<'_> {
         let cluster = offset >> self.header.cluster_bits;
         let is_lowered = self.repair == Repair::Leaks && self.lowered_to_one.contains(&cluster);
         if is_lowered && raw & COPIED == 0 && self.may_write(place) {
-            // A part of the repair that lowered it: neither wrong before nor afterwards.
+            // Belongs to the repair that lowered the refcount, so it is not counted as a finding.
             return Some(raw | COPIED);
         }
         self.compare_flag(raw, self.is_used_once(cluster)?, place, what)
@@ -116,7 +117,7 @@ impl Pass<'_> {
         None
     }
 
-    /// True if the refcount in the file is 1 by now; `None` if it is unknown.
+    /// True if the refcount in the file is now 1; `None` if it is unknown.
     fn is_used_once(&self, cluster: u64) -> Option<bool> {
         let unknown = self.unknown_blocks.as_ref()?;
         if unknown.contains(&(cluster / self.per_block)) {

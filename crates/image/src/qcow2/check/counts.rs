@@ -1,35 +1,35 @@
-//! How often each cluster of the file is referred to, as far as it has been counted.
+//! Counters of references, one for each cluster of the file.
 //!
 //! ```text
-//!   chunk of 4096 clusters ─► few are in use: a sorted list │ many: an array │ one number for all of them
+//!   chunk of 4096 clusters ─► few are in use: a sorted list │ many: an array
 //! ```
 //!
-//! Memory grows with what is referred to, never with the length that the file claims: a sparse file
-//! of 8 EiB costs nothing. An array takes two bytes for each cluster; a number that does not fit is
-//! stored beside it.
+//! Memory grows with the number of referenced clusters, never with the apparent size of the file:
+//! a sparse file of 8 EiB costs nothing. An array takes two bytes for each cluster; larger numbers
+//! are stored in a map beside it.
 //!
-//! Never wraps: a number that would be too large stays at the largest.
+//! Never overflows: additions saturate.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// Clusters of a chunk.
+// Clusters in a chunk.
 const CHUNK: u64 = 4096;
-/// A list with more becomes an array, which then takes no more memory.
+// A longer list becomes an array, which then takes no more memory.
 const LONGEST_LIST: usize = 1024;
-/// In an array: look beside it.
+// Value in an array that refers to the map of large numbers.
 const LARGE: u16 = u16::MAX;
 
-/// See the head of this file.
+/// Counters by cluster. See the head of this file.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
     chunks: BTreeMap<u64, Chunk>,
-    /// Numbers of [`LARGE`] and above, by cluster.
+    /// Numbers of at least [`LARGE`], by cluster.
     large: BTreeMap<u64, u64>,
 }
 
 #[derive(Debug)]
 enum Chunk {
-    /// Place in the chunk and number, ascending; none is 0.
+    /// Index in the chunk and number, ascending. Numbers may be 0 after a `put`.
     List(Vec<(u16, u16)>),
     Array(Box<[u16]>),
 }
@@ -64,7 +64,7 @@ impl Chunk {
 }
 
 impl Counts {
-    /// The number of a cluster.
+    /// Count of a cluster.
     pub(super) fn get(&self, cluster: u64) -> u64 {
         match self.chunks.get(&(cluster / CHUNK)).map_or(0, |chunk| chunk.get((cluster % CHUNK) as u16)) {
             LARGE => self.large.get(&cluster).copied().unwrap_or(LARGE.into()),
@@ -72,13 +72,13 @@ impl Counts {
         }
     }
 
-    /// Raises the number of a cluster.
+    /// Increases the count of a cluster.
     pub(super) fn add(&mut self, cluster: u64, more: u64) {
         let number = self.get(cluster).saturating_add(more);
         self.put(cluster, number);
     }
 
-    /// Sets the number of a cluster.
+    /// Sets the count of a cluster.
     pub(super) fn put(&mut self, cluster: u64, number: u64) {
         let small = u16::try_from(number).unwrap_or(LARGE);
         if small == LARGE {
@@ -88,7 +88,7 @@ impl Counts {
         chunk.put((cluster % CHUNK) as u16, small);
     }
 
-    /// The clusters of a range that have a number other than 0, ascending.
+    /// Clusters of a range with a nonzero count, ascending.
     pub(super) fn used(&self, range: Range<u64>) -> impl Iterator<Item = u64> + '_ {
         let chunks = range.start / CHUNK..range.end.div_ceil(CHUNK);
         self.chunks.range(chunks).flat_map(move |(number, chunk)| {
@@ -105,7 +105,7 @@ impl Counts {
         })
     }
 
-    /// The last cluster with a number other than 0.
+    /// Last cluster with a nonzero count.
     pub(super) fn last_used(&self) -> Option<u64> {
         let last = self.chunks.last_key_value()?.0 * CHUNK;
         self.used(last..last + CHUNK).last()

@@ -1,15 +1,16 @@
-//! The verdict on one L2 entry: sound, flawed with a repair that no reader notices, or ambiguous.
+//! The verdict on an L2 entry: sound, flawed with a correction that no reader notices, or
+//! ambiguous.
 //!
 //! ```text
 //!   entry ─► flaws        reserved bits, a flag without a cluster, a bad offset of zeroes: corrected
-//!         └► ambiguity    data at an impossible place, contradicting bits: reported, or given up
+//!         └► ambiguity    data at an impossible offset, contradicting bits: reported, or given up
 //! ```
 //!
-//! A flaw is corrected only if every byte that the entry describes reads the same afterwards. So
-//! the zero flag, and the bitmap of an extended entry, outlive the offset. Everything else is
-//! ambiguous: the guest's data may still be somewhere, and only the user may give it up.
-//! Subclusters that are given up read as zeroes, never as old data of the backing file; version 2
-//! has no zero flag, so there the cluster becomes unallocated.
+//! A flaw is corrected only if every byte that the entry describes reads the same afterwards. The
+//! zero flag, and the bitmap of an extended entry, therefore survive a bad offset. Everything else
+//! is ambiguous: the guest's data may still exist, and only the user may give it up. Subclusters
+//! that are given up read as zeroes, never as old data of the backing file; version 2 has no zero
+//! flag, so there the cluster becomes unallocated.
 //!
 //! Pure: never reads or writes the file.
 //!
@@ -17,31 +18,31 @@
 
 use crate::qcow2::entry::{COMPRESSED, COPIED, Cluster, OFFSET, Shape, ZERO};
 
-/// Reserved bits of a standard L2 entry: 1 to 8 and 56 to 61.
+// Reserved bits of a standard L2 entry: 1 to 8 and 56 to 61.
 const RESERVED: u64 = 0x3f00_0000_0000_01fe;
 
-/// An L2 entry: the entry itself, and the bitmap of an extended one (otherwise 0).
+/// An L2 entry as stored: first word, and bitmap of an extended entry (0 otherwise).
 pub(super) type RawEntry = (u64, u64);
 
-/// The verdict on an L2 entry.
+/// Verdict on an L2 entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Verdict {
-    /// The entry without its flaws. Every byte reads as before.
+    /// The entry without its flaws; every byte reads as before.
     pub(super) corrected: RawEntry,
-    /// The flaws.
+    /// Descriptions of the flaws.
     pub(super) flaws: Vec<String>,
-    /// The reason why the content of some subclusters cannot be determined.
+    /// Reason why the content of some subclusters cannot be determined.
     pub(super) ambiguity: Option<Ambiguity>,
 }
 
-/// Subclusters without a content that can be determined.
+/// Subclusters whose content cannot be determined.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Ambiguity {
-    /// The reason.
+    /// Description of the reason.
     pub(super) what: String,
-    /// The subclusters, as bits; only bit 0 without extended entries.
+    /// Bitmap of the subclusters; only bit 0 without extended entries.
     pub(super) subclusters: u32,
-    /// The entry after their content has been given up.
+    /// The entry after their content was given up.
     pub(super) given_up: RawEntry,
 }
 
@@ -53,7 +54,7 @@ impl Verdict {
 }
 
 /// Judges the entry of the guest cluster at `guest`. `fault_at` returns the reason why a region of
-/// the file, given as offset and length, cannot hold guest data.
+/// the file, given as offset and length, cannot contain guest data.
 pub(super) fn judge(
     shape: Shape,
     entry: RawEntry,
@@ -101,7 +102,7 @@ fn judge_standard(
         flaws.push("has reserved bits".to_owned());
     }
     let offset = raw & OFFSET;
-    // Offset 0 is a place in a data file, and no place anywhere else.
+    // Offset 0 is valid in a data file only.
     let host = (offset != 0 || raw & COPIED != 0 && shape.data_file).then_some(offset);
     if host.is_none() && raw & COPIED != 0 {
         flaws.push("is marked COPIED, and has no cluster".to_owned());
@@ -124,13 +125,14 @@ fn judge_standard(
         if host & (cluster_bytes - 1) != 0 {
             Some(format!("points inside the cluster around {host:#x}"))
         } else if shape.data_file {
-            // The data file has every guest cluster at the guest's own offset.
+            // In a data file every guest cluster must lie at its guest offset.
             (host != own).then(|| format!("points to {host:#x} of the data file instead of {own:#x}"))
         } else {
             fault_at(host, cluster_bytes)
         }
     });
     let has_place = host.is_some() && fault.is_none();
+    // Subclusters with data are in doubt if the offset is bad, and contradictory ones always are.
     let in_doubt = if has_place { allocated & zero } else { allocated };
     if in_doubt == 0 {
         if let Some(fault) = fault {
@@ -144,6 +146,7 @@ fn judge_standard(
         None if has_place => "has subclusters that are both allocated and zero".to_owned(),
         None => "has allocated subclusters, and no cluster".to_owned(),
     };
+    // A standard entry becomes a plain zero entry; an extended one keeps its sound subclusters.
     let left = if has_place && shape.extended { corrected } else { 0 };
     let given_up = zeroes(shape, (left, map), in_doubt);
     Verdict {
@@ -153,8 +156,8 @@ fn judge_standard(
     }
 }
 
-/// The entry with these subclusters reading as zeroes, and unallocated where version 2 has no way
-/// to express that.
+/// The entry with these subclusters reading as zeroes; unallocated in version 2, which cannot
+/// express that.
 fn zeroes(shape: Shape, (raw, map): RawEntry, subclusters: u32) -> RawEntry {
     if shape.extended {
         let allocated = map & u64::from(u32::MAX) & !u64::from(subclusters);
@@ -175,7 +178,7 @@ mod tests {
     const DATA_FILE: Shape = Shape { data_file: true, ..PLAIN };
     const VERSION_2: Shape = Shape { version: 2, ..PLAIN };
 
-    /// Everything up to 1 MiB can hold guest data.
+    /// Verdict if guest data may lie anywhere below 1 MiB.
     fn verdict(shape: Shape, raw: u64, map: u64) -> Verdict {
         judge(shape, (raw, map), 0x3_0000, |offset, _| {
             (offset >= 1 << 20).then(|| "lies beyond the end".to_owned())

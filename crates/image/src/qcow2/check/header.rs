@@ -1,4 +1,4 @@
-//! Header fields and extensions that no request needs, but that may break another program.
+//! Header fields and extensions that no request needs but that may confuse another program.
 //!
 //! [`Header::parse`] rejects unusable images. This module checks reserved fields, which a repair
 //! clears, and invalid file names, which a repair leaves to the user.
@@ -13,7 +13,7 @@ use crate::qcow2::{
     header::{Header, compression_padding, extension, extensions},
 };
 
-/// Formats that a backing file may have, by QEMU's names. Protocols are accepted as formats too.
+// Formats of backing files, by QEMU's names. QEMU accepts protocols as formats too.
 const FORMATS: [&str; 24] = [
     "blkdebug",
     "bochs",
@@ -42,7 +42,7 @@ const FORMATS: [&str; 24] = [
 ];
 
 impl Pass<'_> {
-    /// Reports flaws of the header, and clears reserved fields where everything is repaired.
+    /// Reports flaws of the header, and clears reserved fields if everything is to be repaired.
     pub(super) async fn check_header(&mut self) -> Result<(), MetadataError> {
         let start = bytes::read_start(self.storage).await?;
         let (reserved, misread) = (reserved_fields(&start, &self.header), misread_extensions(&start));
@@ -82,7 +82,7 @@ fn reserved_fields(start: &[u8], header: &Header) -> Vec<String> {
     found
 }
 
-/// Extensions with a wrong length. The start of the next extension is then unknown: later ones may
+/// Extensions of a wrong length. The start of the next extension is then unknown: later ones may
 /// have been misread, and rewriting the header could lose them.
 fn misread_extensions(start: &[u8]) -> Vec<String> {
     let lengths = [(extension::ENCRYPTION, "encryption", 16), (extension::BITMAPS, "bitmaps", 24)];

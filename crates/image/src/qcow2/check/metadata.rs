@@ -1,15 +1,15 @@
-//! Clusters that hold metadata, and the metadata that a repair may change in place.
+//! Clusters with metadata, and the metadata that a repair may change in place.
 //!
 //! ```text
 //!   first pass, which writes nothing ─► survey ─► second pass, which repairs
 //! ```
 //!
-//! A wrong reference may make a guest's cluster, or another table, look like an L1 or L2 table. So
-//! a repair writes to a table only if the survey found no other reference to its cluster: the
-//! "reserved bits" of such a table may be a guest's data.
+//! A wrong reference may make a guest's cluster, or another table, look like an L1 or L2 table. A
+//! repair therefore writes to a table only if the survey found no other reference to its cluster:
+//! the "reserved bits" of such a table may be guest data.
 //!
-//! Refcount structures and bitmaps do not count as metadata here. If they overlap something else,
-//! they are rebuilt or dropped.
+//! Refcount structures and bitmaps do not count as metadata here: if they overlap other
+//! structures, they are rebuilt or dropped.
 
 use super::{Pass, counts::Counts};
 
@@ -47,7 +47,7 @@ pub(super) struct ReferenceSurvey {
     pub(super) counts: Counts,
     /// References that make the cluster metadata.
     metadata: Counts,
-    /// The [`MetadataKind`] of a cluster as a number; 0 is none.
+    /// [`MetadataKind`] of each cluster as a number; 0 for none.
     kinds: Counts,
 }
 
@@ -57,7 +57,7 @@ impl ReferenceSurvey {
         MetadataKind::ALL.into_iter().find(|kind| *kind as u64 == number)
     }
 
-    /// True if nothing refers to the cluster except what makes it one kind of metadata.
+    /// True if all references to the cluster make it the same kind of metadata.
     fn is_exclusive(&self, cluster: u64) -> bool {
         let is_one_kind = self.kind(cluster).is_some_and(|kind| kind != MetadataKind::Several);
         is_one_kind && self.metadata.get(cluster) == self.counts.get(cluster)
@@ -65,8 +65,8 @@ impl ReferenceSurvey {
 }
 
 impl Pass<'_> {
-    /// Counts the clusters of a region of metadata that is referred to `times` times. Reports a
-    /// region beyond the end of the file, for which it returns false, and one that lies on other
+    /// Counts the clusters of a region of metadata with `times` references. Reports a region
+    /// beyond the end of the file, for which it returns false, and one that overlaps other
     /// metadata.
     pub(super) fn count_metadata(
         &mut self,
@@ -97,7 +97,7 @@ impl Pass<'_> {
         true
     }
 
-    /// The reason why a region of the file cannot hold guest data.
+    /// Reason why a region of the file cannot contain guest data.
     pub(super) fn fault_at(&self, offset: u64, length: u64) -> Option<String> {
         if !self.is_inside(offset, length) {
             return Some(format!("points to {offset:#x}, beyond the end of the file"));
@@ -108,7 +108,7 @@ impl Pass<'_> {
         Some(format!("points to {offset:#x}, which holds {}", kind.name()))
     }
 
-    /// True if a repair may change a table at this place of the file.
+    /// True if a repair may change the table at this offset of the file.
     pub(super) fn may_write(&self, offset: u64) -> bool {
         let cluster = offset >> self.header.cluster_bits;
         self.survey.as_ref().is_some_and(|survey| survey.is_exclusive(cluster))

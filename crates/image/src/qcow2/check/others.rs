@@ -1,7 +1,7 @@
-//! What an image has besides its disk: snapshots, bitmaps, the LUKS header.
+//! Structures besides the disk: snapshots, bitmaps, the LUKS header.
 //!
-//! Never gives up a snapshot. A bitmap that cannot be used is dropped when everything is repaired:
-//! bitmaps only save work.
+//! Never gives up a snapshot. An unusable bitmap is dropped by a full repair: bitmaps only save
+//! work.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,8 +14,8 @@ use crate::qcow2::{
     snapshot::SnapshotTable,
 };
 
-/// Bytes of L1 tables of snapshots on other metadata that are looked at. Overlapping tables are
-/// damage, and in a sparse file they may be far longer together than what the file holds.
+// Limit on the L1 tables of snapshots that overlap other metadata. Overlaps are damage, and in a
+// sparse file they may exceed the size of the file many times.
 const MOST_OVERLAPPING: u64 = 64 << 20;
 
 /// A bitmap of the directory.
@@ -23,7 +23,7 @@ struct FoundBitmap {
     entry: Entry,
     /// Its table and its clusters of bits.
     places: Vec<Place>,
-    /// The reason why it cannot be used.
+    /// Reason why it cannot be used.
     fault: Option<String>,
 }
 
@@ -37,7 +37,7 @@ impl FoundBitmap {
 pub(super) type L1Tables = BTreeMap<(u64, u32), Vec<String>>;
 
 impl Pass<'_> {
-    /// Counts the snapshot table and the L1 tables that it names, and says which they are.
+    /// Counts the snapshot table and the L1 tables that it refers to, and returns the latter.
     pub(super) async fn count_snapshots(&mut self) -> Result<L1Tables, MetadataError> {
         let mut tables = L1Tables::new();
         if self.header.snapshots == 0 {
@@ -57,7 +57,7 @@ impl Pass<'_> {
         self.plan_snapshot_table(&snapshots, faults.is_empty()).await?;
         faults.into_iter().for_each(|fault| self.hidden(fault.to_string()));
         snapshots.retain(|snapshot| snapshot.check(&self.header).is_ok());
-        // Tables that do not overlap are together no longer than the file.
+        // Without overlaps the tables together are no longer than the file.
         let mut bytes = 0;
         let mut ids = HashSet::new();
         for snapshot in snapshots {
@@ -82,7 +82,7 @@ impl Pass<'_> {
             }
         }
         let mut overlapping = 0;
-        // Snapshots may share a whole table, as its refcount says.
+        // Several snapshots may share a table, whose refcount is then their number.
         tables.retain(|(offset, entries), names| {
             let what = format!("the L1 table of snapshot {:?}", names[0]);
             let region = (*offset, u64::from(*entries) * 8);
@@ -102,7 +102,7 @@ impl Pass<'_> {
         Ok(tables)
     }
 
-    /// Counts the clusters of the LUKS header. If its place cannot be right, nothing is freed:
+    /// Counts the clusters of the LUKS header. If its location is invalid nothing is freed:
     /// clusters with keys would look unused.
     pub(super) async fn count_luks(&mut self) {
         let Some(place) = self.header.encryption else { return };
@@ -118,8 +118,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Counts directory, tables and clusters of the bitmaps. Those that are not marked right count
-    /// as none, as for QEMU.
+    /// Counts directory, tables and clusters of the bitmaps. Without the autoclear bit they count
+    /// as unused, as in QEMU.
     pub(super) async fn count_bitmaps(&mut self) -> Result<(), MetadataError> {
         let Some(bitmaps) = self.header.bitmaps else { return Ok(()) };
         if self.header.autoclear & autoclear::BITMAPS == 0 {
@@ -142,14 +142,14 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// A part of the image that the storage does not return.
+    /// Reports a structure that the storage failed to read.
     fn unreadable(&mut self, what: String) {
         self.report.check_errors += 1;
         self.report.say(format!("ERROR: {what}"));
         self.miss_references(what);
     }
 
-    /// Counts the sound bitmaps, and drops the damaged ones if everything is repaired.
+    /// Counts the sound bitmaps, and drops the damaged ones in a full repair.
     async fn settle_bitmaps(
         &mut self,
         bitmaps: Bitmaps,
@@ -164,7 +164,7 @@ impl Pass<'_> {
             } else if is_dropped {
                 self.drop_bitmaps().await?;
                 if !sound.is_empty() {
-                    // A directory that shares its cluster is not written.
+                    // A directory that shares its cluster must not be written.
                     self.corrected("the bitmaps are dropped: their directory shares a cluster");
                 }
             }
@@ -185,7 +185,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// True if the survey found one reference to each cluster of a region.
+    /// True if the survey found exactly one reference to each cluster of a region.
     fn is_exclusive(&self, Place { offset, length }: Place) -> bool {
         let bits = self.header.cluster_bits;
         let mut clusters = offset >> bits..(offset + length).div_ceil(1 << bits);
@@ -198,8 +198,9 @@ impl Pass<'_> {
         write_header(self.storage, &self.header).await
     }
 
-    /// Writes a directory of these bitmaps over the old one. Until it is complete the header marks
-    /// all bitmaps as invalid, so that a crash loses bitmaps only. Returns the new directory.
+    /// Overwrites the directory with these bitmaps. Until it is complete the header marks all
+    /// bitmaps as invalid, so that a crash loses bitmaps only. Returns the location of the new
+    /// directory.
     async fn keep_bitmaps(&mut self, offset: u64, kept: &[FoundBitmap]) -> Result<Place, MetadataError> {
         let entries: Vec<Entry> = kept.iter().map(|one| one.entry.clone()).collect();
         let encoded = bitmap::encode(&entries);
@@ -214,12 +215,12 @@ impl Pass<'_> {
         Ok(directory)
     }
 
-    /// The bitmaps of the directory, with the regions that belong to them. None of these has been
+    /// Reads the bitmaps of the directory and the regions that belong to them, which are not
     /// counted yet.
     async fn find_bitmaps(&mut self, bitmaps: Bitmaps) -> Result<Vec<FoundBitmap>, MetadataError> {
         let directory = bitmap::read_entries(self.storage, &self.header, bitmaps).await?;
         let mut found = Vec::new();
-        // As for snapshots; a cluster of bits is named by eight bytes of a table.
+        // Bounded as for snapshots; eight bytes of a table refer to a cluster of bits.
         let mut bytes = 0;
         for (entry, fault) in directory {
             if !entry.extra.is_empty() {
@@ -257,8 +258,8 @@ impl Pass<'_> {
         Ok(found)
     }
 
-    /// The table of a bitmap and its clusters of bits; or its fault. `bytes` is the length of all
-    /// tables so far.
+    /// Returns the table of a bitmap and its clusters of bits, or its fault. `bytes` is the total
+    /// length of all tables so far.
     async fn bitmap_places(
         &self,
         entry: &Entry,
@@ -267,7 +268,8 @@ impl Pass<'_> {
         let what = format!("bitmap {:?}", entry.name());
         let invalid = |fault: String| Ok(Err(Invalid::new(fault)));
         let table = entry.table();
-        // QEMU opens no image with such a bitmap. While one is in use, the disk may change.
+        // QEMU opens no image with such a bitmap. A bitmap in use may differ, because the disk may
+        // have been resized.
         let needed =
             Entry::entries_for(self.header.size_bytes, entry.granularity_bits, self.header.cluster_bits);
         if entry.flags & flag::IN_USE == 0 && u64::from(entry.table_entries) != needed {

@@ -1,6 +1,6 @@
-//! Guest ranges in a report: content that cannot be determined, and content that was given up.
+//! Guest ranges in a report: ambiguous content, and content that was given up.
 //!
-//! Adjacent ranges of one disk are one range, so the list stays short where a whole table is
+//! Adjacent ranges of one disk are merged, which keeps the list short if a whole table is
 //! affected.
 
 use std::fmt;
@@ -8,9 +8,9 @@ use std::fmt;
 /// Bytes of the disk, or of the disk in a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GuestRange {
-    /// Name of the snapshot; `None` is the disk itself.
+    /// Name of the snapshot; `None` for the disk itself.
     pub snapshot: Option<String>,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
     /// Length in bytes; not 0.
     pub length: u64,
@@ -27,12 +27,13 @@ impl fmt::Display for GuestRange {
     }
 }
 
-/// Slots that the ranges of a report take at most. An image may claim billions of ranges.
+// Limit of slots for the ranges of a report: an image may claim billions of ranges.
 const MOST_SLOTS: usize = 100_000;
-/// Bytes of a snapshot's name for which a range takes one slot more. A name may have 64 KiB.
+// A range takes one slot, and one more for each 64 bytes of the snapshot's name, which may have 64
+// KiB.
 const SLOT_BYTES: usize = 64;
 
-/// Slots that a range in a snapshot of this name takes, or in the disk itself.
+/// Number of slots that a range in this snapshot, or in the disk itself, takes.
 pub(super) fn slots(snapshot: Option<&str>) -> usize {
     1 + snapshot.map_or(0, str::len) / SLOT_BYTES
 }
@@ -46,19 +47,20 @@ pub(super) struct GuestRanges {
 }
 
 impl GuestRanges {
-    /// True if ranges that take this many slots can be added.
+    /// True if ranges with this number of slots can be added.
     pub(super) fn has_room(&mut self, more: usize) -> bool {
         if !self.is_full && self.slots.saturating_add(more) > MOST_SLOTS {
             join(&mut self.ranges);
             self.slots = self.ranges.iter().map(GuestRange::slots).sum();
-            // A list that joining hardly shortened is full, or each addition would sort it again.
+            // If merging hardly shortens the list it counts as full; otherwise each addition would
+            // sort it again.
             self.is_full = self.slots > MOST_SLOTS / 2;
         }
         !self.is_full && self.slots.saturating_add(more) <= MOST_SLOTS
     }
 
-    /// Adds a range, or extends the last one if it continues there. A range without room is left
-    /// out.
+    /// Adds a range, or extends the last one if they are adjacent. Drops the range if the list is
+    /// full.
     pub(super) fn add(&mut self, range: GuestRange) {
         let continued = self.ranges.last_mut();
         let continued =
@@ -71,14 +73,14 @@ impl GuestRanges {
         }
     }
 
-    /// The ranges, sorted, with adjacent and overlapping ones joined.
+    /// Returns the ranges, sorted, with adjacent and overlapping ones merged.
     pub(super) fn finish(mut self) -> Vec<GuestRange> {
         join(&mut self.ranges);
         self.ranges
     }
 }
 
-/// Sorts the ranges and joins adjacent and overlapping ones.
+/// Sorts the ranges and merges adjacent and overlapping ones.
 fn join(ranges: &mut Vec<GuestRange>) {
     ranges.sort();
     let mut joined: Vec<GuestRange> = Vec::new();

@@ -1,12 +1,12 @@
-//! New refcounts, where the old ones cannot be corrected: blocks and a table behind everything that
-//! is in use, and then the header.
+//! Rebuilds the refcounts if they cannot be corrected: writes new blocks and a new table behind
+//! everything in use, then the header.
 //!
 //! ```text
 //!   ... everything in use │ blocks │ table │
 //! ```
 //!
-//! What the header names is right at every instant: the old table until the new one is durable. The
-//! old blocks are free afterwards.
+//! The header refers to a valid table at every moment: the old one until the new one is durable.
+//! The old blocks are free afterwards.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -18,10 +18,10 @@ use crate::qcow2::{
 };
 
 impl Pass<'_> {
-    /// Writes refcounts for what was counted.
+    /// Writes refcounts that match the counted references.
     pub(super) async fn rebuild(&mut self, old: &Structures) -> Result<(), MetadataError> {
         self.forget_old(old);
-        // Nothing that is there is written over, whether it is in use or not.
+        // Behind the whole file: no existing cluster is overwritten, used or not.
         let first = self.file_clusters.max(self.found.counts.last_used().map_or(0, |cluster| cluster + 1));
         let (blocks, table_clusters) = self.room(first)?;
         let bits = self.header.cluster_bits;
@@ -37,6 +37,7 @@ impl Pass<'_> {
             let at = *number as usize * 8;
             table[at..at + 8].copy_from_slice(&offset.to_be_bytes());
         }
+        // Everything the header will refer to must be durable first.
         bytes::write(self.storage, table_first << bits, &table).await?;
         self.storage.flush().await?;
         self.header.refcount_table_offset = table_first << bits;
@@ -51,7 +52,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// The old table and blocks are in use no more, unless something else is there too.
+    /// Removes the references to the old table and its blocks. Their clusters stay in use if other
+    /// structures overlap them.
     fn forget_old(&mut self, old: &Structures) {
         let bits = self.header.cluster_bits;
         let table = self.header.refcount_table_offset >> bits;
@@ -67,8 +69,8 @@ impl Pass<'_> {
         }
     }
 
-    /// The numbers of the blocks that are needed, the new ones' own among them, and the clusters of
-    /// a table that names them.
+    /// Returns the indices of the blocks that are needed, including those that cover the new
+    /// blocks, and the number of clusters of a table for them.
     fn room(&self, first: u64) -> Result<(Vec<u64>, u64), Invalid> {
         let per_block = self.per_block;
         let mut numbers: BTreeSet<u64> = BTreeSet::new();
@@ -78,6 +80,8 @@ impl Pass<'_> {
             numbers.insert(number);
             from = (number + 1) * per_block;
         }
+        // Blocks and table cover themselves too, so their numbers are computed until they are
+        // stable.
         let mut table_clusters = 1;
         loop {
             let end = first + numbers.len() as u64 + table_clusters;

@@ -1,26 +1,26 @@
-//! The refcounts in the file, compared with the counted ones.
+//! Compares the stored refcounts with the counted references.
 //!
-//! Each block is read once, for the first entry of the table that leads to it. If a block is in an
-//! impossible place, the whole structure is made anew ([`rebuild`](super::rebuild)), because
-//! clusters that look free may not be.
+//! Each block is read once, for the first table entry that refers to it. If a block is at an
+//! impossible offset, the whole structure is rebuilt ([`rebuild`](super::rebuild)), because
+//! clusters that look free may be in use.
 
 use std::{collections::HashSet, ops::Range};
 
 use super::{Pass, Repair, bytes};
 use crate::qcow2::{MetadataError, big_endian::words, numbers};
 
-/// Bits 0 to 8 of an entry mean nothing, and there is nothing above the largest offset.
+// Bits 0 to 8 of a table entry are reserved, and so are those above the offset limit.
 const RESERVED: u64 = 0xff00_0000_0000_01ff;
 
-/// The refcount table as it can be used.
+/// The usable part of the refcount table.
 #[derive(Debug, Default)]
 pub(super) struct Structures {
-    /// Offsets of blocks by index; 0 where there is none that can be used.
+    /// Offsets of blocks by index; 0 for a missing or unusable block.
     pub(super) blocks: Vec<u64>,
-    /// The clusters of the table have been counted.
+    /// True if the clusters of the table were counted.
     pub(super) is_table_counted: bool,
-    /// Something about them is wrong that no new number can right; and a block may be something
-    /// else too, so none is written.
+    /// The structure has damage beyond wrong numbers. A block may overlap another structure, so no
+    /// block may be written.
     pub(super) is_damaged: bool,
 }
 
@@ -55,7 +55,7 @@ impl Pass<'_> {
             }
             structures.blocks.push(if fault.is_none() { block } else { 0 });
         }
-        // What lies on something else was not written by who kept the refcounts.
+        // A consistent image has no other structure on these clusters.
         let table_clusters =
             offset >> self.header.cluster_bits..(offset + length) >> self.header.cluster_bits;
         let of_blocks = structures
@@ -71,7 +71,7 @@ impl Pass<'_> {
         Some(structures)
     }
 
-    /// Notes that the numbers of a refcount block are unknown.
+    /// Records that the content of a refcount block is unknown.
     fn lose_block(&mut self, index: u64) {
         if let Some(unknown) = &mut self.unknown_blocks {
             unknown.insert(index);
@@ -91,7 +91,7 @@ impl Pass<'_> {
         self.repairs_all() && !self.is_incomplete()
     }
 
-    /// The fault of an entry of the refcount table.
+    /// Fault of an entry of the refcount table.
     fn block_fault(&self, entry: u64) -> Option<&'static str> {
         let cluster = self.header.cluster_bytes();
         if entry & RESERVED != 0 {
@@ -105,14 +105,14 @@ impl Pass<'_> {
         }
     }
 
-    /// Compares, and corrects what is to be corrected.
+    /// Compares the refcounts and repairs them as far as allowed.
     pub(super) async fn compare(&mut self, structures: Structures) -> Result<(), MetadataError> {
         self.is_frozen = structures.is_damaged;
         if structures.is_damaged && self.can_rebuild() {
             return self.rebuild(&structures).await;
         }
         let per_block = self.per_block;
-        // Raised first and made durable, then lowered.
+        // All increments first, made durable, then the decrements.
         for lowering in [false, true] {
             for (index, block) in structures.blocks.iter().enumerate() {
                 let first = (index as u64).saturating_mul(per_block);
@@ -136,7 +136,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Clusters that are in use and have no refcount at all.
+    /// Finds clusters in use that no refcount block covers.
     fn find_uncounted(&mut self, clusters: Range<u64>) -> bool {
         let uncounted: Vec<u64> = self.found.counts.used(clusters).collect();
         for cluster in &uncounted {
@@ -151,8 +151,8 @@ impl Pass<'_> {
         !uncounted.is_empty()
     }
 
-    /// One block; its numbers are compared when lowering is due, and those that are too low are
-    /// raised before.
+    /// Compares one block: in the first phase refcounts that are too low, in the second
+    /// (`lowering`) all others.
     async fn compare_block(
         &mut self,
         offset: u64,
@@ -191,13 +191,13 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Notes a number that is not what was counted; true if it becomes that.
+    /// Reports a wrong refcount; true if it is to be corrected.
     fn settle(&mut self, cluster: u64, stored: u64, counted: u64) -> bool {
         let numbers = format!("cluster {cluster} refcount={stored} reference={counted}");
         let is_leak = stored > counted;
         let fits = counted <= numbers::largest(self.header.refcount_order);
         if (stored, counted) == (0, 1) && !self.is_frozen && self.is_planned(cluster) {
-            // Nothing was wrong with it.
+            // The cluster of a planned table; nothing was wrong.
             return true;
         }
         let is_repaired = match self.repair {
@@ -215,7 +215,7 @@ impl Pass<'_> {
         }
         let word = match (is_repaired, is_leak) {
             (true, _) => "Repaired:",
-            // Not a finding: the report has their number, and the reason.
+            // Not a finding: the report contains their number and the reason.
             (false, true) if self.is_incomplete() => return false,
             (false, true) => "Leaked",
             (false, false) => "ERROR",
@@ -225,7 +225,7 @@ impl Pass<'_> {
     }
 }
 
-/// Ranges of clusters that no block has numbers for.
+/// Ranges of clusters that no block covers.
 fn without_block(blocks: &[u64], per_block: u64, file_clusters: u64) -> Vec<Range<u64>> {
     let mut ranges = Vec::new();
     for (index, _) in blocks.iter().enumerate().filter(|(_, block)| **block == 0) {

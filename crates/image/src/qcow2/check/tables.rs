@@ -1,7 +1,7 @@
-//! The L2 tables: applies the verdict on the entry of every guest cluster.
+//! Applies the verdict on every entry of the L2 tables.
 //!
-//! A flaw is corrected where everything is repaired. An ambiguous entry stays, and then no cluster
-//! of this image is called leaked or freed: the cluster that the entry meant looks unused.
+//! A full repair corrects flaws. An ambiguous entry stays, and then no cluster of the image is
+//! reported as leaked or freed: the cluster that the entry refers to may look unused.
 
 use super::{
     Pass, Repair, bytes,
@@ -30,6 +30,7 @@ impl Pass<'_> {
                 continue;
             }
             let guest = base.wrapping_add(number * cluster);
+            // Judged before it is counted: only the repaired entry's references count.
             let verdict = judge(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
             let settled = self.settle_entry(entry, verdict, (offset, at), uses);
             self.count_entry(settled, uses, &mut expected);
@@ -78,7 +79,7 @@ impl Pass<'_> {
             }
             self.hidden(what(&ambiguity.what));
         }
-        // An ambiguous entry stays as evidence, with its flaws.
+        // An ambiguous entry keeps its flaws as evidence.
         let is_corrected = may_write && !is_ambiguous;
         for flaw in verdict.flaws {
             if is_corrected {
@@ -90,7 +91,7 @@ impl Pass<'_> {
         if is_corrected { verdict.corrected } else { entry }
     }
 
-    /// Counts the clusters that an entry refers to, as far as they are in the file.
+    /// Counts the clusters that an entry refers to, as far as they exist in the file.
     fn count_entry(&mut self, (raw, map): RawEntry, uses: &Uses, expected: &mut Option<u64>) {
         if raw & COMPRESSED != 0 {
             if let Ok(Cluster::Compressed { offset, length }) = self.shape.decode(raw, map) {
@@ -129,7 +130,7 @@ impl Pass<'_> {
         }
         self.report.allocated_clusters += uses.active;
         self.report.compressed_clusters += uses.active;
-        // Compressed clusters share clusters of the file.
+        // Compressed clusters share host clusters; QEMU counts all of them as fragmented.
         self.report.fragmented_clusters += uses.active;
     }
 }

@@ -1,4 +1,4 @@
-//! Images that are right, images that are damaged in known ways, and what is made of them.
+//! Checks of sound images and of images with known damage.
 
 mod partial;
 
@@ -16,7 +16,7 @@ use crate::qcow2::{
     numbers, snapshot,
 };
 
-/// 64 guest clusters of 4 KiB, all with a place, without the room behind the end that would hide
+/// 64 guest clusters of 4 KiB, all mapped, without unused space at the end, which would hide
 /// damage.
 async fn image(options: CreateOptions) -> (Storage, Header) {
     let storage = Storage::memory(512);
@@ -43,7 +43,8 @@ async fn l2_of(storage: &Storage, header: &Header) -> u64 {
     number_at(storage, header.l1_offset).await & !COPIED
 }
 
-/// Damages a preallocated image; what a check finds, and that repairing it leaves it right.
+/// Damages a preallocated image. Returns the findings, and checks that a repair leaves it
+/// consistent.
 fn damaged(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> Report {
     sim::run(1, async move {
         let (storage, header) = image(preallocated()).await;
@@ -118,7 +119,7 @@ fn entries_that_point_nowhere_stay_unless_they_are_given_up() {
             check(storage, Repair::All).await.expect("a header");
             assert_eq!(number_at(storage, l2 + 8).await, wrong);
         });
-        // The cluster that the entry meant is neither free nor called leaked.
+        // The cluster that the entry refers to is neither freed nor reported as leaked.
         assert_eq!(
             (refused.corruptions > 0, refused.leaks, refused.leaks_fixed, refused.possible_leaks),
             (true, 0, 0, 1),
@@ -185,7 +186,7 @@ fn an_l1_entry_without_a_table_has_no_flags() {
     });
 }
 
-/// The content of a guest's cluster would be "corrected" as a table.
+/// The content of a guest's cluster must not be "corrected" as a table.
 #[test]
 fn a_guest_s_cluster_that_looks_like_a_table_keeps_its_bytes() {
     for repair in [Repair::All, Repair::Forced] {
@@ -232,7 +233,7 @@ fn ranges_name_the_snapshots_that_share_a_table() {
     });
 }
 
-/// Nothing is counted in a data file, so this alone keeps two clusters from sharing one there.
+/// Clusters of a data file have no refcounts; only this check keeps two entries from sharing one.
 #[test]
 fn clusters_of_a_data_file_lie_where_the_disk_has_them() {
     sim::run(1, async {
@@ -257,7 +258,7 @@ fn two_owners_of_a_cluster_are_told_and_counted() {
         let l2 = l2_of(storage, header).await;
         put(storage, l2, number_at(storage, l2 + 8).await).await;
     });
-    // One cluster is free, one is counted too low; the flags agree with the numbers in the file.
+    // One cluster is free, one has too low a refcount; the flags agree with the stored numbers.
     assert_eq!((report.leaks, report.corruptions), (1, 1), "{report:?}");
 }
 
@@ -271,7 +272,7 @@ fn wrong_flags_are_corrected() {
     assert_eq!((report.leaks, report.corruptions), (0, 2), "{report:?}");
 }
 
-/// As after the header has lost an internal snapshot that had everything too.
+/// As if the header had lost an internal snapshot that shared everything.
 #[test]
 fn leaks_are_repaired_with_the_flags_that_follow_from_it() {
     sim::run(1, async {
@@ -343,7 +344,7 @@ fn snapshots_without_a_size_are_given_the_disk_s() {
             assert_eq!(told, if version == 3 { count as usize } else { 0 }, "{found:?}");
             let repaired = check(&storage, Repair::All).await.expect("a header");
             assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
-            // The new table's room was free, and nothing was wrong with it.
+            // The space of the new table was free and is not a finding.
             let free = |report: &Report| {
                 report.findings.iter().filter(|finding| finding.contains("refcount=0")).count()
             };
@@ -380,7 +381,7 @@ fn a_raw_data_file_that_is_not_there_is_an_error() {
 fn snapshots_are_completed_before_the_version_is_raised() {
     sim::run(1, async {
         let (storage, header) = with_old_snapshots(CreateOptions { version: 2, ..preallocated() }, 3).await;
-        // The refcounts of the hand-made tables.
+        // Corrects the refcounts of the hand-made tables.
         check(&storage, Repair::All).await.expect("a header");
         let image = Qcow2::open_for_upkeep(storage).await.expect("valid");
         image.complete_snapshots().await.expect("memory");
@@ -403,8 +404,7 @@ fn snapshots_are_completed_before_the_version_is_raised() {
 fn a_snapshot_table_that_cannot_be_counted_stays() {
     sim::run(1, async {
         let (storage, header) = with_old_snapshots(preallocated(), 1).await;
-        // An L1 table that cannot be read keeps refcounts from being made anew, and the block of
-        // them is none.
+        // An unreadable L1 table prevents a rebuild of the refcounts, and their block is missing.
         put(&storage, header.snapshots_offset, 1 << 40).await;
         put(&storage, header.refcount_table_offset, 0x200).await;
         let before = storage.size_bytes();
@@ -457,7 +457,7 @@ fn leaks_alone_are_repaired_where_only_that_is_asked() {
         put(&storage, l2 + 8, 1 << 56).await;
         let report = check(&storage, Repair::Leaks).await.expect("a header");
         assert_eq!((report.leaks_fixed, report.corruptions), (2, 1), "{report:?}");
-        // One of the leaks may be the cluster that this entry meant.
+        // One of the leaks may be the cluster that this entry refers to.
         put(&storage, l2 + 8, 1 << 40).await;
         put(&storage, l2 + 16, 0).await;
         let report = check(&storage, Repair::Leaks).await.expect("a header");
@@ -470,7 +470,8 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
     sim::run(1, async {
         let (storage, mut header) = image(preallocated()).await;
         let end = storage.size_bytes();
-        // A snapshot that shares everything, and a bitmap of one cluster: five clusters at the end.
+        // A snapshot that shares everything, and a bitmap of one cluster: five clusters at the
+        // end.
         let (l1, table) = (end, end + 4096);
         put(&storage, l1, l2_of(&storage, &header).await).await;
         let entry = snapshot::Snapshot {
@@ -501,7 +502,7 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
         write_header(&storage, &header).await.expect("fits");
 
         let report = check(&storage, Repair::All).await.expect("a header");
-        // Five new clusters, 64 and their table shared; and all of their flags.
+        // Five new clusters; 64 clusters and their table shared; and the flags of all of them.
         assert_eq!(
             (report.corruptions_fixed, report.corruptions, report.leaks),
             (70 + 65, 0, 0),
@@ -541,7 +542,7 @@ fn refcounts_are_made_anew_where_their_table_is_lost() {
     for (at, wrong) in [(48, 0), (48, 0x1200), (48, 1 << 60), (48, 1 << 40), (56, 0), (56, u64::MAX << 32)] {
         let report = damaged(async move |storage, _| {
             put(storage, at, wrong).await;
-            // Promises that are taken back before, with a header that is still wrong.
+            // Autoclear bits are cleared first, although the header is still invalid.
             put(storage, 88, 1 << 60).await;
         });
         assert!(report.corruptions > 64, "each cluster counts as free: {report:?}");
@@ -588,12 +589,12 @@ fn names_of_other_files_that_cannot_be_right_are_reported() {
     assert_eq!(with(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
 }
 
-/// A length that ends before the key slots would have their clusters freed as leaks.
+/// A length that ends before the key slots would free their clusters as leaks.
 #[test]
 fn a_luks_header_that_ends_before_its_key_slots_frees_nothing() {
     sim::run(1, async {
         let mut area = [&b"LUKS\xba\xbe"[..], &[0; 10_234]].concat();
-        // Bytes of a key, and of the last slot the first sector and the stripes: the end is 10,240.
+        // Number of key bytes, and first sector and stripes of the last slot: the end is 10,240.
         area[108..112].copy_from_slice(&64_u32.to_be_bytes());
         area[208 + 7 * 48 + 40..][..4].copy_from_slice(&16_u32.to_be_bytes());
         area[208 + 7 * 48 + 44..][..4].copy_from_slice(&32_u32.to_be_bytes());
@@ -623,7 +624,7 @@ fn an_extension_of_a_wrong_length_is_reported_and_stays() {
             ..CreateOptions::default()
         };
         let (storage, _) = image(options).await;
-        // The extension also covers the next one, the feature names: what follows can be parsed.
+        // The extension also covers the next one, the feature names; the rest can still be parsed.
         let names_bytes = number_at(&storage, 136).await & 0xffff_ffff;
         let length = 16 + 8 + names_bytes.next_multiple_of(8);
         put(&storage, 112, 0x0537_be77_0000_0000 | length).await;

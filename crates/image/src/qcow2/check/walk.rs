@@ -1,10 +1,10 @@
-//! The L1 tables: which L2 tables they lead to, and the entries that lead nowhere.
+//! The L1 tables: the L2 tables that they refer to, and invalid entries.
 //!
-//! Each L2 table is read once, in the order of the file, with the L1 entries that refer to it:
-//! snapshots share most of theirs.
+//! Each L2 table is read once, in the order of the file, together with all L1 entries that refer
+//! to it: snapshots share most of theirs.
 //!
-//! Never follows an entry that does not point to a cluster of the file. Such an entry stays, since
-//! the table may still be somewhere, unless the user gives its guest range up.
+//! Never follows an entry that does not refer to a cluster of the file. Such an entry stays unless
+//! the user gives up its guest range, since the table may still exist.
 
 use std::collections::BTreeMap;
 
@@ -23,9 +23,9 @@ use crate::qcow2::{
     entry::{L1Entry, OFFSET, SUBCLUSTERS},
 };
 
-/// Reserved bits of an L1 entry: 0 to 8 and 56 to 62.
+// Reserved bits of an L1 entry: 0 to 8 and 56 to 62.
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
-/// Tables are read in pieces of this many bytes.
+// Tables are read in pieces of this many bytes.
 const PIECE: u64 = 1 << 20;
 
 /// An L1 table.
@@ -35,7 +35,7 @@ pub(super) struct L1Table {
     l1_offset: u64,
     /// Names of the snapshots with this table; empty for the active one.
     snapshots: Vec<String>,
-    /// Slots of a report that a range takes in all of these disks.
+    /// Slots of a report that a range in all of these disks takes.
     slots: usize,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct Uses {
 }
 
 impl Pass<'_> {
-    /// Counts everything that the active L1 table and those of the snapshots reach.
+    /// Counts everything that the active L1 table and those of the snapshots refer to.
     pub(super) async fn walk(&mut self, snapshots: L1Tables) -> std::result::Result<(), MetadataError> {
         let mut tables = BTreeMap::new();
         let (offset, entries) = (self.header.l1_offset, self.header.l1_entries);
@@ -84,6 +84,8 @@ impl Pass<'_> {
             self.read_l1(offset, entries, times, &mut tables).await?;
         }
         let cluster = self.header.cluster_bytes();
+        // All tables are counted before any is read, so that `fault_at` detects data that points
+        // to a table.
         let mut known = BTreeMap::new();
         for (offset, uses) in tables {
             if self.is_to_be_given_up(offset).await {
@@ -99,7 +101,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Reads the table of the last of the disks, which is referred to `times` times.
+    /// Reads the last table of `disks`, which has `times` references.
     async fn read_l1(
         &mut self,
         offset: u64,
@@ -132,7 +134,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// The L2 table of an L1 entry that is right, or was made so.
+    /// Offset of the L2 table of a valid or corrected L1 entry; `None` without one.
     async fn l2_of(&mut self, raw: u64, place: u64, owner: L1Reference) -> Result<Option<u64>> {
         let offset = raw & OFFSET;
         let what = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
@@ -157,7 +159,7 @@ impl Pass<'_> {
         Ok(Some(offset))
     }
 
-    /// Clears an L1 entry with ambiguous content if the user gives that up; otherwise reports it.
+    /// Clears an L1 entry with ambiguous content if the user gives it up; otherwise reports it.
     async fn give_up_l1(&mut self, place: u64, owner: L1Reference, what: String) -> Result<()> {
         let covers = self.table_covers();
         if self.repair == Repair::Forced && self.may_write(place) && self.may_lose(&[owner]) {
@@ -171,7 +173,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Corrects an entry of a table if everything is repaired and its cluster holds nothing else.
+    /// Corrects an entry of a table in a full repair, if nothing else refers to its cluster.
     async fn put_number(&mut self, place: u64, value: u64, what: String) -> Result<()> {
         if self.repairs_all() && self.may_write(place) {
             bytes::write(self.storage, place, &value.to_be_bytes()).await?;
@@ -183,7 +185,7 @@ impl Pass<'_> {
     }
 
     /// True if the user gives up ambiguous content, and this L2 table shares its cluster with
-    /// something else and is not plausible as a table.
+    /// another structure and is not plausible as a table.
     async fn is_to_be_given_up(&mut self, offset: u64) -> bool {
         if self.repair != Repair::Forced || self.may_write(offset) {
             return false;
@@ -196,7 +198,7 @@ impl Pass<'_> {
             judge(self.shape, (u64_at(entry, 0), map), 0, |offset, length| self.fault_at(offset, length))
                 .is_sound()
         };
-        // Nothing is shared in a data file, where each entry would need its own guest offset.
+        // In a data file every entry must equal its guest offset, so nothing is shared there.
         !self.shape.data_file && !table.chunks_exact(self.shape.entry_bytes()).all(sound)
     }
 
@@ -209,20 +211,20 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Bytes of the disk that an L2 table describes.
+    /// Number of guest bytes that an L2 table maps.
     pub(super) fn table_covers(&self) -> u64 {
         self.header.cluster_bytes() / self.shape.entry_bytes() as u64 * self.header.cluster_bytes()
     }
 
-    /// First guest byte of an L1 entry. Numbers of a broken header may wrap: they are only
-    /// compared and reported.
+    /// Offset of the first guest byte of an L1 entry. Wraps for a damaged header; the result is
+    /// only compared and reported.
     pub(super) fn guest_of(&self, owner: L1Reference) -> u64 {
         u64::from(owner.index).wrapping_mul(self.table_covers())
     }
 
-    /// True if the report has room for every guest range of an entry of their table.
+    /// True if the report has space for all guest ranges of an entry of their table.
     pub(super) fn may_lose(&mut self, owners: &[L1Reference]) -> bool {
-        // A hostile image may have millions of owners, which need not be looked at one by one.
+        // A hostile image may have millions of owners: avoid visiting each of them.
         if !self.lost.has_room(owners.len()) {
             return false;
         }
@@ -230,7 +232,7 @@ impl Pass<'_> {
         self.lost.has_room(slots.saturating_mul(SUBCLUSTERS as usize))
     }
 
-    /// Notes a part of the guest range of L1 entries, as lost or as ambiguous.
+    /// Records a part of the guest range of L1 entries as lost or ambiguous.
     pub(super) fn add_ranges(&mut self, owners: &[L1Reference], part: std::ops::Range<u64>, is_lost: bool) {
         for owner in owners {
             let offset = self.guest_of(*owner).wrapping_add(part.start);

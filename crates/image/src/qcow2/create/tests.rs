@@ -1,4 +1,4 @@
-//! What a new image's bytes say, what is refused, and what an interrupted creation leaves.
+//! Content of a new image, rejected options, and interrupted creations.
 
 use super::*;
 use reactor::sim;
@@ -135,7 +135,7 @@ fn small() -> CreateOptions {
     }
 }
 
-/// What a disk of this content holds once an image was created on it.
+/// Content of a disk after an image was created on it.
 fn created(content: &[u8]) -> Vec<u8> {
     let content = content.to_vec();
     sim::run(1, async move {

@@ -1,5 +1,5 @@
-//! A disk, its snapshots and a plain copy of each: what is read, and what a check finds, whole and
-//! after a crash.
+//! A disk, its snapshots and a plain copy of each: reads and checks, after a close and after a
+//! crash.
 
 use policy::time::Duration;
 
@@ -46,7 +46,7 @@ fn called(name: &str) -> NewSnapshot<'_> {
     NewSnapshot { name, date_s: 1, date_ns: 2 }
 }
 
-/// The file of a closed image, in which nothing is wrong.
+/// Content of a closed, consistent image.
 async fn closed(image: Qcow2) -> Vec<u8> {
     image.close().await.expect("memory");
     let content = image.storage().content().await.expect("memory");
@@ -142,7 +142,7 @@ fn a_refcount_that_cannot_rise_leaves_everything_as_it_was() {
     });
 }
 
-/// An image with two snapshots, and the disk that each of them and the image itself are.
+/// An image with two snapshots, and the disks of both snapshots and of the image.
 fn seasoned() -> (Vec<u8>, [Vec<u8>; 3]) {
     sim::run(1, async {
         let image = fresh(CreateOptions { cluster_bytes: 4096, ..CreateOptions::default() }).await;

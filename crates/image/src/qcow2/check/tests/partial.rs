@@ -1,4 +1,4 @@
-//! Images of which only a part can be read: the report judges that part, and nothing else.
+//! Images that are readable in part: the report judges that part only.
 
 use super::*;
 use storage::{
@@ -8,7 +8,7 @@ use storage::{
 
 use crate::qcow2::{Parts, Qcow2, header::MOST_SNAPSHOTS, snapshot::NewSnapshot};
 
-/// An undamaged image with snapshots of these names, which have an L1 table each and share all
+/// An undamaged image with snapshots of these names, each with its own L1 table and sharing all
 /// data.
 async fn with_snapshots(names: &[&str]) -> (Storage, Header) {
     let (storage, _) = image(preallocated()).await;
@@ -24,7 +24,7 @@ async fn with_snapshots(names: &[&str]) -> (Storage, Header) {
     (storage, header)
 }
 
-/// Corruptions, leaks, possible leaks.
+/// Returns corruptions, leaks, possible leaks.
 async fn judged(storage: &Storage, repair: Repair) -> (u64, u64, u64) {
     let report = check(storage, repair).await.expect("a header");
     assert_eq!((report.check_errors, report.leaks_fixed), (0, 0), "{report:#?}");
@@ -72,7 +72,7 @@ fn a_table_that_ends_early_makes_no_leaks() {
     sim::run(1, async {
         let (storage, header) = with_snapshots(&["one", "two", "three"]).await;
         let entry = entry_at(&storage, &header, 1).await;
-        // The length of its extra data: the start of the third entry is unknown then.
+        // Length of its extra data: the start of the third entry is then unknown.
         put(&storage, entry + 32, 0xffff_ffff).await;
         let before = storage.content().await.expect("memory");
         for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
@@ -175,7 +175,7 @@ fn a_flag_is_set_only_beside_a_refcount_that_is_one() {
         let block = number_at(&storage, header.refcount_table_offset).await;
         let l2 = l2_of(&storage, &header).await;
         put(&storage, header.l1_offset, l2).await;
-        // Everything has a refcount of 2, and so no flag.
+        // Every refcount is 2, so no flag may be set.
         let mut counts = bytes::read(&storage, block, 4096).await.expect("memory");
         for at in (l2..l2 + 512).step_by(8) {
             let cluster = number_at(&storage, at).await & !COPIED;
