@@ -1,8 +1,8 @@
-//! `weir image amend`: changes features of a qcow2 image in place, with the options of
-//! `qemu-img amend` that only touch its header.
+//! `weir image amend`: changes features of a qcow2 image in place, with the options of `qemu-img
+//! amend` that only concern its header.
 //!
-//! An image is checked before its version is raised, because version 3 gives a meaning to bits of
-//! the mapping that version 2 reserves: a damaged image could change its content.
+//! An image is checked before its version is raised, because version 3 assigns a meaning to bits
+//! of the mapping that version 2 reserves: the content of a damaged image could change.
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
@@ -87,7 +87,7 @@ impl AmendOptions {
     }
 }
 
-/// Options of qcow2 at creation, apart from those that begin with `encrypt.`.
+// Options of qcow2 at creation, apart from those that begin with `encrypt.`.
 const CREATION_OPTIONS: [&str; 14] = [
     "backing_file",
     "backing_fmt",
@@ -146,6 +146,8 @@ async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
     if amendment == Amendment::default() {
         return Ok(());
     }
+    // Reserved bits of version 2 may be zero flags of version 3: only a sound image keeps its
+    // content.
     if amendment.upgrade {
         let report = check(&storage, Repair::Nothing).await?;
         if report.corruptions + report.check_errors > 0 {
@@ -155,6 +157,8 @@ async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
         }
     }
     let image = Qcow2::open_for_upkeep(storage).await?;
+    // Version 3 requires extra data in snapshots, so it is written while the image still is
+    // version 2.
     let done = async {
         if amendment.upgrade {
             image.complete_snapshots().await.context("its snapshot table cannot be written")?;

@@ -1,4 +1,5 @@
-//! `weir image bitmap`: persistent bitmaps of a qcow2 image, with the options of `qemu-img bitmap`.
+//! `weir image bitmap`: persistent dirty bitmaps of a qcow2 image, with the options of `qemu-img
+//! bitmap`.
 
 use std::path::PathBuf;
 
@@ -82,7 +83,7 @@ struct Actions {
     merge: Vec<String>,
 }
 
-/// What `weir image bitmap` is told.
+/// The options of `weir image bitmap`.
 #[derive(Debug)]
 pub struct Arguments {
     options: Options,
@@ -99,6 +100,8 @@ impl FromArgMatches for Arguments {
             ("enable", Action::Enable),
             ("disable", Action::Disable),
         ];
+        // The order of actions is significant, so clap's indices restore the order of the command
+        // line.
         let mut actions: Vec<(usize, Action)> = Vec::new();
         for (name, action) in plain {
             if matches.get_count(name) > 0 {
@@ -133,7 +136,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let objects = options.naming.objects()?;
     let image = options.naming.named(&options.file, options.format, &objects)?;
     objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
-    // As for qemu-img, --image-opts is about FILE alone.
+    // As in qemu-img, --image-opts applies to FILE only.
     let source = options.source_file.as_ref();
     let source = source.map(|file| named(file, options.source_format, false, &objects)).transpose()?;
     let name = image.name();
@@ -150,9 +153,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return Err(Failure::Usage(anyhow!("--granularity {granularity}: is not a power of two")));
     }
     on_reactor(async move {
+        // For upkeep: no key is needed, and bitmaps do not begin to record.
         let storage = image.storage(How { write: true, ..How::default() })?;
         let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
         let done = act(&image, source.as_ref(), &options, &actions).await;
+        // Closed even after an error: actions that succeeded are kept.
         let closed = image.close().await;
         done.with_context(|| name.clone())?;
         closed.with_context(|| name.clone())?;

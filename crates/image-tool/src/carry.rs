@@ -1,7 +1,8 @@
-//! `--bitmaps`: the persistent bitmaps of the disk that is copied, in the new image too.
+//! `--bitmaps`: copies the persistent bitmaps of the source into the new image.
 //!
-//! They are stored after the disk, and record or do not as they did before. One that may be wrong
-//! stops the copy before it begins, unless it is to be left out. Never changes the source.
+//! They are stored after the disk was copied, and keep their flag whether to record. An
+//! inconsistent bitmap fails the command before copying begins, unless such bitmaps are to be
+//! skipped. Never changes the source.
 
 use std::{path::Path, sync::Arc};
 
@@ -23,7 +24,8 @@ pub(super) struct Carry {
 }
 
 impl Carry {
-    /// Fails if `source`, opened read-only, can have none, or one of them cannot be copied.
+    /// Fails if the format of `source`, opened read-only, has no bitmaps, or if one of them cannot
+    /// be copied.
     pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
         let Image::Qcow2(qcow2) = &**source else {
             bail!("--bitmaps: {name}: raw images have no bitmaps (leave it away)");
@@ -46,7 +48,7 @@ impl Carry {
         Ok(Self { source: Arc::clone(source), bitmaps })
     }
 
-    /// Whether the new image can have them, before anything is copied.
+    /// Checks before the copy that the new image can hold the bitmaps.
     pub(super) async fn check_target(&self, target: &Image) -> anyhow::Result<()> {
         let Image::Qcow2(qcow2) = target else {
             bail!("--bitmaps: raw images have no bitmaps (use -O qcow2)");
@@ -82,7 +84,7 @@ impl Carry {
         for entry in &self.bitmaps {
             let name = &*entry.name();
             let context = || format!("bitmap {name:?}");
-            // It refuses what is too large to be in memory.
+            // Adding it first bounds the memory: it rejects a bitmap that is too large.
             image.add_bitmap(name, entry.granularity_bits).await.with_context(context)?;
             let bits = source.bitmap_bits(name).await.with_context(context)?;
             image.merge_bitmap(name, &bits).await.with_context(context)?;

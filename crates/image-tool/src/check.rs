@@ -1,7 +1,7 @@
-//! `weir image check`: whether an image is consistent, with what `qemu-img check` prints and its
-//! exit statuses.
+//! `weir image check`: checks and repairs an image, with the output and exit statuses of `qemu-img
+//! check`.
 //!
-//! Never writes unless a repair is asked for, and never while somebody else uses the image.
+//! Never writes unless a repair is requested, and never while another process uses the image.
 
 use anyhow::{Context as _, anyhow};
 use clap::Args;
@@ -40,7 +40,7 @@ enum What {
     All,
 }
 
-/// What `weir image check` is told.
+/// The options of `weir image check`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -100,6 +100,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let storage = image.storage(how)?;
     let (report, is_marked) = on_reactor(async move {
         let report = check(&storage, repair).await;
+        // The mark is read after the repair, which clears it on success.
         let header = qcow2::read_header(&storage).await;
         Ok((report, header.is_ok_and(|header| header.incompatible & incompatible::CORRUPT != 0)))
     })?;
@@ -134,7 +135,7 @@ fn status(report: &Report) -> Result<(), Failure> {
     }
 }
 
-/// The reason why leaks could not be judged.
+/// Reason why leaks could not be judged.
 fn unjudged_leaks(report: &Report) -> String {
     match &report.missed_references {
         Some(why) => format!(
@@ -145,7 +146,7 @@ fn unjudged_leaks(report: &Report) -> String {
     }
 }
 
-/// The reason why a repair of leaks did not make the image consistent.
+/// Reason why a repair of leaks did not make the image consistent.
 fn remaining_errors(report: &Report, name: &str, repair: Repair) -> String {
     let errors = report.corruptions + report.check_errors;
     if repair != Repair::Leaks || errors == 0 {
@@ -182,7 +183,7 @@ fn next_steps(report: &Report, is_marked: bool, name: &str) -> String {
     text
 }
 
-/// The guest ranges that were lost, and those that a repair left unchanged.
+/// Guest ranges that were lost, and those that a repair left unchanged.
 fn ranges(report: &Report, name: &str, repair: Repair) -> String {
     let mut text = String::new();
     for range in &report.lost {
@@ -207,7 +208,7 @@ fn ranges(report: &Report, name: &str, repair: Repair) -> String {
 
 fn eprint(text: &str) {
     use std::io::Write as _;
-    // Where standard error is closed there is nobody to tell.
+    // Ignored: a closed standard error leaves no place to report that.
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
@@ -222,7 +223,7 @@ fn json_ranges(ranges: &[GuestRange]) -> Value {
     ranges.iter().map(range).collect()
 }
 
-/// As qemu-img prints it: what is zero is left out, but for the errors.
+/// JSON as printed by qemu-img: counters of zero are omitted, except for `check-errors`.
 fn json(report: &Report, name: &str) -> Value {
     let mut json = json!({ "filename": name, "format": "qcow2", "check-errors": report.check_errors });
     for (key, value) in [

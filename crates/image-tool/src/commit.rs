@@ -1,8 +1,8 @@
-//! `weir image commit`: moves what an image has itself down into its backing file, as
-//! `qemu-img commit` does.
+//! `weir image commit`: moves the content of an image down into its backing file, as `qemu-img
+//! commit` does.
 //!
-//! The backing file is complete and flushed before anything is taken out of the image: however it
-//! ends, a guest sees the same disk in the image.
+//! The backing file is complete and flushed before anything is removed from the image: if the
+//! command fails at any point, the image still contains the same disk.
 
 use std::{
     path::{Path, PathBuf},
@@ -33,7 +33,7 @@ Examples:
 
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image commit` is told.
+/// The options of `weir image commit`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -77,7 +77,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 
 type Layer = (PathBuf, Format);
 
-/// From the image itself down to the one that everything is moved into.
+/// Images from the given one down to the target of the commit.
 async fn layers(subject: &NamedImage, arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
     let mut layers = vec![(subject.path.clone(), subject.format_of_chain().await?)];
     let base = arguments.base.as_deref().map(|base| opening::behind(&subject.path, base)).transpose()?;
@@ -106,7 +106,7 @@ async fn layers(subject: &NamedImage, arguments: &Arguments) -> anyhow::Result<V
     }
 }
 
-/// The backing file of an image.
+/// Backing file of an image.
 async fn below(path: &Path, format: Format) -> anyhow::Result<Option<Layer>> {
     match format {
         Format::Raw => Ok(None),
@@ -119,7 +119,7 @@ async fn check_end(layers: &[Layer]) -> anyhow::Result<()> {
     let mut seen: Vec<PathBuf> = Vec::new();
     for (path, format) in layers {
         let mut next = Some((path.clone(), *format));
-        // Only the last image has a chain that has not been read yet.
+        // Only the chain of the last image has not been read yet.
         let is_last = seen.len() + 1 == layers.len();
         while let Some((path, format)) = next {
             if seen.iter().any(|other| opening::is_same(other, &path)) {
@@ -146,7 +146,8 @@ async fn commit(
     let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
     let mut sources = Vec::new();
     for (index, (path, format)) in above.iter().enumerate() {
-        // Only the first one is written to. None is looked through: each has what it has itself.
+        // Only the first image is written to. All are opened without backing files: each
+        // contributes its own content.
         let how = How { write: index == 0, alone: true, rate_bps: None, ..how };
         let how = if index == 0 { subject.how(how)? } else { how };
         sources.push((path.display().to_string(), disk::open(path, Some(*format), how, &mut keys).await?));
@@ -155,13 +156,14 @@ async fn commit(
     keys.check_used()?;
     let size = sources.iter().map(|(_, image)| image.size_bytes()).max().unwrap_or(0);
     let base_bytes = base.size_bytes();
+    // Grown before copying; the added range reads as zeroes.
     if base_bytes < size {
         base.resize(size).await.with_context(|| format!("{}: cannot be made larger", base_path.display()))?;
     }
     let total = size * sources.len() as u64;
     let progress = Arc::new(arguments.talk.progress("committing", total));
-    // From the lowest upwards, so that what is newer goes over what is older.
-    // Past the end of the one below, each hides what the base may have there.
+    // From the lowest image upwards, so that newer content overwrites older. Beyond the end of the
+    // image below, each hides the content of the target.
     let mut below_bytes = base_bytes;
     for source in sources.iter().rev() {
         let layer = Source::new([source.clone()]).layer_on(below_bytes);
@@ -172,6 +174,7 @@ async fn commit(
     base.flush().await.with_context(|| format!("{}: cannot be flushed", base_path.display()))?;
     base.close().await.with_context(|| format!("{}: cannot be completed", base_path.display()))?;
     let (_, top) = &sources[0];
+    // Emptied last. With -b the images between are not changed, so the top keeps its content.
     if let (false, None, Image::Qcow2(top)) = (arguments.drop, &arguments.base, &**top) {
         top.make_empty().await.context("everything was committed, but the image could not be emptied")?;
     }
@@ -188,10 +191,10 @@ fn how_to_copy() -> copy::How {
         compressed: false,
         target_is_zero: false,
         may_unmap: true,
-        // Zeroes hide what is below, also those that are data.
+        // Zeroes must overwrite the target, including those that are stored as data.
         sparse: 65_536,
         grain: 65_536,
-        // No more than the image has itself: around it, the backing file is right.
+        // Only the image's own content: around it the target is already correct.
         align: 1,
         unit: UNIT,
         salvage: false,

@@ -1,8 +1,8 @@
-//! `weir image compare`: whether two images hold the same, with the messages and exit statuses of
-//! `qemu-img compare`.
+//! `weir image compare`: compares the content of two images, with the messages and exit statuses
+//! of `qemu-img compare`.
 //!
-//! What both say is zero is not read. The rest of a longer one must be zeroes, unless `-s` asks for
-//! the same size.
+//! Ranges that both images report as zero are not read. The excess of a longer image must be
+//! zeroes, unless `-s` requires equal sizes.
 
 use std::{
     cell::{Cell, RefCell},
@@ -36,7 +36,7 @@ Examples:
 
 Exit status: 0 the same, 1 different, 2 wrong use of the command line or an image that cannot be opened, 4 one that cannot be read.";
 
-/// What `weir image compare` is told.
+/// The options of `weir image compare`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// One image
@@ -106,7 +106,7 @@ fn failed(error: &anyhow::Error, status: u8) -> Failure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Same {
-        /// The longer one is longer by zeroes.
+        /// The excess of the longer image is zeroes.
         sizes_differ: bool,
     },
     Size,
@@ -137,17 +137,18 @@ impl Verdict {
     }
 }
 
-/// What the tasks share. The range both have is compared piece by piece; then what one has more.
+/// State shared by the tasks. The common range is compared piece by piece, then the excess of the
+/// longer image.
 struct Comparison {
     sources: [Source; 2],
     progress: Progress,
-    /// The first difference so far: tasks take pieces in order and finish them.
+    /// Offset of the first difference so far: tasks take pieces in order and complete them.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
     work: RefCell<VecDeque<Piece>>,
 }
 
-/// Both are of one kind throughout; behind an image's end that is [`Kind::Below`].
+/// A range in which each image has one kind; beyond the end of an image that is [`Kind::Below`].
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     offset: u64,
@@ -186,6 +187,8 @@ impl Comparison {
         }
         this.progress.end();
         Ok(match (this.different.get(), status) {
+            // A mismatch of status precedes a difference of content at the same offset, as in
+            // qemu-img.
             (Some(at), Some(status)) if status <= at => Verdict::Status { at: status },
             (Some(at), _) => Verdict::Content { at, sizes_differ },
             (None, Some(at)) => Verdict::Status { at },
@@ -211,6 +214,8 @@ impl Comparison {
                 Ok(Some(at)) => {
                     let earlier = self.different.get().unwrap_or(u64::MAX);
                     self.different.set(Some(earlier.min(at)));
+                    // Pieces after a difference are dropped; those in progress may still find an
+                    // earlier one.
                     self.work.borrow_mut().clear();
                 }
                 Err(error) => {
@@ -221,7 +226,7 @@ impl Comparison {
         }
     }
 
-    /// Where the first difference in a piece is.
+    /// Offset of the first difference in a piece.
     async fn piece(&self, piece: Piece) -> anyhow::Result<Option<u64>> {
         let length = piece.length as usize;
         let mut data = Vec::new();
@@ -232,6 +237,7 @@ impl Comparison {
         }
         let at = match &data[..] {
             [] => None,
+            // The second image reads as zeroes here.
             [one] if is_zero(one) => None,
             [one] => one.iter().position(|&byte| byte != 0),
             [one, other, ..] if one[..] == other[..] => None,
@@ -244,7 +250,7 @@ impl Comparison {
 struct Walk<'a> {
     sources: &'a [Source; 2],
     at: u64,
-    /// What is known of each from `at` on: lengths and kinds.
+    /// Known lengths and kinds of each image from `at` on.
     ahead: [VecDeque<(u64, Kind)>; 2],
 }
 
@@ -273,6 +279,8 @@ impl<'a> Walk<'a> {
         while let (Some(one), Some(other)) = (first.front_mut(), second.front_mut()) {
             let kinds = [one.1, other.1];
             let whole = one.0.min(other.0);
+            // Data is limited to one read, aligned to it; ranges without data are compared as a
+            // whole.
             let length = if kinds.contains(&Kind::Data) { whole.min(PIECE - self.at % PIECE) } else { whole };
             pieces.push(Piece { offset: self.at, length, kinds });
             self.at += length;

@@ -1,7 +1,8 @@
 //! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
 //!
 //! The new image gets its name when it is complete ([`unfinished`](super::unfinished)). Compressed
-//! clusters are written as they become ready; `-W` is about plain ones.
+//! clusters are always written out of order, as soon as they are ready; `-W` concerns uncompressed
+//! ones.
 
 use std::{
     path::{Path, PathBuf},
@@ -48,7 +49,7 @@ The new image has its name once it is complete; until then, and if the command i
 A command that was killed with SIGKILL leaves its copy beside it, .NAME.….unfinished, which nobody needs.
 Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image convert` is told.
+/// The options of `weir image convert`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// What is copied, several one behind the other as one disk; and last where to
@@ -144,9 +145,9 @@ impl TargetKeyArgs {
     }
 }
 
-/// Bytes that one task copies in one go: QEMU's figure, and the largest cluster.
+// Bytes that one task copies at a time: QEMU's value, and the largest cluster.
 const UNIT: u64 = 2 << 20;
-/// The block of most file systems.
+// Block size of most file systems.
 const FILE_BLOCK: u64 = 4096;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
@@ -166,12 +167,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let objects = arguments.naming.objects()?;
     let source = |file: &PathBuf| arguments.naming.named(file, arguments.format, &objects);
     let sources = sources.iter().map(source).collect::<Result<Vec<_>, _>>()?;
-    // A name with `json:` describes an image that is there as well.
+    // A name with `json:` describes an existing image as well.
     let target_image = named(target, arguments.output_format, arguments.target_image_opts, &objects)?;
     let output_format = match (target_image.format, arguments.target_image_opts) {
         (Some(format), _) => format,
         (None, false) => Format::Raw,
-        // A guest may have written the header that a guess would go by.
+        // Not probed: a guest may have written the header.
         (None, true) => {
             let what = "the format of the target is not given (add driver=raw or driver=qcow2)";
             return Err(Failure::Usage(anyhow!("{}: {what}", target.display())));
@@ -184,6 +185,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return Err(Failure::Usage(what));
     }
     let target = &target_image.path;
+    // Writing to the source would destroy it before it is read.
     if sources.iter().any(|source| opening::is_same(&source.path, target)) {
         let what = anyhow!(
             "{}: is what is copied, and cannot be where to (give the new image another name)",
@@ -191,6 +193,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         );
         return Err(Failure::Usage(what));
     }
+    // From here on signals remove the unfinished file.
     let undo = Undo::watch()?;
     let (source, carry) = open_sources(sources, has_backing, &arguments)?;
     let target_keys =
@@ -206,6 +209,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         };
         return on_reactor(copy_into(source, carry, target, target_keys, arguments));
     }
+    // The target is written under a temporary name, so a failure leaves the previous file.
     let place = Unfinished::new(target, &undo)?;
     let target_keys = (&target_keys, &objects);
     let made = make(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
@@ -277,7 +281,7 @@ fn open_sources(
             [(name, image)] if bitmaps => Some(Carry::of(image, name, skip_broken).await?),
             _ => None,
         };
-        // What the source leaves to its backing file, the new image leaves to its own.
+        // Unallocated ranges stay unallocated: the new image reads them from its own backing file.
         let below_bytes = images.first().and_then(|(_, image)| image.backing()).map_or(0, Image::size_bytes);
         let source = Source::new(images);
         Ok((if has_backing { source.layer_on(below_bytes) } else { source }, carry))
@@ -376,17 +380,19 @@ async fn copy_into(
     copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
+    // Flushed before the file gets its name, so that the name never refers to incomplete data.
     image.flush().await.with_context(|| format!("{name}: cannot be completed"))?;
     image.close().await.with_context(|| format!("{name}: cannot be completed"))?;
     drop(image);
     if let Some(carry) = &carry {
+        // After the disk: storing a bitmap opens the closed image again.
         carry.store(path).await.with_context(|| format!("{name}: --bitmaps"))?;
     }
     progress.end();
     Ok(())
 }
 
-/// Checks that the options fit the target. True if the target gets its backing file later.
+/// Checks that the options fit the target. Returns true if the target gets its backing file later.
 fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::Result<bool> {
     let Image::Qcow2(qcow2) = target else { return Ok(false) };
     let header = qcow2.header();
@@ -429,7 +435,7 @@ fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::R
 fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> copy::How {
     let sparse = arguments.sparse_size;
     let blocks = disk::blocks(target);
-    // Less than a file's block saves nothing; and who asks for less than that is given it.
+    // Less than a file system block saves nothing, unless the user asks for finer runs with -S.
     let grain =
         blocks.map_or(FILE_BLOCK.min(sparse.next_power_of_two().max(512)), |blocks| blocks.subcluster);
     let align = blocks.map_or(grain, |blocks| blocks.cluster);

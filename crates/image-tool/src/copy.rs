@@ -1,15 +1,15 @@
-//! Copying what is in one image into another, with many requests under way: the engine of `convert`
-//! and `commit`.
+//! Copies the content of one image into another with many requests in flight: the engine of
+//! `convert` and `commit`.
 //!
 //! ```text
-//!   scout ──► what is where? ──► items ──► tasks on several threads: read ─► leave out zeroes ─► (whose turn is it?) ─► write
+//!   scout ──► block status ──► items ──► tasks on several threads: read ─► skip zeroes ─► (in order: wait for the turn) ─► write
 //! ```
 //!
-//! The scout goes ahead through what the source says of itself, so holes cost nothing. Tasks take
-//! items as they come; where writes must be in order they read ahead all the same.
+//! The scout queries the block status ahead of the tasks, so holes cost nothing. Tasks take items
+//! as they become available; if writes must be in order, reads still run ahead.
 //!
-//! Never writes outside what was asked for, and ends with the first error: what the target then
-//! holds is undefined.
+//! Never writes outside the requested range. Ends with the first error; the content of the target
+//! is then undefined.
 
 mod plan;
 mod turn;
@@ -36,23 +36,25 @@ const SALVAGED_BYTES: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How {
-    /// Items under way at a time; not 0.
+    /// Number of items in flight; not 0.
     pub(super) tasks: usize,
     pub(super) in_order: bool,
     pub(super) compressed: bool,
-    /// What the target has not been written reads as zeroes, so zeroes need not be written.
+    /// Unwritten parts of the target read as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
     /// Zeroes must hide a backing file that the target does not name yet.
     pub(super) hides_backing: bool,
-    /// Space of the target that becomes zeroes may be released.
+    /// Space that becomes zeroes may be deallocated in the target.
     pub(super) may_unmap: bool,
-    /// The shortest run of zeroes to leave out; 0 leaves out none, and reads what should be zero.
+    /// Minimum length of a run of zeroes that is skipped. 0 skips none, and reads even ranges that
+    /// the source reports as zero.
     pub(super) sparse: usize,
-    /// What is left out is aligned to this: a block or a cluster of the target. A power of two.
+    /// Alignment of skipped ranges: block or cluster size of the target, a power of two.
     pub(super) grain: usize,
-    /// Data is copied in blocks of this size, 1 or the grain, also where less of a block is there.
+    /// Data is copied in blocks of this size, 1 or the grain, even if only part of a block is
+    /// allocated.
     pub(super) align: u64,
-    /// Largest number of bytes of an item; a multiple of the grain, and a cluster if the target is
+    /// Size limit of an item in bytes; a multiple of the grain, and a cluster if the target is
     /// compressed.
     pub(super) unit: u64,
     pub(super) salvage: bool,
@@ -82,6 +84,7 @@ pub(super) async fn copy(
         .context(console::NO_RING)?;
     let failed = Mutex::new(None);
     let copy = Arc::new(Copy { source, target, how, progress, turns: Turns::default(), failed });
+    // Bounded: the scout waits when it is far ahead of the tasks.
     let (items, incoming) = async_channel::bounded(2 * how.tasks);
     let (end, ends) = async_channel::bounded::<()>(how.tasks);
     for number in 0..how.tasks {
@@ -91,8 +94,10 @@ pub(super) async fn copy(
             let _ = end.send(()).await;
         });
     }
+    // The receivers live in the tasks only, so that `scout` notices when all of them have ended.
     drop((incoming, end));
     let scouted = copy.scout(items).await;
+    // Also after an error: workers must not stop while a task has a request in flight.
     for _ in 0..how.tasks {
         let _ = ends.recv().await;
     }
@@ -104,7 +109,7 @@ pub(super) async fn copy(
 }
 
 impl Copy {
-    /// Goes through the source and hands out the items. Ends early if nobody takes them any more.
+    /// Walks through the source and sends items. Ends early if all tasks have ended.
     async fn scout(&self, items: Sender<(u64, Item)>) -> anyhow::Result<()> {
         let size = self.source.size_bytes();
         let mut planner = plan::Planner::new(size, self.how.align, self.how.unit);
@@ -114,8 +119,8 @@ impl Copy {
             if let Some(below_bytes) = self.source.below_bytes()
                 && self.how.sparse == 0
             {
-                // What the layer has, and zeroes as far as something lies below them. What it
-                // leaves to its backing file stays there.
+                // Data of the layer, and its zeroes where they hide data below. Ranges of the
+                // backing file are left to it.
                 for (length, kind) in self.source.status(at, size - at).await? {
                     let end = at + length;
                     let hidden = if kind == Kind::Zero { below_bytes.clamp(at, end) } else { at };
@@ -140,6 +145,7 @@ impl Copy {
             for item in ready.drain(..) {
                 self.progress.advance(item.range.start - told);
                 told = item.range.end;
+                // Nothing to do: the target already reads as zeroes there.
                 if item.kind == Kind::Zero && self.how.target_is_zero {
                     self.progress.advance(item.range.end - item.range.start);
                     continue;
@@ -154,8 +160,8 @@ impl Copy {
         Ok(())
     }
 
-    /// Adds a piece to the plan. Zeroes that must hide a backing file can do so in whole clusters;
-    /// the rest of a cluster has to be copied with them.
+    /// Adds a range to the plan. Zeroes that must hide a backing file can do so in whole clusters;
+    /// the rest of a cluster is copied as data.
     fn plan(&self, planner: &mut plan::Planner, range: Range<u64>, kind: Kind, ready: &mut Vec<Item>) {
         let whole = match kind {
             Kind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),
@@ -173,6 +179,7 @@ impl Copy {
         while let Ok((number, item)) = incoming.recv().await {
             if let Err(error) = self.item(number, item).await {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                // Stops the scout and the other tasks, including those that wait for their turn.
                 incoming.close();
                 self.turns.end();
                 return;
@@ -186,6 +193,7 @@ impl Copy {
             Kind::Data => Some(self.read(start, (end - start) as usize).await?),
             Kind::Zero | Kind::Below => None,
         };
+        // The turn comes after the read: reads overlap, writes do not.
         if self.how.in_order && !self.turns.wait(number).await {
             return Ok(());
         }
@@ -211,6 +219,7 @@ impl Copy {
     }
 
     async fn salvage(&self, offset: u64, length: usize) -> Buffer {
+        // Small pieces, so that a bad sector loses as little as possible.
         let mut data = Buffer::zeroed(length);
         for (number, part) in data.chunks_mut(SALVAGED_BYTES).enumerate() {
             let at = offset + (number * SALVAGED_BYTES) as u64;
@@ -243,7 +252,7 @@ impl Copy {
     async fn write(&self, offset: u64, data: Buffer) -> anyhow::Result<()> {
         let length = data.len();
         let range = offset..offset + length as u64;
-        // Only whole clusters can be compressed. The source may end in the middle of one.
+        // Only whole clusters can be compressed. The source may end inside a cluster.
         let written = if self.how.compressed && self.whole_clusters(range.clone()) == range {
             super::disk::write_compressed(&self.target, offset, data.into()).await
         } else {
@@ -252,8 +261,8 @@ impl Copy {
         written.with_context(|| format!("writing {length} bytes at {offset}"))
     }
 
-    /// Zeroes that stay zeroes when the target is given a backing file: clusters with the zero flag
-    /// as far as possible, otherwise data.
+    /// Writes zeroes that stay zeroes when the target gets a backing file: zero clusters as far as
+    /// possible, data otherwise.
     async fn hide(&self, offset: u64, length: u64) -> anyhow::Result<()> {
         let end = offset + length;
         let whole = self.whole_clusters(offset..end);
@@ -275,7 +284,7 @@ impl Copy {
         Ok(())
     }
 
-    /// The blocks of [`How::align`] bytes that lie in a range. The last one of the target may be
+    /// Blocks of [`How::align`] bytes that are inside a range. The last block of the target may be
     /// shorter.
     fn whole_clusters(&self, range: Range<u64>) -> Range<u64> {
         let (end, align) = (range.end, self.how.align);
@@ -303,7 +312,7 @@ impl Copy {
         let mut how = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         let what = || format!("zeroing {length} bytes at {offset}");
         if self.how.compressed {
-            // Zeroes that would have to be written are compressed, as far as they are clusters.
+            // Whole clusters of zeroes that must be written are compressed.
             how.only_if_fast = true;
             match self.target.write_zeroes(offset, length, how).await {
                 Err(Error::UNSUPPORTED) => how.only_if_fast = false,

@@ -1,6 +1,6 @@
-//! `weir image create`: makes a raw or qcow2 image, with the options of `qemu-img create`.
+//! `weir image create`: creates a raw or qcow2 image, with the options of `qemu-img create`.
 //!
-//! Replaces an image that nobody uses, and removes a new file that could not be finished.
+//! Replaces an existing image that is not in use; removes a new file that could not be completed.
 
 use std::{
     fs::{self, OpenOptions},
@@ -65,7 +65,7 @@ Of both, for scripts: extent_size_hint=SIZE and nocow=SWITCH, hints for a host's
 taken and change nothing.
 ";
 
-/// What `weir image create` is told.
+/// The options of `weir image create`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// The image to make
@@ -180,15 +180,15 @@ pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     }
 }
 
-/// What scripts tell btrfs and XFS about the file. It changes nothing that a reader of the image
-/// sees, and is checked and left at that.
+/// Removes the options that set hints of btrfs and XFS on the file. They do not affect the image's
+/// content; their values are checked and then ignored.
 pub(super) fn take_hints(options: &mut Options) -> Result<(), String> {
     options.take_size("extent_size_hint")?;
     options.take_switch("nocow")?;
     Ok(())
 }
 
-/// The version of qcow2 that the option `compat` names.
+/// Version of qcow2 for the option `compat`.
 pub(super) fn take_version(options: &mut Options) -> Result<Option<u32>, String> {
     options.take_as("compat", |value| match value {
         "0.10" | "v2" => Ok(2),
@@ -197,13 +197,14 @@ pub(super) fn take_version(options: &mut Options) -> Result<Option<u32>, String>
     })
 }
 
-/// All but the size. `backing` is what was given beside the options.
+/// Reads all options except for the size. `backing` are the values of -b and -F.
 pub(super) fn qcow2_options(
     options: &mut Options,
     backing: (Option<String>, Option<Format>),
 ) -> Result<CreateOptions, String> {
     let default = CreateOptions::default();
     let backing_file = options.take("backing_file");
+    // The option wins over -F; for the name below, -b wins over the option.
     let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
     let version = take_version(options)?;
     let compression = options.take_as("compression_type", |value| match value {
@@ -242,7 +243,7 @@ pub(super) fn qcow2_options(
     })
 }
 
-/// `None` without a backing file, or one that may be missing.
+/// Size of the backing file's disk; `None` without a backing file, or if it must not be opened.
 fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Result<Option<u64>, Failure> {
     let Some(backing) = &wish.backing else { return Ok(None) };
     if arguments.unsafe_backing {
@@ -274,17 +275,18 @@ struct NewFile {
 }
 
 impl NewFile {
-    /// Makes it, or empties what is there unless it is in use or a device.
+    /// Creates the file, or opens an existing one unless it is in use.
     fn open(path: &Path) -> anyhow::Result<(Self, Storage)> {
         if opening::is_at_server(path) {
             let storage = opening::storage(path, How { write: true, ..How::default() })?;
             return Ok((Self { path: path.to_owned(), is_new: false }, storage));
         }
         let name = path.display();
+        // `create_new` tells a new file, which is removed after a failure, from an existing one.
         let made = OpenOptions::new().write(true).create_new(true).open(path);
         let is_new = match made {
             Ok(file) => {
-                // Storage has a size.
+                // Storage rejects a file without a size.
                 file.set_len(LEAST_FILE).with_context(|| format!("{name}: cannot be made"))?;
                 true
             }
@@ -316,11 +318,11 @@ impl Drop for NewFile {
 }
 
 const LEAST_FILE: u64 = 512;
-/// Bytes at the start of a device or an export that a new raw image clears, as qemu-img does: the
-/// signature of any format is among them.
+// Bytes at the start of a device or export that a new raw image clears, as qemu-img does: they
+// contain the signature of every format.
 const HEADER_BYTES: u64 = 512;
 
-/// Messages call the image `name`.
+/// Creates the file and its metadata. Messages refer to the image as `name`.
 pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
     let (file, storage) = NewFile::open(path)?;
     let data = match &wish.data_file {
@@ -337,6 +339,7 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
     let wish = wish.clone();
     let (data_file, data) = data.unzip();
     let work = async move {
+        // Only after the locks are taken: an image in use must not be truncated.
         if is_file {
             empty(&storage).await?;
         }
@@ -361,7 +364,8 @@ fn is_regular(path: &Path) -> anyhow::Result<bool> {
     Ok(!kind.is_block_device())
 }
 
-/// So that the new image reads as zeroes where nothing is written. Devices keep their size.
+/// Truncates a file, so that the new image reads as zeroes where nothing is written. Devices keep
+/// their size.
 async fn empty(storage: &Storage) -> anyhow::Result<()> {
     if storage.size_bytes() <= LEAST_FILE {
         return Ok(());
@@ -373,7 +377,7 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
     }
 }
 
-/// Messages call the image `name`.
+/// Creates a raw image. Messages refer to it as `name`.
 pub(super) fn create_raw(
     path: &Path,
     size: u64,
@@ -396,7 +400,8 @@ pub(super) fn create_raw(
         } else if storage.size_bytes() < size {
             return Err(Failure::Failed(anyhow!("has {} bytes, and the image {size}", storage.size_bytes())));
         } else {
-            // The header of an earlier image would decide the format that a later command probes.
+            // Otherwise the header of an earlier image would decide the format that a later
+            // command probes.
             let header = Buffer::zeroed(HEADER_BYTES.min(storage.size_bytes()) as usize);
             storage.write(0, header.into(), Durability::Cached).await?;
         }
@@ -411,7 +416,7 @@ pub(super) fn create_raw(
     })
     .map_err(|failure| named(failure, name))?;
     if size == 0 && is_file {
-        // A disk without a byte, which only a file of its own can be.
+        // Only a file can be a disk of zero bytes; storage does not resize to zero.
         let emptied = OpenOptions::new().write(true).open(path).and_then(|file| file.set_len(0));
         emptied.with_context(|| format!("{name}: cannot be emptied"))?;
     }

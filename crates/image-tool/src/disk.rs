@@ -1,5 +1,5 @@
-//! From a file's name to the disk that a guest would see in it; [`opening`] is for commands that
-//! look at the bytes.
+//! Opens the disk inside an image by its file name; [`opening`] is for commands that access the
+//! bytes of the file.
 
 use std::{path::Path, sync::Arc};
 
@@ -20,7 +20,8 @@ use super::{
     pick::Pick,
 };
 
-/// With what lies below it. An image whose format is guessed may name no other file.
+/// Opens an image with its backing chain. An image whose format is probed must not name other
+/// files.
 pub(super) async fn open(
     path: &Path,
     format: Option<Format>,
@@ -30,7 +31,7 @@ pub(super) async fn open(
     open_at(path, format, how, keys, None).await
 }
 
-/// The same, or an internal snapshot of it.
+/// Opens an image like [`open`], or one of its internal snapshots.
 pub(super) async fn open_at(
     path: &Path,
     format: Option<Format>,
@@ -57,9 +58,9 @@ pub(super) async fn open_at(
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
-    /// What is allocated at once.
+    /// Unit of allocation in bytes.
     pub(super) cluster: u64,
-    /// What may be there or not by itself.
+    /// Unit that is allocated or zero separately, in bytes.
     pub(super) subcluster: u64,
 }
 
@@ -83,12 +84,12 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
 pub(super) enum Kind {
     Data,
     Zero,
-    /// It is not in this layer, and may be in what lies below.
+    /// Not allocated in this layer; read from the layers below.
     Below,
 }
 
-/// Pieces that follow each other from `offset` on, at least one, of at most `length` bytes in all.
-/// What lies below has `below_bytes`; past them, what is not in the layer reads as zeroes.
+/// Returns pieces from `offset` on, at least one, of at most `length` bytes in total. The layers
+/// below have `below_bytes`; beyond that, unallocated ranges read as zeroes.
 pub(super) async fn layer(
     image: &Image,
     offset: u64,
@@ -96,7 +97,7 @@ pub(super) async fn layer(
     below_bytes: u64,
 ) -> Result<Vec<(u64, Kind)>> {
     let Image::Qcow2(qcow2) = image else {
-        // There is nothing below it.
+        // A raw image has no layer below it.
         return Ok(vec![(length, Kind::Data)]);
     };
     let (mut at, mut kinds) = (offset, Vec::new());
@@ -120,7 +121,7 @@ pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments)
     }
 }
 
-/// The file that an image is in: of a qcow2 image with an external data file, the latter.
+/// Name of the file that holds guest data: the external data file, if the image has one.
 pub(super) fn data_file(image: &Image) -> String {
     let storage = image.storage();
     storage.path().map_or_else(|| storage.description(), str::to_owned)

@@ -1,11 +1,11 @@
-//! What qemu-img has and `weir image` has not, and what does it instead.
+//! Advice for options and commands of qemu-img that `weir image` does not have.
 
 use clap::{
     builder::StyledStr,
     error::{ContextKind, ContextValue},
 };
 
-/// For a subcommand, or any, and what stood there: what to do instead.
+// Subcommand (or "" for any), unsupported option or command, and the advice.
 const INSTEAD: [(&str, &str, &str); 3] = [
     (
         "convert",
@@ -16,7 +16,7 @@ const INSTEAD: [(&str, &str, &str); 3] = [
     ("", "dd", "`weir image convert` copies a whole disk; qemu-img, or dd(1) on a raw image, a part"),
 ];
 
-/// Puts what to do instead into an error about a command line that begins with these words.
+/// Adds the advice to an error about a command line that consists of these words.
 pub fn advise(error: &mut clap::Error, words: &[String]) {
     let [image, subcommand, ..] = words else { return };
     if image != "image" {
@@ -36,7 +36,7 @@ pub fn advise(error: &mut clap::Error, words: &[String]) {
     }
 }
 
-/// The way to write `--repair WHAT`. The value is optional, so it takes an equals sign.
+/// Advice for `--repair WHAT`: the value is optional, so it needs an equals sign.
 fn repair_without_equals(subcommand: &str, words: &[String]) -> Option<StyledStr> {
     let what = words.iter().skip_while(|word| *word != "--repair").nth(1)?;
     let is_meant = subcommand == "check" && ["all", "leaks"].contains(&&**what);

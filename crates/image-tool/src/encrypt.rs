@@ -1,5 +1,5 @@
-//! How a new image is encrypted, and with whose passphrase: QEMU's `encrypt.` options and `secret`
-//! objects. Never takes a passphrase from the command line, where everybody can read it.
+//! Encryption of a new image: QEMU's `encrypt.` options and `secret` objects. Never reads a
+//! passphrase from the command line, which all users of the machine can see.
 
 use std::{cell::RefCell, collections::BTreeSet, path::PathBuf, time::Duration};
 
@@ -47,7 +47,8 @@ pub(super) struct Encryption {
 }
 
 impl Encryption {
-    /// `None` if the image is not to be encrypted. The passphrase is `own`, or that of an object.
+    /// Reads the encryption options; `None` if the image is not to be encrypted. The passphrase is
+    /// `own` or that of an object.
     pub(super) fn take(
         options: &mut Options,
         own: Option<&Secret>,
@@ -84,13 +85,14 @@ impl Encryption {
         Ok(Some(Self { luks, secret }))
     }
 
-    /// Takes seconds, which is what keeps others from trying many passphrases.
+    /// Creates the LUKS header. Takes seconds by design, to slow down attempts with many
+    /// passphrases.
     pub(super) fn area(&self) -> Result<Vec<u8>, String> {
         Ok(luks::create(&self.secret, &self.luks).map_err(|error| error.to_string())?.area)
     }
 }
 
-/// Bytes of the LUKS header of an image with these options, without its passphrase; `None` if the
+/// Size of the LUKS header of an image with these options, without its passphrase; `None` if the
 /// image is not encrypted. A passphrase that is named must be among the objects.
 pub(super) fn luks_bytes(options: &mut Options, objects: &Objects) -> Result<Option<u64>, String> {
     let format = options.take("encrypt.format");
@@ -109,7 +111,7 @@ pub(super) fn luks_bytes(options: &mut Options, objects: &Objects) -> Result<Opt
     Ok(Some(NewLuks::area_bytes(luks_options(options)?.cipher)))
 }
 
-/// The secrets that `--object` defines, by their ids. A file is read once its secret is asked for.
+/// Secrets defined by `--object`, by id. A file is read when its secret is used.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
     files: Vec<(String, PathBuf)>,
@@ -125,6 +127,7 @@ impl Objects {
                 return Err(format!("--object {text}: is no secret (secret,id=ID,file=FILE)"));
             };
             let mut fields = Options::read(&[rest.to_owned()])?;
+            // A passphrase in `data` is visible in the process list.
             let id = fields.take("id").ok_or_else(|| format!("--object {text}: has no id=ID"))?;
             if fields.take("data").is_some() {
                 return Err(
@@ -149,7 +152,7 @@ impl Objects {
         Ok(objects)
     }
 
-    /// The file of the secret `id`, which counts as used.
+    /// File of the secret `id`, which then counts as used.
     pub(super) fn find(&self, id: &str) -> Result<&PathBuf, String> {
         let found = self.files.iter().find(|(known, _)| known == id);
         let (_, file) = found.ok_or_else(|| {
@@ -169,7 +172,7 @@ impl Objects {
         self.files.len() > self.used.borrow().len()
     }
 
-    /// Fails if no image has used one of the secrets.
+    /// Fails if one of the secrets was not used by an image.
     pub(super) fn check_used(&self) -> Result<(), String> {
         let used = self.used.borrow();
         match self.files.iter().find(|(id, _)| !used.contains(id)) {
@@ -192,6 +195,7 @@ fn luks_options(options: &mut Options) -> Result<LuksOptions, String> {
     let mode = options.take("encrypt.cipher-mode").unwrap_or_else(|| "xts".to_owned());
     let iv = options.take("encrypt.ivgen-alg").unwrap_or_else(|| "plain64".to_owned());
     let iv_hash = options.take("encrypt.ivgen-hash-alg");
+    // XTS uses two keys of the given length.
     let iv = iv_hash.map_or(iv.clone(), |hash| format!("{iv}:{hash}"));
     let key_bytes = bits.unwrap_or(32) * if mode == "xts" { 2 } else { 1 };
     let cipher =

@@ -1,6 +1,6 @@
-//! Sizes and JSON in the form that qemu-img prints them, for scripts that read it.
+//! Sizes and JSON in the form of qemu-img, for scripts that parse it.
 
-/// As qemu-img prints JSON: indented by four.
+/// JSON in qemu-img's form: indented by four spaces.
 pub(super) fn json(value: &serde_json::Value) -> String {
     let mut bytes = Vec::new();
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
@@ -10,7 +10,7 @@ pub(super) fn json(value: &serde_json::Value) -> String {
     String::from_utf8(bytes).expect("JSON is text")
 }
 
-/// As qemu-img writes sizes: three digits and a unit of 1024.
+/// Size in qemu-img's form: three digits and a unit of 1024.
 pub(super) fn human(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let (mut value, mut unit) = (bytes as f64, 0);

@@ -1,6 +1,6 @@
-//! `weir image info`: what an image's header says, with the fields of `qemu-img info`.
+//! `weir image info`: shows the header of an image, with the fields of `qemu-img info`.
 //!
-//! Never reads guest data, and follows backing files only if asked to.
+//! Never reads guest data; follows backing files only with `--backing-chain`.
 
 use std::{
     collections::HashSet,
@@ -44,7 +44,7 @@ Examples:
 
 Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image info` is told.
+/// The options of `weir image info`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -98,7 +98,7 @@ fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
     bail!("{}: {what}", path.display())
 }
 
-/// What tells images of one chain apart.
+/// Identity of an image, to detect a loop in a chain.
 #[derive(PartialEq, Eq, Hash)]
 enum Identity {
     File(u64, u64),
@@ -112,7 +112,7 @@ fn identity(path: &Path) -> anyhow::Result<Identity> {
     })
 }
 
-/// None of what is in no file of this host.
+/// Metadata of the file; `None` if the image is not a file of this host.
 fn metadata(path: &Path) -> anyhow::Result<Option<fs::Metadata>> {
     if opening::is_elsewhere(path) {
         return Ok(None);
@@ -182,6 +182,7 @@ async fn read(storage: &Storage, path: &Path) -> Result<Inside, anyhow::Error> {
     let snapshots = opening::snapshots_in(storage, path).await?;
     let bitmaps = match header.bitmaps {
         Some(bitmaps) if header.autoclear & autoclear::BITMAPS != 0 => {
+            // Damaged bitmaps must not prevent the display of the rest.
             match bitmap::read(storage, &header, bitmaps).await {
                 Err(MetadataError::Invalid(fault)) => {
                     console::say(&format!(
@@ -232,7 +233,7 @@ fn bitmap_json(entry: &bitmap::Entry) -> Value {
 }
 
 impl Shown {
-    /// The lines that qemu-img prints.
+    /// Lines as printed by qemu-img.
     fn text(&self) -> String {
         let json = &self.json;
         let word = |key: &str| json[key].as_str().unwrap_or_default().to_owned();

@@ -1,7 +1,8 @@
-//! Passphrases of encrypted images that are there, and which of them is whose.
+//! Passphrases of existing encrypted images, and their assignment to images.
 //!
-//! One is given for each encrypted image, in the order of the command's images and in each from the
-//! top of its chain; or one for all. Never on the command line, where everybody can read it.
+//! Either one for each encrypted image, in the order of the command's images and within each from
+//! the top of its chain, or one for all. Never on the command line, which all users of the machine
+//! can see.
 
 use std::path::{Path, PathBuf};
 
@@ -46,7 +47,7 @@ pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Key
 pub(super) struct Keys {
     given: Vec<Secret>,
     next: usize,
-    /// Number of `given` that came with descriptions of images.
+    /// Number of `given` secrets that belong to descriptions of images.
     described: usize,
 }
 
@@ -55,7 +56,7 @@ impl Keys {
         Self { given: vec![secret], ..Self::default() }
     }
 
-    /// Adds the passphrase that an image was described with.
+    /// Adds the passphrase of an image's description.
     ///
     /// # Errors
     /// There are passphrases of another kind.
@@ -74,7 +75,7 @@ impl Keys {
         self.given.first()
     }
 
-    /// Those of the image at `path` and of what is below it, unless it is opened `alone`.
+    /// Passphrases of the image at `path` and of its backing chain, unless it is opened `alone`.
     pub(super) async fn of(
         &mut self,
         path: &Path,
@@ -82,7 +83,7 @@ impl Keys {
         alone: bool,
     ) -> anyhow::Result<Vec<Secret>> {
         if self.given.is_empty() {
-            // Whoever opens it says what is missing.
+            // Opening the image reports a missing passphrase.
             return Ok(Vec::new());
         }
         let count = encrypted(path, format, alone).await?;
@@ -103,6 +104,7 @@ impl Keys {
     }
 
     pub(super) fn behind(&self, header: &Header) -> Self {
+        // The image's own passphrase comes first; those of its backing chain follow.
         let next = usize::from(header.crypt == Crypt::Luks);
         Self { next, ..self.clone() }
     }

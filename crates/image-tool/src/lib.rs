@@ -1,20 +1,20 @@
-//! `weir image`: what `qemu-img` does, with its options, its JSON and its exit statuses, so that
-//! scripts carry over.
+//! `weir image`: the commands of `qemu-img`, with its options, JSON and exit statuses, so that
+//! scripts keep working.
 //!
 //! ```text
-//!   create, check, info, …   a file for each subcommand: its options, and what it does
+//!   create, check, info, …   a file for each subcommand: its options and implementation
 //!        │
-//!        ├─► named           what FILE means: a name, `json:{…}`, or options (`--image-opts`)
-//!        ├─► opening         a file's format and storage, for commands that look at the bytes
-//!        ├─► disk, keys      the disk that a guest would see in it, and its passphrases
-//!        ├─► copy ◄─ source  many requests under way: convert, commit
+//!        ├─► named           meaning of FILE: a name, `json:{…}`, or options (`--image-opts`)
+//!        ├─► opening         format and storage of a file, for commands that access its bytes
+//!        ├─► disk, keys      the disk inside an image, and its passphrases
+//!        ├─► copy ◄─ source  copies with many requests in flight: convert, commit
 //!        ├─► options, pick   `-o key=value`, `-l SNAPSHOT`
-//!        └─► form, progress  what is printed, as qemu-img prints it
+//!        └─► form, progress  output in qemu-img's form
 //! ```
 //!
-//! `elsewhere` says what to use instead of the options of qemu-img that are not here.
+//! `elsewhere` suggests replacements for options of qemu-img that are missing here.
 //!
-//! Never decides what an image means: that is `block`'s.
+//! Never interprets an image itself: that is the task of the crate `image`.
 
 mod amend;
 mod bitmap;
@@ -50,7 +50,7 @@ use std::path::Path;
 use clap::{Args, Subcommand, ValueEnum};
 use console::Failure;
 
-// For the daemon, which answers QMP's `query-block` with the `ImageInfo` that `info` prints.
+// The daemon answers QMP's `query-block` with the `ImageInfo` that `info` prints.
 pub use self::{elsewhere::advise, resize::Served};
 
 /// What to do with images.
@@ -97,10 +97,10 @@ pub enum Command {
     Rebase(rebase::Arguments),
 }
 
-/// Does it. `serving` finds the disk that a running daemon serves from an image.
+/// Runs the command. `serving` finds the disk that a running daemon serves from an image.
 ///
 /// # Errors
-/// Whatever keeps it from being done.
+/// The command failed, or its options are invalid.
 pub fn run(command: Command, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
     match command {
         Command::Create(arguments) => create::run(arguments),

@@ -1,7 +1,6 @@
-//! `weir image map`: what a disk is made of and where it lies, through the chain of backing files,
-//! as `qemu-img map` prints it.
+//! `weir image map`: allocation of a disk through its backing chain, as printed by `qemu-img map`.
 //!
-//! Never reads guest data: what is zero is what the file says of itself.
+//! Never reads guest data: zeroes are those that the file reports.
 
 use std::fmt::Write as _;
 
@@ -31,7 +30,7 @@ Examples:
 
 Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image map` is told.
+/// The options of `weir image map`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -67,7 +66,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             .await
             .with_context(|| format!("{name}: what is where cannot be found out"))?;
         if start == end {
-            // A list that is not empty, for those who look at its last entry.
+            // An entry even for an empty range: scripts read the last entry.
             let name = disk::data_file(&image);
             map.0.push(Entry { zero: false, ..Entry::nothing(arguments.start_offset, 0, 0, name) });
         }
@@ -84,14 +83,14 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 struct Entry {
     start: u64,
     length: u64,
-    /// How many backing files down.
+    /// Position in the backing chain; 0 for the image itself.
     depth: u32,
-    /// Some image of the chain has it.
+    /// Allocated in some image of the chain.
     present: bool,
     zero: bool,
     data: bool,
     compressed: bool,
-    /// Where in the file.
+    /// Offset in the file.
     offset: Option<u64>,
     file: String,
 }
@@ -116,8 +115,8 @@ impl Map {
         }
     }
 
-    /// Goes down the chain with a stack, since its length is the image's to say. A raw disk begins
-    /// at `offset` of its file.
+    /// Adds a range of the chain. Iterative, with a stack: the image determines the depth of the
+    /// chain. A raw disk begins at `offset` of its file.
     async fn add(&mut self, top: &Image, offset: u64, start: u64, end: u64) -> anyhow::Result<()> {
         let mut left = vec![(top, 0, start, end)];
         while let Some((image, depth, start, end)) = left.pop() {
@@ -130,6 +129,8 @@ impl Map {
                 Image::Qcow2(qcow2) => {
                     let file = disk::data_file(image);
                     let (covered, below) = self.add_qcow2(qcow2, &file, depth, start, end).await?;
+                    // Pushed in reverse: the range of the backing file is processed before the
+                    // rest of this image.
                     if covered < end {
                         left.push((image, depth, covered, end));
                     }
@@ -166,7 +167,8 @@ impl Map {
         Ok(())
     }
 
-    /// What the image has itself, up to the first range that its backing file may have; and where.
+    /// Adds the image's own pieces up to the first range that its backing file provides. Returns
+    /// the end of the part that was covered, and that range.
     async fn add_qcow2(
         &mut self,
         qcow2: &Qcow2,
@@ -177,7 +179,7 @@ impl Map {
     ) -> anyhow::Result<(u64, Option<(u64, u64)>)> {
         let encrypted = qcow2.header().encryption.is_some();
         let mut at = start;
-        // Behind its end a shorter backing file has nothing.
+        // A shorter backing file provides nothing beyond its end.
         let below_end = qcow2.backing().map_or(0, Image::size_bytes);
         for Piece { length, what } in qcow2.map(start, end - start).await? {
             let nothing = Entry::nothing(at, length, depth, file.to_owned());
@@ -189,9 +191,10 @@ impl Map {
                 }
                 What::Unallocated => nothing,
                 What::Zero { host } => Entry { present: true, offset: host, ..nothing },
+                // No offset: the bytes in the file are not those of the guest.
                 What::Data { .. } if encrypted => Entry { present: true, zero: false, data: true, ..nothing },
                 What::Data { host, .. } => {
-                    // Where the file has a hole, as under preallocated clusters, they are zeroes.
+                    // Holes of the file, as in preallocated clusters, are zeroes.
                     for (into, length, zero) in in_file(qcow2.storage(), host, length).await? {
                         let start = nothing.start + into;
                         let offset = Some(host + into);
@@ -237,8 +240,8 @@ impl Map {
     }
 }
 
-/// Pieces of a range of the file, which may reach past its end: where in it, how long, and whether
-/// all of it is zeroes.
+/// Pieces of a range of the file, which may extend beyond its end: offset in the range, length,
+/// and true if the piece is zeroes.
 pub(super) async fn in_file(
     storage: &Storage,
     offset: u64,
@@ -283,7 +286,7 @@ impl Entry {
     }
 }
 
-/// As C's `%#x` writes it.
+/// Number in the form of C's `%#x`.
 fn hex(number: u64) -> String {
     if number == 0 { "0".to_owned() } else { format!("{number:#x}") }
 }

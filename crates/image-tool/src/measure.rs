@@ -1,12 +1,12 @@
-//! `weir image measure`: the size of the file that an image needs, as `qemu-img measure` prints it.
+//! `weir image measure`: size of the file that an image needs, as printed by `qemu-img measure`.
 //!
 //! ```text
-//!   header, refcounts, L1, all L2 tables, LUKS header │ clusters that hold data   required
-//!                                                     │ all clusters              fully allocated
-//!   bitmap directory, tables, bits                                                bitmaps
+//!   header, refcounts, L1, all L2 tables, LUKS header │ clusters with data   required
+//!                                                     │ all clusters         fully allocated
+//!   bitmap directory, tables, bits                                           bitmaps
 //! ```
 //!
-//! The allocation of the source decides. Guest data is never read, so zeroes that are stored as
+//! Based on the allocation of the source. Guest data is never read, so zeroes that are stored as
 //! data count as data.
 
 use std::{ops::Range, path::PathBuf, sync::Arc};
@@ -139,12 +139,13 @@ fn measure_file(file: NamedImage, target: Target, arguments: &Arguments) -> Resu
     })
 }
 
-/// Clusters of the target that data of the source touches. Clusters of `holes_of`, the source
+/// Number of target clusters that data of the source touches. Clusters of `holes_of`, the source
 /// itself, count as data only where its file has no hole.
 async fn data_clusters(source: &Source, holes_of: Option<&Image>, cluster_bytes: u64) -> anyhow::Result<u64> {
     let size = source.size_bytes();
     let (mut at, mut next, mut count) = (0, 0, 0);
     let mut add = |range: Range<u64>| {
+        // Ranges arrive in order; a cluster that two of them touch counts once.
         let first = (range.start / cluster_bytes).max(next);
         next = range.end.div_ceil(cluster_bytes);
         count += next.saturating_sub(first);
@@ -165,7 +166,7 @@ async fn data_clusters(source: &Source, holes_of: Option<&Image>, cluster_bytes:
     Ok(count)
 }
 
-/// The parts of a range of data that are no holes of the image's file.
+/// Parts of a range of data that are not holes of the image's file.
 async fn data_in_file(image: &Image, range: Range<u64>) -> anyhow::Result<Vec<Range<u64>>> {
     let Image::Qcow2(qcow2) = image else { return Ok(vec![range]) };
     let (mut at, mut data) = (range.start, Vec::new());
@@ -194,7 +195,7 @@ struct Contents {
     data_clusters: u64,
 }
 
-/// The new image, without its size.
+/// Format and options of the new image, without its size.
 #[derive(Debug)]
 enum Target {
     Raw,
@@ -224,7 +225,7 @@ impl Target {
                 let mut wish = create::qcow2_options(&mut options, (None, None))?;
                 let luks_bytes = encrypt::luks_bytes(&mut options, objects)?;
                 options.finish("qcow2")?;
-                // Only the length of the LUKS header counts.
+                // Only the length of the LUKS header matters.
                 wish.luks = luks_bytes.map(|bytes| vec![0; usize::try_from(bytes).unwrap_or(0)]);
                 Ok(Self::Qcow2(Box::new(wish)))
             }
@@ -250,7 +251,8 @@ impl Target {
         let metadata = wish.metadata_bytes()?;
         let fully_allocated = metadata + wish.size_bytes.next_multiple_of(cluster_bytes);
         let is_allocated = matches!(wish.preallocation, Preallocation::Falloc | Preallocation::Full);
-        // Which zeroes would hide data of the backing file is not known.
+        // It is unknown which zeroes would have to hide data of the backing file, so all clusters
+        // count.
         let is_overlay = wish.backing.is_some() && contents.is_of_image;
         let required = match is_allocated || is_overlay {
             true => fully_allocated,
@@ -267,7 +269,7 @@ impl Target {
 struct Measured {
     required: u64,
     fully_allocated: u64,
-    /// In addition, where the source can have bitmaps and the new image can keep them.
+    /// Additional bytes for bitmaps, if the source can have them and the new image can keep them.
     bitmaps: Option<u64>,
 }
 

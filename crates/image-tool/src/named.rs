@@ -1,8 +1,8 @@
-//! Images as a command line names them: by a file name with `-f FORMAT`, by `json:{…}`, or with
-//! `--image-opts` by options of QEMU's block drivers.
+//! Images as named on the command line: by file name with `-f FORMAT`, by `json:{…}`, or by
+//! options of QEMU's block drivers with `--image-opts`.
 //!
-//! All three become a [`NamedImage`], which the commands open. Names inside images never come here:
-//! they are paths ([`opening::behind`]).
+//! All three become a [`NamedImage`], which the commands open. Names inside images are not handled
+//! here: they are paths ([`opening::behind`]).
 
 use std::{
     path::{Path, PathBuf},
@@ -25,7 +25,7 @@ use super::{
     pick::Pick,
 };
 
-/// The image that a command is about.
+/// The image that a command operates on.
 #[derive(Debug, Args)]
 pub(super) struct Subject {
     /// The image
@@ -39,7 +39,7 @@ pub(super) struct Subject {
 }
 
 impl Subject {
-    /// The image, with the options that it was described with. All secrets must be used.
+    /// Returns the image with the options of its description. All secrets must be used.
     pub(super) fn named(&self) -> Result<NamedImage, Failure> {
         let objects = self.naming.objects()?;
         let image = self.naming.named(&self.file, self.format, &objects)?;
@@ -48,7 +48,7 @@ impl Subject {
     }
 }
 
-/// Options that decide what an image's name means.
+/// Options that determine the meaning of an image's name.
 #[derive(Clone, Debug, Default, Args)]
 pub(super) struct NamingArgs {
     /// Read FILE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
@@ -64,7 +64,7 @@ impl NamingArgs {
         Objects::read(&self.object).map_err(|what| Failure::Usage(anyhow!(what)))
     }
 
-    /// The image that `file` names; `format` is the value of the option -f or -F.
+    /// Returns the image that `file` names; `format` is the value of -f or -F.
     pub(super) fn named(
         &self,
         file: &Path,
@@ -100,23 +100,23 @@ pub(super) fn named(
     NamedImage::described(description.map_err(Failure::Usage)?, format, objects).map_err(Failure::Usage)
 }
 
-/// An image with the options that it is opened with.
+/// An image and the options to open it with.
 #[derive(Clone, Debug)]
 pub(super) struct NamedImage {
-    /// A path, or an address.
+    /// Path or address.
     pub(super) path: PathBuf,
-    /// The format that was given.
+    /// Format given by the user.
     pub(super) format: Option<Format>,
     read_only: bool,
-    /// Clusters that become zeroes keep their place in the file.
+    /// Clusters that become zeroes keep their host cluster in the file.
     pub(super) keeps_place: bool,
     how: How,
-    /// The passphrase; the reason if it is not given, for commands that need it.
+    /// Passphrase, or the reason why it is missing, for commands that need it.
     secret: Option<Result<Secret, String>>,
 }
 
 impl NamedImage {
-    /// The image at a path or an address, without further options.
+    /// An image at a path or an address, without further options.
     pub(super) fn plain(path: PathBuf, format: Option<Format>) -> Self {
         Self { path, format, read_only: false, keeps_place: false, how: How::default(), secret: None }
     }
@@ -136,7 +136,7 @@ impl NamedImage {
             cache,
             discard,
             discard_no_unref,
-            // Commands that copy look for zeroes by their own options.
+            // Commands that copy have their own options for detecting zeroes.
             detect_zeroes: _,
             key_secret,
             caches,
@@ -163,6 +163,7 @@ impl NamedImage {
         };
         let secret = match key_secret {
             None => None,
+            // A missing secret is an error only for commands that decrypt.
             Some(id) => Some(match objects.find(&id) {
                 Ok(_) => Ok(objects.secret(&id).map_err(|what| anyhow!(what))?),
                 Err(missing) => Err(missing),
@@ -172,22 +173,22 @@ impl NamedImage {
         Ok(Self { path, format: own_format.or(format), read_only, keeps_place, how, secret })
     }
 
-    /// The image's name for messages.
+    /// Name of the image for messages.
     pub(super) fn name(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// Place of the disk's first byte in the file.
+    /// Offset of the disk's first byte in the file.
     pub(super) fn offset(&self) -> u64 {
         self.how.of_user.part.map_or(0, |part| part.offset)
     }
 
-    /// The format that was given, or else that of the signature.
+    /// Format given by the user, or else that of the signature.
     pub(super) fn format(&self) -> anyhow::Result<Format> {
         opening::format(&self.path, self.format)
     }
 
-    /// The command's way to open the image, with the options that the image was described with.
+    /// Combines the command's options for opening with those of the image's description.
     ///
     /// # Errors
     /// The command writes, and `read-only=on` was given.
@@ -203,8 +204,8 @@ impl NamedImage {
         })
     }
 
-    /// The format, for a command that opens the files behind the image. A guess follows no names in
-    /// a header: a guest could have written them into its raw disk.
+    /// Format for a command that opens the files behind the image. If it was probed, the header
+    /// must not name other files: a guest could have written it into its raw disk.
     pub(super) async fn format_of_chain(&self) -> anyhow::Result<Format> {
         let format = self.format()?;
         if self.format.is_none() && format == Format::Qcow2 {
@@ -231,17 +232,17 @@ impl NamedImage {
         }
     }
 
-    /// The bytes of the image's file.
+    /// Opens the file of the image as storage.
     pub(super) fn storage(&self, how: How) -> anyhow::Result<Storage> {
         opening::storage(&self.path, self.how(how)?)
     }
 
-    /// The disk in it.
+    /// Opens the disk inside the image.
     pub(super) async fn open(&self, how: How, keys: &mut Keys) -> anyhow::Result<Arc<Image>> {
         self.open_at(how, keys, None).await
     }
 
-    /// The disk in it, or one of its internal snapshots.
+    /// Opens the disk inside the image, or one of its internal snapshots.
     pub(super) async fn open_at(
         &self,
         how: How,
@@ -252,7 +253,7 @@ impl NamedImage {
     }
 }
 
-/// The passphrases of `keys` and those that the images were described with, in their order.
+/// The passphrases of `keys`, followed by those of the images' descriptions, in their order.
 pub(super) fn with_secrets(mut keys: Keys, images: &[&NamedImage]) -> anyhow::Result<Keys> {
     for secret in images.iter().filter_map(|image| image.secret.as_ref()) {
         keys.add(secret.clone().map_err(|what| anyhow!(what))?)?;

@@ -1,7 +1,7 @@
-//! From a file's name to its storage and its format, for commands that look at the bytes
-//! themselves.
+//! Opens the storage of an image by file name and determines its format, for commands that access
+//! its bytes.
 //!
-//! A format is guessed only to look at an image: a command that writes was told it, or there is a
+//! Formats are probed only for reading: a command that writes is given a format, or relies on a
 //! signature.
 
 use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
@@ -31,15 +31,17 @@ use storage::{
     probe_anywhere,
 };
 
-/// `--help` lists the names alone: a line on each would triple the pages that have one.
+/// Parser of a format. `--help` lists the names only: a line for each would triple the length of
+/// the pages.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new([Format::Raw, Format::Qcow2].map(Format::name))
         .try_map(|name| name.parse::<Format>())
 }
 
-/// Parser of an image's name. As in QEMU, `file:PATH` is the file PATH, whatever PATH looks like.
+/// Parser of an image's name. As in QEMU, `file:PATH` is the file PATH, regardless of its form.
 pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|name| {
+        // An existing file wins over a protocol, as the name may contain a colon.
         if let Some(protocol) = unsupported_protocol(&name).filter(|_| !name.exists()) {
             let file = Path::new(".").join(&name);
             return Err(format!("the protocol {protocol} is not supported (a file is {})", file.display()));
@@ -48,7 +50,7 @@ pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
     })
 }
 
-/// The protocol of QEMU that a name begins with, if there is no such storage here.
+/// Protocol of QEMU that a name begins with, if weir has no such storage.
 fn unsupported_protocol(name: &Path) -> Option<&str> {
     const KNOWN: [&str; 19] = [
         "blkdebug",
@@ -83,12 +85,12 @@ fn without_prefix(name: &Path) -> Option<PathBuf> {
     }
 }
 
-/// The same path, written so that it names a file of this host.
+/// The same path, in a form that always names a file of this host.
 pub(super) fn local(path: &Path) -> PathBuf {
     if is_elsewhere(path) || is_json(path) { Path::new(".").join(path) } else { path.to_owned() }
 }
 
-/// Of a name that stands in an image.
+/// Parses the name of a format in an image.
 pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     match name {
         Some(name) => match name.parse() {
@@ -99,7 +101,7 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     }
 }
 
-/// The file that a name in an image leads to, by the rules of all images: a path, never an address.
+/// Resolves a name in an image, by the rules for all images: a path, never an address.
 pub(super) fn behind(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let path = resolve(in_directory(image), name).map_err(|why| unusable(image, name, &why))?;
     Ok(local(&path))
@@ -108,12 +110,12 @@ pub(super) fn behind(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
 /// Checks a name that a command writes into an image without opening the file.
 ///
 /// # Errors
-/// The file that the name means would depend on the working directory of a later command.
+/// The meaning of the name would depend on the working directory of a later command.
 pub(super) fn check_name(image: &Path, name: &str) -> anyhow::Result<()> {
     check_base(in_directory(image), name).map_err(|why| unusable(image, name, &why))
 }
 
-/// The path of an image that is a file of this host.
+/// Path of an image that is a file of this host.
 fn in_directory(image: &Path) -> Option<&Path> {
     Some(image).filter(|image| !is_elsewhere(image))
 }
@@ -132,20 +134,20 @@ pub(super) fn is_same(one: &Path, other: &Path) -> bool {
 pub(super) struct How {
     pub(super) cache: CacheMode,
     pub(super) write: bool,
-    /// Also while somebody else writes to it.
+    /// Allow other processes to write to it.
     pub(super) force_share: bool,
-    /// Bytes per second at most; not 0.
+    /// Limit in bytes per second; not 0.
     pub(super) rate_bps: Option<u64>,
     /// Without its backing file.
     pub(super) alone: bool,
     pub(super) of_user: OfUser,
 }
 
-/// Options of one image that the user described it with; they hold for no file behind it.
+/// Options from the user's description of one image; they do not apply to files behind it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OfUser {
     pub(super) part: Option<Part>,
-    /// In place of the command's cache mode.
+    /// Overrides the command's cache mode.
     pub(super) cache: Option<CacheMode>,
     pub(super) caches: CacheSettings,
     pub(super) reconnect_delay: Duration,
@@ -153,7 +155,7 @@ pub(super) struct OfUser {
 }
 
 impl How {
-    /// With what helps whoever wants to change an image, rather than to serve it.
+    /// Replaces the remedy of a lock conflict by one for commands that change an image.
     pub(super) fn refused(self, mut error: OpenError) -> OpenError {
         if self.write && error.why.starts_with("locked") && !error.held_here {
             let is_weir = error.holder.as_deref().is_some_and(|name| name.starts_with("weir"));
@@ -164,7 +166,7 @@ impl How {
     }
 }
 
-/// The format that was given, or else that of the signature. Warns of a file that only contains a
+/// Format given by the user, or else that of the signature. Warns of a file that only contains a
 /// disk, such as a compressed image.
 pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
     if let Some(format) = given {
@@ -239,7 +241,7 @@ pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
     read_header(&storage).await.with_context(|| path.display().to_string())
 }
 
-/// The snapshots of an image, with a warning where their table is damaged.
+/// Reads the snapshots of an image, and warns if their table is damaged.
 pub(super) async fn snapshots_in(storage: &Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
     let context = || path.display().to_string();
     let header = read_header(storage).await.with_context(context)?;
@@ -248,7 +250,7 @@ pub(super) async fn snapshots_in(storage: &Storage, path: &Path) -> anyhow::Resu
     Ok(table.snapshots)
 }
 
-/// One line for all faults: there may be many.
+/// Prints one line for all faults: there may be many.
 fn warn_of_faults(table: &SnapshotTable, header: &Header, path: &Path) {
     let mut faults = table.faults(header);
     let Some(first) = faults.next() else { return };

@@ -1,19 +1,20 @@
-//! `-o key=value,key=value`: options of a format, as qemu-img writes them.
+//! `-o key=value,key=value`: options of a format, in qemu-img's notation.
 //!
-//! A comma in a value is written twice. Of a key that is there twice the last one counts, as for
-//! qemu-img; one that is unknown is an error.
+//! A comma in a value is doubled. If a key is repeated the last value counts, as in qemu-img; an
+//! unknown key is an error.
 
 use storage::parse_size;
 
-/// Keys that may be given without a value, which means `on`.
+// Keys that may be given without a value, which means `on`.
 const SWITCHES: [&str; 5] = ["data_file_raw", "encryption", "extended_l2", "lazy_refcounts", "nocow"];
 
-/// What `-o` said, each key once. Whoever knows a key takes it; what is left in the end is unknown.
+/// Options of `-o`, each key once. Callers remove the keys that they support; the remaining ones
+/// are unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Options(Vec<(String, String)>);
 
 impl Options {
-    /// Errors: a key without a value that is no switch.
+    /// Parses options. Fails for a key without a value that is not a switch.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
         for text in texts {
@@ -30,7 +31,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether the format's options are asked for, also behind others.
+    /// True if help is requested anywhere among the options.
     pub(super) fn ask_for_help(texts: &[String]) -> bool {
         texts.iter().flat_map(|text| split(text)).any(|pair| pair == "help" || pair == "?")
     }
@@ -85,7 +86,7 @@ impl Options {
     }
 }
 
-/// At single commas; two of them are one that belongs to the value.
+/// Splits at single commas; a doubled comma belongs to the value.
 fn split(text: &str) -> Vec<String> {
     let mut pairs = vec![String::new()];
     let mut rest = text.chars().peekable();

@@ -1,4 +1,4 @@
-//! `-l`: the internal snapshot that is read instead of the disk, named as qemu-img names it.
+//! `-l`: selects an internal snapshot to read instead of the disk, in qemu-img's notation.
 
 use std::{path::Path, str::FromStr};
 
@@ -13,9 +13,9 @@ use super::{
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Pick {
-    /// Of this id; or else of this name.
+    /// Snapshot with this id, or else with this name.
     Either(String),
-    /// Of both, or of the one that is given.
+    /// Snapshot with all of the given attributes.
     Exactly { id: Option<String>, name: Option<String> },
 }
 

@@ -1,6 +1,6 @@
-//! How far a long command has come: a bar on a terminal, or with `-p` what `qemu-img -p` prints.
+//! Progress of a long command: a bar on a terminal, or with `-p` the lines of `qemu-img -p`.
 //!
-//! Never prints where nobody asked for it and nobody looks on.
+//! Never prints to anything but a terminal unless requested.
 
 use std::{
     fmt,
@@ -15,7 +15,7 @@ use clap::Args;
 use console::progress::bar;
 use indicatif::ProgressBar;
 
-/// `-p` prints each percent, as qemu-img does at most.
+// `-p` prints at most one line per percent, as qemu-img does.
 const STEPS: u64 = 100;
 
 const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";

@@ -1,7 +1,8 @@
-//! `weir image rebase`: gives an image another backing file, as `qemu-img rebase` does.
+//! `weir image rebase`: changes the backing file of an image, as `qemu-img rebase` does.
 //!
-//! What it does not have itself, and the backing files have differently, is copied into it first: a
-//! guest sees the same disk before, during and after. With `-u` only the name is changed.
+//! Unallocated ranges in which the old and the new backing file differ are copied into the image
+//! first, so its content is the same before, during and after the command. With `-u` only the name
+//! changes.
 
 use std::{
     ops::Range,
@@ -40,7 +41,7 @@ Examples:
 
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image rebase` is told.
+/// The options of `weir image rebase`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -69,7 +70,7 @@ pub struct Arguments {
     talk: Talk,
 }
 
-/// The largest cluster: less than one cannot become zeroes as a whole.
+// The largest cluster: smaller pieces could not become zero clusters as a whole.
 const PIECE: u64 = 2 << 20;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
@@ -118,13 +119,15 @@ async fn rebase(
     let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
     let sources = Below::open(file, arguments, backing.as_ref(), &mut keys).await?;
     keys.check_used()?;
+    // The header changes last: until then the image still reads from the old backing file.
     sources.keep_differences(qcow2, arguments).await?;
     qcow2.flush().await?;
     qcow2.set_backing(named).await.context("its header cannot be changed")?;
     Ok(qcow2.close().await?)
 }
 
-/// Such an image would only be found to be locked, by this very command.
+/// Fails if the image is in its new backing chain. Opening it would only report a lock held by
+/// this command.
 async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
     for _ in 0..LONGEST_CHAIN {
@@ -169,7 +172,7 @@ impl Below {
         Ok(Self { old, new })
     }
 
-    /// What the image leaves to the old backing file, and the new one has not.
+    /// Copies the ranges in which the old backing file differs from the new one.
     async fn keep_differences(&self, image: &Qcow2, arguments: &Arguments) -> anyhow::Result<()> {
         let size = image.size_bytes();
         let blocks = Blocks::of(image);
@@ -192,7 +195,8 @@ impl Below {
         Ok(())
     }
 
-    /// What the old backing file has as zeroes becomes zero clusters, where the format has them.
+    /// Copies the differences in a range. Zeroes of the old backing file become zero clusters if
+    /// the format has them.
     async fn keep(&self, image: &Qcow2, start: u64, end: u64, blocks: Blocks) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
@@ -204,6 +208,7 @@ impl Below {
         let (mut at, size) = (0, image.size_bytes());
         while at < length {
             let (next, offset) = (end_of_block(start, at, length, blocks.cluster), start + at as u64);
+            // The disk's last cluster may be shorter.
             let whole = offset.is_multiple_of(blocks.cluster)
                 && ((next - at) as u64 == blocks.cluster || start + next as u64 == size);
             let cluster = at..next;
@@ -212,7 +217,7 @@ impl Below {
                 let hidden = image.hide(offset, cluster.len() as u64).await;
                 hidden.with_context(|| format!("hiding {} bytes at {offset}", cluster.len()))?;
             } else if differs {
-                // The rest of a cluster stays with the backing file.
+                // Equal subclusters stay unallocated.
                 for part in differences(&old, &new, start, cluster, blocks.subcluster) {
                     let (offset, bytes) = (start + part.start as u64, Buffer::copy_of(&old[part.clone()]));
                     let written = image.write(offset, bytes.into(), Durability::Cached).await;
@@ -225,7 +230,8 @@ impl Below {
     }
 }
 
-/// The blocks inside `range` in which two contents that begin at `start` differ; neighbours as one.
+/// Blocks inside `range` in which two contents that begin at `start` differ; adjacent ones are
+/// merged.
 fn differences(old: &[u8], new: &[u8], start: u64, range: Range<usize>, block: u64) -> Vec<Range<usize>> {
     let mut found: Vec<Range<usize>> = Vec::new();
     let mut at = range.start;
@@ -242,13 +248,14 @@ fn differences(old: &[u8], new: &[u8], start: u64, range: Range<usize>, block: u
     found
 }
 
-/// Where the block that holds byte `at` of what begins at `start` ends; at `end` at the latest.
+/// End of the block that contains byte `at` of a content that begins at `start`; `end` at most.
 fn end_of_block(start: u64, at: usize, end: usize, block: u64) -> usize {
     let into = (start + at as u64) % block;
     end.min(at + (block - into) as usize)
 }
 
-/// Zeroes behind the end; `None` where the file says that all of it is zeroes.
+/// Content of a backing file, with zeroes beyond its end; `None` if it reports zeroes for the
+/// whole range.
 async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
     let Some(source) = source else { return Ok(None) };
     let there = source.size_bytes().saturating_sub(start).min(length as u64);

@@ -1,9 +1,9 @@
-//! `weir image resize`: gives a disk another size, with the options of `qemu-img resize`.
+//! `weir image resize`: changes the size of a disk, with the options of `qemu-img resize`.
 //!
-//! An image that a running daemon has open is that daemon's to change: it is asked, and whoever has
-//! the disk sees the new size.
+//! If a running daemon has the image open, the command sends the request to the daemon, so that
+//! clients of the disk see the new size.
 //!
-//! Never makes it smaller unless `--shrink` says that what is cut off may go.
+//! Never shrinks a disk without `--shrink`, which confirms the loss of data.
 
 use std::path::Path;
 
@@ -36,7 +36,7 @@ size when it connects: it sees that when it connects again.
 
 Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image resize` is told.
+/// The options of `weir image resize`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -75,22 +75,22 @@ fn change(text: &str) -> Result<Change, String> {
 
 /// A disk that a running daemon serves from an image.
 pub struct Served {
-    /// What it is called there.
+    /// Name of the disk in the daemon.
     pub name: String,
     /// The daemon's control socket.
     pub daemon: String,
-    /// Of the image, as the daemon has it open.
+    /// Format that the daemon has opened the image as.
     pub format: String,
-    /// How large the disk is.
+    /// Size of the disk in bytes.
     pub size_bytes: u64,
-    /// Has the daemon give it so many bytes; fails with what the daemon says.
+    /// Requests the new size in bytes from the daemon; returns the daemon's error.
     pub resize: Box<dyn FnOnce(u64) -> anyhow::Result<()>>,
 }
 
 const PIECE: u64 = 1 << 20;
 const SECTOR: u64 = 512;
 
-/// On failure the size is what it was, unless not even that could be written.
+/// Runs the command. After a failure the size is unchanged, unless restoring it failed too.
 pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
     let subject = arguments.subject.named()?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
@@ -100,6 +100,8 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
         let image = match subject.open(how, &mut keys).await {
             Ok(image) => image,
             Err(error) if error.is::<OpenError>() => {
+                // Any failure to open may be a lock of the daemon, which is asked before the error
+                // is reported.
                 let served = serving(&subject.path).ok_or_else(|| say_where(error))?;
                 return resize_served(served, &subject, &arguments);
             }
@@ -110,6 +112,7 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
         let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
         check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(Failure::Usage)?;
         image.resize(size).await.with_context(|| name.clone())?;
+        // Preallocation follows the resize, so a failure takes the added space back.
         let filled = fill(&image, old, size, arguments.preallocation).await;
         let undone = match &filled {
             Ok(()) => true,
@@ -128,7 +131,7 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
     })
 }
 
-/// Where the disk is served.
+/// Resizes the disk in the daemon that serves it.
 fn resize_served(served: Served, subject: &NamedImage, arguments: &Arguments) -> Result<(), Failure> {
     let Served { name, daemon, format, size_bytes: old, resize } = served;
     let of = subject.name();
@@ -153,7 +156,7 @@ fn resize_served(served: Served, subject: &NamedImage, arguments: &Arguments) ->
     Ok(())
 }
 
-/// What weir serves is resized where it is served.
+/// Adds advice to the error about an image that a daemon has open.
 fn say_where(error: anyhow::Error) -> anyhow::Error {
     match error.downcast::<OpenError>() {
         Ok(served) if served.holder.as_deref().is_some_and(|name| name.starts_with("weir")) => {
@@ -165,8 +168,8 @@ fn say_where(error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// The new size, in whole sectors as QEMU has it. A change counts from the end of the sector in
-/// which the disk ends.
+/// New size, which must be whole sectors, as in QEMU. A relative change counts from the end of the
+/// sector in which the disk ends.
 fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
     let end = old.checked_next_multiple_of(SECTOR);
     let size = match change {

@@ -1,4 +1,5 @@
-//! `weir image snapshot`: internal snapshots of qcow2 images, with `qemu-img snapshot`'s options.
+//! `weir image snapshot`: internal snapshots of qcow2 images, with the options of `qemu-img
+//! snapshot`.
 
 use std::{
     path::PathBuf,
@@ -38,7 +39,7 @@ Examples:
 A snapshot is named by its id or its name; where a name is another's id, the id counts.
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir image snapshot` is told.
+/// The options of `weir image snapshot`.
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// The image
@@ -103,7 +104,7 @@ enum Action {
     Delete(String),
 }
 
-/// What can be done where somebody has it: nobody but its user knows what it is to be.
+/// Replaces the remedy of a lock conflict: an image in use cannot be changed from outside.
 fn in_use(mut error: anyhow::Error, action: &Action) -> anyhow::Error {
     let locked = error.downcast_mut::<OpenError>().filter(|error| error.why.starts_with("locked"));
     if let Some(locked) = locked {
@@ -121,7 +122,7 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
     let done = match action {
         Action::Create(title) => {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            // The format counts to 2106.
+            // The format's date ends in 2106.
             let date_s = u32::try_from(now.as_secs()).unwrap_or(u32::MAX);
             let new = NewSnapshot { name: &title, date_s, date_ns: now.subsec_nanos() };
             image.create_snapshot(new).await.map(drop)

@@ -1,4 +1,4 @@
-//! What is read: an image, several one behind the other, or one layer of a chain. Never writes.
+//! Source of a copy: an image, several concatenated images, or one layer of a chain. Never writes.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use reactor::buffer::Buffer;
 
 use super::disk::{self, Kind};
 
-/// Images behind each other, as if they were one disk.
+/// Images that are concatenated to one disk.
 #[derive(Clone, Debug)]
 pub(super) struct Source {
     parts: Vec<Part>,
     size_bytes: u64,
-    /// Of one layer alone: how large what lies below it is, in bytes.
+    /// Size in bytes of the layers below, if only one layer is read.
     layer_on: Option<u64>,
 }
 
@@ -35,7 +35,8 @@ impl Source {
         source
     }
 
-    /// The same, with what comes from backing files of so many bytes told as [`Kind::Below`].
+    /// Restricts the source to one layer: ranges of its backing chain, which has `below_bytes`,
+    /// have the kind [`Kind::Below`].
     pub(super) fn layer_on(self, below_bytes: u64) -> Self {
         Self { layer_on: Some(below_bytes), ..self }
     }
@@ -44,19 +45,20 @@ impl Source {
         self.size_bytes
     }
 
-    /// Of one layer alone: see [`Source::layer_on`].
+    /// Size of the layers below, if only one layer is read: see [`Source::layer_on`].
     pub(super) fn below_bytes(&self) -> Option<u64> {
         self.layer_on
     }
 
     fn at(&self, offset: u64) -> (&Part, u64, u64) {
+        // The last part that begins at or before `offset`; empty images are skipped.
         let behind = self.parts.partition_point(|part| part.start <= offset);
         let part = &self.parts[behind - 1];
         let end = self.parts.get(behind).map_or(self.size_bytes, |next| next.start);
         (part, offset - part.start, end - offset)
     }
 
-    /// Pieces that follow each other from `offset` on, at least one.
+    /// Returns the kinds of contiguous pieces from `offset` on, at least one.
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);

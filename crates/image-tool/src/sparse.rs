@@ -1,7 +1,7 @@
-//! Check for qcow2 files whose clusters may be holes, as with preallocated metadata: then `measure`
-//! inspects the allocation of the file below them, as QEMU does.
+//! Detects qcow2 files whose clusters may be holes, as with preallocated metadata; `measure` then
+//! inspects the allocation of the file as well, as QEMU does.
 //!
-//! Reads the refcounts alone. Damaged refcounts change an estimate and nothing else.
+//! Reads only the refcounts. Damaged refcounts affect an estimate and nothing else.
 
 use std::{fs, os::unix::fs::MetadataExt as _, path::Path};
 
@@ -12,11 +12,11 @@ use storage::Storage;
 
 use super::opening::{self, How};
 
-/// Bytes of refcounts that are read at a time, a multiple of every cluster size.
+// Bytes of refcounts that are read at a time, a multiple of every cluster size.
 const PIECE: u64 = 2 << 20;
 
-/// True if far more clusters of the file at `path` are in use than its file system has allocated: a
-/// ninth more, and two at least. That is QEMU's rule.
+/// True if far more clusters of the file at `path` are in use than its file system has allocated:
+/// at least one ninth and two clusters more. This is QEMU's rule.
 pub(super) async fn is_sparse(path: &Path, header: &Header) -> anyhow::Result<bool> {
     if opening::is_elsewhere(path) || header.has_data_file() || header.encryption.is_some() {
         return Ok(false);
@@ -30,7 +30,7 @@ pub(super) async fn is_sparse(path: &Path, header: &Header) -> anyhow::Result<bo
     Ok(in_use.with_context(|| format!("{name}: its refcounts cannot be read"))? >= most)
 }
 
-/// Clusters of the file with a refcount.
+/// Number of clusters of the file with a nonzero refcount.
 async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::Result<u64> {
     let (cluster_bytes, size) = (header.cluster_bytes(), storage.size_bytes());
     let refcount_bits = 1_u64 << header.refcount_order;
@@ -43,6 +43,7 @@ async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::
         for entry in table.as_chunks::<8>().0 {
             let covered = (cluster_bytes * 8 / refcount_bits).min(left);
             let offset = u64::from_be_bytes(*entry);
+            // A block outside the file is skipped: this is an estimate, not a check.
             if offset != 0 && offset.checked_add(cluster_bytes).is_some_and(|end| end <= size) {
                 let bytes = (covered * refcount_bits).div_ceil(8);
                 let block = storage.read(offset, Buffer::new(bytes as usize)).await?;
@@ -55,7 +56,7 @@ async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::
     Ok(in_use)
 }
 
-/// Number of integers of `bits` bits that are not zero.
+/// Number of nonzero integers of `bits` bits.
 fn nonzero(block: &[u8], bits: u64) -> u64 {
     if bits >= 8 {
         let numbers = block.chunks((bits / 8) as usize);

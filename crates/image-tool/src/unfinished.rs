@@ -1,8 +1,8 @@
-//! A file that gets its name once it is complete.
+//! A file that gets its name when it is complete.
 //!
-//! What is written goes to a file beside it, which then takes the name with a rename: whatever ends
-//! the command, the name stands for what it stood for, or for something whole. SIGINT, SIGTERM and
-//! SIGHUP remove the other file. A device is written in place.
+//! Data is written to a temporary file in the same directory, which is then renamed. However the
+//! command ends, the name refers either to the previous file or to a complete one. SIGINT, SIGTERM
+//! and SIGHUP remove the temporary file. A device is written in place.
 
 use std::{
     fs::{self, Permissions},
@@ -16,22 +16,22 @@ use tempfile::NamedTempFile;
 
 use super::opening::{self, How};
 
-/// What a new file may be, before the process's mask.
+// Mode of a new file before the umask.
 const NEW_FILE: u32 = 0o666;
 
 #[derive(Debug)]
 pub(super) struct Unfinished {
     target: PathBuf,
-    /// `None` where the target is written in place.
+    /// Temporary file; `None` if the target is written in place.
     file: Option<NamedTempFile>,
-    /// What stands under the name now, held so that nobody else begins to write to it.
+    /// The previous file, kept open and locked so that no other process starts to write to it.
     _earlier: Option<storage::Storage>,
 }
 
 impl Unfinished {
-    /// Fails also where somebody else uses what stands there.
+    /// Creates the temporary file. Fails if another process uses the previous file.
     pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
-        // A link stays one: what it points to is replaced.
+        // A symbolic link stays: the file that it refers to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
         let earlier = fs::metadata(&target).ok();
         if let Some(earlier) = &earlier {
@@ -52,6 +52,8 @@ impl Unfinished {
         if !directory.is_dir() {
             bail!("{}: is no directory (make it first)", directory.display());
         }
+        // Atomic with respect to signals: either there is no file yet, or its removal is
+        // registered.
         let file = undo.making(|| {
             let file = tempfile::Builder::new()
                 .prefix(&format!(".{}.", name.to_string_lossy()))

@@ -1,7 +1,7 @@
-//! What is to be copied, as items of work: ranges that one task copies in one go.
+//! Divides a copy into items, ranges that one task copies at a time.
 //!
-//! Items begin and end where a block of the target does, so that no two of them write to one. Pure
-//! arithmetic: never reads a byte.
+//! Items begin and end at block boundaries of the target, so that no two of them write to one
+//! block. Pure arithmetic: never reads data.
 
 use std::ops::Range;
 
@@ -16,15 +16,15 @@ pub(super) struct Item {
 
 #[derive(Debug)]
 pub(super) struct Planner {
-    /// Items begin at multiples of this, in bytes; data is widened to that.
+    /// Items of data begin at multiples of this, in bytes; data is extended to it.
     align: u64,
-    /// Items of data do not reach across multiples of this, which is a multiple of `align`.
+    /// Items of data do not cross multiples of this, which is a multiple of `align`.
     unit: u64,
     size: u64,
     done: u64,
-    /// The last piece, while it may still grow.
+    /// Last piece, which may still grow.
     last: Option<(Range<u64>, Kind)>,
-    /// Zeroes in the block that was come to, which data behind them takes along.
+    /// Zeroes in the last, incomplete block; data that follows in the same block absorbs them.
     begun: Vec<Range<u64>>,
 }
 
@@ -33,7 +33,8 @@ impl Planner {
         Self { align, unit, size, done: 0, last: None, begun: Vec::new() }
     }
 
-    /// The next piece begins where the last one ended. Adds the items that are known then.
+    /// Adds the next piece, which begins where the last one ended, and appends the items that are
+    /// complete.
     pub(super) fn piece(&mut self, range: Range<u64>, kind: Kind, items: &mut Vec<Item>) {
         match &mut self.last {
             Some((last, same)) if *same == kind => last.end = range.end,
@@ -42,14 +43,14 @@ impl Planner {
                 self.last = Some((range, kind));
             }
         }
-        // Data becomes items at once, or a large image of data would be a single late one.
+        // Data becomes items at once; otherwise a large image of data would be a single late item.
         if let Some((last, Kind::Data)) = &mut self.last {
             let last = last.clone();
             self.data(last, items);
         }
     }
 
-    /// There are no more pieces.
+    /// Appends the remaining items.
     pub(super) fn finish(&mut self, items: &mut Vec<Item>) {
         self.complete(items);
         self.zero_what_was_begun(items);
@@ -61,6 +62,8 @@ impl Planner {
             Kind::Data => self.data(range, items),
             Kind::Below => {}
             Kind::Zero => {
+                // Only whole blocks of zeroes are final; the rest waits for what follows in the
+                // block.
                 let block = range.end - range.end % self.align;
                 let start = range.start.max(self.done);
                 if self.begun.first().is_some_and(|begun| begun.start < block) {
@@ -88,6 +91,7 @@ impl Planner {
     }
 
     fn data(&mut self, range: Range<u64>, items: &mut Vec<Item>) {
+        // Starts after blocks that an earlier item already covers.
         let mut at = (range.start - range.start % self.align).max(self.done);
         if self.begun.first().is_some_and(|begun| begun.start < at) {
             self.zero_what_was_begun(items);

@@ -1,5 +1,5 @@
-//! Whose turn it is to write: tasks on several threads read ahead, and write one after the other.
-//! Once one has given up, nobody's turn comes.
+//! Order of writes: tasks on several threads read ahead and write one after the other. After a
+//! failure no task gets its turn.
 
 use std::{
     future::poll_fn,
@@ -44,7 +44,7 @@ impl Turns {
             change(&mut state);
             std::mem::take(&mut state.waiting)
         };
-        // A waker may want to do something at once; not under the lock.
+        // Outside the lock: a waker may run arbitrary code.
         for waker in woken {
             waker.wake();
         }

@@ -1,21 +1,21 @@
-//! Where data is nothing but zeroes: which parts of what was read need not be written.
+//! Detects zeroes in data that was read, which need not be written.
 //!
-//! Less than a grain, a file system's block or a cluster of the target, saves nothing.
+//! Runs shorter than a grain (a file system's block or a cluster of the target) save nothing.
 
 use std::ops::Range;
 
-/// Stops at the first block that is not zero.
+/// True if all bytes are zero; stops at the first block that is not.
 pub(crate) fn is_zero(bytes: &[u8]) -> bool {
-    // Blocks of a size that compilers turn into a few wide instructions.
+    // Compilers turn blocks of this size into a few wide instructions.
     let blocks = bytes.chunks_exact(256);
     let rest = blocks.remainder();
     blocks.into_iter().all(|block| block.iter().fold(0, |all, &byte| all | byte) == 0)
         && rest.iter().all(|&byte| byte == 0)
 }
 
-/// The parts of `bytes`, which begin at `offset` on the disk, without a gap, and whether each is
-/// worth writing. A part that is not is zeroes: whole grains, as they lie on the disk, and at least
-/// `least` bytes, or all of `bytes`.
+/// Divides `bytes`, which begin at `offset` of the disk, into adjacent parts that are to be
+/// written (true) or skipped. A skipped part is zeroes: whole grains, aligned on the disk, and at
+/// least `least` bytes or all of `bytes`.
 pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
@@ -30,7 +30,7 @@ pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Ve
         at = end;
     }
     if least > grain {
-        // Data of one cluster between holes is shorter than `least`, and may be left out too.
+        // Runs of zeroes that are too short are merged into the data around them.
         join_short(&mut parts, least.min(bytes.len()));
     }
     parts
