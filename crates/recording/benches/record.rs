@@ -1,11 +1,11 @@
-//! What recording costs a request: on the worker that hands it to its ring, and on the thread that
-//! takes it from there, packs and compresses it. One iteration is one request.
+//! Cost of recording a request: on the worker that passes it to its ring, and on the thread that
+//! takes it from there, encodes and compresses it. One iteration is one request.
 //!
-//! Half a million requests a second leave 2000 ns for each on the thread that writes, of which
-//! there is one. The requests are reads of 4 KiB at random places, 32 in flight, half a million a
-//! second, of 16 disks, of which every second waits for a limit.
+//! At half a million requests per second the single writing thread has 2000 ns for each. The
+//! requests are reads of 4 KiB at random offsets, 32 in flight, half a million per second, of 16
+//! disks, half of which wait for a limit.
 //!
-//! A figure is that of the fastest of many batches: other work on the machine only adds to it.
+//! A result is that of the fastest of many batches: other load on the machine only adds to it.
 
 use std::{
     hint::black_box,
@@ -18,20 +18,20 @@ use criterion::{Bencher, Criterion, criterion_group, criterion_main};
 use policy::time::Instant;
 use recording::{Entry, Op, Times, Writer};
 
-/// Less than a ring has room for.
+// Below the capacity of a ring.
 const BATCH: usize = 30_000;
 const DISKS: u32 = 16;
 const BETWEEN_NS: u64 = 2000;
 const PLACES: u64 = 1 << 28;
 
-/// A batch of requests in the order in which they end.
+/// A batch of requests in order of completion.
 fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<Finished> {
     let mut requests: Vec<Finished> = (0..BATCH as u64)
         .map(|number| {
             let disk = random.u32(..DISKS);
             let arrived = begin_ns + number * BETWEEN_NS + random.u64(..BETWEEN_NS);
             let wait = if disk.is_multiple_of(2) { random.u64(1_000_000..20_000_000) } else { 0 };
-            // As long as 32 of them take at that rate, more or less.
+            // About the duration of 32 requests at that rate.
             let service = 64_000 + random.u64(..16_000) + random.u64(..16_000);
             Finished {
                 disk,
@@ -51,7 +51,7 @@ fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<Finished> {
     requests
 }
 
-/// Counts what is written.
+/// Counts the bytes that are written.
 #[derive(Default)]
 struct Counted(u64);
 
@@ -66,7 +66,7 @@ impl Write for Counted {
     }
 }
 
-/// Has criterion count every iteration like one of the fastest batch.
+/// Reports the duration of the fastest batch to criterion for every iteration.
 fn timed(mut batch: impl FnMut() -> Duration) -> impl FnMut(&mut Bencher<'_>) {
     move |bencher: &mut Bencher<'_>| {
         bencher.iter_custom(|iterations| {
@@ -121,7 +121,8 @@ fn record(criterion: &mut Criterion) {
                 let (disk, limit) = (|| &*names[request.disk as usize], || "iops-total");
                 writer.push(entry, disk, limit).expect("it only counts");
             });
-            // Earlier than a full block would be, so that the fastest batch has its part too.
+            // Before the block is full, so that the fastest batch includes its share of
+            // compression.
             writer.cut().expect("it only counts");
             assert!(!has_lost, "there was room for all");
             begin.elapsed()

@@ -1,14 +1,14 @@
-//! The names of a trace's disks, or of the limits that held them, each with a number.
+//! Names of a trace's disks, or of its limits, and their numbers.
 //!
-//! Looking up one of the last few names costs one comparison and no hashing.
+//! Looking up one of the most recent names costs one comparison and no hashing.
 
 use std::collections::HashMap;
 
 use super::{error::shown, record::DiskId};
 
-/// The largest published trace has 5584 disks.
+// The largest published trace has 5584 disks.
 const MAX_DISKS: usize = 1_000_000;
-/// The longest name: PATH_MAX of Linux, as fio's traces name files.
+// PATH_MAX of Linux: fio's traces use file names.
 const MAX_NAME_BYTES: usize = 4096;
 const MAX_NAMES_BYTES: usize = 64 << 20;
 const RECENT: usize = 256;
@@ -32,10 +32,10 @@ impl Disks {
         &self.names
     }
 
-    /// Number of the disk with this name, which is added if it is new.
+    /// Returns the number of the disk with this name, which is added if it is new.
     ///
     /// # Errors
-    /// The name is not valid, or there are too many.
+    /// The name is invalid, or there are too many names.
     #[inline(always)]
     pub fn id(&mut self, name: &[u8]) -> Result<DiskId, String> {
         let place = mark(name);
@@ -49,6 +49,7 @@ impl Disks {
     }
 
     #[cold]
+    // Control characters are rejected: names are printed to terminals.
     fn search(&mut self, name: &[u8]) -> Result<DiskId, String> {
         let text = std::str::from_utf8(name).ok().filter(|name| !name.contains(char::is_control));
         let Some(text) = text else { return Err(format!("the disk's name {} is not text", shown(name))) };
@@ -76,7 +77,7 @@ impl Disks {
     }
 }
 
-/// By its length and last bytes, where names of disks differ.
+// Hash of the length and the last bytes, in which names of disks differ.
 #[inline]
 fn mark(name: &[u8]) -> usize {
     let byte = |back: usize| name.len().checked_sub(back).map_or(0, |at| usize::from(name[at]));

@@ -1,13 +1,14 @@
-//! What is wrong with a trace, and where.
+//! Errors of traces, with their location.
 //!
-//! At most a terminal line of a file's content is repeated.
+//! An error repeats at most one terminal line of a file's content.
 
 use std::io;
 
-/// In bytes before they are escaped.
+// In bytes, before escaping.
 const SHOWN_BYTES: usize = 60;
 
-/// Why a trace cannot be read. The system's error is in the text, so it is no source.
+/// Reason why a trace cannot be read. The system's error is part of the text, so it is not a
+/// source.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages name variants and fields")]
 pub enum TraceError {
@@ -22,7 +23,7 @@ pub enum TraceError {
     Window { file: String },
     #[error("{file}: the trace is empty")]
     Empty { file: String },
-    /// `hint`: what it looks like instead, and what to do.
+    /// `hint`: the format it resembles, and the remedy.
     #[error("{file}: not a trace of a known format: {hint}")]
     Unknown { file: String, hint: String },
     #[error("{file}:{line}: {why}")]

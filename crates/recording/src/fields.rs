@@ -1,12 +1,12 @@
-//! The fields of a line and the numbers in them: nothing is copied.
+//! Fields of a line and the numbers in them, without copies.
 //!
-//! What is called for every field is inlined by force: left to the compiler, a record took half as
-//! long again.
+//! Functions that are called for every field are force-inlined: without that, parsing a record
+//! took half as long again.
 
 use super::error::shown;
 
 pub(super) struct Fields<'a> {
-    /// `None` once the last field is taken.
+    /// `None` after the last field.
     rest: Option<&'a [u8]>,
 }
 
@@ -30,7 +30,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A field without its quotes; doubled ones (RFC 4180, section 2) are undone in `buffer`.
+    /// Returns a field without its quotes; doubled quotes (RFC 4180, section 2) are undone in
+    /// `buffer`.
     #[inline(always)]
     pub(super) fn quotable<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
     where
@@ -70,7 +71,7 @@ impl<'a> Fields<'a> {
     pub(super) fn number(&mut self, what: &str) -> Result<u64, String> {
         let Some(rest) = self.rest else { return Err(missing(what)) };
         let (value, digits) = leading_number(rest);
-        // Longer numbers, and what is no number, take the slow path.
+        // Longer numbers, and anything else, take the slow path.
         if (1..=MAX_PLAIN_DIGITS).contains(&digits) {
             match rest.get(digits) {
                 Some(b',') => {
@@ -102,9 +103,9 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The value of the leading digits, and how many they are; meaningless beyond [`MAX_PLAIN_DIGITS`].
+/// Value and number of the leading digits; the value is meaningless beyond [`MAX_PLAIN_DIGITS`].
 ///
-/// Most of the cost of reading a trace is here, so eight digits are taken at once.
+/// Most of the cost of reading a trace is here, so it processes eight digits at a time.
 #[inline(always)]
 fn leading_number(text: &[u8]) -> (u64, usize) {
     const TENS: [u64; 9] = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
@@ -135,23 +136,27 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
     const fn each(byte: u8) -> u64 {
         u64::from_le_bytes([byte; 8])
     }
-    // The first byte is the lowest. A byte is now a digit's value, or above 9 if it is none.
+    // The first byte is the least significant. Each byte becomes the value of its digit, or above
+    // 9 for other characters.
     let values = u64::from_le_bytes(text) ^ each(b'0');
-    // The highest bit of each byte above 9: its own, or carried from adding 0x76 to the other bits.
+    // Highest bit of each byte above 9: set already, or carried from adding 0x76 to the other
+    // bits.
     let others = (((values & each(0x7f)) + each(0x76)) | values) & each(0x80);
     let count = others.trailing_zeros() as usize / 8;
+    // A shift by 64 bits below would overflow.
     if count == 0 {
         return (0, 0);
     }
+    // Moves the digits to the end, so that the missing ones count as leading zeroes.
     let values = values << (64 - 8 * count);
-    // Pairs of digits, then pairs of those, then the two halves.
+    // Combines pairs of digits, then pairs of pairs, then the two halves.
     let values = (values.wrapping_mul(10) + (values >> 8)) & 0x00ff_00ff_00ff_00ff;
     let values = (values.wrapping_mul(100) + (values >> 16)) & 0x0000_ffff_0000_ffff;
     let value = (values.wrapping_mul(10_000) + (values >> 32)) & 0xffff_ffff;
     (value, count)
 }
 
-/// Decimal digits that always fit into 64 bits.
+// Decimal digits that always fit into 64 bits.
 const MAX_PLAIN_DIGITS: usize = 19;
 
 #[inline]
@@ -163,7 +168,7 @@ pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
     careful_number(field, what)
 }
 
-/// Nanoseconds, from seconds with or without a fraction; what is finer is dropped.
+/// Parses seconds with an optional fraction; returns nanoseconds and drops finer digits.
 pub(super) fn seconds(field: &[u8], what: &str) -> Result<u64, String> {
     const S_NS: u64 = 1_000_000_000;
     let dot = memchr::memchr(b'.', field).unwrap_or(field.len());
@@ -276,7 +281,7 @@ mod tests {
 
     #[test]
     fn digits_end_where_they_end() {
-        // Every following byte, behind every number of digits up to three steps of eight.
+        // Every following byte, after each number of digits up to three steps of eight.
         let digits = b"123456789012345678901234";
         for count in 0..digits.len() {
             for other in (0..=u8::MAX).filter(|byte| !byte.is_ascii_digit()) {

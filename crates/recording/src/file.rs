@@ -1,37 +1,38 @@
-//! Recordings: what disks were asked, how long each request took, and which limits were in force.
+//! Recordings: the requests of disks, their waiting and service times, and the limits in force.
 //!
 //! ```text
 //!   file      mark, block, block, …
-//!   mark      skippable frame: "weir recording 2\n", the clock of time 0: nanoseconds since 1970 (8 bytes)
-//!   block     skippable frame: bytes of the next one (4 bytes); frame of zstd with a checksum
-//!   in there  0, then: requests lost before it, names of disks, names of limits, requests, shift, columns
+//!   mark      skippable frame: "weir recording 2\n", the clock at time 0: nanoseconds since 1970 (8 bytes)
+//!   block     skippable frame: length of the next one (4 bytes); frame of zstd with a checksum
+//!   content   0, then: requests lost before it, names of disks, names of limits, requests, shift, columns
 //!             1, then: changes of limits (`limits.rs`)
-//!   column    bytes, then a number for each request
+//!   column    length in bytes, then a number for each request
 //! ```
 //!
-//! A version 1 has no changes of limits, and its blocks lack the number that they begin with. It is
-//! read and no longer written. A file of a newer version, and a block that begins with another
-//! number, are refused.
+//! Version 1 has no changes of limits, and its blocks lack the leading number. It is read but no
+//! longer written. Files of newer versions, and blocks with another leading number, are rejected.
 //!
 //! All frames are those of RFC 8878, so `zstd -t` tests a recording; skippable ones have the magic
 //! number 0x184D2A57.
-//! Numbers are little-endian: those without a size are LEB128, 7 bits a byte, the lowest first. A
-//! name is its length and its bytes. The columns, in their order:
+//! Numbers are little-endian; those without a size are LEB128: 7 bits a byte, least significant
+//! first. A name is its length and its bytes. The columns, in order:
 //!
 //! | Column | For each request |
 //! | --- | --- |
-//! | arrival | nanoseconds since the one before, the first since time 0 |
-//! | wait | nanoseconds until its limits had let it pass and it went on |
-//! | service | nanoseconds from then until it was complete |
-//! | offset | its distance from the end of the disk's last request in the block (zigzag), shifted right |
+//! | arrival | nanoseconds since the previous one, for the first since time 0 |
+//! | wait | nanoseconds until its limits admitted it |
+//! | service | nanoseconds from then until it completed |
+//! | offset | distance from the end of the disk's previous request in the block (zigzag), shifted
+//! right |
 //! | length | in bytes, shifted right |
-//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; and 8 if it failed, 16 if its wait and service were not measured and are 0 |
-//! | disk | its place among the names |
-//! | limit | 0, or 1 and the place of the name of that which it waited for last |
+//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; plus 8 if it failed, 16 if wait and
+//! service were not measured and are 0 |
+//! | disk | index into the names of disks |
+//! | limit | 0, or 1 plus the index of the name of the limit that it waited for last |
 //!
-//! Nothing is taken from a block that is cut off, or whose checksum is wrong, and nothing behind it
-//! is looked for. Requests are in the order of their arrival within a block; across
-//! blocks they may be as late as the longest request took.
+//! A truncated block, or one with a wrong checksum, is not used, and nothing after it is searched.
+//! Requests are in order of arrival within a block; across blocks they may be late by up to the
+//! duration of the longest request.
 
 mod block;
 mod limits;
@@ -48,59 +49,59 @@ pub use super::record::Op;
 /// A request of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Nanoseconds since the recording's time 0.
+    /// Arrival in nanoseconds since time 0 of the recording.
     pub arrival_ns: u64,
-    /// `None` where nobody measured them.
+    /// Waiting and service time; `None` if they were not measured.
     pub times: Option<Times>,
-    /// Bytes.
+    /// Offset in bytes.
     pub offset: u64,
-    /// In bytes; 0 only for a flush.
+    /// Length in bytes; 0 only for a flush.
     pub length: u64,
-    /// What it did.
+    /// Operation.
     pub op: Op,
-    /// Whether it ended with an error.
+    /// True if the request failed.
     pub has_failed: bool,
-    /// Its place among the names of disks.
+    /// Index into the names of disks.
     pub disk: u32,
-    /// What it waited for last: its place among the names of limits.
+    /// Limit that it waited for last: index into the names of limits.
     pub limit: Option<u32>,
 }
 
-/// How long a request took.
+/// Durations of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
-    /// Nanoseconds until its limits let it pass.
+    /// Nanoseconds until its limits admitted it.
     pub wait_ns: u64,
-    /// Nanoseconds from then until it was complete.
+    /// Nanoseconds from admission to completion.
     pub service_ns: u64,
 }
 
 impl Times {
-    /// Both together, in nanoseconds.
+    /// Nanoseconds from arrival to completion.
     pub fn latency_ns(self) -> u64 {
         self.wait_ns.saturating_add(self.service_ns)
     }
 }
 
-/// How every recording begins, behind the head of a skippable frame. The version follows.
+// Start of every recording, after the head of a skippable frame. The version follows.
 const MAGIC: &[u8] = b"weir recording ";
-/// Version that is written.
+// Version that is written.
 const VERSION: u8 = 2;
-/// Kind of a block: its first number since version 2.
+// Type of a block: its first number since version 2.
 const REQUESTS: u64 = 0;
 const LIMITS: u64 = 1;
-/// The magic number of a skippable frame (RFC 8878, section 3.1.2), one of sixteen.
+// Magic number of a skippable frame (RFC 8878, section 3.1.2), one of sixteen.
 const SKIPPABLE: [u8; 4] = 0x184D_2A57_u32.to_le_bytes();
 
-/// Requests of a block.
+// Limit of requests in a block.
 const MOST_ENTRIES: usize = 1 << 16;
-/// Bytes of a block before it is compressed.
+// Size limit of a block before compression, in bytes.
 const MOST_BYTES: usize = 16 << 20;
-/// Names of each kind in a block.
+// Limit of names of each kind in a block.
 const MOST_NAMES: usize = 1 << 16;
 
-/// Decodes a decompressed block of each version, for the fuzz target: a decoded block is encoded
-/// and decoded to the same.
+/// Decodes a decompressed block as each version, for the fuzz target. A block that decodes must
+/// encode to the same block.
 pub(super) fn check_block(bytes: &[u8]) {
     for version in 1..=VERSION {
         let Some(content) = read::Content::decode(bytes, version) else { continue };

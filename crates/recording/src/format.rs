@@ -1,20 +1,21 @@
-//! The formats of traces: how each is told from the others, and what a line of it says.
+//! Formats of traces: detection, and parsing of a line.
 //!
-//! | Format | From |
+//! | Format | Source |
 //! | --- | --- |
 //! | [`weir`] | weir's own |
 //! | [`fio`] | `fio --write_iolog`, versions 2 and 3 |
 //! | [`blkparse`] | blktrace's `blkparse`, its default text |
 //! | [`msr`] | Microsoft Research's servers in Cambridge |
 //! | [`alibaba`] | Alibaba's block traces |
-//! | [`cloud_physics`] | the CSV of CloudPhysics' traces that libCacheSim has |
-//! | [`spc`] | the Storage Performance Council |
+//! | [`cloud_physics`] | CSV of CloudPhysics' traces, from libCacheSim |
+//! | [`spc`] | Storage Performance Council |
 //! | [`mqsim`] | MQSim and SSDsim |
 //! | [`columns`] | any other text, by its columns |
 //!
-//! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
+//! `docs/reference/traces.md` describes the fields of each and names the specification.
 //!
-//! A parser sees one line at a time. Times are the trace's own; the reader makes them relative.
+//! A parser sees one line at a time. Times are those of the trace's clock; the reader makes them
+//! relative.
 
 mod alibaba;
 mod blkparse;
@@ -100,30 +101,32 @@ impl Format {
         }
     }
 
-    /// Whether its times come from a clock that other traces share.
+    /// True if its times come from a clock that other traces share.
     pub(super) fn is_absolute(self) -> bool {
         matches!(self, Self::Weir | Self::Msr | Self::Alibaba | Self::Recording)
     }
 }
 
 pub(super) trait Parse {
-    /// Reads one nonempty line and passes on its requests. The caller adds the place to errors.
+    /// Parses one nonempty line and passes on its requests. The caller adds the location to
+    /// errors.
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String>;
 }
 
 pub(super) struct Found<'a> {
     pub(super) disks: &'a mut Disks,
     pub(super) window: &'a mut Window,
-    /// Where it is asked for how requests fared.
+    /// Receives the outcomes of requests, if they were requested.
     pub(super) outcomes: Option<&'a mut Outcomes>,
-    /// Requests of no length so far, which are passed over; `None` where there can be none.
+    /// Number of requests of length 0 so far, which are skipped; `None` if such a request is an
+    /// error.
     pub(super) empty: Option<&'a mut u64>,
     pub(super) line: u64,
 }
 
 impl Found<'_> {
-    /// Passes on a request. A flush's place and length are ignored. What others recorded may have
-    /// no length: it asks for nothing.
+    /// Passes on a request. Offset and length of a flush are ignored. Foreign traces may contain
+    /// requests of length 0, which are skipped.
     #[inline(always)]
     pub(super) fn push(
         &mut self,
@@ -167,10 +170,10 @@ fn bytes(sectors: u64) -> Result<u64, String> {
         .ok_or_else(|| format!("sector {sectors} does not fit into 64 bits of bytes"))
 }
 
-/// Bytes of a sector in formats that count sectors.
+/// Size of a sector in bytes, in formats that count sectors.
 pub const SECTOR_BYTES: u64 = 512;
 
-/// A file's name without directories and endings.
+// File name without directories and extensions.
 fn stem(file: &str) -> &str {
     let name = file.rsplit('/').next().unwrap_or(file);
     name.find('.').filter(|&at| at > 0).map_or(name, |at| &name[..at])
@@ -186,7 +189,7 @@ struct FirstLine {
 }
 
 impl FirstLine {
-    /// To be asked of every line.
+    // Must be called for every line.
     #[inline]
     fn is_header(&mut self, line: &[u8], header: &str) -> bool {
         !std::mem::replace(&mut self.is_past, true) && is_header(line, header)

@@ -1,4 +1,5 @@
-//! What the fuzz target does with the bytes of a trace, and what has to hold whatever they are.
+//! Entry point of the fuzz target for traces of arbitrary bytes, and the properties that must
+//! hold.
 
 use std::io::Cursor;
 
@@ -16,7 +17,8 @@ use super::{
 const MAX_ERROR_BYTES: usize = 1024;
 const NAME: &str = "fuzz";
 
-/// The first byte gives the format (or detection) and the size of the window.
+/// Reads `data` as a trace. Its first byte selects the format (or detection) and the size of the
+/// window.
 pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = Format::value_variants();
@@ -29,7 +31,7 @@ pub fn trace(data: &[u8]) {
     }
     check(&records, disks.len());
     again(&records, &disks);
-    // Checksums keep damaged bytes from the blocks of a whole recording.
+    // Checksums would keep damaged bytes from the decoder of blocks, so it is called directly.
     file::check_block(text);
 }
 

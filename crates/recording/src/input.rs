@@ -1,6 +1,7 @@
-//! The bytes of a trace, from a file or standard input, decompressed if need be.
+//! The bytes of a trace, from a file or standard input, decompressed if necessary.
 //!
-//! Everything streams: neither a trace nor what it decompresses to is ever held in memory.
+//! Everything streams: neither a trace nor its decompressed content is ever held in memory as a
+//! whole.
 
 use std::{
     fs::File,
@@ -11,17 +12,17 @@ use std::{
 use flate2::bufread::MultiGzDecoder;
 use zstd::stream::read::Decoder;
 
-/// 128 MiB, as `zstd` without `--long` (RFC 8878, section 3.1.1.1.2, asks for 8 MiB).
+// 128 MiB, as `zstd` without `--long` (RFC 8878, section 3.1.1.1.2, recommends 8 MiB).
 const ZSTD_WINDOW_LOG: u32 = 27;
 const COMPRESSED_BYTES: usize = 256 << 10;
-/// zstd's magic number is the longest.
+// Length of zstd's magic number, the longest.
 const MAGIC_BYTES: usize = 4;
-/// RFC 1952, section 2.3.1.
+// RFC 1952, section 2.3.1.
 const GZIP: &[u8] = &[0x1f, 0x8b];
-/// RFC 8878, section 3.1.1: 0xFD2FB528, little-endian.
+// RFC 8878, section 3.1.1: 0xFD2FB528, little-endian.
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
-/// A trace as bytes, decompressed.
+/// A trace as decompressed bytes.
 pub struct Input {
     pub(super) name: String,
     pub(super) text: Box<dyn Read + Send>,
@@ -40,7 +41,7 @@ impl Input {
         bytes.and_then(|bytes| Self::new(name.clone(), bytes)).map_err(|error| (name, error))
     }
 
-    /// Detects gzip and zstd by the first bytes. `name` is for messages.
+    /// Detects gzip and zstd by their magic numbers. `name` is for messages.
     ///
     /// # Errors
     /// The first bytes cannot be read.
@@ -64,6 +65,6 @@ impl Input {
 }
 
 pub(super) fn is_window(error: &io::Error) -> bool {
-    // ZSTD_error_frameParameter_windowTooLarge, which arrives as its text.
+    // ZSTD_error_frameParameter_windowTooLarge, which is only available as text.
     error.to_string().contains("too much memory")
 }

@@ -2,17 +2,18 @@
 //!
 //! ```text
 //!   file ─► input ─► lines ─► format/… ─► window ─► Reader ─┐
-//!           gzip,    blocks   a line's    the order         ├─► Merged ─► records by time
-//!           zstd              requests              Reader ─┘
-//!   Writer (file/) ─► a recording: weir's own binary format, which keeps waiting and service times
+//!           gzip,    blocks   requests    order             ├─► Merged ─► records by time
+//!           zstd              of a line             Reader ─┘
+//!   Writer (file/) ─► a recording: weir's own binary format, with waiting and service times
 //! ```
 //!
-//! Everything streams: memory holds a block of text, the reordering window and the disks' names. A
-//! line that does not parse is an error after all records before it. Traces are untrusted: nothing
-//! in them makes a reader panic, hang or allocate without bound (`fuzz/fuzz_targets/trace.rs`).
+//! Everything streams: memory holds a block of text, the reordering window and the names of disks.
+//! A line that cannot be parsed is an error, reported after all records before it. Traces are
+//! untrusted: none makes a reader panic, hang or allocate without bound
+//! (`fuzz/fuzz_targets/trace.rs`).
 //!
-//! The daemon records with this crate and the lab reads with it. It does not open disks, keeps no
-//! clock, and does not evaluate what it reads.
+//! Used by the daemon to record and by the lab to read. Never opens disks, reads a clock, or
+//! evaluates what it reads.
 
 pub mod disks;
 pub mod error;

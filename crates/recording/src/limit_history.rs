@@ -1,11 +1,11 @@
-//! The limits of disks and groups over time, as recordings have them.
+//! Limits of disks and groups over time, from recordings.
 //!
 //! ```text
-//!   recordings ─► changes by owner and time ─► a disk's limits and those of its groups ─► lines of a chart
+//!   recordings ─► changes by owner and time ─► limits of a disk and of its groups ─► lines of a chart
 //! ```
 //!
-//! A disk's groups are those that it, and each group above it, was a member of at the time. Memory
-//! is bounded: changes beyond [`MOST_CHANGES`] are counted and not kept.
+//! The groups of a disk are those that it, and each group above it, belonged to at the time.
+//! Memory is bounded: changes beyond [`MOST_CHANGES`] are counted and dropped.
 
 use std::{collections::HashMap, ops::Range};
 
@@ -13,15 +13,15 @@ use policy::throttle::MAX_LEVELS;
 
 use super::file::{LimitChange, LimitOwner};
 
-/// Largest number of changes that are kept.
+// Limit of changes that are stored.
 const MOST_CHANGES: usize = 100_000;
-/// Largest number of bytes of their names.
+// Limit of the bytes of their names.
 const MOST_NAME_BYTES: usize = 64 << 20;
 
 /// Changes of limits by owner.
 #[derive(Debug, Default)]
 pub struct LimitHistory {
-    /// By time once [`LimitHistory::sort`] was called.
+    /// Sorted by time after [`LimitHistory::sort`].
     disks: HashMap<String, Vec<LimitChange>>,
     groups: HashMap<String, Vec<LimitChange>>,
     changes: usize,
@@ -30,7 +30,7 @@ pub struct LimitHistory {
 }
 
 impl LimitHistory {
-    /// Keeps a change unless it repeats the previous one of the owner.
+    /// Stores a change unless it repeats the owner's previous one.
     pub fn note(&mut self, change: LimitChange) {
         let bytes = change.name.len() + change.group.as_ref().map_or(0, String::len);
         if self.changes == MOST_CHANGES || self.name_bytes + bytes > MOST_NAME_BYTES {
@@ -49,28 +49,28 @@ impl LimitHistory {
         }
     }
 
-    /// Number of changes that were not kept.
+    /// Number of changes that were dropped.
     pub fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Counts further changes that were not kept.
+    /// Adds to the number of changes that were dropped.
     pub(crate) fn drop_further(&mut self, changes: u64) {
         self.dropped += changes;
     }
 
-    /// True if no recording has limits.
+    /// True if no recording contains limits.
     pub fn is_empty(&self) -> bool {
         self.changes == 0
     }
 
-    /// Removes all changes, those of an owner in the order of their notes.
+    /// Removes and returns all changes; those of an owner in the order in which they were stored.
     pub fn drain(&mut self) -> impl Iterator<Item = LimitChange> + use<> {
         let Self { disks, groups, .. } = std::mem::take(self);
         disks.into_values().chain(groups.into_values()).flatten()
     }
 
-    /// Puts the changes of each owner in the order of time.
+    /// Sorts the changes of each owner by time.
     pub fn sort(&mut self) {
         for changes in self.disks.values_mut().chain(self.groups.values_mut()) {
             changes.sort_by_key(|change| change.at_ns);
@@ -78,15 +78,15 @@ impl LimitHistory {
         }
     }
 
-    /// Passes on each stretch of time with the limits that applied to a disk, its own and those of
-    /// its groups. Stretches of one owner are in the order of time and do not overlap.
+    /// Calls `visitor` for each period with the limits that applied to a disk, its own and those
+    /// of its groups. Periods of one owner are sorted by time and do not overlap.
     pub fn visit(&self, disk: &str, visitor: &mut dyn FnMut(LimitsInForce<'_>)) {
         let changes = self.disks.get(disk).map_or(&[][..], Vec::as_slice);
         self.visit_levels(visitor, None, changes, 0..u64::MAX, MAX_LEVELS);
     }
 
-    /// `of` is the group that the changes belong to, and `levels` the groups above the disk that
-    /// remain. A recording is untrusted: its groups may form a circle.
+    /// `of` is the group that the changes belong to; `levels` is the remaining depth. It bounds
+    /// the recursion, since groups in an untrusted recording may form a cycle.
     fn visit_levels(
         &self,
         visitor: &mut dyn FnMut(LimitsInForce<'_>),
@@ -95,7 +95,7 @@ impl LimitHistory {
         during: Range<u64>,
         levels: usize,
     ) {
-        // Only changes of that time are looked at, so a level costs at most one pass over all.
+        // Visits only changes of that period, so a level costs at most one pass over all changes.
         let first = changes.partition_point(|change| change.at_ns <= during.start).saturating_sub(1);
         for (place, change) in changes.iter().enumerate().skip(first) {
             if change.at_ns >= during.end {
@@ -115,14 +115,14 @@ impl LimitHistory {
     }
 }
 
-/// Limits that applied to a disk for some time.
+/// Limits that applied to a disk for some period.
 #[derive(Debug)]
 pub struct LimitsInForce<'a> {
-    /// The group that has the limits; `None` if they are the disk's own.
+    /// Group with the limits; `None` for the disk's own limits.
     pub of: Option<&'a str>,
-    /// The change that brought them into force.
+    /// Change that put them in force.
     pub change: &'a LimitChange,
-    /// Nanoseconds since the recording's time 0.
+    /// Period in nanoseconds since time 0 of the recording.
     pub during_ns: Range<u64>,
 }
 

@@ -1,6 +1,6 @@
-//! A stream cut into lines, or taken as it is, in blocks of a mebibyte.
+//! Splits a stream into lines, or returns raw bytes, in blocks of 1 MiB.
 //!
-//! Never holds more than a block and a line, however long a line of the input is.
+//! Never holds more than a block and a line, however long the lines of the input are.
 
 use std::io::{self, Read as _};
 
@@ -10,25 +10,25 @@ use super::{
 };
 
 const BLOCK_BYTES: usize = 1 << 20;
-/// A file that is not a trace may have no line end at all.
+// A file that is not a trace may have no line break at all.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
-/// The lines of a trace, read in large blocks.
+/// Lines of a trace, read in large blocks.
 pub struct Lines {
     input: Input,
     buffer: Box<[u8]>,
-    /// `start..end` of the buffer is not handed out yet.
+    /// `start..end` of the buffer was not returned yet.
     start: usize,
     end: usize,
     ended: bool,
-    /// Reported once everything read before has been handed out.
+    /// Reported after everything read before it was returned.
     failed: Option<io::Error>,
-    /// The number of the last line handed out, from 1.
+    /// Number of the last line that was returned, from 1.
     number: u64,
 }
 
 impl Lines {
-    /// Reads nothing yet.
+    /// Creates the lines without reading.
     pub fn new(input: Input) -> Self {
         let buffer = vec![0; BLOCK_BYTES].into_boxed_slice();
         Self { input, buffer, start: 0, end: 0, ended: false, failed: None, number: 0 }
@@ -46,12 +46,12 @@ impl Lines {
         self.wrong_at(self.number, why)
     }
 
-    /// The same of a recording, whose requests count as lines.
+    /// Error at a line; in a recording, requests count as lines.
     pub fn wrong_at(&self, line: u64, why: String) -> TraceError {
         TraceError::Line { file: self.input.name.clone(), line, why }
     }
 
-    /// Unread text, a mebibyte if there is so much. An error is reported after it.
+    /// Unread text, up to 1 MiB. A read error is reported after it.
     pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
         while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
             self.failed = self.read().err();
@@ -62,10 +62,11 @@ impl Lines {
         Ok(&self.buffer[self.start..self.end])
     }
 
-    /// The next line, without its end; `None` after the last.
+    /// Next line without its line break; `None` after the last.
     #[inline(always)]
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, TraceError> {
         let rest = &self.buffer[self.start..self.end];
+        // The fast path: the line is complete in the buffer.
         let found = match memchr::memchr(b'\n', rest) {
             Some(length) if length <= MAX_LINE_BYTES => Some((length, 1)),
             _ => self.search()?,
@@ -84,7 +85,7 @@ impl Lines {
         Ok(self.start == self.end)
     }
 
-    /// So many bytes, whatever they are; `None` if there are fewer left, which are then gone.
+    /// Next `count` raw bytes; `None` if fewer remain, which are then lost.
     pub(super) fn bytes(&mut self, count: usize) -> Result<Option<Vec<u8>>, TraceError> {
         let mut bytes = Vec::new();
         while bytes.len() < count {
@@ -98,7 +99,7 @@ impl Lines {
         Ok(Some(bytes))
     }
 
-    /// The length of a line that the buffer does not hold yet, and of its end.
+    /// Length of a line that is not completely in the buffer, and of its line break.
     #[cold]
     fn search(&mut self) -> Result<Option<(usize, usize)>, TraceError> {
         let mut searched = 0;
@@ -112,6 +113,7 @@ impl Lines {
             if let Some(length) = found {
                 return Ok(Some((length, 1)));
             }
+            // Bytes that were searched before are not searched again.
             searched = rest.len();
             if self.ended {
                 return Ok((searched > 0).then_some((searched, 0)));
@@ -126,6 +128,7 @@ impl Lines {
     }
 
     fn read(&mut self) -> io::Result<()> {
+        // Makes space by moving the unread rest, at most a line, to the front.
         if self.end == self.buffer.len() {
             self.buffer.copy_within(self.start..self.end, 0);
             self.end -= self.start;

@@ -1,6 +1,6 @@
-//! Several traces as one: their records by time, disks of the same name as the same disk.
+//! Merges several traces by time; disks of the same name are one disk.
 //!
-//! Each begins at time 0, or keeps its distance from the others on a clock that they share, as
+//! Each trace begins at time 0, or keeps its distance from the others on a shared clock, as
 //! recordings do.
 
 use std::{
@@ -19,53 +19,54 @@ use super::{
     record::{DiskId, Record},
 };
 
-/// Records by time.
+/// A source of records sorted by time.
 pub trait Source {
-    /// Appends up to `count` records by time, also before an error; none at the end.
+    /// Appends up to `count` records, including those before an error; none at the end.
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
     /// Names of the disks so far; [`DiskId`] is the index.
     fn disks(&self) -> &[String];
     /// File and line of a record, for messages.
     fn place(&self, record: &Record) -> String;
-    /// How a request fared when it was recorded, where that is known. To be asked once of each, by
-    /// who asked for outcomes.
+    /// Recorded outcome of a request, if known. Must be called once for each record, if outcomes
+    /// were requested.
     fn measured(&mut self, _record: &Record) -> Option<Measured> {
         None
     }
 }
 
-/// How a request fared when it was recorded.
+/// Recorded outcome of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Measured {
     /// Nanoseconds from arrival to completion.
     pub latency_ns: u64,
-    /// A limit let it wait.
+    /// True if a limit throttled it.
     pub was_held: bool,
 }
 
 /// Several traces, merged by time.
 pub struct Merged {
-    /// 1 to 65,536.
+    /// 1 to 65,535 traces.
     sources: Vec<One>,
     /// Unused with a single trace.
     disks: Disks,
-    /// Each source's next time; at equal times the first named source comes first.
+    /// Next time of each source; at equal times the source that was named first wins.
     upcoming: BinaryHeap<Reverse<(u64, u16)>>,
     /// Reported after the record that was read before it.
     failed: Option<TraceError>,
-    /// Recordings that end in a block hide none of those that follow: reported when all is read.
+    /// Error of a truncated recording. It is reported at the end, so that the recordings after it
+    /// are still read.
     torn: Option<TraceError>,
     begun: bool,
     clock: Clock,
 }
 
-/// What time 0 is.
+/// Definition of time 0.
 enum Clock {
-    /// The first record of the only trace, or of each.
+    /// The first record of the only trace, or of each trace.
     First,
-    /// This time of a clock that all share, in nanoseconds.
+    /// A time of the shared clock, in nanoseconds since 1970.
     Shared(u64),
-    /// Nobody is to know.
+    /// The first record of each trace; its absolute time is not reported.
     Zero,
 }
 
@@ -118,7 +119,8 @@ impl Merged {
         Self::new(readers, options.absolute_time)
     }
 
-    /// The readers must be fresh. Recordings keep their distance unless they are told not to.
+    /// Merges readers from which nothing was read. Recordings share a clock unless `absolute_time`
+    /// is `Some(false)`.
     pub fn new(mut readers: Vec<Reader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
@@ -142,8 +144,8 @@ impl Merged {
         })
     }
 
-    /// Nanoseconds since 1970 at time 0, as far as the traces say that; else 0. To be asked before
-    /// [`next`](Self::next).
+    /// Nanoseconds since 1970 at time 0, or 0 if the traces do not contain it. Must be called
+    /// before [`next`](Self::next).
     pub fn clock_ns(&mut self) -> u64 {
         match (&self.clock, &mut self.sources[..]) {
             (Clock::Shared(ns), _) => *ns,
@@ -152,7 +154,7 @@ impl Merged {
         }
     }
 
-    /// Whether a trace tells how its requests fared.
+    /// True if a trace contains the outcomes of its requests.
     pub fn tells_outcomes(&self) -> bool {
         self.sources.iter().any(|one| one.reader.tells_outcomes())
     }
@@ -167,13 +169,13 @@ impl Merged {
         self.sources[usize::from(record.file)].reader.named(noted)
     }
 
-    /// Requests that could not be recorded, as far as was read.
+    /// Number of requests that were lost by recordings, in the part that was read.
     pub fn lost(&self) -> u64 {
         self.sources.iter().map(|one| one.reader.lost()).sum()
     }
 
-    /// Takes the limits that recordings had, with times as those of records. To be called once all
-    /// records were read, by callers that asked for outcomes.
+    /// Removes and returns the limits of recordings, with times relative to time 0. Must be called
+    /// after all records were read, if outcomes were requested.
     pub fn take_limits(&mut self) -> LimitHistory {
         let mut all = LimitHistory::default();
         for one in &mut self.sources {
@@ -185,12 +187,13 @@ impl Merged {
         all
     }
 
-    /// Requests of no length, which were passed over, as far as was read.
+    /// Number of skipped requests of length 0, in the part that was read.
     pub fn empty(&self) -> u64 {
         self.sources.iter().map(|one| one.reader.empty()).sum()
     }
 
-    /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
+    /// Next record by time. An error of one trace ends all, except for a truncated recording,
+    /// which merely ends early.
     #[inline]
     #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
     pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
@@ -243,7 +246,7 @@ impl Merged {
     }
 }
 
-/// Times then count from the earliest record of any, which is returned.
+/// Makes times count from the earliest record of all readers, which is returned.
 pub fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(

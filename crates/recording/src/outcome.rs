@@ -1,4 +1,5 @@
-//! How requests fared, where a trace tells: kept beside its records, for who asks for it.
+//! Outcomes of requests, if a trace contains them; stored beside the records until they are
+//! fetched.
 
 use std::collections::HashMap;
 
@@ -9,18 +10,18 @@ use super::{
     record::{DiskId, Record},
 };
 
-/// How a request fared, as it was measured.
+/// Measured outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome<'a> {
     /// Waiting and service time.
     pub times: Times,
-    /// True if the request ended with an error.
+    /// True if the request failed.
     pub has_failed: bool,
-    /// What it waited for last.
+    /// Limit that it waited for last.
     pub limit: Option<&'a str>,
 }
 
-/// The same, with the number of the limit.
+/// An outcome with the number of its limit.
 #[derive(Clone, Copy, Debug)]
 pub struct Noted {
     times: Times,
@@ -28,7 +29,7 @@ pub struct Noted {
     limit: Option<DiskId>,
 }
 
-/// Of requests that were read and not asked for yet.
+/// Outcomes of requests that were read and not fetched yet.
 pub(super) struct Outcomes {
     by_line: HashMap<u64, Noted>,
     limits: Disks,
@@ -49,7 +50,7 @@ impl Outcomes {
         Ok(())
     }
 
-    /// To be asked once of each request.
+    /// Removes and returns an outcome; must be called once for each request.
     pub(super) fn take(&mut self, record: &Record) -> Option<Noted> {
         self.by_line.remove(&record.line)
     }
@@ -60,7 +61,7 @@ impl Outcomes {
     }
 }
 
-/// As a trace tells it.
+/// An outcome as parsed from a trace.
 pub(super) struct Told<'a> {
     pub(super) times: Times,
     pub(super) has_failed: bool,

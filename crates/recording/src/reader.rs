@@ -1,4 +1,4 @@
-//! One trace, from bytes to records in order.
+//! Reads one trace: from bytes to records in order.
 
 use std::{io::Read, path::Path};
 
@@ -18,26 +18,26 @@ use super::{
     window::Window,
 };
 
-/// 2.5 MiB.
+// 2.5 MiB of records.
 pub(crate) const DEFAULT_WINDOW: usize = 65_536;
-/// 640 MiB.
+/// Limit of [`Options::window`]: 640 MiB of records.
 pub const MAX_WINDOW: usize = 1 << 24;
-/// Records read at once beyond the window.
+// Records that are read at a time beyond the window.
 const BATCH: usize = 1024;
 
-/// How a trace is read.
+/// Options for reading a trace.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Detected from each file's beginning if `None`.
+    /// Format; `None` detects it from each file's beginning.
     pub format: Option<Format>,
-    /// What the columns of every file are, instead of a format.
+    /// Meaning of the columns of every file, instead of a format.
     pub columns: Option<Columns>,
-    /// Records held back for reordering, at most [`MAX_WINDOW`].
+    /// Number of records that are buffered for reordering; at most [`MAX_WINDOW`].
     pub window: usize,
     /// Keep the distance between several traces on their common clock; `None`: if all are
     /// recordings.
     pub absolute_time: Option<bool>,
-    /// Keep how each request fared, where a trace tells, until it is asked for.
+    /// Store the outcome of each request, if the trace contains it, until it is fetched.
     pub outcomes: bool,
 }
 
@@ -47,26 +47,26 @@ impl Default for Options {
     }
 }
 
-/// Reads one trace.
+/// Reader of one trace.
 pub struct Reader {
     lines: Lines,
     pub(crate) format: Format,
     parser: Parser,
     disks: Disks,
     window: Window,
-    /// Of those that the window holds.
+    /// Outcomes of the records in the window.
     outcomes: Option<Outcomes>,
-    /// Of a recording whose outcomes are kept; their times are nanoseconds since 1970.
+    /// Limits of a recording whose outcomes are requested; times are nanoseconds since 1970.
     limits: LimitHistory,
-    /// Requests of no length so far.
+    /// Number of skipped requests of length 0.
     empty: u64,
-    /// What it begins as, where another format was asked for.
+    /// Detected format, if it differs from the requested one.
     otherwise: Option<Format>,
     held: usize,
     /// The trace's clock at time 0; `None` before the first record.
     origin_ns: Option<u64>,
     ended: bool,
-    /// Reported once the held-back records have been handed out.
+    /// Reported after the buffered records were returned.
     failed: Option<TraceError>,
 }
 
@@ -98,7 +98,7 @@ impl Reader {
         Self::over(Lines::new(Input::new(name.to_owned(), bytes).map_err(failed)?), options)
     }
 
-    /// Of these nothing may have been read yet.
+    /// Creates a reader over lines from which nothing was read.
     pub fn over(mut lines: Lines, options: &Options) -> Result<Self, TraceError> {
         let file = lines.name().to_owned();
         if options.window > MAX_WINDOW {
@@ -158,15 +158,18 @@ impl Reader {
         self.lines.name()
     }
 
-    /// By [`DiskId`](super::DiskId); possibly includes disks of records still held back.
+    /// Names of disks by [`DiskId`](super::DiskId); may include disks of records that are still
+    /// buffered.
     pub fn disks(&self) -> &[String] {
         self.disks.names()
     }
 
-    /// The next record. An error comes once, after all that could be read.
+    /// Next record. An error is returned once, after all records before it.
     #[inline]
     #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
     pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
+        // More records than the window has places are buffered: only then is the earliest one
+        // final.
         if self.window.len() <= self.held && !self.ended {
             self.refill();
         }
@@ -179,12 +182,12 @@ impl Reader {
         }
     }
 
-    /// Whether it tells of its requests how they fared, and was asked to.
+    /// True if the trace contains outcomes and they were requested.
     pub fn tells_outcomes(&self) -> bool {
         self.outcomes.is_some()
     }
 
-    /// How a request fared that [`next`](Self::next) told, where that is known. To be asked once of
+    /// Outcome of a request that [`next`](Self::next) returned, if known. Must be called once for
     /// each.
     pub fn outcome(&mut self, record: &Record) -> Option<Noted> {
         self.outcomes.as_mut()?.take(record)
@@ -195,7 +198,7 @@ impl Reader {
         Some(self.outcomes.as_ref()?.named(noted))
     }
 
-    /// Requests that could not be recorded, as far as was read.
+    /// Number of requests that the recording lost, in the part that was read.
     pub(super) fn lost(&self) -> u64 {
         match &self.parser {
             Parser::Recording(blocks) => blocks.lost(),
@@ -203,8 +206,8 @@ impl Reader {
         }
     }
 
-    /// Takes the changes of limits that were read, with times as those of records. Limits that were
-    /// in force before the first record have its time.
+    /// Removes and returns the changes of limits, with times relative to time 0, and the number of
+    /// dropped ones. Limits that were in force before the first record get its time.
     pub(super) fn take_limits(&mut self) -> (impl Iterator<Item = LimitChange> + use<>, u64) {
         let (origin_ns, dropped) = (self.origin_ns.unwrap_or(0), self.limits.dropped());
         let relative = move |change: LimitChange| LimitChange {
@@ -214,12 +217,12 @@ impl Reader {
         (self.limits.drain().map(relative), dropped)
     }
 
-    /// Requests of no length, which were passed over, as far as was read.
+    /// Number of skipped requests of length 0, in the part that was read.
     pub fn empty(&self) -> u64 {
         self.empty
     }
 
-    /// The first record's time in the trace's own clock. To be asked before [`next`](Self::next).
+    /// Time of the first record in the trace's clock. Must be called before [`next`](Self::next).
     pub(super) fn first_ns(&mut self) -> Option<u64> {
         if self.window.len() <= self.held && !self.ended {
             self.refill();
@@ -227,7 +230,7 @@ impl Reader {
         self.window.first_ns()
     }
 
-    /// `origin_ns` must not be later than the first record.
+    /// Sets time 0, which must not be later than the first record.
     pub(super) fn count_from(&mut self, origin_ns: u64) {
         self.origin_ns = Some(origin_ns);
     }
@@ -237,7 +240,7 @@ impl Reader {
         let enough = self.held + BATCH;
         let Self { lines, disks, window, outcomes, limits, empty, .. } = self;
         let limits = outcomes.is_some().then_some(limits);
-        // What weir writes has none.
+        // weir's own formats contain no requests of length 0: there they are errors.
         let empty = (!matches!(self.format, Format::Weir | Format::Recording)).then_some(empty);
         let mut into = Into { disks, window, outcomes: outcomes.as_mut(), empty };
         let into = &mut into;
@@ -257,7 +260,7 @@ impl Reader {
             Ok(more) => self.ended = !more,
             Err(error) => {
                 self.ended = true;
-                // What could be read before is of that format.
+                // Records that were read prove that the requested format is right.
                 let is_first = self.window.len() == 0 && self.origin_ns.is_none();
                 let is_content = matches!(error, TraceError::Line { .. } | TraceError::Together { .. });
                 self.failed = Some(match self.otherwise {
@@ -271,12 +274,12 @@ impl Reader {
     }
 }
 
-/// The lines of a trace, whatever its format is.
+/// Opens the lines of a trace of any format.
 pub fn open(path: &Path) -> Result<Lines, TraceError> {
     Input::open(path).map(Lines::new).map_err(|(file, why)| TraceError::File { file, why })
 }
 
-/// Whether they are a recording, which tells more than a [`Reader`] does.
+/// True if the lines are a recording, which contains more than a [`Reader`] returns.
 pub fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceError> {
     match (options.format, &options.columns) {
         (_, Some(_)) => Ok(false),
@@ -293,14 +296,14 @@ pub fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceE
     }
 }
 
-/// Not what it was said to be, as `why` tells.
+/// Error for a file that is not of the requested format.
 fn misnamed(file: &str, said: Format, seen: Format, why: &str) -> TraceError {
     let (said, seen) = (said.name(), seen.name());
     let why = format!("--format says {said}, and it begins as {seen} does (leave --format out): {why}");
     TraceError::Together { file: file.to_owned(), why }
 }
 
-/// Where what is read goes.
+/// Destination of parsed requests.
 struct Into<'a> {
     disks: &'a mut Disks,
     window: &'a mut Window,
@@ -309,7 +312,7 @@ struct Into<'a> {
 }
 
 impl Into<'_> {
-    /// For the requests of a line.
+    /// Destination for the requests of a line.
     #[inline]
     fn found(&mut self, line: u64) -> Found<'_> {
         let (outcomes, empty) = (self.outcomes.as_deref_mut(), self.empty.as_deref_mut());
@@ -317,7 +320,7 @@ impl Into<'_> {
     }
 }
 
-/// False if there are no more lines.
+/// Parses lines until the window has `enough` records; false if there are no more lines.
 fn read(
     parser: &mut impl Parse,
     lines: &mut Lines,
@@ -338,7 +341,7 @@ fn read(
     Ok(true)
 }
 
-/// As [`read`], of a recording: its requests count as lines.
+/// Like [`read`], for a recording: its requests count as lines.
 fn read_recording(
     blocks: &mut Blocks,
     lines: &mut Lines,

@@ -1,8 +1,8 @@
-//! A request as a trace tells of it: when, which disk, what, where, how much.
+//! A request in a trace: time, disk, operation, offset, length.
 
 use policy::request::Direction;
 
-/// A disk's index into the reader's names, in order of appearance.
+/// Index of a disk into the reader's names, in order of appearance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DiskId(pub u32);
 
@@ -16,13 +16,13 @@ impl DiskId {
 /// What a request does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Op {
-    /// Makes what was written durable.
+    /// Makes completed writes durable.
     Flush,
-    /// Reads.
+    /// Reads data.
     Read,
-    /// Writes.
+    /// Writes data.
     Write,
-    /// Lets go of what is there.
+    /// Deallocates a range.
     Discard,
     /// Writes zeroes.
     WriteZeroes,
@@ -43,7 +43,7 @@ impl Op {
         }
     }
 
-    /// Direction whose limits apply; `None` for a flush, which no limit applies to.
+    /// Direction whose limits apply; `None` for a flush, to which no limit applies.
     pub const fn direction(self) -> Option<Direction> {
         match self {
             Self::Read => Some(Direction::Read),
@@ -58,39 +58,39 @@ impl Op {
 pub struct Record {
     /// Nanoseconds since the trace's first record.
     pub time_ns: u64,
-    /// In bytes; 0 for a flush.
+    /// Offset in bytes; 0 for a flush.
     pub offset: u64,
-    /// In bytes: 0 only for a flush; `offset + length` fits into 64 bits.
+    /// Length in bytes: 0 only for a flush; `offset + length` fits into 64 bits.
     pub length: u64,
-    /// From 1; several records may come of one line.
+    /// Line in the file, from 1; several records may have one line.
     pub line: u64,
-    /// Its disk.
+    /// Number of its disk.
     pub disk: DiskId,
-    /// Which of several merged files; `Source::place` names it.
+    /// Number of its file among merged ones; `Source::place` returns the name.
     pub file: u16,
-    /// Its operation.
+    /// Operation.
     pub op: Op,
 }
 
 impl Record {
-    /// By time, then order in the trace; `FW` of blkparse is a flush and then a write.
+    /// Sort key: time, then order in the trace. `FW` of blkparse is a flush followed by a write.
     #[inline]
     pub(super) fn order(&self) -> (u64, u64, Op) {
         (self.time_ns, self.line, self.op)
     }
 }
 
-/// A request as it was.
+/// A completed request with its measured times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Past {
-    /// Nanoseconds, on one clock for all disks.
+    /// Arrival in nanoseconds, on one clock for all disks.
     pub arrived_ns: u64,
-    /// Nanoseconds until its limits let it pass.
+    /// Nanoseconds until its limits admitted it.
     pub wait_ns: u64,
-    /// Nanoseconds from then until it was answered.
+    /// Nanoseconds from admission to completion.
     pub service_ns: u64,
-    /// In bytes; 0 for a flush.
+    /// Length in bytes; 0 for a flush.
     pub length: u64,
-    /// What it did.
+    /// Operation.
     pub op: Op,
 }

@@ -1,4 +1,4 @@
-//! Every format as it is published, and everything that can be wrong with a file.
+//! Every format as published, and every possible fault of a file.
 
 use std::{
     fmt::Write as _,
@@ -16,7 +16,7 @@ use super::{
     *,
 };
 
-/// All records, each as `time disk op offset length`; then the error, if any.
+/// Formats all records as `time disk op offset length`, followed by the error, if any.
 fn told(mut next: impl FnMut() -> Result<Option<(Record, String)>, TraceError>) -> String {
     let mut text = String::new();
     loop {
@@ -110,7 +110,7 @@ fn fio_version_2_has_waits_for_times() {
     assert_eq!(read(text), expected);
 }
 
-/// As fio 3.33 wrote it, at 10 requests a second: the times are microseconds.
+/// As written by fio 3.33 at 10 requests a second: the times are microseconds.
 #[test]
 fn fio_version_3_has_microseconds() {
     let text = "fio version 3 iolog\n\
@@ -132,7 +132,7 @@ fn fio_version_3_has_microseconds() {
     );
 }
 
-/// As blkparse 1.2 printed it.
+/// As printed by blkparse 1.2.
 const BLKPARSE: &str = "  8,0    0        1     0.000000000   697  Q  WS 223490 + 8 [kjournald]
   8,0    0        2     0.000001000   697  G  WS 223490 + 8 [kjournald]
   8,0    0        3     0.000002000   697  D  WS 223490 + 8 [kjournald]
@@ -167,7 +167,7 @@ fn blkparse_tells_what_was_queued() {
                     7000 259,10 read 1024000 4096\n\
                     1600000008700 8,0 read 2560000 512\n";
     assert_eq!(read(BLKPARSE), expected);
-    // The summary begins with a processor if processes were not asked for.
+    // The summary begins with a processor unless processes were requested.
     let rest = BLKPARSE.find("kjournald (697)").unwrap()..BLKPARSE.find("CPU0").unwrap();
     let mut text = BLKPARSE.to_owned();
     text.replace_range(rest, "");

@@ -1,14 +1,14 @@
-//! Puts records in order that are nearly so.
+//! Reorders records that are nearly sorted.
 //!
 //! ```text
-//!             a record that is not before the last one ─► run ──┐
-//!   push ─────┤                                                 ├─► the earlier of the two ─► pop
-//!             one that is ─────────────────────────────► late ──┘
+//!             a record not before the previous one ─► run ──┐
+//!   push ─────┤                                             ├─► the earlier of the two ─► pop
+//!             an earlier one ─────────────────────► late ───┘
 //! ```
 //!
 //! Tracers on several processors, and servers that log completions, write records slightly out of
-//! order. The output is in order if no record is further from its place than the window. An ordered
-//! trace never touches the heap; records of the same time keep their order.
+//! order. The output is sorted if no record is displaced by more than the window. A sorted trace
+//! never uses the heap; records of equal time keep their order.
 
 use std::{
     cmp::{Ordering, Reverse},
@@ -20,9 +20,9 @@ use super::record::Record;
 pub(super) struct Window {
     run: VecDeque<Record>,
     late: BinaryHeap<Reverse<Late>>,
-    /// In the trace's clock.
+    /// Time of the last record that was returned, in the trace's clock.
     left_ns: u64,
-    /// For the message alone.
+    /// Only for the error message.
     window: usize,
 }
 
@@ -43,7 +43,7 @@ impl Window {
         self.run.front().map(|first| first.time_ns).into_iter().chain(late).min()
     }
 
-    /// The record's time is still in the trace's clock.
+    /// Adds a record, whose time is in the trace's clock.
     #[inline(always)]
     pub(super) fn push(&mut self, record: Record) -> Result<(), String> {
         if self.run.back().is_none_or(|last| last.time_ns <= record.time_ns) && record.time_ns >= self.left_ns
@@ -56,6 +56,7 @@ impl Window {
 
     #[cold]
     fn push_late(&mut self, record: Record) -> Result<(), String> {
+        // A later record was already returned, so this one cannot be put in order.
         if record.time_ns < self.left_ns {
             return Err(format!(
                 "the time {} ns is before {} ns, and more than {} records too late to be put in order (--window N \

@@ -1,6 +1,6 @@
-//! Writes weir's CSV: what `weir simulate --events` leaves, and what tests make traces with.
+//! Writes weir's CSV, for `weir simulate --events` and for tests.
 //!
-//! What is written here is read by `format/weir.rs`; it never writes a name that a reader refuses.
+//! `format/weir.rs` reads it. Never writes a name that the reader would reject.
 
 use std::{
     borrow::Cow,
@@ -11,7 +11,8 @@ use super::{fields::push_decimal, format::HEADER, record::Op};
 
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Leaves the line open for more columns. `disk` is already [`quoted`].
+/// Appends the columns of a request, without the line break, so that more columns can follow.
+/// `quoted_disk` is the result of [`quoted`].
 #[inline]
 pub fn push_request(text: &mut Vec<u8>, time_ns: u64, quoted_disk: &str, op: Op, offset: u64, length: u64) {
     push_decimal(text, time_ns);
@@ -25,7 +26,7 @@ pub fn push_request(text: &mut Vec<u8>, time_ns: u64, quoted_disk: &str, op: Op,
     push_decimal(text, length);
 }
 
-/// Quotes a field if it needs that (RFC 4180, section 2).
+/// Quotes a field if necessary (RFC 4180, section 2).
 pub fn quoted(text: &str) -> Cow<'_, str> {
     if text.contains(['"', ',', '\n', '\r']) {
         format!("\"{}\"", text.replace('"', "\"\"")).into()
@@ -34,7 +35,7 @@ pub fn quoted(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Only complete once [`finished`](Self::finish).
+/// Writer of CSV. The output is complete only after [`finish`](Self::finish).
 pub(crate) struct Writer<W> {
     out: W,
     text: Vec<u8>,

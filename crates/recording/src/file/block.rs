@@ -1,31 +1,31 @@
-//! One block: requests and names as bytes, and back.
+//! Encodes and decodes a block: requests and names.
 //!
-//! Whatever the bytes are, decoding ends, and takes no more memory than [`MOST_BYTES`] and
-//! [`MOST_ENTRIES`] allow.
+//! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_BYTES`] and
+//! [`MOST_ENTRIES`].
 
 use super::{Entry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES, Times};
 use crate::record::Op;
 
-/// What a block holds.
+/// Content of a block.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Block {
-    /// Requests that there was no room to record, since the block before.
+    /// Number of requests since the previous block that were dropped because the buffer was full.
     pub(super) lost: u64,
     pub(super) disks: Vec<String>,
     pub(super) limits: Vec<String>,
-    /// By arrival.
+    /// Sorted by arrival.
     pub(super) entries: Vec<Entry>,
 }
 
 const FAILED: u64 = 8;
-/// Who does not know it takes the kind for none, and the block for damaged.
+// Readers without support for it reject the kind, and the block as damaged.
 const UNMEASURED: u64 = 16;
 const COLUMNS: usize = 8;
-/// Offsets and lengths mostly are multiples of 4096.
+// Offsets and lengths are mostly multiples of 4096.
 const MOST_SHIFT: u32 = 12;
 
 impl Block {
-    /// Appends the block.
+    /// Appends the encoded block.
     pub(super) fn encode(&self, bytes: &mut Vec<u8>) {
         push(bytes, self.lost);
         for names in [&self.disks, &self.limits] {
@@ -36,6 +36,7 @@ impl Block {
             }
         }
         push(bytes, self.entries.len() as u64);
+        // The shift that loses no bit of any request.
         let shift = self.entries.iter().map(|entry| (entry.offset | entry.length).trailing_zeros()).min();
         let shift = shift.unwrap_or(0).min(MOST_SHIFT);
         push(bytes, shift.into());
@@ -47,6 +48,7 @@ impl Block {
 
     fn columns(&self, shift: u32) -> [Vec<u8>; COLUMNS] {
         let mut columns: [Vec<u8>; COLUMNS] = Default::default();
+        // Offsets are relative to the end of the disk's previous request: 0 for sequential access.
         let mut before_ns = 0;
         let mut ends = vec![0_u64; self.disks.len()];
         for entry in &self.entries {
@@ -75,7 +77,7 @@ impl Block {
         columns
     }
 
-    /// `None` where the bytes are no block.
+    /// Decodes a block; `None` if the bytes are invalid.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut rest = bytes;
         let lost = take(&mut rest)?;
@@ -100,6 +102,7 @@ impl Block {
             let place = (*end >> shift).wrapping_add(unzigzag(distance).cast_unsigned());
             let [offset, length] = [place, length].map(|number| number.checked_mul(1 << shift));
             let times = Times { wait_ns, service_ns };
+            // Unmeasured times must be 0, so that a block has only one encoding.
             let is_measured = kind & UNMEASURED == 0;
             if !is_measured && times != Times::default() {
                 return None;
@@ -141,7 +144,7 @@ fn names(rest: &mut &[u8]) -> Option<Vec<String>> {
     (0..count).map(|_| String::from_utf8(part(rest)?.to_vec()).ok()).collect()
 }
 
-/// A length, and so many bytes.
+/// Decodes a length and returns that many bytes.
 pub(super) fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
     let length = usize::try_from(take(rest)?).ok().filter(|length| *length <= MOST_BYTES)?;
     let (part, behind) = rest.split_at_checked(length)?;
@@ -163,6 +166,7 @@ pub(super) fn take(rest: &mut &[u8]) -> Option<u64> {
         let (&byte, behind) = rest.split_first()?;
         *rest = behind;
         let bits = u64::from(byte & 0x7f);
+        // More bits than 64 are an error; overlong zeroes are accepted.
         if bits << shift >> shift != bits {
             return None;
         }

@@ -1,4 +1,4 @@
-//! Limits in a recording: the limits of each disk and group when it began, and every change.
+//! Limits in a recording: those of each disk and group at its start, and every change.
 //!
 //! ```text
 //!   block     number of changes, changes
@@ -6,7 +6,7 @@
 //!             watermark in percent; iops-size; rate, burst rate and burst length of six limits
 //! ```
 //!
-//! Whatever the bytes are, decoding ends, and takes no more memory than [`MOST_CHANGES`] allow.
+//! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_CHANGES`].
 
 use policy::{
     throttle::{Limit, LimitKind, Limits},
@@ -15,9 +15,9 @@ use policy::{
 
 use super::block::{part, push, take};
 
-/// Changes of a block.
+/// Limit of changes in a block.
 pub(super) const MOST_CHANGES: usize = 1 << 16;
-/// Largest length of a name, as for the disks of all traces.
+// Length limit of a name, as for the disks of all traces.
 const MOST_NAME_BYTES: usize = 4096;
 
 /// Kind of the owner of limits.
@@ -29,7 +29,7 @@ pub enum LimitOwner {
     Group,
 }
 
-/// Limits of a disk or group that are in force from an instant on.
+/// Limits of a disk or group that are in force from some time on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitChange {
     /// Nanoseconds since time 0 of the recording.
@@ -38,20 +38,20 @@ pub struct LimitChange {
     pub owner: LimitOwner,
     /// Name of the owner.
     pub name: String,
-    /// Group that the owner is a member of. Its limits apply to the owner as well.
+    /// Group that the owner belongs to. Its limits apply to the owner as well.
     pub group: Option<String>,
-    /// The owner's own limits. No limits if the owner was removed.
+    /// The owner's own limits; none if the owner was removed.
     pub limits: Limits,
     /// Utilization of the device below which the limits are not enforced.
     pub watermark: Watermark,
 }
 
-/// Largest number of bytes that a change takes: 25 numbers of 10 bytes, and its names.
+/// Upper bound of the encoded size of a change: 25 numbers of 10 bytes, and its names.
 pub(super) fn most_bytes(change: &LimitChange) -> usize {
     250 + change.name.len() + change.group.as_ref().map_or(0, String::len)
 }
 
-/// Appends a block of changes.
+/// Appends an encoded block of changes.
 pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
     push(bytes, changes.len() as u64);
     for change in changes {
@@ -71,7 +71,7 @@ pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
     }
 }
 
-/// Decodes a block of changes. Returns `None` if the bytes are none, or a limit breaks a rule.
+/// Decodes a block of changes; `None` if the bytes are invalid or a limit violates a rule.
 pub(super) fn decode(bytes: &[u8]) -> Option<Vec<LimitChange>> {
     let mut rest = bytes;
     let count = usize::try_from(take(&mut rest)?).ok().filter(|count| *count <= MOST_CHANGES)?;

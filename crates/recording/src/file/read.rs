@@ -1,4 +1,4 @@
-//! Reading a recording, block by block.
+//! Reads a recording block by block.
 
 use zstd::bulk::Decompressor;
 
@@ -10,29 +10,29 @@ use super::{
 use crate::{disks::Disks, error::TraceError, lines::Lines};
 
 const HEAD_BYTES: usize = SKIPPABLE.len() + 4;
-/// A digit and the end of the line.
+// A digit and a line break.
 const VERSION_BYTES: usize = 2;
 const CLOCK_BYTES: usize = 8;
 
-/// Whether a file that begins so is a recording.
+/// True if a file with these first bytes is a recording.
 pub(crate) fn is_beginning(bytes: &[u8]) -> bool {
     bytes.starts_with(&SKIPPABLE) && bytes.get(HEAD_BYTES..).is_some_and(|rest| rest.starts_with(MAGIC))
 }
 
-/// What comes out of a recording.
+/// Decoder of a recording.
 #[derive(Default)]
 pub struct Blocks {
     /// `None` before the first request.
     mark: Option<Mark>,
     decompressor: Decompressor<'static>,
     block: Block,
-    /// Of `block`.
+    /// Number of requests of `block` that were returned.
     taken: usize,
-    /// Requests that were handed out.
+    /// Number of requests that were returned.
     count: u64,
-    /// Requests that could not be recorded, as far as was read.
+    /// Number of requests that were lost, in the part that was read.
     lost: u64,
-    /// Of all blocks so far, which bounds what they take of whoever reads.
+    /// Names of all blocks so far; bounds the memory that names can take.
     disks: Disks,
     limits: Disks,
 }
@@ -45,24 +45,24 @@ struct Mark {
     clock_ns: u64,
 }
 
-/// Contents of a block.
+/// Content of a block.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Content {
     Requests(Block),
     Limits(Vec<LimitChange>),
 }
 
-/// A request and the names that belong to it.
+/// A request with the names that it refers to.
 pub struct Told<'a> {
     /// The request.
     pub entry: Entry,
-    /// Nanoseconds since 1970.
+    /// Arrival in nanoseconds since 1970.
     pub arrival_ns: u64,
     /// Name of its disk.
     pub disk: &'a str,
     /// Name of the limit that it waited for last.
     pub limit: Option<&'a str>,
-    /// Which of the recording's requests it is, from 1.
+    /// Number of the request in the recording, from 1.
     pub number: u64,
 }
 
@@ -79,8 +79,8 @@ impl Blocks {
         }
     }
 
-    /// The next request. `limits` receives the changes of limits that come before it in the file,
-    /// which says nothing about the order of their times.
+    /// Next request. `limits` receives the changes of limits that precede it in the file, which
+    /// are not necessarily earlier.
     pub fn next(
         &mut self,
         lines: &mut Lines,
@@ -117,12 +117,13 @@ impl Blocks {
         }))
     }
 
-    /// Whether the last request was the last of its block: the next may be long in coming.
+    /// True if the last request was the last of its block, so that a live recording may pause
+    /// here.
     pub fn is_between(&self) -> bool {
         self.taken == self.block.entries.len()
     }
 
-    /// Requests that could not be recorded, as far as was read.
+    /// Number of requests that were lost, in the part that was read.
     pub fn lost(&self) -> u64 {
         self.lost
     }
@@ -148,7 +149,7 @@ impl Blocks {
 }
 
 impl Content {
-    /// Decodes a block. Returns `None` if the bytes are none.
+    /// Decodes a block; `None` if the bytes are invalid.
     pub(super) fn decode(bytes: &[u8], version: u8) -> Option<Self> {
         if version < 2 {
             return Block::decode(bytes).map(Self::Requests);
@@ -183,7 +184,7 @@ fn mark(lines: &mut Lines) -> Result<Mark, TraceError> {
     }
 }
 
-/// What a skippable frame of this length holds; `None` where the file ends in it.
+/// Content of a skippable frame of this length; `None` if the file ends inside it.
 fn frame(lines: &mut Lines, length: usize) -> Result<Option<Vec<u8>>, TraceError> {
     let Some(head) = lines.bytes(HEAD_BYTES)? else { return Ok(None) };
     let expected = u32::try_from(length).expect("they are short").to_le_bytes();

@@ -16,7 +16,7 @@ use crate::{
     reader::{Options, Reader},
 };
 
-/// Bytes before the first block: the head of a frame, the words, the version and the clock.
+// Bytes before the first block: the head of a frame, the magic text, the version and the clock.
 const MARK_BYTES: usize = 8 + MAGIC.len() + 2 + 8;
 const DISKS: [&str; 3] = ["vm1", "vm2", "a disk, \"quoted\""];
 const LIMITS: [&str; 2] = ["iops-total", "gold: bps-write"];
@@ -49,7 +49,7 @@ fn write(entries: &[Entry], cuts: usize) -> Vec<u8> {
     writer.finish().unwrap()
 }
 
-/// Offset, length and disk of each request by arrival; then what is wrong.
+/// Offset, length and disk of each request by arrival, and the error.
 fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
     let mut reader = Reader::new("t", Box::new(Cursor::new(bytes.to_vec())), &Options::default()).unwrap();
     let mut records = Vec::new();
@@ -87,7 +87,7 @@ proptest! {
 
     #[test]
     fn what_was_recorded_is_a_trace(mut entries in vec(entry(), 1..50), cuts in 1..20_usize) {
-        // Later ones at the same instant keep their order.
+        // Requests of one instant keep their order, which this model does not reproduce.
         entries.sort_by_key(|entry| entry.arrival_ns);
         entries.dedup_by_key(|entry| entry.arrival_ns);
         prop_assert_eq!(read(&write(&entries, cuts)), (by_arrival(entries), None));
@@ -123,7 +123,7 @@ proptest! {
         let at = mark + at.index(bytes.len() - mark);
         bytes[at] ^= 1 << bit;
         let (records, error) = read(&bytes);
-        // A frame has a bit without meaning (RFC 8878, section 3.1.1.1.1.3).
+        // A frame has an unused bit (RFC 8878, section 3.1.1.1.1.3).
         prop_assert!(error.is_some() || records.len() == entries.len());
         let whole: Vec<_> = entries[..records.len()].to_vec();
         prop_assert_eq!(records, by_arrival(whole));
@@ -223,7 +223,7 @@ fn change() -> impl Strategy<Value = LimitChange> {
     )
 }
 
-/// The changes of limits and the number of requests of a recording.
+/// Changes of limits and number of requests of a recording.
 fn read_all(bytes: &[u8]) -> (Vec<LimitChange>, usize) {
     let input = Input::new("t".to_owned(), Box::new(Cursor::new(bytes.to_vec()))).unwrap();
     let (mut lines, mut blocks) = (Lines::new(input), Blocks::default());
@@ -319,7 +319,7 @@ fn what_is_wrong_with_a_request_is_told_with_its_number() {
     assert_eq!((records.len(), error.as_deref()), (1, Some("t:2: the length of a read is 0")));
 }
 
-/// An hour whose disk was full hides none of the hours after it.
+/// A recording that was truncated by a full disk does not hide the ones after it.
 #[test]
 fn what_follows_one_that_is_cut_off_is_read_too() {
     let requests = |from_ns: u64| {
@@ -356,7 +356,7 @@ fn what_follows_one_that_is_cut_off_is_read_too() {
     assert!(merged.next().unwrap().is_none());
 }
 
-/// Whoever reads keeps names and counts: names that no disk can have are refused.
+/// Readers store names and counts, so names that no disk can have are rejected.
 #[test]
 fn names_and_counts_of_a_recording_take_a_bounded_amount() {
     let at = |arrival_ns| Entry {

@@ -1,4 +1,4 @@
-//! Writing a recording: requests gather until they are a block.
+//! Writes a recording: requests are collected until they fill a block.
 
 use std::io::{self, Write};
 
@@ -10,36 +10,36 @@ use super::{
     limits::{self, MOST_CHANGES},
 };
 
-/// zstd's own default. On requests at random places 1 is a tenth faster and a tenth larger, and 9
-/// three times slower for nothing.
+// zstd's default. On requests at random offsets, level 1 is a tenth faster and its output a tenth
+// larger; level 9 is three times slower without a gain.
 const LEVEL: i32 = 3;
 
-/// Bytes of the two numbers before the changes of a block.
+// Bytes of the two numbers before the changes of a block.
 const MOST_NUMBER_BYTES: usize = 20;
 
-/// Requests given in any order are written by arrival, block by block.
+/// Writer of a recording. Requests may be added in any order; each block is sorted by arrival.
 pub struct Writer<W> {
     out: W,
     compressor: zstd::bulk::Compressor<'static>,
     block: Block,
-    /// Since the last block.
+    /// Changes since the last block.
     changes: Vec<LimitChange>,
-    /// Bytes that they take in a block at most.
+    /// Upper bound of their encoded size.
     change_bytes: usize,
-    /// What each name of the caller's is called in this block.
+    /// Indices of the caller's names in the present block.
     disks: Names,
     limits: Names,
     bytes: Vec<u8>,
 }
 
-/// The caller's numbers of names, and their places in the block.
+/// Maps the caller's numbers of names to indices in the block.
 #[derive(Default)]
 struct Names {
     places: Vec<Option<u32>>,
 }
 
 impl Names {
-    /// The place of the name with this number in the block.
+    /// Index in the block of the caller's name `number`, which is added if it is new.
     fn place<'a>(&mut self, number: u32, name: impl FnOnce() -> &'a str, names: &mut Vec<String>) -> u32 {
         let index = number as usize;
         if self.places.len() <= index {
@@ -53,7 +53,7 @@ impl Names {
 }
 
 impl<W: Write> Writer<W> {
-    /// `clock_ns`: nanoseconds since 1970 at time 0.
+    /// Creates a writer; `clock_ns` is the time 0 in nanoseconds since 1970.
     ///
     /// # Errors
     /// Those of `out`.
@@ -67,11 +67,11 @@ impl<W: Write> Writer<W> {
         Ok(Self { out, compressor, block, changes, change_bytes: 0, disks, limits, bytes: Vec::new() })
     }
 
-    /// `entry.disk` and `entry.limit` are numbers of the caller's, whose names `disk` and `limit`
-    /// tell.
+    /// Adds a request. `entry.disk` and `entry.limit` are numbers of the caller; `disk` and
+    /// `limit` return their names.
     ///
     /// # Errors
-    /// Those of `out`, to which a full block goes.
+    /// Those of `out`, to which a full block is written.
     pub fn push<'a>(
         &mut self,
         mut entry: Entry,
@@ -86,10 +86,10 @@ impl<W: Write> Writer<W> {
         if self.block.entries.len() == MOST_ENTRIES { self.cut() } else { Ok(()) }
     }
 
-    /// Adds a change of limits. The changes of an owner must be in the order of time.
+    /// Adds a change of limits. The changes of an owner must be in order of time.
     ///
     /// # Errors
-    /// Those of `out`, to which a full block goes.
+    /// Those of `out`, to which a full block is written.
     pub fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
         let bytes = limits::most_bytes(&change);
         if self.changes.len() == MOST_CHANGES || self.change_bytes + bytes > MOST_BYTES - MOST_NUMBER_BYTES {
@@ -100,27 +100,27 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Whether nothing waits for the next block.
+    /// True if nothing waits for the next block.
     pub fn is_cut(&self) -> bool {
         self.block.entries.is_empty() && self.block.lost == 0 && self.changes.is_empty()
     }
 
-    /// So many requests are not to be had: the next block says so.
+    /// Adds to the number of dropped requests, which the next block contains.
     pub fn lose(&mut self, requests: u64) {
         self.block.lost = self.block.lost.saturating_add(requests);
     }
 
-    /// Where it goes.
+    /// The underlying writer.
     pub fn out(&self) -> &W {
         &self.out
     }
 
-    /// Where it goes.
+    /// The underlying writer, mutable.
     pub fn out_mut(&mut self) -> &mut W {
         &mut self.out
     }
 
-    /// Writes what there is as a block.
+    /// Writes everything so far as a block.
     ///
     /// # Errors
     /// Those of `out`.
@@ -134,6 +134,7 @@ impl<W: Write> Writer<W> {
         push(&mut self.bytes, REQUESTS);
         self.block.encode(&mut self.bytes);
         self.write_block()?;
+        // Names are per block, so that a reader can start at any block.
         self.block.lost = 0;
         self.block.entries.clear();
         self.block.disks.clear();
@@ -157,15 +158,15 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Writes `bytes` as a block.
+    /// Compresses `bytes` and writes them as a block.
     fn write_block(&mut self) -> io::Result<()> {
         let frame = self.compressor.compress(&self.bytes)?;
         let length = u32::try_from(frame.len()).expect("a block is bounded");
-        // One write: a concurrent reader mostly sees the block whole or not at all.
+        // One write: a concurrent reader mostly sees either the whole block or none of it.
         self.out.write_all(&[skippable(&length.to_le_bytes()), frame].concat())
     }
 
-    /// Writes the last block.
+    /// Writes the last block and flushes.
     ///
     /// # Errors
     /// Those of `out`.

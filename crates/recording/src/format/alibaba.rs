@@ -1,7 +1,7 @@
-//! The CSV of Alibaba's block traces: `device_id,opcode,offset,length,timestamp`.
+//! CSV of Alibaba's block traces: `device_id,opcode,offset,length,timestamp`.
 //!
-//! `opcode` is `R` or `W`, offset and length are bytes, the time is in microseconds since 1970. The
-//! file as published has no header; a header is skipped. A disk is called by its number.
+//! `opcode` is `R` or `W`, offset and length are in bytes, the time is in microseconds since 1970.
+//! The published file has no header; a header is skipped. The name of a disk is its number.
 //!
 //! Source: README of github.com/alibaba/block-traces, "Schema", `io_traces.csv`.
 

@@ -1,4 +1,4 @@
-//! blktrace's events as `blkparse` prints them by default.
+//! blktrace's events in the default output of `blkparse`.
 //!
 //! ```text
 //!     8,0    3        1     0.000000000   697  Q  WS 223490 + 8 [kjournald]
@@ -6,10 +6,11 @@
 //!                                         action  RWBS
 //! ```
 //!
-//! Of a request's actions one is taken, whichever the first mebibyte has: `Q` (queued), else `D`
-//! (sent to the device), else `C` (complete). RWBS: a leading `F` is a flush before the request,
-//! then `R`, `W` or `D` (discard) says what it is. `N` and requests without sectors are skipped,
-//! but `B` (a barrier of old kernels) is a flush then. A device's name is its numbers, `8,0`.
+//! One action represents a request, the first of these that occurs in the first mebibyte: `Q`
+//! (queued), `D` (issued to the device), `C` (completed). RWBS: a leading `F` is a flush before
+//! the request, then `R`, `W` or `D` (discard) is the operation. `N` and requests without sectors
+//! are skipped, except for `B` (a barrier of old kernels), which is then a flush. The name of a
+//! device is its numbers, `8,0`.
 //!
 //! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; blkparse 1.2.
 
@@ -21,7 +22,7 @@ use super::{
 const S_NS: u64 = 1_000_000_000;
 
 pub(in super::super) struct Blkparse {
-    /// The action that stands for a request.
+    /// Action that represents a request.
     taken: u8,
     begun: bool,
     summary: bool,
@@ -30,14 +31,14 @@ pub(in super::super) struct Blkparse {
 struct Event<'a> {
     device: &'a [u8],
     time_ns: u64,
-    /// Only its first letter counts.
+    /// Only its first letter is significant.
     action: &'a [u8],
     rwbs: &'a [u8],
     rest: &'a [u8],
 }
 
 impl Blkparse {
-    /// `ahead` is the trace's beginning; its last line may be cut off.
+    /// `ahead` is the beginning of the trace; its last line may be incomplete.
     pub(in super::super) fn new(ahead: &[u8]) -> Self {
         let seen = |action: u8| {
             let mut lines = ahead.split(|&byte| byte == b'\n');
@@ -52,7 +53,7 @@ pub(super) fn is_event(line: &[u8]) -> bool {
     event(line).is_some()
 }
 
-/// blkparse's own messages may come before the first event.
+/// True for blkparse's own messages, which may precede the first event.
 pub(super) fn is_preface(line: &[u8]) -> bool {
     line.starts_with(b"Input file ")
 }
@@ -71,6 +72,7 @@ impl Parse for Blkparse {
             };
         };
         self.begun = true;
+        // Mixing actions would count requests twice.
         if event.action == b"Q" && self.taken != b'Q' {
             return Err(format!(
                 "an event Q after a mebibyte without one, where {} was taken for the requests (print one action only: \
@@ -137,7 +139,7 @@ fn event(line: &[u8]) -> Option<Event<'_>> {
     counts.then_some(event)
 }
 
-/// From `<seconds>.<nine digits>`.
+/// Parses `<seconds>.<nine digits>`.
 fn time_ns(time: &[u8]) -> Option<u64> {
     let (seconds, dot_fraction) = time.split_at_checked(time.len().checked_sub(10)?)?;
     let [b'.', fraction @ ..] = dot_fraction else { return None };
@@ -146,7 +148,7 @@ fn time_ns(time: &[u8]) -> Option<u64> {
     seconds.checked_mul(S_NS)?.checked_add(fraction)
 }
 
-/// `CPU0 (sda):`, `Total (sda):`, or with `-s` `kjournald (697)`.
+/// True for `CPU0 (sda):`, `Total (sda):`, or with `-s` `kjournald (697)`.
 fn is_summary(line: &[u8]) -> bool {
     let line = line.trim_ascii_end();
     let total = line.starts_with(b"CPU") || line.starts_with(b"Total (");

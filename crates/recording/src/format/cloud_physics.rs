@@ -1,9 +1,8 @@
-//! CloudPhysics' traces of virtual disks in the CSV that libCacheSim has of them:
-//! `version,time,op,size,lbn`.
+//! CloudPhysics' traces of virtual disks as CSV, from libCacheSim: `version,time,op,size,lbn`.
 //!
 //! `time` is in seconds, `op` a SCSI command in hexadecimal (`28` is READ(10), `2a` is WRITE(10)),
-//! `size` in bytes, `lbn` in sectors of 512 bytes. Columns may have any order. A file is one disk,
-//! named after it without endings.
+//! `size` in bytes, `lbn` in sectors of 512 bytes. Columns may be in any order. A file is one
+//! disk, named after the file without extensions.
 //!
 //! Source: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim and its vscsi reader; SBC-4,
 //! SPC-5.
@@ -15,7 +14,7 @@ use super::{
 
 const S_NS: u64 = 1_000_000_000;
 const MAX_COLUMNS: usize = 64;
-/// In the order of [`CloudPhysics::columns`].
+// In the order of `CloudPhysics::columns`.
 const NEEDED: [&str; 4] = ["time", "op", "size", "lbn"];
 
 pub(in super::super) struct CloudPhysics {
@@ -59,7 +58,7 @@ impl Parse for CloudPhysics {
     }
 }
 
-/// `None` for commands that move and flush no data.
+/// Operation of a SCSI command; `None` for commands that neither transfer nor flush data.
 fn op(code: &[u8]) -> Result<Option<Op>, String> {
     let text = std::str::from_utf8(code).ok().filter(|text| (1..=2).contains(&text.len()));
     let code = text
@@ -70,7 +69,7 @@ fn op(code: &[u8]) -> Result<Option<Op>, String> {
         0x08 | 0x28 | 0xa8 | 0x88 => Some(Op::Read),
         // WRITE (6), (10), (12), (16); WRITE AND VERIFY (10), (12), (16).
         0x0a | 0x2a | 0xaa | 0x8a | 0x2e | 0xae | 0x8e => Some(Op::Write),
-        // WRITE SAME (10), (16): what is repeated is in practice zeroes.
+        // WRITE SAME (10), (16): the repeated data is zeroes in practice.
         0x41 | 0x93 => Some(Op::WriteZeroes),
         // UNMAP.
         0x42 => Some(Op::Discard),

@@ -1,11 +1,12 @@
-//! Any text of a line for each request: which of its columns is what.
+//! Any text with one line per request, by the meaning of its columns.
 //!
 //! ```text
 //!   --columns time=1:us,disk=2,op=3,offset=4:sectors,length=5
 //! ```
 //!
-//! Columns count from 1. Without `op` all are reads, without `disk` all are of one disk, called as
-//! the file without its endings. The separator is a comma, or what `separator=` says.
+//! Columns count from 1. Without `op` all requests are reads; without `disk` all are of one disk,
+//! named after the file without extensions. The separator is a comma unless `separator=` selects
+//! another.
 
 use std::str::FromStr;
 
@@ -21,7 +22,7 @@ const WRITES: &str = "write w ws 0x2a wr";
 const FLUSHES: &str = "flush f fsync sync";
 const DISCARDS: &str = "discard d trim unmap";
 
-/// What `--columns` says.
+/// Value of `--columns`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Columns {
     time: Scaled,
@@ -29,15 +30,15 @@ pub struct Columns {
     length: Scaled,
     op: Option<usize>,
     disk: Option<usize>,
-    /// Words of their own that say read and write, for a file that has numbers for them.
+    /// Words for read and write, for files that use numbers or other words.
     reads: Option<String>,
     writes: Option<String>,
     separator: Separator,
-    /// Lines before the first request.
+    /// Number of lines before the first request.
     skip: u64,
 }
 
-/// A column of numbers, from 0, and what one of them stands for in nanoseconds or bytes.
+/// A column of numbers, from 0, and their unit in nanoseconds or bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Scaled {
     column: usize,
@@ -102,7 +103,7 @@ impl FromStr for Columns {
 }
 
 type Unit = (&'static str, u64);
-/// The first is meant where none is said.
+// The first unit is the default.
 const TIMES: &[Unit] = &[("ns", 1), ("us", 1000), ("ms", 1_000_000), ("s", S_NS)];
 const SIZES: &[Unit] = &[("bytes", 1), ("sectors", SECTOR_BYTES), ("KiB", 1024), ("pages", 4096)];
 const S_NS: u64 = 1_000_000_000;
@@ -139,11 +140,11 @@ impl FromStr for Separator {
     }
 }
 
-/// Reads lines of such a file.
+/// Parser of lines by columns.
 pub(in super::super) struct ByColumns {
     columns: Columns,
     skipped: u64,
-    /// Of all requests where no column tells.
+    /// Disk of all requests if there is no column for it.
     disk: String,
 }
 

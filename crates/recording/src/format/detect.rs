@@ -1,6 +1,6 @@
-//! Which format a trace has, from how it begins.
+//! Detects the format of a trace from its beginning.
 //!
-//! Never goes by a file's name: names of traces say little, and standard input has none.
+//! Never uses the file's name: names of traces vary, and standard input has none.
 
 use clap::ValueEnum as _;
 
@@ -9,32 +9,34 @@ use super::{
     Format, alibaba, blkparse, cloud_physics, fio, mqsim, msr, spc, weir,
 };
 
-/// blkparse prints messages before its first event.
+// blkparse prints messages before its first event.
 const LINES: usize = 64;
 
-/// Offset, signature and advice for what is often taken for a trace.
+// Offset, signature and advice for files that are often mistaken for traces.
 const OTHERS: [(usize, &[u8], &str); 5] = [
     (0, b"\xfd7zXZ\0", "it is compressed with xz (decompress it first: xz -dc FILE, and - as the trace)"),
     (0, b"BZh", "it is compressed with bzip2 (decompress it first: bzip2 -dc FILE, and - as the trace)"),
     (0, b"PK\x03\x04", "it is a zip archive (take the trace out first: unzip -p FILE, and - as the trace)"),
-    // BLK_IO_TRACE_MAGIC of linux/blktrace_api.h, little-endian, behind the version.
+    // BLK_IO_TRACE_MAGIC of linux/blktrace_api.h, little-endian, after the version.
     (1, b"tae", "it is blktrace's binary form (make text of it first: blkparse -i FILE, and - as the trace)"),
     // POSIX ustar.
     (257, b"ustar", "it is a tar archive (take the trace out first: tar -xOf FILE, and - as the trace)"),
 ];
 
-/// `ahead` is the trace's beginning; the error says what it looks like instead.
+/// Detects the format; `ahead` is the beginning of the trace. The error describes the file that it
+/// is instead.
 pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
     if file::is_beginning(ahead) {
         return Ok(Format::Recording);
     }
-    // First: the text in an archive may look like a trace.
+    // First: text inside an archive may look like a trace.
     if let Some(what) = other(ahead) {
         return Err(what.to_owned());
     }
     let mut lines =
         ahead.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii).filter(|line| !line.is_empty());
     let first = lines.next().unwrap_or_default();
+    // From the most specific format to the least: the later ones accept more lines.
     if let Some(&(_, version)) = fio::HEADERS.iter().find(|(header, _)| first == header.as_bytes()) {
         return Ok(if version == 2 { Format::FioV2 } else { Format::FioV3 });
     }

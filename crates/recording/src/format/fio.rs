@@ -1,13 +1,14 @@
-//! fio's iolog, versions 2 and 3: what `fio --write_iolog` writes and `--read_iolog` replays.
+//! fio's iolog, versions 2 and 3, as written by `fio --write_iolog` and replayed by
+//! `--read_iolog`.
 //!
 //! ```text
 //!   version 2:             <file> <action> [<offset> <length>]      action: add, open, close; read, write, trim,
-//!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 alone)
+//!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 only)
 //! ```
 //!
 //! Source: fio's HOWTO, "Trace file format v2" and "v3". Times of version 3 are microseconds
-//! (`utime_since_now` in iolog.c). In version 2 requests come at once, but for `wait`. A file is a
-//! disk.
+//! (`utime_since_now` in iolog.c). In version 2 requests follow each other immediately, except for
+//! `wait`. A file is a disk.
 
 use super::{
     super::{
@@ -19,7 +20,8 @@ use super::{
 };
 
 const US_NS: u64 = 1000;
-/// "Wait for `offset` microseconds. Everything below 100 is discarded."
+/// Minimum of a wait, in microseconds. fio's HOWTO: "Wait for `offset` microseconds. Everything
+/// below 100 is discarded."
 pub const SHORTEST_WAIT_US: u64 = 100;
 
 pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio version 3 iolog", 3)];

@@ -1,7 +1,7 @@
-//! The traces of the simulators of flash disks MQSim and SSDsim: `time device sector sectors type`.
+//! Traces of the flash simulators MQSim and SSDsim: `time device sector sectors type`.
 //!
-//! Words are parted by blanks. The time is in nanoseconds, sectors have 512 bytes, `type` is 1 for
-//! a read and 0 for a write. A device is called by its number.
+//! Words are separated by blanks. The time is in nanoseconds, sectors have 512 bytes, `type` is 1
+//! for a read and 0 for a write. The name of a device is its number.
 //!
 //! Source: README of SSDsim, note 1; ASCII_Trace_Definition.h of github.com/CMU-SAFARI/MQSim (its
 //! default unit of time).

@@ -1,9 +1,9 @@
-//! The CSV of the servers of Microsoft Research in Cambridge:
+//! CSV of the servers of Microsoft Research in Cambridge:
 //! `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`.
 //!
-//! `Timestamp` counts 100 ns since 1601, as Windows does; smaller numbers than 1970 has are of no
-//! known clock, and stay as they are. `Type` is `Read` or `Write`, offset and
-//! size are bytes. A header is skipped. A disk is called `hm.0`: host, dot, number.
+//! `Timestamp` counts 100 ns since 1601, as Windows does; times before 1970 belong to an unknown
+//! clock and are used unchanged. `Type` is `Read` or `Write`, offset and size are in bytes. A
+//! header is skipped. The name of a disk is `hm.0`: host, dot, number.
 //!
 //! Source: README.txt of the traces (SNIA IOTTA, "MSR Cambridge Traces"; Narayanan, Donnelly and
 //! Rowstron, *Write Off-Loading*, FAST 2008).
@@ -13,16 +13,16 @@ use super::{
     FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
-/// Nanoseconds.
+/// Unit of the timestamp in nanoseconds.
 pub const TICK_NS: u64 = 100;
-/// 1970, in ticks since 1601 (MS-DTYP, section 2.3.3).
+/// Timestamp of 1970, in ticks since 1601 (MS-DTYP, section 2.3.3).
 pub const TICKS_OF_1970: u64 = 11_644_473_600 * (1_000_000_000 / TICK_NS);
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 
 #[derive(Default)]
 pub(in super::super) struct Msr {
     first: FirstLine,
-    /// Kept, so that a name costs no allocation.
+    /// Buffer, so that a name costs no allocation.
     disk: Vec<u8>,
 }
 

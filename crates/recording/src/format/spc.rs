@@ -1,11 +1,11 @@
-//! The traces of the Storage Performance Council: `ASU,LBA,Size,Opcode,Timestamp[,…]`.
+//! Traces of the Storage Performance Council: `ASU,LBA,Size,Opcode,Timestamp[,…]`.
 //!
-//! The unit (ASU) is a disk and called by its number. LBA counts sectors of 512 bytes, the size is
-//! in bytes, `Opcode` is `R` or `W`, the time in seconds since the trace began, with a fraction.
-//! Further fields are whatever the recorder had to tell, and are ignored; fields may have blanks
-//! around them.
+//! The unit (ASU) is a disk, whose name is its number. LBA counts sectors of 512 bytes, the size
+//! is in bytes, `Opcode` is `R` or `W`, the time is in seconds since the start of the trace, with
+//! a fraction. Further fields are specific to the recorder and ignored; fields may be surrounded
+//! by blanks.
 //!
-//! Source: SPC Trace File Format Specification, revision 1.0.1, as the traces of UMass have it
+//! Source: SPC Trace File Format Specification, revision 1.0.1, as used by the traces of UMass
 //! (`Financial1.spc`, `WebSearch2.spc`).
 
 use super::{
@@ -16,7 +16,7 @@ use super::{
 #[derive(Default)]
 pub(in super::super) struct Spc;
 
-/// Told from other CSV by the opcode in the fourth place and the time behind it.
+/// Distinguished from other CSV by the opcode in the fourth field and the time after it.
 pub(super) fn is_line(line: &[u8]) -> bool {
     request(line).is_ok()
 }

@@ -1,9 +1,9 @@
 //! weir's own CSV: `time_ns,disk,op,offset,length`.
 //!
-//! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are ignored,
-//! so the output of `weir simulate --events` is a trace; those that it has tell how each request
-//! fared, and are empty where nobody knows. Names with commas or quotes are quoted
-//! (RFC 4180): `"8,0"`.
+//! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are
+//! ignored, so the output of `weir simulate --events` is a trace; its columns contain the outcome
+//! of each request, and are empty if that is unknown. Names with commas or quotes are quoted (RFC
+//! 4180): `"8,0"`.
 
 use super::{
     super::{
@@ -18,8 +18,8 @@ use super::{
 
 /// First line of weir's CSV, without further columns.
 pub const HEADER: &str = "time_ns,disk,op,offset,length";
-/// What may follow the five: when its limits let the request pass, when it was complete, and which
-/// limit held it longest.
+/// Optional columns after the five: times of admission and completion, and the limit that
+/// throttled the request longest.
 pub const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
 
 #[derive(Default)]
@@ -27,12 +27,13 @@ pub(in super::super) struct Weir {
     begun: bool,
     more: bool,
     tells_outcomes: bool,
-    /// Kept, so that a quoted name costs no allocation.
+    /// Buffer, so that a quoted name costs no allocation.
     unquoted: Vec<u8>,
     bucket: Vec<u8>,
 }
 
-/// Whether a line is the header, and if so whether it has further columns.
+/// Returns true if the header has further columns, false if not; `None` if the line is not the
+/// header.
 pub(super) fn header(line: &[u8]) -> Option<bool> {
     match line.strip_prefix(HEADER.as_bytes())? {
         [] => Some(false),
@@ -41,14 +42,14 @@ pub(super) fn header(line: &[u8]) -> Option<bool> {
     }
 }
 
-/// Whether the header has the columns that tell how requests fared.
+/// True if the header has the columns with the outcomes of requests.
 pub(in super::super) fn tells_outcomes(line: &[u8]) -> bool {
     let rest = line.strip_prefix(HEADER.as_bytes());
     let rest = rest.and_then(|rest| rest.strip_prefix(MORE_COLUMNS.as_bytes()));
     rest.is_some_and(|rest| matches!(rest, [] | [b',' | b'\r' | b'\n', ..]))
 }
 
-/// How a request that arrived then fared; `None` where that is not known.
+/// Parses the outcome of a request that arrived at `time_ns`; `None` if it is unknown.
 fn outcome<'a>(
     fields: &mut Fields<'a>,
     time_ns: u64,
