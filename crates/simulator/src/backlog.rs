@@ -1,14 +1,14 @@
-//! Requests that wait behind the first ones of their queue, in a few bytes each.
+//! Compact storage of requests that wait behind the first ones of their queue.
 //!
 //! ```text
-//!   arrivals ─► Backlog: differences to the request before ─► the tree's queue: the first HEADS ─► admitted
-//!                        1 to 41 bytes each, typically 10       about 120 bytes each
+//!   arrivals ─► Backlog: delta to the previous request ─► the tree's queue: the first HEADS ─► admitted
+//!                        1 to 41 bytes each, typically 10   about 120 bytes each
 //! ```
 //!
-//! A disk's requests of one direction are admitted in their order, and a tree decides by the first
-//! one alone. So all others need no place in the tree, and their place in memory is a code relative
-//! to the request before. All backlogs of a simulation share one [`BacklogMemory`], whose size
-//! bounds them. Never reorders or drops a request.
+//! Requests of one disk and direction are admitted in order, and a tree decides by the first one
+//! only. All later ones need no slot in the tree, and in memory they are codes relative to the
+//! previous request. All backlogs of a simulation share one [`BacklogMemory`], which bounds their
+//! size. Never reorders or drops a request.
 
 use std::{
     collections::VecDeque,
@@ -20,15 +20,15 @@ use std::{
 
 use super::request::{Op, Request};
 
-/// Bytes of all backlogs of one simulation: at least 26 million requests, some 100 million of a
-/// database, and 1,000 million that follow each other at one instant.
+/// Memory limit of all backlogs of a simulation, in bytes: at least 26 million requests; about 100
+/// million of a database workload, and 1,000 million sequential ones at one instant.
 pub const MOST_BYTES: usize = 1 << 30;
-/// Allocated and accounted at a time.
+// Unit of allocation and accounting.
 const CHUNK_BYTES: usize = 4096;
-/// A code's first byte, and four numbers of at most 64 bits in groups of seven.
+// A code is its first byte, and four numbers of at most 64 bits in groups of seven.
 const LONGEST_CODE: usize = 1 + 4 * 10;
 
-// The first byte of a code: the operation in three bits, and which numbers follow.
+// First byte of a code: the operation in three bits, and flags for omitted numbers.
 const OP_BITS: u8 = 0b111;
 const SAME_TIME: u8 = 1 << 3;
 const SAME_LENGTH: u8 = 1 << 4;
@@ -36,12 +36,12 @@ const SAME_OFFSET: u8 = 1 << 5;
 const IN_SEQUENCE: u8 = 1 << 6;
 const SAME_CLIENT: u8 = 1 << 7;
 
-/// Memory that the backlogs of one simulation occupy together, on all threads.
+/// Memory used by the backlogs of one simulation, on all threads.
 #[derive(Clone, Debug, Default)]
 pub struct BacklogMemory(Arc<AtomicUsize>);
 
 impl BacklogMemory {
-    /// Returns true once [`MOST_BYTES`] are in use: the simulation must end.
+    /// True if [`MOST_BYTES`] are in use: the simulation must end.
     pub fn is_full(&self) -> bool {
         self.0.load(Ordering::Relaxed) >= MOST_BYTES
     }
@@ -60,7 +60,7 @@ impl BacklogMemory {
     }
 }
 
-/// The request that a code is relative to.
+/// Previous request, which a code is relative to.
 #[derive(Debug, Default)]
 struct PreviousRequest {
     at_ns: u64,
@@ -79,12 +79,12 @@ impl PreviousRequest {
     }
 }
 
-/// A queue of requests of one disk, with the clients that wait for them.
+/// Queue of requests of one disk, with the clients that sent them.
 #[derive(Debug)]
 pub(super) struct Backlog {
     memory: BacklogMemory,
     chunks: VecDeque<Vec<u8>>,
-    /// The position of the next code in the first chunk.
+    /// Position of the next code in the first chunk.
     at: usize,
     pushed: PreviousRequest,
     popped: PreviousRequest,
@@ -102,6 +102,7 @@ impl Backlog {
     }
 
     pub(super) fn push(&mut self, request: &Request, client: u32) {
+        // A code never crosses chunks, so that `pop` can free a chunk as a whole.
         if self.chunks.back().is_none_or(|last| last.len() + LONGEST_CODE > CHUNK_BYTES) {
             self.memory.take();
             self.chunks.push_back(Vec::with_capacity(CHUNK_BYTES));
@@ -119,6 +120,7 @@ impl Backlog {
         number(SAME_CLIENT, client == before.client, client.into());
         if request.offset == before.offset {
             chunk[first] |= SAME_OFFSET;
+        // Wrapping: time and offset of hostile traces may be arbitrary.
         } else {
             let ahead = request.offset.wrapping_sub(before.end());
             number(IN_SEQUENCE, ahead == 0, zigzag(ahead));
@@ -161,17 +163,18 @@ impl Drop for Backlog {
     }
 }
 
-/// Small distances in either direction as small numbers.
+/// Maps small distances in either direction to small numbers.
 const fn zigzag(distance: u64) -> u64 {
     (distance << 1) ^ ((distance as i64 >> 63) as u64)
 }
 
-/// The inverse of [`zigzag`].
+/// Inverse of [`zigzag`].
 const fn zagzig(number: u64) -> u64 {
     (number >> 1) ^ (number & 1).wrapping_neg()
 }
 
-/// Seven bits in each byte, the lowest first; the last byte is below 128 (LEB128).
+/// Appends a number in LEB128: seven bits a byte, least significant first; the last byte is below
+/// 128.
 fn push_number(chunk: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         chunk.push(number as u8 | 0x80);
@@ -236,7 +239,7 @@ mod tests {
             |number: u64| Request { at_ns: 5, disk: 0, op: Op::Read, offset: number * 512, length: 512 };
         (0..1_000_000).for_each(|number| backlog.push(&request(number), 1));
         assert!(memory.bytes() < 1_020_000, "{}", memory.bytes());
-        // A workload as databases have it: nanoseconds, places at random in 1 TiB, one length.
+        // A database workload: arrival in nanoseconds, random offsets in 1 TiB, one length.
         let mut random = fastrand::Rng::with_seed(1);
         let memory = BacklogMemory::default();
         let mut backlog = Backlog::new(&memory);

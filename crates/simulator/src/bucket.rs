@@ -1,7 +1,7 @@
-//! Which limit held a disk's requests up, and for how long.
+//! Attribution of waiting time to limits.
 //!
-//! The policy says who waits until when, not for which limit. That is determined for each new head
-//! of a queue, where more than one limit is in reach.
+//! The policy returns which request waits until when, but not for which limit. That is determined
+//! for each new head of a queue, if more than one limit is possible.
 
 use policy::{
     request::Direction,
@@ -10,7 +10,7 @@ use policy::{
 
 use super::world::{Disk, World};
 
-/// A limit and its level; [`Bucket::NONE`] is none.
+/// A limit and its level in the tree; [`Bucket::NONE`] for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Bucket(u8);
 
@@ -19,7 +19,7 @@ const KINDS: usize = LimitKind::ALL.len();
 impl Bucket {
     pub(crate) const NONE: Self = Self(u8::MAX);
 
-    /// Level 0 is the disk, 1 its group, and so on up.
+    /// Level 0 is the disk, 1 its group, and so on upwards.
     pub(super) const fn new(level: u8, kind: LimitKind) -> Self {
         Self(level * KINDS as u8 + kind.index() as u8)
     }
@@ -29,7 +29,8 @@ impl Bucket {
         (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
     }
 
-    /// Such as `iops-total`, `bps-read@gold`, or `-`. `groups` are the disk's, innermost first.
+    /// Name such as `iops-total`, `bps-read@gold`, or `-`. `groups` are those of the disk,
+    /// innermost first.
     pub fn name(self, groups: &[&str]) -> String {
         match self.limit() {
             None => "-".to_owned(),
@@ -43,14 +44,14 @@ fn name(kind: LimitKind) -> &'static str {
     policy::throttle::Setting::Limit(kind, policy::throttle::Part::Rate).name()
 }
 
-/// Time that each limit throttled a disk.
+/// Time for which each limit throttled a disk.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// By direction: all limits that it could be.
+    /// All possible limits, by direction.
     reach: [Vec<(u8, LimitKind)>; 2],
-    /// By direction: the limit and since when, while something waits.
+    /// Present limit and its start, by direction, while a request waits.
     by: [Option<(Bucket, u64)>; 2],
-    /// By bucket, both directions together.
+    /// Nanoseconds by bucket, both directions together.
     ns: [u64; (MAX_LEVELS + 1) * KINDS],
 }
 
@@ -78,7 +79,8 @@ impl Held {
         self.by[direction.index()] = Some((self.find(direction, judge), now));
     }
 
-    /// The queue's head has passed; returns what it waited for. `more` wait behind it.
+    /// Called when the head of the queue was admitted; returns the limit that it waited for.
+    /// `more` is true if requests wait behind it.
     pub(super) fn end(
         &mut self,
         direction: Direction,
@@ -105,7 +107,7 @@ impl Held {
         }
     }
 
-    /// Each limit with the nanoseconds it held something up, longest first.
+    /// Limits with the nanoseconds for which they throttled the disk, longest first.
     pub fn times(&self) -> Vec<(Bucket, u64)> {
         let mut times: Vec<_> = (0_u8..).map(Bucket).zip(self.ns).filter(|(_, ns)| *ns > 0).collect();
         times.sort_by_key(|&(bucket, ns)| (std::cmp::Reverse(ns), bucket));

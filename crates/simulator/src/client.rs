@@ -1,37 +1,38 @@
-//! A client with a fixed number of requests in flight: it sends the next when one is answered.
+//! A client with a fixed number of requests in flight: it sends the next one when one completes.
 //!
-//! A program that copies a file behaves so; the requests of a trace come regardless of answers. A
-//! [`Chain`] is such a client that was recorded.
+//! A program that copies a file behaves like this; requests of a trace arrive regardless of
+//! completions. A [`Chain`] is such a client, reconstructed from a recording.
 
 use super::request::{Op, Request};
 
-/// Delay after an answer that took no time, or a client would send forever at one instant.
+// Delay after a completion that took no time; otherwise a client would send forever at one
+// instant.
 const LEAST_NS: u64 = 10_000;
 
-/// A client with a fixed number of requests in flight.
+/// Parameters of a client.
 #[derive(Clone, Debug)]
 pub struct ClientSpec {
     /// Index of its disk.
     pub disk: usize,
     /// Operation of all its requests.
     pub op: Op,
-    /// Bytes of each request.
+    /// Length of each request in bytes.
     pub length: u64,
-    /// Where requests are, in sequence and wrapping around, or at random; at least `length` long.
+    /// Range of its requests, sequential with wrap-around or random; at least `length` bytes.
     pub region: std::ops::Range<u64>,
-    /// The seed of random places.
+    /// Seed of random offsets; `None` for sequential ones.
     pub random: Option<u64>,
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub depth: u32,
-    /// Between an answer and the next request.
+    /// Nanoseconds between a completion and the next request.
     pub think_ns: u64,
-    /// `None` has no end.
+    /// Number of requests; `None` for no limit.
     pub count: Option<u64>,
-    /// Nanoseconds from the first request to the end of sending.
+    /// Time of the first request, and end of sending, in nanoseconds.
     pub time: std::ops::Range<u64>,
 }
 
-/// A client and its position.
+/// A client and its state.
 #[derive(Clone, Debug)]
 pub struct Client {
     pub(super) spec: ClientSpec,
@@ -41,7 +42,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client before its first request.
+    /// Creates a client before its first request.
     pub fn new(spec: ClientSpec) -> Self {
         let random = spec.random.map(fastrand::Rng::with_seed);
         Self { next: spec.region.start, random, sent: 0, spec }
@@ -81,31 +82,31 @@ impl Client {
     }
 }
 
-/// What a chain may ask before it is held to [`LEAST_NS`]: a batch comes at one instant where its
-/// answers take no time, as a recorder sees them.
+// Requests of a chain before it is limited by `LEAST_NS`: if completions take no time, a batch
+// arrives at one instant, as a recorder sees it.
 const BATCH: usize = 256;
 
-/// A client with one request in flight that asks again what it was recorded to ask, each as long
-/// after the answer to the one before as it was; over and over.
+/// A client with one request in flight that repeats recorded requests endlessly, each after the
+/// recorded delay since the previous completion.
 ///
-/// Where answers take no time it is never faster than one in [`LEAST_NS`], or than it was recorded
-/// to be.
+/// If completions take no time, its mean rate is limited to one request per [`LEAST_NS`], or to
+/// the recorded rate if that is higher.
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
     disk: usize,
     links: Vec<Link>,
     next: usize,
-    /// From the beginning of what was recorded to the first request.
+    /// Delay from the start of the recording to the first request.
     begins_ns: u64,
-    /// Of a request, at least, in the mean.
+    /// Minimum mean time per request.
     least_ns: u64,
-    /// When the first was asked last.
+    /// Time of the last repetition of the first request.
     began_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Link {
-    /// Since the answer to the one before.
+    /// Delay since the previous completion.
     think_ns: u64,
     op: Op,
     length: u64,
@@ -117,16 +118,16 @@ impl Chain {
         Self { disk, links: Vec::new(), next: 0, begins_ns: 0, least_ns: LEAST_NS, began_ns: 0 }
     }
 
-    /// One more; the first is so long after the beginning of what was recorded.
+    /// Appends a request; for the first one, `think_ns` counts from the start of the recording.
     pub(crate) fn add(&mut self, think_ns: u64, op: Op, length: u64, service_ns: u64) {
         self.links.push(Link { think_ns, op, length, service_ns });
     }
 
-    /// All begins anew, so long after the last answer as it was to the end of what was recorded and
-    /// from there to the first request. All of it took `whole_ns`.
+    /// Sets the delay before a repetition: from the last completion to the end of the recording,
+    /// and from its start to the first request. The recording lasted `whole_ns`.
     ///
-    /// No longer than between two requests that is only where the recording was cut: whoever asks
-    /// always has been waiting for an answer then.
+    /// A delay that is no longer than two requests exists only because the recording was cut: a
+    /// client that always has a request in flight was waiting for a completion then.
     pub(crate) fn again_after(mut self, rest_ns: u64, longest_ns: u64, whole_ns: u64) -> Self {
         self.least_ns = LEAST_NS.min(whole_ns / self.links.len().max(1) as u64).max(1);
         let second_ns = self.links.get(1).map(|second| second.think_ns);
@@ -139,22 +140,22 @@ impl Chain {
         self
     }
 
-    /// When the first comes; none where there is nothing to ask.
+    /// Time of the first request; `None` if there are no requests.
     pub(super) fn begins_ns(&self) -> Option<u64> {
         self.links.first().map(|_| self.begins_ns)
     }
 
     pub(super) fn answered(&self, now: u64) -> u64 {
         let at = now.saturating_add(self.links[self.next].think_ns);
-        // The first of all follows the last.
+        // The first request follows the last one.
         let asked = if self.next == 0 { self.links.len() } else { self.next };
         let least_ns = self.least_ns.saturating_mul(asked.saturating_sub(BATCH) as u64);
-        // A round that is no longer than a batch still takes some time.
+        // A round that is shorter than a batch must take some time as well.
         let round_ns = if self.next == 0 { self.least_ns } else { 0 };
         at.max(self.began_ns.saturating_add(least_ns.max(round_ns)))
     }
 
-    /// The next request, and how long its device takes.
+    /// Returns the next request and its recorded service time.
     pub(super) fn next(&mut self, now: u64) -> (Request, u64) {
         if self.next == 0 {
             self.began_ns = now;

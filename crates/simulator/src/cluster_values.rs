@@ -1,7 +1,7 @@
-//! How long the values are that hosts and the leader write to etcd.
+//! Length of the values that hosts and the leader write to etcd.
 //!
-//! The daemon writes them (`cluster/values.rs`), above this crate; a test there checks that
-//! these are as long.
+//! The daemon's encoding (`cluster/values.rs`) is above this crate; a test there checks that both
+//! have the same length.
 
 use policy::{
     cluster::{Grant, Report, Term, simulated::Word},
@@ -9,10 +9,10 @@ use policy::{
 };
 use serde_json::{Map, Value, json};
 
-/// The name that a group has here.
+/// Name of the group in the measured values.
 const GROUP: &str = "group";
 
-/// Bytes of a value with one group whose name has five letters.
+/// Length in bytes of a value with one group, whose name has five letters.
 pub fn length(word: Word<'_>) -> u64 {
     let (group, of_group) = match word {
         Word::Report(report) => (GROUP, of_report(report)),

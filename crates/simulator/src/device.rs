@@ -1,14 +1,14 @@
-//! The devices under the disks: how long each takes for a request, and how much of it is in use.
+//! Models of the devices below the disks: service time of each request, and utilization.
 //!
 //! ```text
-//!                 ┌─► station   so many requests at a time, each takes as long as its kind and size say ─┐
-//!   a request ────┤                                                                                      ├─► the later of the two
-//!                 └─► budget    bytes and requests a second: lines that it stands in ────────────────────┘
+//!                 ┌─► station   a number of servers; the service time depends on operation and length ──┐
+//!   a request ────┤                                                                                     ├─► the later of the two
+//!                 └─► budget    bytes and requests per second, as queues ───────────────────────────────┘
 //! ```
 //!
-//! The twins of block's `storage/delay.rs` (`--delay`) and `storage/rate.rs` (`--rate`), to the
-//! nanosecond. A station may add a time for each byte, as for a probed device. Requests are served
-//! in order, so each gets its end when it begins, and a device needs no events.
+//! The twins of block's `storage/delay.rs` (`--delay`) and `storage/rate.rs` (`--rate`), exact to
+//! the nanosecond. A station may add a time per byte, for probed devices. Requests are served in
+//! order, so the completion time is known when a request begins, and a device needs no events.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -19,7 +19,7 @@ use policy::{
 
 use super::request::Op;
 
-/// A device with a number of servers.
+/// Parameters of a device with a number of servers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StationSpec {
     /// Service time of a read.
@@ -30,21 +30,21 @@ pub struct StationSpec {
     pub zero: Service,
     /// Service time of a flush.
     pub flush: Service,
-    /// `None` is any number.
+    /// Number of servers; `None` for no limit.
     pub parallel: Option<usize>,
 }
 
-/// Service time of a request: a constant and a part for each byte.
+/// Service time of a request: a constant part and a part per byte.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Service {
-    /// Constant part.
+    /// Constant part in nanoseconds.
     pub base_ns: u64,
-    /// Finite, not negative.
+    /// Nanoseconds per byte; finite, not negative.
     pub byte_ns: f64,
 }
 
 impl Service {
-    /// A service time that does not depend on the length.
+    /// Service time independent of the length.
     pub const fn fixed(base_ns: u64) -> Self {
         Self { base_ns, byte_ns: 0.0 }
     }
@@ -57,16 +57,16 @@ impl Service {
     }
 }
 
-/// The station and budget under a disk, by index; possibly shared.
+/// Station and budget below a disk, by index; may be shared by disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Place {
-    /// Index of the station; `None` if it takes no time.
+    /// Index of the station; `None` if requests take no time.
     pub station: Option<usize>,
-    /// Index of the budget; `None` if rates have no bound.
+    /// Index of the budget; `None` for unlimited rates.
     pub budget: Option<usize>,
 }
 
-/// The devices of a simulation, with the requests that they serve.
+/// Devices of a simulation with the requests in service.
 #[derive(Clone, Debug, Default)]
 pub struct Devices {
     stations: Vec<Station>,
@@ -74,16 +74,16 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Adds new ones, idle.
+    /// Adds devices, idle, that the slices have beyond the present ones.
     pub fn follow(&mut self, stations: &[StationSpec], budgets: &[Rates]) {
         self.stations.extend(stations[self.stations.len()..].iter().map(Station::new));
         self.budgets.extend(budgets[self.budgets.len()..].iter().copied().map(Lines::new));
     }
 
-    /// Returns when the request ends. Requests begin in the order of their time.
+    /// Starts a request and returns its completion time. Must be called in order of time.
     pub fn begin(&mut self, place: Place, op: Op, length: u64, now: u64) -> u64 {
         let mut end = now;
-        // As in the daemon, where the rate lies over the delay, a flush costs no rate.
+        // A flush is not charged, as in the daemon, where the rate is above the delay.
         if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
             let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
             let done = self.budgets[budget].charge(direction, bytes, of_budget(now));
@@ -95,7 +95,7 @@ impl Devices {
         end
     }
 
-    /// Nanoseconds of full use by `now`.
+    /// Nanoseconds of full utilization up to `now`.
     pub fn worked_ns(&self, place: Place, now: u64) -> u64 {
         let worked = |budget: usize| self.budgets[budget].worked(of_budget(now)).as_nanos();
         let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
@@ -103,7 +103,7 @@ impl Devices {
     }
 }
 
-/// A budget was idle before the trace begins, as the daemon's is: it may be caught up at once.
+// A budget was idle before the trace begins, as the daemon's is, so it may catch up at once.
 const fn of_budget(now: u64) -> Instant {
     Instant::from_nanos(now.saturating_add(CATCH_UP_NS))
 }
@@ -112,7 +112,7 @@ const fn of_budget(now: u64) -> Instant {
 struct Station {
     spec: StationSpec,
     free: BinaryHeap<Reverse<u64>>,
-    /// Nanoseconds of all requests that have begun.
+    /// Total service time of all requests that have begun, in nanoseconds.
     work: u64,
 }
 
@@ -133,6 +133,7 @@ impl Station {
         self.work = self.work.saturating_add(takes);
         match self.free.peek_mut() {
             Some(mut first) => {
+                // The earliest free server takes the request.
                 let end = now.max(first.0).saturating_add(takes);
                 *first = Reverse(end);
                 end
@@ -141,7 +142,7 @@ impl Station {
         }
     }
 
-    /// An unbounded station is never in use.
+    /// Nanoseconds of full utilization; always 0 for an unlimited station.
     fn worked_ns(&self, now: u64) -> u64 {
         let places = self.free.len() as u64;
         let to_come: u64 = self.free.iter().map(|Reverse(end)| end.saturating_sub(now)).sum();
@@ -149,10 +150,12 @@ impl Station {
     }
 }
 
-/// A station with a probed device's rates, of 4 KiB requests and of bytes in 1 MiB requests.
+/// Service time that yields a probed device's rates of 4 KiB requests and of bytes in 1 MiB
+/// requests.
 ///
-/// Both figures are met exactly, sizes between them by a straight line; if that would fall, the
-/// requests' figure alone holds. A figure of 0 was not measured and bounds nothing.
+/// Both rates are met exactly, with linear interpolation between the sizes. If that would decrease
+/// with length, only the rate of requests applies. A rate of 0 was not measured and is not a
+/// limit.
 pub fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     const SMALL: f64 = 4096.0;
     const LARGE: f64 = 1_048_576.0;
@@ -164,13 +167,13 @@ pub fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     Service { base_ns: base as u64, byte_ns }
 }
 
-/// The assumed latency, in seconds, of a small request on an idle device: the order of flash.
+// Assumed latency of a small request on an idle device in seconds: that of flash.
 const ALONE_S: f64 = 100e-6;
 
-/// How many requests at a time a device works on that does so many a second at `depth`.
+/// Number of servers of a device that completes `iops` requests per second at `depth`.
 ///
-/// `weir probe` keeps no latency, so a request is assumed to take [`ALONE_S`], or longer at low
-/// rates: a hard disk of 200 a second works on one at a time, flash of 500,000 on 32.
+/// `weir probe` stores no latency, so a request is assumed to take [`ALONE_S`], or longer at low
+/// rates: a hard disk of 200 IOPS has one server, flash of 500,000 has 32.
 pub fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
 }

@@ -1,19 +1,19 @@
-//! The simulation itself: requests come, wait for limits, are served, and the time is a number.
+//! The simulation: requests arrive, wait for limits and are served, in virtual time.
 //!
 //! ```text
 //!   arrive ─────► limits: policy::throttle::Tree ──► prefetch.rs: policy::prefetch::Cache ──► device.rs ──► tally.rs, Row
 //!                   ▲                                                                         │
-//!   events, by time ┴─ a tree's timer · a chunk arrives · a write ends · a client goes on ◄───┘
+//!   events, by time ┴─ timer of a tree · chunk arrives · write completes · client sends ◄─────┘
 //! ```
 //!
 //! The engine drives the policy's code as the daemon does (block's `layer/throttle` and
 //! `layer/prefetch`): one tree with one timer for each outermost group and each disk without a
 //! group.
 //!
-//! Requests must arrive in order. A disk is created at its first request, and a request comes after
-//! events of the same instant. So results depend neither on the order of disks nor on disks that
-//! share nothing. The first requests that wait of a disk and a direction are in the tree; all
-//! others are in a [`Backlog`](super::backlog), a few bytes each.
+//! Requests must arrive in order. A disk is created at its first request, and a request follows
+//! events of the same instant. Results therefore depend neither on the order of disks nor on disks
+//! that share nothing. The first waiting requests of each disk and direction are in the tree;
+//! later ones are in a [`Backlog`](super::backlog), a few bytes each.
 
 use std::{
     fmt,
@@ -40,60 +40,60 @@ use super::{
     world::{Disk, Group, World},
 };
 
-/// As many lines as can be told apart.
+/// Number of disks that are drawn: as many lines as can be distinguished.
 pub const DRAWN: usize = 8;
-/// Number of waiting requests of a disk and a direction that the tree holds; it decides by the
-/// first one. Above 1, or a disk would count as idle between an admission and the next request.
+/// Number of waiting requests of a disk and direction that the tree holds; it decides by the first
+/// one. Above 1, or a disk would count as idle between an admission and the next request.
 const HEADS: usize = 4;
-/// Events between two checks for an interruption.
+/// Number of events between two checks of the stop flag.
 pub const STEPS: usize = 1 << 14;
-/// The client of a request that no client waits for.
+// Client of a request that no client waits for.
 const NOBODY: u32 = u32::MAX;
 
-/// A request with its times.
+/// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
     /// The request.
     pub request: Request,
-    /// Nanoseconds when it passed all limits, and when it was done.
+    /// Time of admission by all limits, in nanoseconds.
     pub admitted_ns: u64,
-    /// Nanoseconds when it was complete.
+    /// Time of completion, in nanoseconds.
     pub completed_ns: u64,
-    /// The limit that throttled it.
+    /// Limit that throttled it.
     pub bucket: Bucket,
 }
 
-/// Why a world cannot be simulated.
+/// Reason why a world cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Impossible {
-    /// Limits of a disk or group, by its name.
+    /// Invalid limits of a disk or group, by name.
     #[error("{0}: {1}")]
     Hold(String, Refused),
-    /// Prefetch settings of a disk, by its name.
+    /// Invalid prefetch settings of a disk, by name.
     #[error("{0}: {1}")]
     Prefetch(String, Invalid),
 }
 
-/// Who sends the next request when one is answered.
+/// Source of the next request after a completion.
 #[derive(Debug)]
 enum Sender {
     Client(Client),
-    /// The device takes what was recorded for the request in flight.
+    /// The service time is the recorded one of the request in flight.
     Chain {
         chain: Chain,
         service_ns: u64,
     },
 }
 
-/// Receives results, in the order in which requests passed the limits.
+/// Receives results, in order of admission.
 pub type RowSink = Box<dyn FnMut(&[Row]) + Send>;
-/// Number of rows that are passed on together.
+// Number of rows that are passed on together.
 const AT_ONCE: usize = 4096;
 
 /// Destination of rows.
 enum ResultRows {
     None,
-    /// Until [`Engine::take_rows`].
+    /// Stored until [`Engine::take_rows`].
     Kept(Vec<Row>),
     HandedOn(Vec<Row>, RowSink),
 }
@@ -111,19 +111,22 @@ pub struct Engine {
     waiting: Waiting,
     /// Memory of all backlogs, of this engine and others of the same simulation.
     memory: BacklogMemory,
-    /// Requests in backlogs.
+    /// Number of requests in backlogs.
     behind: usize,
-    /// [`HEADS`], which changes no result.
+    /// Value of [`HEADS`]; does not affect results.
     heads: usize,
     clients: Vec<Sender>,
     watch: Watch,
     rows: ResultRows,
-    /// Without limits and reading ahead.
+    /// True without limits and read-ahead.
     unlimited: bool,
 }
 
 impl Engine {
-    /// `rows` keeps results for [`Engine::take_rows`]. Fails if a group cannot keep its promises.
+    /// Creates an engine; `rows` stores results for [`Engine::take_rows`].
+    ///
+    /// # Errors
+    /// Limits, reservations or prefetch settings are invalid.
     pub fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
         Self::of(
             world,
@@ -133,7 +136,8 @@ impl Engine {
         )
     }
 
-    /// One of several that share memory for waiting requests, and results, if they are wanted.
+    /// Creates one of several engines that share memory for waiting requests and optionally pass
+    /// on results.
     pub fn beside(
         world: &World,
         results: Option<RowSink>,
@@ -143,7 +147,7 @@ impl Engine {
         Self::of(world, rows, false, memory.clone())
     }
 
-    /// The same disks and devices without weir: no limits, nothing read ahead.
+    /// Creates an engine with the same disks and devices, but without limits and read-ahead.
     pub fn unlimited(world: &World) -> Result<Self, Impossible> {
         Self::of(world, ResultRows::None, true, BacklogMemory::default())
     }
@@ -244,7 +248,7 @@ impl Engine {
         self.state.arbiters.len() - 1
     }
 
-    /// It begins at once, or at its own time.
+    /// Adds a client, which begins at its own time or now.
     pub fn add_client(&mut self, client: Client) {
         let number = self.clients.len() as u32;
         for _ in 0..client.spec.depth {
@@ -253,7 +257,7 @@ impl Engine {
         self.clients.push(Sender::Client(client));
     }
 
-    /// It begins at its own time, and never ends.
+    /// Adds a chain, which begins at its own time and never ends.
     pub(crate) fn add_chain(&mut self, chain: Chain) {
         let Some(begins_ns) = chain.begins_ns() else { return };
         let number = self.clients.len() as u32;
@@ -261,7 +265,8 @@ impl Engine {
         self.clients.push(Sender::Chain { chain, service_ns: 0 });
     }
 
-    /// Runs all events up to a request, which is not before earlier ones, unless `stop` is set.
+    /// Processes all events before a request and then the request, which must not be earlier than
+    /// previous ones. Does nothing after `stop` was set.
     #[inline]
     pub fn arrive(&mut self, request: Request, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
@@ -270,7 +275,7 @@ impl Engine {
         }
     }
 
-    /// False if `stop` was set meanwhile.
+    /// Processes all events up to `at`; false if `stop` was set meanwhile.
     #[inline]
     pub fn run_until(&mut self, at: u64, stop: &AtomicBool) -> bool {
         let mut steps = 0;
@@ -301,7 +306,7 @@ impl Engine {
         self.waiting.len() + self.behind
     }
 
-    /// Runs at most so many events; false once nothing is left.
+    /// Processes at most `steps` events; false if none is left.
     pub fn run(&mut self, steps: usize) -> bool {
         for _ in 0..steps {
             if self.state.flow.is_idle() {
@@ -328,8 +333,8 @@ impl Engine {
         }
     }
 
-    /// Rows since the last call, in the order in which requests passed the limits. Empty unless the
-    /// engine keeps rows.
+    /// Returns the rows since the last call, in order of admission. Empty unless the engine stores
+    /// rows.
     pub fn take_rows(&mut self) -> std::vec::IntoIter<Row> {
         match &mut self.rows {
             ResultRows::Kept(rows) => std::mem::take(rows).into_iter(),
@@ -343,7 +348,7 @@ impl Engine {
         (&disk.tally, &disk.queue, &disk.held)
     }
 
-    /// Removes the measurements of a disk.
+    /// Removes and returns the measurements of a disk.
     pub fn take_tally(&mut self, index: usize) -> Tally {
         std::mem::take(&mut self.state.disks[index].tally)
     }
@@ -362,6 +367,7 @@ impl Engine {
         let Some((at, what)) = self.state.flow.pop() else { return };
         self.state.now = at;
         match what {
+            // Timers are never cancelled: only the latest one is valid.
             What::Timer(arbiter) => {
                 if self.state.arbiters[arbiter].timer == at {
                     self.state.arbiters[arbiter].timer = NEVER;
@@ -417,7 +423,8 @@ impl Engine {
         let tree = &mut self.state.arbiters[arbiter].tree;
         let now = Instant::from_nanos(self.state.now);
         if tree.waiting(node, direction) >= self.heads {
-            // The tree's clock follows every arrival, also of a request that it does not get yet.
+            // The tree's clock must advance with every arrival, even of a request that goes to the
+            // backlog.
             let passes = tree.pass(node, direction, &Cost::one(request.length), now);
             debug_assert!(!passes, "no request overtakes those before it");
             disk.behind[direction.index()].push(&request, client);
@@ -436,7 +443,8 @@ impl Engine {
                 if is_first {
                     self.release(arbiter);
                     let disk = &mut self.state.disks[request.disk];
-                    // Unless it has just passed, after others that were ready at this instant.
+                    // It may have been admitted by `release`, after others that were ready at this
+                    // instant.
                     let tree = &self.state.arbiters[arbiter].tree;
                     if tree.waiting(node, direction) > 0 {
                         disk.held
@@ -454,6 +462,8 @@ impl Engine {
                 Decision::Admit(token) => {
                     let (request, client) = self.waiting.leave(token);
                     let bucket = self.count_out(&request);
+                    // The successor enters the tree before the next poll, so that order is
+                    // preserved.
                     self.serve(&request, client, bucket);
                     self.follow_up(&request);
                 }
@@ -461,7 +471,7 @@ impl Engine {
                 Decision::Wait { until } => {
                     let until = until.as_nanos();
                     let timer = &mut self.state.arbiters[arbiter].timer;
-                    // The later one still fires, and finds nothing to do.
+                    // The previous timer still fires, finds another time and does nothing.
                     if until < *timer {
                         *timer = until;
                         self.state.flow.foresee(until, What::Timer(arbiter));
@@ -472,7 +482,8 @@ impl Engine {
         }
     }
 
-    /// Gives the tree the next request of the disk and direction of one that was admitted.
+    /// Moves the next request of the admitted one's disk and direction from the backlog to the
+    /// tree.
     fn follow_up(&mut self, admitted: &Request) {
         let Some(direction) = admitted.op.direction() else { return };
         let disk = &mut self.state.disks[admitted.disk];
@@ -563,8 +574,8 @@ impl Engine {
     }
 }
 
-/// Which limit a direction waits for: its level and kind. A tree names a node's current or last
-/// limit; it is current while the node's limited time grows.
+/// Determines the limit that a direction waits for. A tree reports a node's present or last limit;
+/// it is present while the node's throttled time grows.
 fn judge(
     tree: &Tree<u32>,
     disk: NodeId,
@@ -584,7 +595,8 @@ fn judge(
             _ => {}
         }
     }
-    // It waits for its turn, or for a limit shared with the other direction: the first possible.
+    // The request waits for its turn, or for a limit shared with the other direction: report the
+    // first possible limit.
     path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
 }
 
@@ -601,7 +613,7 @@ impl Waiting {
             return token;
         }
         self.requests.push((request, client));
-        // More do not fit into memory.
+        // Memory for 2³² requests does not exist.
         (self.requests.len() - 1) as u32
     }
 

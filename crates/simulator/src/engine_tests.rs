@@ -1,4 +1,5 @@
-//! The engine against independent arithmetic, to the nanosecond, and one mechanism at a time.
+//! The engine compared with independent arithmetic, exact to the nanosecond, and one mechanism at
+//! a time.
 
 use std::sync::atomic::AtomicBool;
 
@@ -61,7 +62,7 @@ fn read(at_ns: u64, length: u64) -> Request {
     Request { at_ns, disk: 0, op: Op::Read, offset: 0, length }
 }
 
-/// QEMU's docs/throttle.txt in whole billionths of a unit: one queue, one direction.
+/// Model of QEMU's docs/throttle.txt in billionths of a unit: one queue, one direction.
 struct Naive {
     buckets: Vec<(u128, u128, u128, bool)>,
     iops_size: u128,
@@ -88,7 +89,7 @@ impl Naive {
         Self { buckets, iops_size: limits.iops_size.into(), now: 0 }
     }
 
-    /// When a request arriving at `at` passes, behind all before.
+    /// Time of admission of a request that arrives at `at`, behind all previous ones.
     fn pass(&mut self, at: u64, length: u64) -> u64 {
         let start = self.now.max(at.into());
         let elapsed = start - self.now;
@@ -119,7 +120,8 @@ fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = Limit> {
     })
 }
 
-/// Limits on operations and bytes, shared or by direction; with and without bursts and `iops-size`.
+/// Limits on operations and bytes, common or by direction, with and without bursts and
+/// `iops-size`.
 fn some_limits() -> impl Strategy<Value = Limits> {
     let iops = prop::option::of(a_limit(12..5000));
     let bps = prop::option::of(a_limit(100_000..50_000_000));
@@ -139,7 +141,7 @@ fn some_limits() -> impl Strategy<Value = Limits> {
     })
 }
 
-/// The largest request without slices, of 90 ms at its scarcest limit; the policy tests slices.
+/// Size limit of requests without slices: 90 ms at the scarcest limit. The policy tests slices.
 fn largest(limits: &Limits) -> u64 {
     let mut largest = 4 << 20;
     for kind in LimitKind::ALL {
@@ -161,7 +163,8 @@ proptest! {
         limits in some_limits(),
         arrivals in prop::collection::vec((prop_oneof![Just(0), 0..1000_u64, 0..20 * MS, 0..3000 * MS], 1..u64::MAX, any::<bool>()), 1..300),
     ) {
-        // Directions that share a limit take turns, which the naive model lacks: use one direction.
+        // Directions that share a limit alternate, which the model does not support: use one
+        // direction.
         let shares = [LimitKind::IopsTotal, LimitKind::BpsTotal].iter().any(|kind| limits.limit(*kind).rate > 0);
         let largest = largest(&limits);
         let mut at = 0;
@@ -173,7 +176,7 @@ proptest! {
         let (engine, mut rows) = run(&alone(disk(limits)), requests.iter().copied());
         let mut models = Direction::ALL.map(|direction| Naive::new(&limits, direction));
         prop_assert_eq!(rows.len(), requests.len());
-        // Each direction passes in order; restore the arrival order.
+        // Each direction is admitted in order; restore the order of arrival.
         for direction in Direction::ALL {
             let of_direction = |request: &Request| request.op.direction() == Some(direction);
             let passed = rows.extract_if(.., |row| of_direction(&row.request));
@@ -304,7 +307,7 @@ fn watched(watermark: u8) -> World {
 
 #[test]
 fn a_watermark_lifts_limits_while_the_device_has_room() {
-    // 4 MiB a second, of 22.
+    // 4 MiB/s of 22.
     let writes = || (0..160).map(|number| Request { op: Op::Write, ..read(number * 62_500_000, 1 << 18) });
     let longest = |watermark| {
         let (_, rows) = run(&watched(watermark), writes());
@@ -316,7 +319,7 @@ fn a_watermark_lifts_limits_while_the_device_has_room() {
 
 #[test]
 fn ages_without_requests_cost_no_looks_and_change_nothing() {
-    // Overload, idleness, overload: a controller forgets what it learned within a second.
+    // Overload, idleness, overload: a controller forgets its state within a second.
     let burst = |from: u64| {
         (0..400).map(move |number| Request { op: Op::Write, ..read(from + number * 10_000_000, 1 << 18) })
     };
@@ -333,7 +336,7 @@ fn ages_without_requests_cost_no_looks_and_change_nothing() {
 }
 
 /// A disk in two nested groups with limits of their own, one beside it with a reservation, and one
-/// whose limits a watermark lifts now and then.
+/// whose limits a watermark lifts from time to time.
 fn crowded() -> World {
     let group = |iops, parent| Group {
         name: "group".to_owned(),

@@ -1,5 +1,5 @@
-//! The queue of future events, and the devices. Events of one instant happen in the order in which
-//! they were added.
+//! The queue of future events, and the devices. Events of one instant are processed in the order
+//! in which they were added.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -11,7 +11,7 @@ use super::device::Devices;
 pub(super) struct Flow {
     events: BinaryHeap<Reverse<Event>>,
     foreseen: u64,
-    /// Events that keep the simulation going: all but looks at devices.
+    /// Number of events that keep the simulation running: all except for samples of devices.
     lively: usize,
     pub(super) devices: Devices,
 }

@@ -2,11 +2,12 @@
 //!
 //! ```text
 //!   World ──► Engine: clients or recorded requests ─► limits ─► prefetch ─► device ─► Tally
-//!   preview:  recorded requests ─► Engine with other limits ─► the times that they would have had
+//!   preview:  recorded requests ─► Engine with other limits ─► their times under these limits
 //! ```
 //!
-//! `weir simulate` and `weir advise` (crate `lab`) and the preview of the page (crate `http`) run
-//! it. Time jumps from event to event. It performs no I/O, reads no clock and starts no thread.
+//! Used by `weir simulate` and `weir advise` (crate `lab`) and by the preview of the web page
+//! (crate `http`). Time jumps from event to event. Never performs I/O, reads a clock or starts a
+//! thread.
 
 pub mod backlog;
 pub mod bucket;

@@ -1,15 +1,16 @@
 //! A value over time in bounded memory: sums or peaks of equal intervals, whose length doubles as
 //! needed.
 //!
-//! Charts of rates are made of such intervals. An interval with few events shows a rate that jumps
-//! although the true one is steady, so [`OverTime::rates`] joins intervals until each has enough.
+//! Used for charts of rates. An interval with few events shows a fluctuating rate even if the true
+//! one is steady, so [`OverTime::rates`] is applied to series whose intervals were joined until
+//! each has enough events ([`OverTime::steady`]).
 
 const INTERVALS: usize = 1024;
-/// The first interval is 2 to this power in nanoseconds: about a millisecond.
+// The first interval is 2 to this power in nanoseconds: about a millisecond.
 const FIRST_BITS: u32 = 20;
-/// Events in an interval of a rate, on average: a steady rate is then shown within a twentieth.
+// Events in an interval of a rate, on average: a steady rate is then shown within a twentieth.
 const LEAST_EVENTS: u64 = 25;
-/// Fewer intervals than these show nothing over time, however few events there are.
+// Fewer intervals would show no course over time, however few events there are.
 const LEAST_INTERVALS: usize = 12;
 
 /// A value over time, in intervals of equal length that double as needed.
@@ -18,13 +19,13 @@ pub struct OverTime {
     bits: u32,
     values: Vec<u64>,
     joins: JoinRule,
-    /// The level that holds from the last note on, until the next one.
+    /// Level since the last note, until the next one.
     level: u64,
-    /// The last instant of a note, in nanoseconds.
+    /// Time of the last note, in nanoseconds.
     last_ns: u64,
 }
 
-/// Rule that joins two intervals.
+/// Rule for joining two intervals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JoinRule {
     Sum,
@@ -41,30 +42,30 @@ impl JoinRule {
 }
 
 impl OverTime {
-    /// Sums of each interval.
+    /// Series of sums.
     pub fn sums() -> Self {
         let values = Vec::with_capacity(INTERVALS);
         Self { bits: FIRST_BITS, values, joins: JoinRule::Sum, level: 0, last_ns: 0 }
     }
 
-    /// The highest level of each interval.
+    /// Series of the highest level in each interval.
     pub(crate) fn peaks() -> Self {
         Self { joins: JoinRule::Peak, ..Self::sums() }
     }
 
-    /// A level that holds until the next; there are [`peaks`](Self::peaks) of levels.
+    /// Records a level that lasts until the next one; for [`peaks`](Self::peaks).
     pub(crate) fn turn(&mut self, at: u64, level: u64) {
         self.note(at, level);
         self.level = level;
     }
 
-    /// Adds a value at an instant, in nanoseconds.
+    /// Adds a value at a time in nanoseconds.
     pub fn note(&mut self, at: u64, value: u64) {
         let interval = self.interval(at);
         self.values[interval] = self.joins.join(self.values[interval], value);
     }
 
-    /// Adds the nanoseconds of a stretch of time to the intervals that it lies in.
+    /// Adds the nanoseconds of a period to the intervals that it covers.
     pub fn note_stretch(&mut self, from_ns: u64, to_ns: u64) {
         let Some(last_ns) = to_ns.checked_sub(1).filter(|last_ns| *last_ns >= from_ns) else { return };
         let last = self.interval(last_ns);
@@ -93,7 +94,7 @@ impl OverTime {
         self.last_ns = self.last_ns.max(other.last_ns);
     }
 
-    /// The index of an instant's interval, which exists then.
+    /// Index of the interval of a time, which is created if necessary.
     fn interval(&mut self, at: u64) -> usize {
         self.last_ns = self.last_ns.max(at);
         while at >> self.bits >= INTERVALS as u64 {
@@ -106,11 +107,12 @@ impl OverTime {
         interval
     }
 
-    /// Advances to this instant.
+    /// Extends the series to this time.
     pub fn lasts_until(&mut self, at: u64) {
         if at > self.last_ns {
             self.note(at, 0);
         }
+    // New intervals begin with the present level, which lasted through them.
     }
 
     fn halve(&mut self) {
@@ -127,7 +129,7 @@ impl OverTime {
         (1_u64 << self.bits) as f64 / 1e9
     }
 
-    /// The same in at most `most` intervals.
+    /// The series with at most `most` intervals.
     pub fn within(&self, most: usize) -> Self {
         let mut series = self.clone();
         while series.values.len() > most {
@@ -136,15 +138,15 @@ impl OverTime {
         series
     }
 
-    /// The middles of the intervals in seconds, and their values.
+    /// Middle of each interval in seconds, and its value.
     pub fn points(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
         let interval = self.interval_s();
         let point = move |(index, value): (usize, &u64)| ((index as f64 + 0.5) * interval, *value);
         self.values.iter().enumerate().map(point)
     }
 
-    /// The same in at most `most` intervals that have enough events, which `counts` has, for a
-    /// rate.
+    /// The series with at most `most` intervals, joined until each has enough events for a rate;
+    /// `counts` is the number of events.
     pub fn steady(&self, counts: &Self, most: usize) -> Self {
         let mut counts = counts.within(most);
         let events: u64 = counts.values.iter().sum();
@@ -160,8 +162,8 @@ impl OverTime {
         series
     }
 
-    /// Values a second: the middles of intervals in seconds, and the rates. The last interval
-    /// counts as long as it lasted, and not at all if that is less than half.
+    /// Rates per second: middle of each interval in seconds, and its rate. The last interval
+    /// counts with its actual length, and is omitted if that is less than half.
     pub fn rates(&self) -> Vec<(f64, f64)> {
         let interval = self.interval_s();
         let mut rates: Vec<_> = self.points().map(|(at, sum)| (at, sum as f64 / interval)).collect();
@@ -178,7 +180,7 @@ impl OverTime {
     }
 }
 
-/// Latencies over time, in intervals like those of [`OverTime`], within a sixteenth.
+/// Latencies over time, in intervals like those of [`OverTime`], with a precision of a sixteenth.
 #[derive(Clone, Debug)]
 pub struct LatencyOverTime {
     bits: u32,
@@ -186,12 +188,12 @@ pub struct LatencyOverTime {
     intervals: Vec<Vec<u32>>,
 }
 
-/// Half a mebibyte of counters at most.
+// At most half a mebibyte of counters.
 const LATENCY_INTERVALS: usize = 128;
-/// Steps of each doubling are 2 to this power.
+// Each doubling has 2 to this power steps.
 const STEP_BITS: u32 = 4;
 const STEPS: usize = (65 - STEP_BITS as usize) << STEP_BITS;
-/// Requests in an interval, on average, whose p99 is drawn.
+// Requests in an interval, on average, for a p99.
 const LEAST_LATENCIES: u64 = 50;
 
 impl Default for LatencyOverTime {
@@ -201,7 +203,7 @@ impl Default for LatencyOverTime {
 }
 
 impl LatencyOverTime {
-    /// Adds a latency at an instant; both in nanoseconds.
+    /// Adds a latency at a time; both in nanoseconds.
     pub fn note(&mut self, at: u64, ns: u64) {
         while at >> self.bits >= LATENCY_INTERVALS as u64 {
             self.halve();
@@ -238,8 +240,7 @@ impl LatencyOverTime {
         self.bits += 1;
     }
 
-    /// The middles of intervals in seconds, the median and the p99 in nanoseconds, of intervals
-    /// with requests.
+    /// Middle of each interval with requests in seconds, with its median and p99 in nanoseconds.
     pub fn points(&self) -> Vec<(f64, u64, u64)> {
         let mut series = self.clone();
         let count = |counts: &Vec<u32>| counts.iter().map(|count| u64::from(*count)).sum::<u64>();
@@ -259,7 +260,7 @@ impl LatencyOverTime {
     }
 }
 
-/// Upper end of the fastest `rank` requests.
+/// Middle of the step that contains the request with this rank.
 fn quantile(counts: &[u32], rank: u64) -> u64 {
     let mut sum = 0;
     let step = counts.iter().position(|count| {
@@ -269,7 +270,8 @@ fn quantile(counts: &[u32], rank: u64) -> u64 {
     middle_of(step.unwrap_or(0))
 }
 
-/// Exact below two to the power of [`STEP_BITS`], then as many steps in each doubling.
+/// Step of a latency: exact below 2 to the power of [`STEP_BITS`], then the same number of steps
+/// in each doubling.
 fn step_of(ns: u64) -> usize {
     let shift = (63 - ns.max(1).leading_zeros()).saturating_sub(STEP_BITS);
     ((shift as usize) << STEP_BITS) + (ns >> shift) as usize

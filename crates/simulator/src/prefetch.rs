@@ -1,14 +1,14 @@
-//! Reading ahead as the daemon does it: the policy's cache, driven in the same order.
+//! Read-ahead as in the daemon: the policy's cache, driven in the same order.
 //!
 //! ```text
-//!   read ──► Cache::read ── found ────► served when the last of its chunks is there
-//!               │        └─ missing ──► device
-//!               └─ Ahead ──► Cache::begin ──► device ──► a chunk arrives: Cache::complete
+//!   read ──► Cache::read ── hit ──────► complete when the last of its chunks has arrived
+//!               │        └─ miss ─────► device
+//!               └─ Ahead ──► Cache::begin ──► device ──► chunk arrives: Cache::complete
 //!
 //!   write ──► Cache::write_begins ──► device ──► Cache::write_ends
 //! ```
 //!
-//! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there.
+//! The twin of block's `layer/prefetch`, without data: a chunk is the time of its arrival.
 
 use policy::{
     prefetch::{Cache, Cached, Fetch, FetchId, Found, Invalid, Mode, Part, Stats, WriteId},
@@ -28,16 +28,16 @@ pub(super) struct Ahead {
     cache: Cache<u32>,
     place: Place,
     size_bytes: u64,
-    /// When each chunk is there, by the cache's tag for it.
+    /// Arrival time of each chunk, by the cache's token.
     chunks: Vec<u64>,
     free: Vec<u32>,
 }
 
 impl Ahead {
-    /// `None` where nothing is to be read ahead.
+    /// Creates the cache of a disk; `None` if its settings disable read-ahead.
     pub(super) fn new(disk: &Disk) -> Result<Option<Self>, Invalid> {
         disk.prefetch.check()?;
-        // Like a disk in memory, a device that takes no time gains nothing.
+        // Read-ahead gains nothing on a device that takes no time, like a disk in memory.
         let worth_it = disk.place != Place::default();
         if disk.prefetch.mode == Mode::Off || disk.prefetch.mode == Mode::Auto && !worth_it {
             return Ok(None);
@@ -52,7 +52,7 @@ impl Ahead {
         self.cache.stats()
     }
 
-    /// Returns when an admitted read is done. `may` can veto reading ahead.
+    /// Starts an admitted read and returns its completion time. `may` can veto read-ahead.
     pub(super) fn read(
         &mut self,
         request: &Request,
@@ -63,7 +63,8 @@ impl Ahead {
         let Request { disk, offset, length, .. } = *request;
         let may = |ahead: &policy::prefetch::Ahead, given_back| may(&ahead.cost(), given_back);
         let (found, ahead) = self.cache.read(offset..offset + length, 1, self.size_bytes, may);
-        // Missing data is fetched before what is read ahead because of it.
+        // Missing data is fetched before the read-ahead that it triggers, or the device would
+        // delay the client.
         let mut done = now;
         match found {
             Found::Nothing => done = flow.devices.begin(self.place, Op::Read, length, now),
@@ -95,6 +96,7 @@ impl Ahead {
     fn read_parts(&self, parts: &[Part<u32>], length: u64, now: u64, flow: &mut Flow) -> u64 {
         let mut missing = parts.iter().filter(|part| matches!(part, Part::Missing(_)));
         let mut done = now;
+        // Several gaps: one read of the whole range costs less than several small ones.
         match (missing.next(), missing.next()) {
             (Some(_), Some(_)) => return flow.devices.begin(self.place, Op::Read, length, now),
             (Some(part), None) => done = flow.devices.begin(self.place, Op::Read, part.length(), now),
@@ -112,7 +114,7 @@ impl Ahead {
         self.chunks[cached.token as usize]
     }
 
-    /// Returns when anything but a read is done.
+    /// Starts any other request and returns its completion time.
     pub(super) fn change(&mut self, request: &Request, now: u64, flow: &mut Flow) -> u64 {
         let Request { disk, op, offset, length, .. } = *request;
         let done = flow.devices.begin(self.place, op, length, now);
@@ -137,7 +139,7 @@ impl Ahead {
         self.cache.write_ends(write);
     }
 
-    /// Releases chunks; their readers already know when they are there.
+    /// Frees dropped chunks; their readers have already read the arrival times.
     fn let_go(&mut self) {
         self.free.extend(self.cache.take_dropped());
     }

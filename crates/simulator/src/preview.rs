@@ -1,24 +1,25 @@
-//! What other limits would have done to requests that were recorded, felt by those who sent them.
+//! Predicts the effect of other limits on recorded requests, including the reaction of the
+//! clients.
 //!
 //! ```text
-//!   recorded requests ─► chains: who came when another ─► Engine ─► once for the buckets,
-//!   of each disk         was answered                               and once that counts
+//!   recorded requests ─► chains: a request follows ─► Engine ─► once to fill the buckets,
+//!   of each disk         an earlier completion                  once to measure
 //! ```
 //!
-//! A program that has 32 requests in flight sends the next when one is answered: with half the
-//! limit it sends half as many. So each request is sent as long after the answer before it as it
-//! was, and not at the time of day when it was. Each takes of its device what it took.
+//! A program with 32 requests in flight sends the next one when one completes: with half the limit
+//! it sends half as many. Each request is therefore sent after the recorded delay since the
+//! previous completion, and not at the recorded time. Its service time is the recorded one.
 //!
-//! Whoever is through begins anew until all are. The first time fills the buckets, so that a burst
-//! is not felt that nobody has any more. What it does not know: that a device gets slower, or
-//! reaches its end, as more is asked of it; a watermark; data that was read ahead.
+//! Chains that have ended begin again until all have ended once. The first round fills the
+//! buckets, so that a burst that is used up has no effect on the measurement. Not modelled: a
+//! device that becomes slower or saturates under more load, watermarks, read-ahead.
 //!
-//! Requests of a disk under a limit were recorded at the rate of that limit, because clients wait
-//! for answers. Sending them at the recorded times would show no effect of a higher limit and an
-//! endless queue under a lower one. So recorded requests are divided into chains: a request follows
-//! the latest earlier answer that has no follower, after the same delay as recorded. Clients that
-//! do not wait for answers are treated as if they did, which understates the effect of a limit that
-//! is too low.
+//! Requests of a throttled disk were recorded at the rate of the limit, because clients wait for
+//! completions. Sending them at the recorded times would show no effect of a higher limit and an
+//! endless queue under a lower one. Recorded requests are therefore divided into chains: a request
+//! follows the latest earlier completion without a follower, after the recorded delay. Clients
+//! that do not wait for completions are treated as if they did, which understates the effect of a
+//! limit that is too low.
 
 use std::{
     cmp::Reverse,
@@ -37,36 +38,36 @@ use super::{
     world::{Disk, DiskSettings, Group, UNKNOWN_SIZE, World},
 };
 
-/// A group, as it would be.
+/// A group with the settings to preview.
 #[derive(Clone, Debug)]
 pub struct GroupThen {
-    /// For messages.
+    /// Name for messages.
     pub name: String,
     /// Its limits and share.
     pub settings: DiskSettings,
-    /// Its place among the groups, smaller than this one's.
+    /// Index of its parent among the groups, smaller than its own.
     pub parent: Option<usize>,
 }
 
-/// A disk, as it would be, with what it was asked.
+/// A disk with the settings to preview and its recorded requests.
 #[derive(Clone, Debug)]
 pub struct DiskThen {
-    /// For messages.
+    /// Name for messages.
     pub name: String,
     /// Its limits and share.
     pub settings: DiskSettings,
-    /// Its place among the groups.
+    /// Index of its group.
     pub group: Option<usize>,
-    /// In any order.
+    /// Recorded requests in any order.
     pub past: Vec<Past>,
 }
 
-/// How requests of one disk, or of several, were served.
+/// Measurements of the requests of one or more disks.
 #[derive(Clone, Debug, Default)]
 pub struct Felt(Tally);
 
 impl Felt {
-    /// What was recorded.
+    /// Measurements of recorded requests.
     pub fn was(past: &[Past]) -> Self {
         let mut tally = Tally::default();
         for request in past {
@@ -74,47 +75,47 @@ impl Felt {
             let ended_ns = admitted_ns.saturating_add(request.service_ns);
             tally.note(request.arrived_ns, admitted_ns, ended_ns, request.length);
         }
-        // They came in any order.
+        // The requests are in any order.
         tally.first = past.iter().map(|request| request.arrived_ns).min();
         Self(tally)
     }
 
-    /// With those of another disk.
+    /// Adds the measurements of another disk.
     pub fn add(&mut self, other: &Self) {
         self.0.add(&other.0);
     }
 
-    /// How many.
+    /// Number of requests.
     pub fn requests(&self) -> u64 {
         self.0.requests
     }
 
-    /// Seconds from the first request to the last answer.
+    /// Seconds from the first request to the last completion.
     pub fn seconds(&self) -> f64 {
         self.0.seconds()
     }
 
-    /// Requests in a second.
+    /// Requests per second.
     pub fn operations_per_second(&self) -> f64 {
         self.0.a_second(self.0.requests)
     }
 
-    /// Their bytes in a second.
+    /// Bytes per second.
     pub fn bytes_per_second(&self) -> f64 {
         self.0.a_second(self.0.bytes)
     }
 
-    /// The time from arrival to answer that such a part of requests took at most, from 0 to 1.
+    /// Quantile of the latency in nanoseconds; `part` is from 0 to 1.
     pub fn latency_ns(&self, part: f64) -> u64 {
         self.0.latency.value_at_quantile(part)
     }
 
-    /// The same until limits let them pass.
+    /// Quantile of the time until admission in nanoseconds; `part` is from 0 to 1.
     pub fn wait_ns(&self, part: f64) -> u64 {
         self.0.waited.value_at_quantile(part)
     }
 
-    /// Which part of requests had to wait for longer than a microsecond.
+    /// Share of requests that waited for longer than a microsecond, 0 to 1.
     pub fn waiting_ratio(&self) -> f64 {
         let waited = &self.0.waited;
         let at_once = waited.count_between(0, 1000);
@@ -125,11 +126,11 @@ impl Felt {
     }
 }
 
-/// Serves what was asked again, with these limits; what each disk would have felt. `None` where
-/// `stop` was set meanwhile.
+/// Simulates the recorded requests under these limits and returns the measurements of each disk.
+/// `None` if `stop` was set meanwhile.
 ///
 /// # Errors
-/// Where a group cannot keep its promises.
+/// Reservations of a group are invalid.
 pub fn replay(
     groups: &[GroupThen],
     disks: &[DiskThen],
@@ -158,13 +159,13 @@ pub fn replay(
         let goes_on = engine.run(STEPS);
         for row in engine.take_rows() {
             match first_ns {
-                // This time is for the buckets.
+                // This round only fills the buckets.
                 None if phase.is_over(&row) => {
                     first_ns = Some(row.admitted_ns);
                     phase = Phase::new(disks);
                 }
                 None => {}
-                // As long again.
+                // Measured for as long as the first round lasted.
                 Some(first_ns) if row.admitted_ns >= 2 * first_ns || phase.has_enough() => {
                     return Ok(Some(phase.felt()));
                 }
@@ -176,15 +177,15 @@ pub fn replay(
             return Ok(None);
         }
         if !goes_on {
-            // Nothing was asked.
+            // There are no requests.
             return Ok(Some(phase.felt()));
         }
     }
 }
 
-/// What is served while the recorded requests are gone through once.
+/// Measurements of one round of the recorded requests.
 struct Phase {
-    /// Of each disk, requests that are still to come.
+    /// Remaining requests of each disk.
     left: Vec<usize>,
     felt: Vec<Tally>,
     rows: usize,
@@ -192,7 +193,7 @@ struct Phase {
 }
 
 impl Phase {
-    /// A disk that is let go faster than others comes again meanwhile, so many times at most.
+    // Limit of repetitions by a disk whose requests are admitted faster than others'.
     const MOST: usize = 4;
 
     fn new(disks: &[DiskThen]) -> Self {
@@ -201,7 +202,7 @@ impl Phase {
         Self { felt: vec![Tally::default(); disks.len()], rows: 0, most, left }
     }
 
-    /// Whether all has been served once, with this one.
+    /// True if every disk completed a round with this row.
     fn is_over(&mut self, row: &Row) -> bool {
         let left = &mut self.left[row.request.disk];
         *left = left.saturating_sub(1);
@@ -235,17 +236,17 @@ fn disk(disk: &DiskThen) -> Disk {
     }
 }
 
-/// A chain that is found.
+/// A reconstructed chain.
 struct Recorded {
     chain: Chain,
-    /// When its last request was answered.
+    /// Completion time of its last request.
     free_ns: u64,
-    /// The longest that one of its requests took.
+    /// Longest duration of one of its requests.
     longest_ns: u64,
 }
 
-/// Requests that came one after the other's answer, from the beginning of all to the end. Of those
-/// that were answered and have no follower yet, the latest is followed.
+/// Divides requests into chains, from the start of the recording to its end. Of the completed
+/// requests without a follower, the latest is followed.
 fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> {
     let mut past: Vec<_> = past.to_vec();
     past.sort_by_key(|request| request.arrived_ns);
@@ -299,8 +300,8 @@ mod tests {
         DiskSettings { limits, ..DiskSettings::default() }
     }
 
-    /// What disks with these limits and devices serve to clients of so many requests in flight, as
-    /// a recorder sees it; from the tenth second on, for thirty.
+    /// Recording of disks with these limits and devices under clients with fixed depths, from
+    /// second 10 to 25.
     fn record(
         groups: &[GroupThen],
         disks: &[(DiskSettings, Option<usize>)],
@@ -363,7 +364,7 @@ mod tests {
         replayed(&[], vec![then]).remove(0)
     }
 
-    /// Within a tenth: rate, latencies and waits.
+    /// Fails unless rate, latencies and waits agree within a tenth.
     fn assert_near(predicted: &Felt, happened: &Felt, about: &str) {
         let figures = |felt: &Felt| {
             [
@@ -442,7 +443,7 @@ mod tests {
 
     #[test]
     fn who_asks_seldom_asks_as_seldom_again() {
-        // One request each 10 ms, of 1 ms.
+        // A request every 10 ms, which takes 1 ms.
         let past: Vec<_> = (0..1000)
             .map(|number| Past {
                 arrived_ns: number * 10 * MS,
@@ -462,7 +463,8 @@ mod tests {
 
     #[test]
     fn answers_that_took_no_time_keep_nobody_from_asking_as_fast_again() {
-        // 32 at a time, of which the recorder sees no service: one chain, that does not pause.
+        // Batches of 32 for which the recorder sees no service time: a single chain without
+        // pauses.
         let batches = |between_ns: u64, wait_ns: u64| {
             let past = (0..3200).map(|number| Past {
                 arrived_ns: number / 32 * between_ns,
@@ -477,7 +479,7 @@ mod tests {
         let recorded = 32.0 / 92e-6;
         let ratio = felt.operations_per_second() / recorded;
         assert!((0.9..1.1).contains(&ratio), "{ratio}");
-        // Of those whom a limit held, nobody knows how fast they would be.
+        // Unthrottled speed is unknown for clients that a limit throttled.
         let felt = alone(DiskSettings::default(), batches(32 * MS, 32 * MS));
         let clients = 32.0;
         assert!(felt.operations_per_second() <= clients * 1.3e5, "{}", felt.operations_per_second());

@@ -5,14 +5,14 @@ pub use recording::Op;
 /// A request of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Instant of its arrival.
+    /// Arrival in nanoseconds.
     pub at_ns: u64,
     /// Index of its disk.
     pub disk: usize,
     /// Its operation.
     pub op: Op,
-    /// In bytes; inside the disk, and 0 long for a flush.
+    /// Offset in bytes; a request lies inside the disk, and a flush has length 0.
     pub offset: u64,
-    /// In bytes.
+    /// Length in bytes.
     pub length: u64,
 }

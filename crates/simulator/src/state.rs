@@ -1,4 +1,4 @@
-//! A simulation's state at one instant.
+//! State of a simulation at one time.
 
 use policy::throttle::{NodeId, Tree};
 
@@ -15,7 +15,7 @@ pub(super) const NEVER: u64 = u64::MAX;
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// Nanoseconds since the beginning.
+    /// Nanoseconds since the start.
     pub(super) now: u64,
     pub(super) arbiters: Vec<Arbiter>,
     pub(super) groups: Vec<GroupState>,
@@ -51,7 +51,7 @@ pub(super) struct DiskState {
     pub(super) limited: bool,
     pub(super) place: Place,
     pub(super) ahead: Option<Box<Ahead>>,
-    /// Waiting requests that the tree does not have yet, by direction.
+    /// Waiting requests that are not in the tree yet, by direction.
     pub(super) behind: [Backlog; 2],
     pub(super) queue: Queue,
     pub(super) held: Held,

@@ -1,21 +1,21 @@
-//! Records of a running simulation: latencies, rates over time, who waited for what.
+//! Measurements of a running simulation: latencies, rates over time, queues.
 //!
-//! Memory is bounded: histograms have steps of a hundredth, and [`OverTime`] has a fixed number of
-//! intervals. Recording allocates only where a histogram grows.
+//! Memory is bounded: histograms have a precision of a hundredth, and [`OverTime`] has a fixed
+//! number of intervals. Recording allocates only when a histogram grows.
 
 use crate::{
     latencies::{self, Latencies},
     over_time::OverTime,
 };
 
-/// The requests of a disk or group that wait for limits.
+/// Waiting requests of a disk or group.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Queue {
     waiting: u64,
     since: u64,
     /// Largest number of waiting requests.
     pub longest: u64,
-    /// Time during which at least one request waited.
+    /// Nanoseconds during which at least one request waited.
     pub throttled_ns: u64,
 }
 
@@ -51,7 +51,7 @@ impl Queue {
 pub struct Tally {
     /// Number of completed requests.
     pub requests: u64,
-    /// Their bytes.
+    /// Total length of the completed requests in bytes.
     pub bytes: u64,
     /// Nanoseconds from arrival to completion.
     pub latency: Latencies,
@@ -59,10 +59,10 @@ pub struct Tally {
     pub waited: Latencies,
     /// Nanoseconds from admission to completion.
     pub served: Latencies,
-    /// In nanoseconds.
+    /// Arrival of the first request in nanoseconds.
     pub(crate) first: Option<u64>,
     pub(crate) last: u64,
-    /// Series of the disks that are drawn.
+    /// Series for charts, of disks that are drawn.
     pub drawn: Option<Box<Drawn>>,
 }
 
@@ -71,9 +71,9 @@ pub struct Tally {
 pub struct Drawn {
     /// Completed requests.
     pub done: OverTime,
-    /// Their bytes.
+    /// Bytes of completed requests.
     pub done_bytes: OverTime,
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub waiting: OverTime,
 }
 
@@ -121,18 +121,18 @@ impl Tally {
         self.last = self.last.max(other.last);
     }
 
-    /// From the first request to the last answer.
+    /// Seconds from the first request to the last completion.
     pub fn seconds(&self) -> f64 {
         self.last.saturating_sub(self.first.unwrap_or(self.last)) as f64 / 1e9
     }
 
-    /// As a share of [`seconds`](Self::seconds), 0 to 1.
+    /// Share of [`seconds`](Self::seconds), 0 to 1.
     pub fn share(&self, ns: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
     }
 
-    /// 0 where it took no time.
+    /// Rate per second; 0 if no time passed.
     pub fn a_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { count as f64 / seconds } else { 0.0 }

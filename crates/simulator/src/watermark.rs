@@ -1,8 +1,9 @@
-//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces limits.
-//! The twin of block's `device/sampler.rs`. Use is the share of time worked since the last look.
+//! Watermarks: samples the devices twenty times a second, and lifts, scales or enforces limits.
+//! The twin of block's `device/sampler.rs`. Utilization is the share of time that the device
+//! worked since the last sample.
 //!
-//! Looks happen at multiples of the interval, so independent disks do not influence each other, and
-//! stop after [`IDLE_LOOKS`] idle ones. Without a device, limits are always enforced.
+//! Samples are taken at multiples of the interval, so that independent disks do not influence each
+//! other, and stop after [`IDLE_LOOKS`] idle ones. Without a device, limits are always enforced.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits, NodeId},
@@ -17,9 +18,9 @@ use super::{
     world::{Disk, DiskSettings},
 };
 
-/// As the daemon's.
+// The same as in the daemon.
 const INTERVAL_NS: u64 = 50_000_000;
-/// 10 s: a controller's memory of use, smoothed over 150 ms, is then below the last digit.
+// 10 s: a controller's memory of utilization, smoothed over 150 ms, is then below its resolution.
 const IDLE_LOOKS: u32 = 200;
 
 #[derive(Debug, Default)]
@@ -27,7 +28,7 @@ pub(super) struct Watch {
     targets: Vec<Target>,
     devices: Vec<Observed>,
     awake: bool,
-    /// Consecutive looks at idle devices without any work.
+    /// Number of consecutive samples without any work.
     idle_looks: u32,
 }
 
@@ -36,9 +37,9 @@ struct Target {
     who: Who,
     limits: Limits,
     watermark: Watermark,
-    /// By index in [`Watch::devices`].
+    /// Indices in [`Watch::devices`].
     devices: Vec<usize>,
-    /// The time and counters of the last look.
+    /// Time and counters of the last sample.
     last: (u64, [Counters; 2]),
     enforcement: Enforcement,
 }
@@ -53,7 +54,7 @@ enum Who {
 struct Observed {
     place: Place,
     controller: Controller,
-    /// The time and work of the last look.
+    /// Time and work of the last sample.
     last: (u64, u64),
 }
 
@@ -62,7 +63,8 @@ impl Watch {
         self.add(Who::Group(index), hold, now);
     }
 
-    /// A new disk counts as looked at and idle: a daemon serves it before its first request.
+    /// Adds a disk. Its device counts as sampled and idle: a daemon serves the disk before its
+    /// first request.
     pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, state: &mut State) {
         if disk.group.is_none() {
             self.add(Who::Disk(index), &disk.hold, state.now);
@@ -105,13 +107,14 @@ impl Watch {
         }
     }
 
-    /// Whether a request after idleness is due for a look at the last instant for one.
+    /// True if a request after idleness must take a sample first, for the last multiple of the
+    /// interval.
     pub(super) fn wakes(&mut self) -> bool {
         self.idle_looks = 0;
         !self.awake && !self.devices.is_empty()
     }
 
-    /// Schedules the next look if anything may change until then.
+    /// Schedules the next sample if anything may change until then.
     pub(super) fn go_on(&mut self, flow: &mut Flow, now: u64) {
         let next = last_look(now).checked_add(INTERVAL_NS);
         self.awake = self.idle_looks < IDLE_LOOKS && next.is_some();
@@ -120,7 +123,7 @@ impl Watch {
         }
     }
 
-    /// Applies the devices' use, and returns the trees in which something may pass now.
+    /// Takes a sample and applies it; returns the trees in which requests may be admitted now.
     pub(super) fn look(&mut self, state: &mut State) -> Vec<usize> {
         let at = last_look(state.now);
         let mut idle = state.flow.is_idle();
@@ -140,7 +143,7 @@ impl Watch {
     }
 }
 
-/// The last instant for a look up to this one.
+/// Latest multiple of the interval up to this time.
 const fn last_look(now: u64) -> u64 {
     now - now % INTERVAL_NS
 }
@@ -177,10 +180,11 @@ impl Observed {
 }
 
 impl Target {
-    /// Applies its devices' verdict; returns its tree if that changes anything.
+    /// Applies the decision of its devices; returns its tree if that changes anything.
     fn decide(&mut self, devices: &mut [Observed], state: &mut State) -> Option<usize> {
         let says = self.devices.iter();
         let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
+        // With several devices the strictest decision applies.
         let enforcement = says.reduce(Enforcement::stricter).unwrap_or_default();
         if enforcement == self.enforcement {
             return None;
@@ -192,7 +196,7 @@ impl Target {
         Some(arbiter)
     }
 
-    /// What passed since the last look beside what the limits allowed; `None` at the same instant.
+    /// Work that passed since the last sample, compared with the limits; `None` if no time passed.
     fn taken(&mut self, state: &State, at: u64) -> Option<Taken> {
         let (arbiter, node) = self.who.place(state);
         let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));

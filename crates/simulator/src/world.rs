@@ -1,41 +1,41 @@
-//! What is simulated, as plain values: groups, disks and devices.
+//! The simulated groups, disks and devices, as plain values.
 
 pub use block::layer::throttle::DiskSettings;
 use policy::{device::Rates, prefetch, throttle::Limits};
 
 use super::device::{Place, StationSpec};
 
-/// For disks of unknown size: no offset is past its end.
+/// Size of disks whose size is unknown: no offset is beyond the end.
 pub const UNKNOWN_SIZE: u64 = 1 << 63;
 
 /// Disks, groups and devices to simulate.
 #[derive(Clone, Debug, Default)]
 pub struct World {
-    /// Each after the one it lies in.
+    /// Groups, each after its parent.
     pub groups: Vec<Group>,
     /// Disks.
     pub disks: Vec<Disk>,
-    /// Devices by their service times.
+    /// Devices with service times.
     pub stations: Vec<StationSpec>,
-    /// Devices by the bounds of their rates.
+    /// Devices with rate limits.
     pub budgets: Vec<Rates>,
 }
 
 /// A group.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// For messages.
+    /// Name for messages.
     pub name: String,
     /// Its limits and share.
     pub hold: DiskSettings,
-    /// Its index in [`World::groups`], smaller than this group's.
+    /// Index of its parent in [`World::groups`], smaller than its own.
     pub parent: Option<usize>,
 }
 
 /// A disk.
 #[derive(Clone, Debug)]
 pub struct Disk {
-    /// For messages.
+    /// Name for messages.
     pub name: String,
     /// Its limits and share.
     pub hold: DiskSettings,
@@ -43,11 +43,11 @@ pub struct Disk {
     pub group: Option<usize>,
     /// Prefetch settings.
     pub prefetch: prefetch::Settings,
-    /// Size; [`UNKNOWN_SIZE`] if it is not known.
+    /// Size in bytes; [`UNKNOWN_SIZE`] if it is unknown.
     pub size_bytes: u64,
     /// Its device.
     pub place: Place,
-    /// The watched device; `None` where the daemon would find none.
+    /// Device whose utilization is sampled; `None` if the daemon would find none.
     pub watched: Option<Place>,
 }
 
@@ -64,14 +64,14 @@ impl World {
         self.budgets.len() - 1
     }
 
-    /// A budget is added only where something is bounded.
+    /// Adds a device and returns its indices. A budget is added only if a rate is limited.
     pub fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
         let station = Some(self.add_station(station));
         let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
         Place { station, budget }
     }
 
-    /// Puts all disks that are in no group into one with these limits.
+    /// Adds a group with these limits for all disks without a group.
     pub fn put_together(&mut self, limits: Limits) {
         let group = self.groups.len();
         let hold = DiskSettings { limits, ..DiskSettings::default() };
@@ -86,12 +86,13 @@ impl World {
         holds.any(|hold| hold.limits != Limits::default())
     }
 
-    /// Innermost first.
+    /// Groups above a disk, innermost first.
     pub fn groups_above<'a>(&'a self, disk: &Disk) -> impl Iterator<Item = usize> + use<'a> {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
-    /// Each disk's part of the world. Different parts share no group and no device.
+    /// Number of the part of the world that each disk belongs to. Different parts share no group
+    /// and no device.
     pub fn parts(&self) -> Vec<usize> {
         let groups = self.groups.len();
         let stations = groups + self.disks.len();
@@ -130,7 +131,7 @@ impl Disk {
     }
 }
 
-/// The set's smallest element, with path compression.
+/// Smallest element of the set, with path compression (union-find).
 fn root(sets: &mut [usize], mut at: usize) -> usize {
     while sets[at] != at {
         sets[at] = sets[sets[at]];
