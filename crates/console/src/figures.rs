@@ -1,6 +1,7 @@
-//! Numbers as people read them: rates, sizes, times, and a limit in a few characters.
+//! Numbers as text for people: rates, sizes, times, and limits in short form.
 //!
-//! Rates are rounded. Settings are exact, so that what is shown can be typed back.
+//! Measured values are rounded. Settings are exact, so that a displayed value can be typed in
+//! again.
 
 use std::collections::BTreeMap;
 
@@ -9,27 +10,28 @@ use policy::{
     time::Date,
 };
 
-/// Settings by their names, such as `iops-total`; those that are 0 may be missing.
+/// Settings by name, such as `iops-total`. A setting of 0 may be missing.
 pub type Limits = BTreeMap<String, u64>;
 
 const UNITS: [&str; 5] = ["", "K", "M", "G", "T"];
 
-/// A measured number, in three or four characters: `0`, `998`, `12.3K`. Powers of 1000.
+/// Measured number in three or four characters, with powers of 1000: `0`, `998`, `12.3K`.
 pub fn count(value: f64) -> String {
     scaled(value, 1000.0)
 }
 
-/// So many of something, whose name is its singular: `1 client`, `2 clients`.
+/// Number with a noun, which is passed in the singular: `1 client`, `2 clients`.
 pub fn counted(number: u64, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Measured bytes: `0`, `512`, `9.8M`. Powers of 1024.
+/// Measured bytes, with powers of 1024: `0`, `512`, `9.8M`.
 pub fn bytes(value: f64) -> String {
     scaled(value, 1024.0)
 }
 
-/// The same in a sentence, where a number alone could be of anything: `512 bytes`, `9.8M`.
+/// Measured bytes for a sentence, with a unit where the number alone has none: `512 bytes`,
+/// `9.8M`.
 pub fn sized(bytes: u64) -> String {
     if bytes < 1024 { counted(bytes, "byte") } else { self::bytes(bytes as f64) }
 }
@@ -37,11 +39,13 @@ pub fn sized(bytes: u64) -> String {
 fn scaled(value: f64, base: f64) -> String {
     let mut value = value.max(0.0);
     let mut unit = 0;
-    // Rounded as it will be shown, or 999.7 would become 1000 and not 1.0K.
+    // Compares the value as it will be printed: otherwise 999.7 becomes 1000 instead of 1.0K.
     while value.round() >= base && unit + 1 < UNITS.len() {
         value /= base;
         unit += 1;
     }
+    // One decimal below 100 (`99.9K`). Without a unit it is only for fractions below 10: a count
+    // of whole requests has no decimals.
     if value < 99.95 && unit > 0 || value < 9.95 && value.fract() > 0.05 {
         format!("{value:.1}{}", UNITS[unit])
     } else {
@@ -49,11 +53,13 @@ fn scaled(value: f64, base: f64) -> String {
     }
 }
 
-/// A time in nanoseconds: `85us`, `1.2ms`, `31ms`, `4.1s`.
+/// Time in nanoseconds, with a unit: `85us`, `1.2ms`, `31ms`, `4.1s`.
 pub fn time(nanoseconds: u64) -> String {
     let value = nanoseconds as f64;
     let (value, unit) = match nanoseconds {
         0..1_000 => return format!("{nanoseconds}ns"),
+        // The limits between units are those of the rounded text: 999.5us is `1.0ms`, not
+        // `1000us`.
         1_000..999_500 => (value / 1e3, "us"),
         999_500..999_500_000 => (value / 1e6, "ms"),
         _ => (value / 1e9, "s"),
@@ -61,7 +67,7 @@ pub fn time(nanoseconds: u64) -> String {
     if value < 9.95 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
 }
 
-/// How long something has been running: `45s`, `12m`, `3h 5m`, `2d 7h`.
+/// Elapsed time in nanoseconds, in one or two units: `45s`, `12m`, `3h 5m`, `2d 7h`.
 pub fn age(nanoseconds: u64) -> String {
     let seconds = nanoseconds / 1_000_000_000;
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -73,7 +79,7 @@ pub fn age(nanoseconds: u64) -> String {
     }
 }
 
-/// A share, 0 to 1: `0%`, `<1%`, `42%`.
+/// Fraction of 0 to 1 as a percentage: `0%`, `<1%`, `42%`.
 pub fn share(value: f64) -> String {
     match value {
         0.0 => "0%".to_owned(),
@@ -82,14 +88,15 @@ pub fn share(value: f64) -> String {
     }
 }
 
-/// Limits in short, `-` if there are none: `iops 1000↑5000×5s, bps-r 10M`.
+/// Limits in short form, `-` if none is set: `iops 1000↑5000×5s, bps-r 10M` (rate ↑ burst rate ×
+/// burst length).
 pub fn limits(limits: &Limits) -> String {
     let shown: Vec<String> = LimitKind::ALL.iter().filter_map(|&kind| limit(limits, kind)).collect();
     if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
 }
 
-/// Durations of full bursts, a line for each limit that has one: `a full burst of iops-total lasts
-/// 40 s`.
+/// Durations of full bursts, one line for each limit with a burst: `a full burst of iops-total
+/// lasts 40 s`.
 pub fn full_bursts(limits: &Limits) -> Vec<String> {
     let lines = LimitKind::ALL.into_iter().filter_map(|kind| {
         let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
@@ -103,28 +110,31 @@ pub fn full_bursts(limits: &Limits) -> Vec<String> {
     lines.collect()
 }
 
-/// Duration of a full burst of one limit; `None` where it has no burst, or one without an end.
+/// Duration of a full burst of one limit. `None` if the limit has no burst, or if its bucket never
+/// fills because the burst rate is not above the rate.
 pub fn full_burst(kind: LimitKind, limit: Limit) -> Option<String> {
     let seconds = limit.full_burst_ms()? as f64 / 1000.0;
     let name = Setting::Limit(kind, Part::Rate).name();
-    // As many decimals as there are, three at most.
+    // `Display` of f64 prints only the decimals that exist; milliseconds give three at most.
     Some(format!("a full burst of {name} lasts {seconds} s"))
 }
 
-/// Text within a number of letters, shortened in the middle with an ellipsis: names often differ at
-/// their ends.
+/// Text shortened to `most` characters. The ellipsis replaces the middle, because names often
+/// differ at their ends.
 pub fn elided(text: &str, most: usize) -> String {
     let count = text.chars().count();
     if count <= most {
         return text.to_owned();
     }
     let kept = most.saturating_sub(1);
+    // The ellipsis is one of the `most` characters; of an odd rest the start gets one more.
     let start: String = text.chars().take(kept.div_ceil(2)).collect();
     let end: String = text.chars().skip(count - kept / 2).collect();
     format!("{}…{}", start.trim_end(), end.trim_start())
 }
 
-/// A size or a limit in bytes as a user writes it where that is short, else rounded: `20M`, `9.5M`.
+/// Size, or limit in bytes, exactly as a setting is written if that fits in six characters,
+/// otherwise rounded: `20M`, `9.5M`.
 pub fn size(value: u64) -> String {
     let exact = settings::exact_size(value);
     if exact.len() <= 6 { exact } else { bytes(value as f64) }
@@ -141,6 +151,7 @@ fn limit(limits: &Limits, kind: LimitKind) -> Option<String> {
     if value(Part::BurstRate) > 0 {
         text += &format!("↑{}", number(value(Part::BurstRate)));
     }
+    // A length of 1 s is the default (QEMU's `*-max-length`).
     if value(Part::BurstLength) > 1 {
         text += &format!("×{}s", value(Part::BurstLength));
     }
@@ -158,7 +169,7 @@ fn short(kind: LimitKind) -> &'static str {
     }
 }
 
-/// A date of UTC, from seconds since 1970.
+/// Date and time in UTC, from seconds since 1970.
 pub fn date(seconds: u32) -> String {
     Date(seconds).to_string()
 }

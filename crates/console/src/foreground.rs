@@ -1,8 +1,8 @@
-//! The terminal on standard error, drawn on by foreground jobs alone: a shell's job in the
-//! background would overwrite the command line and the screens of foreground programs.
+//! Terminal on standard error, drawn on only by foreground jobs. A background job of a shell would
+//! overwrite the command line and the screens of foreground programs.
 //!
-//! Looked at before each drawing, because a job can be moved to the background and back. Never
-//! reads, and never changes the terminal's modes.
+//! Checked before each drawing, because a shell can move a job to the background and back. Never
+//! reads from the terminal, and never changes its modes.
 
 use std::io::{self, Write as _, stderr};
 
@@ -10,13 +10,15 @@ use indicatif::TermLike;
 use nix::unistd::{getpgrp, tcgetpgrp};
 use ratatui::crossterm::terminal;
 
-/// True if this process group is the terminal's foreground group (tcgetpgrp(3)), or if standard
-/// error is a terminal that controls no session of this process.
+/// True if this process group is the foreground group of the terminal (tcgetpgrp(3)), or if
+/// standard error is not the controlling terminal of this process.
 pub fn is_foreground() -> bool {
+    // An error (ENOTTY) means that no shell's job control applies to this file: drawing is
+    // harmless.
     tcgetpgrp(stderr()).map_or(true, |group| group == getpgrp())
 }
 
-/// Standard error for [`indicatif`], silent in the background.
+/// Terminal for [`indicatif`] on standard error; discards output in the background.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Foreground;
 
@@ -25,14 +27,16 @@ impl Foreground {
         if is_foreground() { stderr().write_all(text.as_bytes()) } else { Ok(()) }
     }
 
-    /// A control sequence that moves the cursor (ECMA-48, CUU to CUB).
+    /// Moves the cursor (ECMA-48 control sequences CUU, CUD, CUF and CUB).
     fn move_cursor(self, count: usize, direction: char) -> io::Result<()> {
+        // A count of 0 would move by 1: ECMA-48 takes 0 for the default.
         if count == 0 { Ok(()) } else { self.put(&format!("\x1b[{count}{direction}")) }
     }
 }
 
 impl TermLike for Foreground {
     fn width(&self) -> u16 {
+        // A pseudo-terminal without a window reports 0×0: 80×24 is the size of a VT100.
         terminal::size().ok().map(|(columns, _)| columns).filter(|columns| *columns > 0).unwrap_or(80)
     }
 
@@ -65,7 +69,7 @@ impl TermLike for Foreground {
     }
 
     fn clear_line(&self) -> io::Result<()> {
-        // To the first column, then everything of the line.
+        // Carriage return, then EL 2 (ECMA-48): erases the whole line.
         self.put("\r\x1b[2K")
     }
 

@@ -1,33 +1,34 @@
-//! What comes from the terminal and the system while the whole screen is ours: keys, a new size,
-//! signals, each awaited by a thread. Never decides what a key means.
+//! Input events of a full-screen program: keys, changes of the terminal's size, and signals. One
+//! thread waits for the keys and one for the signals. Never interprets a key.
 
 use std::{io, thread};
 
 use nix::sys::signal::{SigSet, Signal};
 use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
 
-/// Something that came.
+/// Event for the main loop.
 #[derive(Debug)]
 pub enum Input {
-    /// A key was pressed.
+    /// Key press or repeat.
     Key(KeyEvent),
-    /// The terminal has another size.
+    /// The size of the terminal changed.
     Resized,
-    /// SIGTSTP.
+    /// SIGTSTP: the program should stop.
     Stop,
-    /// SIGTERM, SIGINT or SIGHUP, or there are no more keys to come.
+    /// SIGTERM, SIGINT or SIGHUP, or the terminal can no longer be read.
     End,
 }
 
-/// Calls `hear` for all that comes, until it returns false. Blocks the signals in this thread and
-/// those it starts, so call it before there is another: a signal goes to any that does not block
-/// it.
+/// Calls `hear` for each event, on two threads, until it returns false. Blocks the signals in the
+/// calling thread and in all threads that it starts afterwards. Call it before other threads
+/// exist: the kernel delivers a signal to any thread that does not block it.
 ///
 /// # Errors
-/// Where no thread can be had.
+/// Fails if the signals cannot be blocked or a thread cannot be started.
 pub fn listen(hear: impl Fn(Input) -> bool + Clone + Send + 'static) -> io::Result<()> {
     let set: SigSet =
         [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGTSTP].into_iter().collect();
+    // Before the threads start, because they inherit the mask.
     set.thread_block()?;
     let hear_signals = hear.clone();
     let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
@@ -49,6 +50,7 @@ fn await_signals(set: SigSet, hear: impl Fn(Input) -> bool) {
 fn await_keys(hear: impl Fn(Input) -> bool) {
     loop {
         let input = match event::read() {
+            // Terminals with the kitty keyboard protocol also report releases.
             Ok(event::Event::Key(key)) if key.kind != KeyEventKind::Release => Input::Key(key),
             Ok(event::Event::Resize(..)) => Input::Resized,
             Ok(_) => continue,

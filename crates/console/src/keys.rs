@@ -1,15 +1,16 @@
-//! The keys that every list on the whole screen has, and which of its rows is chosen.
+//! Keys that all lists of the full-screen commands share, and the selected row of a list.
 //!
-//! Rows move and go: the chosen one is known by its name, and by its place in case it goes.
+//! Rows move and disappear: the selection is stored as the name of the row, and as its position
+//! for the case that the row disappears.
 
 use std::time::Duration;
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-/// Shortest time between two looks: below it the machine would work for the watcher.
+// Below it, the load of drawing would distort the measured values.
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How often a list is drawn anew, as an option's value.
+/// Parses an interval between two drawings of a list, the value of an option.
 pub fn interval(text: &str) -> Result<Duration, String> {
     let interval = settings::duration(text)?;
     if interval < SHORTEST_INTERVAL {
@@ -18,17 +19,18 @@ pub fn interval(text: &str) -> Result<Duration, String> {
     Ok(interval)
 }
 
-/// What ends or stops the program, whatever else is on the screen.
+/// Key that ends or stops the program on every screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leave {
-    /// End it.
+    /// Ends the program.
     End,
-    /// Stop it until it is continued.
+    /// Stops the program until SIGCONT.
     Stop,
 }
 
 impl Leave {
-    /// What Ctrl-C and Ctrl-Z mean.
+    /// Meaning of Ctrl-C and Ctrl-Z; `None` for all other keys. In raw mode the terminal does not
+    /// turn them into signals.
     pub fn of(key: KeyEvent) -> Option<Self> {
         let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {
@@ -39,23 +41,24 @@ impl Leave {
     }
 }
 
-/// What a key means in a list.
+/// Meaning of a key in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InList {
-    /// End the program.
+    /// Ends the program.
     End,
-    /// Choose the row so many rows below; the first or last, where there are fewer.
+    /// Moves the selection down by this number of rows (up if negative), at most to the first or
+    /// last.
     Step(isize),
-    /// Sort by the next column.
+    /// Sorts by the next column.
     Sort,
-    /// Sort the other way round.
+    /// Reverses the order.
     Reverse,
-    /// Explain the keys.
+    /// Shows the help for the keys.
     Help,
 }
 
 impl InList {
-    /// The meaning of a key in a list of which `page` rows are seen.
+    /// Meaning of a key in a list that shows `page` rows; `None` if the key has none.
     pub fn of(key: KeyEvent, page: usize) -> Option<Self> {
         let page = page.cast_signed();
         Some(match key.code {
@@ -74,13 +77,13 @@ impl InList {
     }
 }
 
-/// The one of `all` that follows `current`; after the last the first.
+/// Element of `all` that follows `current`; the first follows the last.
 pub fn next<T: Copy + PartialEq>(all: &[T], current: T) -> T {
     let index = all.iter().position(|&one| one == current).unwrap_or(0);
     all[(index + 1) % all.len()]
 }
 
-/// The chosen row.
+/// Selected row of a list.
 #[derive(Clone, Debug, Default)]
 pub struct Chosen {
     name: String,
@@ -88,24 +91,26 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// Where the chosen row is among rows of these names; 0 if there is none.
+    /// Index of the selected row in a list of these names; 0 if it is not among them.
     pub fn index<'a>(&self, mut names: impl Iterator<Item = &'a str>) -> usize {
         names.position(|name| name == self.name).unwrap_or(0)
     }
 
-    /// Chooses the row of this name.
+    /// Selects the row of this name.
     pub fn choose(&mut self, name: String) {
         self.name = name;
     }
 
-    /// Chooses the row `by` rows below, or the first or last; false if there are no rows.
+    /// Moves the selection down by `by` rows (up if negative), at most to the first or last.
+    /// Returns false if the list is empty.
     pub fn step(&mut self, names: &[&str], by: isize) -> bool {
         let last = names.len().saturating_sub(1);
         let next = self.index(names.iter().copied()).saturating_add_signed(by).min(last);
         self.take(names, next)
     }
 
-    /// Chooses what stands where the chosen row was, if that is gone; the first, without `stays`.
+    /// Adjusts the selection to a new list. If the selected row is gone, the row at its old
+    /// position is selected. Without `stays` it is the first row.
     pub fn settle(&mut self, names: &[&str], stays: bool) {
         if stays && names.contains(&self.name.as_str()) {
             return;

@@ -1,18 +1,19 @@
-//! How a command of weir speaks: numbers, tables, progress, errors, exit status, signals.
+//! User interface of the commands: numbers, tables, progress, errors, exit status, signals.
 //!
 //! ```text
 //!   figures, table       numbers and columns for people
 //!   progress             a bar on a terminal, lines elsewhere
-//!   screen, input, keys  the whole terminal: `weir top` and its like
-//!   signals, undo        signals as messages; what is undone before one ends a command
-//!   logging              the log of the daemon and of the watch
-//!   descriptors          how many files a process may have open
+//!   screen, input, keys  full-screen commands such as `weir top`
+//!   signals, undo        signals as messages; actions undone before a signal ends a command
+//!   logging              log of the daemon and of the watch
+//!   descriptors          limit of open files of a process
 //! ```
 //!
-//! Here itself: the exit status (0 done, 1 failed, 2 wrong use of the command line), the form of an
-//! error, `weir: <what>: <why> (<what to do>)` on standard error, and a reactor to do I/O on.
+//! This file holds the exit status (0 success, 1 failure, 2 wrong command line), the form of an
+//! error, `weir: <what>: <why> (<what to do>)` on standard error, and the reactor for a command's
+//! I/O.
 //!
-//! Never knows what a command does, nor which there are.
+//! Never depends on a particular command.
 
 pub mod descriptors;
 pub mod figures;
@@ -33,18 +34,19 @@ use logging::Priority;
 use policy::time::Duration;
 use reactor::{Polling, error::what_gives_descriptors, plain::is_hidden};
 
-/// The variable that is set for a server in the background: who started it waits until nobody has
-/// its standard error any more.
+/// Environment variable that is set for a server in the background. Its parent waits until every
+/// copy of the server's standard error is closed.
 pub const IN_BACKGROUND: &str = "WEIR_IN_BACKGROUND";
 
-/// Why a command did not do what it was asked, which decides the exit status.
+/// Reason for an exit status other than 0.
 #[derive(Debug)]
 pub enum Failure {
-    /// The command line makes no sense.
+    /// The command line is invalid: status 2.
     Usage(anyhow::Error),
-    /// It does, but what it asks for did not work.
+    /// The command failed: status 1.
     Failed(anyhow::Error),
-    /// It did, and what it found is an exit status of its own; everything has been said.
+    /// The command succeeded and its result is an exit status (such as 3 for leaked clusters). The
+    /// result is already printed.
     Found(u8),
 }
 
@@ -54,21 +56,24 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
     }
 }
 
-/// Says what is wrong, in the form of all errors.
+/// Prints an error in the common form.
 pub fn complain(error: &anyhow::Error) {
     complain_as("weir", error);
 }
 
-/// The same where the program was called by another name.
+/// Prints an error in the common form, with another program name than `weir`.
 pub fn complain_as(program: &str, error: &anyhow::Error) {
     say_as(program, &Priority::ERROR, &told(error));
 }
 
-/// An error and its causes in one line, each text once: a cause may repeat what it is the cause of.
-/// Numbers of the system's errors, which say nothing to people, become what to do.
+/// Error and its causes in one line, each text once: the text of an error often includes that of
+/// its cause. `(os error N)` is removed, and a remedy for that error is appended unless the line
+/// already ends with one.
 fn told(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
+        // Context and cause may overlap: "disk a: vm1" with the cause "vm1: locked" is "disk a:
+        // vm1: locked".
         let text = cause.to_string();
         let last = line.rsplit(": ").next().unwrap_or_default();
         let repeated = text.strip_prefix(last).and_then(|rest| rest.strip_prefix(": "));
@@ -92,14 +97,14 @@ fn told(error: &anyhow::Error) -> String {
     line
 }
 
-/// The first ` (os error N)` of a text: what is before it, the number, what is behind.
+/// Splits a text at its first ` (os error N)`: text before, N, text after.
 fn system_error(text: &str) -> Option<(&str, i32, &str)> {
     let (before, rest) = text.split_once(" (os error ")?;
     let (number, after) = rest.split_once(')')?;
     Some((before, number.parse().ok()?, after))
 }
 
-/// What to do about an error of the system, where nobody knows better.
+/// General remedy for an error of the operating system.
 fn what_helps(error: &io::Error) -> &'static str {
     if let Some(remedy) = what_gives_descriptors(error) {
         return remedy;
@@ -124,53 +129,55 @@ fn what_helps(error: &io::Error) -> &'static str {
     }
 }
 
-/// Says on standard error what the user should know.
+/// Prints a notice on standard error.
 pub fn say(text: &str) {
     say_as("weir", &Priority::NOTICE, text);
 }
 
 fn say_as(program: &str, priority: &Priority, text: &str) {
-    // Names in the text may be somebody else's choice.
+    // Names in the text may come from clients or from files: control characters would reach the
+    // terminal.
     let text = text.replace(|c| is_hidden(c) && c != '\n' && c != '\t', "?");
     let _ = writeln!(stderr(), "{priority}{program}: {text}");
 }
 
-/// Why there is no reactor.
+/// Error text if no reactor can be started.
 pub const NO_RING: &str = "io_uring cannot be used (see kernel.io_uring_disabled)";
 
-/// Runs a command's I/O to its end, on a reactor of its own.
+/// Runs a command's I/O to its end, on a reactor in this thread.
 ///
 /// # Errors
-/// The command's, or that there is no io_uring.
+/// Returns the error of `work`, or fails if io_uring is not available.
 pub fn on_reactor<T: 'static>(
     work: impl Future<Output = Result<T, Failure>> + 'static,
 ) -> Result<T, Failure> {
     let result = reactor::run(Polling::Off, work);
-    // So that the next command finds the images unlocked.
+    // Closed files release their locks: the next command can then open the same images.
     reactor::wait_for_closings(TO_CLOSE);
     result.context(NO_RING)?
 }
 
-/// Time that the end of a command waits for files that are still being closed. It is reached only
-/// if a file system does not answer.
+// Longest time that the end of a command waits for files that are being closed. Reached only if a
+// file system does not respond.
 const TO_CLOSE: Duration = Duration::from_secs(2);
 
-/// Prints results. Ends the program with status 0 where nobody reads them any more.
+/// Prints results. Ends the process with status 0 if the reader has closed the pipe.
 ///
 /// # Errors
-/// If standard output cannot be written for another reason.
+/// Fails if standard output cannot be written for another reason.
 pub fn print(text: &str) -> anyhow::Result<()> {
     match stdout().write_all(text.as_bytes()) {
-        // `weir status | head`: whoever reads has seen enough.
+        // The reader of `weir status | head` ends before the output does: no error. Rust ignores
+        // SIGPIPE.
         Err(error) if error.kind() == ErrorKind::BrokenPipe => logging::exit(0),
         result => result.context("standard output cannot be written"),
     }
 }
 
-/// Prints results for a program.
+/// Prints results as JSON.
 ///
 /// # Errors
-/// If standard output is closed.
+/// Fails if standard output cannot be written.
 pub fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(value).context("this cannot be told as JSON")?;
     print(&(text + "\n"))

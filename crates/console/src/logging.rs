@@ -1,7 +1,8 @@
-//! The log, on standard error or in a file: standard output belongs to results.
+//! The log, on standard error or in a file. Standard output is for results only.
 //!
-//! Where standard error is the journal's (`JOURNAL_STREAM`, systemd.exec(5)), a line begins with
-//! its priority (sd-daemon(3)), and a line for people has no time: the journal has one.
+//! If standard error is connected to the journal (`JOURNAL_STREAM`, systemd.exec(5)), each line
+//! begins with its priority (sd-daemon(3)), and a text line has no time, because the journal adds
+//! one.
 
 mod file;
 mod queue;
@@ -35,10 +36,11 @@ use tracing_subscriber::{
     util::SubscriberInitExt as _,
 };
 
-/// Starts the log for the rest of the process's life. Only the first call counts.
+/// Starts the log for the life of the process. Later calls have no effect on the format and the
+/// filter.
 ///
 /// # Errors
-/// The log's file cannot be opened, or the filter is not valid.
+/// Fails if the log file cannot be opened or the filter is invalid.
 pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
     if let Some(path) = &settings.file {
         drop(file::open(path).with_context(|| cannot_be_written(path))?);
@@ -49,10 +51,11 @@ pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
     let log = tracing_subscriber::fmt()
         .with_max_level(LevelFilter::TRACE)
         .with_writer(move || LogFile(format))
-        // To standard error, of which it would panic there.
+        // The subscriber would report a failed write on standard error, and panic if that fails
+        // too.
         .log_internal_errors(false)
         .with_ansi(!is_file && stderr().is_terminal());
-    // A second start, as in tests, leaves the first log in place.
+    // A second start, as in tests, fails and leaves the first log in place.
     let started = match (format, !is_file && is_journal()) {
         (LogFormat::Text, false) => log.finish().with(Warnings).with(targets).try_init(),
         (LogFormat::Text, true) => {
@@ -72,12 +75,12 @@ pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Has a panic write the lines that were logged before it: in a release, a panic ends the process
-/// at once.
+/// Makes a panic flush the log first: release builds abort on a panic, and queued lines would be
+/// lost.
 fn flush_at_panic() {
     let next = panic::take_hook();
     panic::set_hook(Box::new(move |information| {
-        // A thread of the log would wait for itself.
+        // The log's thread would wait for itself.
         if thread::current().name() != Some(THREAD) {
             flush();
         }
@@ -85,7 +88,7 @@ fn flush_at_panic() {
     }));
 }
 
-/// Ends the process once the log is written, or cannot be written in time. Blocks.
+/// Flushes the log, for a bounded time, and ends the process. Blocks.
 pub fn exit(status: i32) -> ! {
     flush();
     process::exit(status)
@@ -98,9 +101,9 @@ fn cannot_be_written(path: &Path) -> String {
     )
 }
 
-/// Opens the log's file again, if one is configured: it may have been renamed. If that fails, lines
-/// still go to the old file, beginning with one that reports the failure. Returns false if another
-/// call is still opening it, which then opens it once more. Blocks.
+/// Opens the log file again, if one is configured, because it may have been renamed. On failure,
+/// lines still go to the old file, beginning with one that reports the failure. Returns false if
+/// another call is in progress; that call then opens the file once more. Blocks.
 pub fn reopen() -> bool {
     file::reopen().unwrap_or_else(|(path, error)| {
         tracing::warn!("{}: {error}", cannot_be_written(&path));
@@ -108,14 +111,14 @@ pub fn reopen() -> bool {
     })
 }
 
-/// How many warnings the log has had.
+/// Number of warnings logged since the start.
 pub fn warnings() -> usize {
     WARNINGS.load(Relaxed)
 }
 
 static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts them.
+// Layer that counts warnings.
 struct Warnings;
 
 impl<S: Subscriber> Layer<S> for Warnings {
@@ -126,7 +129,7 @@ impl<S: Subscriber> Layer<S> for Warnings {
     }
 }
 
-/// Lines with their priority before them.
+// Format with the journal's priority at the start of the line.
 struct Prioritised<F>(F);
 
 impl<S, N, F> FormatEvent<S, N> for Prioritised<F>
@@ -146,7 +149,7 @@ where
     }
 }
 
-/// A priority of syslog(3), as the journal reads it before a line.
+// Syslog priority of a line (sd-daemon(3)).
 pub(crate) struct Priority(u8);
 
 impl Priority {
@@ -164,14 +167,15 @@ impl Priority {
     }
 }
 
-/// Nothing where nobody would read it as a priority.
+/// Prints nothing unless the journal reads standard error.
 impl Display for Priority {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if is_journal() { write!(f, "<{}>", self.0) } else { Ok(()) }
     }
 }
 
-/// Whether standard error is what the service manager has connected to the journal.
+/// True if standard error is the stream that the service manager connected to the journal:
+/// `JOURNAL_STREAM` holds its device and inode (systemd.exec(5)).
 fn is_journal() -> bool {
     static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
     *IS_JOURNAL.get_or_init(|| {

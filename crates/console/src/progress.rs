@@ -1,5 +1,5 @@
-//! What a long command is at: on standard error, a bar on a terminal, else a line for each step.
-//! In the background of a terminal, nothing is drawn.
+//! Progress of a long command on standard error: a bar on a terminal, otherwise one line for each
+//! step. Nothing is drawn by a background job.
 
 use std::{
     cell::RefCell,
@@ -15,11 +15,11 @@ use crate::{foreground::Foreground, say};
 
 const TICK: Duration = Duration::from_millis(100);
 const DRAWINGS_A_SECOND: u8 = 20;
-/// After which somebody wonders.
+// Delay before the reason of a wait is printed.
 const MOMENT: Duration = Duration::from_secs(2);
 const SPINNER: &str = "{spinner} {msg} {elapsed}";
 
-/// A bar of this length and form, in the standard one if the template is none.
+/// Progress bar of this length; an invalid template falls back to the default style.
 pub fn bar(template: &str, length: u64) -> ProgressBar {
     styled(ProgressBar::new(length), template)
 }
@@ -30,7 +30,7 @@ fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
     bar
 }
 
-/// The telling of progress.
+/// Progress of a command in steps.
 #[derive(Debug)]
 pub struct Progress {
     how: How,
@@ -45,7 +45,7 @@ enum How {
 }
 
 impl Progress {
-    /// Silent where the results are for a program.
+    /// Draws nothing with `json`: the output is for a program.
     pub fn new(json: bool) -> Self {
         let how = match (json, stderr().is_terminal()) {
             (true, _) => How::Silent,
@@ -55,25 +55,25 @@ impl Progress {
         Self { how, bar: RefCell::default() }
     }
 
-    /// A step of so many bytes begins.
+    /// Begins a step of this number of bytes.
     pub fn begin(&self, what: &str, bytes: u64) {
         let template = "{msg} {wide_bar} {bytes}/{total_bytes}";
         self.show(what, || ProgressBar::new(bytes), template);
     }
 
-    /// So many of them are done.
+    /// Sets the number of bytes completed in this step.
     pub fn advance(&self, bytes: u64) {
         if let Some(bar) = &*self.bar.borrow() {
             bar.set_position(bytes);
         }
     }
 
-    /// A step begins of which only the time is known.
+    /// Begins a step of unknown length; only the elapsed time is shown.
     pub fn step(&self, what: &str) {
         self.show(what, ProgressBar::new_spinner, SPINNER);
     }
 
-    /// It has ended.
+    /// Ends the step and removes its bar.
     pub fn end(&self) {
         if let Some(bar) = self.bar.borrow_mut().take() {
             bar.finish_and_clear();
@@ -88,6 +88,7 @@ impl Progress {
             }
             How::Bars => {
                 let bar = styled(bar(), template).with_message(what.to_owned());
+                // A separate thread draws: the command may block in a system call.
                 bar.enable_steady_tick(TICK);
                 *self.bar.borrow_mut() = Some(bar);
             }
@@ -95,12 +96,12 @@ impl Progress {
     }
 }
 
-/// A line that says what a command is at, on a terminal alone; gone when this is dropped.
+/// Line with the current activity of a command, only on a terminal. Removed on drop.
 #[derive(Debug)]
 pub struct Spinner(Option<ProgressBar>);
 
 impl Spinner {
-    /// Begins.
+    /// Starts to draw, if standard error is a terminal.
     #[expect(clippy::new_without_default, reason = "it begins to be drawn")]
     pub fn new() -> Self {
         Self(stderr().is_terminal().then(|| {
@@ -110,7 +111,7 @@ impl Spinner {
         }))
     }
 
-    /// Shows another text.
+    /// Replaces the text. `text` is called only if there is a terminal.
     pub fn say(&self, text: impl FnOnce() -> String) {
         if let Some(bar) = &self.0 {
             bar.set_message(text());
@@ -126,14 +127,15 @@ impl Drop for Spinner {
     }
 }
 
-/// Says on standard error what is waited for, once that has taken a moment; nothing where this is
-/// dropped before.
+/// Notice on standard error of a wait that takes longer than two seconds. Prints nothing if
+/// dropped earlier.
 #[derive(Debug)]
 #[must_use]
 pub struct IfLong(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl IfLong {
-    /// The waiting begins.
+    /// Starts the delay.
+    // A thread, because the caller blocks in the operation that it waits for.
     pub fn say(text: String) -> Self {
         let (end, ended) = channel();
         let telling = thread::spawn(move || {
@@ -149,7 +151,7 @@ impl Drop for IfLong {
     fn drop(&mut self) {
         let Some((end, telling)) = self.0.take() else { return };
         drop(end);
-        // What follows stands behind what was said.
+        // So that a notice that is being printed precedes the caller's next output.
         let _ = telling.join();
     }
 }

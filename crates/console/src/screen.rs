@@ -1,4 +1,4 @@
-//! The terminal while it is ours, and giving it back.
+//! Terminal of a full-screen command: raw mode and alternate screen, and their restoration.
 
 use std::{
     env,
@@ -24,24 +24,26 @@ use ratatui::{
     widgets::{self, Block, Paragraph, Wrap},
 };
 
-/// The least that all of a screen fits into.
+/// Smallest terminal, in columns and rows, that all screens fit in.
 pub const LEAST: (u16, u16) = (80, 24);
 
-/// What stands back.
+/// Secondary text.
 pub const DIM: Style = Style::new().fg(Color::DarkGray);
-/// What is held back, and the limits that do it.
+/// Throttled devices, and the limits that throttle them.
 pub const HELD: Style = Style::new().fg(Color::Yellow);
-/// What is wrong.
+/// Faults.
 pub const WRONG: Style = Style::new().fg(Color::Red);
 
-/// Whether the user wants no colours (<https://no-color.org>).
+/// True if the user disabled colours (`NO_COLOR`, <https://no-color.org>).
 pub fn is_plain() -> bool {
     env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
 }
 
-/// Makes bold what is told by a colour alone, and leaves all other attributes.
+/// Removes all colours. Text whose only mark is a colour (throttled, faulty) becomes bold; other
+/// attributes remain.
 ///
-/// Crossterm leaves colours away by itself, but then resets the attributes with them.
+/// Crossterm itself omits colours under `NO_COLOR`, but its reset sequences then also clear the
+/// attributes.
 pub fn without_colours(buffer: &mut Buffer) {
     for cell in &mut buffer.content {
         if [HELD.fg, WRONG.fg].contains(&Some(cell.fg)) {
@@ -51,7 +53,8 @@ pub fn without_colours(buffer: &mut Buffer) {
     }
 }
 
-/// Whether the terminal has room for `command`'s screen; if not, that is drawn.
+/// True if the terminal is large enough for the screen of `command`. Otherwise draws a message
+/// that says so.
 pub fn has_room(frame: &mut Frame<'_>, command: &str) -> bool {
     let (area, (width, height)) = (frame.area(), LEAST);
     if area.width >= width && area.height >= height {
@@ -65,7 +68,7 @@ pub fn has_room(frame: &mut Frame<'_>, command: &str) -> bool {
     false
 }
 
-/// An empty window of this size in the middle; returns the area inside its border.
+/// Draws an empty window of this size in the centre. Returns the area inside its border.
 pub fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title: String) -> Rect {
     let place = area.centered(Constraint::Length(width), Constraint::Length(height));
     let block = Block::bordered().title(title).border_style(Style::new().fg(Color::Cyan));
@@ -75,32 +78,33 @@ pub fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title:
     inner
 }
 
-/// A window that explains the keys.
+/// Draws a window with help for the keys.
 pub fn help(frame: &mut Frame<'_>, text: &str) {
     let height = text.lines().count() as u16 + 2;
     let inside = window(frame, frame.area(), LEAST.0, height, " keys; any key closes ".to_owned());
     frame.render_widget(Text::from(text), inside);
 }
 
-/// Whether there is a terminal to draw on and to read keys from.
+/// True if standard input and output are terminals.
 pub fn is_possible() -> bool {
     stdin().is_terminal() && stdout().is_terminal()
 }
 
-/// A terminal in raw mode with an empty screen of its own. Dropped, it is as it was.
+/// Terminal in raw mode on the alternate screen. Restored on drop.
 pub struct Screen {
     terminal: Terminal<CrosstermBackend<Stdout>>,
 }
 
 impl Screen {
-    /// Takes the terminal.
+    /// Enters raw mode and the alternate screen.
     ///
     /// # Errors
-    /// If it cannot be set up; it is then as it was.
+    /// Fails if the terminal cannot be set up; it is then restored.
     pub fn enter() -> io::Result<Self> {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |information| {
-            // First, or the message would be drawn over.
+            // Before the message, which would otherwise be printed on the alternate screen and
+            // vanish with it.
             leave();
             before(information);
         }));
@@ -109,10 +113,10 @@ impl Screen {
         Ok(Self { terminal })
     }
 
-    /// Shows what `draw` draws.
+    /// Draws one frame.
     ///
     /// # Errors
-    /// If the terminal is gone.
+    /// Fails if the terminal cannot be written.
     pub fn draw(&mut self, draw: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
         let draw = |frame: &mut Frame<'_>| {
             draw(frame);
@@ -123,17 +127,19 @@ impl Screen {
         self.terminal.draw(draw).map(drop)
     }
 
-    /// Gives the terminal back and stops, as Ctrl-Z does elsewhere; takes it again when continued.
+    /// Restores the terminal and stops the process, as Ctrl-Z does in other programs. Sets the
+    /// terminal up again after SIGCONT.
     ///
     /// # Errors
-    /// If the terminal is gone by then.
+    /// Fails if the terminal cannot be written after SIGCONT.
     pub fn stop(&mut self) -> io::Result<()> {
         leave();
-        // SIGTSTP is awaited like the others; this cannot be.
+        // SIGTSTP is blocked and would reach the signal thread; SIGSTOP can be neither blocked nor
+        // caught.
         raise(Signal::SIGSTOP)?;
         take()?;
-        // A new one draws everything. `Terminal::clear` would ask the terminal where its cursor is,
-        // and the answer would go to whoever reads the keys.
+        // A new `Terminal` draws every cell. `Terminal::clear` would query the cursor's position,
+        // and the thread that reads keys would receive the reply.
         self.terminal = Terminal::new(CrosstermBackend::new(stdout()))?;
         Ok(())
     }
@@ -150,7 +156,7 @@ fn take() -> io::Result<()> {
     execute!(stdout(), EnterAlternateScreen, Clear(ClearType::All))
 }
 
-/// A terminal that is gone cannot be given back, and nobody is there to be told.
+// Ignores errors: a closed terminal can neither be restored nor show a message.
 fn leave() {
     let _ = execute!(stdout(), LeaveAlternateScreen, Show);
     let _ = disable_raw_mode();

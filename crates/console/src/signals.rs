@@ -1,15 +1,16 @@
-//! Signals as messages: blocked in every thread, awaited in one: a thread of their own, or the
-//! reactor of the one that asks.
+//! Signals as messages. They are blocked in every thread and awaited in one place: a dedicated
+//! thread, or the reactor of the calling thread.
 //!
-//! The first signal that asks for the end asks for an orderly one, and a second one for an end at
-//! once. What comes right behind the first is no second wish: `timeout` of coreutils signals its
-//! child and then its process group, and a terminal's Ctrl-C may reach a process twice.
+//! The first terminating signal requests an orderly end, and a second one an immediate end.
+//! Signals shortly after the first do not count as a second request: `timeout` of coreutils
+//! signals its child and then its process group, and Ctrl-C on a terminal may reach a process
+//! twice.
 //!
 //! ```text
 //!   SIGTERM  SIGTERM            SIGINT
 //!      │        │                  │
 //!      ▼        ▼                  ▼
-//!     End    the same one      EndAtOnce
+//!     End    ignored           EndAtOnce
 //!      ├───── TOGETHER ─────┤
 //! ```
 
@@ -26,46 +27,48 @@ use nix::sys::{
 };
 use reactor::op::{self, Fd};
 
-/// Signals within so long after the first that asks for the end are the same wish as that.
+/// Time after the first terminating signal in which further ones are ignored.
 pub const TOGETHER: Duration = Duration::from_secs(1);
 
-/// What the process was asked for.
+/// Request that a signal stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// To end: SIGTERM or SIGINT, with its name, and SIGHUP except for a daemon.
+    /// Orderly end, with the signal's name: SIGTERM or SIGINT, and SIGHUP unless the process is a
+    /// daemon.
     End(&'static str),
-    /// Not to wait for an orderly end: another of them, no sooner than [`TOGETHER`] after the
-    /// first.
+    /// Immediate end, with the signal's name: a second terminating signal, at least [`TOGETHER`]
+    /// after the first.
     EndAtOnce(&'static str),
-    /// SIGHUP to a daemon.
+    /// SIGHUP to a daemon: read the configuration again.
     HangUp,
-    /// SIGUSR1 to a daemon: the log's file was moved away, and nothing else is to be read again.
+    /// SIGUSR1 to a daemon: open the log file again, and nothing else.
     ReopenLog,
-    /// One that weir has no meaning for, with its name: it would end a process that ignores
-    /// nothing.
+    /// Signal without a meaning for weir, with its name. It is blocked and reported because its
+    /// default action would end the daemon.
     Meaningless(&'static str),
 }
 
-/// The signals that are awaited, blocked in the calling thread and in those it starts afterwards.
+/// Signals that are blocked in the calling thread and in all threads that it starts afterwards.
 pub struct Signals {
     set: SigSet,
     is_daemon: bool,
 }
 
 impl Signals {
-    /// Blocks them. To be called before other threads start: a signal goes to any thread that does
-    /// not block it, and would end the process there.
+    /// Blocks the terminating signals. Call it before other threads start: the kernel delivers a
+    /// signal to any thread that does not block it, and the default action would end the process.
     ///
     /// # Errors
-    /// If the system call fails.
+    /// Fails if the system call fails.
     pub fn block() -> io::Result<Self> {
         Self::block_all([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP], false)
     }
 
-    /// Blocks also those that would end a daemon for nothing: see [`Signals::block`].
+    /// Blocks the terminating signals, and others whose default action would end a daemon. See
+    /// [`Signals::block`].
     ///
     /// # Errors
-    /// If the system call fails.
+    /// Fails if the system call fails.
     pub fn block_for_daemon() -> io::Result<Self> {
         use Signal::{SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM};
         Self::block_all([SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM], true)
@@ -77,10 +80,10 @@ impl Signals {
         Ok(Self { set, is_daemon })
     }
 
-    /// Calls `hear` for each request, on a thread of its own, until it returns false.
+    /// Calls `hear` for each request, on a dedicated thread, until it returns false.
     ///
     /// # Errors
-    /// Where no thread can be had.
+    /// Fails if the thread cannot be started.
     pub fn forward(self, hear: impl Fn(Request) -> bool + Send + 'static) -> io::Result<()> {
         let wait = move || {
             let mut wishes = Wishes { is_daemon: self.is_daemon, first: None };
@@ -94,10 +97,10 @@ impl Signals {
         thread::Builder::new().name("signals".to_owned()).spawn(wait).map(drop)
     }
 
-    /// Requests for a task of this thread's reactor.
+    /// Requests for a task on this thread's reactor, through signalfd(2).
     ///
     /// # Errors
-    /// If the system call fails.
+    /// Fails if the system call fails.
     pub fn hear(self) -> io::Result<Heard> {
         let signals = SignalFd::with_flags(&self.set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         let readable = Fd::from(signals.as_fd().try_clone_to_owned()?);
@@ -105,7 +108,7 @@ impl Signals {
     }
 }
 
-/// Signals that the reactor of this thread waits for.
+/// Stream of requests, awaited on the reactor of this thread.
 pub struct Heard {
     signals: SignalFd,
     readable: Fd,
@@ -113,12 +116,13 @@ pub struct Heard {
 }
 
 impl Heard {
-    /// The next request.
+    /// Waits for the next request.
     ///
     /// # Errors
-    /// If the system call fails.
+    /// Fails if the system call fails.
     pub async fn next(&mut self) -> io::Result<Request> {
         loop {
+            // Nonblocking: drains all pending signals before it waits for the descriptor again.
             while let Some(told) = self.signals.read_signal()? {
                 let signal =
                     i32::try_from(told.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
@@ -132,15 +136,15 @@ impl Heard {
     }
 }
 
-/// What signals mean, one after the other.
+// Interpretation of a sequence of signals.
 struct Wishes {
     is_daemon: bool,
-    /// When the first came that asks for the end.
+    // Time of the first terminating signal.
     first: Option<Instant>,
 }
 
 impl Wishes {
-    /// None for a signal that says again what the first has said.
+    /// Request of a signal; `None` for a terminating signal within [`TOGETHER`] of the first.
     fn understand(&mut self, signal: Signal, now: Instant) -> Option<Request> {
         match signal {
             Signal::SIGHUP if self.is_daemon => return Some(Request::HangUp),
@@ -148,6 +152,8 @@ impl Wishes {
             Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP => {}
             other => return Some(Request::Meaningless(other.as_str())),
         }
+        // Measured from the first signal, not from the previous one: repeated Ctrl-C must take
+        // effect.
         let Some(first) = self.first else {
             self.first = Some(now);
             return Some(Request::End(signal.as_str()));
@@ -177,13 +183,14 @@ mod tests {
             (true, &[(0, SIGTERM), (0, SIGTERM)][..], vec![end("SIGTERM"), None]),
             (true, &[(5, SIGINT), (1004, SIGTERM)], vec![end("SIGINT"), None]),
             (true, &[(5, SIGINT), (1005, SIGTERM)], vec![end("SIGINT"), at_once("SIGTERM")]),
-            // Not from one to the next: who presses Ctrl-C all the time is heard.
+            // Counted from the first signal, not from the previous one: repeated Ctrl-C takes
+            // effect.
             (
                 true,
                 &[(0, SIGINT), (600, SIGINT), (1200, SIGINT)],
                 vec![end("SIGINT"), None, at_once("SIGINT")],
             ),
-            // What asks for nothing is not the first.
+            // Signals that are not terminating do not count as the first.
             (
                 true,
                 &[(0, SIGHUP), (1, SIGUSR1), (2, SIGUSR2), (1002, SIGTERM)],

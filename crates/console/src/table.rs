@@ -1,19 +1,20 @@
-//! Columns of text for a terminal or a pipe: as wide as their content, separated by two spaces.
+//! Columns of text for a terminal or a pipe. Each is as wide as its content; two spaces separate
+//! them.
 //!
-//! Never emits a control character, as cells may hold names from a client's configuration.
+//! Never prints a control character: cells may hold names from a client's configuration.
 
 use reactor::plain::plain;
 
-/// Which side of a column its cells stand at.
+/// Alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Words.
+    /// For text.
     Left,
-    /// Numbers.
+    /// For numbers.
     Right,
 }
 
-/// Columns of words, then of numbers.
+/// Columns for text, followed by columns for numbers.
 pub fn columns<'a>(words: &[&'a str], numbers: &[&'a str]) -> Vec<(&'a str, Side)> {
     let words = words.iter().map(|&word| (word, Side::Left));
     words.chain(numbers.iter().map(|&number| (number, Side::Right))).collect()
@@ -27,19 +28,20 @@ pub struct Table {
 }
 
 impl Table {
-    /// Without rows.
+    /// Table without rows.
     pub fn new<'a>(columns: impl IntoIterator<Item = (&'a str, Side)>) -> Self {
         let columns = columns.into_iter().map(|(name, side)| (plain(name), side));
         Self { columns: columns.collect(), rows: Vec::new() }
     }
 
-    /// Adds a row, which has a cell for each column.
+    /// Adds a row with one cell for each column.
     pub fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.columns.len(), "a cell for each column");
         self.rows.push(cells.iter().map(|cell| plain(cell)).collect());
     }
 
-    /// The text, each line ended; empty without rows. With `bold` the heading stands out.
+    /// Text of the table, each line with a newline; empty if there are no rows. With `bold` the
+    /// heading is bold.
     pub fn render(&self, bold: bool) -> String {
         if self.rows.is_empty() {
             return String::new();
@@ -67,6 +69,7 @@ impl Table {
                 Side::Right => line.extend([&padding, cell.as_str()]),
             }
         }
+        // The last column of a row may be padded or empty.
         line.truncate(line.trim_end().len());
         line
     }

@@ -1,4 +1,5 @@
-//! Commands that make something only while they run: a signal undoes it before it ends them.
+//! Cleanup of commands that set something up only while they run: a signal undoes it, then ends
+//! the process.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,24 +7,25 @@ use anyhow::Context as _;
 
 use crate::{logging, say, signals::Signals};
 
-/// What is to be undone if SIGINT, SIGTERM or SIGHUP ends the process: last made, first undone.
+/// Cleanup steps that run if SIGINT, SIGTERM or SIGHUP ends the process, in reverse order.
 #[derive(Clone, Default)]
 pub struct Undo(Arc<Mutex<Vec<Step>>>);
 
 type Step = Box<dyn Fn() + Send>;
 
 impl Undo {
-    /// From now on signals undo what was made and end the process. Call it before other threads
-    /// start.
+    /// Starts to handle signals: they run the cleanup steps and end the process with status 1.
+    /// Call it before other threads start.
     ///
     /// # Errors
-    /// Where signals cannot be awaited, or no thread can be had.
+    /// Fails if the signals cannot be blocked or no thread can be started.
     pub fn watch() -> anyhow::Result<Self> {
         let this = Self::default();
         let made = this.clone();
         let signals = Signals::block().context("signals cannot be awaited")?;
         let hear = move |_| {
-            // Held to the end: nothing is made any more.
+            // The lock is held until the process ends: `making` cannot add a step that would not
+            // be undone.
             let steps = made.0.lock().unwrap_or_else(PoisonError::into_inner);
             steps.iter().rev().for_each(|step| step());
             say("interrupted: nothing was left behind (run the command again)");
@@ -33,11 +35,15 @@ impl Undo {
         Ok(this)
     }
 
-    /// Makes something, and knows how to undo it before a signal is heard; twice does no harm.
+    /// Runs `make` and registers its cleanup. A signal in between waits for the registration. The
+    /// cleanup may run although the command itself already undid the step, so it must tolerate
+    /// that.
     pub fn making<T, U: Fn() + Send + 'static>(
         &self,
         make: impl FnOnce() -> anyhow::Result<(T, U)>,
     ) -> anyhow::Result<T> {
+        // Held during `make`: a signal must not end the process between the change and its
+        // registration.
         let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (made, how) = make()?;
         steps.push(Box::new(how));

@@ -1,11 +1,11 @@
-//! Lines of the log before a panic that ends the process at once, as in a release.
+//! Log lines before a panic that ends the process at once, as in release builds.
 
 use std::{env, fs, panic, process::Command};
 
 use console::logging;
 use settings::{LogFormat, LogSettings};
 
-/// Name of the variable with the log's path, which makes the test the process that panics.
+// Environment variable with the log's path. If set, the test is the child process that panics.
 const LOG: &str = "WEIR_TEST_PANICKING_LOG";
 const LINES: usize = 3000;
 

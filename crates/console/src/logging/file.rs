@@ -1,8 +1,9 @@
 //! Destination of the log: standard error, or a file.
 //!
-//! A file system may be full, and whoever reads a pipe may have stopped. A daemon lives through
-//! both, and goes on serving: what cannot be written is left out and counted, and the first line
-//! that can be says how many there were. A thread of its [`queue`] writes the lines.
+//! A file system may be full, and the reader of a pipe may have stopped. A daemon continues to
+//! serve disks in both cases: lines that cannot be written are dropped and counted, and the next
+//! line that can be written is preceded by their number. A thread of the [`queue`] writes the
+//! lines.
 
 use std::{
     fs::File,
@@ -32,15 +33,15 @@ use super::{
     queue::{self, LogLine},
 };
 
-/// How long a line waits for a reader who is slow. Those after it wait no more until he reads on.
+// Longest wait of a line for a slow reader. Later lines do not wait until a write has succeeded.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// A pipe that is ready takes so many bytes at once (`PIPE_BUF`, pipe(7)).
+// Bytes that a pipe accepts at once if poll(2) reports it writable (`PIPE_BUF`, pipe(7)).
 const AT_ONCE: usize = 4096;
 
-/// Mode of a new file: names of disks and clients are for the owner and the group alone.
+// Mode of a new file: names of disks and clients are readable only for the owner and the group.
 const MODE: u32 = 0o640;
 
-/// The file that receives lines instead of standard error.
+// File that receives lines instead of standard error.
 static FILE: Mutex<Option<(PathBuf, Arc<File>)>> = Mutex::new(None);
 
 fn current() -> MutexGuard<'static, Option<(PathBuf, Arc<File>)>> {
@@ -48,13 +49,13 @@ fn current() -> MutexGuard<'static, Option<(PathBuf, Arc<File>)>> {
 }
 
 /// Appends lines to this file from now on. Returns the former file: closing a file may block, so
-/// the caller drops it where that stops no writer.
+/// the caller drops it outside all locks that a writer needs.
 ///
 /// # Errors
-/// The system's, or the path is a directory or a block device. The destination is then unchanged.
+/// Fails if the file cannot be opened or is a block device. The destination is then unchanged.
 pub(super) fn open(path: &Path) -> io::Result<Option<Arc<File>>> {
     let mut options = File::options();
-    // Opening a pipe without a reader fails instead of waiting for one.
+    // Opening a FIFO without a reader then fails (ENXIO) instead of waiting for one.
     options.append(true).create(true).mode(MODE).custom_flags(O_NONBLOCK);
     let file = options.open(path)?;
     if file.metadata()?.file_type().is_block_device() {
@@ -65,15 +66,15 @@ pub(super) fn open(path: &Path) -> io::Result<Option<Arc<File>>> {
     Ok(former.map(|(_, file)| file))
 }
 
-/// Calls of [`reopen`] since the running one began; 0 if none runs.
+// Calls of [`reopen`] since the running one began; 0 if none runs.
 static REOPENINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// Opens the file of [`open`] again, if there is one. Returns false if another call is doing so:
-/// that call then opens the file once more, and a file system that does not answer blocks one
-/// thread at most.
+/// Opens the file of [`open`] again, if there is one. Returns false if another call is in
+/// progress: that call then opens the file once more. So a file system that does not respond
+/// blocks at most one thread.
 ///
 /// # Errors
-/// As [`open`], with the file's path.
+/// Fails as [`open`], with the path of the file.
 pub(super) fn reopen() -> Result<bool, (PathBuf, io::Error)> {
     if REOPENINGS.fetch_add(1, SeqCst) > 0 {
         return Ok(false);
@@ -81,6 +82,8 @@ pub(super) fn reopen() -> Result<bool, (PathBuf, io::Error)> {
     loop {
         let calls = REOPENINGS.load(SeqCst);
         let result = reopen_once();
+        // Fails if another call came in meanwhile: the file may have been renamed after this
+        // opening.
         if REOPENINGS.compare_exchange(calls, 0, SeqCst, SeqCst).is_ok() {
             return result.map(|()| true);
         }
@@ -91,8 +94,8 @@ fn reopen_once() -> Result<(), (PathBuf, io::Error)> {
     let path = current().as_ref().map(|(path, _)| path.clone());
     let Some(path) = path else { return Ok(()) };
     let former = open(&path).map_err(|error| (path, error))?;
-    // The former writer may drop the last reference to the former file, and block. So the former
-    // file stays referenced until a new writer has taken over.
+    // The former writer may hold the last reference to the former file; dropping it could block
+    // that thread for long. This reference keeps the file open until a new writer has taken over.
     queue::resume(write);
     if let Some(former) = former {
         close(former);
@@ -100,7 +103,7 @@ fn reopen_once() -> Result<(), (PathBuf, io::Error)> {
     Ok(())
 }
 
-/// Former files of the log that are to be closed.
+// Former log files that are to be closed.
 struct Closing {
     files: Vec<Arc<File>>,
     has_thread: bool,
@@ -112,14 +115,14 @@ fn closing() -> MutexGuard<'static, Closing> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Closes a file on a thread that ends once all former files are closed. Its file system may never
-/// answer.
+/// Closes a file on a thread that ends when no former file is left. The file system of one may
+/// never respond.
 fn close(file: Arc<File>) {
     let mut closing = closing();
     closing.files.push(file);
     if !closing.has_thread {
         let started = thread::Builder::new().name(queue::THREAD.to_owned()).spawn(close_files);
-        // If there is no thread now, the next reopening starts one.
+        // If the thread cannot be started, the next reopening starts one.
         closing.has_thread = started.is_ok();
     }
 }
@@ -140,17 +143,17 @@ fn close_files() {
     }
 }
 
-/// Format of the log.
+// Format of the log, set by the first line.
 static FORMAT: OnceLock<LogFormat> = OnceLock::new();
 
-/// Writer to the queue of a log of this format.
+/// Writer that appends to the queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LogFile(pub(super) LogFormat);
 
-/// What became of the lines before.
+// Result of the lines before this one.
 struct Before {
     left_out: u64,
-    /// The last was written in part.
+    // The last line was written partly: the next one begins with a newline.
     is_torn: bool,
 }
 
@@ -161,7 +164,7 @@ fn before() -> MutexGuard<'static, Before> {
 }
 
 impl Write for LogFile {
-    /// Takes a whole line, and never fails or waits.
+    /// Appends a whole line to the queue. Never fails and never waits.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let _ = FORMAT.set(self.0);
         queue::append(line, write);
@@ -173,14 +176,15 @@ impl Write for LogFile {
     }
 }
 
-/// Writes a line, which may wait for the file system. Holds no lock on the file meanwhile, so that
-/// it can be opened again.
+/// Writes a line; may wait for the file system. Holds no lock on the file, so that [`reopen`] can
+/// replace it meanwhile.
 fn write(LogLine { line, dropped }: LogLine) {
     let own = current().as_ref().map(|(_, file)| Arc::clone(file));
-    // As it was before this line. A writer that waits for a former file does not hold it.
+    // Copied, not held: a writer that waits for a former file must not block its successor.
     let Before { left_out, is_torn } = *before();
     let left_out = left_out + dropped;
     let priority = if own.is_some() { String::new() } else { Priority::WARNING.to_string() };
+    // Lines were lost at the destination (not only in the queue): do not wait again for each line.
     let patience = if left_out == dropped { PATIENCE } else { Duration::ZERO };
     let mut text = String::new();
     if is_torn {
@@ -193,6 +197,7 @@ fn write(LogLine { line, dropped }: LogLine) {
         Some(file) => put(&mut &**file, bytes, patience),
         None => put(&mut stderr().lock(), bytes, patience),
     };
+    // A line without text only reports the drops of the queue, and is not a line itself.
     let lines = u64::from(!line.is_empty());
     *before() = match put(text.as_bytes()) {
         Err(written) => Before { left_out: left_out + lines, is_torn: is_torn || written > 0 },
@@ -203,12 +208,12 @@ fn write(LogLine { line, dropped }: LogLine) {
     };
 }
 
-/// A destination of lines.
+// Destination that can be polled.
 trait LogOutput: Write + AsFd {}
 
 impl<S: Write + AsFd> LogOutput for S {}
 
-/// The line about lines that are missing.
+/// Line that reports the number of missing lines.
 fn of_gap(format: LogFormat, priority: &str, left_out: u64) -> String {
     const MESSAGE: &str = "lines of the log could not be written and were left out";
     match format {
@@ -219,13 +224,15 @@ fn of_gap(format: LogFormat, priority: &str, left_out: u64) -> String {
     }
 }
 
-/// Writes all of it, or says how many bytes could be.
+/// Writes all bytes. On failure returns the number of bytes written.
 fn put(file: &mut dyn LogOutput, bytes: &[u8], patience: Duration) -> Result<(), usize> {
     let mut written = 0;
     while written < bytes.len() {
         if !is_ready(file, patience) {
             return Err(written);
         }
+        // At most PIPE_BUF bytes: a larger write to a pipe could block although poll(2) reported
+        // it writable.
         match file.write(&bytes[written..bytes.len().min(written + AT_ONCE)]) {
             Ok(count) if count > 0 => written += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -235,9 +242,9 @@ fn put(file: &mut dyn LogOutput, bytes: &[u8], patience: Duration) -> Result<(),
     Ok(())
 }
 
-/// Whether a write would not have to wait.
+/// True if a write of [`AT_ONCE`] bytes does not block. Waits for that at most `patience`.
 fn is_ready(file: &dyn LogOutput, patience: Duration) -> bool {
     let timeout = PollTimeout::try_from(patience).unwrap_or(PollTimeout::ZERO);
-    // What cannot be asked is tried.
+    // If poll itself fails, the write is tried.
     poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], timeout) != Ok(0)
 }

@@ -1,8 +1,8 @@
-//! Lines of the log on their way to a thread that writes them.
+//! Queue of log lines for a thread that writes them.
 //!
-//! The file system of a log may stop answering, and a reader of a pipe may stop reading. A thread
-//! that serves disks must not wait for either, so it only appends a line here. Beyond
-//! [`MOST_BYTES`] lines are dropped and counted, and the log reports their number before the next
+//! The file system of a log may stop responding, and the reader of a pipe may stop reading. A
+//! thread that serves disks must not wait for either, so it only appends a line here. Beyond
+//! [`MOST_BYTES`], lines are dropped and counted, and the log reports their number before the next
 //! line.
 //!
 //! ```text
@@ -10,9 +10,10 @@
 //!                └─ full: dropped += 1
 //! ```
 //!
-//! The writer starts with the first line of a burst. So a process that has logged nothing has no
-//! thread for it, and a writer has the rights of the thread that starts it. After a new file was
-//! opened, a new writer starts ([`resume`]): the former one may wait for the former file.
+//! The first line of a burst starts the writer. So a process that has logged nothing has no such
+//! thread, and a writer has the privileges of the thread that starts it. After a new file was
+//! opened, a new writer starts ([`resume`]), because the former one may be blocked on the former
+//! file.
 
 use std::{
     collections::VecDeque,
@@ -23,14 +24,14 @@ use std::{
 
 use nix::sys::signal::SigSet;
 
-/// Bytes of lines that wait: thousands of lines, such as those of a start with many disks.
+// Bytes of queued lines: thousands of lines, such as those of a start with many disks.
 const MOST_BYTES: usize = 1 << 20;
-/// Time that the end of a process waits for lines to be written.
+// Longest wait for queued lines at the end of the process.
 const TO_WRITE: Duration = Duration::from_secs(2);
 /// Name of the writer's thread.
 pub const THREAD: &str = "log";
 
-/// A line, and the number of lines that were dropped before it.
+/// Line, and the number of lines that were dropped before it.
 pub(super) struct LogLine {
     pub(super) line: Vec<u8>,
     pub(super) dropped: u64,
@@ -41,12 +42,12 @@ type WriteLine = fn(LogLine);
 struct LogQueue {
     entries: VecDeque<LogLine>,
     bytes: usize,
-    /// Lines dropped since the last one that was appended.
+    // Lines dropped since the last one that was appended.
     dropped: u64,
-    /// Number of the writer that takes lines; none runs if `None`.
+    // Number of the current writer; `None` if none runs.
     writer: Option<u64>,
     writers: u64,
-    /// Receives lines that no thread could be started for.
+    // Function for lines for which no thread could be started; `flush` then calls it.
     write: Option<WriteLine>,
 }
 
@@ -72,7 +73,7 @@ impl LogQueue {
         self.entries.push_back(LogLine { line: line.to_vec(), dropped });
     }
 
-    /// The next line; an empty one reports lines that were dropped after all others.
+    /// Next line. An empty one reports drops at the end of the queue.
     fn next(&mut self) -> Option<LogLine> {
         if let Some(entry) = self.entries.pop_front() {
             self.bytes -= entry.line.len();
@@ -82,10 +83,11 @@ impl LogQueue {
         (dropped > 0).then(|| LogLine { line: Vec::new(), dropped })
     }
 
-    /// Number of a new writer, which is the one that takes lines from now on.
+    /// Number of a new writer, which replaces the current one.
     fn next_writer(&mut self) -> u64 {
         self.writers += 1;
         self.writer = Some(self.writers);
+        // A former writer finds another number here after its write and ends.
         self.writers
     }
 
@@ -97,14 +99,14 @@ impl LogQueue {
         self.write = Some(write);
         let number = self.next_writer();
         let started = thread::Builder::new().name(THREAD.to_owned()).spawn(move || run(number, write));
-        // If there is no thread now, the next line starts one.
+        // If the thread cannot be started, the next line tries again.
         if started.is_err() {
             self.writer = None;
         }
     }
 }
 
-/// Appends a line, which a thread passes to `write`. Never waits for the log.
+/// Appends a line, which a thread passes to `write`. Never waits for the destination.
 pub(super) fn append(line: &[u8], write: WriteLine) {
     let mut queue = lock();
     queue.append(line);
@@ -113,7 +115,7 @@ pub(super) fn append(line: &[u8], write: WriteLine) {
     }
 }
 
-/// Continues with a new writer, if lines wait.
+/// Replaces the writer, if one runs.
 pub(super) fn resume(write: WriteLine) {
     let mut queue = lock();
     if queue.writer.is_some() {
@@ -121,8 +123,8 @@ pub(super) fn resume(write: WriteLine) {
     }
 }
 
-/// Waits until all lines are written, for two seconds at most. Returns true if they are. Blocks.
-/// Lines that no thread could be started for are written by the calling thread.
+/// Waits until all lines are written, at most two seconds. Returns true if they are. Blocks.
+/// Writes the lines itself if no thread could be started.
 pub fn flush() -> bool {
     let mut queue = lock();
     if let (None, false, Some(write)) = (queue.writer, queue.is_empty(), queue.write) {
@@ -137,12 +139,13 @@ pub fn flush() -> bool {
 }
 
 fn run(number: u64, write: WriteLine) {
-    // Signals are for the threads that expect them.
+    // Signals are for the threads that await them.
     let _ = SigSet::all().thread_block();
     write_lines(number, write);
 }
 
-/// Writes lines until the queue is empty or another writer takes them.
+/// Writes lines until the queue is empty or another writer replaces this one. The lock is released
+/// during each write.
 fn write_lines(number: u64, write: WriteLine) {
     loop {
         let entry = {
