@@ -1,17 +1,17 @@
-//! What a client proves itself with, and what it takes for proof of the server: certificates, or a
-//! pre-shared key.
+//! Credentials of a TLS client, and its verification of the server: certificates, or a pre-shared
+//! key.
 //!
 //! ```text
-//!  X.509   ca-cert.pem       who signs servers; the system's authorities where it is not there
+//!  X.509   ca-cert.pem       authority of the servers; without a directory, the system's
 //!          ca-crl.pem        optional: revoked servers
-//!          client-cert.pem   optional, both: who we are
+//!          client-cert.pem   optional, both: the client's certificate
 //!          client-key.pem
 //!  PSK     keys.psk          a line `user:hexkey`, as `psktool` writes it
 //! ```
 //!
-//! As libnbd and QEMU lay them out. Everything is read once, before the first connection, so a
-//! connection made again needs no file. Never goes on where the server proves nothing, unless it
-//! was told so.
+//! The layout is that of libnbd and QEMU. All files are read once, before the first connection, so
+//! a reconnect needs no file. Never accepts a server that proves nothing, unless the caller asks
+//! for that (`host` is `None`).
 
 use std::{fmt, net::IpAddr, path::Path};
 
@@ -26,11 +26,12 @@ use super::{
     session::{TlsError, TlsStream},
 };
 
-/// A client's credentials, ready for any number of connections. Clones share them.
+/// Credentials of a client for any number of connections. Clones share them.
 #[derive(Clone)]
 pub struct TlsClient {
     context: SslContext,
-    /// Whose certificate the server's has to be; none with a key.
+    // Name or address that the server's certificate must hold; `None` with a key, or without a
+    // check.
     host: Option<String>,
     has_key: bool,
 }
@@ -42,11 +43,11 @@ impl fmt::Debug for TlsClient {
 }
 
 impl TlsClient {
-    /// From a directory of X.509 files, or with the system's authorities alone. The server's
-    /// certificate has to be that of `host`, unless that is `None`: then anybody's is taken.
+    /// Credentials from a directory of X.509 files, or with the system's authorities alone. The
+    /// server's certificate must be valid for `host`. With `None` every certificate is accepted.
     ///
     /// # Errors
-    /// Of the file that is wrong.
+    /// Names the faulty file.
     pub fn x509(directory: Option<&Path>, host: Option<String>) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         match directory {
@@ -57,11 +58,11 @@ impl TlsClient {
         Ok(Self { context: builder.build(), host, has_key: false })
     }
 
-    /// From a file of pre-shared keys, or from the file `keys.psk` in a directory: the key of
-    /// `user`, or the only one.
+    /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory: the
+    /// key of `user`, or the only one.
     ///
     /// # Errors
-    /// Of the file, or if the user has none in it.
+    /// Names the file; also fails if it holds no key of the user.
     pub fn psk(path: &Path, user: Option<&str>) -> Result<Self, CredentialsError> {
         let mut known = files::pre_shared(path)?;
         let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };
@@ -77,7 +78,7 @@ impl TlsClient {
         let mut builder = builder()?;
         builder.set_cipher_list(files::PSK_CIPHERS)?;
         builder.set_psk_client_callback(move |_, _, identity, secret| {
-            // The identity ends with a zero byte.
+            // OpenSSL expects the identity as a C string. Returning 0 makes the handshake fail.
             let Some(room) = identity.get_mut(..=user.len()) else { return Ok(0) };
             let Some(place) = secret.get_mut(..key.len()) else { return Ok(0) };
             room[..user.len()].copy_from_slice(&user);
@@ -85,29 +86,33 @@ impl TlsClient {
             place.copy_from_slice(&key);
             Ok(key.len())
         });
-        // A server that does not know the key may go on with a certificate, in TLS 1.3. There is
-        // none that would prove anything.
+        // In TLS 1.3 a server that does not know the key may fall back to a certificate. The empty
+        // store rejects every certificate, so that only the key can prove the server.
         builder.set_verify(SslVerifyMode::PEER);
         builder.set_cert_store(X509StoreBuilder::new()?.build());
         Ok(Self { context: builder.build(), host: None, has_key: true })
     }
 
-    /// Whether the server proves itself by a key alone.
+    /// True if only a pre-shared key proves the server.
     pub fn has_key(&self) -> bool {
         self.has_key
     }
 
-    /// A connection's state, of which the first bytes are to be sent.
+    /// New connection, whose first bytes are ready to be sent.
     ///
     /// # Errors
-    /// OpenSSL's.
+    /// Fails if OpenSSL does.
     pub fn connect(&self) -> Result<TlsStream, TlsError> {
         let mut ssl = Ssl::new(&self.context)?;
         if let Some(host) = &self.host {
             let is_address = host.parse::<IpAddr>();
             let rules = ssl.param_mut();
+            // RFC 6125 section 6.4.3 allows clients to reject wildcards such as `vm*.example.org`.
             rules.set_hostflags(X509CheckFlags::NO_PARTIAL_WILDCARDS);
             match is_address {
+                // An address is compared with the iPAddress entries of the certificate, and is not
+                // sent as a server name: RFC 6066 section 3 does not permit literal addresses
+                // there.
                 Ok(address) => rules.set_ip(address)?,
                 Err(_) => {
                     rules.set_host(host)?;
@@ -135,6 +140,7 @@ fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), C
     files::revoke_in(&mut store, directory, "the servers that are revoked")?;
     builder.set_cert_store(store.build());
     let own = directory.join("client-cert.pem");
+    // Presenting a certificate is optional, but one without its key is an error.
     if !own.exists() {
         return Ok(());
     }

@@ -1,7 +1,8 @@
-//! Credential files: certificates, private keys, pre-shared keys; and the settings that servers and
-//! clients have in common.
+//! Credential files (certificates, private keys, pre-shared keys), and the settings that servers
+//! and clients share.
 //!
-//! Each file is read once, up to a bound, and every fault is found then. Never holds a file open.
+//! Each file is read once, up to a bound, and every fault in it is reported then. Never holds a
+//! file open.
 
 use std::{
     collections::HashMap,
@@ -23,16 +24,16 @@ use openssl::{
 
 use reactor::regular;
 
-/// Largest credential file that is read, in bytes: tens of thousands of keys.
+// Largest credential file, in bytes: room for tens of thousands of keys.
 const MAX_FILE_BYTES: u64 = 4 << 20;
-/// Longest pre-shared key, in bytes (what OpenSSL accepts in every version).
+// Longest pre-shared key, in bytes: every version of OpenSSL accepts it.
 const MAX_KEY_BYTES: usize = 256;
-/// TLS 1.2's suites for pre-shared keys with forward secrecy; TLS 1.3 names its suites apart from
-/// the key exchange.
+/// Cipher suites of TLS 1.2 for pre-shared keys with forward secrecy. TLS 1.3 negotiates the key
+/// exchange apart from the cipher suite, so this list does not affect it.
 pub(crate) const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-SHA384:ECDHE-PSK-AES128-CBC-SHA256:\
                            DHE-PSK-CHACHA20-POLY1305:DHE-PSK-AES256-GCM-SHA384:DHE-PSK-AES128-GCM-SHA256";
 
-/// What is wrong with credentials.
+/// Fault in credentials.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum CredentialsError {
@@ -44,11 +45,12 @@ pub enum CredentialsError {
     OpenSsl(#[from] ErrorStack),
 }
 
-/// TLS 1.2 and later ("TLS versions"), without renegotiation, and without resumption, whose keys
-/// would outlive the connection.
+/// Restricts a context to TLS 1.2 and later (chapter "TLS versions" of the NBD protocol), without
+/// renegotiation and without session resumption, because resumption keys would outlive the
+/// connection.
 ///
 /// # Errors
-/// OpenSSL's.
+/// Fails if OpenSSL does.
 pub(crate) fn harden(builder: &mut SslContextBuilder) -> Result<(), ErrorStack> {
     builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
     builder.set_options(SslOptions::NO_RENEGOTIATION | SslOptions::NO_TICKET | SslOptions::NO_COMPRESSION);
@@ -56,10 +58,11 @@ pub(crate) fn harden(builder: &mut SslContextBuilder) -> Result<(), ErrorStack> 
     Ok(())
 }
 
-/// Has certificates that the list ca-crl.pem of this directory names refused, if it is there.
+/// Makes a store reject the certificates that ca-crl.pem in this directory revokes, if that file
+/// exists.
 ///
 /// # Errors
-/// Where it is there and is none.
+/// Fails if the file exists but is not a revocation list.
 pub(crate) fn revoke_in(
     store: &mut X509StoreBuilder,
     directory: &Path,
@@ -67,7 +70,7 @@ pub(crate) fn revoke_in(
 ) -> Result<(), CredentialsError> {
     let revoked = directory.join("ca-crl.pem");
     match read(&revoked, hint) {
-        // Only a list that is certainly not there may be ignored.
+        // Only a missing file is ignored. An unreadable one could hide revocations.
         Err(CredentialsError::File { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
         Ok(_) => revoke(store, &revoked),
@@ -97,11 +100,12 @@ fn read(path: &Path, hint: &'static str) -> Result<Vec<u8>, CredentialsError> {
     Ok(bytes)
 }
 
-/// The certificates in a file, at least one.
+/// Certificates of a file, at least one.
 ///
 /// # Errors
-/// Where there are none, or the file cannot be read; `hint` says what it is for.
+/// Fails if the file holds none or cannot be read. `hint` states the purpose of the file.
 pub fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, CredentialsError> {
+    // A file that is not PEM counts as one without certificates: the message is the same.
     let certificates = X509::stack_from_pem(&read(path, hint)?).unwrap_or_default();
     if certificates.is_empty() {
         let why = "holds no certificate in PEM form".to_owned();
@@ -110,7 +114,8 @@ pub fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, Creden
     Ok(certificates)
 }
 
-/// Says that a certificate of this file's has expired: others refuse it, in words of their own.
+/// Logs a warning if a certificate of this file has expired. Otherwise the only report would be
+/// the rejection at a peer.
 fn warn_if_expired(path: &Path, certificate: &X509) {
     let is_over = Asn1Time::days_from_now(0).is_ok_and(|now| certificate.not_after() < now.as_ref());
     if is_over {
@@ -119,13 +124,15 @@ fn warn_if_expired(path: &Path, certificate: &X509) {
     }
 }
 
-/// The private key in a file.
+/// Private key in a file.
 ///
 /// # Errors
-/// Where it is none, or encrypted, or the file cannot be read; `hint` says what it is for.
+/// Fails if the file holds none, or an encrypted one, or cannot be read. `hint` states the purpose
+/// of the file.
 fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, CredentialsError> {
     let bytes = read(path, hint)?;
-    // Without a callback OpenSSL would ask on the terminal, and a daemon would wait there for ever.
+    // Without a callback OpenSSL would ask for a passphrase on the terminal, and a daemon would
+    // wait for it forever.
     PKey::private_key_from_pem_callback(&bytes, |_| Ok(0)).map_err(|_| CredentialsError::Content {
         path: path.to_owned(),
         why: "not an unencrypted private key in PEM form (`openssl pkey -in FILE -out FILE` decrypts one)"
@@ -133,12 +140,12 @@ fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, Credent
     })
 }
 
-/// Sets the certificate of this end of a connection, with its intermediates, and its private key.
+/// Sets the certificate of this end of a connection, with its intermediates, and the private key.
 ///
 /// `of` is the purpose of the certificate, for messages.
 ///
 /// # Errors
-/// A file cannot be read, holds something else, or the key is that of another certificate.
+/// Fails if a file cannot be read or parsed, or if the key belongs to another certificate.
 pub fn set_identity(
     builder: &mut SslContextBuilder,
     certificate: &Path,
@@ -147,6 +154,7 @@ pub fn set_identity(
 ) -> Result<(), CredentialsError> {
     let mut chain = certificates(certificate, of)?.into_iter();
     let private = private_key(key, "the private key of that certificate")?;
+    // Only the first certificate belongs to this end; all others are intermediates for its peer.
     if let Some(leaf) = chain.next() {
         if !leaf.public_key()?.public_eq(&private) {
             let why = format!("not the key of {} (exchange one of them)", certificate.display());
@@ -161,17 +169,17 @@ pub fn set_identity(
     Ok(builder.set_private_key(&private)?)
 }
 
-/// The pre-shared keys in a file, or in the file `keys.psk` of a directory, by their users.
+/// Pre-shared keys by user, from a file or from the file `keys.psk` in a directory.
 ///
 /// # Errors
-/// Where there are none, or a line is none, or the file cannot be read.
+/// Fails if the file holds no key or an invalid line, or cannot be read.
 pub(crate) fn pre_shared(path: &Path) -> Result<HashMap<Vec<u8>, Vec<u8>>, CredentialsError> {
     let path = if path.is_dir() { path.join("keys.psk") } else { path.to_owned() };
     let bytes = read(&path, "pre-shared keys, a line user:hexkey each; `psktool -u USER -p FILE` adds one")?;
     keys(&bytes).map_err(|why| CredentialsError::Content { path, why })
 }
 
-/// As GnuTLS's psktool writes them: `user:hexkey`, with a user of unusual bytes as `#hex`.
+/// Parses the format of GnuTLS's psktool: `user:hexkey`; a user name with unusual bytes is `#hex`.
 fn keys(file: &[u8]) -> Result<HashMap<Vec<u8>, Vec<u8>>, String> {
     let mut keys = HashMap::new();
     for (number, line) in file.split(|&byte| byte == b'\n').enumerate() {
@@ -181,6 +189,7 @@ fn keys(file: &[u8]) -> Result<HashMap<Vec<u8>, Vec<u8>>, String> {
         }
         let (user, key) = key(line)
             .ok_or_else(|| format!("line {}: not user:hexkey with a key of 1 to 256 bytes", number + 1))?;
+        // Two keys of one user: the wrong one might be used, so the file is rejected.
         if keys.insert(user, key).is_some() {
             return Err(format!("line {}: this user has a key already (remove one)", number + 1));
         }

@@ -1,12 +1,12 @@
-//! TLS for every server and client: NBD, the page, etcd.
+//! TLS for all servers and clients: NBD, the web interface, etcd.
 //!
 //! ```text
 //!   files ──► server, client: contexts ──► session: one connection without a socket (NBD)
 //!                                     └──► tokio-openssl (HTTP, etcd)
-//!   session ──► peer_name: the name that a client proved
+//!   session ──► peer_name: name that a client proved
 //! ```
 //!
-//! Files are laid out as QEMU, libnbd and nbdkit expect them. Never opens a socket, and never
+//! The layout of the files is that of QEMU, libnbd and nbdkit. Never opens a socket, and never
 //! decides which peers are allowed: `policy::access` does.
 
 #![forbid(unsafe_code)]

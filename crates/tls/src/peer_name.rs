@@ -1,9 +1,9 @@
 //! Name that a client proved by TLS: the subject of its certificate, or the user of its pre-shared
 //! key.
 //!
-//! A subject is written as QEMU's `authz-simple` has it: its parts in the certificate's order, such
-//! as `C=GB,O=Acme\, Inc,CN=vm1`, with the characters escaped that RFC 4514 section 2.4 names.
-//! Never judges a name: `policy::access` does.
+//! A subject has the form that QEMU's `authz-simple` compares: the attributes in the order of the
+//! certificate, such as `C=GB,O=Acme\, Inc,CN=vm1`, with special characters escaped by RFC 4514
+//! section 2.4. Never judges a name: `policy::access` does.
 
 use std::{fmt::Write as _, sync::LazyLock};
 
@@ -14,20 +14,21 @@ use openssl::{
     x509::{X509NameEntryRef, X509NameRef},
 };
 
-/// Index of the user of the pre-shared key in the data of a connection, for the whole process.
+// Index of the pre-shared key's user in the data of a connection (`SSL_get_ex_new_index`), one for
+// the whole process.
 static USER: LazyLock<Result<Index<Ssl, Vec<u8>>, ErrorStack>> = LazyLock::new(Ssl::new_ex_index);
 
 pub(crate) fn index_of_user() -> Result<Index<Ssl, Vec<u8>>, ErrorStack> {
     USER.clone()
 }
 
-/// The peer's name, once the handshake is complete. A user that is no UTF-8 has none, because no
-/// access rule can match it.
+/// Name of the peer, once the handshake is complete. A user that is not UTF-8 has no name, because
+/// no access rule can match it.
 pub fn peer_name(ssl: &SslRef) -> Option<String> {
     if let Some(user) = index_of_user().ok().and_then(|index| ssl.ex_data(index)) {
         return String::from_utf8(user.clone()).ok();
     }
-    // Asked for only where it is verified.
+    // A server requests a certificate only if it verifies it, so this subject is proven.
     ssl.peer_certificate().map(|certificate| subject(certificate.subject_name()))
 }
 
@@ -36,7 +37,7 @@ fn subject(name: &X509NameRef) -> String {
     parts.join(",")
 }
 
-/// GnuTLS's word where it has another than OpenSSL.
+/// Attribute type by GnuTLS's name, where that differs from OpenSSL's: QEMU uses GnuTLS.
 fn kind(part: &X509NameEntryRef) -> String {
     match part.object().nid().short_name() {
         Ok("emailAddress") => "EMAIL".to_owned(),
@@ -49,7 +50,7 @@ fn kind(part: &X509NameEntryRef) -> String {
 fn value(part: &X509NameEntryRef) -> String {
     match part.data().to_string() {
         Ok(text) => escaped(&text),
-        // As RFC 4514 writes what is no text.
+        // RFC 4514 section 2.4: a value without a string form is `#` and its bytes in hexadecimal.
         Err(_) => part.data().as_slice().iter().fold("#".to_owned(), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}");
             hex
@@ -60,6 +61,8 @@ fn value(part: &X509NameEntryRef) -> String {
 fn escaped(text: &str) -> String {
     let last = text.chars().count().saturating_sub(1);
     let mut written = String::new();
+    // RFC 4514 section 2.4: NUL is always escaped, a space at both ends only, `#` at the start
+    // only.
     for (at, character) in text.chars().enumerate() {
         match character {
             '\0' => {

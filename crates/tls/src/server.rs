@@ -1,22 +1,23 @@
-//! Server credentials for TLS: a directory of X.509 files, or a file of pre-shared keys.
+//! TLS credentials of a server: a directory of X.509 files, or a file of pre-shared keys.
 //!
-//! Both are laid out as QEMU and nbdkit have them:
+//! The layout is that of QEMU and nbdkit:
 //!
 //! ```text
 //!  X.509   server-cert.pem   the certificate, then its intermediates
 //!          server-key.pem    its private key, not encrypted
-//!          ca-cert.pem       who signs clients; needed to verify them
+//!          ca-cert.pem       authority of the clients; needed to verify them
 //!          ca-crl.pem        optional: revoked clients
-//!  PSK     keys.psk          a line `user:hexkey` a client, as `psktool` writes it
+//!  PSK     keys.psk          a line `user:hexkey` for each client, as `psktool` writes it
 //! ```
 //!
-//! Everything is read at the start, and every fault is found then; what was renewed is put in by
-//! [`TlsServer::renew`].
+//! All files are read at the start, and every fault is reported then. [`TlsServer::renew`]
+//! replaces the credentials later.
 //!
 //! Clients that connect:
 //! - X.509: `nbdinfo 'nbds://HOST/NAME?tls-certificates=DIR'`, with ca-cert.pem, client-cert.pem
-//!   and client-key.pem in DIR; `qemu-img info --object tls-creds-x509,id=t,dir=DIR,endpoint=client
-//!   --image-opts driver=nbd,host=HOST,port=10809,export=NAME,tls-creds=t`.
+//!   and client-key.pem in DIR; `qemu-img info --object
+//!   tls-creds-x509,id=t,dir=DIR,endpoint=client --image-opts
+//!   driver=nbd,host=HOST,port=10809,export=NAME,tls-creds=t`.
 //! - PSK: `nbdinfo 'nbds://USER@HOST/NAME?tls-psk-file=keys.psk'`; `qemu-img info --object
 //!   tls-creds-psk,id=t,dir=DIR,username=USER,endpoint=client --image-opts …,tls-creds=t` with
 //!   DIR/keys.psk.
@@ -39,7 +40,7 @@ use super::{
     session::{TlsError, TlsStream},
 };
 
-/// A server's credentials, ready for any number of connections. Clones share them.
+/// Credentials of a server for any number of connections. Clones share them.
 #[derive(Clone, Debug)]
 pub struct TlsServer {
     context: Arc<Mutex<SslContext>>,
@@ -47,10 +48,10 @@ pub struct TlsServer {
 
 impl TlsServer {
     /// Credentials from a directory of X.509 files. With `verify_peer` a client must present a
-    /// certificate that ca-cert.pem signs and that ca-crl.pem, if there is one, does not revoke.
+    /// certificate that ca-cert.pem signed and that ca-crl.pem, if it exists, does not revoke.
     ///
     /// # Errors
-    /// The fault of a file, with its path.
+    /// Names the faulty file.
     pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         let (certificate, key) = (directory.join("server-cert.pem"), directory.join("server-key.pem"));
@@ -64,7 +65,7 @@ impl TlsServer {
     /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory.
     ///
     /// # Errors
-    /// The fault of the file, with its path and line.
+    /// Names the faulty file and line.
     pub fn psk(path: &Path) -> Result<Self, CredentialsError> {
         let keys = files::pre_shared(path)?;
         let mut builder = builder()?;
@@ -72,6 +73,7 @@ impl TlsServer {
         let index = index_of_user()?;
         builder.set_psk_server_callback(move |ssl, identity, out| {
             let key = identity.and_then(|identity| keys.get(identity));
+            // Kept for `peer_name`, which reads it after the handshake.
             if let (Some(user), Some(_)) = (identity, key) {
                 ssl.set_ex_data(index, user.to_vec());
             }
@@ -80,7 +82,7 @@ impl TlsServer {
                     out.copy_from_slice(key);
                     Ok(key.len())
                 }
-                // An unknown user: the handshake fails.
+                // Unknown user, or no room for the key: a length of 0 makes the handshake fail.
                 None => Ok(0),
             }
         });
@@ -91,7 +93,8 @@ impl TlsServer {
         Self { context: Arc::new(Mutex::new(builder.build())) }
     }
 
-    /// Has others' credentials for all that connect from now on, at this one and all its clones.
+    /// Replaces the credentials for all later connections, in this value and all its clones.
+    /// Existing connections keep theirs.
     pub fn renew(&self, others: Self) {
         let context = others.context().clone();
         *self.context() = context;
@@ -101,18 +104,18 @@ impl TlsServer {
         self.context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// State of a connection without a socket, waiting for the client's first bytes.
+    /// New connection without a socket, which waits for the client's first bytes.
     ///
     /// # Errors
-    /// OpenSSL's.
+    /// Fails if OpenSSL does.
     pub fn accept(&self) -> Result<TlsStream, TlsError> {
         TlsStream::server(self.ssl()?)
     }
 
-    /// State of a connection, for a stream that has its own socket.
+    /// OpenSSL state of a new connection, for a stream with its own socket.
     ///
     /// # Errors
-    /// OpenSSL's.
+    /// Fails if OpenSSL does.
     pub fn ssl(&self) -> Result<Ssl, ErrorStack> {
         Ssl::new(&self.context())
     }
@@ -121,6 +124,8 @@ impl TlsServer {
 fn builder() -> Result<SslContextBuilder, ErrorStack> {
     let mut builder = SslContext::builder(SslMethod::tls_server())?;
     files::harden(&mut builder)?;
+    // TLS 1.3 sends session tickets by default. `NO_TICKET` only makes them stateful there, so
+    // their number is set to 0.
     builder.set_num_tickets(0)?;
     Ok(builder)
 }
@@ -129,6 +134,8 @@ fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(
     let mut store = X509StoreBuilder::new()?;
     for authority in files::certificates(&directory.join("ca-cert.pem"), "the authority that signs clients")?
     {
+        // The names of the accepted authorities go into the certificate request, so that a client
+        // with several certificates can select one.
         builder.add_client_ca(&authority)?;
         store.add_cert(authority)?;
     }

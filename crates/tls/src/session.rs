@@ -1,4 +1,5 @@
-//! One connection's TLS as a value: ciphertext in and out, plaintext on the other side. No socket.
+//! TLS state of one connection as a value: ciphertext in and out on one side, plaintext on the
+//! other. Has no socket.
 //!
 //! ```text
 //!   socket ──► feed ──►┌─────────┐──► read ──► handshake, requests
@@ -6,8 +7,8 @@
 //!   socket ◄─ outgoing └─────────┘◄── write ◄─ replies
 //! ```
 //!
-//! OpenSSL runs over two bounded queues in memory and reports that it would block where one is
-//! empty.
+//! OpenSSL reads and writes two queues in memory instead of a socket. An empty input queue makes
+//! it return that it would block.
 
 use openssl::{
     error::ErrorStack,
@@ -16,26 +17,26 @@ use openssl::{
 };
 use std::io;
 
-/// Ciphertext kept in each direction, in bytes: four records of the largest size (RFC 8446 §5.2).
+// Bytes of ciphertext per direction: four records of the largest size (RFC 8446 section 5.2).
 const MAX_QUEUE_BYTES: usize = 4 * RECORD_BYTES;
-/// The largest TLS record with its overhead.
+// Largest TLS record with its overhead.
 const RECORD_BYTES: usize = (16 << 10) + 512;
-/// Plaintext that is encrypted in one call: one record.
+// Plaintext per call of OpenSSL: one record.
 const MAX_WRITE_BYTES: usize = 16 << 10;
 
-/// What is wrong with a TLS connection.
+/// Fault of a TLS connection.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     #[error("TLS: {0}")]
     OpenSsl(#[from] ErrorStack),
-    /// The peer broke the protocol, or did not prove who it is.
+    /// The peer violated the protocol or failed to authenticate.
     #[error("TLS: {0}")]
     Peer(#[from] openssl::ssl::Error),
-    /// The peer's certificate is not taken.
+    /// Verification of the peer's certificate failed.
     #[error("TLS: certificate verify failed: {0}")]
     Certificate(&'static str),
-    /// The peer wants more than is done at once.
+    /// The peer exceeded a bound.
     #[error("TLS: {0}")]
     Limit(&'static str),
 }
@@ -52,6 +53,7 @@ impl Queue {
     }
 
     fn push(&mut self, bytes: &[u8]) {
+        // Moves the unread bytes to the front only where the vector would otherwise grow.
         if self.start > 0 && self.bytes.len() + bytes.len() > self.bytes.capacity() {
             self.bytes.drain(..self.start);
             self.start = 0;
@@ -68,7 +70,7 @@ impl Queue {
     }
 }
 
-/// What OpenSSL takes for its socket.
+// Transport of OpenSSL in place of a socket.
 #[derive(Debug, Default)]
 struct Wire {
     incoming: Queue,
@@ -89,8 +91,8 @@ impl io::Read for Wire {
 }
 
 impl io::Write for Wire {
-    /// Takes everything: the bound is kept by [`TlsStream::write`], because a write OpenSSL could
-    /// not finish would have to be repeated with the same bytes.
+    /// Accepts all bytes. [`TlsStream::write`] enforces the bound, because OpenSSL requires that
+    /// an incomplete write is repeated with the same bytes (SSL_write(3)).
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.outgoing.push(bytes);
         Ok(bytes.len())
@@ -101,44 +103,46 @@ impl io::Write for Wire {
     }
 }
 
-/// What [`TlsStream::read`] found.
+/// Result of [`TlsStream::read`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsRead {
-    /// So many bytes of plaintext, at least 1.
+    /// Number of bytes of plaintext, at least 1.
     Bytes(usize),
-    /// Feed more ciphertext first.
+    /// More ciphertext must be fed first.
     NeedInput,
-    /// The peer said that it sends nothing more. A connection that ends without it was cut.
+    /// The peer sent close_notify (RFC 8446 section 6.1). A connection that ends without it was
+    /// truncated.
     Closed,
 }
 
-/// One end of a TLS connection. After each call but [`TlsStream::feed`] there may be
-/// ciphertext to send ([`TlsStream::outgoing`]), also after a failure: the alert that says why.
+/// One end of a TLS connection. After each call except [`TlsStream::feed`], ciphertext may be
+/// ready to send ([`TlsStream::outgoing`]). After a failure it is the alert with the reason.
 #[derive(Debug)]
 pub struct TlsStream {
     stream: SslStream<Wire>,
 }
 
 impl TlsStream {
-    /// The server's end, of a connection prepared as `ssl`.
+    /// Server's end of a connection.
     ///
     /// # Errors
-    /// OpenSSL's.
+    /// Fails if OpenSSL does.
     pub(crate) fn server(mut ssl: Ssl) -> Result<Self, TlsError> {
         ssl.set_accept_state();
         Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
     }
 
-    /// The client's end, of a connection prepared as `ssl`.
+    /// Client's end of a connection.
     ///
     /// # Errors
-    /// OpenSSL's.
+    /// Fails if OpenSSL does.
     pub(crate) fn client(mut ssl: Ssl) -> Result<Self, TlsError> {
         ssl.set_connect_state();
         Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
     }
 
-    /// Takes ciphertext and returns how much of it: less than all once reading lags behind.
+    /// Queues ciphertext for OpenSSL. Returns the number of bytes accepted, which is less than all
+    /// if the caller does not read fast enough.
     pub fn feed(&mut self, ciphertext: &[u8]) -> usize {
         let incoming = &mut self.stream.get_mut().incoming;
         let count = ciphertext.len().min(MAX_QUEUE_BYTES.saturating_sub(incoming.waiting().len()));
@@ -146,23 +150,25 @@ impl TlsStream {
         count
     }
 
-    /// Ciphertext to send; tell [`TlsStream::sent`] how much of it went out.
+    /// Ciphertext to send. The caller then reports the number of bytes sent to
+    /// [`TlsStream::sent`].
     pub fn outgoing(&self) -> &[u8] {
         self.stream.get_ref().outgoing.waiting()
     }
 
-    /// So many bytes of [`TlsStream::outgoing`] were sent.
+    /// Removes this number of bytes from [`TlsStream::outgoing`].
     pub fn sent(&mut self, count: usize) {
         self.stream.get_mut().outgoing.drop_front(count);
     }
 
-    /// True once the TLS handshake is complete, false where it needs more input. An error is final:
-    /// send what is outgoing and close.
+    /// Advances the handshake. Returns true once it is complete, and false if it needs more input.
+    /// After an error, the caller sends the outgoing bytes and closes.
     pub fn handshake(&mut self) -> Result<bool, TlsError> {
         match self.stream.do_handshake() {
             Ok(()) => Ok(true),
             Err(error) if error.code() == ErrorCode::WANT_READ => Ok(false),
             Err(error) => {
+                // The general error of OpenSSL hides the reason why a certificate was rejected.
                 let ssl = self.stream.ssl();
                 match ssl.verify_result() {
                     result if result != X509VerifyResult::OK && ssl.verify_mode() != SslVerifyMode::NONE => {
@@ -174,9 +180,11 @@ impl TlsStream {
         }
     }
 
-    /// Decrypts into `plaintext`, which is not empty. One feed may hold many records.
+    /// Decrypts into `plaintext`, which must not be empty. One call of [`TlsStream::feed`] may
+    /// supply several records.
     pub fn read(&mut self, plaintext: &mut [u8]) -> Result<TlsRead, TlsError> {
-        // Reading may answer (alerts, key updates), and the peer may not take the answers.
+        // OpenSSL answers some records while it reads (alerts, key updates). A peer that never
+        // receives the replies must not make the queue grow without bound.
         if self.outgoing().len() > 2 * MAX_QUEUE_BYTES {
             return Err(TlsError::Limit("the peer sends, but takes no answers"));
         }
@@ -191,8 +199,8 @@ impl TlsStream {
         }
     }
 
-    /// Encrypts from the front of `plaintext` and returns how much of it: less than all where what
-    /// is outgoing has to be sent first.
+    /// Encrypts from the front of `plaintext`. Returns the number of bytes encrypted, which is
+    /// less than all if outgoing bytes must be sent first.
     pub fn write(&mut self, plaintext: &[u8]) -> Result<usize, TlsError> {
         let mut written = 0;
         while written < plaintext.len() && self.outgoing().len() < MAX_QUEUE_BYTES {
@@ -202,14 +210,15 @@ impl TlsStream {
         Ok(written)
     }
 
-    /// The connection as OpenSSL knows it: who the peer is, once the handshake is complete.
+    /// OpenSSL's view of the connection: the peer's identity, once the handshake is complete.
     pub fn ssl(&self) -> &SslRef {
         self.stream.ssl()
     }
 
-    /// Tells the peer that nothing more comes; send what is outgoing, then close the socket.
+    /// Queues close_notify for the peer. The caller sends the outgoing bytes, then closes the
+    /// socket.
     pub fn close(&mut self) {
-        // It is being closed anyway.
+        // The connection ends in any case.
         let _ = self.stream.shutdown();
     }
 }
