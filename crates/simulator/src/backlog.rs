@@ -86,6 +86,8 @@ pub(super) struct Backlog {
     chunks: VecDeque<Vec<u8>>,
     /// Position of the next code in the first chunk.
     at: usize,
+    // Both ends keep their own predecessor: codes are relative to the previous request in the
+    // queue.
     pushed: PreviousRequest,
     popped: PreviousRequest,
 }
@@ -115,6 +117,7 @@ impl Backlog {
         let mut number = |flag: u8, is_known: bool, number: u64| {
             if is_known { chunk[first] |= flag } else { push_number(chunk, number) }
         };
+        // The order of the numbers is that in which `pop` reads them.
         number(SAME_TIME, request.at_ns == before.at_ns, request.at_ns.wrapping_sub(before.at_ns));
         number(SAME_LENGTH, request.length == before.length, request.length);
         number(SAME_CLIENT, client == before.client, client.into());
@@ -148,6 +151,7 @@ impl Backlog {
         let request = Request { at_ns, disk, op, offset, length };
         before.follow(&request, client);
         self.at = at;
+        // Also frees the chunk that `push` still fills; the next request then starts a new one.
         if at == chunk.len() {
             self.chunks.pop_front();
             self.memory.give_back(1);
@@ -164,6 +168,7 @@ impl Drop for Backlog {
 }
 
 /// Maps small distances in either direction to small numbers.
+// ZigZag encoding of Protocol Buffers: 0, −1, 1, −2 become 0, 1, 2, 3.
 const fn zigzag(distance: u64) -> u64 {
     (distance << 1) ^ ((distance as i64 >> 63) as u64)
 }

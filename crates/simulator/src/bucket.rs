@@ -95,6 +95,7 @@ impl Held {
         if more {
             self.begin(direction, now, judge);
         }
+        // No period began for a request that was admitted in the instant of its arrival.
         ended.map_or(Bucket::NONE, |(bucket, _)| bucket)
     }
 
@@ -102,6 +103,7 @@ impl Held {
         for direction in Direction::ALL {
             if let Some((bucket, since)) = self.by[direction.index()] {
                 self.add(bucket, now - since);
+                // The period continues, so a second call adds only the time since this one.
                 self.by[direction.index()] = Some((bucket, now));
             }
         }
@@ -116,12 +118,14 @@ impl Held {
 
     fn find(&self, direction: Direction, judge: impl Fn(&[(u8, LimitKind)]) -> Bucket) -> Bucket {
         match *self.reach[direction.index()] {
+            // Most disks have one limit for each direction: nothing to determine.
             [(level, kind)] => Bucket::new(level, kind),
             ref several => judge(several),
         }
     }
 
     fn add(&mut self, bucket: Bucket, ns: u64) {
+        // `Bucket::NONE` is beyond the array: time without a known limit is dropped.
         if let Some(sum) = self.ns.get_mut(usize::from(bucket.0)) {
             *sum = sum.saturating_add(ns);
         }

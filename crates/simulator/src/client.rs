@@ -63,9 +63,11 @@ impl Client {
         let offset = match &mut self.random {
             Some(random) => {
                 let places = (region.end - region.start) / length;
+                // Aligned to the length of a request, as benchmarks such as fio do it.
                 region.start + random.u64(..places.max(1)) * length
             }
             None => {
+                // A rest that is shorter than a request is skipped.
                 if self.next + length > region.end {
                     self.next = region.start;
                 }

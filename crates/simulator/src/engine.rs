@@ -364,6 +364,7 @@ impl Engine {
     }
 
     fn step(&mut self) {
+        // Events are in order of time, so `now` never moves backwards.
         let Some((at, what)) = self.state.flow.pop() else { return };
         self.state.now = at;
         match what {
@@ -384,6 +385,7 @@ impl Engine {
                     self.state.flow.foresee(at, What::Send(client));
                 }
             }
+            // A client that has reached its end returns no request, and with that stops.
             What::Send(client) => {
                 let now = self.state.now;
                 let request = match &mut self.clients[client as usize] {
@@ -431,6 +433,7 @@ impl Engine {
             self.behind += 1;
             return self.count_in(request.disk);
         }
+        // Below `heads` the backlog is empty: `follow_up` refills the tree at every admission.
         let token = self.waiting.enter(request, client);
         match tree.request(node, direction, Cost::one(request.length), token, now) {
             Admission::Admitted(token) => {
@@ -440,6 +443,8 @@ impl Engine {
             Admission::Queued(_) => {
                 let is_first = tree.waiting(node, direction) == 1;
                 self.count_in(request.disk);
+                // Only a new head changes the time of the next admission: requests behind it wait
+                // for it.
                 if is_first {
                     self.release(arbiter);
                     let disk = &mut self.state.disks[request.disk];
@@ -472,6 +477,8 @@ impl Engine {
                     let until = until.as_nanos();
                     let timer = &mut self.state.arbiters[arbiter].timer;
                     // The previous timer still fires, finds another time and does nothing.
+                    // A later time needs no event: the timer in force fires first and schedules
+                    // the next one.
                     if until < *timer {
                         *timer = until;
                         self.state.flow.foresee(until, What::Timer(arbiter));
@@ -493,10 +500,12 @@ impl Engine {
         let tree = &mut self.state.arbiters[disk.arbiter].tree;
         let now = Instant::from_nanos(self.state.now);
         let admission = tree.request(disk.node, direction, Cost::one(next.length), token, now);
+        // `heads` is above 1, so another request of this direction is still in the tree.
         assert!(matches!(admission, Admission::Queued(_)), "there are others before it");
     }
 
     fn look_at_devices(&mut self) {
+        // A lifted limit admits requests at once; no timer of the tree would report that.
         for arbiter in self.watch.look(&mut self.state) {
             self.release(arbiter);
         }
@@ -532,6 +541,8 @@ impl Engine {
         let Some(direction) = request.op.direction() else { return Bucket::NONE };
         let (tree, node) = (&self.state.arbiters[disk.arbiter].tree, disk.node);
         let waits = tree.waiting(node, direction) > 0;
+        // The limit of the next head is determined now, after the admission has changed the
+        // buckets.
         let at = Instant::from_nanos(now);
         disk.held.end(direction, now, waits, |path| judge(tree, node, direction, path, at))
     }
@@ -544,6 +555,8 @@ impl Engine {
             _ => None,
         };
         let completed = match &mut disk.ahead {
+            // A replayed request takes its recorded service time; the devices and the cache are
+            // not modelled.
             _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
             Some(ahead) if request.op == Op::Read => {
@@ -551,6 +564,7 @@ impl Engine {
                     (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
                 let may = |cost: &Cost, given_back| !limited || tree.spare(node, cost, given_back, at);
+                // A prefetch must not delay requests: it uses only what the limits leave over.
                 ahead.read(request, now, &mut self.state.flow, may)
             }
             Some(ahead) => ahead.change(request, now, &mut self.state.flow),
@@ -568,6 +582,7 @@ impl Engine {
                 }
             }
         }
+        // A request that took no time at all is marked: its client sends the next one later.
         if client != NOBODY {
             self.state.flow.foresee(completed, What::Answer(client, completed == request.at_ns));
         }

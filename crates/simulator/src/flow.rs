@@ -10,6 +10,7 @@ use super::device::Devices;
 #[derive(Debug, Default)]
 pub(super) struct Flow {
     events: BinaryHeap<Reverse<Event>>,
+    // Sequence number of the last event: makes the order of events of one instant deterministic.
     foreseen: u64,
     /// Number of events that keep the simulation running: all except for samples of devices.
     lively: usize,
@@ -54,6 +55,7 @@ impl Flow {
 
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
+        // Without this distinction samples would schedule each other forever.
         self.lively == 0
     }
 

@@ -112,7 +112,7 @@ impl OverTime {
         if at > self.last_ns {
             self.note(at, 0);
         }
-    // New intervals begin with the present level, which lasted through them.
+        // New intervals begin with the present level, which lasted through them.
     }
 
     fn halve(&mut self) {
@@ -205,6 +205,7 @@ impl Default for LatencyOverTime {
 impl LatencyOverTime {
     /// Adds a latency at a time; both in nanoseconds.
     pub fn note(&mut self, at: u64, ns: u64) {
+        // The length of an interval is a power of two, so that joining pairs keeps all counts.
         while at >> self.bits >= LATENCY_INTERVALS as u64 {
             self.halve();
         }
@@ -273,6 +274,7 @@ fn quantile(counts: &[u32], rank: u64) -> u64 {
 /// Step of a latency: exact below 2 to the power of [`STEP_BITS`], then the same number of steps
 /// in each doubling.
 fn step_of(ns: u64) -> usize {
+    // Log-linear steps, as in HdrHistogram: the relative error is bounded at every magnitude.
     let shift = (63 - ns.max(1).leading_zeros()).saturating_sub(STEP_BITS);
     ((shift as usize) << STEP_BITS) + (ns >> shift) as usize
 }

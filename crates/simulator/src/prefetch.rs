@@ -119,8 +119,10 @@ impl Ahead {
         let Request { disk, op, offset, length, .. } = *request;
         let done = flow.devices.begin(self.place, op, length, now);
         if op != Op::Flush {
+            // Before the write completes: a chunk that overlaps it must not be used any more.
             let write = self.cache.write_begins(offset..offset.saturating_add(length));
             self.let_go();
+            // A write without duration needs no event for its end.
             if done == now {
                 self.cache.write_ends(write);
             } else {

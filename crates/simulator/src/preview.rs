@@ -144,6 +144,7 @@ pub fn replay(
         disks: disks.iter().map(disk).collect(),
         ..World::default()
     };
+    // The recorded service times stand for the devices, so the world has none.
     let mut engine = Engine::new(&world, true)?;
     let all = || disks.iter().flat_map(|disk| &disk.past);
     let begin = all().map(|past| past.arrived_ns).min().unwrap_or(0);
@@ -254,12 +255,15 @@ fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> 
     let mut asked: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
     let mut answered: Vec<usize> = Vec::new();
     for request in past {
+        // Chains whose request had completed by the arrival of this one are free to send it.
         while let Some(&Reverse((at, chain))) = asked.peek()
             && at <= request.arrived_ns
         {
             asked.pop();
             answered.push(chain);
         }
+        // The latest completion is the most probable cause of this request. Without one, another
+        // request must have been in flight: a new chain.
         let place = answered.pop().unwrap_or_else(|| {
             chains.push(Recorded { chain: Chain::new(disk), free_ns: begin_ns, longest_ns: 0 });
             chains.len() - 1

@@ -110,6 +110,7 @@ impl Watch {
     /// True if a request after idleness must take a sample first, for the last multiple of the
     /// interval.
     pub(super) fn wakes(&mut self) -> bool {
+        // Any request ends the idle period, also while samples are still being taken.
         self.idle_looks = 0;
         !self.awake && !self.devices.is_empty()
     }
@@ -129,6 +130,7 @@ impl Watch {
         let mut idle = state.flow.is_idle();
         let mut consumed: Vec<Consumed> = self.devices.iter().map(|_| Consumed::default()).collect();
         for target in &mut self.targets {
+            // First all targets, because several may share a device: its sample needs their sum.
             let Some(taken) = target.taken(state, at) else { continue };
             for &device in &target.devices {
                 consumed[device].add(&taken);
@@ -137,6 +139,7 @@ impl Watch {
         for (observed, consumed) in self.devices.iter_mut().zip(consumed) {
             idle &= !observed.observe(state.worked_ns(observed.place), at, &consumed);
         }
+        // Idle if no device worked and no other event is pending.
         self.idle_looks = if idle { self.idle_looks + 1 } else { 0 };
         let Self { targets, devices, .. } = self;
         targets.iter_mut().filter_map(|target| target.decide(devices, state)).collect()
@@ -161,6 +164,7 @@ impl Observed {
     fn new(place: Place, state: &State) -> Self {
         let at = last_look(state.now);
         let mut controller = Controller::new();
+        // The device counts as sampled and idle at this time.
         controller.observe(Instant::from_nanos(at), Sample::new(0, &Consumed::default()));
         Self { place, controller, last: (at, state.worked_ns(place)) }
     }

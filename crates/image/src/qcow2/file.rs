@@ -291,7 +291,7 @@ impl ImageFile {
                 self.write((number * SECTOR) as u64, sector).await?;
             }
             self.flush().await?;
-        // The first sector refers to names in later sectors: those must be durable before it.
+            // The first sector refers to names in later sectors: those must be durable before it.
         }
         if let Some((_, sector)) = first {
             self.write(0, sector).await?;

@@ -262,7 +262,7 @@ impl Refcounts {
             let (block, index) = self.block_of(cluster);
             if cluster >= header::OFFSET_LIMIT >> self.cluster_bits {
                 return Err(Error::NO_SPACE);
-            // Blocks known to be full are skipped without reading them.
+                // Blocks known to be full are skipped without reading them.
             }
             if self.lock().full.contains(&block) {
                 let next = (block as u64 + 1) * self.block_entries();
