@@ -139,8 +139,8 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
     // The first byte is the least significant. Each byte becomes the value of its digit, or above
     // 9 for other characters.
     let values = u64::from_le_bytes(text) ^ each(b'0');
-    // Highest bit of each byte above 9: set already, or carried from adding 0x76 to the other
-    // bits.
+    // Highest bit of each byte above 9: set already, or carried from adding 0x76 to the lower
+    // seven bits.
     let others = (((values & each(0x7f)) + each(0x76)) | values) & each(0x80);
     let count = others.trailing_zeros() as usize / 8;
     // A shift by 64 bits below would overflow.
@@ -176,6 +176,7 @@ pub(super) fn seconds(field: &[u8], what: &str) -> Result<u64, String> {
     if !fraction.iter().all(u8::is_ascii_digit) {
         return Err(format!("the {what} {} is not a number of seconds", shown(field)));
     }
+    // A fraction is padded with zeroes to nine digits.
     let digits = fraction.iter().map(|digit| u64::from(digit - b'0')).chain(std::iter::repeat(0));
     let fraction_ns = digits.take(9).fold(0, |ns, digit| ns * 10 + digit);
     whole
@@ -204,6 +205,7 @@ fn missing(what: &str) -> String {
 #[cold]
 fn not_a_number(field: &[u8], what: &str) -> String {
     let digits = |field: &[u8]| !field.is_empty() && field.iter().all(u8::is_ascii_digit);
+    // A precise reason, because the cause is often a wrong column.
     let why = match field {
         [] => return missing(what),
         [b'-', rest @ ..] if digits(rest) => "is negative",

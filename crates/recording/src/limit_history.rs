@@ -73,7 +73,9 @@ impl LimitHistory {
     /// Sorts the changes of each owner by time.
     pub fn sort(&mut self) {
         for changes in self.disks.values_mut().chain(self.groups.values_mut()) {
+            // Stable: of several changes at one instant the last one stored remains in force.
             changes.sort_by_key(|change| change.at_ns);
+            // Recordings that overlap or follow each other repeat the limits at their start.
             changes.dedup_by(|later, earlier| is_repeated(earlier, later));
         }
     }
@@ -109,6 +111,7 @@ impl LimitHistory {
             visitor(LimitsInForce { of, change, during_ns: during_ns.clone() });
             let above = change.group.as_ref().filter(|_| levels > 0);
             if let Some((group, changes)) = above.and_then(|group| self.groups.get_key_value(group)) {
+                // Only for the period in which the owner belonged to this group.
                 self.visit_levels(visitor, Some(group), changes, during_ns, levels - 1);
             }
         }

@@ -54,6 +54,7 @@ impl Lines {
     /// Unread text, up to 1 MiB. A read error is reported after it.
     pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
         while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
+            // Not returned yet: the text before it may suffice to detect the format.
             self.failed = self.read().err();
         }
         if self.start == self.end {
@@ -65,6 +66,7 @@ impl Lines {
     /// Next line without its line break; `None` after the last.
     #[inline(always)]
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, TraceError> {
+        // The buffer is larger than the longest line, so a complete line fits in any case.
         let rest = &self.buffer[self.start..self.end];
         // The fast path: the line is complete in the buffer.
         let found = match memchr::memchr(b'\n', rest) {
@@ -79,6 +81,7 @@ impl Lines {
     }
 
     pub(super) fn is_at_end(&mut self) -> Result<bool, TraceError> {
+        // A read may return no text without being at the end.
         while self.start == self.end && !self.ended {
             self.refill()?;
         }
@@ -92,6 +95,7 @@ impl Lines {
             if self.is_at_end()? {
                 return Ok(None);
             }
+            // The vector grows with the bytes that exist: `count` may come from a damaged file.
             let part = (count - bytes.len()).min(self.end - self.start);
             bytes.extend_from_slice(&self.buffer[self.start..self.start + part]);
             self.start += part;

@@ -1,7 +1,6 @@
 //! Merges several traces by time; disks of the same name are one disk.
 //!
-//! Each trace begins at time 0, or keeps its distance from the others on a shared clock, as
-//! recordings do.
+//! Each trace begins at time 0, or all keep their distances on a shared clock, as recordings do.
 
 use std::{
     cmp::Reverse,
@@ -149,6 +148,7 @@ impl Merged {
     pub fn clock_ns(&mut self) -> u64 {
         match (&self.clock, &mut self.sources[..]) {
             (Clock::Shared(ns), _) => *ns,
+            // Several traces that each begin at time 0 have no common absolute time.
             (Clock::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
             _ => 0,
         }
@@ -198,6 +198,7 @@ impl Merged {
     #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
     pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
         match &mut self.sources[..] {
+            // A single trace needs neither a heap nor a translation of disk numbers.
             [only] => only.reader.next(),
             _ => self.next_of_several(),
         }
@@ -211,6 +212,7 @@ impl Merged {
             }
         }
         if let Some(error) = self.failed.take() {
+            // Ends the iteration: no record follows an error.
             self.upcoming.clear();
             return Err(error);
         }
@@ -219,6 +221,7 @@ impl Merged {
         };
         let which = usize::from(which);
         let record = self.sources[which].head.take();
+        // The record was read before the error, so it is returned first.
         self.failed = self.advance(which).err();
         Ok(record)
     }
@@ -236,6 +239,7 @@ impl Merged {
         };
         for name in &reader.disks()[ids.len()..] {
             let why = |why| TraceError::Together { file: reader.name().to_owned(), why };
+            // New names of this reader get their numbers in the merged traces.
             ids.push(self.disks.id(name.as_bytes()).map_err(why)?);
         }
         record.disk = ids[record.disk.index()];
@@ -256,6 +260,7 @@ pub fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
         );
         return Err(TraceError::Together { file: other.name().to_owned(), why });
     }
+    // Reads ahead in each trace, but returns no record.
     let origin_ns = readers.iter_mut().filter_map(Reader::first_ns).min().unwrap_or(0);
     readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
     Ok(origin_ns)

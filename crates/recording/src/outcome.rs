@@ -31,6 +31,7 @@ pub struct Noted {
 
 /// Outcomes of requests that were read and not fetched yet.
 pub(super) struct Outcomes {
+    // The window reorders records; their line identifies them afterwards.
     by_line: HashMap<u64, Noted>,
     limits: Disks,
 }

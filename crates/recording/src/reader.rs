@@ -114,6 +114,7 @@ impl Reader {
             (Some(format), None) => format,
             (None, None) => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
         };
+        // Only for the message: an explicit format is used even if the detection disagrees.
         let otherwise = options.format.and_then(|_| detect(ahead).ok()).filter(|seen| *seen != format);
         let tells = match format {
             Format::Recording => true,
@@ -175,6 +176,7 @@ impl Reader {
         }
         match self.window.pop() {
             Some(mut record) => {
+                // The earliest record defines time 0, unless `count_from` has set it.
                 record.time_ns -= *self.origin_ns.get_or_insert(record.time_ns);
                 Ok(Some(record))
             }
@@ -237,6 +239,7 @@ impl Reader {
 
     #[cold]
     fn refill(&mut self) {
+        // Parses a batch, so that the dispatch over the formats is paid once for many records.
         let enough = self.held + BATCH;
         let Self { lines, disks, window, outcomes, limits, empty, .. } = self;
         let limits = outcomes.is_some().then_some(limits);
@@ -285,6 +288,7 @@ pub fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceE
         (_, Some(_)) => Ok(false),
         (Some(Format::Recording), None) => {
             let ahead = lines.ahead()?;
+            // A file of unknown kind is left to the decoder, whose message is more precise.
             if let (false, Ok(seen)) = (is_beginning(ahead), detect(ahead)) {
                 let why = "a recording begins otherwise";
                 return Err(misnamed(lines.name(), Format::Recording, seen, why));

@@ -13,7 +13,7 @@ impl DiskId {
     }
 }
 
-/// What a request does.
+/// Operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Op {
     /// Makes completed writes durable.

@@ -39,6 +39,7 @@ impl Window {
     }
 
     pub(super) fn first_ns(&self) -> Option<u64> {
+        // The earliest record is at the front of the run or at the top of the heap.
         let late = self.late.peek().map(|late| late.0.0.time_ns);
         self.run.front().map(|first| first.time_ns).into_iter().chain(late).min()
     }
@@ -46,6 +47,8 @@ impl Window {
     /// Adds a record, whose time is in the trace's clock.
     #[inline(always)]
     pub(super) fn push(&mut self, record: Record) -> Result<(), String> {
+        // The second condition matters when the run is empty: a record may still precede the last
+        // returned one.
         if self.run.back().is_none_or(|last| last.time_ns <= record.time_ns) && record.time_ns >= self.left_ns
         {
             self.run.push_back(record);
@@ -77,6 +80,7 @@ impl Window {
 
     fn pop_earlier(&mut self) -> Option<Record> {
         let late = self.late.peek()?;
+        // Equal times are in the order of their lines, which `order` includes.
         if self.run.front().is_some_and(|first| first.order() < late.0.0.order()) {
             return self.run.pop_front();
         }

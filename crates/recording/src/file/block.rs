@@ -40,6 +40,7 @@ impl Block {
         let shift = self.entries.iter().map(|entry| (entry.offset | entry.length).trailing_zeros()).min();
         let shift = shift.unwrap_or(0).min(MOST_SHIFT);
         push(bytes, shift.into());
+        // Columns of like numbers compress better than rows.
         for column in self.columns(shift) {
             push(bytes, column.len() as u64);
             bytes.extend_from_slice(&column);
@@ -58,6 +59,7 @@ impl Block {
             let kind =
                 entry.op.code() | flag(entry.has_failed, FAILED) | flag(entry.times.is_none(), UNMEASURED);
             let Times { wait_ns, service_ns } = entry.times.unwrap_or_default();
+            // The order of the columns is part of the format.
             let numbers = [
                 entry.arrival_ns - before_ns,
                 wait_ns,
@@ -89,6 +91,7 @@ impl Block {
         for column in &mut columns {
             *column = part(&mut rest)?;
         }
+        // `count` is at most MOST_ENTRIES here, so the capacity is bounded.
         let mut entries = Vec::with_capacity(count);
         let mut before_ns = 0_u64;
         let mut ends = vec![0_u64; disks.len()];
@@ -124,6 +127,7 @@ impl Block {
             *end = entry.offset.checked_add(entry.length)?;
             entries.push(entry);
         }
+        // Trailing bytes are damage.
         let is_whole = rest.is_empty() && columns.iter().all(|column| column.is_empty());
         is_whole.then_some(Self { lost, disks, limits, entries })
     }

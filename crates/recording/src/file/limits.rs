@@ -74,6 +74,7 @@ pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
 /// Decodes a block of changes; `None` if the bytes are invalid or a limit violates a rule.
 pub(super) fn decode(bytes: &[u8]) -> Option<Vec<LimitChange>> {
     let mut rest = bytes;
+    // No capacity is reserved for `count`: it may be damaged, and a change takes many bytes.
     let count = usize::try_from(take(&mut rest)?).ok().filter(|count| *count <= MOST_CHANGES)?;
     let changes = (0..count).map(|_| decode_change(&mut rest)).collect::<Option<Vec<_>>>()?;
     rest.is_empty().then_some(changes)
@@ -91,6 +92,7 @@ fn decode_change(rest: &mut &[u8]) -> Option<LimitChange> {
         let [rate, burst_rate, burst_length_s] = [take(rest)?, take(rest)?, take(rest)?];
         *limits.limit_mut(kind) = Limit { rate, burst_rate, burst_length_s };
     }
+    // The limits of a damaged recording must not reach the simulation.
     limits.validate().ok()?;
     Some(LimitChange { at_ns, owner, name, group, limits, watermark })
 }

@@ -87,6 +87,7 @@ impl Blocks {
         limits: &mut dyn FnMut(LimitChange),
     ) -> Result<Option<Told<'_>>, TraceError> {
         let Mark { version, clock_ns } = self.mark(lines)?;
+        // A loop, because a block may hold limits only, or only a number of lost requests.
         while self.taken == self.block.entries.len() {
             let block = match self.read(lines, version)? {
                 None => return Ok(None),
@@ -97,6 +98,8 @@ impl Blocks {
                 Some(Content::Requests(block)) => block,
             };
             self.lost = self.lost.saturating_add(block.lost);
+            // Blocks are bounded, but a hostile file of many blocks could hold any number of
+            // different names.
             for (names, known) in [(&block.disks, &mut self.disks), (&block.limits, &mut self.limits)] {
                 for name in names {
                     known.id(name.as_bytes()).map_err(|why| damaged(lines, &why))?;
@@ -138,6 +141,7 @@ impl Blocks {
             return Err(damaged(lines, "a block is larger than any that is written"));
         }
         let Some(frame) = lines.bytes(length)? else { return Err(self.cut_off(lines)) };
+        // The bound also limits the memory: the size in the frame's header is not trusted.
         let block = self.decompressor.decompress(&frame, MOST_BYTES).ok();
         let block = block.and_then(|bytes| Content::decode(&bytes, version));
         block.map(Some).ok_or_else(|| damaged(lines, "a block is not what was written"))
@@ -151,6 +155,7 @@ impl Blocks {
 impl Content {
     /// Decodes a block; `None` if the bytes are invalid.
     pub(super) fn decode(bytes: &[u8], version: u8) -> Option<Self> {
+        // Version 1 has no kinds of blocks: each holds requests.
         if version < 2 {
             return Block::decode(bytes).map(Self::Requests);
         }
@@ -188,6 +193,8 @@ fn mark(lines: &mut Lines) -> Result<Mark, TraceError> {
 fn frame(lines: &mut Lines, length: usize) -> Result<Option<Vec<u8>>, TraceError> {
     let Some(head) = lines.bytes(HEAD_BYTES)? else { return Ok(None) };
     let expected = u32::try_from(length).expect("they are short").to_le_bytes();
+    // zstd's skippable frames carry the lengths: `zstd -d` passes over them, and decompresses the
+    // rest.
     if head != [SKIPPABLE, expected].concat() {
         return Err(damaged(lines, "a block does not begin where the one before it ends"));
     }

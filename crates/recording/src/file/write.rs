@@ -59,6 +59,7 @@ impl<W: Write> Writer<W> {
     /// Those of `out`.
     pub fn new(mut out: W, clock_ns: u64) -> io::Result<Self> {
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
+        // A damaged block must be detected: most damaged numbers would still decode.
         compressor.set_parameter(CParameter::ChecksumFlag(true))?;
         let version = format!("{VERSION}\n");
         out.write_all(&skippable(&[MAGIC, version.as_bytes(), &clock_ns.to_le_bytes()].concat()))?;
@@ -92,6 +93,7 @@ impl<W: Write> Writer<W> {
     /// Those of `out`, to which a full block is written.
     pub fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
         let bytes = limits::most_bytes(&change);
+        // Both bounds are those of the reader.
         if self.changes.len() == MOST_CHANGES || self.change_bytes + bytes > MOST_BYTES - MOST_NUMBER_BYTES {
             self.cut_changes()?;
         }
@@ -129,6 +131,7 @@ impl<W: Write> Writer<W> {
         if self.block.entries.is_empty() && self.block.lost == 0 {
             return Ok(());
         }
+        // Requests are added when they complete. Sorted arrivals make small differences.
         self.block.entries.sort_by_key(|entry| entry.arrival_ns);
         self.bytes.clear();
         push(&mut self.bytes, REQUESTS);

@@ -44,6 +44,7 @@ impl Blkparse {
             let mut lines = ahead.split(|&byte| byte == b'\n');
             lines.any(|line| event(line).is_some_and(|event| event.action == [action]))
         };
+        // `C` also occurs without the other two, if only completions were traced.
         let taken = [b'Q', b'D'].into_iter().find(|&action| seen(action)).unwrap_or(b'C');
         Self { taken, begun: false, summary: false }
     }
@@ -90,9 +91,12 @@ impl Parse for Blkparse {
 fn request(event: &Event<'_>, found: &mut Found<'_>) -> Result<(), String> {
     let place = place(event.rest)?;
     let (flush, letters) = match event.rwbs {
+        // `fill_rwbs` in the kernel's blktrace.c prints a leading F for PREFLUSH and a trailing
+        // one for FUA.
         [b'F', letters @ ..] => (true, letters),
         letters => (letters.contains(&b'B') && place.is_none(), letters),
     };
+    // REQ_PREFLUSH: the kernel flushes before the data.
     if flush {
         found.push(event.time_ns, event.device, Op::Flush, 0, 0)?;
     }
@@ -134,6 +138,7 @@ fn event(line: &[u8]) -> Option<Event<'_>> {
     let (pid, line) = word(line)?;
     let (action, line) = word(line)?;
     let (rwbs, rest) = word(line)?;
+    // All columns are checked: lines of other text may begin with two numbers.
     let counts = is_number(cpu) && is_number(sequence) && is_number(pid);
     let event = Event { device, time_ns: time_ns(time)?, action, rwbs, rest };
     counts.then_some(event)

@@ -61,7 +61,9 @@ fn outcome<'a>(
         *until_ns = (!field.is_empty()).then(|| fields::number(field, what)).transpose()?;
     }
     let limit = Some(fields.quotable("bucket", bucket)?).filter(|name| !name.is_empty() && *name != b"-");
+    // Empty columns: weir has not measured this request.
     let [Some(admitted_ns), Some(completed_ns)] = until_ns else { return Ok(None) };
+    // The three times must be in order: they become unsigned differences.
     let after = |later_ns: u64, earlier_ns: u64| {
         let why = || {
             format!(
@@ -90,6 +92,7 @@ impl Parse for Weir {
         let op = op(fields.text("op")?)?;
         let offset = fields.number("offset")?;
         let length = fields.number("length")?;
+        // Without further columns in the header, more fields are an error.
         if !self.more {
             fields.end()?;
         }
