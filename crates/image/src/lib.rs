@@ -43,7 +43,7 @@ pub enum Image {
     Qcow2(Qcow2),
 }
 
-/// A run of guest bytes that one image of the backing chain provides.
+/// Contiguous guest bytes that one image of the backing chain provides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Depth {
     /// Length in bytes, never zero.

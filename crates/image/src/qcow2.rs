@@ -114,7 +114,7 @@ impl Qcow2 {
         self.size.load(Acquire)
     }
 
-    /// Header as it is in the file now.
+    /// Current header in the file.
     pub fn header(&self) -> Header {
         self.file.header()
     }

@@ -104,7 +104,7 @@ async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// The same bytes in guest memory, at an offset of `skew`.
+/// Bytes in guest memory, at an offset of `skew`.
 fn in_guest(bytes: &[u8], skew: usize) -> Segments {
     let (memory, _) = guest(skew + bytes.len() + 1);
     let place = memory.place(skew as u64, bytes.len()).expect("inside");

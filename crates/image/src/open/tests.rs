@@ -65,7 +65,7 @@ impl Images {
         });
     }
 
-    /// Three images in a chain, each with a cluster of its own.
+    /// Three images in a chain, each with a different allocated cluster.
     fn chain() -> Self {
         let images = Self::new();
         fs::create_dir(images.path("sub")).expect("made");

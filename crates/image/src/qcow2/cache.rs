@@ -171,7 +171,7 @@ impl L2Cache {
         None
     }
 
-    /// Returns a cached slice with a reference of its own.
+    /// Returns a counted reference to a cached slice.
     pub(super) fn get(&self, number: u64) -> Option<Arc<Slice>> {
         let slice = self.set(number).iter().find_map(|way| {
             // Compared before cloning: the reference counts of other slices are shared with other

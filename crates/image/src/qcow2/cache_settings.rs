@@ -21,7 +21,7 @@ const DEFAULT_CLEAN_INTERVAL: Duration = Duration::from_secs(600);
 /// Size of the L2 cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum L2Size {
-    /// Size in bytes, limited to what the disk needs.
+    /// Size in bytes, at most the size that maps the whole disk.
     Bytes(u64),
     /// Enough to map the whole disk.
     Full,
@@ -30,7 +30,7 @@ pub enum L2Size {
 /// Settings of the caches; `None` selects the default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSettings {
-    /// `l2-cache-size`. Default: what the disk needs, at most 32 MiB.
+    /// `l2-cache-size`. Default: the size that maps the whole disk, at most 32 MiB.
     pub l2: Option<L2Size>,
     /// `l2-cache-entry-size` in bytes: a power of two from 512 to the cluster size.
     pub entry_bytes: Option<u64>,

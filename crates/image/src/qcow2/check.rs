@@ -14,8 +14,8 @@
 //! - `copied`: the flags that allow writing a cluster in place.
 //!
 //! Works on the storage without opening the image; nothing else may use it meanwhile. Trusts none
-//! of its content. Memory and time grow with what is in the file, not with the numbers in it: a
-//! table is read once, however many entries refer to it.
+//! of its content. Memory and time grow with the size of the file, not with the numbers in it:
+//! a table is read once, regardless of the number of entries that refer to it.
 //!
 //! Order of repairs: entries are corrected and refcounts raised before anything is lowered, with a
 //! flush in between. An interrupted repair therefore leaves at most the damage that it found, and
@@ -195,7 +195,7 @@ async fn repair_surveyed(
         let (_, survey, _) = Pass::new(storage, header.clone(), Repair::Nothing, None).run().await?;
         Pass::new(storage, header, Repair::Leaks, Some(survey)).run().await?;
     }
-    // The second pass reports the image as it is now, and verifies the repairs.
+    // The second pass reports the repaired image, and verifies the repairs.
     if has_moved || report.corruptions_fixed + report.leaks_fixed > 0 {
         let header = read_repairable(storage).await?;
         let (mut second, ..) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
@@ -276,7 +276,7 @@ struct Pass<'a> {
     stored: Counts,
     /// Clusters whose refcount was lowered to 1, and whose referring entry therefore lacks COPIED.
     lowered_to_one: HashSet<u64>,
-    /// Number of clusters that one refcount block covers.
+    /// Clusters per refcount block.
     per_block: u64,
     /// Indices of refcount blocks with unknown content; `None` if the table is unknown.
     unknown_blocks: Option<HashSet<u64>>,

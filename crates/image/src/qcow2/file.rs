@@ -107,7 +107,7 @@ impl ImageFile {
         self.header.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Header as it is in the file.
+    /// Header in the file.
     pub(super) fn header(&self) -> Header {
         self.kept().header.clone()
     }
@@ -214,7 +214,7 @@ impl ImageFile {
         let more = (end / GROWTH_PART).clamp(LEAST_GROWTH, MOST_GROWTH);
         let wanted = (end + more).next_multiple_of(LEAST_GROWTH);
         match self.storage.resize(wanted).await {
-            // A nearly full file system may still have space for what is needed now.
+            // A nearly full file system may still have space for the required minimum.
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {
                 bytes::set_size(&self.storage, end).await?;
             }
@@ -279,7 +279,7 @@ impl ImageFile {
     }
 
     /// Writes the sectors that differ. The first one comes last, after a flush, since it refers to
-    /// the others.
+    /// the following ones.
     async fn write_header(&self, old: &[u8], new: &[u8]) -> Result<()> {
         let sectors = new.chunks(SECTOR).enumerate();
         let differ = sectors

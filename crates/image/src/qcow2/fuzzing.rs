@@ -8,7 +8,7 @@
 //! | [`open`] | open, with snapshots, bitmaps and LUKS header; query all of it | terminates; block
 //! status covers the disk |
 //! | [`lookup`] | read, write, zero, discard, resize, create and delete snapshots | a read returns
-//! what was written; a consistent image stays consistent |
+//! the written data; a consistent image stays consistent |
 //!
 //! In this crate and not in `fuzz/`, because tests briefly run the same checks on damaged images.
 //! Everything is in memory, on a simulated reactor that panics if tasks deadlock.
@@ -151,7 +151,7 @@ impl Request {
     }
 
     /// Executes the request. Errors are allowed for every image; only a consistent image must
-    /// return what was written.
+    /// return the written data.
     async fn carry_out(self, image: &Qcow2, was_consistent: bool) {
         let (offset, length) = self.range(image.size_bytes());
         let zeroes =
@@ -206,7 +206,7 @@ async fn is_consistent(storage: &Storage) -> bool {
     report.is_ok_and(|report| report.corruptions + report.check_errors == 0)
 }
 
-/// Opens the image with the other files that its header names and with the smallest caches.
+/// Opens the image with the files that its header names and with the smallest caches.
 async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
     let other = |bytes: u64| {
         let bytes = bytes.min(LARGEST_OTHER).next_multiple_of(512);

@@ -327,7 +327,7 @@ impl Header {
         1 << self.refcount_order
     }
 
-    /// Number of guest clusters that one L2 table maps, as a power of two.
+    /// Guest clusters per L2 table, as a power of two.
     pub fn l2_bits(&self) -> u32 {
         self.cluster_bits - if self.has_subclusters() { 4 } else { 3 }
     }
@@ -467,8 +467,8 @@ impl Header {
             }
             Ok(())
         };
-        // From here on, rules of the specification and QEMU's limits, which bound what is
-        // allocated.
+        // From here on, rules of the specification and QEMU's limits, which bound the
+        // allocations.
         if self.refcount_order > 6 {
             return Err(Invalid::new(format!("refcounts of 2^{} bits; 64 is the most", self.refcount_order)));
         }

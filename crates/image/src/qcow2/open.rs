@@ -226,7 +226,7 @@ impl Qcow2 {
         let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
         let is_upkeep = matches!(purpose, Purpose::Upkeep);
-        // During a handover the marks belong to the other process; `take_over` reads and checks
+        // During a handover the marks belong to the previous process; `take_over` reads and checks
         // them again.
         let judged_later = read_only || is_handover;
         check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;

@@ -61,7 +61,7 @@ impl Metadata {
     }
 
     /// Fails if two of the ranges that the set was created from overlap: a change of one would
-    /// damage the other.
+    /// damage both.
     pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {
         let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
         // Equal counts prove that no cluster is in two ranges; the search below runs only for the

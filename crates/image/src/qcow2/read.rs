@@ -162,7 +162,7 @@ impl Qcow2 {
         }
         let packed = self.file.storage().read(host, Buffer::new(there as usize)).await?.to_vec();
         let kind = self.compression;
-        // Decompression runs on another thread: it would delay the other disks of this worker.
+        // Decompression runs on another thread: it would delay all disks of this worker.
         let unpacked = reactor::computing(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)

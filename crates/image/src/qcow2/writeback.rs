@@ -107,7 +107,7 @@ impl Pending {
         self.freed.push(freed);
     }
 
-    /// True if so many ranges wait to be freed that metadata should be written.
+    /// True if more than [`MOST_FREED`] ranges wait to be freed: metadata should then be written.
     pub(super) fn has_much_freed(&self) -> bool {
         self.freed.len() + self.unused.len() > MOST_FREED
     }

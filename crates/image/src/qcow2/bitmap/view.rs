@@ -21,7 +21,7 @@ use storage::MOST_EXTENTS;
 
 use crate::qcow2::{Invalid, MetadataError, Qcow2, bytes, read_header};
 
-// Limit of clusters of bits that one query reads.
+// Clusters of bits per query.
 const MOST_CLUSTERS: u32 = 16;
 
 /// Reason why a bitmap cannot be queried.

@@ -52,7 +52,7 @@ pub struct LuksOptions {
     pub cipher: CipherKind,
     /// Hash of key derivation.
     pub hash: Hash,
-    /// Time that one attempt with a passphrase should take on this machine.
+    /// Target duration of a key derivation on this machine.
     pub iteration_time: Duration,
 }
 
