@@ -57,9 +57,11 @@ impl Carry {
             bail!("--bitmaps: images of version 2 have no bitmaps (use compat=1.1)");
         }
         let (ours, theirs) = (qcow2.size_bytes(), self.source.size_bytes());
+        // The granules of a bitmap are counted from the start of the disk, up to its end.
         if ours != theirs {
             bail!("--bitmaps: the disk has {ours} bytes, and the source's bitmaps are of {theirs}");
         }
+        // With `-n` the target may have bitmaps already.
         let there = qcow2.bitmaps().await?;
         match self.bitmaps.iter().find(|entry| there.iter().any(|other| other.name == entry.name)) {
             Some(entry) => bail!("--bitmaps: there is a bitmap {:?} already (remove it)", entry.name()),
@@ -72,6 +74,7 @@ impl Carry {
             return Ok(());
         }
         let image =
+            // Opened again without its chain: only metadata is written.
             Qcow2::open_for_upkeep(opening::storage(path, How { write: true, ..How::default() })?).await?;
         let stored = self.store_all(&image).await;
         let closed = image.close().await;
@@ -88,6 +91,7 @@ impl Carry {
             image.add_bitmap(name, entry.granularity_bits).await.with_context(context)?;
             let bits = source.bitmap_bits(name).await.with_context(context)?;
             image.merge_bitmap(name, &bits).await.with_context(context)?;
+            // New bitmaps record; the flag is removed to match the source.
             if entry.flags & flag::AUTO == 0 {
                 image.enable_bitmap(name, false).await.with_context(context)?;
             }
@@ -100,6 +104,8 @@ fn check(entry: &Entry) -> anyhow::Result<()> {
     if std::str::from_utf8(&entry.name).is_err() {
         bail!("its name is no text");
     }
+    // qcow2 specification, "Bitmap directory": without that flag unknown extra data forbids any
+    // use.
     if !entry.extra.is_empty() && entry.flags & flag::EXTRA_COMPATIBLE == 0 {
         bail!("has extra data that weir does not know");
     }

@@ -86,6 +86,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return Err(Failure::Usage(anyhow!("{name}: --force: needs a repair of all (add -r all)")));
     }
     let write = repair != Repair::Nothing;
+    // Two writers would overwrite each other's metadata.
     if write && arguments.force_share {
         return Err(Failure::Usage(anyhow!(
             "{name}: repairing it while somebody writes to it would ruin it (leave out -U)"
@@ -112,6 +113,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));
         }
+        // Findings go to standard error, so that standard output is the report alone.
         eprint(&unjudged_leaks(&report));
         eprint(&ranges(&report, &name, repair));
         eprint(&remaining_errors(&report, &name, repair));
@@ -128,6 +130,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 
 fn status(report: &Report) -> Result<(), Failure> {
     match report {
+        // The order is that of qemu-img: an incomplete check outranks its findings.
         Report { check_errors: 1.., .. } => Err(Failure::Found(1)),
         Report { corruptions: 1.., .. } => Err(Failure::Found(2)),
         Report { leaks: 1.., .. } => Err(Failure::Found(3)),

@@ -94,6 +94,7 @@ async fn layers(subject: &NamedImage, arguments: &Arguments) -> anyhow::Result<V
             };
             bail!("{name}: {what}");
         };
+        // Compared by file, not by name: the chain may name it differently.
         let is_base = base.as_ref().is_none_or(|base| opening::is_same(&below, base));
         layers.push((below, below_format));
         if is_base {
@@ -160,6 +161,7 @@ async fn commit(
     if base_bytes < size {
         base.resize(size).await.with_context(|| format!("{}: cannot be made larger", base_path.display()))?;
     }
+    // Each layer is walked completely.
     let total = size * sources.len() as u64;
     let progress = Arc::new(arguments.talk.progress("committing", total));
     // From the lowest image upwards, so that newer content overwrites older. Beyond the end of the
@@ -171,6 +173,7 @@ async fn commit(
         copied.with_context(|| format!("{}: committing to it failed", base_path.display()))?;
         below_bytes = source.1.size_bytes();
     }
+    // Durable before the image is emptied: otherwise a crash could lose both copies.
     base.flush().await.with_context(|| format!("{}: cannot be flushed", base_path.display()))?;
     base.close().await.with_context(|| format!("{}: cannot be completed", base_path.display()))?;
     let (_, top) = &sources[0];

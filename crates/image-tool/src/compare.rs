@@ -161,6 +161,7 @@ impl Comparison {
         let [first, second] = sources else { unreachable!("two images were opened") };
         let sizes = [first.size_bytes(), second.size_bytes()];
         let sizes_differ = sizes[0] != sizes[1];
+        // As in qemu-img, strict mode fails on the sizes before it reads anything.
         if strict && sizes_differ {
             return Ok(Verdict::Size);
         }
@@ -173,6 +174,7 @@ impl Comparison {
             failed: RefCell::new(None),
             work: RefCell::default(),
         });
+        // Block status is queried in batches; a batch is compared before the next query.
         let mut walk = Walk::new(&this.sources);
         let mut status = None;
         while let Some(pieces) = walk.next().await? {
@@ -181,6 +183,7 @@ impl Comparison {
                 .find(|piece| strict && piece.kinds[0] != piece.kinds[1])
                 .map(|piece| piece.offset);
             this.compare(pieces).await?;
+            // Later batches cannot contain an earlier difference.
             if status.is_some() || this.different.get().is_some() {
                 break;
             }
@@ -202,6 +205,7 @@ impl Comparison {
         for task in tasks {
             task.await;
         }
+        // An error wins over a difference: the piece that failed may contain an earlier one.
         self.failed.borrow_mut().take().map_or(Ok(()), Err)
     }
 
@@ -231,6 +235,7 @@ impl Comparison {
         let length = piece.length as usize;
         let mut data = Vec::new();
         for (source, kind) in self.sources.iter().zip(piece.kinds) {
+            // Zeroes and ranges beyond the end are not read.
             if kind == Kind::Data {
                 data.push(source.read(piece.offset, length).await?);
             }
@@ -277,6 +282,8 @@ impl<'a> Walk<'a> {
         let mut pieces = Vec::new();
         let [first, second] = &mut self.ahead;
         while let (Some(one), Some(other)) = (first.front_mut(), second.front_mut()) {
+            // The block status of the two images rarely ends at the same offset: the shorter
+            // length counts.
             let kinds = [one.1, other.1];
             let whole = one.0.min(other.0);
             // Data is limited to one read, aligned to it; ranges without data are compared as a

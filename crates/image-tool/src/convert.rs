@@ -145,7 +145,7 @@ impl TargetKeyArgs {
     }
 }
 
-// Bytes that one task copies at a time: QEMU's value, and the largest cluster.
+// Largest item of a copy in bytes: QEMU's value, and the largest cluster.
 const UNIT: u64 = 2 << 20;
 // Block size of most file systems.
 const FILE_BLOCK: u64 = 4096;
@@ -163,6 +163,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     };
     let options = Options::read(&arguments.options);
     let options = options.map_err(|what| Failure::Usage(anyhow!("{}: {what}", target.display())))?;
+    // Both forms of the option: only then do unallocated ranges of the source stay unallocated.
     let has_backing = arguments.backing.is_some() || options.has("backing_file");
     let objects = arguments.naming.objects()?;
     let source = |file: &PathBuf| arguments.naming.named(file, arguments.format, &objects);
@@ -305,6 +306,7 @@ fn make(
     let name = target.display().to_string();
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
     let larger = options.take_size("size").map_err(usage)?;
+    // `-o size=` may enlarge the copy; the added range reads as zeroes.
     let size = larger.unwrap_or(size);
     match output_format {
         Format::Raw => {
@@ -323,6 +325,7 @@ fn make(
             let encryption = Encryption::take(&mut options, keys.first(), objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
+            // With a backing file the passphrase may be meant for that one.
             if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
                 let what = "there is a passphrase, and encrypt.format=luks is missing among the options";
                 return Err(usage(what.to_owned()));

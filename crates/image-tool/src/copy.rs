@@ -77,6 +77,8 @@ pub(super) async fn copy(
     how: How,
     progress: Arc<Progress>,
 ) -> anyhow::Result<()> {
+    // Reads and writes are asynchronous; threads only spread compression and the search for
+    // zeroes.
     let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(how.tasks);
     let workers = (0..threads)
         .map(|number| Worker::start(&format!("copy {number}"), Polling::Off))
@@ -86,6 +88,7 @@ pub(super) async fn copy(
     let copy = Arc::new(Copy { source, target, how, progress, turns: Turns::default(), failed });
     // Bounded: the scout waits when it is far ahead of the tasks.
     let (items, incoming) = async_channel::bounded(2 * how.tasks);
+    // Bounded by the number of tasks, so that sending the end never waits.
     let (end, ends) = async_channel::bounded::<()>(how.tasks);
     for number in 0..how.tasks {
         let (copy, incoming, end) = (Arc::clone(&copy), incoming.clone(), end.clone());
@@ -116,6 +119,8 @@ impl Copy {
         let (mut at, mut number, mut told) = (0, 0, 0);
         let mut ready = Vec::new();
         while at < size {
+            // Three cases: a full copy of one layer, a full copy of the disk, and the usual copy
+            // without zeroes.
             if let Some(below_bytes) = self.source.below_bytes()
                 && self.how.sparse == 0
             {
@@ -143,6 +148,7 @@ impl Copy {
                 planner.finish(&mut ready);
             }
             for item in ready.drain(..) {
+                // Ranges that no item covers, such as those of a backing file, count as done.
                 self.progress.advance(item.range.start - told);
                 told = item.range.end;
                 // Nothing to do: the target already reads as zeroes there.
@@ -163,6 +169,7 @@ impl Copy {
     /// Adds a range to the plan. Zeroes that must hide a backing file can do so in whole clusters;
     /// the rest of a cluster is copied as data.
     fn plan(&self, planner: &mut plan::Planner, range: Range<u64>, kind: Kind, ready: &mut Vec<Item>) {
+        // A partial cluster cannot become a zero cluster: its other part is data or belongs below.
         let whole = match kind {
             Kind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),
             _ => range.clone(),
@@ -179,7 +186,7 @@ impl Copy {
         while let Ok((number, item)) = incoming.recv().await {
             if let Err(error) = self.item(number, item).await {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                // Stops the scout and the other tasks, including those that wait for their turn.
+                // Stops the scout and all tasks, including those that wait to write.
                 incoming.close();
                 self.turns.end();
                 return;
@@ -233,6 +240,7 @@ impl Copy {
     }
 
     async fn write_parts(&self, offset: u64, mut data: Buffer) -> anyhow::Result<()> {
+        // The source may store zeroes as data, which its block status does not show.
         let parts = zero::parts(&data, offset, self.how.grain, self.how.sparse);
         let mut at = offset;
         for (range, is_data) in parts {
@@ -270,6 +278,7 @@ impl Copy {
             Image::Qcow2(qcow2) if !whole.is_empty() => {
                 match qcow2.hide(whole.start, whole.end - whole.start).await {
                     Ok(()) => whole,
+                    // Version 2 has no zero clusters.
                     Err(Error::UNSUPPORTED) => end..end,
                     Err(error) => {
                         return Err(error).with_context(|| format!("zeroing {length} bytes at {offset}"));

@@ -122,6 +122,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             let size = size(&mut options, &arguments).map_err(usage)?;
             let preallocation = preallocation(&mut options).map_err(usage)?.unwrap_or_default();
             take_hints(&mut options).map_err(usage)?;
+            // Reports options that nothing has removed: nothing is ignored.
             options.finish("raw").map_err(usage)?;
             let size = size.ok_or_else(|| usage("has no size (give it one: 20G)".to_owned()))?;
             create_raw(&path, size, preallocation, &name)?;
@@ -250,6 +251,7 @@ fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Res
         opening::check_name(path, &backing.name)?;
         return Ok(None);
     }
+    // Relative to the image, as every later open resolves it.
     let place = opening::behind(path, &backing.name)?;
     if opening::is_same(&place, path) {
         let what = anyhow!("{}: would be its own backing file (choose another)", path.display());
@@ -295,6 +297,7 @@ impl NewFile {
         };
         let this = Self { path: path.to_owned(), is_new };
         let metadata = fs::metadata(path).with_context(|| format!("{name}: cannot be read"))?;
+        // An existing empty file, such as one of mktemp(1).
         if metadata.is_file() && metadata.len() == 0 {
             let file = OpenOptions::new().write(true).open(path);
             file.and_then(|file| file.set_len(LEAST_FILE))
@@ -325,6 +328,8 @@ const HEADER_BYTES: u64 = 512;
 /// Creates the file and its metadata. Messages refer to the image as `name`.
 pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
     let (file, storage) = NewFile::open(path)?;
+    // The image's lock is taken first, so that two commands for one image do not share a data
+    // file.
     let data = match &wish.data_file {
         None => None,
         Some(data) => {
@@ -349,6 +354,7 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
         Ok(qcow2::create::create(&storage, data.as_ref(), &wish).await)
     };
     on_reactor(work)?.with_context(|| name.to_owned())?;
+    // Complete: from now on a drop leaves the file.
     file.finish();
     if let Some(file) = data_file {
         file.finish();

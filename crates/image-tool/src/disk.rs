@@ -104,6 +104,7 @@ pub(super) async fn layer(
     for Piece { length, what } in qcow2.map(offset, length).await? {
         let below = below_bytes.saturating_sub(at).min(length);
         match what {
+            // Beyond the end of the layers below there is nothing to read: zeroes.
             What::Unallocated => kinds.extend([(below, Kind::Below), (length - below, Kind::Zero)]),
             What::Zero { .. } => kinds.push((length, Kind::Zero)),
             What::Data { .. } | What::Compressed { .. } => kinds.push((length, Kind::Data)),

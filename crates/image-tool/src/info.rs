@@ -69,6 +69,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         let mut of = file.clone();
         while let Some((name, format)) = shown.last().and_then(|last| last.backing.clone()) {
             let path = opening::behind(&of, &name)?;
+            // Files are compared, not names: a loop may use several names of one file.
             if !seen.insert(identity(&path)?) {
                 bail_in(
                     &path,
@@ -134,6 +135,7 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
         "dirty-flag": false,
     });
     if let Some(metadata) = metadata(path)? {
+        // st_blocks counts units of 512 bytes (inode(7)).
         json["actual-size"] = (metadata.blocks() * 512).into();
     }
     let storage = opening::storage(path, how)?;
@@ -158,6 +160,7 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
             }
             listed = snapshots;
             backing = header.backing.as_ref().map(|backing| {
+                // An unknown format must not prevent the display: the next image is then probed.
                 let format = opening::format_named(backing.format.as_deref()).ok();
                 (backing.name.clone(), format)
             });

@@ -100,6 +100,7 @@ impl Entry {
         let same = |entry: &Self| (entry.depth, entry.present, entry.zero, entry.data, entry.compressed);
         same(self) == same(next)
             && self.offset.map(|offset| offset + self.length) == next.offset
+            // As in QEMU, adjacent entries merge only if they are adjacent in the file as well.
             && self.file == next.file
     }
 }
@@ -256,6 +257,7 @@ pub(super) async fn in_file(
         }
     }
     if at < length {
+        // Clusters beyond the end of the file read as zeroes.
         pieces.push((at, length - at, true));
     }
     Ok(pieces)

@@ -258,6 +258,7 @@ impl Target {
             true => fully_allocated,
             false => metadata + contents.data_clusters * cluster_bytes,
         };
+        // Version 2 has no bitmaps; qemu-img then prints no size for them.
         let bitmaps = contents.bitmaps.as_ref().filter(|_| wish.version >= 3);
         let bitmaps = bitmaps.map(|bitmaps| bitmap::copied_bytes(bitmaps, size, cluster_bytes));
         Ok(Measured { required, fully_allocated, bitmaps })

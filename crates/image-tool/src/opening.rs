@@ -85,7 +85,7 @@ fn without_prefix(name: &Path) -> Option<PathBuf> {
     }
 }
 
-/// The same path, in a form that always names a file of this host.
+/// Path in a form that always names a file of this host.
 pub(super) fn local(path: &Path) -> PathBuf {
     if is_elsewhere(path) || is_json(path) { Path::new(".").join(path) } else { path.to_owned() }
 }
@@ -160,6 +160,8 @@ impl How {
         if self.write && error.why.starts_with("locked") && !error.held_here {
             let is_weir = error.holder.as_deref().is_some_and(|name| name.starts_with("weir"));
             let or = if is_weir { ", or take the disk from it with `weir disk remove`" } else { "" };
+            // The usual remedy offers a read-only open or a shared one, which does not help a
+            // command that writes.
             error.remedy = format!("stop it first{or}");
         }
         error

@@ -130,6 +130,7 @@ async fn rebase(
 /// this command.
 async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
+    // Bounded: the new chain itself may contain a loop.
     for _ in 0..LONGEST_CHAIN {
         let Some((path, format)) = next else { break };
         if opening::is_same(&path, file) {
@@ -181,6 +182,7 @@ impl Below {
         while at < size {
             for Piece { length, what } in image.map(at, size - at).await? {
                 let end = at + length;
+                // Only unallocated ranges read from the backing file, so only they can change.
                 while what == What::Unallocated && at < end {
                     let next = end.min((at / PIECE + 1) * PIECE);
                     self.keep(image, at, next, blocks).await?;
@@ -204,6 +206,7 @@ impl Below {
         if old.is_none() && new.is_none() {
             return Ok(());
         }
+        // A missing backing file, and one that ends earlier, read as zeroes.
         let [old, new] = [old, new].map(|content| content.unwrap_or_else(|| Buffer::zeroed(length)));
         let (mut at, size) = (0, image.size_bytes());
         while at < length {
@@ -258,6 +261,7 @@ fn end_of_block(start: u64, at: usize, end: usize, block: u64) -> usize {
 /// whole range.
 async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
     let Some(source) = source else { return Ok(None) };
+    // A backing file may be shorter than the image.
     let there = source.size_bytes().saturating_sub(start).min(length as u64);
     let (mut at, mut data) = (0, false);
     while at < there && !data {

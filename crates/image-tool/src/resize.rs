@@ -110,6 +110,7 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
         keys.check_used()?;
         let old = image.size_bytes();
         let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
+        // Before the resize: nothing is changed if an option does not fit.
         check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(Failure::Usage)?;
         image.resize(size).await.with_context(|| name.clone())?;
         // Preallocation follows the resize, so a failure takes the added space back.
@@ -118,6 +119,7 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
             Ok(()) => true,
             Err(_) => image.resize(old).await.is_ok(),
         };
+        // Closed also after a failure: closing writes the metadata of the old size.
         let closed = image.close().await;
         let what = match (&filled, undone && closed.is_ok()) {
             (Err(_), true) => "what was to be added has no room, and the size is what it was",
@@ -171,6 +173,7 @@ fn say_where(error: anyhow::Error) -> anyhow::Error {
 /// New size, which must be whole sectors, as in QEMU. A relative change counts from the end of the
 /// sector in which the disk ends.
 fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
+    // A raw file may end inside a sector.
     let end = old.checked_next_multiple_of(SECTOR);
     let size = match change {
         Change::To(size) => Some(size),

@@ -80,6 +80,7 @@ impl Source {
         }
         let mut data = Buffer::new(length);
         let mut done = 0;
+        // A read across the boundary of two images.
         while done < length {
             let (part, at, left) = self.at(offset + done as u64);
             let next = length.min(done + usize::try_from(left).unwrap_or(usize::MAX));

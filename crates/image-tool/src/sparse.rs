@@ -41,6 +41,7 @@ async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::
         let length = PIECE.min(table_end.min(size) - at);
         let table = storage.read(at, Buffer::new(length as usize)).await?;
         for entry in table.as_chunks::<8>().0 {
+            // A refcount block is one cluster; its entries cover this number of clusters.
             let covered = (cluster_bytes * 8 / refcount_bits).min(left);
             let offset = u64::from_be_bytes(*entry);
             // A block outside the file is skipped: this is an estimate, not a check.
@@ -63,6 +64,8 @@ fn nonzero(block: &[u8], bits: u64) -> u64 {
         return numbers.filter(|number| number.iter().any(|&byte| byte != 0)).count() as u64;
     }
     let mask = (1_u8 << bits) - 1;
+    // Entries below 8 bits start at the least significant bit, but their order does not matter
+    // here.
     let in_byte = |byte: u8| (0..8).step_by(bits as usize).filter(|at| byte >> at & mask != 0).count() as u64;
     block.iter().map(|&byte| in_byte(byte)).sum()
 }

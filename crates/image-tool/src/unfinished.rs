@@ -36,10 +36,12 @@ impl Unfinished {
         let earlier = fs::metadata(&target).ok();
         if let Some(earlier) = &earlier {
             let kind = earlier.file_type();
+            // Renaming would replace the device node by a file.
             if kind.is_block_device() || kind.is_char_device() {
                 return Ok(Self { target, file: None, _earlier: None });
             }
         }
+        // Opened for writing, because that takes the locks that QEMU and weir respect.
         let held = match &earlier {
             Some(_) => Some(opening::storage(&target, How { write: true, ..How::default() })?),
             None => None,
@@ -66,6 +68,7 @@ impl Unfinished {
             Ok((file, removal))
         })?;
         if let Some(earlier) = earlier {
+            // The new file replaces the previous one: a mode that keeps other users out must remain.
             let _ = file.as_file().set_permissions(earlier.permissions());
         }
         Ok(Self { target, file: Some(file), _earlier: held })
@@ -81,6 +84,7 @@ impl Unfinished {
 
     pub(super) fn finish(self) -> anyhow::Result<()> {
         let Some(file) = self.file else { return Ok(()) };
+        // rename(2) is atomic: a reader of the name finds one of the two files.
         file.persist(&self.target)
             .with_context(|| format!("{}: cannot get this name", self.target.display()))?;
         Ok(())

@@ -1,4 +1,4 @@
-//! Divides a copy into items, ranges that one task copies at a time.
+//! Divides a copy into items: the ranges that tasks copy.
 //!
 //! Items begin and end at block boundaries of the target, so that no two of them write to one
 //! block. Pure arithmetic: never reads data.
@@ -60,6 +60,7 @@ impl Planner {
         let Some((range, kind)) = self.last.take() else { return };
         match kind {
             Kind::Data => self.data(range, items),
+            // The target's own backing file provides these ranges.
             Kind::Below => {}
             Kind::Zero => {
                 // Only whole blocks of zeroes are final; the rest waits for what follows in the
@@ -72,6 +73,7 @@ impl Planner {
                 if start < block {
                     self.zero(start..block, items);
                 }
+                // May be empty: `zero` ignores empty ranges.
                 self.begun.push(start.max(block)..range.end);
             }
         }
@@ -96,6 +98,7 @@ impl Planner {
         if self.begun.first().is_some_and(|begun| begun.start < at) {
             self.zero_what_was_begun(items);
         }
+        // These zeroes are in the first block of the data, which covers them.
         self.begun.clear();
         let end = range.end.next_multiple_of(self.align).min(self.size);
         while at < end {

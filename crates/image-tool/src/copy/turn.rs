@@ -24,6 +24,7 @@ impl Turns {
             if state.over || state.next == number {
                 return Poll::Ready(!state.over);
             }
+            // All waiting tasks are woken at each change: there are at most 64.
             state.waiting.push(context.waker().clone());
             Poll::Pending
         })

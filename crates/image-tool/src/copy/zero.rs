@@ -20,6 +20,7 @@ pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Ve
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
+        // Grains are aligned on the disk, so the first one may be partial.
         let into = ((offset + at as u64) % grain as u64) as usize;
         let end = bytes.len().min(at + grain - into);
         let data = !is_zero(&bytes[at..end]);
