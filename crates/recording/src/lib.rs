@@ -13,7 +13,7 @@
 //! (`fuzz/fuzz_targets/trace.rs`).
 //!
 //! Used by the daemon to record and by the lab to read. Never opens disks, reads a clock, or
-//! evaluates what it reads.
+//! evaluates the requests.
 
 pub mod disks;
 pub mod error;

@@ -44,7 +44,7 @@ impl Blkparse {
             let mut lines = ahead.split(|&byte| byte == b'\n');
             lines.any(|line| event(line).is_some_and(|event| event.action == [action]))
         };
-        // `C` also occurs without the other two, if only completions were traced.
+        // `C` occurs without `Q` and `D` if only completions were traced.
         let taken = [b'Q', b'D'].into_iter().find(|&action| seen(action)).unwrap_or(b'C');
         Self { taken, begun: false, summary: false }
     }
