@@ -564,7 +564,7 @@ impl Engine {
                     (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
                 let may = |cost: &Cost, given_back| !limited || tree.spare(node, cost, given_back, at);
-                // A prefetch must not delay requests: it uses only what the limits leave over.
+                // A prefetch must not delay requests: it uses only the rate that the limits leave over.
                 ahead.read(request, now, &mut self.state.flow, may)
             }
             Some(ahead) => ahead.change(request, now, &mut self.state.flow),
