@@ -1,4 +1,4 @@
-//! What simulations of exports draw from their seed.
+//! Random choices that the simulations of exports share; all come from the simulation's seed.
 
 use policy::{
     throttle::{Limit, LimitKind, Limits},
@@ -10,13 +10,13 @@ pub(crate) fn chance(percent: u32) -> bool {
     sim::random(|random| random.u32(..100)) < percent
 }
 
-/// Short times as likely as longer ones, up to so many.
+/// Sleeps for a random time up to `most`, distributed evenly over its logarithm.
 pub(crate) async fn some_time(most: Duration) {
     let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
     sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
 }
 
-/// Of requests in so many cases of a hundred, of bytes in some.
+/// Random limits: on requests in `of_requests` per cent of cases, on bytes in 30 per cent.
 pub(crate) fn limits(of_requests: u32) -> Limits {
     let mut limits = Limits::default();
     let mut draw = |kind: LimitKind, least: f64| {

@@ -1,18 +1,18 @@
-//! FUSE: a disk as one regular file of this host, seen in place of a file that is there.
+//! FUSE: a disk as one regular file of this host, mounted over an existing file.
 //!
 //! ```text
 //!   program ─► kernel: one file ══ /dev/fuse ══ queue ─► block::disk
 //!                                                 on one worker
 //! ```
 //!
-//! The way through it: [`mount`](Mount) has the kernel show the file and gives a descriptor;
-//! [`server`](Server) answers INIT ([`negotiate`]) and starts the queues; `queue.rs` takes messages
-//! (`letter.rs` is the memory for one, [`message`] its bytes as values) and `execute.rs` carries
-//! them out. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in memory.
+//! Where to start: [`mount`](Mount) mounts the file and returns the descriptor of `/dev/fuse`;
+//! [`server`](Server) answers INIT ([`negotiate`]) and starts the queues; `queue.rs` receives
+//! messages (`letter.rs` is a receive buffer, [`message`] parses it) and `execute.rs` executes
+//! them. `channel.rs` is the seam to the kernel: in simulation, that is a kernel in memory.
 //!
-//! The file behaves as [the guide](../../../../docs/devices.md) says, operation by operation.
+//! [The guide](../../../../docs/devices.md) lists the behaviour of the file by operation.
 //!
-//! Never touches an image but through its disk, and keeps no data.
+//! Never accesses an image except through its disk, and caches no data.
 
 mod channel;
 mod device;

@@ -1,26 +1,26 @@
-//! Requests that came together: adjacent ones become one I/O, whatever door they came through.
+//! A batch of requests that arrived together, of any export. Adjacent requests become one I/O.
 
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 use reactor::Launcher;
 
-/// How far adjacent requests are merged. The kernel splits longer I/O again, and the first request
-/// would wait for the last.
+/// Bounds of merging. The kernel splits longer I/O again, and the first request would wait for the
+/// last.
 const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
 
-/// What merging has to know of a request.
+/// A request that may be merged.
 pub(crate) trait Mergeable {
-    /// What it does, and where.
+    /// Operation and range, for the merge planner.
     fn candidate(&self) -> Candidate;
 }
 
-/// One I/O.
+/// Requests that are served by one I/O.
 pub(crate) enum Joined<R> {
     One(R),
     Reads(Vec<R>),
     Writes(Vec<R>),
 }
 
-/// A batch of requests, and the memory to plan their merging.
+/// A request batch, and reusable memory for planning its merges.
 pub(crate) struct Intake<R> {
     batch: Vec<R>,
     taken: Vec<Option<R>>,
@@ -47,17 +47,18 @@ impl<R: Mergeable> Intake<R> {
         self.batch.len()
     }
 
-    /// The request, if it is the only one.
+    /// Removes and returns the request if the batch has exactly one.
     pub(crate) fn take_only(&mut self) -> Option<R> {
         if self.batch.len() == 1 { self.batch.pop() } else { None }
     }
 
-    /// All of them as they came.
+    /// All requests in the order of arrival.
     pub(crate) fn all(&mut self) -> &mut Vec<R> {
         &mut self.batch
     }
 
-    /// Starts all of them: `one` alone, `reads` and `writes` that were joined.
+    /// Starts a task for each I/O: `one` for a single request, `reads` and `writes` for merged
+    /// ones.
     pub(crate) fn start<F, G, H>(
         &mut self,
         launcher: &mut Launcher<F>,
@@ -73,6 +74,7 @@ impl<R: Mergeable> Intake<R> {
             return;
         }
         if let Some(only) = self.take_only() {
+            // The common case at low queue depths: no planning, no allocation.
             return launcher.launch(one(only));
         }
         for joined in self.take_joined() {
@@ -91,12 +93,14 @@ impl<R: Mergeable> Intake<R> {
         taken.clear();
         taken.extend(batch.drain(..).map(Some));
         planner.plan(candidates, MERGE).groups().map(|group| {
+            // The planner returns each index exactly once, so each request is served exactly once.
             let mut parts = group.iter().map(|&index| taken[index].take().expect("planned once"));
             if let [_] = group {
                 return Joined::One(parts.next().expect("a group of one"));
             }
             let parts: Vec<R> = parts.collect();
             match parts[0].candidate().operation {
+                // Barriers are never merged, so a group of several is of reads or of writes.
                 Operation::Read => Joined::Reads(parts),
                 _ => Joined::Writes(parts),
             }

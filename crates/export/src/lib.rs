@@ -1,4 +1,4 @@
-//! How clients reach a disk: a module for each protocol, and none knows another.
+//! Exports: the protocols by which clients reach a disk. One module each; none depends on another.
 //!
 //! ```text
 //!   client ─► export ─► block::disk
@@ -8,19 +8,18 @@
 //!             fuse
 //! ```
 //!
-//! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
-//! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
-//! [`nbd::client`] is the other side, for measuring servers. [`vhost_user_blk`] sets up the rings
-//! that a virtual machine shares with us; the crate `virtio` is those rings, and the requests in
-//! them.
-//! [`ublk`] is a block device of this host, [`fuse`] shows a disk as a file of it.
+//! Where to start: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
+//! connections, `nbd/connection.rs` is one connection, `nbd/execute.rs` executes its commands.
+//! [`nbd::client`] is a client, for measuring servers. [`vhost_user_blk`] sets up the virtqueues
+//! that a virtual machine shares with this process; the crate `virtio` reads them and parses their
+//! requests.
+//! [`ublk`] is a block device of this host, [`fuse`] presents a disk as a file of this host.
 //!
-//! A protocol's messages are parsed and validated here, before anything else sees them, so that the
-//! layers below only meet requests that lie inside the disk. What exports share is the disk behind
-//! them.
+//! Each export parses and validates its protocol's messages first, so the layers below only receive
+//! requests that lie inside the disk. Exports share nothing but the disk.
 //!
-//! Never decides about limits, caching or placement, and never does I/O on an image but through a
-//! disk.
+//! Never decides about limits, caching or placement, and never does I/O on an image except through
+//! a disk.
 
 #![forbid(unsafe_code)]
 

@@ -11,10 +11,10 @@
 //!    │                                          │
 //!    │─── option ──────────────────────────────►│  Handshake::advance, once for each option:
 //!    │◄── replies, then ACK or an error ────────│    Event::Replied
-//!    │        … as often as it likes …          │
+//!    │        … any number of options …         │
 //!    │─── STARTTLS ────────────────────────────►│
 //!    │◄── ACK ──────────────────────────────────│    Event::StartTls: from here on through a TlsStream,
-//!    │◄══ TLS handshake ═══════════════════════►│    and everything negotiated before is forgotten
+//!    │◄══ TLS handshake ═══════════════════════►│    and earlier negotiation is discarded
 //!    │─── GO (or EXPORT_NAME) ─────────────────►│
 //!    │◄── export's size, flags, ACK ────────────│    Event::Transmission(Session)
 //!    │                                          │
@@ -23,14 +23,13 @@
 //!    │─── DISC ────────────────────────────────►│  Command::Disconnect
 //! ```
 //!
-//! Bytes that the handshake does not consume belong to whoever is next: the handshake again, the
-//! TLS stream after [`Event::StartTls`], or the requests. The other side, and what both have
-//! in common, is `nbd`. Where the client is this host's kernel, there is no handshake:
-//! [`kernel`].
+//! Bytes that the handshake does not consume belong to the next stage: the handshake again, the
+//! TLS stream after [`Event::StartTls`], or the requests. The crate `nbd` has the client and the
+//! constants of both sides. [`kernel`] serves this host's kernel, which has no handshake.
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
-//! parsing a request and writing its reply allocate nothing. Deadlines, limits on connections and
-//! on requests in flight are the connection's.
+//! parsing a request and writing its reply allocate nothing. The connection, not the parsers,
+//! enforces deadlines and the bounds on connections and requests in flight.
 
 mod admission;
 pub mod catalog;

@@ -5,17 +5,17 @@ use std::{fmt, fs, os::fd::AsFd, sync::Arc};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use reactor::plain::plain;
 
-/// The process of a client, as the kernel knew it when it connected.
+/// The process of a client, as the kernel recorded it at `connect`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number, above 0.
+    /// Process ID, above 0.
     pub pid: u32,
-    /// At most 15 bytes; it has chosen them itself. Empty where it cannot be seen.
+    /// At most 15 bytes, chosen by the process itself. Empty if `/proc` does not show it.
     pub name: Arc<str>,
 }
 
 impl Process {
-    /// The one at the other end of a socket; `None` where it is in another container.
+    /// Process of a socket's peer; `None` if it is in another PID namespace.
     pub(crate) fn of(socket: impl AsFd) -> Option<Self> {
         let peer = getsockopt(&socket, PeerCredentials).ok()?;
         let pid = u32::try_from(peer.pid()).ok().filter(|pid| *pid > 0)?;

@@ -1,4 +1,4 @@
-//! Waiting for whichever of two comes first.
+//! Waiting for the first of two futures.
 
 use std::{
     future::{Future, poll_fn},
@@ -6,13 +6,13 @@ use std::{
     task::Poll,
 };
 
-/// What came first.
+/// Result of the future that completed first.
 pub(crate) enum First<A, B> {
     One(A),
     Other(B),
 }
 
-/// Waits for either; the other is dropped. Where both are ready, the first has it.
+/// Waits for either future and drops the rest. If both are ready, `one` wins.
 pub(crate) async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B>) -> First<A, B> {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|context| {

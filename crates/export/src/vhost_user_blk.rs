@@ -1,33 +1,34 @@
-//! vhost-user for block devices: a disk for virtual machines that share their memory with us.
+//! vhost-user for block devices: a disk for virtual machines that share their memory with this
+//! process.
 //!
 //! A front end (QEMU, Cloud Hypervisor, Firecracker, crosvm) connects to a Unix socket and passes
-//! descriptors of its guest's memory and of events. Requests then go through rings in that memory,
-//! and never through the socket: what is here only sets them up.
+//! file descriptors of its guest's memory and of eventfds. Requests then travel through virtqueues
+//! in that memory, and never through the socket: the messages here only set the queues up.
 //!
 //! ```text
 //!  front end                               back end
-//!    │─── GET_FEATURES, SET_FEATURES … ──────►│  negotiation, as often as it likes
-//!    │◄── what the export offers ─────────────│    features, config_space
+//!    │─── GET_FEATURES, SET_FEATURES … ──────►│  negotiation, any number of times
+//!    │◄── features of the export ─────────────│    features, config_space
 //!    │─── SET_MEM_TABLE, ADD_MEM_REG ────────►│  the guest's memory
 //!    │─── GET_INFLIGHT_FD, SET_INFLIGHT_FD ──►│  a record that survives this process: inflight
 //!    │─── SET_VRING_NUM, ADDR, BASE, KICK … ─►│  one ring: vring
 //!    │─── SET_VRING_ENABLE 1 ────────────────►│    Effect::Start
 //!    │═══ requests, through memory ══════════►│    the owner's queues
 //!    │─── GET_VRING_BASE ────────────────────►│    Effect::Stop, answered when the ring has ended
-//!    │◄── CONFIG_CHANGE_MSG ──────────────────│  the disk has another size: Connection::resize
+//!    │◄── CONFIG_CHANGE_MSG ──────────────────│  the disk was resized: Connection::resize
 //! ```
 //!
 //! The specification is `docs/interop/vhost-user.rst` of QEMU; comments name its sections in
 //! quotation marks.
 //!
-//! - [`message`]: bytes and values. [`session`]: what a front end has said, without I/O.
-//! - [`connection`]: a session behind a socket. [`front_ends`]: where front ends come from.
+//! - [`message`]: bytes and values. [`session`]: the state of a front end, without I/O.
+//! - [`connection`]: a session behind a socket. [`front_ends`]: accepting front ends.
 //! - [`client`]: a front end, for measuring servers.
 //!
-//! A connection's owner takes [`Effect`]s from [`Connection::next`], one after the other, and
-//! carries them out. The seam is that enum.
+//! A connection's owner takes [`Effect`]s from [`Connection::next`] one after the other and
+//! executes them. That enum is the seam between protocol and I/O.
 //!
-//! Never looks into rings or requests, and knows nothing of disks.
+//! Never reads rings or requests, and never uses a disk.
 
 mod bell;
 mod channel;

@@ -1,5 +1,5 @@
-//! Whatever a front end passes, no descriptor of it is left when it has gone. A process of its own:
-//! descriptors are counted for all of it.
+//! No descriptor of a front end is left open after it has disconnected. A test binary of its own,
+//! because descriptors are counted for the whole process.
 
 use std::{
     fs::File,
@@ -19,7 +19,7 @@ fn count() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// One message with so many descriptors, then the end.
+/// Sends one message with this number of descriptors, then disconnects.
 async fn one_message(code: u32, flags: u32, payload: usize, descriptors: usize) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let file = File::open("/dev/null").expect("it is there");
@@ -42,7 +42,7 @@ fn every_descriptor_is_closed() {
     for seed in 0..2000 {
         fastrand::seed(seed);
         let length = fastrand::usize(..300);
-        // In every second conversation no message is written out, so that it goes on for longer.
+        // In every second conversation all messages are generated, so that it lasts longer.
         let least = if seed % 2 == 0 { 0 } else { 48 };
         let data: Vec<u8> = (0..length).map(|_| fastrand::u8(least..)).collect();
         fuzzing::vhost_user_session(&data);
@@ -58,7 +58,7 @@ fn every_descriptor_is_closed() {
                 }
             }
         }
-        // Of a socket that a cancelled operation holds, the kernel may let go a little later.
+        // The kernel may release a socket of a cancelled operation a little later.
         for _ in 0..1000 {
             if count() == before {
                 break;

@@ -1,8 +1,8 @@
-//! Where messages come from and replies go to: `/dev/fuse`, or in tests a kernel in memory.
+//! Source of messages and destination of replies: `/dev/fuse`, or in tests a kernel in memory.
 //!
-//! One `read(2)` brings one message, one `write(2)` takes one reply. Neither ever waits: a message
-//! is read only where there is one, and a reply goes to memory of whoever asked. So they are plain
-//! system calls, and only the waiting goes by the reactor.
+//! One `read(2)` returns one message, one `write(2)` sends one reply. Neither blocks: the
+//! descriptor is non-blocking for reads, and a reply is copied to memory of the requesting process.
+//! So they are plain system calls; only the wait for readability uses the reactor.
 
 use std::io::{IoSlice, IoSliceMut};
 
@@ -20,19 +20,19 @@ pub(super) enum Channel {
     Simulated(Kernel),
 }
 
-/// Why there is no message.
+/// Reason why no message was received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoMessage {
-    /// Not now.
+    /// None at the moment.
     Yet,
-    /// The file system has gone: it was unmounted, or its connection was cut.
+    /// The file system is gone: it was unmounted, or its connection was aborted.
     Ever,
     /// The device failed.
     Failed(Errno),
 }
 
 impl Channel {
-    /// The next message; how long it is.
+    /// Receives the next message; returns its length.
     pub(super) fn receive(&self, places: &mut [IoSliceMut<'_>]) -> Result<usize, NoMessage> {
         loop {
             let received = match self {
@@ -43,7 +43,7 @@ impl Channel {
             return match received {
                 Ok(length) => Ok(length),
                 Err(Errno::AGAIN) => Err(NoMessage::Yet),
-                // A request that somebody took back while it was read.
+                // ENOENT: the request was interrupted while it was being read.
                 Err(Errno::NOENT | Errno::INTR) => continue,
                 Err(Errno::NODEV | Errno::CONNABORTED) => Err(NoMessage::Ever),
                 Err(errno) => Err(NoMessage::Failed(errno)),
@@ -51,10 +51,10 @@ impl Channel {
         }
     }
 
-    /// Answers a request.
+    /// Replies to a request.
     ///
     /// # Errors
-    /// `ENOENT` if nobody waits for it any more.
+    /// `ENOENT` if the request was interrupted and is not waited for any more.
     pub(super) fn reply(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
         match self {
             Self::Device(device) => rustix::io::writev(device, parts).map(drop),
@@ -63,10 +63,10 @@ impl Channel {
         }
     }
 
-    /// Waits until there may be a message, or none any more.
+    /// Waits until there may be a message, or the file system is gone.
     pub(super) async fn readable(&self) {
         match self {
-            // What went wrong shows in the read that follows.
+            // An error shows in the read that follows.
             Self::Device(device) => drop(op::readable_by_one(device).await),
             #[cfg(test)]
             Self::Simulated(kernel) => kernel.readable().await,

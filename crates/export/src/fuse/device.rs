@@ -1,5 +1,4 @@
-//! What all queues of an export have in common: the disk, the file that it is seen as, and what was
-//! done.
+//! State that all queues of an export share: the disk, the attributes of its file, and counters.
 
 use std::{
     collections::BTreeMap,
@@ -24,22 +23,22 @@ use super::{
     told,
 };
 
-/// A disk as a file.
+/// A disk to be exported as a file.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// In the log.
+    /// Name in the log.
     pub id: Arc<str>,
-    /// What is served.
+    /// The disk.
     pub disk: Arc<Disk>,
-    /// Refuses writes.
+    /// Reject writes.
     pub read_only: bool,
-    /// Writing past the end and `truncate` give the disk another size.
+    /// Writing past the end and `truncate` resize the disk.
     pub growable: bool,
-    /// Whose file it is, to begin with.
+    /// Initial owner of the file.
     pub owner: Owner,
 }
 
-/// Who may open the file.
+/// Owner and permissions of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// The lower twelve bits of a mode.
@@ -50,18 +49,18 @@ pub struct Owner {
     pub gid: u32,
 }
 
-/// How a file stands between two requests.
+/// State of a file between two requests, for the new process of an upgrade.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Standing {
-    /// Whose file it is now.
+    /// Current owner.
     pub owner: Owner,
-    /// When its content changed last: seconds and nanoseconds of the calendar.
+    /// Time of the last change of content: seconds and nanoseconds since the epoch.
     pub modified: (u64, u32),
-    /// How many have it open.
+    /// Number of open file descriptions.
     pub openers: usize,
-    /// Bytes of the file, where it ends before the disk.
+    /// Length of the file, if it ends before the disk.
     pub file_bytes: Option<u64>,
-    /// Requests that were taken and have not begun, one behind the other, as the kernel asks.
+    /// Requests that were received and not started, concatenated in the kernel's format.
     pub messages: Vec<u8>,
 }
 
@@ -70,29 +69,30 @@ pub(super) struct Device {
     pub(super) export: Export,
     owner: Mutex<Owner>,
     modified: Mutex<SystemTime>,
-    /// Since `modified` was set.
+    /// The content has changed since `modified` was set.
     is_changed: AtomicBool,
     pub(super) interrupts: Interrupts,
-    /// Held exclusively by a request that changes the size, shared by requests that change bytes
-    /// of a file whose size can change.
+    /// Held exclusively by a request that changes the size, and shared by requests that change
+    /// bytes of a resizable file.
     pub(super) growth: RangeLocks,
     /// End of the file.
     pub(super) end: FileEnd,
-    /// For a stopped disk: lost when nobody waits any more.
+    /// Cancel token for a stopped disk; cancelled when the export ends.
     pub(super) patience: Arc<Patience>,
     is_stopping: AtomicBool,
     is_resting: AtomicBool,
-    /// Queues at rest, and what they hold back.
+    /// Queues that are quiesced, with the requests that they hold back.
     at_rest: Mutex<BTreeMap<usize, Vec<u8>>>,
-    /// Of another process, for the first queue that begins.
+    /// Requests from the old process, for the first queue that starts.
     left: Mutex<Vec<Vec<u8>>>,
-    /// It stops, comes to rest or goes on: for queues, and for those that wait for their limits.
+    /// Notified when the device stops, quiesces or resumes: for queues and for requests that wait
+    /// for limits.
     pub(super) stop: Event,
-    /// Counterparts of RELEASE that are to come.
+    /// Number of RELEASE requests to be expected.
     pub(super) openers: AtomicUsize,
-    /// Somebody has ever opened the file.
+    /// The file has ever been opened.
     pub(super) served: AtomicBool,
-    /// Somebody has opened or closed the file.
+    /// Notified when the file is opened or closed.
     pub(super) clients: Event,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
@@ -126,12 +126,12 @@ impl Device {
         &self.export.disk
     }
 
-    /// Bytes of the file now.
+    /// Current length of the file.
     pub(super) fn file_bytes(&self) -> u64 {
         self.end.file_bytes(self.disk())
     }
 
-    /// Counts the space that the image takes: see [`Device::attributes`].
+    /// Updates the allocated space of the image: see [`Device::attributes`].
     pub(super) async fn count_space(&self) {
         self.disk().image().count_allocated_bytes(COUNT_TIMEOUT).await;
     }
@@ -140,14 +140,14 @@ impl Device {
         self.is_stopping.load(Relaxed)
     }
 
-    /// Has all queues end: what has begun does, what waits for its limits fails.
+    /// Stops all queues: started requests complete, requests that wait for limits fail.
     pub(super) fn stop(&self) {
         self.is_stopping.store(true, SeqCst);
         self.patience.lose();
         self.stop.notify(usize::MAX);
     }
 
-    /// Has nothing begin any more, or lets all go on.
+    /// Quiesces the queues, or resumes them.
     pub(super) fn rest(&self, is_to: bool) {
         self.is_resting.store(is_to, SeqCst);
         self.stop.notify(usize::MAX);
@@ -157,7 +157,8 @@ impl Device {
         self.is_resting.load(Relaxed)
     }
 
-    /// A queue has nothing in flight, and holds these requests back: see [`super::told`].
+    /// Records that a queue has nothing in flight and holds these requests back: see
+    /// [`super::told`].
     pub(super) fn lie_down(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.at_rest).insert(queue, messages);
         self.clients.notify(usize::MAX);
@@ -171,7 +172,7 @@ impl Device {
         lock(&self.at_rest).len()
     }
 
-    /// How it stands, for who goes on with it.
+    /// State for the new process.
     pub(super) fn standing(&self) -> Standing {
         let attributes = self.attributes();
         Standing {
@@ -183,7 +184,7 @@ impl Device {
         }
     }
 
-    /// Goes on from there. `false` if what was held back is no requests.
+    /// Continues from the state of the old process; false if the held-back requests are malformed.
     pub(super) fn take_up(&self, standing: &Standing) -> bool {
         let Some(messages) = told::split(&standing.messages) else { return false };
         let (seconds, nanoseconds) = standing.modified;
@@ -201,14 +202,14 @@ impl Device {
         std::mem::take(&mut *lock(&self.left))
     }
 
-    /// The disk holds something else than before.
+    /// Records that the disk's content has changed.
     pub(super) fn has_changed(&self) {
         if !self.is_changed.load(Relaxed) {
             self.is_changed.store(true, Relaxed);
         }
     }
 
-    /// Attributes of the file, with the space as last counted.
+    /// Attributes of the file, with the last known allocated space.
     pub(super) fn attributes(&self) -> Attributes {
         let owner = *lock(&self.owner);
         let mut modified = lock(&self.modified);
@@ -228,7 +229,7 @@ impl Device {
         }
     }
 
-    /// Mode and owner, as asked by somebody whom the kernel lets.
+    /// Changes mode and owner; the kernel has checked the permission (`default_permissions`).
     pub(super) fn change_owner(&self, changes: &Changes) {
         let mut owner = lock(&self.owner);
         *owner = Owner {
@@ -245,12 +246,12 @@ impl Device {
     }
 
     pub(super) fn closed(&self) {
-        // Each was counted.
+        // Saturates: a RELEASE without a counted OPEN must not wrap.
         let _ = self.openers.fetch_update(SeqCst, SeqCst, |openers| openers.checked_sub(1));
         self.clients.notify(usize::MAX);
     }
 
-    /// The kernel will tell of no more closing.
+    /// Resets the count when the kernel will send no further RELEASE.
     pub(super) fn forget_openers(&self) {
         self.openers.store(0, SeqCst);
         self.clients.notify(usize::MAX);

@@ -1,4 +1,4 @@
-//! Carrying out requests: each waits for its limits, does its I/O, and is answered once.
+//! Execution of requests: each waits for admission, does its I/O, and is answered once.
 
 use std::{
     future::{Future, poll_fn},
@@ -25,26 +25,26 @@ use super::{
 };
 use crate::intake::Mergeable as _;
 
-/// Bytes that are zeroed at a time: a range may be as long as the disk.
+/// Bytes that are zeroed at once: a range may be as long as the disk.
 const ZERO_PART: u64 = 1 << 30;
 /// Largest number of parts of a range. A longer range has longer parts: a sparse file may have 8
 /// EiB.
 const MOST_PARTS: u64 = 1024;
-/// Looked up at a time for a hole or for data.
+/// Bytes that are queried at once for a hole or for data.
 const SEEK_PART: u64 = 1 << 34;
 
-/// Why a request is not carried out.
+/// Reason why a request is not executed.
 enum Denied {
-    /// These of the requests that waited together are not waited for any more.
+    /// These requests of a merged I/O were interrupted.
     Interrupted(Vec<u64>),
     /// The device stops.
     Stopped,
-    /// The device comes to rest.
+    /// The device quiesces.
     Resting,
 }
 
-/// Of a request of several steps that is to begin anew once the rest is over. The kernel takes no
-/// such number (`ERESTARTSYS`), and no disk has it.
+/// Internal error of a request of several steps that is to be restarted after the quiesce. Neither
+/// the kernel accepts this number in a reply (`ERESTARTSYS`) nor does a disk return it.
 const RESTING: Error = Error::from_errno(512);
 
 impl Queue {
@@ -55,7 +55,8 @@ impl Queue {
             Work::Write { offset, data, durability } => {
                 self.write_one(unique, kept, offset, data, durability).await;
             }
-            // Apart, because every read and write has room for what is not.
+            // Boxed, because the future of every read and write would otherwise be as large as the
+            // largest arm.
             work @ Work::Extend { .. } => Box::pin(self.extend_one(Incoming { unique, kept, work })).await,
             Work::Other(operation) => match Box::pin(self.other(unique, operation)).await {
                 Err(RESTING) => self.put_back(Incoming { unique, kept, work }),
@@ -80,7 +81,7 @@ impl Queue {
         self.answer_read(unique, kept, result);
     }
 
-    /// Repeats a read that failed because the disk was cut while it was in flight, for the part
+    /// Repeats a read that failed because the disk was shrunk while it was in flight, for the part
     /// that is inside the file now.
     async fn read_remaining(&self, offset: u64, length: usize) -> Result<Segments> {
         let left = self.device.file_bytes().saturating_sub(offset).min(length as u64) as usize;
@@ -94,7 +95,7 @@ impl Queue {
         self.device.disk().retry_read(pass, offset, left).await
     }
 
-    /// Reads that follow each other on the disk: one I/O, its data divided among them.
+    /// Executes adjacent reads as one I/O and divides its data among them.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = Cost::merged(&lengths);
@@ -114,7 +115,7 @@ impl Queue {
         }
     }
 
-    /// Which of several merged reads failed is not known, so each is tried alone.
+    /// Retries each read on its own, because a failed merged read does not show which part failed.
     async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
         let disk = self.device.disk();
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
@@ -156,8 +157,8 @@ impl Queue {
         self.answer(unique, kept, result.map(|()| Reply::written(unique, bytes as u32)));
     }
 
-    /// Writes that follow each other on the disk: one I/O that gathers their data. All fail
-    /// together, because a failed write leaves its range undefined anyway.
+    /// Executes adjacent writes as one gathered I/O. All of them fail together, because a failed
+    /// write leaves its range undefined anyway.
     pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let offset = parts[0].candidate().offset;
@@ -181,8 +182,8 @@ impl Queue {
         }
     }
 
-    /// Writes data that was inside the file when the request was taken. If the file was cut in the
-    /// meantime, the part past its end is dropped, as if the write had come before the cut.
+    /// Writes data that was inside the file when the request was received. If the file was shrunk
+    /// meanwhile, the part past its end is dropped, as if the write had preceded the shrink.
     async fn write_inside(
         &self,
         pass: Pass,
@@ -203,8 +204,7 @@ impl Queue {
         self.write_to_disk(pass, offset, data, durability).await
     }
 
-    /// Keeps the size from being changed by the file's clients, as long as the guard lives. Not
-    /// needed where they cannot.
+    /// Guard that keeps clients of the file from changing its size; not needed if they cannot.
     async fn keep_size(&self) -> Option<RangeGuard<'_>> {
         if !self.device.export.growable {
             return None;
@@ -221,12 +221,12 @@ impl Queue {
         data: Segments,
         durability: Durability,
     ) -> Result<()> {
-        // Also where it fails, some of it may have been written.
+        // Set even if the write fails: a part of it may have been written.
         self.device.has_changed();
         self.device.disk().write(pass, offset, data, durability).await
     }
 
-    /// Requests that waited together, of which some are given up: the others wait alone.
+    /// Continues after some of several merged requests were given up: the rest wait separately.
     fn go_on_without(self: Rc<Self>, parts: Vec<Incoming>, denied: Denied) {
         let is_over = |unique: u64| match &denied {
             Denied::Interrupted(requests) => requests.contains(&unique),
@@ -252,8 +252,8 @@ impl Queue {
         self.answer(unique, kept, written.map(|bytes| Reply::written(unique, bytes)));
     }
 
-    /// A write that ends past the disk's end as it was seen, or begins there; how many bytes were
-    /// written. A disk that keeps its size takes what fits.
+    /// Executes a write that extends past the disk's end as it was received; returns the number of
+    /// bytes written. A disk of fixed size takes the part that fits.
     async fn extend(&self, pass: Pass, work: Work) -> Result<u32> {
         let Work::Extend { offset, mut data, durability, may_grow } = work else {
             unreachable!("what it is called for")
@@ -277,8 +277,8 @@ impl Queue {
         Ok(bytes)
     }
 
-    /// Gives the file this size, and the disk the least one that it can have for it. The caller
-    /// holds `growth` of the device exclusively.
+    /// Sets the length of the file, and shrinks or grows the disk to the smallest size that can
+    /// hold it. The caller holds `growth` of the device exclusively.
     async fn resize(&self, bytes: u64) -> Result<()> {
         let (device, disk) = (&self.device, self.device.disk());
         let size = disk_bytes_for(disk, bytes).ok_or(Error::from_errno(libc::EFBIG))?;
@@ -295,7 +295,8 @@ impl Queue {
             return Ok(());
         }
         if is_cut {
-            // Before the end is set: after a failure the file is longer, with its bytes unchanged.
+            // Zeroed before the end is moved: after a failure the file is longer, with unchanged
+            // bytes.
             let pass = self.admit_anyway(Direction::Write, size - bytes);
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
@@ -305,7 +306,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Requests that move no data.
+    /// Executes requests that move no data.
     async fn other(&self, unique: u64, operation: Operation) -> Result<Reply> {
         match operation {
             Operation::Sync => {
@@ -328,7 +329,7 @@ impl Queue {
                 self.device.count_space().await;
                 Ok(Reply::attributes(unique, &self.device.attributes()))
             }
-            // To be truncated.
+            // OPEN reaches this function only with O_TRUNC.
             Operation::Open { .. } => {
                 self.change_size(unique, &Changes { size: Some(0), ..Changes::default() }).await?;
                 self.device.opened();
@@ -338,7 +339,7 @@ impl Queue {
         }
     }
 
-    /// What is cut off is discarded, and passes the limits as that.
+    /// Changes the length of the file; a removed tail is charged as a discard.
     async fn change_size(&self, unique: u64, changes: &Changes) -> Result<()> {
         let now = self.device.file_bytes();
         let Some(size) = changes.size.filter(|size| *size != now) else { return Ok(()) };
@@ -356,7 +357,8 @@ impl Queue {
         }
     }
 
-    /// Waits until `bytes` may be discarded: an operation for each part, and one for no bytes.
+    /// Waits for admission of a discard of `bytes`: one operation for each part, and one for no
+    /// bytes.
     async fn pay(&self, unique: u64, mut bytes: u64) -> Result<Pass> {
         let most = part_bytes(bytes);
         loop {
@@ -402,7 +404,7 @@ impl Queue {
         }
     }
 
-    /// Makes the file at least this long.
+    /// Extends the file to at least this length.
     async fn extend_to(&self, unique: u64, end: u64) -> Result<()> {
         if end <= self.device.file_bytes() {
             return Ok(());
@@ -418,8 +420,8 @@ impl Queue {
         }
     }
 
-    /// Reserves space, and then makes the file longer where the range is past its end: a disk that
-    /// cannot reserve keeps its size.
+    /// Reserves space, then extends the file if the range is past its end. In this order, a disk
+    /// that cannot reserve keeps its size.
     async fn reserve(&self, unique: u64, range: std::ops::Range<u64>, keeps_size: bool) -> Result<()> {
         let is_past_end = |queue: &Self| range.end > queue.device.file_bytes();
         if is_past_end(self) && !self.device.export.growable {
@@ -429,7 +431,7 @@ impl Queue {
         if !disk.image().can_reserve() {
             return Err(Error::UNSUPPORTED);
         }
-        // It moves no data.
+        // Moves no data, so no bytes are charged.
         let pass = self.pay(unique, 0).await?;
         let _turn = self.device.growth.exclusive(0..1).await;
         disk.reserve(pass, range.start, range.end - range.start).await?;
@@ -452,7 +454,7 @@ impl Queue {
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
             let _steady = self.keep_size().await;
-            // It may have been cut meanwhile.
+            // The file may have been shrunk while this request waited.
             let part = part.min(inside(self));
             if part == 0 {
                 return Ok(());
@@ -464,7 +466,8 @@ impl Queue {
         }
     }
 
-    /// `lseek(2)` to data or to a hole: a hole is what reads as zeroes without being looked at.
+    /// `lseek(2)` to data or to a hole. Ranges that are known to be zero without reading data count
+    /// as holes.
     async fn seek(&self, unique: u64, offset: u64, whence: u32) -> Result<u64> {
         const NOTHING: Error = Error::from_errno(libc::ENXIO);
         let for_data = match i32::try_from(whence) {
@@ -478,10 +481,10 @@ impl Queue {
             self.check_going()?;
             let left = self.device.file_bytes().saturating_sub(at);
             if left == 0 {
-                // Behind the last byte is a hole.
+                // The end of the file counts as a hole.
                 return if for_data || at == offset { Err(NOTHING) } else { Ok(at) };
             }
-            // What is read for it are tables.
+            // Only metadata is read.
             let admitted = self.admit(&[unique], Direction::Read, Cost::one(0)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
             let extents = disk.block_status(&pass, at, left.min(SEEK_PART)).await?;
@@ -498,7 +501,7 @@ impl Queue {
         }
     }
 
-    /// Fails where what takes many steps is not to take the next.
+    /// Fails if a request of many steps is not to take the next one.
     fn check_going(&self) -> Result<()> {
         match () {
             () if self.device.is_stopping() => Err(Error::SHUTDOWN),
@@ -507,7 +510,7 @@ impl Queue {
         }
     }
 
-    /// A request that has waited for its limits and is not carried out, now or ever.
+    /// Ends a request that was not admitted: puts it back, or fails it.
     fn deny(&self, incoming: Incoming, denied: &Denied) {
         match denied {
             Denied::Resting => self.put_back(incoming),
@@ -527,13 +530,13 @@ impl Queue {
         self.ended(kept);
     }
 
-    /// Charges a further step of a request that was admitted, which waits for no limits.
+    /// Charges a further step of an admitted request without waiting.
     fn admit_anyway(&self, direction: Direction, bytes: u64) -> Pass {
         let pass = self.device.disk().admit_anyway(direction, &Cost::one(bytes));
         pass.while_awaited(&self.device.patience)
     }
 
-    /// Waits for the disk's limits.
+    /// Waits for admission by the disk's limits.
     async fn admit(
         &self,
         requests: &[u64],
@@ -541,7 +544,7 @@ impl Queue {
         cost: Cost,
     ) -> std::result::Result<Pass, Denied> {
         let mut admission = pin!(self.device.disk().admit(direction, cost));
-        // Made only for a request that has to wait.
+        // Created only for a request that has to wait: most are admitted at the first poll.
         let mut waiting = None;
         let admitted = poll_fn(|context| {
             if let Poll::Ready(pass) = admission.as_mut().poll(context) {
@@ -555,7 +558,7 @@ impl Queue {
     }
 }
 
-/// What may end the wait for limits.
+/// Conditions that end a wait for limits.
 struct Waiting<'a> {
     interruptible: Interruptible<'a>,
     interruption: EventListener,
@@ -601,7 +604,7 @@ impl Denied {
     }
 }
 
-/// Bytes of a part of a long range.
+/// Length of a part of a long range.
 fn part_bytes(bytes: u64) -> u64 {
     ZERO_PART.max(bytes.div_ceil(MOST_PARTS))
 }

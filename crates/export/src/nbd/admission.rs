@@ -1,14 +1,14 @@
-//! Who gets in at a server: where clients may come from, how many of one address, whose they may
-//! be, and which exports each of them may have. Who is refused is counted, and told once a second.
+//! Access control of a server: networks, connections per address, client names, and the exports
+//! that a client may use. Rejected clients are counted, and logged at most once a second.
 //!
 //! ```text
 //!   accepted ─► network, connections of its address ─► handshake ─► name, once TLS has proved it
 //!                     │ no: closed, no byte was sent       │              │ no: closed
 //!                     ▼                                    ▼              ▼
-//!                  counted              exports that it may not have are not there for it
+//!                  counted              exports without access are reported as absent
 //! ```
 //!
-//! Decides nothing by itself: `policy::access` does.
+//! Never decides by itself: `policy::access` does.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -26,17 +26,17 @@ use reactor::seldom::Seldom;
 
 use super::wire;
 
-/// Clients that were refused, since the server's start.
+/// Number of rejected clients since the server's start, by reason.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refused {
-    /// For where they came from.
+    /// By their network address.
     pub networks: u64,
-    /// Because their address had as many connections as it may have.
+    /// By the limit on connections of one address.
     pub connections: u64,
-    /// For the name that TLS proved.
+    /// By the name that TLS proved.
     pub names: u64,
-    /// An export alone, which they asked for by its name.
+    /// Requests for an export by name that the client may not use; the client stays connected.
     pub exports: u64,
 }
 
@@ -51,7 +51,7 @@ enum Why {
 #[derive(Debug)]
 pub(super) struct Admission {
     access: Access,
-    /// Connections of one address.
+    /// Largest number of connections of one address.
     most_of_one: usize,
     guests: Mutex<HashMap<IpAddr, usize>>,
     counts: [AtomicU64; 4],
@@ -59,7 +59,7 @@ pub(super) struct Admission {
 }
 
 impl Admission {
-    /// Of clients with this access, and so many connections of one address.
+    /// Creates the access control of a server with at most `most_of_one` connections per address.
     pub(super) fn new(access: Access, most_of_one: usize) -> Self {
         Self {
             access,
@@ -70,16 +70,18 @@ impl Admission {
         }
     }
 
-    /// Whether a client from this address may say something. One that is let in is counted until
-    /// [`Admission::leave`].
+    /// True if a client from this address may begin a handshake. An admitted client is counted
+    /// until [`Admission::leave`].
     pub(super) fn admit(&self, address: Option<IpAddr>) -> bool {
         if !self.access.networks.admits(address) {
             self.refuse(Why::Network, &Client { address, name: None }, None);
             return false;
         }
+        // Unix sockets have no address, so the bound per address does not apply to them.
         let Some(address) = address else { return true };
         let admitted = {
             let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
+            // `origin` maps addresses of one site (an IPv6 prefix) to one key.
             let taken = guests.entry(origin(address)).or_default();
             let has_room = *taken < self.most_of_one;
             *taken += usize::from(has_room);
@@ -91,8 +93,8 @@ impl Admission {
         admitted
     }
 
-    /// Counts one that was let in by another server, until [`Admission::leave`]: it is not judged
-    /// again.
+    /// Counts a client that another process admitted, until [`Admission::leave`]. The access rules
+    /// are not checked again.
     pub(super) fn count(&self, address: IpAddr) {
         let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
         *guests.entry(origin(address)).or_default() += 1;
@@ -108,7 +110,7 @@ impl Admission {
         }
     }
 
-    /// Whether a client may be who TLS has proved it to be.
+    /// True if the rules allow the name that TLS has proved.
     pub(super) fn admits_name(&self, client: &Client) -> bool {
         let admitted = self.access.admits_name(client.name.as_deref());
         if !admitted {
@@ -117,12 +119,12 @@ impl Admission {
         admitted
     }
 
-    /// Whether a client may have an export with this access.
+    /// True if the client may use an export with these access rules.
     pub(super) fn admits_to(&self, access: &Access, client: &Client) -> bool {
         self.access.admits_name(client.name.as_deref()) && access.admits(client)
     }
 
-    /// It asked for one that it may not have.
+    /// Counts a request for an export that the client may not use.
     pub(super) fn refuse_export(&self, client: &Client, export: &str) {
         self.refuse(Why::Export, client, Some(export));
     }
@@ -132,7 +134,7 @@ impl Admission {
         Refused { networks, connections, names, exports }
     }
 
-    /// Counts on from what another process has counted.
+    /// Adds the counters of the old process after an upgrade.
     pub(super) fn count_on(&self, refused: Refused) {
         let Refused { networks, connections, names, exports } = refused;
         for (count, more) in self.counts.iter().zip([networks, connections, names, exports]) {
@@ -161,7 +163,7 @@ impl Admission {
     }
 }
 
-/// Where the client at the other end of a socket comes from; `None` of a Unix socket.
+/// Address of a socket's peer; `None` for a Unix socket.
 pub(super) fn address_of(socket: impl AsFd) -> Option<IpAddr> {
     let peer = getpeername::<SockaddrStorage>(socket.as_fd().as_raw_fd()).ok()?;
     let v4 = || peer.as_sockaddr_in().map(|peer| peer.ip().into());

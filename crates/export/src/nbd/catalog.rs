@@ -1,15 +1,15 @@
-//! The exports a server offers, as the handshake sees them: a name, a description, a size, what it
-//! can do.
+//! Exports as the handshake sees them: name, description, size, features.
 //!
-//! The handshake asks an [`Exports`] each time it needs something, so exports may come, go and
-//! change their size while clients negotiate. Nothing here knows what is behind an export.
+//! The handshake looks an export up in an [`Exports`] each time that it needs one, so exports may
+//! be added, removed and resized during negotiation. Nothing here depends on what an export
+//! consists of.
 
 use super::proto::{self, export_flag};
 use super::session::ReplyStyle;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// An export's transmission flags. A read-only one offers neither trim nor write-zeroes.
+/// Transmission flags of an export. A read-only export offers neither trim nor write-zeroes.
 #[allow(missing_docs, reason = "the names are the flags'")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
@@ -18,18 +18,18 @@ pub struct Features {
     pub fua: bool,
     pub trim: bool,
     pub write_zeroes: bool,
-    /// Nothing without `write_zeroes`.
+    /// Ignored without `write_zeroes`.
     pub fast_zero: bool,
     /// Offered only with structured replies.
     pub dont_fragment: bool,
     pub cache: bool,
-    /// A flush on any connection covers the answered writes of all.
+    /// A flush on any connection covers the answered writes of all connections.
     pub multi_conn: bool,
     pub rotational: bool,
 }
 
 impl Features {
-    /// `block_status` says whether the client selected metadata contexts for this export.
+    /// Flags on the wire. `block_status`: the client selected metadata contexts for this export.
     pub fn flags(self, style: ReplyStyle, block_status: bool) -> u16 {
         let writable = !self.read_only;
         [
@@ -61,7 +61,7 @@ pub struct BlockSizes {
     pub(super) maximum: u32,
 }
 
-/// Block sizes the specification does not allow.
+/// Block sizes that the specification does not allow.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockSizeError {
@@ -74,8 +74,9 @@ pub enum BlockSizeError {
 }
 
 impl BlockSizes {
-    /// `minimum` is a power of two up to 64 KiB, `preferred` one of at least 512 and the minimum,
-    /// `maximum` (the longest payload of a READ or WRITE) at least the preferred size.
+    /// `minimum` is a power of two up to 64 KiB; `preferred` is a power of two, at least 512 and at
+    /// least the minimum; `maximum` (the longest payload of a READ or WRITE) is at least
+    /// `preferred`.
     pub fn new(minimum: u32, preferred: u32, maximum: u32) -> Result<Self, BlockSizeError> {
         if !minimum.is_power_of_two() || minimum > 1 << 16 {
             Err(BlockSizeError::Minimum(minimum))
@@ -88,49 +89,49 @@ impl BlockSizes {
         }
     }
 
-    /// The minimum for an export of this size: less than configured where the size is no multiple,
-    /// because a client held to the larger one could never reach the last bytes.
+    /// Minimum block size for an export of this size. It is below the configured one if the size is
+    /// no multiple of that, because a client could otherwise never reach the last bytes.
     pub fn minimum_for(self, size_bytes: u64) -> u32 {
         if size_bytes == 0 {
             return self.minimum;
         }
-        // At most 16 places matter: a minimum is at most 64 KiB.
+        // The shift is at most 16 because a minimum is at most 64 KiB.
         self.minimum.min(1 << size_bytes.trailing_zeros().min(16))
     }
 }
 
 impl Default for BlockSizes {
-    /// What the specification lets a client assume.
+    /// The sizes that a client may assume without negotiation ("Size constraints").
     fn default() -> Self {
         Self { minimum: 1, preferred: 4096, maximum: proto::DEFAULT_MAX_PAYLOAD }
     }
 }
 
-/// An export at one moment.
+/// Properties of an export at one moment.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug)]
 pub struct ExportInfo {
-    /// The canonical name; at most 4096 bytes without NUL are sent.
+    /// Canonical name. Only names of at most 4096 bytes without NUL are sent.
     pub name: Arc<str>,
-    /// A line for people, or empty; clipped to 4096 bytes.
+    /// One line for display, possibly empty; clipped to 4096 bytes.
     pub description: Arc<str>,
     pub size_bytes: u64,
     pub features: Features,
     pub sizes: BlockSizes,
-    /// The names of the bitmaps it offers; always the same for one export.
+    /// Names of the bitmaps that the export offers. They never change during the life of an export.
     pub bitmaps: Arc<[Arc<str>]>,
 }
 
-/// The exports of a server. A number names the same export for as long as the server runs; once
-/// that is removed it answers `None`, never another export.
+/// The exports of a server. A number refers to one export for the life of the server; after the
+/// export is removed, the number yields `None`, never another export.
 pub trait Exports {
-    /// The export of this name; the empty name asks for the default export.
+    /// Number of the export with this name; the empty name means the default export.
     fn find(&self, name: &str) -> Option<usize>;
 
-    /// The export with this number, as it is now.
+    /// Current properties of the export with this number.
     fn get(&self, export: usize) -> Option<ExportInfo>;
 
-    /// The first export with a number of at least `from`, for listing.
+    /// First export with a number of at least `from`, for listing.
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)>;
 }
 
@@ -143,8 +144,8 @@ pub struct ExportTable {
 }
 
 impl ExportTable {
-    /// Numbered in order. Of two with one name the first is found; the default export is the one
-    /// named "", or else the only one.
+    /// Numbers the exports in order. A duplicate name refers to its first export. The default
+    /// export is the one named "", or the only one.
     pub fn new(exports: Vec<ExportInfo>) -> Self {
         let mut by_name = HashMap::with_capacity(exports.len());
         for (number, export) in exports.iter().enumerate() {

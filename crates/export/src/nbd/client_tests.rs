@@ -20,7 +20,7 @@ use storage::Storage;
 
 const SIZE: u64 = 100_000;
 
-/// Serves a disk of [`SIZE`] at the other end of what is returned.
+/// Starts a server with a disk of [`SIZE`] bytes; returns the client's end of the connection.
 fn serve(read_only: bool) -> Pipe {
     let storage = Storage::memory(SIZE);
     let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), DiskSettings::default(), None).unwrap();
@@ -100,7 +100,7 @@ fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
             assert!(dropped.is_err());
             assert_eq!(client.read(7, 9).await.unwrap().len(), 9);
         }
-        // The answers that nobody waits for may come after the one that was waited for.
+        // Replies to dropped requests may arrive after the reply that was awaited.
         let forgotten = async {
             while !client.is_idle() {
                 sleep_until(now() + Duration::from_millis(1)).await;
@@ -163,7 +163,7 @@ fn scripted(script: Vec<u8>) -> Pipe {
     let (ours, theirs) = Pipe::pair();
     let end = theirs.clone();
     spawn(async move {
-        // As much as the client wants to send, or it would wait for that.
+        // Receives whatever the client sends, because the client would block otherwise.
         loop {
             let (result, _) = theirs.receive(Buffer::new(4096), 0).await;
             if !matches!(result, Ok(1..)) {
@@ -173,7 +173,8 @@ fn scripted(script: Vec<u8>) -> Pipe {
     });
     spawn(async move {
         if end.send(Buffer::copy_of(&script).into()).await.is_ok() {
-            // Behind the client's requests, which a script cannot see.
+            // A script cannot see requests, so it leaves time for them before the end of the
+            // stream.
             sleep_until(now() + Duration::from_secs(1)).await;
         }
         end.close();
@@ -255,7 +256,7 @@ fn announced(kind: u16, length: u32) -> Vec<u8> {
     head
 }
 
-/// What becomes of one read of 100 bytes at 1000, and of the connection; its cookie is 0.
+/// Result of one read of 100 bytes at 1000, with cookie 0, and the connection's fault.
 fn read_from(structured: bool, replies: &[Vec<u8>]) -> (Result<Buffer, Error>, Option<String>) {
     let script = [welcome(structured), replies.concat()].concat();
     sim::run(1, async move {

@@ -1,17 +1,17 @@
 //! One client's connection, from its first byte to its last reply.
 //!
 //! ```text
-//!            ┌──────────── reader ────────────┐      tasks, one an I/O       ┌─ writer ─┐
+//!            ┌──────────── reader ────────────┐      one task per I/O        ┌─ writer ─┐
 //!   stream ─►│ receive many ─► parse ─► merge │─► disk.read ─► disk.write ─► │  outbox  │─► stream
 //!            └────────────────────────────────┘                              └──────────┘
 //! ```
 //!
-//! The reader takes in all the requests that one receive brought (`intake`), merges adjacent ones
-//! and starts a task for each I/O (`execute`). The writer sends all ready replies in one message.
+//! The reader parses all requests of one receive (`intake`), merges adjacent ones and starts a
+//! task for each I/O (`execute`). The writer sends all ready replies in one message.
 //!
-//! A client can harm itself only: malformed bytes end its connection, and a client that reads no
-//! replies is not read from. When it goes, requests in flight are completed; those that wait for
-//! limits are dropped.
+//! Never affects another client: malformed bytes end only this connection, and the reader stops
+//! while the client does not read its replies. After a disconnect, requests in flight are completed
+//! and requests that wait for limits are dropped.
 
 use std::{
     cell::{Cell, RefCell},
@@ -48,16 +48,18 @@ use reactor::{
 };
 
 const FAREWELL: Duration = Duration::from_secs(1);
-/// How often a client that has enough in flight is looked after: a stopped disk may hold all of it.
+/// Interval of checking a client that has reached its bound in flight: a stopped disk may hold all
+/// of its requests.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Bytes of a message that are sent at a time. Requests of usual clients are no larger.
+/// Longest piece of a message that is sent at once, in bytes. Messages of usual clients are
+/// shorter.
 const PART_BYTES: usize = 4 << 20;
 
-/// How soon a connection that is to come to rest is interrupted again.
+/// Interval of interrupting a connection that has to quiesce.
 const AGAIN: Duration = Duration::from_millis(1);
 
-/// Why a connection ended before the client took its leave.
+/// Failure that ended a connection before the client disconnected.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Broken {
     #[error(transparent)]
@@ -69,46 +71,46 @@ pub(super) enum Broken {
 pub(super) struct Connection {
     stream: Stream,
     pub(super) disk: Arc<Disk>,
-    /// By their contexts' index.
+    /// Bitmaps by the index of their context.
     pub(super) bitmaps: Arc<[BitmapView]>,
     pub(super) session: Session,
     pub(super) replier: Replier,
     pub(super) outbox: Outbox,
     /// Set by the server, from another thread.
     stop: Arc<StopSignal>,
-    /// Replies can no longer be sent: the client is gone.
+    /// Sending failed: the client has disconnected.
     broken: Cell<bool>,
-    /// No more replies will come.
+    /// No further reply will be queued.
     finished: Cell<bool>,
-    /// Nobody is there to answer: requests that still wait for their limits are dropped.
+    /// The client has disconnected: requests that wait for limits are dropped.
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
-    /// Where it is told to rest, and its number there.
+    /// Quiesce state of the server (`Rest`), and the number of this connection in it.
     rest: Option<(Arc<Rest>, u64)>,
-    /// It comes to rest: nothing more is begun.
+    /// The connection is quiescing: no request is started.
     pub(super) resting: Cell<bool>,
-    /// Not begun when it came to rest.
+    /// Requests that were parsed but not started when the connection quiesced.
     put_back: RefCell<Vec<Incoming>>,
     sending: Cell<bool>,
     /// The reader may be in a receive.
     receiving: Cell<bool>,
-    /// What it keeps of the disk's memory.
+    /// Progress of transfers, for the memory budget.
     holding: Arc<Holding>,
-    /// Its share of the disk's memory while requests wait for it.
+    /// Share of the disk's memory while requests wait for it.
     flow: MemoryFlow,
-    /// Lost when nobody is there to answer, or the server wants no more of the client: then a
-    /// stopped disk holds nothing of it.
+    /// Cancel token of the connection's requests at the disk. Cancelled when the client has
+    /// disconnected or the server ends the connection, so that a stopped disk does not hold them.
     pub(super) patience: Arc<Patience>,
 }
 
-/// Memory for a request that is being taken in: given back if that fails.
+/// Memory of a request that is being received; returned on drop.
 struct Taken<'a> {
     memory: &'a Account,
     bytes: usize,
 }
 
 impl Taken<'_> {
-    /// It is in flight, and gives the memory back when it has ended.
+    /// Leaves the memory charged: the request is in flight, and [`Connection::ended`] returns it.
     fn keep(mut self) {
         self.bytes = 0;
     }
@@ -124,11 +126,11 @@ impl Drop for Taken<'_> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// It took its leave, or the server wants no more of it; its last replies are awaited.
+    /// The client sent DISC, or the server ends the connection; the last replies are still sent.
     Orderly,
-    /// It closed the stream without a word ("hard disconnect").
+    /// The client closed the stream without DISC ("hard disconnect").
     Vanished,
-    /// Nothing has ended: it comes to rest.
+    /// Not an end: the connection quiesced.
     Resting,
 }
 
@@ -164,19 +166,19 @@ impl Connection {
         })
     }
 
-    /// The same, as one of a server that may have it rest.
+    /// Registers the connection with a server that may quiesce it.
     pub(super) fn of_server(self: Rc<Self>, rest: &Arc<Rest>, number: u64) -> Rc<Self> {
         let this = Rc::into_inner(self).expect("made for this");
         Rc::new(Self { rest: Some((Arc::clone(rest), number)), ..this })
     }
 
-    /// What others see of it.
+    /// Progress of transfers, for other threads.
     pub(super) fn holding(&self) -> &Arc<Holding> {
         &self.holding
     }
 
-    /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving
-    /// ended. `inbox` has what arrived behind the handshake.
+    /// Serves the client until it disconnects, breaks the protocol, or `stop` is raised and its
+    /// receive has ended. `inbox` has the bytes that arrived behind the handshake.
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<End, Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let attention = reactor::spawn_joinable(Rc::clone(&self).attend());
@@ -184,7 +186,8 @@ impl Connection {
         inbox.await_requests(self.disk.memory().budget());
         let outcome = loop {
             let outcome = self.receive_requests(&mut inbox, &mut intake).await;
-            // However receiving ended, what was taken in is in flight.
+            // Parsed requests are started however receiving ended: each was accepted and needs a
+            // reply.
             self.start(&mut intake).await;
             if !matches!(outcome, Ok(End::Resting)) || !self.rest(&mut inbox).await {
                 break outcome;
@@ -200,9 +203,11 @@ impl Connection {
                 self.abandon();
                 None
             }
-            // Another goes on with the client; only with TLS nobody can.
+            // The new process continues the connection, unless it uses TLS, whose state cannot
+            // move.
             Ok(End::Resting) => None,
         };
+        // Replies in flight are sent even after DISC: "Terminating the transmission phase".
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
@@ -210,7 +215,7 @@ impl Connection {
         self.outbox.news.raise();
         writer.await;
         if !matches!(outcome, Ok(End::Resting)) || self.stream.is_tls() {
-            // A client that does not read must not keep its place by it.
+            // Bounded, so that a client that does not read cannot occupy its place.
             let _ = reactor::timeout(FAREWELL, self.stream.finish()).await;
             self.stream.close();
         }
@@ -220,9 +225,10 @@ impl Connection {
         outcome
     }
 
-    /// Notices when a client that has left goes without its last replies.
+    /// Detects that a client which sent DISC closes its socket before its last replies are sent.
     async fn watch(self: Rc<Self>) {
-        // A server that stops has ended the receiving itself: that says nothing about the client.
+        // A stopping server has shut down receiving itself, so the end of the stream says nothing
+        // about the client.
         if self.stop.is_raised() {
             return;
         }
@@ -261,7 +267,7 @@ impl Connection {
         inbox: &mut Inbox,
         intake: &mut Intake<Incoming>,
     ) -> Result<End, Broken> {
-        // What it came to rest in the middle of.
+        // The rest of a payload whose receiving was interrupted by an earlier quiesce.
         inbox.skip(0, &self.stream).await?;
         while !self.stop.is_raised() {
             if self.resting.get() {
@@ -284,9 +290,10 @@ impl Connection {
                         nothing.keep();
                     }
                     self.start(intake).await;
-                    // libnbd takes an answer to what it still sends for one to nothing, and gives
-                    // up the connection. Only who is interrupted answers at once, as whoever goes
-                    // on knows nothing of the request.
+                    // The payload is skipped before the error is sent: libnbd takes a reply to a
+                    // request that it still sends for an unknown cookie and closes the connection.
+                    // Only if the skip is interrupted is the error sent at once, because the new
+                    // process receives the rest without the request.
                     let skipped = inbox.skip(refused.skip as usize, &self.stream).await;
                     self.refuse(&refused);
                     skipped?;
@@ -302,8 +309,12 @@ impl Connection {
                     };
                     let data = match command.payload_bytes() as usize {
                         0 => None,
+                        // The payload has arrived: it is taken from the receive buffer without
+                        // another receive.
                         length if inbox.holds(length) => Some(inbox.payload(length, &self.stream).await?),
                         length => {
+                            // Parsed requests start first: the client may wait for their replies
+                            // before it sends the payload.
                             self.start(intake).await;
                             let receiving = self.holding.receives();
                             let moved = |bytes| receiving.moved(bytes);
@@ -327,22 +338,22 @@ impl Connection {
         self.resting.get() && error.raw_os_error() == Some(libc::ECANCELED)
     }
 
-    /// Has it come to rest whenever its server says so.
+    /// Quiesces the connection whenever the server enters [`Stage::Still`].
     async fn attend(self: Rc<Self>) {
         let Some((rest, _)) = &self.rest else { return };
         loop {
             rest.until(|stage| stage >= Stage::Still).await;
             let turn = rest.turn();
             self.resting.set(true);
-            // Who waits for limits begins nothing now.
+            // Wakes requests that wait for limits; they are put back.
             self.abandonment.notify(usize::MAX);
             self.stop.interrupt();
-            // It may have rested and gone on between two looks.
+            // The server may quiesce and resume between two polls of this task.
             while self.resting.get() && self.receiving.get() {
                 if !self.sending.get() {
                     self.stream.interrupt();
                 }
-                // Once may be too early: between two receives.
+                // Repeated: an interrupt between two receives has no effect.
                 reactor::sleep_until(reactor::now() + AGAIN).await;
             }
             if rest.over(turn).await {
@@ -351,8 +362,8 @@ impl Connection {
         }
     }
 
-    /// Waits until nothing is in flight, says what there is, and waits to be told to go on: false
-    /// if another does.
+    /// Waits until no request is in flight, publishes the connection's state, and waits for the
+    /// server to resume. False if another process has taken the connection over.
     async fn rest(&self, inbox: &mut Inbox) -> bool {
         let Some((rest, number)) = &self.rest else { return false };
         self.receiving.set(false);
@@ -361,8 +372,8 @@ impl Connection {
         }
         let (unfinished, behind, skip) = inbox.rest();
         let mut bytes = Vec::new();
-        // The one whose payload was interrupted, if there is one, was put back before all that
-        // waited.
+        // A request whose payload was interrupted must be last, directly before the bytes of its
+        // payload that follow in the stream; it was put back first.
         let mut put_back = self.put_back.take();
         let interrupted = put_back.iter().position(Incoming::is_unfinished);
         let last = interrupted.map(|at| put_back.remove(at));
@@ -382,7 +393,7 @@ impl Connection {
         !is_anothers
     }
 
-    /// Keeps a request that has not begun for whoever goes on with the client.
+    /// Keeps a request that was not started for the process that continues the connection.
     pub(super) fn put_back(&self, tag: Tag, command: Command, data: Option<Buffer>) {
         if self.resting.get() {
             self.put_back.borrow_mut().push(Incoming { tag, command, data });
@@ -409,8 +420,8 @@ impl Connection {
         }
     }
 
-    /// Waits until one more request may be in flight and memory is available for it; requests that
-    /// were received before do not wait. `None` if the connection stops or comes to rest first.
+    /// Waits until one more request may be in flight and memory is available for it. Starts parsed
+    /// requests first. `None` if the connection stops or quiesces before.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake<Incoming>, bytes: usize) -> Option<Taken<'_>> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
@@ -438,7 +449,7 @@ impl Connection {
         Some(Taken { memory, bytes })
     }
 
-    /// Counts out requests that have been answered, or will not be; see [`Outbox::sent`].
+    /// Counts out requests that were answered or dropped; see [`Outbox::sent`].
     pub(super) fn ended(&self, requests: usize, bytes: usize, length: usize) {
         self.outbox.sent(requests, bytes, length);
         if bytes > 0 {
@@ -462,6 +473,8 @@ impl Connection {
 
     async fn send_replies(self: Rc<Self>) {
         loop {
+            // A failed connection still takes messages and counts them out, so that `is_idle` is
+            // reached.
             let Some(message) = self.outbox.take() else {
                 if self.finished.get() {
                     return;
@@ -500,11 +513,11 @@ impl Connection {
         self.stream.send(message).await
     }
 
-    /// Whether the client has so many replies to read that it will not run dry while requests
-    /// gather: eight like these, and what the kernel adds to each message. At depth 32 from memory,
-    /// lingering raised 104k IOPS to 159k at 57 % of the CPU time a request; at depth 4 it would
-    /// halve them. Not while the storage has requests: their completions would wait too (over
-    /// another NBD server, that took 8 % of the IOPS).
+    /// True if the client has enough unread replies to stay busy while requests gather: eight like
+    /// these, with the kernel's overhead for each message. At depth 32 from memory, lingering
+    /// raised 104k IOPS to 159k at 57 % of the CPU time a request; at depth 4 it would halve them.
+    /// False while the storage has requests: their completions would wait too (over another NBD
+    /// server, that took 8 % of the IOPS).
     fn is_behind(&self, message: &Message) -> bool {
         const REPLIES: usize = 8;
         const OVERHEAD: usize = 256;

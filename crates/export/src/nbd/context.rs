@@ -1,17 +1,16 @@
-//! Metadata contexts: what BLOCK_STATUS can be asked about ("Metadata querying").
+//! Metadata contexts, the subjects of BLOCK_STATUS ("Metadata querying").
 //!
-//! There are `base:allocation`, `qemu:allocation-depth`, and `qemu:dirty-bitmap:NAME` for each
-//! bitmap that an export offers.
-//! A context is a bit of a set; the bitmaps' names are looked up in the export.
+//! Contexts are `base:allocation`, `qemu:allocation-depth`, and `qemu:dirty-bitmap:NAME` for each
+//! bitmap that an export offers. A context is one bit of a set; the export has the bitmaps' names.
 
 use std::{borrow::Cow, sync::Arc};
 
-/// The most bitmaps of an export.
+/// Largest number of bitmaps of an export.
 pub const MOST_BITMAPS: usize = 31;
-/// The contexts before them.
+/// Number of contexts before those of bitmaps.
 const OTHERS: u32 = 2;
 
-/// Before a bitmap's name (QEMU's docs/interop/nbd.txt).
+/// Prefix of a bitmap's context name (QEMU's docs/interop/nbd.txt).
 const BITMAPS: &str = "qemu:dirty-bitmap:";
 
 /// One kind of status.
@@ -19,20 +18,20 @@ const BITMAPS: &str = "qemu:dirty-bitmap:";
 pub enum MetaContext {
     /// Holes and zeroes, with the flags of [`super::proto::state`].
     BaseAllocation,
-    /// How far down the chain of backing files a range is allocated: 0 nowhere, 1 in the image, 2
-    /// in its backing file and so on (QEMU's docs/interop/nbd.txt).
+    /// Level of the backing chain at which a range is allocated: 0 none, 1 the image, 2 its backing
+    /// file and so on (QEMU's docs/interop/nbd.txt).
     AllocationDepth,
-    /// The export's bitmap of this index, below [`MOST_BITMAPS`]: flag 1 where it marks.
+    /// The export's bitmap of this index, below [`MOST_BITMAPS`]: flag 1 where it is dirty.
     DirtyBitmap(u8),
 }
 
 impl MetaContext {
-    /// Every context that a client may select of an export with so many bitmaps.
+    /// All contexts of an export with this number of bitmaps.
     pub fn of_export(bitmaps: usize) -> impl Iterator<Item = Self> {
         (0..OTHERS + bitmaps.min(MOST_BITMAPS) as u32).map(Self::of_bit)
     }
 
-    /// The name on the wire: namespace, colon, leaf. `bitmaps` are the export's.
+    /// Name on the wire: namespace, colon, leaf. `bitmaps` are the export's.
     pub fn name(self, bitmaps: &[Arc<str>]) -> Cow<'static, str> {
         match self {
             Self::BaseAllocation => Cow::Borrowed("base:allocation"),
@@ -44,7 +43,7 @@ impl MetaContext {
         }
     }
 
-    /// The number replies carry. Not zero, which LIST_META_CONTEXT uses for "none yet".
+    /// Number in replies. Never zero, which LIST_META_CONTEXT uses for "none yet".
     pub const fn id(self) -> u32 {
         self.bit() + 1
     }
@@ -65,20 +64,20 @@ impl MetaContext {
         }
     }
 
-    /// The context with this number.
+    /// Context with this number.
     pub fn from_id(id: u32) -> Option<Self> {
         (1..=OTHERS + MOST_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
     }
 
-    /// Whether a query of LIST_META_CONTEXT means the context of this name: the name, its namespace
-    /// with an empty leaf, or all bitmaps.
+    /// True if a query of LIST_META_CONTEXT matches this name: the name itself, its namespace with
+    /// an empty leaf, or the prefix of all bitmaps.
     pub fn is_listed_by(name: &str, query: &str) -> bool {
         let whole = query.ends_with(':') && name.starts_with(query);
         query == name || whole && (name.find(':') == Some(query.len() - 1) || query == BITMAPS)
     }
 }
 
-/// A set of contexts.
+/// A set of metadata contexts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MetaContexts(u64);
 
@@ -86,7 +85,7 @@ impl MetaContexts {
     /// No context.
     pub const NONE: Self = Self(0);
 
-    /// Adds a context; false if it was there.
+    /// Adds a context; false if the set already had it.
     pub fn insert(&mut self, context: MetaContext) -> bool {
         let bit = 1 << context.bit();
         let added = self.0 & bit == 0;
@@ -94,22 +93,22 @@ impl MetaContexts {
         added
     }
 
-    /// Whether the context is in the set.
+    /// True if the context is in the set.
     pub const fn contains(self, context: MetaContext) -> bool {
         self.0 & (1 << context.bit()) != 0
     }
 
-    /// Contexts in the set.
+    /// Number of contexts in the set.
     pub const fn len(self) -> usize {
         self.0.count_ones() as usize
     }
 
-    /// Whether there is none.
+    /// True if the set has no context.
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// The contexts, in the order of their numbers.
+    /// The contexts in ascending order of their numbers.
     pub fn iter(self) -> impl Iterator<Item = MetaContext> {
         MetaContext::of_export(MOST_BITMAPS).filter(move |&context| self.contains(context))
     }

@@ -1,7 +1,6 @@
-//! The eight error numbers NBD knows, and which of them an error of Linux becomes.
+//! The eight error numbers of NBD, and the mapping from errors of Linux.
 //!
-//! The wire's numbers are fixed by "Error values"; that most equal Linux's is a coincidence nothing
-//! here relies on.
+//! "Error values" fixes the numbers on the wire. Most equal Linux's; nothing here relies on that.
 
 /// An error of the protocol ("Error values").
 #[allow(missing_docs, reason = "the specification explains its own names")]
@@ -11,27 +10,27 @@ pub enum Errno {
     /// Not permitted: a write to a read-only export.
     Perm = 1,
     Io = 5,
-    /// The specification asks servers to avoid it.
+    /// "Error values" asks servers to avoid it.
     NoMem = 12,
-    /// The request is malformed, out of place or outside the export.
+    /// The request is malformed, in the wrong phase or outside the export.
     Inval = 22,
     /// Also a write past the end.
     NoSpc = 28,
-    /// Longer than can be answered.
+    /// The request is longer than a reply can be.
     Overflow = 75,
-    /// Only for WRITE_ZEROES with FAST_ZERO: it would not be fast.
+    /// Only for WRITE_ZEROES with FAST_ZERO: zeroing would not be fast.
     NotSup = 95,
     Shutdown = 108,
 }
 
 impl Errno {
-    /// On the wire.
+    /// Number on the wire.
     pub const fn code(self) -> u32 {
         self as u32
     }
 
-    /// For any request but WRITE_ZEROES with FAST_ZERO. What the specification does not mention is
-    /// an I/O error, so that a client never takes a fault of the disk for its own.
+    /// Error for any request except WRITE_ZEROES with FAST_ZERO. Errors that the specification does
+    /// not mention become EIO, so that a client never takes a disk failure for its own mistake.
     pub const fn from_linux(raw: i32) -> Self {
         match raw {
             libc::EPERM | libc::EACCES | libc::EROFS => Self::Perm,

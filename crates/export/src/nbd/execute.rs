@@ -1,5 +1,5 @@
-//! Carrying out a client's commands: each waits for its limits, does its I/O and leaves exactly one
-//! reply in the outbox, or is counted out because nobody is there to read it.
+//! Execution of a client's commands. Each waits for admission, does its I/O and queues exactly one
+//! reply, or is counted out because the client has disconnected.
 
 use std::{
     future::{Future, poll_fn},
@@ -27,8 +27,8 @@ use reactor::{
 };
 use storage::{Durability, Extent, ZeroOptions};
 
-/// Pieces of a read that are told apart: of more, with clusters of 512 bytes, chunks would cost
-/// more than they save.
+/// Largest number of segments of a read for which holes are sent as chunks. With more (clusters of
+/// 512 bytes), chunks would cost more than they save.
 const MOST_CHUNKS: usize = 1024;
 
 impl Connection {
@@ -87,9 +87,9 @@ impl Connection {
         }
     }
 
-    /// Sends what was read. What is known to be zero goes as holes, unless the client wants it in
-    /// one piece or takes no chunks. Nothing is looked at or looked up for it: where an image does
-    /// not say, zeroes go as data.
+    /// Queues the data of a read. Segments known to be zero are sent as holes, unless the client
+    /// set DF or did not negotiate chunks. The data is not scanned and no metadata is looked up:
+    /// zeroes that the image does not report are sent as data.
     fn answer_read(&self, tag: Tag, offset: u64, mut data: Segments, whole: bool) {
         let bytes = data.len();
         let mut at = offset;
@@ -103,7 +103,7 @@ impl Connection {
                 let (is_zero, length) = first_run(data.as_slice());
                 let last = length == data.len();
                 let rest = data.split_off(length);
-                // Within a request, whose length fits.
+                // Cannot truncate: a read's length has 32 bits.
                 let hole = self.replier.hole(tag, at, length as u32, last).filter(|_| is_zero);
                 match hole {
                     Some(hole) if last => return self.outbox.push_header(&hole, bytes),
@@ -119,8 +119,8 @@ impl Connection {
         self.outbox.push_data(&header, data, bytes);
     }
 
-    /// Reads into the page cache, a part at a time: each is a read like any other, and what comes
-    /// behind a hint about a whole disk is not held up by all of it.
+    /// Reads the range into the page cache in parts of 1 MiB. Each part is admitted like a read, so
+    /// requests behind a hint for a whole disk do not wait for all of it.
     async fn cache(&self, offset: u64, length: u64, tag: Tag) {
         const PART: u64 = 1 << 20;
         let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
@@ -135,7 +135,7 @@ impl Connection {
         self.answer(tag, Ok(()), 0);
     }
 
-    /// Reads that follow each other on the disk: one I/O, its data divided among them.
+    /// Executes adjacent reads as one I/O and divides its data among them.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = Cost::merged(&lengths);
@@ -155,7 +155,7 @@ impl Connection {
         }
     }
 
-    /// Which of several merged reads failed is not known, so each is tried alone.
+    /// Retries each read on its own, because a failed merged read does not show which part failed.
     async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
@@ -172,7 +172,7 @@ impl Connection {
         }
     }
 
-    /// Writes that follow each other on the disk: one I/O that gathers their payloads.
+    /// Executes adjacent writes as one gathered I/O.
     pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let Command::Write { offset, fua, .. } = parts[0].command else {
             unreachable!("planned as writes");
@@ -187,8 +187,8 @@ impl Connection {
         self.write(offset, data, fua, &answers).await;
     }
 
-    /// Writes `data` for the requests in `answers`, each with its payload's length; all fail
-    /// together, because a failed write leaves its range undefined anyway.
+    /// Writes `data` for the requests in `answers`, each with the length of its payload. All of
+    /// them fail together, because a failed write leaves its range undefined anyway.
     async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, answers: &[(Tag, usize)]) {
         let cost = match answers {
             [(_, length)] => Cost::one(*length as u64),
@@ -198,7 +198,7 @@ impl Connection {
         let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else {
             for &(tag, bytes) in answers {
                 let behind = data.split_off(bytes);
-                // As it was parsed, with a length of 32 bits.
+                // Cannot truncate: the length was parsed from 32 bits.
                 let length = bytes as u32;
                 let payload = std::mem::replace(&mut data, behind).joined();
                 self.put_back(tag, Command::Write { offset, length, fua }, Some(payload));
@@ -222,7 +222,7 @@ impl Connection {
             let last = index + 1 == contexts;
             let extents = match self.status_of(&pass, context, &query).await {
                 Ok(extents) => extents,
-                // Chunks of other contexts may precede the one that says how it ended.
+                // Chunks of other contexts may already precede the error chunk.
                 Err(error) => {
                     return self.fail_after(tag, errno(error), "the status is not to be had", reply, bytes);
                 }
@@ -232,7 +232,7 @@ impl Connection {
         self.outbox.push_bytes(&reply, bytes);
     }
 
-    /// What a context says about the queried range.
+    /// Extents of the queried range in one context.
     async fn status_of(
         &self,
         pass: &Pass,
@@ -268,7 +268,7 @@ impl Connection {
         }
     }
 
-    /// Success, or the error; `bytes` were counted in with the request.
+    /// Queues success or the error; `bytes` were counted in with the request.
     fn answer(&self, tag: Tag, result: Result<()>, bytes: usize) {
         match result {
             Ok(()) => self.outbox.push_header(&self.replier.success(tag), bytes),
@@ -289,19 +289,19 @@ impl Connection {
         self.fail_after(tag, errno, what, Vec::new(), bytes);
     }
 
-    /// As [`fail`](Self::fail), behind earlier chunks of the reply.
+    /// [`fail`](Self::fail) behind chunks of the same reply.
     fn fail_after(&self, tag: Tag, errno: Errno, what: &str, mut reply: Vec<u8>, bytes: usize) {
         tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
         self.replier.error(tag, errno, what, &mut reply);
         self.outbox.push_bytes(&reply, bytes);
     }
 
-    /// Waits for the disk's limits; `None` if the client went away meanwhile: its waiting requests
-    /// must not use up what its group's other members may have. Or if the connection comes to rest,
-    /// and then the request is to be put back.
+    /// Waits for admission by the disk's limits. `None` if the client disconnected meanwhile,
+    /// because its requests must not use tokens that other members of its group could use; or if
+    /// the connection quiesces, and then the caller puts the request back.
     async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
         let mut admission = pin!(self.disk.admit(direction, cost));
-        // Made only for a request that has to wait.
+        // Created only if the request has to wait: most are admitted at the first poll.
         let mut abandonment = None;
         let pass = poll_fn(|context| {
             if let Poll::Ready(pass) = admission.as_mut().poll(context) {
@@ -320,7 +320,7 @@ impl Connection {
     }
 }
 
-/// How many bytes from the beginning on are alike: known to be zero, or not.
+/// Length of the first run of segments that are all known to be zero, or all not.
 fn first_run(parts: &[Segment]) -> (bool, usize) {
     let is_zero = parts.iter().find(|part| !part.is_empty()).is_some_and(Segment::is_known_zero);
     let alike = |part: &&Segment| part.is_empty() || part.is_known_zero() == is_zero;

@@ -1,4 +1,4 @@
-//! Answers about allocation from servers that describe little at a time. Simulated.
+//! Block status from servers that describe little at a time. Simulated.
 
 use std::sync::{
     Arc,
@@ -68,7 +68,7 @@ async fn shake_hands(pipe: &Pipe) -> Option<()> {
     }
 }
 
-/// Serves requests for allocation: `answer` returns the extents for an offset and a length.
+/// Serves BLOCK_STATUS requests: `answer` returns the extents for an offset and a length.
 async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Option<()> {
     shake_hands(&pipe).await?;
     loop {
@@ -91,8 +91,8 @@ async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, answer: fn(u64, u32) -> Vec
     }
 }
 
-/// Walks the disk as `weir image convert` does; the number of requests, and the bytes that are
-/// described as data.
+/// Queries the whole disk as `weir image convert` does. Returns the number of requests and the
+/// number of bytes reported as data.
 fn walk(answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Result<(u64, u64), Error> {
     sim::run(1, async move {
         let requests = Arc::new(AtomicU64::new(0));

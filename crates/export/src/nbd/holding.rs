@@ -23,7 +23,7 @@ use super::stream::{self, Stream};
 /// Transfers of one client, as other threads see them.
 #[derive(Debug)]
 pub(super) struct Holding {
-    /// The rest of a write's data.
+    /// Remaining payload of a write.
     receiving: Transfer,
     /// A message of replies.
     sending: Transfer,
@@ -41,15 +41,15 @@ impl Holding {
         Arc::new(Self { receiving, sending, memory, socket, listing })
     }
 
-    /// A payload is received until the result is dropped. The client is on schedule for as long as
-    /// the bytes reported by [`UnderWay::moved`] last at the slowest rate.
+    /// Begins receiving a payload; it ends when the result is dropped. The client is on schedule
+    /// while the bytes reported by [`UnderWay::moved`] last at the slowest rate.
     pub(super) fn receives(self: &Arc<Self>) -> UnderWay<'_> {
         self.receiving.start(0);
         self.memory.watch(self);
         UnderWay(&self.receiving)
     }
 
-    /// A message of `bytes` is sent until the result is dropped.
+    /// Begins sending a message of `bytes`; it ends when the result is dropped.
     pub(super) fn sends(self: &Arc<Self>, bytes: usize) -> UnderWay<'_> {
         self.sending.start(bytes);
         self.memory.watch(self);
@@ -90,8 +90,8 @@ impl Drop for Holding {
     }
 }
 
-/// The instant until which a transfer is on schedule, in nanoseconds; the largest value while none
-/// is under way.
+/// Instant until which a transfer is on schedule, in nanoseconds; the largest value if there is no
+/// transfer.
 #[derive(Debug)]
 struct Transfer(AtomicU64);
 
@@ -102,9 +102,9 @@ impl Default for Transfer {
 }
 
 impl Transfer {
-    /// Starts a transfer that is on schedule while `bytes` last at the slowest rate.
+    /// Starts a transfer that is on schedule for the time that `bytes` take at the slowest rate.
     fn start(&self, bytes: usize) {
-        // Ordered before the look at the listing: see `Account::watch`.
+        // Ordered before the check of the listing: see `Account::watch`.
         self.0.store((reactor::recently() + lasts(bytes)).as_nanos(), SeqCst);
     }
 
@@ -113,12 +113,12 @@ impl Transfer {
     }
 }
 
-/// The time that `bytes` take at the slowest rate.
+/// Duration of `bytes` at the slowest rate.
 fn lasts(bytes: usize) -> Duration {
     Duration::from_nanos(bytes as u64 * 1_000_000_000 / SLOWEST_BPS)
 }
 
-/// A transfer that is under way until this is dropped.
+/// A transfer in progress; ends on drop.
 #[must_use = "the transfer lasts until it is dropped"]
 pub(super) struct UnderWay<'a>(&'a Transfer);
 

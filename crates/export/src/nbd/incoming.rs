@@ -17,12 +17,12 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Whether its payload has not all come.
+    /// True if the payload has not arrived completely.
     pub(super) fn is_unfinished(&self) -> bool {
         self.command.payload_bytes() > 0 && self.data.is_none()
     }
 
-    /// As it came.
+    /// Appends the request as it was received.
     pub(super) fn write(&self, session: &Session, out: &mut Vec<u8>) {
         request::encode(self.tag, self.command, session, out);
         out.extend(self.data.iter().flat_map(|data| data.iter()));
@@ -46,7 +46,7 @@ impl Mergeable for Incoming {
     }
 }
 
-/// Memory a request needs while it is in flight.
+/// Bytes of memory that a request needs while it is in flight.
 pub(super) fn bytes_in_flight(command: Command) -> usize {
     match command {
         Command::Read { length, .. } => length as usize,

@@ -1,17 +1,18 @@
-//! A block device of the kernel's NBD client, served by this process over pairs of sockets.
+//! A block device of the kernel's NBD client, served by this process over socket pairs.
 //!
 //! ```text
 //!   /dev/nbdN ── kernel's client ══ pair of sockets ══ Connection, on one of the workers
 //!                     ▲
-//!   Server ── control ┘  connect; new sockets for those that end; another length; disconnect
+//!   Server ── control ┘  connect; replace closed sockets; resize; disconnect
 //! ```
 //!
-//! There is no handshake: what it would agree on, the kernel is told with the sockets. If this
-//! process dies, the device and its requests wait for so long as it was told, and whoever comes
-//! with the same identity takes it over. A process that lives can be taken over from too: our ends
-//! of the sockets go to the other ([`Rested`]), and the kernel sees nothing of it.
+//! There is no handshake: the kernel receives the parameters together with the sockets. If this
+//! process dies, the kernel keeps the device and its requests for the dead-connection timeout, and
+//! a process with the same identity takes the device over. In an upgrade, the old process passes
+//! its ends of the sockets to the new one ([`Rested`]), which the kernel does not notice.
 //!
-//! Never lets go of a device that others have open by itself: who closes it has looked.
+//! Never removes a device by itself because others have it open: the caller that closes the server
+//! checks for openers first.
 
 mod control;
 mod netlink;
@@ -45,37 +46,37 @@ use super::{
 };
 use crate::race::{First, first};
 
-/// Between a connection's end and the attempt to replace it: at first, and at most.
+/// Pause between the end of a connection and the attempt to replace it: the first, and the longest.
 const PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// A disk to be a device of this host.
+/// A disk to be served as a block device of this host.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// What the log calls it.
+    /// Name in the log.
     pub id: Arc<str>,
-    /// The disk, whose length is a multiple of `block_bytes`.
+    /// The disk; its length is a multiple of `block_bytes`.
     pub disk: Arc<Disk>,
-    /// What the kernel's requests are multiples of: a power of two from 512 bytes to a page.
+    /// Logical block size: a power of two from 512 bytes to a page.
     pub block_bytes: u32,
-    /// Refuse to write, whatever the disk allows.
+    /// Reject writes even if the disk is writable.
     pub read_only: bool,
-    /// The `N` of `/dev/nbdN`; `None`: the first that is free.
+    /// The `N` of `/dev/nbdN`; `None` selects the first free device.
     pub number: Option<u32>,
-    /// Pairs of sockets, at least one.
+    /// Number of socket pairs, at least one.
     pub connections: u16,
-    /// How long the kernel waits for an answer before it gives a connection up, and before it asks
-    /// again what it asked over one that ended. 0: 30 s, but that an only one is never given up
-    /// (`nbd_set_cmd_timeout`, `nbd_xmit_timeout`).
+    /// Time after which the kernel gives up a connection that does not answer, and after which it
+    /// resends the requests of a closed one. 0 means 30 s, and that a single connection is never
+    /// given up (`nbd_set_cmd_timeout`, `nbd_xmit_timeout`).
     pub timeout_s: u32,
-    /// How long requests wait for this process to come back.
+    /// Time for which requests wait for this process to return.
     pub dead_timeout_s: u32,
-    /// What the device is known by when this process comes back: the same for the same data, and
-    /// never the same for others.
+    /// Identity by which a restarted process finds the device: equal for the same data, and
+    /// different for different data.
     pub identity: String,
 }
 
-/// Why there is no device.
+/// Failure to create, take over or remove a device.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel has no NBD client.
@@ -83,24 +84,24 @@ pub enum Error {
         "this kernel has no NBD client (load it with `modprobe nbd`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_NBD)"
     )]
     NoDriver,
-    /// The caller may not.
+    /// The caller lacks the capability.
     #[error(
         "no permission to make a block device of the kernel's NBD client (be root, or have CAP_SYS_ADMIN)"
     )]
     NotPermitted,
-    /// Somebody else has the device.
+    /// Another server uses the device.
     #[error("/dev/nbd{0} is in use by another server (name another device, or auto for one that is free)")]
     Busy(u32),
-    /// Anything else.
+    /// Any other error of the kernel.
     #[error("the kernel's NBD client: {0}")]
     Kernel(#[from] io::Error),
 }
 
-/// Takes the device of this number away, whoever serves it; what it has not written is lost. One
-/// that nobody serves is no error.
+/// Disconnects the device of this number from any server; unwritten data is lost. A device without
+/// a server is no error.
 ///
 /// # Errors
-/// As for making one.
+/// As for [`Server::connect`].
 pub fn disconnect(number: u32) -> Result<(), Error> {
     let gone = || -> io::Result<()> {
         let control = Control::open()?;
@@ -122,54 +123,54 @@ impl Error {
     }
 }
 
-/// A device at rest: what another process goes on with.
+/// State of a quiesced device, for the new process of an upgrade.
 #[derive(Debug)]
 pub struct Rested {
     /// The `N` of `/dev/nbdN`.
     pub number: u32,
-    /// All that it is served over.
+    /// All connections of the device.
     pub connections: Vec<RestedConnection>,
 }
 
-/// One of its connections, between two requests.
+/// State of one connection, between two requests.
 #[derive(Clone, Debug)]
 pub struct RestedConnection {
-    /// Our end of a pair. Nobody receives or sends there.
+    /// Our end of a pair. No task receives or sends on it.
     pub socket: Fd,
-    /// Received, from the beginning of a request on.
+    /// Received bytes, from the beginning of a request.
     pub bytes: Vec<u8>,
-    /// So many bytes are dropped before what comes behind `bytes`, which are none then.
+    /// Number of bytes to drop from the socket; if above zero, `bytes` is empty.
     pub skip: u64,
 }
 
 impl From<OwnedFd> for RestedConnection {
-    /// A new one.
+    /// State of a new connection.
     fn from(socket: OwnedFd) -> Self {
         Self { socket: socket.into(), bytes: Vec::new(), skip: 0 }
     }
 }
 
-/// What became of a device so far.
+/// Counters of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Pairs of sockets at work.
+    /// Socket pairs that are being served.
     pub sockets: usize,
     /// Connections that were replaced because they had ended.
     pub replaced: u64,
 }
 
-/// How a server is to end.
+/// How the server ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Course {
     Serve,
-    /// The device goes.
+    /// Disconnect the device.
     Close,
-    /// The device stays for who comes next.
+    /// Keep the device for the next process.
     Leave,
 }
 
-/// A device at work.
+/// A device that is being served.
 #[derive(Debug)]
 pub struct Server {
     id: Arc<str>,
@@ -178,33 +179,33 @@ pub struct Server {
     control: Arc<Control>,
     device: Arc<Device>,
     number: u32,
-    /// Our ends, until they are served.
+    /// Our ends of the pairs, until they are served.
     sockets: Mutex<Vec<RestedConnection>>,
     rest: Arc<Rest>,
-    /// Connections that are served, or being replaced.
+    /// Connections that are served or being replaced.
     attended: AtomicUsize,
     live: Mutex<Vec<(Fd, Arc<StopSignal>)>>,
-    /// The device is there, and ours.
+    /// The device exists and is served by this server.
     there: AtomicBool,
     course: AtomicU8,
     resizes: AtomicUsize,
     replaced: AtomicU64,
-    /// Any of these has changed.
+    /// Notified on every change of the fields above.
     changed: Event,
 }
 
 impl Server {
-    /// Makes the device, or takes over the one of the same identity. Requests wait until it is
-    /// served. It goes when the server is dropped before that.
+    /// Creates the device, or takes over the one with the same identity. Its requests wait until
+    /// [`Server::serve`]. Dropping the server before that disconnects the device.
     ///
     /// # Errors
-    /// [`Error`]; then there is no device.
+    /// [`Error`]; then no device was created.
     pub async fn connect(export: Export) -> Result<Arc<Self>, Error> {
         live::look_at_size(&export.disk).await;
         let (wanted, connections) = (Arc::new(device(&export)), export.connections);
         let made = {
             let wanted = Arc::clone(&wanted);
-            // The kernel makes the device while the call lasts.
+            // The netlink call returns after the kernel has created the device.
             reactor::blocking(move || make(&wanted, connections)).await
         };
         let (control, number, sockets) = made?;
@@ -212,8 +213,8 @@ impl Server {
         Ok(Self::new(&export, wanted, control, Rested { number, connections: sockets }, true))
     }
 
-    /// Goes on with a device that another process serves, once that has given it up: nothing
-    /// happens to it before [`Server::serve`].
+    /// Continues with a device of another process after that has quiesced it. The device is not
+    /// touched before [`Server::serve`].
     ///
     /// # Errors
     /// [`Error`].
@@ -248,16 +249,16 @@ impl Server {
         })
     }
 
-    /// The device's node.
+    /// Path of the device node.
     pub fn path(&self) -> String {
         format!("/dev/nbd{}", self.number)
     }
 
-    /// Serves the device, each pair of sockets on one of the workers, until [`Server::close`] or
-    /// [`Server::leave`], or until somebody else lets the device go.
+    /// Serves the device, each socket pair on one of the workers, until [`Server::close`] or
+    /// [`Server::leave`], or until another process disconnects the device.
     ///
     /// # Errors
-    /// The kernel does not let it go; then nobody serves it any more.
+    /// The kernel does not disconnect the device; it is no longer served.
     pub async fn serve(self: Arc<Self>, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let (ended, all_ended) = async_channel::bounded::<()>(1);
         self.there.store(true, SeqCst);
@@ -266,7 +267,8 @@ impl Server {
             let (server, ended) = (Arc::clone(&self), ended.clone());
             self.attended.fetch_add(1, SeqCst);
             workers[turn % workers.len()].spawn(move || async move {
-                // What the kernel writes to get memory must not wait for memory. Only root may.
+                // Writeback to this device must not wait for memory that only writeback can free.
+                // Needs root; without it, serving works as before.
                 let _ = reactor::serves_writeback();
                 server.attend(socket, turn as u64).await;
                 server.attended.fetch_sub(1, SeqCst);
@@ -282,7 +284,7 @@ impl Server {
         result
     }
 
-    /// Until every connection has ended, or all are told to.
+    /// Returns when every connection has ended or was ended by `close` or `leave`.
     async fn until_over(&self, all_ended: &async_channel::Receiver<()>) -> io::Result<()> {
         let mut resizes = 0;
         loop {
@@ -310,38 +312,38 @@ impl Server {
         }
     }
 
-    /// One while the device is there.
+    /// 1 while the device exists, otherwise 0.
     pub fn connections(&self) -> usize {
         self.there.load(SeqCst).into()
     }
 
-    /// Whether there has ever been a device: always.
+    /// Always true: the device was there from the start.
     pub fn has_served(&self) -> bool {
         true
     }
 
-    /// What became of it so far.
+    /// Current counters.
     pub fn statistics(&self) -> Statistics {
         Statistics { sockets: lock(&self.live).len(), replaced: self.replaced.load(SeqCst) }
     }
 
-    /// The disk may have another length: the kernel is told.
+    /// Reports the disk's length to the kernel if it has changed.
     pub fn look_at_size(&self) {
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    /// Lets the device go, whoever has it open: what they still ask for fails.
+    /// Disconnects the device, even if processes have it open: their requests fail.
     pub fn close(&self) {
         self.set_out(Course::Close);
     }
 
-    /// Ends without letting the device go: it waits for who comes next, and its requests with it.
+    /// Ends without disconnecting the device: its requests wait for the next process.
     pub fn leave(&self) {
         self.set_out(Course::Leave);
     }
 
-    /// Waits until `busy` is false: it is asked now, and whenever something has changed.
+    /// Waits until `busy` is false; `busy` is evaluated now and after every change.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
             let changed = self.changed.listen();
@@ -352,8 +354,8 @@ impl Server {
         }
     }
 
-    /// Has every connection come to rest: what it has in flight is finished and answered, what
-    /// waits for limits is put back. Returns false if that takes longer than `patience`.
+    /// Quiesces every connection: requests in flight are completed and answered, requests that wait
+    /// for limits are put back. False if that takes longer than `patience`.
     pub async fn come_to_rest(&self, patience: Duration) -> bool {
         self.rest.set(Stage::Still);
         reactor::timeout(patience, async {
@@ -369,21 +371,21 @@ impl Server {
         .is_ok()
     }
 
-    /// What another process goes on with, once it has come to rest.
+    /// State for the new process; complete after [`Server::come_to_rest`].
     pub fn rested(&self) -> Rested {
         let rested = self.rest.rested().values().flatten().cloned().collect::<Vec<_>>();
         let connection = |rest::Rested { socket, bytes, skip, .. }| RestedConnection { socket, bytes, skip };
         Rested { number: self.number, connections: rested.into_iter().map(connection).collect() }
     }
 
-    /// Goes on after [`Server::come_to_rest`] as if nothing had been.
+    /// Resumes all connections after [`Server::come_to_rest`].
     pub fn go_on(&self) {
         self.rest.set(Stage::Open);
     }
 
-    /// The first that is asked for.
+    /// Sets how the server ends; the first call decides.
     fn set_out(&self, course: Course) {
-        // Who is at rest has its part to finish.
+        // Quiesced connections must run to end.
         self.rest.set(Stage::Open);
         let _ = self.course.compare_exchange(Course::Serve as u8, course as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
@@ -393,11 +395,12 @@ impl Server {
         self.course.load(SeqCst) == course as u8
     }
 
-    /// As if the process had ended, but that what is in flight is answered.
+    /// Ends all connections as the death of the process would, except that requests in flight are
+    /// answered.
     fn hang_up(&self) {
         for (socket, stop) in &*lock(&self.live) {
             stop.raise();
-            // Fails where the kernel has closed already.
+            // Fails if the kernel has already closed its end.
             let _ = shutdown(socket, Shutdown::Read);
         }
     }
@@ -415,11 +418,12 @@ impl Server {
         }
     }
 
-    /// Serves one connection, and those that replace it, until the device has gone.
+    /// Serves one connection and its replacements until the device is disconnected.
     async fn attend(&self, mut connection: RestedConnection, number: u64) {
         loop {
             match self.converse(connection, number).await {
-                // The kernel took its leave, which is of the device, or has been hung up on.
+                // The kernel sent DISC, which concerns the whole device, or `hang_up` ended the
+                // connection.
                 Ok(End::Orderly | End::Resting) => return,
                 Ok(End::Vanished) => {
                     tracing::debug!(export = %self.id, "the kernel closed a connection");
@@ -440,7 +444,8 @@ impl Server {
         let RestedConnection { socket, bytes, skip } = connection;
         let stop = Arc::<StopSignal>::default();
         lock(&self.live).push((socket.clone(), Arc::clone(&stop)));
-        // Told to between the two, it would otherwise not hear.
+        // `leave` between the check in `replace` and the registration above would be missed
+        // otherwise.
         if self.is_on(Course::Leave) {
             self.hang_up();
         }
@@ -454,10 +459,11 @@ impl Server {
         ended
     }
 
-    /// The socket of a new connection; `None` where there is to be none.
+    /// Socket of a new connection; `None` if none is to be made.
     async fn replace(&self) -> Option<OwnedFd> {
         let mut pause = PAUSE;
         loop {
+            // Created before the check, so that a change between check and wait is not missed.
             let changed = self.changed.listen();
             if !self.is_on(Course::Serve) {
                 return None;
@@ -472,6 +478,7 @@ impl Server {
             });
             match replaced.await {
                 Ok(ours) => return ours.into_iter().next(),
+                // EINVAL: the device was disconnected, or belongs to another backend.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return None,
                 Err(error) => tracing::warn!(export = %self.id, %error, "a connection cannot be replaced"),
             }
@@ -480,7 +487,7 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// A device that nobody has served stays in nobody's way.
+    /// Disconnects a device that was never served or has lost its server.
     fn drop(&mut self) {
         if self.there.load(SeqCst) && !self.is_on(Course::Leave) {
             let _ = self.control.disconnect(self.number);
@@ -488,7 +495,7 @@ impl Drop for Server {
     }
 }
 
-/// What the kernel is told of an export.
+/// Parameters of the device for the kernel.
 fn device(export: &Export) -> Device {
     let offered = live::Export {
         name: Arc::clone(&export.id),
@@ -510,7 +517,7 @@ fn device(export: &Export) -> Device {
     }
 }
 
-/// What a handshake would have agreed on.
+/// Session that a handshake would have negotiated; the kernel's client uses simple replies only.
 fn session(flags: u16) -> Session {
     Session {
         export: 0,
@@ -537,6 +544,8 @@ fn make(device: &Device, connections: u16) -> Result<(Control, u32, Vec<OwnedFd>
         if control::block_bytes(number).is_some_and(|bytes| bytes != u64::from(device.block_bytes)) {
             tracing::warn!(device = number, "the size of its blocks is as it was made");
         }
+        // The kernel keeps the length of the earlier server, so it is corrected before requests
+        // resume.
         let taken = control.reconnect(number, device, &kernels).and_then(|()| {
             match control::size_bytes(number) == Some(device.size_bytes) {
                 true => Ok(()),
@@ -550,7 +559,7 @@ fn make(device: &Device, connections: u16) -> Result<(Control, u32, Vec<OwnedFd>
     Ok((control, number, ours))
 }
 
-/// Our ends, and the kernel's.
+/// Creates `count` socket pairs; returns our ends and the kernel's.
 fn pairs(count: u16) -> io::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
     let pair = |_| socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
     let pairs = (0..count).map(pair).collect::<Result<Vec<_>, _>>()?;

@@ -1,7 +1,8 @@
-//! The exports of a running server: they come and go while clients negotiate and others are served.
+//! The exports of a running server; they are added and removed while clients negotiate and are
+//! served.
 //!
-//! Looked up by the handshake alone; a connection holds its disk itself. A number is given once in
-//! a server's life, so a client whose export was removed meanwhile never gets another one.
+//! Only the handshake looks exports up; a connection holds its disk itself. A number is never used
+//! twice in a server's life, so a client whose export was removed never gets another one.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -22,7 +23,7 @@ use super::{
 /// client gets the last known size.
 const TO_SEE_SIZE: Duration = Duration::from_secs(1);
 
-/// Finds out whether the image of a disk was resized from outside.
+/// Detects a resize of the disk's image from outside.
 pub(super) async fn look_at_size(disk: &Disk) {
     if let Err(error) = disk.refresh_size_within(TO_SEE_SIZE).await {
         tracing::warn!(disk = %disk.name(), %error, "cannot determine whether the image was resized");
@@ -34,14 +35,14 @@ pub(super) async fn look_at_size(disk: &Disk) {
 #[derive(Clone, Debug)]
 pub struct Export {
     pub name: Arc<str>,
-    /// A line for people.
+    /// One line for display.
     pub description: Arc<str>,
     pub disk: Arc<Disk>,
-    /// Refuse to write, whatever the disk allows.
+    /// Reject writes even if the disk is writable.
     pub read_only: bool,
     /// At most [`MOST_BITMAPS`](super::MOST_BITMAPS) of the image's bitmaps are offered.
     pub bitmaps: Arc<[BitmapView]>,
-    /// Who may have it; others are not told that it is there.
+    /// Clients that may use the export; for all other clients it does not exist.
     pub access: Access,
 }
 
@@ -62,9 +63,10 @@ impl Export {
                 fast_zero: true,
                 dont_fragment: true,
                 cache: true,
-                // One disk, one cache: a flush covers what was written through any connection.
+                // All connections share the disk and its cache, so a flush on one covers the writes
+                // of all.
                 multi_conn: true,
-                // Unknown: an image's storage may be anything.
+                // Unknown: the storage may be of any kind.
                 rotational: false,
             },
             sizes: block_sizes(image.block_size()),
@@ -73,7 +75,7 @@ impl Export {
     }
 }
 
-/// Any alignment is served, so the minimum is one byte; what costs least is the preferred size.
+/// Any alignment is served, so the minimum is one byte; the preferred size is the cheapest.
 fn block_sizes(storage: BlockSize) -> BlockSizes {
     let preferred = storage.preferred.clamp(512, 1 << 20);
     BlockSizes::new(1, preferred, proto::DEFAULT_MAX_PAYLOAD).unwrap_or_default()
@@ -84,12 +86,12 @@ pub(super) struct LiveExports {
     next: usize,
     by_number: BTreeMap<usize, Export>,
     by_name: HashMap<Arc<str>, usize>,
-    /// The numbers of those that are to come.
+    /// Reserved numbers of exports that are not there yet, by name.
     expected: HashMap<String, usize>,
 }
 
 impl LiveExports {
-    /// Those that come by these names stand in this order, whichever comes first.
+    /// Reserves numbers in this order for exports that are added later in any order.
     pub(super) fn expect(&mut self, names: impl Iterator<Item = String>) {
         for name in names {
             self.expected.insert(name, self.next);
@@ -97,17 +99,17 @@ impl LiveExports {
         }
     }
 
-    /// One that had this number was taken back, and comes again.
+    /// Reserves the former number of a removed export that will be added again.
     pub(super) fn expect_again(&mut self, name: &str, number: usize) {
         self.expected.insert(name.to_owned(), number);
     }
 
-    /// It does not come.
+    /// Releases a reserved number.
     pub(super) fn expect_no_more(&mut self, name: &str) {
         self.expected.remove(name);
     }
 
-    /// `None` where its name is taken.
+    /// Adds an export and returns its number; `None` if the name is in use.
     pub(super) fn add(&mut self, export: Export) -> Option<usize> {
         if self.by_name.contains_key(&export.name) {
             return None;
@@ -129,8 +131,9 @@ impl LiveExports {
         self.by_number.get(&number)
     }
 
-    /// The empty name asks for the default export: the one named so, or else the oldest. Where that
-    /// is still to come, nobody gets another in its place.
+    /// Number of the export with this name. The empty name means the default export: the one with
+    /// the empty name, or the oldest. While the oldest is only reserved, there is no default
+    /// export.
     pub(super) fn find(&self, name: &str) -> Option<usize> {
         let to_come = self.expected.values().min();
         let is_first = |number: &&usize| to_come.is_none_or(|to_come| *number < to_come);
@@ -138,7 +141,7 @@ impl LiveExports {
         self.by_name.get(name).or_else(default).copied()
     }
 
-    /// The first with a number of at least `from` that somebody may have.
+    /// First export with a number of at least `from` whose access rules satisfy `may_have`.
     pub(super) fn next(
         &self,
         from: usize,

@@ -1,5 +1,4 @@
-//! The handshake's framing: from the greeting to the moment transmission starts, one option at a
-//! time.
+//! Framing of the handshake, from the greeting to the start of transmission, one option at a time.
 //!
 //! ```text
 //!              ┌────────────────────────────────────────────┐
@@ -7,14 +6,14 @@
 //!  Flags ─► Header ─┬─► Data ──► option::answer ─┬─► replied ┤
 //!                   │                            ├─► Listing ┘   (in batches)
 //!                   ├─► Skip ──► refusal ────────┼──────────┘
-//!                   │      └───► ACK ─► Over     ├─► Tls ─► Header, everything forgotten
+//!                   │      └───► ACK ─► Over     ├─► Tls ─► Header, negotiated state discarded
 //!                   └─► Over                     └─► Over (transmission, or closed)
 //! ```
 //!
 //! The header alone decides whether an option is read, skipped or fatal: an announced length costs
-//! nothing until the bytes are there, and never more than [`MAX_OPTION_BYTES`].
+//! nothing until the bytes arrive, and never more than [`MAX_OPTION_BYTES`].
 //!
-//! Never waits, and never answers two options in one step: a caller holds the replies of one.
+//! Never waits, and never answers two options in one step, so a caller buffers the replies of one.
 
 use super::catalog::Exports;
 use super::option::{self, Outcome, Refusal, Replies, Terms};
@@ -22,35 +21,35 @@ use super::proto::{self, client_flag, handshake_flag, opt, rep};
 use super::session::Session;
 use super::wire::Fields;
 
-/// Longest option data that is kept, in bytes; a longer option is refused with ERR_TOO_BIG. A list
-/// of metadata queries fits; INFO and GO need a tenth.
+/// Longest option data that is buffered, in bytes; a longer option is rejected with ERR_TOO_BIG. A
+/// list of metadata queries fits; INFO and GO need a tenth.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
-/// Longest option data that is skipped to refuse an option, in bytes; past it the connection is
+/// Longest option data that is skipped to reject an option, in bytes; beyond it the connection is
 /// closed ("Termination of the session during option haggling").
 pub const MAX_SKIPPED_BYTES: u32 = 1 << 20;
-/// Options a client may send: enough to describe thousands of exports one by one.
+/// Number of options that a client may send: enough to describe thousands of exports one by one.
 pub const MAX_OPTIONS: u32 = 1 << 14;
-/// Bytes of a LIST's replies after which a step ends, so that a long list is sent in pieces, and a
-/// client that does not read it costs little.
+/// Bytes of a LIST's replies after which a step ends, so that a long list is sent in batches and a
+/// client that does not read it costs little memory.
 const LIST_BATCH_BYTES: usize = 2 << 10;
 
 /// When a connection uses TLS ("TLS support").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsPolicy {
-    /// STARTTLS is refused (the specification's NOTLS).
+    /// STARTTLS is rejected (the specification's NOTLS).
     Off,
     /// The client chooses (SELECTIVETLS with no TLS-only export).
     Allowed,
-    /// Nothing but STARTTLS and ABORT before TLS (FORCEDTLS).
+    /// Only STARTTLS and ABORT are accepted before TLS (FORCEDTLS).
     Required,
 }
 
-/// What a front end of vhost-user says first, GET_FEATURES or SET_OWNER, where a client of NBD has
-/// its flags ("Vhost-user Protocol", header: in the machine's byte order, which is little-endian).
+/// First four bytes of a vhost-user front end, GET_FEATURES or SET_OWNER, where an NBD client sends
+/// its flags ("Vhost-user Protocol", header: native byte order, which is little-endian).
 const VHOST_USER: [u32; 2] = [1_u32.swap_bytes(), 3_u32.swap_bytes()];
 
-/// Why a connection ends during the handshake. Everything but [`Close::Aborted`] is the client's
-/// breach.
+/// Reason for the end of a connection during the handshake. All but [`Close::Aborted`] are breaches
+/// by the client.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Close {
@@ -74,19 +73,19 @@ pub enum Close {
     ExportName(&'static str),
 }
 
-/// What the caller does after a step.
+/// Action of the caller after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Send what was written, then come back with more bytes.
+    /// Send the output, then call again with more bytes.
     NeedInput,
-    /// Send what was written, then come back with the bytes that were not consumed.
+    /// Send the output, then call again with the bytes that were not consumed.
     Replied,
-    /// Send what was written, run a TLS handshake on what was not consumed and on what follows,
-    /// call [`Handshake::tls_established`], then come back with plaintext.
+    /// Send the output, run a TLS handshake on the bytes that were not consumed and on those that
+    /// follow, call [`Handshake::tls_established`], then call again with plaintext.
     StartTls,
-    /// Send what was written; what was not consumed is the first request.
+    /// Send the output; the bytes that were not consumed begin the first request.
     Transmission(Session),
-    /// Send what was written and close.
+    /// Send the output and close.
     Close(Close),
 }
 
@@ -109,20 +108,20 @@ enum Phase {
     Over(Event),
 }
 
-/// What is answered once an option's data was skipped.
+/// Reply to an option whose data was skipped.
 #[derive(Clone, Copy, Debug)]
 enum Then {
     Refuse(Refusal),
     Abort,
 }
 
-/// The server's side of one connection's handshake: [`Handshake::start`] once, then
-/// [`Handshake::advance`] until an event says it is over. The owner limits the time it may take.
+/// Server side of one connection's handshake: [`Handshake::start`] once, then
+/// [`Handshake::advance`] until an event ends it. The caller limits its duration.
 #[derive(Clone, Debug)]
 pub struct Handshake {
     policy: TlsPolicy,
     phase: Phase,
-    /// Bytes of the message being gathered; never more than [`MAX_OPTION_BYTES`].
+    /// Incomplete message; never longer than [`MAX_OPTION_BYTES`].
     buffer: Vec<u8>,
     options: u32,
     terms: Terms,
@@ -138,8 +137,8 @@ impl Handshake {
         Self { policy, phase: Phase::Flags, buffer: Vec::new(), options: 0, terms: Terms::default() }
     }
 
-    /// Appends what to answer to `out`, for one option at most. Once an event ended the handshake,
-    /// it is returned again and nothing is consumed.
+    /// Processes input and appends replies to `out`, for one option at most. Once an event has
+    /// ended the handshake, every call returns it again and consumes nothing.
     pub fn advance(&mut self, input: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Step {
         let mut rest = input;
         let event = loop {
@@ -153,14 +152,14 @@ impl Handshake {
         Step { consumed: input.len() - rest.len(), event }
     }
 
-    /// The caller finished the TLS handshake that [`Event::StartTls`] asked for.
+    /// Continues after the TLS handshake that [`Event::StartTls`] asked for.
     pub fn tls_established(&mut self) {
         if matches!(self.phase, Phase::Tls) {
             self.phase = Phase::Header;
         }
     }
 
-    /// `None` where the next phase can go on at once.
+    /// Advances by one phase; `None` if the next phase can proceed without a caller's action.
     fn step(&mut self, rest: &mut &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Option<Event> {
         match self.phase {
             Phase::Flags => match self.gather(rest, 4) {
@@ -182,7 +181,7 @@ impl Handshake {
         }
     }
 
-    /// Takes from `rest` until `want` bytes are together.
+    /// Moves bytes from `rest` to the buffer; returns the message once it has `want` bytes.
     fn gather(&mut self, rest: &mut &[u8], want: usize) -> Option<Vec<u8>> {
         let missing = want - self.buffer.len();
         let (taken, left) = rest.split_at(missing.min(rest.len()));
@@ -215,7 +214,7 @@ impl Handshake {
             return Some(Event::Close(close));
         }
         if option == opt::SET_META_CONTEXT {
-            // What was selected before is gone "including when this command fails".
+            // The earlier selection is discarded "including when this command fails".
             self.terms.contexts = None;
         }
         self.phase = match self.refusal(option, length) {
@@ -235,7 +234,7 @@ impl Handshake {
         if option != opt::EXPORT_NAME {
             return if self.terms.fixed_newstyle { Ok(()) } else { Err(Close::NotFixedNewstyle(option)) };
         }
-        // EXPORT_NAME has no way to say no.
+        // EXPORT_NAME has no error reply, so an invalid one ends the connection.
         if self.needs_tls() {
             Err(Close::ExportName("TLS is required (the client must send STARTTLS first)"))
         } else if self.terms.extended {
@@ -247,7 +246,7 @@ impl Handshake {
         }
     }
 
-    /// What to answer without looking at the data, if the header alone decides.
+    /// Rejection of an option that the header alone decides; its data is then skipped.
     fn refusal(&self, option: u32, length: u32) -> Option<Then> {
         let refuse = |kind, why| Some(Then::Refuse(Refusal { kind, why }));
         if option == opt::ABORT {

@@ -1,4 +1,4 @@
-//! The handshake against the specification: each test is one rule, told as a conversation.
+//! The handshake against the specification: each test is one rule, as a conversation.
 
 use super::*;
 use crate::nbd::catalog::{BlockSizes, ExportInfo, ExportTable, Features};
@@ -77,7 +77,7 @@ fn table() -> ExportTable {
 #[derive(Debug, PartialEq)]
 struct Talk {
     out: Vec<u8>,
-    /// Bytes after the last one the handshake consumed.
+    /// Bytes behind the last one that the handshake consumed.
     left: usize,
     last: Event,
     tls: usize,
@@ -110,7 +110,7 @@ impl Talk {
     }
 }
 
-/// Feeds the input in pieces of these lengths, over and over.
+/// Feeds the input in pieces of these lengths, cyclically.
 fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> Talk {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
@@ -448,7 +448,7 @@ fn contexts_are_selected_by_full_name_for_one_export() {
     for nothing in [&["base:"][..], &[], &["x-y:z"]] {
         assert!(contexts_after(&[queries("disk", nothing)], "disk").is_empty(), "{nothing:?}");
     }
-    // Each selection replaces the last, also where it fails.
+    // Each selection replaces the earlier one, also if it fails.
     for failing in [queries("disk", &[]), queries("other", &[]), vec![1], vec![0; MAX_OPTION_BYTES + 1]] {
         assert!(contexts_after(&[allocation.clone(), failing], "disk").is_empty());
     }
@@ -528,7 +528,7 @@ fn where_tls_is_required_nothing_else_is_answered_before_it() {
 
 #[test]
 fn bytes_behind_starttls_are_not_taken_for_options() {
-    // A man in the middle could put them there; the TLS handshake will refuse them.
+    // An attacker on the network could insert them; the TLS handshake will fail on them.
     let client = Client::fixed().option(opt::STARTTLS, b"");
     let clear = client.0.len();
     let client = client.option(opt::LIST, b"");
@@ -538,7 +538,7 @@ fn bytes_behind_starttls_are_not_taken_for_options() {
     assert_eq!(step, Step { consumed: clear, event: Event::StartTls });
 }
 
-/// An option with data that is right, nearly right, or anything.
+/// An option with valid, nearly valid, or arbitrary data.
 fn any_option() -> impl Strategy<Value = (u32, Vec<u8>)> {
     let name = prop_oneof![Just("disk"), Just(""), Just("other")];
     let query = prop_oneof![Just("base:"), Just("base:allocation"), Just("qemu:x"), Just("")];
@@ -581,7 +581,7 @@ proptest! {
 
     #[test]
     fn every_option_has_one_final_reply(options in prop::collection::vec(any_option(), 0..12)) {
-        // Until one of them ends the negotiation.
+        // Up to the option that ends the negotiation.
         let client = options.iter().fold(Client::fixed(), |client, (option, data)| client.option(*option, data));
         let talk = talk_with(TlsPolicy::Allowed, &client);
         if talk.last == Event::NeedInput {

@@ -1,6 +1,6 @@
-//! What each option of the handshake does and answers ("Option types"), once all of its data is
-//! there; framing and limits are `negotiate`'s. An option that fails changes nothing but what the
-//! specification says it resets.
+//! Effect and reply of each handshake option ("Option types"), once all of its data has arrived.
+//! `negotiate` does framing and bounds. An option that fails changes nothing except what the
+//! specification resets.
 
 use super::catalog::{ExportInfo, Exports};
 use super::context::{MetaContext, MetaContexts};
@@ -9,7 +9,7 @@ use super::session::{ReplyStyle, Session};
 use super::wire::{self, Fields};
 use std::sync::Arc;
 
-/// What the options so far have agreed on.
+/// Result of the options so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Terms {
     pub(super) fixed_newstyle: bool,
@@ -17,7 +17,7 @@ pub(super) struct Terms {
     pub(super) secured: bool,
     pub(super) structured: bool,
     pub(super) extended: bool,
-    /// The contexts selected last, and the export they are for.
+    /// The contexts selected last, and the export they apply to.
     pub(super) contexts: Option<(usize, MetaContexts)>,
 }
 
@@ -33,6 +33,7 @@ impl Terms {
     }
 
     pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> Session {
+        // "SET_META_CONTEXT": a selection for another export does not count.
         let contexts = match self.contexts {
             Some((selected_for, contexts)) if selected_for == export => contexts,
             _ => MetaContexts::NONE,
@@ -70,7 +71,7 @@ pub(super) enum Outcome {
     List,
     StartTls,
     Transmission(Session),
-    /// EXPORT_NAME asked for what is not there, for this reason.
+    /// EXPORT_NAME failed for this reason.
     NoExport(&'static str),
 }
 
@@ -88,7 +89,7 @@ impl<'a> Replies<'a> {
         self.out.len()
     }
 
-    /// Each part is a string or a few fields, so the sum fits 32 bits.
+    /// Appends a reply. Each part is a string or a few fields, so the sum fits 32 bits.
     pub(super) fn send(&mut self, kind: u32, parts: &[&[u8]]) {
         let length: usize = parts.iter().map(|part| part.len()).sum();
         self.out.extend_from_slice(&proto::OPTION_REPLY_MAGIC.to_be_bytes());
@@ -108,7 +109,7 @@ impl<'a> Replies<'a> {
         self.send(refusal.kind, &[wire::clip(refusal.why).as_bytes()]);
     }
 
-    /// One export of a LIST; left out where the protocol cannot carry its name.
+    /// Appends one export of a LIST; omits it if the protocol cannot carry its name.
     pub(super) fn server(&mut self, export: &ExportInfo) {
         let Some(name) = wire::string(export.name.as_bytes()) else { return };
         let length = (name.len() as u32).to_be_bytes();
@@ -166,7 +167,7 @@ fn start_tls(terms: &mut Terms) -> Result<Outcome, Refusal> {
     if terms.secured {
         return Err(Refusal::invalid("TLS is already in use"));
     }
-    // The server MUST NOT preserve any negotiation state.
+    // STARTTLS: "the server MUST NOT preserve any negotiation state".
     let Terms { fixed_newstyle, no_zeroes, .. } = *terms;
     *terms = Terms { fixed_newstyle, no_zeroes, secured: true, ..Terms::default() };
     Ok(Outcome::StartTls)
@@ -198,7 +199,8 @@ struct Queries<'a> {
     texts: Vec<&'a str>,
 }
 
-/// Holds at most one pointer for each four bytes of `data`.
+/// Parses the data of LIST_META_CONTEXT and SET_META_CONTEXT. Allocates at most one pointer for
+/// each four bytes of `data`, whatever count the client announces.
 fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Refusal> {
     let malformed =
         Refusal::invalid("the lengths do not add up, or a string is not UTF-8 of at most 4096 bytes");
@@ -246,7 +248,7 @@ fn set_contexts(
     let mut contexts = MetaContexts::NONE;
     for context in MetaContext::of_export(bitmaps.len()) {
         let name = context.name(&bitmaps);
-        // Only a full name selects.
+        // LIST accepts a namespace or an empty list of queries; SET selects by full names only.
         if texts.iter().any(|query| *query == name) && contexts.insert(context) {
             send_context(replies, context.id(), &name);
         }
@@ -262,7 +264,8 @@ struct Wanted<'a> {
     block_sizes: bool,
 }
 
-/// `None` where the lengths do not add up. Unknown kinds of information MUST be ignored.
+/// Parses the data of INFO and GO; `None` if the lengths do not add up. Unknown kinds of
+/// information MUST be ignored.
 fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
     let mut fields = Fields::new(data);
     let mut wanted =
@@ -278,8 +281,8 @@ fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
     fields.is_empty().then_some(wanted)
 }
 
-/// Answers INFO or GO, and returns the session GO starts. The block sizes are always sent, but a
-/// minimum above 1 binds only a client that asked ("Size constraints").
+/// Answers INFO or GO, and returns the session that GO starts. Block sizes are always sent, but a
+/// minimum above 1 binds only a client that asked for them ("Size constraints").
 fn describe(
     terms: &Terms,
     data: &[u8],

@@ -1,5 +1,5 @@
-//! Replies on their way out. Whatever is ready when the socket is free goes out in one message,
-//! headers and payloads side by side.
+//! Queue of replies. All replies that are ready when the socket is free leave in one message,
+//! headers and payloads as separate segments.
 //!
 //! ```text
 //!   headers   ▕ h1 │ h2 │ h3 │ h4 ▏        written one behind the other into one block
@@ -7,8 +7,8 @@
 //!   message   ▕ h1 h2 ▏▕─ d2 ─▏▕ h3 h4 ▏▕─ d4 ─▏
 //! ```
 //!
-//! It also counts what a client has in flight, from when a request is accepted until its reply has
-//! left, which bounds the memory of a client that reads no replies.
+//! Also counts a client's requests and bytes in flight, from acceptance until the reply was sent.
+//! That bounds the memory of a client that does not read its replies.
 
 use std::cell::{Cell, RefCell};
 
@@ -18,16 +18,17 @@ use reactor::{
     buffer::{Buffer, Segments},
 };
 
-/// Requests one client may have in flight; QEMU's server stops at 16.
+/// Number of requests that one client may have in flight; QEMU's server allows 16.
 pub(super) const MAX_REQUESTS: usize = 512;
-/// Payload one client may have in flight, in bytes: two requests of the largest size.
+/// Payload that one client may have in flight, in bytes: two requests of the largest size.
 pub(super) const MAX_BYTES: usize = 64 << 20;
-/// Bytes of replies that may be unsent before further requests are started. Storage in memory would
-/// otherwise answer a whole batch into cold buffers before the first byte leaves: 16 MiB for
+/// Bytes of unsent replies above which no further request is started. Storage in memory would
+/// otherwise answer a whole batch into cold buffers before the first byte is sent: 16 MiB for
 /// nbdcopy, at a little over half the throughput.
 const MAX_READY: usize = 256 << 10;
 const HEADER_BLOCK: usize = 4096;
-/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). A payload may have more.
+/// Largest number of segments of one message; the kernel takes at most 1024 (IOV_MAX). A payload
+/// with more segments is split over several messages.
 const MAX_SEGMENTS: usize = 1000;
 
 #[derive(Debug, Default)]
@@ -40,10 +41,10 @@ pub(super) struct Message {
 #[derive(Debug, Default)]
 struct Queue {
     full: std::collections::VecDeque<Message>,
-    /// Without the headers that are still in `headers`.
+    /// Excludes the headers that are still in `headers`.
     open: Message,
     headers: Option<Buffer>,
-    /// Bytes of `headers` in use.
+    /// Bytes used in `headers`.
     written: usize,
 }
 
@@ -52,16 +53,17 @@ pub(super) struct Outbox {
     queue: RefCell<Queue>,
     requests: Cell<usize>,
     bytes: Cell<usize>,
-    /// Bytes of replies queued or being sent.
+    /// Bytes of replies that are queued or being sent.
     ready: Cell<usize>,
-    /// Something to send, or nothing more to come.
+    /// Raised when a reply is queued or no further one will be.
     pub(super) news: Signal,
-    /// Something has left.
+    /// Raised when a message was sent.
     pub(super) room: Signal,
 }
 
 impl Outbox {
-    /// Whether a request with so much payload may be taken in. One alone always may.
+    /// True if a request with this payload may be accepted. A client without requests in flight may
+    /// always send one.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
         self.requests.get() == 0
             || (self.requests.get() < MAX_REQUESTS && self.bytes.get() + bytes <= MAX_BYTES)
@@ -72,7 +74,7 @@ impl Outbox {
         self.bytes.set(self.bytes.get() + bytes);
     }
 
-    /// Whether so much is ready to be sent that starting more would only pile it up.
+    /// True if so many reply bytes are ready that starting more requests would only queue more.
     pub(super) fn is_congested(&self) -> bool {
         self.ready.get() >= MAX_READY
     }
@@ -86,7 +88,7 @@ impl Outbox {
         self.requests.get() == 0
     }
 
-    /// Whether nothing else is in flight.
+    /// True if the message covers every request in flight.
     pub(super) fn is_all(&self, message: &Message) -> bool {
         self.requests.get() == message.requests
     }
@@ -95,18 +97,18 @@ impl Outbox {
         self.push(header.as_bytes(), Segments::default(), 1, bytes);
     }
 
-    /// Appends a reply: its header, then its payload. `bytes` were counted in by [`Outbox::begin`].
+    /// Queues a reply: its header, then its payload. `bytes` were counted in by [`Outbox::begin`].
     pub(super) fn push_data(&self, header: &ReplyHeader, payload: Segments, bytes: usize) {
         self.push(header.as_bytes(), payload, 1, bytes);
     }
 
-    /// Appends a part of a reply, whose last part is pushed by one of the others before anything
-    /// else is done.
+    /// Queues a part of a reply. The caller queues the last part by one of the other functions
+    /// before it yields, so that no other reply comes between.
     pub(super) fn push_part(&self, header: &ReplyHeader, payload: Segments) {
         self.push(header.as_bytes(), payload, 0, 0);
     }
 
-    /// Errors with messages, and block status.
+    /// Queues an encoded reply: errors with messages, and block status.
     pub(super) fn push_bytes(&self, reply: &[u8], bytes: usize) {
         if reply.len() <= HEADER_BLOCK / 8 {
             self.push(reply, Segments::default(), 1, bytes);
@@ -134,7 +136,7 @@ impl Outbox {
         self.news.raise();
     }
 
-    /// All that is ready, as one message; `None` if nothing is.
+    /// Removes all ready replies as one message; `None` if there is none.
     pub(super) fn take(&self) -> Option<Message> {
         let mut queue = self.queue.borrow_mut();
         if let Some(message) = queue.full.pop_front() {
@@ -144,7 +146,7 @@ impl Outbox {
         (queue.open.requests > 0).then(|| std::mem::take(&mut queue.open))
     }
 
-    /// Counts out what has left: a message's `requests` and `bytes`, and its length on the wire.
+    /// Counts out a sent message: its `requests` and `bytes`, and its length on the wire.
     pub(super) fn sent(&self, requests: usize, bytes: usize, length: usize) {
         self.requests.set(self.requests.get() - requests);
         self.bytes.set(self.bytes.get() - bytes);
@@ -164,8 +166,8 @@ impl Queue {
         self.written += header.len();
     }
 
-    /// Begins another message where this one could not take the headers before a payload, those
-    /// after it and a segment.
+    /// Begins another message if this one cannot take three more segments: the headers before a
+    /// payload, the payload's segment and the headers behind it.
     fn close_if_full(&mut self) {
         if self.open.segments.as_slice().len() + 3 > MAX_SEGMENTS {
             self.close_headers();
@@ -173,7 +175,7 @@ impl Queue {
         }
     }
 
-    /// Moves the headers written so far into the message; the rest of the block is used on.
+    /// Moves the headers written so far into the message; later headers use the rest of the block.
     fn close_headers(&mut self) {
         if self.written == 0 {
             return;
@@ -196,7 +198,7 @@ mod tests {
         bytes
     }
 
-    /// All that is to be sent, in messages that the kernel takes.
+    /// All queued bytes, in messages that the kernel accepts.
     fn drained(outbox: &Outbox) -> Vec<u8> {
         let mut sent = Vec::new();
         while let Some(message) = outbox.take() {

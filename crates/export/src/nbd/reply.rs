@@ -1,7 +1,7 @@
 //! Replies of the transmission phase, in each of the three styles.
 //!
-//! Headers are small arrays and payloads stay where they are: the connection sends both with one
-//! `writev`. Errors with a message and block status go into a buffer of the caller's.
+//! Headers are small arrays and payloads are not copied: the connection sends both with one
+//! `writev`. Errors with a message and block status are appended to a buffer of the caller.
 //!
 //! ```text
 //!  simple      magic errno cookie                              16 bytes, then the data of a READ
@@ -10,8 +10,8 @@
 //!  chunks      data: offset, bytes │ hole: offset, length │ error: errno, message │ status: context, extents
 //! ```
 //!
-//! With chunks negotiated every reply is one, also where a simple reply would be allowed. One chunk
-//! of a reply carries DONE; that is the caller's `last`.
+//! Once chunks are negotiated every reply is a chunk, also where the specification allows a simple
+//! reply. The last chunk of a reply has the flag DONE (`last` in the functions below).
 
 use super::context::MetaContext;
 use super::errno::Errno;
@@ -23,7 +23,7 @@ use super::wire;
 /// Longest extent of a 32-bit chunk, in bytes: a multiple of every possible minimum block.
 const MAX_EXTENT_32: u64 = u32::MAX as u64 & !0xffff;
 
-/// The bytes that go before a payload, or are the whole reply.
+/// Header before a payload, or a whole reply.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplyHeader {
     bytes: [u8; Self::MAX_BYTES],
@@ -31,14 +31,14 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// The longest: an extended header with the fields of a hole.
+    /// Longest header: an extended one with the fields of a hole.
     pub const MAX_BYTES: usize = 44;
 
     const fn new() -> Self {
         Self { bytes: [0; Self::MAX_BYTES], length: 0 }
     }
 
-    /// The callers stay within [`ReplyHeader::MAX_BYTES`].
+    /// Appends a field. Callers stay within [`ReplyHeader::MAX_BYTES`].
     fn put<const N: usize>(mut self, field: [u8; N]) -> Self {
         let start = usize::from(self.length);
         self.bytes[start..start + N].copy_from_slice(&field);
@@ -46,7 +46,7 @@ impl ReplyHeader {
         self
     }
 
-    /// What to send.
+    /// Encoded bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.length)]
     }
@@ -55,13 +55,13 @@ impl ReplyHeader {
 /// One extent of a block status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Bytes it covers.
+    /// Length in bytes.
     pub length: u64,
-    /// The context's flags: [`proto::state`] for `base:allocation`.
+    /// Flags of the context: [`proto::state`] for `base:allocation`.
     pub flags: u32,
 }
 
-/// Writes the replies of one session.
+/// Encoder of one session's replies.
 #[derive(Clone, Copy, Debug)]
 pub struct Replier {
     style: ReplyStyle,
@@ -69,15 +69,16 @@ pub struct Replier {
 }
 
 impl Replier {
-    /// For requests of this session.
+    /// Creates the encoder for requests of this session.
     pub fn new(session: &Session) -> Self {
         let extent_bytes = if session.style == ReplyStyle::Extended { 16 } else { 8 };
-        // A chunk's variable part must not exceed the payload either ("Structured reply types").
+        // The variable part of a chunk must not exceed the payload bound either ("Structured reply
+        // types").
         let fitting = session.maximum_payload as usize / extent_bytes;
         Self { style: session.style, max_extents: fitting.clamp(1, proto::MAX_EXTENTS) }
     }
 
-    /// Success without a payload: every command but READ and BLOCK_STATUS, and reads of nothing.
+    /// Success without a payload: every command except READ and BLOCK_STATUS, and empty reads.
     pub fn success(self, tag: Tag) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
@@ -85,9 +86,9 @@ impl Replier {
         }
     }
 
-    /// Before `length` bytes of data read at `offset`. A simple reply has one for the whole
-    /// request. With chunks `length` is from 1 to `u32::MAX - 8`, and may be a part of the request
-    /// unless it asked not to fragment.
+    /// Header before `length` bytes of data read at `offset`. A simple reply has one header for the
+    /// whole request. With chunks `length` is from 1 to `u32::MAX - 8`, and may be a part of the
+    /// request unless the client set DF.
     pub fn data(self, tag: Tag, offset: u64, length: u32, last: bool) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
@@ -97,8 +98,8 @@ impl Replier {
         }
     }
 
-    /// Says that `length` bytes at `offset` of a READ without DF are zero; `length` is at least 1.
-    /// `None` in the simple style.
+    /// Chunk that reports `length` bytes at `offset` of a READ without DF as zero; `length` is at
+    /// least 1. `None` in the simple style.
     pub fn hole(self, tag: Tag, offset: u64, length: u32, last: bool) -> Option<ReplyHeader> {
         self.style.has_chunks().then(|| {
             self.chunk(tag, reply_type::OFFSET_HOLE, 12, last)
@@ -107,13 +108,13 @@ impl Replier {
         })
     }
 
-    /// Appends a failure to `out`; `message` is clipped to 4096 bytes.
+    /// Appends an error reply to `out`; `message` is clipped to 4096 bytes.
     pub fn error(self, tag: Tag, errno: Errno, message: &str, out: &mut Vec<u8>) {
         let message = wire::clip(message);
         self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
     }
 
-    /// [`Replier::error`] that names the byte where it happened, which lies in the request's range.
+    /// [`Replier::error`] with the offset of the failed byte, which lies in the request's range.
     pub fn error_at(self, tag: Tag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
         self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
         if self.style.has_chunks() {
@@ -128,16 +129,17 @@ impl Replier {
         }
         out.extend_from_slice(self.chunk(tag, kind, (fixed + message.len()) as u64, true).as_bytes());
         out.extend_from_slice(&errno.code().to_be_bytes());
-        // A clipped message is at most 4096 bytes.
+        // Cannot truncate: a clipped message is at most 4096 bytes.
         out.extend_from_slice(&(message.len() as u16).to_be_bytes());
         out.extend_from_slice(message.as_bytes());
     }
 
-    /// Appends one context's block status to `out`: `extents` in a row from the query's offset.
+    /// Appends one context's block status to `out`: consecutive `extents` from the query's offset.
     ///
-    /// Left out: extents past the requested length, a second one with `one`, what 32 bits cannot
-    /// hold, and all past 2²⁰. Where nothing is left the range is reported as allocated data, which
-    /// is always correct. Appends nothing in the simple style, whose sessions have no contexts.
+    /// Omits extents past the requested length, all but the first with `one`, lengths that 32 bits
+    /// cannot hold, and extents past 2²⁰. If none is left, the range is reported as allocated data,
+    /// which is always correct. Appends nothing in the simple style, whose sessions have no
+    /// contexts.
     pub fn block_status(
         self,
         tag: Tag,
@@ -154,7 +156,7 @@ impl Replier {
         };
         let header = self.chunk(tag, reply_type::NONE, 0, last).as_bytes().len();
         let fixed = if wide { 8 } else { 4 };
-        // The count is known once the extents are written: the front is filled in afterwards.
+        // The count is known after the extents are written, so the front is filled in afterwards.
         let start = out.len();
         out.resize(start + header + fixed, 0);
         let most = if query.one { 1 } else { self.max_extents };
@@ -194,12 +196,12 @@ fn simple(tag: Tag, errno: u32) -> ReplyHeader {
         .put(tag.cookie.to_be_bytes())
 }
 
-/// Returns the number of extents appended, at least 1.
+/// Appends extents; returns their number, at least 1.
 fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent], out: &mut Vec<u8>) -> u32 {
     let unknown = [Extent { length: query.length, flags: 0 }];
     let known = extents.iter().any(|extent| extent.length > 0);
     let usable = if known { extents } else { &unknown };
-    // Only the last extent may reach beyond the query, and with `one` not even that.
+    // Only the last extent may extend past the query, and with `one` not even that.
     let cap = if query.one { query.length } else { u64::MAX };
     let cap = if wide { cap } else { cap.min(MAX_EXTENT_32) };
     let (mut covered, mut count) = (0u64, 0u32);
@@ -217,7 +219,7 @@ fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent],
         }
         count += 1;
         if told < extent.length {
-            // What follows would not be where the client expects it.
+            // The extents behind a clipped one would be at the wrong offset for the client.
             break;
         }
         covered = covered.saturating_add(told);

@@ -141,7 +141,7 @@ fn block_status() {
     );
 }
 
-/// The extents a reply tells.
+/// The extents of an encoded reply.
 fn told(style: ReplyStyle, query: StatusQuery, extents: &[(u64, u32)]) -> Vec<(u64, u32)> {
     let bytes = status(style, query, extents);
     let front = if style == EXTENDED { 40 } else { 24 };
@@ -221,7 +221,7 @@ proptest! {
         if one {
             prop_assert!(told.len() == 1 && told[0].0 <= length);
         }
-        // What is told is a prefix of what is known: the same flags at the same places.
+        // The reply is a prefix of the known extents: equal flags at equal offsets.
         let known: Vec<_> = extents.iter().filter(|extent| extent.0 > 0).collect();
         if !known.is_empty() {
             for (told, known) in told.iter().zip(&known) {

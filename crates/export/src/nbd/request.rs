@@ -1,22 +1,22 @@
 //! Requests of the transmission phase: a header in, a validated command out.
 //!
-//! Every rule of "Request types", "Command flags" and "Size constraints" is checked here, so that
-//! what comes out can be handed to a disk as it is. What is refused says how much payload to skip,
-//! so that the stream stays in step.
+//! Every rule of "Request types", "Command flags" and "Size constraints" is checked here, so a
+//! command can be passed to a disk unchanged. A rejected request carries the length of the payload
+//! to skip, so that the stream stays in step.
 //!
 //! ```text
-//!  header ─► magic? ─► payload too long? ─► command, flags, permission, length, place, alignment
+//!  header ─► magic? ─► payload too long? ─► command, flags, permission, length, range, alignment
 //!              │no          │yes                  │ first that fails
 //!              ▼            ▼                     ▼
 //!            Close        Close              Refused { errno, why, skip }
 //! ```
 //!
-//! Called for each request: allocates nothing, copies nothing.
+//! Runs for each request: never allocates or copies.
 //!
 //! With extended headers the payload of a WRITE always follows, whatever its flags are. The
-//! specification requires `NBD_CMD_FLAG_PAYLOAD_LEN` there and permits a server to refuse the
-//! request without it, but QEMU's client (8.2 to 11.1) does not set the flag. A server that
-//! believes the flag reads data of the guest as requests.
+//! specification requires `NBD_CMD_FLAG_PAYLOAD_LEN` there and permits a server to reject the
+//! request without it, but QEMU's client (8.2 to 11.1) does not set the flag. A server that relies
+//! on the flag parses data of the guest as requests.
 
 use super::context::{MetaContext, MetaContexts};
 use super::errno::Errno;
@@ -24,40 +24,40 @@ use super::proto::{self, cmd, cmd_flag, export_flag};
 use super::session::{ReplyStyle, Session, Tag};
 use super::wire::Fields;
 
-/// A command that may be carried out as it is; `fua` is "durable before the reply".
+/// A validated command; `fua` means "durable before the reply".
 ///
-/// Ranges, in bytes, lie inside the export as it was when the request was parsed, are multiples of
-/// the minimum block and are not empty. READ and WRITE are at most the session's payload long; the
-/// others may cover the whole export.
+/// Ranges, in bytes, are not empty, are multiples of the minimum block, and lie inside the export's
+/// size at the time of parsing. READ and WRITE are at most the session's payload long; other
+/// commands may cover the whole export.
 #[allow(missing_docs, reason = "the variants explain their fields")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Answered with one content chunk at most where `dont_fragment`.
+    /// With `dont_fragment`, answered with at most one content chunk.
     Read { offset: u64, length: u32, dont_fragment: bool },
     /// Write the `length` bytes that follow the header.
     Write { offset: u64, length: u32, fua: bool },
-    /// Finish what is in flight and close; there is no reply.
+    /// Complete the requests in flight and close; there is no reply.
     Disconnect,
-    /// Make every write that was answered durable.
+    /// Make every answered write durable.
     Flush,
-    /// The range's data is no longer needed.
+    /// Discard the range's data.
     Trim { offset: u64, length: u64, fua: bool },
-    /// The range will be read soon. A hint: doing nothing, or a part, is a success.
+    /// Hint that the range will be read soon; executing none or a part of it is a success.
     Cache { offset: u64, length: u64 },
-    /// The range reads as zeroes afterwards, and with `no_hole` stays allocated. A `fast` one fails
-    /// with [`Errno::NotSup`] rather than take as long as writing.
+    /// Zero the range; with `no_hole` it stays allocated. With `fast`, fail with [`Errno::NotSup`]
+    /// if zeroing would take as long as writing.
     WriteZeroes { offset: u64, length: u64, fua: bool, no_hole: bool, fast: bool },
-    /// Describe a range for each of the query's contexts, in one chunk a context.
+    /// Report the extents of a range for each of the query's contexts, in one chunk a context.
     BlockStatus(StatusQuery),
     /// Block status of the contexts that the payload names: read `payload` bytes (at most 8 and 4
-    /// for each of the session's contexts), then [`status_payload`].
+    /// for each of the session's contexts), then call [`status_payload`].
     BlockStatusPayload { offset: u64, payload: u32, one: bool },
-    /// A range of no bytes: answer success ([`super::Replier::success`]), touch nothing.
+    /// Empty range: answer success ([`super::Replier::success`]) without I/O.
     Nothing,
 }
 
 impl Command {
-    /// Bytes that follow the header and belong to this request.
+    /// Length of this request's payload behind the header, in bytes.
     pub const fn payload_bytes(self) -> u32 {
         match self {
             Self::Write { length, .. } => length,
@@ -67,16 +67,16 @@ impl Command {
     }
 }
 
-/// What a BLOCK_STATUS asks.
+/// Parameters of a BLOCK_STATUS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatusQuery {
     /// First byte.
     pub offset: u64,
-    /// Bytes; a hint, unless `one`.
+    /// Length in bytes; a hint, unless `one`.
     pub length: u64,
     /// One extent a context, no longer than `length`.
     pub one: bool,
-    /// At least one context.
+    /// Contexts to report, at least one.
     pub contexts: MetaContexts,
 }
 
@@ -88,19 +88,19 @@ pub struct Request {
     pub command: Command,
 }
 
-/// A request that was refused; the connection goes on.
+/// A rejected request; the connection continues.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused {
     pub tag: Tag,
     pub errno: Errno,
-    /// For a person; goes into the reply where it can carry a message.
+    /// Reason for the client's log; sent if the reply can carry a message.
     pub why: &'static str,
-    /// Bytes after the header to drop.
+    /// Bytes to skip after the header.
     pub skip: u32,
 }
 
-/// A request after which the stream makes no sense.
+/// A violation after which the stream cannot be parsed further.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Breach {
@@ -110,15 +110,14 @@ pub enum Breach {
     Payload(u64),
 }
 
-/// The outcome of [`parse`]. Where it is a request or a refusal, the session's header length is
-/// consumed.
+/// Result of [`parse`]. For a request or a rejection, the caller consumes the header's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parsed {
-    /// Fewer bytes than a header has.
+    /// The input is shorter than a header.
     Incomplete,
-    /// Carry it out.
+    /// Execute the request.
     Request(Request),
-    /// Answer the error, skip the payload.
+    /// Send the error and skip the payload.
     Refused(Refused),
     /// Close the connection ("Terminating the transmission phase").
     Close(Breach),
@@ -130,7 +129,7 @@ struct Header {
     kind: u16,
     tag: Tag,
     length: u64,
-    /// The length is that of a payload behind the header, not of a range.
+    /// `length` is that of a payload behind the header, not of a range.
     has_payload: bool,
 }
 
@@ -143,7 +142,8 @@ impl Header {
             ReplyStyle::Extended => (fields.u64()?, flags & cmd_flag::PAYLOAD_LEN != 0),
             ReplyStyle::Simple | ReplyStyle::Structured => (u64::from(fields.u32()?), false),
         };
-        // A WRITE has one anyway: QEMU's client agrees on extended headers and leaves the flag out.
+        // A WRITE always has a payload: QEMU's client negotiates extended headers and omits the
+        // flag.
         let has_payload = has_flag || kind == cmd::WRITE;
         Some(Self { magic, flags, kind, tag, length, has_payload })
     }
@@ -151,7 +151,8 @@ impl Header {
 
 type Refusal = (Errno, &'static str);
 
-/// Parses and validates the request at the start of `input`; `size_bytes` is the export's size now.
+/// Parses and validates the request at the start of `input`; `size_bytes` is the export's current
+/// size.
 pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
     let Some(header) = Header::read(input, session.style) else { return Parsed::Incomplete };
     let magic = match session.style {
@@ -166,8 +167,8 @@ pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
         return Parsed::Request(Request { tag, command: Command::Disconnect });
     }
     let payload = if header.has_payload { header.length } else { 0 };
-    // Up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that length is
-    // larger than the advertised maximum payload size": skipped. A longer one ends the connection.
+    // Payloads up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that
+    // length is larger than the advertised maximum payload size", so they are skipped.
     let most = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
     let skip = match u32::try_from(payload) {
         Ok(payload) if payload <= most => payload,
@@ -204,7 +205,7 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
     }
 }
 
-/// All of them EINVAL ("Error values").
+/// All violations are EINVAL ("Error values").
 fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
     let when = |flag, offered| if session.offers(offered) { flag } else { 0 };
     let of_command = match header.kind {
@@ -246,13 +247,13 @@ struct Range<'a> {
 }
 
 impl Range<'_> {
-    /// `beyond` is the error for a range past the end.
+    /// Fails with `beyond` if the range ends past the export.
     fn inside(&self, beyond: Errno) -> Result<(), Refusal> {
         let end = self.offset.checked_add(self.length);
         if end.is_none_or(|end| end > self.size_bytes) {
             return Err((beyond, "the range ends beyond the export"));
         }
-        // A power of two of at least 1.
+        // The minimum block is a power of two of at least 1.
         let mask = u64::from(self.session.minimum_block) - 1;
         if (self.offset | self.length) & mask != 0 {
             return Err((Errno::Inval, "offset or length is not a multiple of the minimum block size"));
@@ -260,7 +261,7 @@ impl Range<'_> {
         Ok(())
     }
 
-    /// The length of a READ or WRITE, if the payload may be that long.
+    /// Length of a READ or WRITE; fails if it exceeds the maximum payload.
     fn payload(&self, too_long: Errno) -> Result<u32, Refusal> {
         match u32::try_from(self.length) {
             Ok(length) if length <= self.session.maximum_payload => Ok(length),
@@ -319,7 +320,7 @@ fn block_status(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> 
     if header.has_payload {
         let wrong = (Errno::Inval, "the BLOCK_STATUS payload is not a length and one to all of the contexts");
         let payload = u32::try_from(header.length).map_err(|_| wrong)?;
-        // More contexts than were selected are repeated or unknown, so they need not be read.
+        // A longer list has repeated or unknown contexts, so it need not be read.
         let most = 8 + 4 * contexts.len() as u32;
         if !(12..=most).contains(&payload) || !payload.is_multiple_of(4) {
             return Err(wrong);
@@ -337,8 +338,8 @@ fn status_of(range: &Range<'_>, one: bool, contexts: MetaContexts) -> Result<Com
     Ok(Command::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
 }
 
-/// The [`Command::BlockStatus`] that the payload of a [`Command::BlockStatusPayload`] stands for.
-/// Refused are also contexts that are repeated or were not selected.
+/// Converts the payload of a [`Command::BlockStatusPayload`] to a [`Command::BlockStatus`]. Rejects
+/// contexts that are repeated or were not selected.
 pub fn status_payload(
     payload: &[u8],
     tag: Tag,
@@ -367,8 +368,8 @@ fn selected(payload: &[u8], session: &Session) -> Result<(u64, MetaContexts), Re
     if contexts.is_empty() { Err(wrong) } else { Ok((length, contexts)) }
 }
 
-/// The request that [`parse`] made `command` of, without its payload. A part of block status that
-/// a payload asked for has that payload behind it.
+/// Encodes the request that [`parse`] parsed to `command`, without its payload. A block status with
+/// a subset of the session's contexts is encoded with the payload that selects them.
 pub(super) fn encode(tag: Tag, command: Command, session: &Session, out: &mut Vec<u8>) {
     let with = |flag: u16, set: bool| if set { flag } else { 0 };
     let fua_flag = |fua| with(cmd_flag::FUA, fua);
@@ -402,7 +403,7 @@ pub(super) fn encode(tag: Tag, command: Command, session: &Session, out: &mut Ve
             let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, one);
             (cmd::BLOCK_STATUS, flags, u64::from(payload))
         }
-        // What it was is all one: it does nothing.
+        // An empty request has no effect, so its type does not matter.
         Command::Nothing => (cmd::READ, 0, 0),
     };
     let magic = if is_extended { proto::EXTENDED_REQUEST_MAGIC } else { proto::REQUEST_MAGIC };

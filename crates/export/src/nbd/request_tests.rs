@@ -1,4 +1,4 @@
-//! Requests against the specification: `check(request, expect)`, one line a rule.
+//! Requests against the specification: `accepts` and `refuses`, one line a rule.
 
 use super::*;
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 const SIZE: u64 = 1 << 30;
 const MAX_PAYLOAD: u32 = 1 << 20;
 const COOKIE: u64 = 0x0123_4567_89ab_cdef;
-/// Everything offered but READ_ONLY.
+/// All flags except READ_ONLY and ROTATIONAL.
 const ALL: u16 = 0x1ffd & !export_flag::ROTATIONAL;
 
 fn session(style: ReplyStyle) -> Session {
@@ -28,7 +28,7 @@ fn session(style: ReplyStyle) -> Session {
     }
 }
 
-/// A request as it is on the wire.
+/// A request as it is encoded on the wire.
 #[derive(Clone, Copy)]
 struct Raw {
     flags: u16,
@@ -147,7 +147,7 @@ fn a_wrong_magic_closes() {
         bytes[0] ^= 1;
         assert!(matches!(parse(&bytes, &s, SIZE), Parsed::Close(Breach::Magic(_))));
     }
-    // Either header where the other was agreed.
+    // Each header style where the other was negotiated.
     let compact = raw(cmd::READ, 0, 512).bytes(ReplyStyle::Simple);
     assert!(matches!(parse(&[compact, vec![0; 4]].concat(), &extended(), SIZE), Parsed::Close(_)));
     let wide = raw(cmd::READ, 0, 512).bytes(ReplyStyle::Extended);
@@ -181,7 +181,7 @@ fn flags_are_valid_only_where_they_belong() {
             }
         }
     }
-    // A write's payload has to be skipped whatever is wrong.
+    // The payload of a write is skipped whatever is wrong with the header.
     refuses(&structured(), raw(cmd::WRITE, 0, 512).with(cmd_flag::DF), Errno::Inval, 512);
     refuses(&structured(), raw(cmd::WRITE, 0, 512).with(cmd_flag::PAYLOAD_LEN), Errno::Inval, 512);
 }
@@ -244,7 +244,7 @@ fn writing_to_a_read_only_export_is_not_permitted() {
     refuses(&s, raw(cmd::WRITE, 0, 512), Errno::Perm, 512);
     refuses(&s, raw(cmd::TRIM, 0, 512), Errno::Perm, 0);
     refuses(&s, raw(cmd::WRITE_ZEROES, 0, 512), Errno::Perm, 0);
-    // Also where it offers none of them, as such an export does.
+    // Also if the export offers none of these commands, as a read-only export does.
     let s = without(s, export_flag::SEND_TRIM | export_flag::SEND_WRITE_ZEROES);
     refuses(&s, raw(cmd::TRIM, 0, 512), Errno::Perm, 0);
     refuses(&s, raw(cmd::WRITE_ZEROES, 0, 512), Errno::Perm, 0);
@@ -286,7 +286,7 @@ fn up_to_32_mib_is_skipped_and_more_closes() {
         let request = raw(cmd::TRIM, 0, length).with(payload);
         assert_eq!(run(&extended(), request), Parsed::Close(Breach::Payload(length)));
     }
-    // A server that takes more also skips more.
+    // A server with a larger maximum payload also skips larger ones.
     let large = Session { maximum_payload: 1 << 26, ..read_only(simple()) };
     refuses(&large, raw(cmd::WRITE, 0, 1 << 26), Errno::Perm, 1 << 26);
 }
@@ -319,7 +319,7 @@ fn payload_len_means_a_payload_with_extended_headers() {
     }
 }
 
-/// As QEMU's client sends it.
+/// QEMU's client sends a WRITE without PAYLOAD_LEN.
 #[test]
 fn a_write_has_its_payload_whether_or_not_it_says_so() {
     let (offset, length) = (4096, 512);
@@ -355,7 +355,7 @@ fn block_status_may_carry_the_contexts_it_wants() {
     refuses(&without(extended(), export_flag::BLOCK_STATUS_PAYLOAD), status_with(12), Errno::Inval, 12);
 }
 
-/// A payload for BLOCK_STATUS against the session, with errors reduced to their number.
+/// Parses a payload for BLOCK_STATUS against the session, with errors reduced to their number.
 fn status(length: u64, ids: &[u32]) -> Result<Command, Errno> {
     let mut payload = length.to_be_bytes().to_vec();
     ids.iter().for_each(|id| payload.extend_from_slice(&id.to_be_bytes()));
@@ -383,7 +383,7 @@ fn any_style() -> impl Strategy<Value = ReplyStyle> {
     prop::sample::select(vec![ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended])
 }
 
-/// Numbers near the edges, and others.
+/// Numbers near the edges, and arbitrary ones.
 fn edgy() -> impl Strategy<Value = u64> {
     let edges = vec![0, 512, 4096, SIZE - 512, SIZE, 1 << 20, 1 << 25, (1 << 32) - 512, 1 << 32, u64::MAX];
     prop_oneof![prop::sample::select(edges), any::<u64>(), (0..SIZE / 512).prop_map(|n| n * 512)]
@@ -442,7 +442,7 @@ proptest! {
 }
 
 proptest! {
-    /// A request that was put back means what it meant.
+    /// A request that was put back is parsed to an equal one by the new process.
     #[test]
     fn what_is_encoded_is_parsed_as_it_was(
         style in prop_oneof![Just(ReplyStyle::Simple), Just(ReplyStyle::Structured), Just(ReplyStyle::Extended)],
@@ -460,7 +460,7 @@ proptest! {
             encode(tag, command, &session, &mut bytes);
             let again = parse(&bytes, &session, SIZE);
             match command {
-                // It had no bytes, and has none now.
+                // An empty request has no effect, so its encoding may differ.
                 Command::Nothing | Command::Disconnect => prop_assert!(matches!(again, Parsed::Request(_))),
                 _ => prop_assert_eq!(again, first),
             }

@@ -1,18 +1,18 @@
-//! Connections at rest: between two requests, with nothing in flight, so that another process can
-//! go on with them, or this one.
+//! Quiesced connections: between two requests with nothing in flight, so that this process or the
+//! new process of an upgrade can continue them.
 //!
 //! ```text
 //!   open ──► closed ──────────► still ─────────────────────────► gone
-//!    ▲       nobody new is      every connection comes to rest   another goes on with them; those
-//!    │       let in             and says what it has             that cannot move are closed
-//!    └──────────┴─────────────────┴── go on ──
+//!    ▲       no client is       every connection quiesces and    the new process continues them;
+//!    │       accepted           publishes its state              those that cannot move are closed
+//!    └──────────┴─────────────────┴── resume ──
 //! ```
 //!
-//! What a client has sent and nobody has begun goes along as bytes, as they came: whoever goes on
-//! parses them again. Requests that wait for their limits are such, charged nothing. What was begun
-//! is finished and answered before.
+//! Requests that were received but not started are transferred as the bytes that arrived; the new
+//! process parses them again. That includes requests that wait for limits, which are not charged
+//! yet. Started requests are completed and answered first.
 //!
-//! Decides nothing: the server says what is next, each connection sees to itself.
+//! Never decides the next stage: the server does. Each connection quiesces itself.
 
 use std::{
     collections::HashMap,
@@ -27,22 +27,22 @@ use event_listener::{Event, EventListener};
 use super::session::Session;
 use reactor::op::Fd;
 
-/// A connection that waits for whoever goes on with it.
+/// State of a quiesced connection.
 #[derive(Clone, Debug)]
 pub struct Rested {
-    /// Nobody receives or sends there.
+    /// No task receives or sends on it.
     pub socket: Fd,
-    /// Whether TLS is spoken there, whose state cannot move.
+    /// The connection uses TLS, whose state cannot move.
     pub tls: bool,
-    /// What was agreed on.
+    /// Negotiated session.
     pub session: Session,
-    /// Received, from the beginning of a request on.
+    /// Received bytes, from the beginning of a request.
     pub bytes: Vec<u8>,
-    /// So many bytes are dropped before what comes behind `bytes`, which are none then.
+    /// Number of bytes to drop from the socket; if above zero, `bytes` is empty.
     pub skip: u64,
 }
 
-/// What all connections of a server are to do.
+/// Stage of all connections of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(super) enum Stage {
@@ -55,20 +55,20 @@ pub(super) enum Stage {
 #[derive(Debug, Default)]
 pub(super) struct Rest {
     stage: AtomicU8,
-    /// Of those that stood still, one after the other.
+    /// Number of quiesces so far.
     turn: AtomicU64,
     /// Notified when the stage has changed. Every connection listens.
     changed: Event,
     /// Notified when a client has arrived or a connection has come to rest. Only the server
     /// listens, while it closes its listeners or quiesces its connections.
     progress: Event,
-    /// Clients that are being accepted, or are not registered yet.
+    /// Clients that are being accepted or are not registered yet.
     arriving: AtomicUsize,
-    /// By number; nothing can be had of a stream that is no socket.
+    /// State by connection number; `None` for a stream that is no socket and cannot move.
     rested: Mutex<HashMap<u64, Option<Rested>>>,
 }
 
-/// Somebody may be accepted, or has been and is not registered: see [`Rest::arriving`].
+/// Guard for a client that is being accepted or not registered yet: see [`Rest::arriving`].
 #[derive(Debug)]
 pub(super) struct Arriving(Arc<Rest>);
 
@@ -80,13 +80,13 @@ impl Drop for Arriving {
 }
 
 impl Rest {
-    /// Counts a client, who may still come, until it is registered or does not come.
+    /// Counts a possible client until it is registered or was not accepted.
     pub(super) fn arriving(self: &Arc<Self>) -> Arriving {
         self.arriving.fetch_add(1, SeqCst);
         Arriving(Arc::clone(self))
     }
 
-    /// Whether nobody can come of whom nobody knows yet.
+    /// True if no accepted connection is unregistered, and none is being accepted.
     pub(super) fn nobody_arrives(&self) -> bool {
         self.arriving.load(SeqCst) == 0
     }
@@ -103,7 +103,7 @@ impl Rest {
     pub(super) fn set(&self, stage: Stage) {
         {
             let mut rested = self.rested();
-            // What they had is old as soon as they go on.
+            // Published states are stale once connections resume.
             if stage != Stage::Gone {
                 rested.clear();
             }
@@ -112,17 +112,18 @@ impl Rest {
             }
             self.stage.store(stage as u8, SeqCst);
         }
+        // After the store, or a woken connection could read the old stage and sleep again.
         self.changed.notify(usize::MAX);
         self.progress.notify(usize::MAX);
     }
 
-    /// Listener for the next arrival of a client, the next connection that comes to rest, and the
-    /// next change of the stage. To be created before the server checks any of these.
+    /// Listener for the next arrival of a client, the next connection that quiesces, and the next
+    /// change of the stage. Create it before checking any of these.
     pub(super) fn listen_to_progress(&self) -> EventListener {
         self.progress.listen()
     }
 
-    /// Waits until a stage is as it should be; returns it.
+    /// Waits until the stage satisfies `is_it`; returns the stage.
     pub(super) async fn until(&self, is_it: impl Fn(Stage) -> bool) -> Stage {
         loop {
             let changed = self.changed.listen();
@@ -138,21 +139,22 @@ impl Rest {
         self.turn.load(SeqCst)
     }
 
-    /// Waits until a rest is over that began in this turn; whether another goes on. A rest that
-    /// follows at once is another one.
+    /// Waits for the end of the quiesce with this number; true if another process continues the
+    /// connection. A quiesce that follows at once has another number.
     pub(super) async fn over(&self, turn: u64) -> bool {
         let stage = self.until(|stage| stage != Stage::Still || self.turn() != turn).await;
         stage == Stage::Gone
     }
 
-    /// A connection has come to rest: says so in this turn and in all that follow at once, and
-    /// waits until it is to go on; whether another goes on.
+    /// Publishes the state of a quiesced connection, also for quiesces that follow at once, and
+    /// waits until the server resumes. True if another process continues the connection.
     pub(super) async fn lie(&self, number: u64, has: Option<Rested>) -> bool {
         loop {
             let turn = self.turn();
             {
                 let mut rested = self.rested();
-                // Of a turn that is over nobody has to know.
+                // The state is published only for the current quiesce: an older one was already
+                // cleared.
                 if self.turn() == turn && self.stage() == Stage::Still {
                     rested.insert(number, has.clone());
                 }
@@ -168,7 +170,7 @@ impl Rest {
         }
     }
 
-    /// Whether another goes on with this connection.
+    /// True if another process continues this connection.
     pub(super) fn is_passed_on(&self, number: u64) -> bool {
         let rested = self.rested();
         self.stage() == Stage::Gone
@@ -192,8 +194,8 @@ mod tests {
     use super::*;
     use reactor::{sim, spawn_joinable, yield_now};
 
-    /// Connections are woken when the stage changes, and neither by a client that arrives nor by
-    /// another connection that has come to rest.
+    /// Connections are woken by changes of the stage only, not by an arriving client or by another
+    /// connection that quiesces.
     #[test]
     fn connections_are_woken_by_stages_alone() {
         const CONNECTIONS: u64 = 100;

@@ -1,11 +1,11 @@
-//! A server: listening sockets, the exports behind them, and who may connect.
+//! An NBD server: listening sockets, their exports, and access control.
 //!
 //! ```text
-//!   listener ─► accept ─► room for one more? may it come? ─► next worker ─► handshake (limited in time) ─► connection
+//!   listener ─► accept ─► free place? address allowed? ─► next worker ─► handshake (with a deadline) ─► connection
 //! ```
 //!
-//! Accepting happens on one reactor; each connection then lives on one worker thread and never
-//! moves. Exports are added and removed while the server runs.
+//! One reactor accepts; each connection then stays on one worker thread. Exports are added and
+//! removed while the server runs.
 
 mod roster;
 mod welcome;
@@ -54,24 +54,25 @@ use reactor::{
 };
 use tls::TlsServer;
 
-/// What a server allows its clients.
+/// Bounds and access rules of a server.
 #[derive(Clone, Debug)]
 pub struct Terms {
-    /// Connections at a time, 0 without limit; further ones wait in the listener's queue.
+    /// Largest number of connections, 0 for no bound; further clients wait in the listener's queue.
     pub max_connections: usize,
-    /// Of them from one address, 0 without limit; further ones are closed. `None`: nine tenths, so
-    /// that no address shuts out all others, and one host of many machines is served.
+    /// Largest number of connections of one address, 0 for no bound; further ones are closed.
+    /// `None`: nine tenths of `max_connections`, so that one address cannot shut out all others and
+    /// one host with many virtual machines is served.
     pub max_of_one_address: Option<usize>,
-    /// Who may connect at all.
+    /// Clients that may connect.
     pub access: Access,
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
-    /// Who is told of clients.
+    /// Observer of clients that connect and disconnect.
     pub visited: Option<Arc<dyn Visited>>,
 }
 
 impl Default for Terms {
-    /// QEMU's: 100 connections, 10 seconds.
+    /// QEMU's defaults: 100 connections, 10 seconds.
     fn default() -> Self {
         Self {
             max_connections: 100,
@@ -93,10 +94,10 @@ impl Terms {
     }
 }
 
-/// TLS for a server.
+/// TLS settings of a server.
 #[derive(Clone, Debug)]
 pub struct Tls {
-    /// Refuse every client that does not start TLS.
+    /// Reject every client that does not start TLS.
     pub required: bool,
     /// Certificates or pre-shared keys.
     pub keys: TlsServer,
@@ -105,7 +106,7 @@ pub struct Tls {
 /// Exports behind one or more listening sockets.
 #[derive(Debug)]
 pub struct Server {
-    /// Locked before `connections` where both are.
+    /// Lock order: `exports` before `connections`.
     exports: RwLock<LiveExports>,
     tls: Option<Tls>,
     terms: Terms,
@@ -115,23 +116,25 @@ pub struct Server {
     served: AtomicBool,
     connections: Mutex<Roster>,
     next_number: AtomicU64,
-    /// Places taken; `freed` announces every change, and who has finished the handshake.
+    /// Places in use. `freed` is notified of every change, and when a client finishes its
+    /// handshake.
     places: AtomicUsize,
     freed: Event,
     endings: Seldom,
     refusals: Seldom,
 }
 
-/// What becomes of the clients of an export that is removed.
+/// Treatment of the connected clients of an export that is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
-    /// They are reason not to remove it.
+    /// Do not remove the export while it has clients.
     Safe,
-    /// They are disconnected: requests in flight are finished, those that wait for limits dropped.
+    /// Disconnect them: requests in flight are completed, requests that wait for limits are
+    /// dropped.
     Hard,
 }
 
-/// Why an export was not removed.
+/// Failure to remove an export.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotRemoved {
@@ -161,34 +164,34 @@ impl Server {
         })
     }
 
-    /// Exports of these names are to come: they stand in this order, whichever is there first, and
-    /// the default export is the first of them also before it has come.
+    /// Reserves numbers for exports with these names, in this order. The first reserved one is the
+    /// default export even before it is added.
     pub fn expect(&self, names: impl Iterator<Item = String>) {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).expect(names);
     }
 
-    /// One of this name, which had this number and was removed, is to come again in its place.
+    /// Reserves the former number of a removed export that will be added again under this name.
     pub fn expect_again(&self, name: &str, number: usize) {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_again(name, number);
     }
 
-    /// No export of this name is to come any more.
+    /// Releases the number reserved for this name.
     pub fn expect_no_more(&self, name: &str) {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_no_more(name);
     }
 
-    /// Offers `export` from now on; its number, or `None` where its name is taken. The default
-    /// export is the one named "", or else the oldest.
+    /// Offers `export` and returns its number; `None` if the name is in use. The default export is
+    /// the one named "", or the oldest.
     pub fn add(&self, export: Export) -> Option<usize> {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).add(export)
     }
 
-    /// Offers an export no longer. [`Server::wait_until_unused`] waits for disconnected clients.
+    /// Stops offering an export. [`Server::wait_until_unused`] waits for its disconnected clients.
     ///
     /// # Errors
     /// [`NotRemoved`]; the export stays, and its clients are not disturbed.
     pub fn remove(&self, export: usize, removal: Removal) -> Result<(), NotRemoved> {
-        // While it is held, no handshake can choose the export: see `Server::choose`.
+        // While this lock is held, no handshake can choose the export: see `Server::choose`.
         let mut exports = self.exports.write().unwrap_or_else(PoisonError::into_inner);
         if exports.get(export).is_none() {
             return Err(NotRemoved::Unknown);
@@ -200,26 +203,26 @@ impl Server {
         }
         exports.remove(export);
         for (_, client) in live.iter().filter(|(_, live)| live.export() == Some(export)) {
-            // As if the client had vanished. Fails where it has.
+            // The connection sees a hard disconnect. Fails if the client has already closed.
             let _ = nix::sys::socket::shutdown(raw(&client.socket), nix::sys::socket::Shutdown::Both);
         }
         Ok(())
     }
 
-    /// Waits until no client is connected to an export.
+    /// Waits until no client is connected to the export.
     pub async fn wait_until_unused(&self, export: usize) {
         self.wait_while(|server| server.connections_of(export) > 0).await;
     }
 
-    /// Whether a client has ever chosen an export.
+    /// True if a client has ever chosen an export.
     pub fn has_served(&self) -> bool {
         self.served.load(Ordering::SeqCst)
     }
 
-    /// Waits until `busy` is false: it is asked now, and whenever a client has gone.
+    /// Waits until `busy` is false; `busy` is evaluated now and whenever a client has disconnected.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
-            // Listens before it looks, or the last one could end in between.
+            // Listens before the check, or the last disconnect could happen in between.
             let freed = self.freed.listen();
             if !busy(self) {
                 return;
@@ -228,13 +231,13 @@ impl Server {
         }
     }
 
-    /// Clients connected to an export now.
+    /// Number of clients connected to the export.
     pub fn connections_of(&self, export: usize) -> usize {
         self.lock().count_of(export)
     }
 
-    /// The same for people, the first few by where they come from: `client 7 of 192.0.2.1`, `client
-    /// 8 of qemu-io (123)`.
+    /// First few clients of the export for messages, with their addresses or processes: `client 7
+    /// of 192.0.2.1`, `client 8 of qemu-io (123)`.
     pub fn clients_of(&self, export: usize) -> String {
         let mut clients: Vec<_> = self
             .lock()
@@ -255,12 +258,12 @@ impl Server {
         if more == 0 { named } else { format!("{named} and {more} more") }
     }
 
-    /// How many there are of each export that has any, in one look.
+    /// Number of clients of each export that has any, at one instant.
     pub fn connections_by_export(&self) -> HashMap<usize, usize> {
         self.lock().counts().clone()
     }
 
-    /// Counts connection `number` to its export, unless that has been removed meanwhile.
+    /// Counts connection `number` to its export; false if the export was removed meanwhile.
     fn choose(&self, export: usize, number: u64, client: &Client) -> bool {
         let exports = self.exports();
         let Some(chosen) = exports.get(export) else { return false };
@@ -277,20 +280,22 @@ impl Server {
         true
     }
 
-    /// None where nobody is to be told.
+    /// `None` if there is no observer.
     fn visit(&self, export: &Export, number: u64, client: &Client) -> Option<Box<Visit>> {
         self.terms.visited.as_ref()?;
         let (disk, export) = (Arc::clone(export.disk.name()), Arc::clone(&export.name));
         Some(Box::new(Visit { number, export, disk, address: client.address, name: client.name.clone() }))
     }
 
-    /// Accepts connections and gives them to `workers` in turn, until [`Server::stop`].
+    /// Accepts connections and assigns them to `workers` in turn, until [`Server::stop`].
     ///
     /// # Errors
     /// `accept(2)` cannot work on this socket.
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
+            // The place is taken before the client is accepted, so that excess clients wait in the
+            // kernel.
             let Some(mut place) = Place::take(&self, &listener).await else { return Ok(()) };
             let (socket, arriving) = loop {
                 let Some((socket, arriving)) = self.accept(&listener).await? else { return Ok(()) };
@@ -305,10 +310,10 @@ impl Server {
         }
     }
 
-    /// Charges `bytes` for a connection that was accepted, or for its TLS; waits while memory is
-    /// used up. Meanwhile it disconnects clients that have not finished their handshake in time, at
-    /// most one for each client that leaves and one in each [`MOMENT`]. `None` if the server stops,
-    /// or stops accepting, before memory is available.
+    /// Charges `bytes` for an accepted connection or for its TLS; waits while memory is used up.
+    /// Meanwhile it disconnects clients that have not finished their handshake in time, at most one
+    /// for each client that leaves and one in each [`MOMENT`]. `None` if the server stops, or stops
+    /// accepting, before memory is available.
     async fn connection_memory(&self, bytes: u64) -> Option<ConnectionMemory> {
         loop {
             let freed = self.freed.listen();
@@ -324,18 +329,19 @@ impl Server {
                     "a client waits for a connection: memory is used up (allow more with --memory)"
                 );
             }
-            // Memory is also returned by others than the clients of this server.
+            // Memory is also returned by others than the clients of this server, so the wait is
+            // bounded.
             let next_look = self.push_out_oldest().unwrap_or(MOMENT);
             let changed = first(freed, self.rest.until(|stage| stage != Stage::Open));
             let _ = reactor::timeout(next_look, changed).await;
         }
     }
 
-    /// The next client; `None` when the server stops.
+    /// Accepts the next client; `None` when the server stops.
     ///
-    /// While descriptors or memory are short it tries once a second, or when a client goes, and
-    /// says so once. The caller's place is kept meanwhile: to free it would be told as the news
-    /// that is waited for.
+    /// While file descriptors or memory are short it retries once a second, or when a client
+    /// disconnects, and logs the state once. It holds the caller's place meanwhile: freeing it
+    /// would notify `freed`, which this function waits for.
     async fn accept(&self, listener: &Fd) -> io::Result<Option<(OwnedFd, Arriving)>> {
         let (mut failures, mut told) = (0_u64, false);
         loop {
@@ -361,11 +367,11 @@ impl Server {
                     Some(libc::EBADF | libc::EINVAL | libc::ENOTSOCK | libc::EFAULT | libc::EOPNOTSUPP) => {
                         return Err(error);
                     }
-                    // The server lets nobody in for now.
+                    // The server has stopped accepting for now.
                     Some(libc::ECANCELED) => {}
-                    // The client gave up before it was accepted.
+                    // The client closed before it was accepted.
                     Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
-                    // Out of descriptors or memory, the network, a firewall: it passes.
+                    // Short of descriptors or memory, a network error, a firewall: transient.
                     _ => {
                         if failures == 0
                             && let Some(left_out) = self.refusals.line(reactor::recently())
@@ -382,7 +388,7 @@ impl Server {
         }
     }
 
-    /// Accepts the next client, or fails with `ECANCELED` where nobody is let in any more.
+    /// Accepts the next client; fails with `ECANCELED` when the server leaves [`Stage::Open`].
     async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
         let mut accepting = pin!(op::accept(listener));
         let mut closed = pin!(self.rest.until(|stage| stage != Stage::Open));
@@ -400,9 +406,9 @@ impl Server {
         .await
     }
 
-    /// Lets nobody in, who wait in the listeners' queues, and waits until everybody has finished
-    /// the handshake; those that take longer than `patience` are disconnected. Then
-    /// [`Server::come_to_rest`], or [`Server::go_on`].
+    /// Stops accepting, so that clients wait in the listeners' queues, and waits until every
+    /// handshake has finished; clients that take longer than `patience` are disconnected. Continue
+    /// with [`Server::come_to_rest`] or [`Server::go_on`].
     pub async fn close_doors(&self, patience: Duration) {
         self.rest.set(Stage::Closed);
         let finished = async {
@@ -421,8 +427,8 @@ impl Server {
         }
     }
 
-    /// Has every connection come to rest: what it has in flight is finished and answered, what
-    /// waits for limits is put back. Returns false if that takes longer than `patience`.
+    /// Quiesces every connection: requests in flight are completed and answered, requests that wait
+    /// for limits are put back. False if that takes longer than `patience`.
     pub async fn come_to_rest(&self, patience: Duration) -> bool {
         self.rest.set(Stage::Still);
         reactor::timeout(patience, async {
@@ -438,7 +444,7 @@ impl Server {
         .is_ok()
     }
 
-    /// What every connection at rest has, with its export's name; those first that came first.
+    /// State of every quiesced connection with its export's name, in the order of arrival.
     pub fn rested(&self) -> Vec<(Arc<str>, Rested)> {
         let exports = self.exports();
         let rested = self.rest.rested();
@@ -451,21 +457,22 @@ impl Server {
         numbers.into_iter().filter_map(named).collect()
     }
 
-    /// Goes on after [`Server::close_doors`] or [`Server::come_to_rest`] as if nothing had been.
+    /// Resumes after [`Server::close_doors`] or [`Server::come_to_rest`].
     pub fn go_on(&self) {
         self.rest.set(Stage::Open);
     }
 
-    /// Another goes on: connections that it cannot have, those with TLS, are closed when this
-    /// returns. The others are forgotten here, and not touched.
+    /// Ends after an upgrade: closes the connections that cannot move, those with TLS, before it
+    /// returns. The sockets of the others are not touched.
     pub async fn leave(&self) {
         self.rest.set(Stage::Gone);
         let _ = reactor::timeout(FAREWELL, self.wait_while(|server| server.connections() > 0)).await;
     }
 
-    /// Goes on with a client of another server, on `worker`. Its session names an export of this
-    /// one.
+    /// Continues with a client of another process, on `worker`. Its session must name an export of
+    /// this server.
     pub fn take_in(self: &Arc<Self>, rested: Rested, worker: &Worker) {
+        // Not bounded by `max_connections`: the client was already admitted by the old process.
         self.places.fetch_add(1, Ordering::SeqCst);
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let address = admission::address_of(&rested.socket);
@@ -494,7 +501,7 @@ impl Server {
         let Rested { socket, session, bytes, skip, .. } = rested;
         let inbox = Inbox::holding(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
-        // A stop before it was registered would otherwise be missed.
+        // A stop before the registration would be missed otherwise.
         if self.stopping.load(Ordering::SeqCst) {
             return;
         }
@@ -504,12 +511,13 @@ impl Server {
         }
     }
 
-    /// Disconnects the client that has been in its handshake for longest, if it has had
-    /// [`MOMENT`] for it. Each client is disconnected once: its memory is free when its task has
-    /// ended. If there is none, returns the time, above zero, after which to look again.
+    /// Disconnects the client that has been in its handshake for longest, if for at least
+    /// [`MOMENT`]. Each client is disconnected once: its memory is free when its task has ended. If
+    /// there is none, returns the time, above zero, after which to check again.
     fn push_out_oldest(&self) -> Option<Duration> {
         let mut roster = self.lock();
-        // None: all are being served, wait for memory themselves, or have not been listed yet.
+        // None: all clients are being served, wait for memory themselves, or are not registered
+        // yet.
         let Some((number, since)) = roster.oldest_to_push_out() else { return Some(MOMENT) };
         let early = (since + MOMENT) - reactor::now();
         if early > Duration::ZERO {
@@ -526,17 +534,18 @@ impl Server {
         None
     }
 
-    /// Refuses new connections, lets the others finish what they have in flight, and returns when
-    /// the last is gone. A client that does not take its last replies is cut off after 10 s. Close
-    /// the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
+    /// Stops accepting, lets connected clients complete their requests in flight, and returns after
+    /// the last has gone. A client that does not read its last replies is disconnected after 10 s.
+    /// Shut down the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        // Who is at rest has its part to finish.
+        // Quiesced connections must run to end.
         self.rest.set(Stage::Open);
         self.freed.notify(usize::MAX);
         for (_, live) in self.lock().iter() {
             live.stop.raise();
-            // Ends the receive that the connection waits in; fails where the client has gone.
+            // Ends the receive that the connection waits in; fails if the client has already
+            // closed.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
         let gone = || self.wait_while(|server| server.connections() > 0);
@@ -549,38 +558,39 @@ impl Server {
         }
     }
 
-    /// Clients that were refused.
+    /// Numbers of rejected clients.
     pub fn refused(&self) -> Refused {
         self.admission.refused()
     }
 
-    /// Counts on from the clients that another process has refused.
+    /// Adds the clients that the old process has rejected.
     pub fn count_on(&self, refused: Refused) {
         self.admission.count_on(refused);
     }
 
-    /// Of all exports.
+    /// Number of connections of all exports.
     pub fn connections(&self) -> usize {
         self.lock().len()
     }
 
-    /// A client that is told of several connections opens them, and would wait for places.
+    /// Hides CAN_MULTI_CONN if only one connection is allowed: the client would open several and
+    /// wait for places.
     fn offered(&self, mut info: ExportInfo) -> ExportInfo {
         info.features.multi_conn &= self.terms.max_connections != 1;
         info
     }
 
-    /// Numbers of the clients that may send requests.
+    /// Numbers of the clients that have finished the handshake.
     pub(super) fn holders(&self) -> Vec<u64> {
         self.lock().iter().filter(|(_, live)| live.holding.is_some()).map(|(number, _)| number).collect()
     }
 
-    /// State of the transfers of a client that may send requests.
+    /// Transfers of a client that has finished the handshake.
     pub(super) fn holding(&self, number: u64) -> Option<Arc<Holding>> {
         self.lock().get(number)?.holding.clone()
     }
 
-    /// Each client that is being sent a message, with [`Holding::in_a_message`].
+    /// Clients to which a message is being sent, with [`Holding::in_a_message`].
     pub(super) fn in_a_message(&self) -> Vec<(u64, (u64, usize))> {
         let live = self.lock();
         live.iter()
@@ -588,7 +598,7 @@ impl Server {
             .collect()
     }
 
-    /// A client for people: `client 7 of 192.0.2.1 at export vm1`.
+    /// Description of a client for messages: `client 7 of 192.0.2.1 at export vm1`.
     pub(super) fn called(&self, number: u64) -> String {
         let (export, address) =
             self.lock().get(number).map_or((None, None), |live| (live.export(), live.address));
@@ -607,7 +617,7 @@ impl Server {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `None` where its export was removed.
+    /// `None` if the export was removed.
     fn connection(
         &self,
         stream: Stream,
@@ -626,33 +636,34 @@ impl Server {
     }
 }
 
-/// Memory of a connected client that sends nothing: buffers, tasks, and its place in the tables.
-/// Measured by the row `rude-quiet` of the bench; a client that sends more is charged for its
-/// larger buffer ([`super::inbox::USUAL_BYTES`]).
+/// Memory of a connected idle client: buffers, tasks, and its entries in the tables. Measured by
+/// the row `rude-quiet` of the bench; a client that sends more is charged for its larger buffer
+/// ([`super::inbox::USUAL_BYTES`]).
 pub const CONNECTION_BYTES: u64 = 12 << 10;
 
-/// Clients that a message names.
+/// Number of clients that a message names.
 const MOST_NAMED: usize = 5;
-/// A client that shakes hands keeps its place for so long where all are taken and others wait.
+/// Time for which a client in its handshake keeps its place while all places are taken and others
+/// wait.
 const MOMENT: Duration = Duration::from_secs(1);
 
-/// How long clients may take to receive their last replies when the server stops: less than service
-/// managers wait before they kill.
+/// Time for clients to receive their last replies when the server stops: less than service managers
+/// wait before they kill.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// A place among the connections, taken before a client is accepted and freed when dropped.
+/// A place among the connections, taken before a client is accepted and freed on drop.
 struct Place {
     server: Arc<Server>,
     number: u64,
-    /// Whose it is; `None` through a Unix socket, and before a client has come.
+    /// Address of the client; `None` for a Unix socket, and before a client was accepted.
     address: Option<IpAddr>,
     /// Memory of the connection, once a client is connected.
     memory: Option<ConnectionMemory>,
 }
 
 impl Place {
-    /// Waits for a free place; `None` when the server stops. Where all are taken and somebody waits
-    /// on `listener`, the oldest client that has not finished its handshake has to go.
+    /// Waits for a free place; `None` when the server stops. While all places are taken and a
+    /// client waits on `listener`, the oldest client in its handshake is disconnected.
     async fn take(server: &Arc<Server>, listener: &Fd) -> Option<Self> {
         let most = match server.terms.max_connections {
             0 => usize::MAX,
@@ -663,6 +674,8 @@ impl Place {
             if server.stopping.load(Ordering::SeqCst) {
                 return None;
             }
+            // Only a client that actually waits may displace another, hence the wait for
+            // `readable`.
             let take = |taken: usize| (taken < most).then(|| taken + 1);
             if server.places.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
                 let number = server.next_number.fetch_add(1, Ordering::Relaxed);
@@ -685,7 +698,7 @@ impl Place {
         }
     }
 
-    /// Whether a client that has come may have it.
+    /// True if the access rules admit the accepted client.
     fn is_for(&mut self, socket: &OwnedFd) -> bool {
         let address = admission::address_of(socket);
         let admitted = self.server.admission.admit(address);
@@ -704,7 +717,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let gone = self.server.lock().remove(self.number);
-        // Whoever is passed on has not gone: the other tells when it has.
+        // A transferred client has not disconnected: the new process reports its end.
         if let (Some(visited), Some(Live { visit: Some(visit), since, .. })) =
             (&self.server.terms.visited, gone)
             && !self.server.rest.is_passed_on(self.number)

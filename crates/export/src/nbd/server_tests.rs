@@ -1,4 +1,4 @@
-//! Exports that come and go, over real sockets.
+//! Exports that are added and removed, over real sockets.
 
 use std::{
     cell::Cell,
@@ -32,7 +32,7 @@ fn export(name: &str) -> Export {
     }
 }
 
-/// The client's end of a connection to `server`, which lives on this thread.
+/// Connects a client to `server`, which runs on this thread; returns the client's end.
 fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let place = Place { server: Arc::clone(server), number, address: None, memory: None };
@@ -41,7 +41,7 @@ fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
     ours
 }
 
-/// Asks for an export in the oldest style. Its size, or `None` where the server hangs up instead.
+/// Chooses an export by EXPORT_NAME. Returns its size, or `None` if the server closes.
 async fn choose(mut client: UnixStream, name: &'static str) -> Option<(u64, UnixStream)> {
     reactor::blocking(move || {
         client.read_exact(&mut [0; 18]).expect("a greeting");
@@ -114,7 +114,7 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
         slow.disk.throttle().set(DiskSettings { limits, ..DiskSettings::default() }).expect("valid");
         let number = server.add(slow).expect("free");
         let (_, mut client) = choose(connect(&server, 1), "slow").await.expect("found");
-        // Reads of one byte each: a hundred seconds' worth.
+        // Reads of one byte each, a hundred seconds' worth at the limit.
         let request = [&[0x25, 0x60, 0x95, 0x13][..], &[0; 23], &[1]].concat();
         client.write_all(&request.repeat(100)).expect("sent");
         reactor::blocking({
@@ -128,7 +128,7 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
     });
 }
 
-/// libnbd takes an answer to what it still sends for one to nothing, and gives the connection up.
+/// libnbd takes a reply to a request that it still sends for an unknown cookie, and closes.
 #[test]
 fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
     real(async {
@@ -161,8 +161,8 @@ fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
     });
 }
 
-/// Options by the thousand, as fast as they are taken: whatever they ask, what is kept of the
-/// replies while the client reads none is bounded, and what was received comes on top.
+/// Thousands of options at full speed, with no reply read: whatever the options are, the memory
+/// held for replies is bounded. The receive buffer is not counted.
 #[test]
 fn a_client_that_reads_no_replies_of_its_options_costs_little() {
     real(async {
@@ -197,8 +197,8 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
     });
 }
 
-/// Each client is disconnected once. After that, and without one, there is a time to wait: those
-/// that need its memory must let it leave.
+/// Each client is disconnected once. After that, and without any client, the function returns a
+/// time to wait, because callers that need its memory must let its task end.
 #[test]
 fn a_client_in_its_handshake_is_disconnected_once() {
     sim::run(1, async {

@@ -1,14 +1,14 @@
-//! What a finished handshake agreed on.
+//! Result of a finished handshake.
 //!
-//! A session never changes; an export's size, which may, is passed with each request instead.
+//! A session never changes. An export's size may, so it is passed with each request instead.
 
 use super::context::MetaContexts;
 use super::proto;
 
-/// Which headers the two sides use.
+/// Headers that both sides use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplyStyle {
-    /// Nothing was negotiated: 28-byte requests, 16-byte replies.
+    /// No negotiation: 28-byte requests, 16-byte replies.
     Simple,
     /// STRUCTURED_REPLY: 28-byte requests, replies in chunks.
     Structured,
@@ -17,7 +17,7 @@ pub enum ReplyStyle {
 }
 
 impl ReplyStyle {
-    /// Of a request's header.
+    /// Length of a request's header.
     pub const fn request_bytes(self) -> usize {
         match self {
             Self::Simple | Self::Structured => proto::REQUEST_BYTES,
@@ -25,20 +25,20 @@ impl ReplyStyle {
         }
     }
 
-    /// Whether replies come in chunks, which holes, block status and error messages need.
+    /// True if replies are chunks, which holes, block status and error messages need.
     pub const fn has_chunks(self) -> bool {
         !matches!(self, Self::Simple)
     }
 }
 
-/// The transmission phase's terms.
+/// Parameters of the transmission phase.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Session {
-    /// The export, as [`super::Exports::find`] named it.
+    /// Number of the export, as [`super::Exports::find`] returned it.
     pub export: usize,
     pub style: ReplyStyle,
-    /// [`proto::export_flag`]s the client was told; what they do not offer is refused.
+    /// [`proto::export_flag`]s sent to the client; requests that need others are rejected.
     pub flags: u16,
     pub contexts: MetaContexts,
     /// The client asked for the block sizes with GO, which binds it to them ("Size constraints").
@@ -50,13 +50,13 @@ pub struct Session {
 }
 
 impl Session {
-    /// Whether the client was told of this [`proto::export_flag`].
+    /// True if this [`proto::export_flag`] was sent to the client.
     pub const fn offers(&self, flag: u16) -> bool {
         self.flags & flag != 0
     }
 }
 
-/// What identifies a request in its replies. Extended headers repeat the offset as it was sent.
+/// Identification of a request in its replies. Extended headers repeat the offset as it was sent.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {

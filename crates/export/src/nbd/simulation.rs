@@ -1,12 +1,12 @@
-//! Simulated connections: well-behaved and hostile clients on one disk, over pipes that cut what
-//! they carry anywhere.
+//! Simulated connections: well-behaved and hostile clients on one disk, over pipes that split data
+//! at random places.
 //!
-//! - Every request of a well-behaved client is answered exactly once, rightly, before its
+//! - Every request of a well-behaved client is answered exactly once, correctly, before its
 //!   connection ends (`client`).
-//! - Hostile clients (`hostile`) harm nobody but themselves, also while the disk is cut off in the
-//!   middle of their part.
-//! - Every connection ends, with nothing in flight and no task of it left.
-//! - What one client has in flight is bounded.
+//! - Hostile clients (`hostile`) never affect another client, even while the disk is resized in
+//!   the middle of their region.
+//! - Every connection ends, with no request in flight and no task left.
+//! - The requests and bytes in flight of one client are bounded.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
 //! repeats it.
@@ -45,10 +45,10 @@ use image::{Image, Raw};
 use reactor::{JoinHandle, error::Error, now, sim, sleep_until, spawn_joinable, timeout};
 use storage::{Storage, delay::DelayOptions, fault::FaultRule};
 
-/// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours
-/// share some.
+/// Length of a client's region of the disk, in bytes. No multiple of a memory page, so that
+/// neighbours share pages.
 const REGION: u64 = 40_000;
-/// Most well-behaved clients; behind their regions is one for the hostile.
+/// Largest number of well-behaved clients; behind their regions is one for the hostile clients.
 const MOST_CLIENTS: u64 = 4;
 const SIZE: u64 = (MOST_CLIENTS + 1) * REGION;
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
@@ -74,12 +74,12 @@ fn chance(percent: u32) -> bool {
     sim::random(|random| random.u32(..100)) < percent
 }
 
-/// Short times as likely as long ones, up to a second.
+/// Random time up to a second, distributed evenly over its logarithm.
 fn some_time() -> Duration {
     Duration::from_nanos(sim::random(|random| 10_f64.powf(3.0 + 6.0 * random.f64())) as u64)
 }
 
-/// What the disk did, and how many requests of well-behaved clients were answered.
+/// One run. Returns the disk's totals and the number of answered requests of well-behaved clients.
 async fn serve_a_crowd() -> (Totals, u64) {
     let faults = chance(25);
     let disk = Arc::new(disk(draw_storage(faults), draw_limits()));
@@ -110,7 +110,7 @@ async fn serve_a_crowd() -> (Totals, u64) {
     let stopping = spawn_joinable(async move {
         sleep_until(now() + some_time()).await;
         stopped.set(true);
-        // As `Server::stop` does to sockets.
+        // The same as `Server::stop` does to sockets.
         for (end, stop) in ends {
             stop.raise();
             end.end_receiving();
@@ -131,7 +131,7 @@ async fn serve_a_crowd() -> (Totals, u64) {
     (disk.totals(), answered.get())
 }
 
-/// Connections of one server, and how many are past their handshake.
+/// Connections of one server, and the number of those past their handshake.
 struct Crowd {
     server: Arc<Server>,
     numbers: Cell<u64>,
@@ -143,7 +143,7 @@ impl Crowd {
         Self { server: Arc::clone(server), numbers: Cell::new(0), served: Rc::default() }
     }
 
-    /// The client's end of the pipe, and the connection it leads to.
+    /// The client's end of a pipe, and the connection at its other end.
     fn connect(&self) -> (Pipe, Served) {
         let (ours, theirs) = Pipe::pair();
         let stop = Arc::<StopSignal>::default();
@@ -159,8 +159,8 @@ impl Crowd {
         (ours, Served { task: spawn_joinable(task), end: theirs, stop, in_flight })
     }
 
-    /// Has all connections come to rest, for a moment or until they have, and go on; at times they
-    /// are to rest again before any of them has.
+    /// Quiesces and resumes all connections several times: sometimes before all are quiesced,
+    /// sometimes with a second quiesce right behind the first.
     async fn rest_now_and_then(&self) {
         for _ in 0..sim::random(|random| random.usize(1..12)) {
             sleep_until(now() + some_time() / 10).await;
@@ -178,7 +178,7 @@ impl Crowd {
     }
 }
 
-/// Cuts the disk off somewhere in the hostile clients' part, and lets it grow again.
+/// Resizes the disk at random places of the hostile clients' region, several times.
 async fn resize_now_and_then(disk: &Disk) {
     for _ in 0..sim::random(|random| random.usize(1..6)) {
         sleep_until(now() + some_time() / 10).await;
@@ -255,7 +255,7 @@ fn connect(server: &Arc<Server>) -> (Pipe, Served) {
     Crowd::new(server).connect()
 }
 
-/// As [`Server`] does it, watching what is in flight.
+/// Serves one connection as [`Server`] does, and checks the bounds on requests in flight.
 async fn converse(
     (server, number): (Arc<Server>, u64),
     pipe: Pipe,
@@ -292,7 +292,8 @@ fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
     connect(&serve(&Arc::new(disk(storage, Limits::default()))))
 }
 
-/// Sends `count` reads of `length` and reads no reply, for a second; what was in flight then.
+/// Sends `count` reads of `length` without reading replies for a second. Returns the requests and
+/// bytes in flight then.
 async fn neglect_replies(count: u64, length: u32) -> (usize, usize) {
     let (pipe, served) = connect_alone(1 << 30);
     let mut wire = Wire::new(pipe);
@@ -301,7 +302,7 @@ async fn neglect_replies(count: u64, length: u32) -> (usize, usize) {
     for cookie in 0..count {
         requests.extend(wire::request(ReplyStyle::Simple, cmd::READ, 0, cookie, 0, u64::from(length)));
     }
-    // Not all of them fit into the pipe.
+    // The pipe is too short for all of them.
     let _ = timeout(Duration::from_secs(1), wire.send(&requests)).await;
     sleep_until(now() + Duration::from_secs(1)).await;
     let in_flight = served.in_flight.get();

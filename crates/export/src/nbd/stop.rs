@@ -1,4 +1,4 @@
-//! The request to a connection to end, from another thread.
+//! Stop signal of a connection, raised from another thread.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
@@ -12,13 +12,13 @@ pub(super) struct StopSignal {
 }
 
 impl StopSignal {
-    /// Asks the connection to end.
+    /// Ends the connection.
     pub(super) fn raise(&self) {
         self.is_raised.store(true, SeqCst);
         self.interrupt();
     }
 
-    /// Wakes the connection where it waits for memory.
+    /// Wakes the connection if it waits for memory.
     pub(super) fn interrupt(&self) {
         self.news.notify(usize::MAX);
     }
@@ -28,7 +28,7 @@ impl StopSignal {
         self.is_raised.load(SeqCst)
     }
 
-    /// The next time that it is raised, or the connection is interrupted.
+    /// Listener for the next [`Self::raise`] or [`Self::interrupt`].
     pub(super) fn listen(&self) -> EventListener {
         self.news.listen()
     }

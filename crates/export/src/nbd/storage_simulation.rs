@@ -1,17 +1,16 @@
 //! Disks at an NBD server, against the server of this crate, on simulated time: connections that
-//! are cut anywhere, and servers that lose power and come back.
+//! break anywhere, and servers that lose power and restart.
 //!
-//! - Every request of a client ends exactly once, and rightly, whatever happens on the way: reads
-//!   see the last write that was answered, also after a server has forgotten it.
-//! - What a flush acknowledged is on the server's disk.
-//! - Where nothing is to be asked again, what may be lost is said: requests fail, and so do
-//!   flushes from then on.
+//! - Every request of a client ends exactly once, and correctly: reads return the last answered
+//!   write, even after the server has lost it.
+//! - Flushed data is on the server's disk.
+//! - Without a reconnect delay, possible losses are reported: requests fail, and so does every
+//!   later flush.
+//! - A server that restarts with fewer features receives only requests that it supports, and none
+//!   if the disk cannot be continued there.
 //!
-//! - A server that comes back with less is asked for no more than that, or for nothing where the
-//!   disk could not be what it was.
-//!
-//! A new connection is taken once the old one's requests have ended, as the documentation asks of
-//! servers. `WEIR_SEED=n` runs one seed.
+//! A new connection is accepted after the requests of the old one have ended, as the documentation
+//! requires of servers. `WEIR_SEED=n` runs one seed.
 
 mod changing;
 
@@ -43,7 +42,7 @@ use storage::{
 };
 
 const CLIENTS: usize = 3;
-/// A client's own part of the disk, in bytes.
+/// Length of a client's region of the disk, in bytes.
 const REGION: usize = 32 << 10;
 const SIZE: usize = CLIENTS * REGION;
 const BEHAVIOUR: Behaviour =
@@ -53,7 +52,7 @@ const BEHAVIOUR: Behaviour =
 struct Host {
     disk: Simulated,
     server: Arc<Server>,
-    /// The server's ends of connections, and how many have not ended.
+    /// The server's ends of connections, and the number of connections that have not ended.
     pipes: Vec<Pipe>,
     open: Arc<AtomicUsize>,
     is_up: bool,
@@ -85,12 +84,12 @@ impl Host {
         Self { disk, server, pipes: Vec::new(), open: Arc::default(), is_up: true, connections: 0 }
     }
 
-    /// Ends all connections; the server lives on.
+    /// Ends all connections; the server keeps running.
     fn cut(&mut self) {
         self.pipes.drain(..).for_each(|pipe| pipe.close());
     }
 
-    /// Pulls the plug, and starts again with what the disk has then.
+    /// Loses power, and restarts with the durable content of the disk.
     fn lose_power(&mut self) {
         self.cut();
         let connections = self.connections;
@@ -127,7 +126,7 @@ async fn open(world: &World, delay: Duration) -> Arc<Storage> {
     Arc::new(opened.expect("the server is there"))
 }
 
-/// Writes, reads and flushes its own part, and knows what must be there.
+/// Writes, reads and flushes its region, and compares reads with its own copy.
 async fn client(storage: Arc<Storage>, number: usize, requests: usize) -> Vec<u8> {
     let mut known = vec![0; REGION];
     for _ in 0..requests {
@@ -167,7 +166,7 @@ async fn pause(longest_ms: u64) {
     sleep_until(now() + Duration::from_micros(micros)).await;
 }
 
-/// Cuts and kills; returns how often each.
+/// Breaks connections and cuts power; returns the number of each.
 fn trouble(world: &World) -> JoinHandle<[u64; 2]> {
     let world = Arc::clone(world);
     spawn_joinable(async move {
@@ -312,9 +311,9 @@ fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
             is_open && waited >= Duration::from_secs(20) && waited < Duration::from_secs(26),
             "{waited:?}"
         );
-        // A pipe that nobody has any more ends by itself no more than a cable does.
+        // A pipe whose ends were dropped does not end by itself, as a cable does not.
         lock(&world).cut();
-        // One that answers, and has no such export, is not asked twice.
+        // A server that answers but lacks the export is not tried again.
         let there = Arc::clone(&world);
         let options = NbdOptions { open_timeout: Duration::from_secs(60), ..NbdOptions::default() };
         let began = now();
@@ -323,7 +322,7 @@ fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
     });
 }
 
-/// What the server is at first; a third has no cache, so no flush.
+/// Properties of the server at first; a third of the seeds has no cache, so no flush.
 fn first_ways(seed: u64) -> Ways {
     let without = if seed.is_multiple_of(3) { export_flag::SEND_FLUSH } else { 0 };
     let maximum_payload = sim::random(|random| [4096, 8192, 32 << 20][random.usize(..3)]);
@@ -338,7 +337,7 @@ fn first_ways(seed: u64) -> Ways {
     }
 }
 
-/// What it is when it comes back: with less or more, or not fit to go on with.
+/// Properties of the server after a restart: fewer or more features, or unfit to continue the disk.
 fn later_ways(first: Ways) -> Ways {
     let mut ways = first;
     sim::random(|random| {
@@ -370,8 +369,8 @@ fn later_ways(first: Ways) -> Ways {
     ways
 }
 
-/// Writes, zeroes, reads and flushes its own part of a server that may refuse. Returns what must be
-/// there, as far as anybody knows.
+/// Writes, zeroes, reads and flushes its region of a server that may refuse. Returns the expected
+/// content; `None` where it is unknown.
 async fn doubtful_client(
     storage: Arc<Storage>,
     server: changing::Shared,

@@ -1,13 +1,13 @@
-//! Clients that do not take their replies: they never come to rest, and so would keep everybody
-//! else from another process that goes on.
+//! Detection of clients that do not read their replies. They never quiesce, so they would keep all
+//! other clients from being transferred in an upgrade.
 //!
 //! ```text
 //!   a message is being sent ──► is it still the same one, and has the client read nothing since?
-//!                                 for so long ──► the client is disconnected, and named
+//!                                 for longer than `patience` ──► disconnect and report the client
 //! ```
 //!
-//! Told by what a connection says of its sender and by the kernel's count of unread bytes, so that
-//! nothing is done for it on the way of a request. Whoever reads, however slowly, is left alone.
+//! The check uses the state of each connection's sender and the kernel's count of unread bytes, so
+//! it costs requests nothing. Never disconnects a client that reads, however slowly.
 
 use std::collections::HashMap;
 
@@ -15,22 +15,22 @@ use policy::time::{Duration, Instant};
 
 use super::server::Server;
 
-/// How often it is looked.
+/// Interval of the checks.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// A client that may take no replies: who, what it was seen with, and since when.
+/// A client that may have stopped reading: the observed state and its first observation.
 struct Suspect {
     seen: (u64, usize),
     since: Instant,
 }
 
-/// Those that were seen so at the last look, by their numbers.
+/// Suspects of the last check, by number of client.
 #[derive(Default)]
 struct Suspects(HashMap<u64, Suspect>);
 
 impl Suspects {
-    /// Looks at all that are in the middle of a message: `(number, what each is seen with)`.
-    /// Returns the numbers of those with which nothing has moved for so long.
+    /// Examines all clients to which a message is being sent: `(number, state)`. Returns the
+    /// numbers of those whose state has not changed for `patience`.
     fn look(
         &mut self,
         sending: impl Iterator<Item = (u64, (u64, usize))>,
@@ -53,8 +53,8 @@ impl Suspects {
 }
 
 impl Server {
-    /// Disconnects clients that have not taken a byte of a reply for `patience`; returns once there
-    /// is no client that may be one, with those that were disconnected, for people.
+    /// Disconnects clients that have not read a byte of a reply for `patience`. Returns
+    /// descriptions of the disconnected clients once no suspect is left.
     pub async fn push_out_unread(&self, patience: Duration) -> Vec<String> {
         let (mut suspects, mut gone) = (Suspects::default(), Vec::new());
         loop {
@@ -66,9 +66,9 @@ impl Server {
         }
     }
 
-    /// The same until this is dropped, for while the server [comes to rest](Server::come_to_rest):
-    /// nothing more is sent to those that have, so it ends by itself for the others. Each is told
-    /// to `told`.
+    /// Disconnects such clients until this future is dropped, while the server
+    /// [quiesces](Server::come_to_rest). No message is sent to quiesced connections, so these are
+    /// not affected. Calls `told` with a description of each disconnected client.
     pub async fn keep_pushing_out_unread(&self, patience: Duration, told: impl Fn(String)) {
         let mut suspects = Suspects::default();
         loop {
@@ -80,7 +80,7 @@ impl Server {
     fn push_out_stuck(&self, suspects: &mut Suspects, patience: Duration) -> Vec<String> {
         let stuck = suspects.look(self.in_a_message().into_iter(), reactor::now(), patience);
         let push_out = |number| {
-            // Before its worker has forgotten whose it was.
+            // Read before the disconnect: its worker then removes the client from the tables.
             let client = self.called(number);
             self.holding(number)?.push_out_now();
             Some(client)
@@ -88,7 +88,7 @@ impl Server {
         stuck.into_iter().filter_map(push_out).collect()
     }
 
-    /// A client that has not come to rest, for people; none where all have.
+    /// Description of a client that has not quiesced; `None` if all have.
     pub fn restless(&self) -> Option<String> {
         let restless = {
             let (live, rested) = (self.holders(), self.rest.rested());
@@ -107,13 +107,13 @@ mod tests {
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let patience = Duration::from_millis(100);
         let mut suspects = Suspects::default();
-        // 1 takes nothing; 2 takes some of a long message; 3 is always in another one.
+        // 1 reads nothing; 2 reads slowly from a long message; 3 is always sent another message.
         let seen = |ms: u64| [(1, (7, 4096)), (2, (7, 9000 - ms as usize)), (3, (ms, 4096))];
         for ms in (0..100).step_by(10) {
             assert_eq!(suspects.look(seen(ms).into_iter(), at(ms), patience), [0; 0]);
         }
         assert_eq!(suspects.look(seen(100).into_iter(), at(100), patience), [1]);
-        // What it was sent in between ends the suspicion.
+        // A check without a message in between ends the suspicion.
         suspects.look(std::iter::empty(), at(110), patience);
         assert!(suspects.0.is_empty());
         assert_eq!(suspects.look(seen(200).into_iter().take(1), at(200), patience), [0; 0]);

@@ -1,5 +1,5 @@
-//! How a driver and its device wake each other: an eventfd of the front end. In tests also a count
-//! that behaves like one, since a simulation has no descriptors to wait for.
+//! Notification between a driver and its device: an eventfd of the front end (kick, call, error).
+//! In tests also a simulated counter, because a simulation has no file descriptors to wait for.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use rustix::{
     io::ReadWriteFlags,
 };
 
-/// What the kernel calls an eventfd (`proc_pid_fd(5)`).
+/// The kernel's name of an eventfd (`proc_pid_fd(5)`).
 const EVENT: &str = "anon_inode:[eventfd]";
 
 /// One event.
@@ -27,17 +27,17 @@ pub(super) enum Bell {
     Simulated(simulated::Counter),
 }
 
-/// What was passed as an event is none, or does not behave as one.
+/// The descriptor is no eventfd, or does not behave as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its descriptor is no eventfd")]
 pub(super) struct NoEvent;
 
 impl Bell {
-    /// Neither hearing nor ringing it waits, whatever flags it came with.
+    /// Wraps an eventfd and sets `O_NONBLOCK`, so that neither direction ever blocks.
     ///
     /// # Errors
-    /// [`NoEvent`]. A file that can always be read would be a bell that never stops, and writing to
-    /// one could take for ever.
+    /// [`NoEvent`] for any other file: one that is always readable would signal forever, and a
+    /// write could block.
     pub(super) fn new(event: Fd) -> Result<Self, NoEvent> {
         if !is_event(&event) {
             return Err(NoEvent);
@@ -46,13 +46,15 @@ impl Bell {
         Ok(Self::Event(event))
     }
 
-    /// Rings. A counter that is full has not been read, which is as good.
+    /// Signals the eventfd. A full counter has not been read yet, which is equivalent.
     ///
-    /// Only where no descriptor or memory is left to ring without waiting, somebody who fills the
-    /// counter and clears `O_NONBLOCK` at the same moment makes it wait until the counter is read.
+    /// Blocks only if no descriptor or memory is left for a non-blocking submission, and the front
+    /// end fills the counter and clears `O_NONBLOCK` at the same moment.
     pub(super) fn ring(&self, notifier: &Notifier) {
         match self {
             Self::Event(event) => {
+                // The notifier does not depend on O_NONBLOCK, whose flag the front end shares. The
+                // write below does, so the flag is set again first.
                 if notifier.ring(event).is_err() && never_waits(event).is_ok() {
                     let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
                 }
@@ -62,7 +64,7 @@ impl Bell {
         }
     }
 
-    /// Waits until it has been rung since it was last heard.
+    /// Waits for a signal since the last call.
     pub(super) async fn heard(&self) -> Result<(), NoEvent> {
         let event = match self {
             Self::Event(event) => event,
@@ -74,7 +76,7 @@ impl Bell {
             let mut count = [0; 8];
             match take(event, &mut count) {
                 Ok(8) if count != [0; 8] => return Ok(()),
-                // Somebody else has heard it.
+                // Another reader has consumed the count, or the call was interrupted.
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
                 _ => return Err(NoEvent),
             }
@@ -82,24 +84,23 @@ impl Bell {
     }
 }
 
-/// Whether it is an eventfd. Asked of the kernel alone: to ask a file for its status may wait for
-/// whoever serves its file system.
+/// True for an eventfd. Reads the link in /proc, because `fstat` on an arbitrary descriptor may
+/// wait for the server of its file system.
 pub(super) fn is_event(event: &impl AsFd) -> bool {
     let name = fs::read_link(format!("/proc/self/fd/{}", event.as_fd().as_raw_fd()));
     name.is_ok_and(|name| name.as_os_str() == EVENT)
 }
 
-/// Has nobody wait for the event, unless its front end changes that again.
+/// Sets `O_NONBLOCK`; the front end shares the flag and may clear it again.
 fn never_waits(event: &Fd) -> rustix::io::Result<()> {
     fcntl_setfl(event, fcntl_getfl(event)? | OFlags::NONBLOCK)
 }
 
-/// Reads the count of an eventfd, and waits for none: its front end shares the flags, and may have
-/// made it wait again.
+/// Reads the count of an eventfd without blocking, even if the front end has cleared `O_NONBLOCK`.
 fn take(event: &Fd, count: &mut [u8; 8]) -> rustix::io::Result<usize> {
     let into = &mut [IoSliceMut::new(count)];
     match rustix::io::preadv2(event, into, u64::MAX, ReadWriteFlags::NOWAIT) {
-        // Kernels before 5.9.
+        // Kernels before 5.9 lack RWF_NOWAIT for eventfds.
         Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(event, count),
         taken => taken,
     }
@@ -166,7 +167,7 @@ pub(super) mod simulated {
                 if self.count() == 0 {
                     rung.await;
                 }
-                // A descriptor's readiness takes its time, too.
+                // Yields, because the readiness of a descriptor is not reported at once either.
                 reactor::yield_now().await;
                 if self.0.0.swap(0, SeqCst) > 0 {
                     return Ok(());
@@ -174,12 +175,12 @@ pub(super) mod simulated {
             }
         }
 
-        /// Waits until it is rung, and leaves it to whoever hears it.
+        /// Waits for the next signal and leaves it to be consumed by `heard`.
         pub(in super::super) async fn rung(&self) {
             self.0.1.listen().await;
         }
 
-        /// How often it was rung since it was last heard.
+        /// Number of signals since the last one was consumed.
         pub(in super::super) fn count(&self) -> u64 {
             self.0.0.load(SeqCst)
         }

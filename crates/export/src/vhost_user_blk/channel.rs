@@ -1,8 +1,9 @@
-//! The channel on which a front end hears of changes: one of a pair of sockets that it has made.
+//! The back end's channel (SET_BACKEND_REQ_FD), on which the front end receives CONFIG_CHANGE_MSG:
+//! one of a pair of sockets that the front end has created.
 //!
-//! What it passes is held as long as it is connected, and must not keep it connected: a front end
-//! that passes the other end of its own connection, directly or within a socket, would never hang
-//! up, though it had died.
+//! The descriptor is held while the front end is connected, so it must not keep the front end
+//! connected. A front end that passes the other end of its own connection, directly or inside a
+//! socket, would never hang up, even after its death.
 
 use std::{
     io,
@@ -16,31 +17,31 @@ use rustix::{
     net::{RecvFlags, SocketType, recv, sockopt::socket_type},
 };
 
-/// What was passed is none.
+/// The descriptor is no usable channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its descriptor is not one of a pair of new Unix sockets: see socketpair(2)")]
 pub struct NoChannel;
 
-/// The channel, from which nothing can be received any more.
+/// Checks a socket and shuts down its receiving direction.
 ///
 /// # Errors
-/// [`NoChannel`]. Whoever listens or has been connected to has a name, and its other end knows it:
-/// so no end of a connection with this process is without.
+/// [`NoChannel`]. A socket that listens has a name, and so has the peer of a socket that connected
+/// to it. An unnamed pair therefore never is an end of a connection with this process.
 pub(super) fn channel(socket: OwnedFd) -> Result<Fd, NoChannel> {
     let socket = UnixStream::from(socket);
     if !is_of_a_pair(&socket).unwrap_or(false) {
         return Err(NoChannel);
     }
-    // Nothing that is sent from now on arrives, and what arrived before is looked for.
+    // After the shutdown nothing can arrive, so a message found now was sent before.
     socket.shutdown(Shutdown::Read).map_err(|_| NoChannel)?;
     match recv(&socket, &mut [0], RecvFlags::DONTWAIT) {
-        // Or its other end has closed, and had not read all: see unix(7).
+        // ECONNRESET: the other end was closed with unread data, see unix(7).
         Ok((_, 0)) | Err(Errno::CONNRESET) => Ok(OwnedFd::from(socket).into()),
         _ => Err(NoChannel),
     }
 }
 
-/// Fails for a socket of another family, and for none.
+/// True for an unnamed stream socket; fails for another family and for no socket.
 fn is_of_a_pair(socket: &UnixStream) -> io::Result<bool> {
     let is_unnamed = socket.local_addr()?.is_unnamed() && socket.peer_addr()?.is_unnamed();
     Ok(is_unnamed && socket_type(socket)? == SocketType::STREAM)

@@ -1,18 +1,17 @@
-//! A client: the requests of one queue of a server, so that it can be measured as its guests see
-//! it.
+//! A client: submits requests to one queue of a server, for measuring it as a guest sees it.
 //!
 //! ```text
-//!   read, write, flush ──► ring          what a turn of the reactor asks for goes out together
+//!   read, write, flush ──► ring          one kick for all requests of a reactor turn
 //!          ▲                 ║
-//!          └──── woken ◄── pump ◄── bell rung by the server
+//!          └──── woken ◄── pump ◄── call from the server
 //! ```
 //!
-//! Where answers are awaited, the ring is looked at for [`LOOK`] first, and then the server is
-//! asked to ring. The driver does not tell when a server dies. So where nothing has been answered
-//! for [`QUIET`], the server is asked for its size: if it answers that, or not yet, it is slow; if
-//! its connection is gone, what is in flight fails.
+//! While requests are in flight, the ring is polled for [`LOOK`] before the server is asked for a
+//! call. A virtqueue does not report the death of the server, so after [`QUIET`] without a
+//! completion the client asks the server for the configuration. If that succeeds, the server is
+//! slow; if the connection is closed, the requests in flight fail.
 //!
-//! Never connects again by itself, and has no bound on how long a request may take.
+//! Never reconnects, and does not limit the duration of a request.
 
 use std::{
     cell::{Cell, RefCell},
@@ -30,14 +29,14 @@ use reactor::{
     now, op, spawn_joinable, timeout, yield_now,
 };
 
-/// What requests fail with once the server is gone; [`Client::fault`] says why it is.
+/// Error of requests after the server has gone; [`Client::fault`] has the reason.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
-/// Half of what waking a thread costs on a virtual machine: docs/decisions/0002.
+/// Half of the cost of waking a thread on a virtual machine: docs/decisions/0002.
 const LOOK: Duration = Duration::from_micros(20);
 const QUIET: Duration = Duration::from_secs(1);
 
-/// Why there is no client.
+/// Failure to connect or to start the queues.
 #[allow(missing_docs, reason = "the messages say it")]
 #[derive(Debug, thiserror::Error)]
 pub enum NotConnected {
@@ -58,7 +57,7 @@ pub enum NotConnected {
 /// Connects to a server.
 ///
 /// # Errors
-/// Nobody there, no vhost-user-blk, no answer within `limit`, or somebody else is served.
+/// No server, no vhost-user-blk, no reply within `limit`, or another client is connected.
 pub async fn connect(
     path: &str,
     read_only: bool,
@@ -75,10 +74,10 @@ pub async fn connect(
     }
 }
 
-/// Starts the queues, each with slots of its own.
+/// Starts the queues, each with its own slots.
 ///
 /// # Errors
-/// What the server refuses, or no answer within `limit`.
+/// A rejection by the server, or no reply within `limit`.
 pub async fn start(
     device: Device,
     queues: usize,
@@ -92,11 +91,11 @@ pub async fn start(
     }
 }
 
-/// The requests of a queue, on the reactor it was made on. Dropping it ends the queue.
+/// Client of one queue, on the reactor where it was created. Dropping it ends the queue.
 #[derive(Debug)]
 pub struct Client {
     requests: Rc<Requests>,
-    /// A task that nobody holds is cancelled.
+    /// Held because dropping the handle cancels the task.
     _pump: JoinHandle<()>,
     _bell: JoinHandle<()>,
 }
@@ -106,9 +105,9 @@ struct Requests {
     queue: RefCell<Queue>,
     slots: RefCell<Vec<Slot>>,
     free: RefCell<Vec<usize>>,
-    /// Slots that the server has.
+    /// Number of slots submitted to the server.
     in_flight: Cell<usize>,
-    /// Something was put into the ring, or the bell rang, while the pump was resting.
+    /// Raised for a submission or a call while the pump is resting.
     news: Signal,
     resting: Cell<bool>,
     fault: RefCell<Option<io::Error>>,
@@ -118,16 +117,16 @@ struct Requests {
 enum Slot {
     Free,
     Awaited(Option<Waker>),
-    /// Nobody waits for the answer, which comes all the same.
+    /// The caller was dropped; the completion still arrives.
     Abandoned,
     Answered(i32),
 }
 
 impl Client {
-    /// Takes the queue into use.
+    /// Starts the tasks of the queue.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// No file descriptor is left.
     pub fn start(queue: Queue) -> io::Result<Self> {
         let bell = op::Fd::from(queue.bell()?);
         let count = queue.slots().count;
@@ -145,16 +144,16 @@ impl Client {
         Ok(Self { requests, _pump: pump, _bell: bell })
     }
 
-    /// Why the server is gone.
+    /// Reason why the server has gone; `None` while it is connected.
     pub fn fault(&self) -> Option<String> {
         let fault = self.requests.fault.borrow();
         fault.as_ref().map(|fault| format!("the server is gone: {fault}"))
     }
 
-    /// Reads as many bytes as a slot has.
+    /// Reads one slot's length.
     ///
     /// # Errors
-    /// The server's, or [`GONE`].
+    /// The server's error, or [`GONE`].
     ///
     /// # Panics
     /// With more requests in flight than the queue has slots.
@@ -162,12 +161,12 @@ impl Client {
         self.requests.request(|queue, slot| queue.read(slot, offset)).await
     }
 
-    /// Writes a slot. Otherwise as [`Client::read`].
+    /// Writes one slot's length; otherwise as [`Client::read`].
     pub async fn write(&self, offset: u64) -> Result<()> {
         self.requests.request(|queue, slot| queue.write(slot, offset)).await
     }
 
-    /// As [`Client::read`].
+    /// Flushes; otherwise as [`Client::read`].
     pub async fn flush(&self) -> Result<()> {
         self.requests.request(Queue::flush).await
     }
@@ -209,7 +208,7 @@ impl Requests {
         waiting.for_each(|slot| self.answer(slot, GONE.errno()));
     }
 
-    /// Until nothing is in flight.
+    /// Polls until no request is in flight.
     async fn work(&self) -> io::Result<()> {
         let mut looking = None;
         while self.in_flight.get() > 0 {
@@ -223,14 +222,16 @@ impl Requests {
                     continue;
                 }
             }
-            // Whoever was woken asks for more.
+            // Woken callers submit their next requests in the same reactor turn.
             yield_now().await;
         }
         Ok(())
     }
 
-    /// Until the bell rings, or there is something to send.
+    /// Sleeps until a call arrives or a request is submitted.
     async fn sleep(&self) -> io::Result<()> {
+        // Calls are enabled before the last look at the ring: a completion in between raises a
+        // call.
         self.queue.borrow_mut().listen(true);
         let answered = self.turn()?;
         self.resting.set(true);
@@ -246,7 +247,7 @@ impl Requests {
 
     async fn hear(self: Rc<Self>, bell: op::Fd) {
         while op::readable(&bell).await.is_ok() {
-            // A turn may have been quicker.
+            // May fail because a turn has already read the eventfd.
             let _ = nix::unistd::read(&bell, &mut [0; 8]);
             self.tell();
         }
@@ -258,7 +259,7 @@ impl Requests {
         }
     }
 
-    /// Sends what is in the ring, and takes what is answered.
+    /// Submits new requests and takes completions; returns the number of completions.
     fn turn(&self) -> io::Result<usize> {
         self.queue.borrow_mut().turn(|slot, errno| self.answer(slot, errno))
     }
@@ -284,7 +285,7 @@ impl Requests {
     }
 }
 
-/// A slot with a request.
+/// A slot in use; freed on drop, or abandoned while the server still has it.
 struct Taken<'a> {
     requests: &'a Requests,
     slot: usize,

@@ -1,4 +1,4 @@
-//! The configuration of a virtio block device, byte by byte (virtio 1.3 § 5.2.4).
+//! The configuration space of a virtio block device, byte by byte (virtio 1.3 § 5.2.4).
 //!
 //! | offset | field | offset | field |
 //! | --- | --- | --- | --- |
@@ -10,30 +10,31 @@
 //! | 24 | topology | 52 | max_write_zeroes_seg |
 //! | 32 | writeback | 56 | write_zeroes_may_unmap |
 //!
-//! What follows belongs to features that are not offered, and reads as zeroes. A front end may read
-//! any piece of it, of any length, and more than there is. Cloud Hypervisor begins at 0x100, where
-//! devices on a memory-mapped bus have their configuration, and means the beginning.
+//! Later fields belong to features that are not offered, and read as zeroes. A front end may read
+//! any range of any length, also past the end. Cloud Hypervisor reads from 0x100, where devices on
+//! a memory-mapped bus have their configuration; that offset is treated as 0.
 //!
 //! Bytes behind the last whole block are not offered. An export is refused at the start, and a
 //! resize is refused, if the size is not a multiple of the block size. A front end that reconnects
 //! is refused if blocks are larger than its guest knows, as each small write would fail; the
-//! in-flight area records what the guest knows. Smaller blocks are harmless.
+//! in-flight area records the guest's block size. Smaller blocks are harmless.
 
 use super::features::Offer;
 use ::virtio::block::SECTOR_BYTES;
 
-/// Bytes that can be other than zero, rounded up to the structure's alignment.
+/// Bytes that can be non-zero, rounded up to the structure's alignment.
 const BYTES: usize = 60;
-/// Where a device on a memory-mapped bus has its configuration (virtio 1.3 § 4.2.2).
+/// Offset of the configuration on a memory-mapped bus (virtio 1.3 § 4.2.2).
 const MMIO_OFFSET: u32 = 0x100;
-/// The size of a block.
+/// Offset of `blk_size`.
 const BLOCK: u32 = 20;
-/// The capacity, and all up to the size of a block.
+/// Length of the fields from the capacity to `blk_size`.
 pub const TO_BLOCK_BYTES: usize = BLOCK as usize + size_of::<u32>();
-/// Of the one byte that a guest may write: 0 asks for write-through, 1 for a write cache.
+/// Offset of `writeback`, the one byte that a guest may write: 0 selects write-through, 1 a write
+/// cache.
 const WRITEBACK: u32 = 32;
 
-/// `count` bytes of the configuration from `offset` on.
+/// Returns `count` bytes of the configuration from `offset`.
 pub fn read(offer: &Offer, writeback: bool, offset: u32, count: usize) -> Vec<u8> {
     let whole = whole(offer, writeback);
     let from = usize::try_from(beginning(offset)).map_or(BYTES, |from| from.min(BYTES));
@@ -43,8 +44,8 @@ pub fn read(offer: &Offer, writeback: bool, offset: u32, count: usize) -> Vec<u8
     piece
 }
 
-/// What a guest's write of `content` at `offset` sets `writeback` to; `None` where it is not just
-/// that.
+/// New value of `writeback` for a guest's write of `content` at `offset`; `None` for any write
+/// other than of exactly this byte.
 pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     match (beginning(offset), content) {
         (WRITEBACK, [wanted]) => Some(*wanted != 0),
@@ -52,23 +53,24 @@ pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     }
 }
 
-/// The same where the front end brings what another back end had, in whatever piece.
+/// Value of `writeback` in any range of a configuration that a front end migrates from another back
+/// end; `None` if the range does not contain it.
 pub fn migrated_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     let at = usize::try_from(WRITEBACK.checked_sub(beginning(offset))?).ok()?;
     content.get(at).map(|wanted| *wanted != 0)
 }
 
-/// The piece of the configuration that says it, and where it begins.
+/// Offset and content of a configuration write that sets `writeback`.
 pub fn writeback(wanted: bool) -> (u32, [u8; 1]) {
     (WRITEBACK, [wanted.into()])
 }
 
-/// Whether these bytes tell how long the disk is.
+/// True if a read of this range returns the whole capacity.
 pub fn tells_capacity(offset: u32, count: usize) -> bool {
     beginning(offset) == 0 && count >= size_of::<u64>()
 }
 
-/// Whether these bytes tell how large a block is.
+/// True if a read of this range returns the whole block size.
 pub fn tells_block(offset: u32, count: usize) -> bool {
     let from = beginning(offset);
     from <= BLOCK && u64::from(from) + count as u64 >= u64::from(BLOCK) + size_of::<u32>() as u64
@@ -81,13 +83,14 @@ fn beginning(offset: u32) -> u32 {
 fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     let mut space = [0; BYTES];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
-    // Whole blocks, in sectors.
+    // Capacity counts sectors, but only whole blocks are offered.
     let block = offer.block_bytes.max(1);
     let rest = offer.size_bytes % u64::from(block);
     put(0, &((offer.size_bytes - rest) / SECTOR_BYTES).to_le_bytes());
     put(12, &offer.segments().to_le_bytes());
     put(BLOCK as usize, &offer.block_bytes.to_le_bytes());
-    // Topology counts in blocks. Its first field is a power of two.
+    // Topology counts in blocks. Its first field is the binary logarithm of physical per logical
+    // block.
     let physical_blocks = (offer.physical_block_bytes / block).max(1);
     put(24, &[physical_blocks.ilog2() as u8]);
     let least = u16::try_from(physical_blocks).unwrap_or(u16::MAX);
@@ -126,7 +129,7 @@ mod tests {
         }
     }
 
-    /// The layout as a C compiler would have it, field by field.
+    /// The layout as a C compiler lays it out, field by field.
     #[test]
     fn the_fields_are_where_a_driver_looks_for_them() {
         let space = read(&offer(), true, 0, 60);
@@ -143,7 +146,7 @@ mod tests {
         assert_eq!(read(&offer(), false, 32, 1), [0]);
     }
 
-    /// Capacity and discards count in sectors all the same (virtio 1.3 § 5.2.4).
+    /// Capacity and discards count in sectors with any block size (virtio 1.3 § 5.2.4).
     #[test]
     fn blocks_may_be_larger_than_sectors() {
         let number = |block_bytes, at: u32, bytes| {
@@ -217,7 +220,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any piece is that piece of the whole, with zeroes behind it.
+        /// A range of the configuration equals that range of the whole, padded with zeroes.
         #[test]
         fn any_piece_can_be_read(offset: u32, small in 0_u32..0x200, count in 0_usize..200) {
             let whole = read(&offer(), true, 0, 0x1000);

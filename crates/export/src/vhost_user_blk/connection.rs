@@ -1,14 +1,14 @@
-//! A session behind a socket: bytes and descriptors come in, replies go out, and what is left is
-//! for the owner of rings and disk.
+//! A session behind a socket: receives messages with descriptors, sends replies, and returns the
+//! effects that concern rings and disk to the owner.
 //!
-//! One message is taken at a time, and never a byte of the next: so descriptors belong to the
-//! message that they came with. Messages are few, and a front end waits for most replies.
+//! Receives one message at a time and never a byte of the next, so that descriptors belong to the
+//! message that they arrived with. Messages are few, and a front end waits for most replies.
 //!
-//! A descriptor is judged when it arrives, and kept only if it cannot hold anything else: an event
-//! is an eventfd, memory is a regular file in memory, and the channel for changes is one of an
-//! unnamed pair of sockets ([`super::channel`]). A front end that passes the other end of its own
-//! connection would otherwise never hang up, and its export would stay locked after its process has
-//! ended. The last 128 descriptors of the process are not given to front ends.
+//! A descriptor is checked when it arrives, and accepted only if it cannot hold anything else open:
+//! an event is an eventfd, memory is a regular file in memory, and the channel for changes is one
+//! of an unnamed pair of sockets ([`super::channel`]). A front end that passes the other end of its
+//! own connection would otherwise never hang up, and its export would stay locked after its process
+//! has ended. The last 128 descriptors of the process are not available to front ends.
 
 use std::{
     collections::VecDeque,
@@ -37,10 +37,10 @@ use super::{
 
 /// Time for a message, from its first byte to its last.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Memory kept for the next message.
+/// Buffer capacity kept for the next message.
 const KEPT_BYTES: usize = 64;
 
-/// Why a connection ended.
+/// Reason for the end of a connection.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum Ended {
@@ -63,23 +63,23 @@ pub enum Ended {
 }
 
 impl Ended {
-    /// Itself, unless the front end has just left.
+    /// The error, unless the front end has just disconnected.
     pub(super) fn fault(&self) -> Option<&Self> {
         (!matches!(self, Self::Left)).then_some(self)
     }
 }
 
-/// A front end that is connected.
+/// A connected front end.
 ///
-/// Its owner turns until [`Connection::next`] fails; what that returns it carries out in order:
+/// The owner calls [`Connection::next`] until that fails, and executes the effects in order:
 ///
 /// ```text
-///   effect from next()  ──► start or stop a queue, give it other memory or events, switch the cache
+///   effect from next()  ──► start or stop a queue, replace its memory or events, switch the cache
 ///   a queue has ended   ──► stopped(ring, base)
-///   the disk has grown  ──► resize(size_bytes)
+///   the disk was resized ─► resize(size_bytes)
 /// ```
 ///
-/// When it is over, the owner ends the rings that still run ([`Connection::running`]), as
+/// After the end, the owner stops the rings that still run ([`Connection::running`]), as
 /// [`Effect::Stop`] would.
 #[derive(Debug)]
 pub struct Connection {
@@ -92,13 +92,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// A front end that has just connected; `export` is its name in the log.
+    /// Creates a connection with a new front end; `export` is its name in the log.
     pub fn new(export: Arc<str>, socket: Fd, session: Session) -> Self {
         let (inbox, outputs, refusals) = Default::default();
         Self { export, socket, session, inbox, outputs, refusals }
     }
 
-    /// One that has come here, with a session that another process had.
+    /// Continues a connection with the session of another process.
     pub(super) fn taken_over(export: Arc<str>, arrived: Arrived) -> Self {
         let Arrived { socket, session, outputs, inbox, used_ns: _ } = arrived;
         let deadline = (inbox.filled > 0).then(|| reactor::now() + PATIENCE);
@@ -110,31 +110,31 @@ impl Connection {
         self.session.rest(&mut self.outputs);
     }
 
-    /// Whether it was told to rest.
+    /// True if the connection is quiescing or quiesced.
     pub(super) fn is_resting(&self) -> bool {
         self.session.is_resting()
     }
 
-    /// Whether no ring runs any more, and nothing is to be sent.
+    /// True if no ring runs and no output is queued.
     pub(super) fn is_at_rest(&self) -> bool {
         self.session.is_at_rest() && self.outputs.is_empty()
     }
 
-    /// Goes on as before it rested.
+    /// Resumes after a quiesce.
     pub(super) fn wake(&mut self) {
         self.session.wake(&mut self.outputs);
     }
 
-    /// The front end as another process can go on with it, and for how long it has used the disk.
+    /// State of the front end for the new process, and the time for which it has used the disk.
     pub(super) fn told(&self, used_ns: Option<u64>) -> io::Result<Rested> {
         let (bytes, descriptors) = self.inbox.told()?;
         Ok(Rested { socket: self.socket.clone(), said: self.session.told()?, bytes, descriptors, used_ns })
     }
 
-    /// What is to happen next. May be dropped while it waits, and called again: nothing is lost.
+    /// Returns the next effect. Cancel safe: dropping the future loses nothing.
     ///
-    /// While a reply depends on rings that have yet to stop, or when it is at rest, it waits for
-    /// nothing but the front end's end.
+    /// While a reply depends on rings that have yet to stop, or after a quiesce, it only waits for
+    /// the front end to disconnect.
     ///
     /// # Errors
     /// [`Ended`]: the connection is over.
@@ -149,7 +149,7 @@ impl Connection {
         }
     }
 
-    /// The same, but no further than to the end of a message.
+    /// Advances like [`Self::next`], but at most to the end of one message.
     pub(super) async fn step(&mut self) -> Result<Option<Effect>, Ended> {
         let has_outputs = !self.outputs.is_empty();
         while let Some(output) = self.outputs.pop_front() {
@@ -162,9 +162,10 @@ impl Connection {
             }
         }
         if has_outputs && self.is_at_rest() {
-            // With the last of them it came to rest, which its owner has to see.
+            // The last output completed the quiesce; the owner has to see that.
             return Ok(None);
         }
+        // A later message could depend on the pending reply, so none is received before it.
         if self.session.is_waiting() || self.is_at_rest() {
             op::hung_up(&self.socket).await?;
             return Err(Ended::Left);
@@ -172,12 +173,13 @@ impl Connection {
         let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
         let request = Request::parse(header.code, &payload, descriptors);
         self.session.receive(header.code, header.need_reply, request, &mut self.outputs);
-        // However fast messages come, others have their turn.
+        // Yields after each message, so that a fast front end cannot starve the worker's other
+        // tasks.
         reactor::yield_now().await;
         Ok(None)
     }
 
-    /// Waits until the front end hangs up, whatever of it is still to be received.
+    /// Waits until the front end disconnects, even if messages are still unread.
     pub fn hung_up(&self) -> impl Future<Output = io::Result<()>> + use<> {
         let socket = self.socket.clone();
         async move { op::hung_up(&socket).await }
@@ -188,7 +190,7 @@ impl Connection {
         self.session.stopped(ring, base, &mut self.outputs);
     }
 
-    /// Rings that run, or have yet to stop.
+    /// Rings that run or have yet to stop.
     pub fn running(&self) -> impl Iterator<Item = u16> {
         self.session.running()
     }
@@ -208,7 +210,7 @@ impl Connection {
         self.session.write_cache()
     }
 
-    /// The disk has another length: tells the front end, if it has given us a channel for that.
+    /// Updates the disk's size and sends CONFIG_CHANGE_MSG if the front end has passed a channel.
     pub fn resize(&mut self, size_bytes: u64) {
         if self.session.resize(size_bytes).is_some() {
             self.tell_change();
@@ -225,7 +227,7 @@ impl Connection {
             SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
         );
         match sent {
-            // With a full channel it has yet to read the same message.
+            // A full channel holds an unread copy of the same message.
             Ok(_) | Err(Errno::AGAIN) => {}
             Err(error) => {
                 tracing::debug!(export = %self.export, %error, "the front end was not told of a resize");
@@ -239,8 +241,8 @@ impl Connection {
         }
     }
 
-    /// A reply is small, and its front end waits for it: if there is no room for it, many were not
-    /// read.
+    /// Sends a reply without waiting. Replies are small and the front end waits for each, so a full
+    /// socket buffer means that many were not read.
     fn send(&self, reply: &Reply) -> Result<(), Ended> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -259,22 +261,22 @@ impl Connection {
     }
 }
 
-/// A front end at rest: its socket, and what it would say to be where it is.
+/// State of a quiesced front end: its socket, and the messages that recreate its session.
 #[derive(Debug)]
 pub struct Rested {
-    /// What is still to come.
+    /// Source of messages that have not arrived yet.
     pub socket: Fd,
     /// See [`Session::told`].
     pub said: Vec<Said>,
-    /// What has come of a message that is not whole.
+    /// Received bytes of an incomplete message.
     pub bytes: Vec<u8>,
-    /// What came beside that.
+    /// Descriptors that arrived with `bytes`.
     pub descriptors: Vec<OwnedFd>,
-    /// For how long it has used the disk, if it has: nanoseconds.
+    /// Time for which the front end has used the disk, in nanoseconds; `None` if it has not.
     pub used_ns: Option<u64>,
 }
 
-/// A front end that has come from another process.
+/// State of a front end that another process has transferred.
 #[derive(Debug)]
 pub(super) struct Arrived {
     pub(super) socket: Fd,
@@ -291,27 +293,27 @@ struct Received {
     descriptors: Vec<OwnedFd>,
 }
 
-/// What has arrived of a message.
+/// An incomplete message.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    /// As long as the message will be, as far as that is known.
+    /// As long as the message, as far as its length is known.
     bytes: Vec<u8>,
     filled: usize,
-    /// Once it is whole.
+    /// Set once the header is complete.
     header: Option<Header>,
     descriptors: Vec<OwnedFd>,
-    /// Since the first byte.
+    /// Set at the first byte.
     deadline: Option<Instant>,
 }
 
 impl Inbox {
-    /// What has come of a message.
+    /// Copy of the incomplete message for another process.
     fn told(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let descriptors = self.descriptors.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
         Ok((self.bytes[..self.filled].to_vec(), descriptors))
     }
 
-    /// The same where it goes on.
+    /// Recreates an incomplete message from another process.
     pub(super) fn of(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Result<Self, Malformed> {
         let header = bytes.first_chunk().map(Header::parse).transpose()?;
         Ok(Self { filled: bytes.len(), bytes, header, descriptors, deadline: None })
@@ -349,8 +351,8 @@ impl Inbox {
         }
     }
 
-    /// Takes what is there, up to the end of the header or of the message; the message, if that is
-    /// all of it.
+    /// Receives available bytes up to the end of the header or of the message; returns the message
+    /// once it is complete.
     fn fill(&mut self, socket: &Fd) -> Result<Option<Received>, Ended> {
         let due = HEADER_BYTES + self.header.map_or(0, |header| header.payload_bytes);
         self.bytes.resize(due, 0);
@@ -403,7 +405,8 @@ impl Inbox {
             }
         }
         let received = received.map_err(io::Error::from)?;
-        // The kernel has closed those that did not fit.
+        // The kernel has closed the descriptors that did not fit. Descriptors near the limit are
+        // left to the rest of the process, so their sender is disconnected.
         let is_short = self.descriptors.len() > had && !op::descriptors_left_to_others();
         if received.flags.contains(ReturnFlags::CTRUNC) || is_short {
             return Err(Ended::Descriptors);

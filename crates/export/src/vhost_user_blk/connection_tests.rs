@@ -1,4 +1,4 @@
-//! Connections over real sockets, cut and crowded as a hostile front end would.
+//! Connections over real sockets, with the interruptions and floods of a hostile front end.
 
 use std::{
     future::poll_fn,
@@ -76,7 +76,7 @@ async fn received(connection: &mut Connection, theirs: &UnixStream, count: usize
     .await
 }
 
-/// Lets the connection take what is there, once.
+/// Polls the connection once, so that it receives available bytes.
 async fn look_once(connection: &mut Connection) {
     let mut next = pin!(connection.next());
     poll_fn(|context| {
@@ -121,7 +121,7 @@ fn a_descriptor_belongs_to_the_message_that_it_came_with() {
             theirs.write_all(&message(code::GET_QUEUE_NUM, 9, &[])).expect("sent");
         }
         send_with(&theirs, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 2);
-        // Beside the payload instead of the header.
+        // Passed with the payload instead of the header.
         let kick = message(code::SET_VRING_KICK, 9, &[0; 8]);
         theirs.write_all(&kick[..12]).expect("sent");
         send_with(&theirs, &kick[12..], 1);
@@ -142,7 +142,7 @@ fn more_descriptors_than_any_message_has_end_it() {
         });
     }
     real(async {
-        // A few with each byte.
+        // A few descriptors with each byte.
         let (mut connection, theirs) = connection();
         let bytes = message(code::SET_VRING_ADDR, 1, &[0; 40]);
         for byte in &bytes[..40] {
@@ -173,7 +173,7 @@ fn what_cannot_be_told_apart_ends_it() {
     }
 }
 
-/// The reactor's own clock is not simulated here, so the deadline is brought nearer instead.
+/// The reactor's clock is real here, so the test moves the deadline instead.
 #[test]
 fn half_a_message_is_not_waited_for_for_ever() {
     real(async {
@@ -238,7 +238,7 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
         assert!(matches!(connection.next().await, Ok(Effect::WriteCache(false))));
         assert!(matches!(connection.next().await, Ok(Effect::Start { ring: 0, .. })));
         assert!(matches!(connection.next().await, Ok(Effect::Stop { ring: 0 })));
-        // It has asked for more, which nobody looks at yet.
+        // The next message is not received while a reply is pending.
         theirs.write_all(&message(code::GET_FEATURES, 1, &[])).expect("sent");
         look_once(&mut connection).await;
         drop(theirs);
@@ -268,7 +268,7 @@ fn a_resize_is_told_once_on_the_channel() {
         let mut told = [0; 13];
         assert_eq!(events.read(&mut told).expect("it is told"), 12, "once");
         assert_eq!(told[..12], message(code::CONFIG_CHANGE_MSG, 1, &[]));
-        // Neither a full channel nor one that is gone does any harm.
+        // Neither a full channel nor a closed one is an error.
         for size_bytes in 0..10_000 {
             connection.resize(size_bytes);
         }

@@ -1,5 +1,5 @@
-//! What all queues of an export have in common: the disk, what its guests may ask of it, and what
-//! they did.
+//! State that all queues of an export share: the disk, the offered features, the guest's choices,
+//! and counters.
 
 use std::{
     collections::BTreeMap,
@@ -30,20 +30,20 @@ use super::{
 };
 use ::virtio::block::{self as requests, ID_BYTES, RangeLimits};
 
-/// A guest switches its cache once or twice as it starts; one that does it all day is told of
-/// seldom.
+/// Number of log lines about switching the cache before they are rate-limited: a guest switches its
+/// cache once or twice as it starts.
 const SWITCHES_AT_ONCE: u64 = 16;
 
-/// A disk as virtual machines are offered it.
+/// A disk to be exported to virtual machines.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// In the log.
+    /// Name in the log.
     pub id: Arc<str>,
-    /// What is served.
+    /// The disk.
     pub disk: Arc<Disk>,
-    /// What the guest is told of it. The length of the disk is kept up to date here.
+    /// Features and parameters. The size is overwritten with the disk's current one.
     pub offer: Offer,
-    /// Its serial number, of which a guest sees the first 20 bytes.
+    /// Serial number; a guest sees its first 20 bytes.
     pub serial: Arc<str>,
 }
 
@@ -51,28 +51,28 @@ pub struct Export {
 pub(super) struct Device {
     pub(super) export: Export,
     told: Option<Arc<dyn Told>>,
-    /// Completed writes may stay in a cache until the next flush: as was negotiated.
+    /// Completed writes may stay in a cache until the next flush, as negotiated.
     write_cache: AtomicBool,
-    /// What the guest has chosen, where it could, or else what is offered.
+    /// The guest's choice, if it could choose, or else the offered setting.
     chosen_write_cache: AtomicBool,
-    /// Requests that front ends before this one had sent.
+    /// Value of `requests` when the current front end connected.
     requests_before: AtomicU64,
-    /// It was said of this front end that its memory may not be shared.
+    /// Logged for this front end: its memory may not be shared.
     pub(super) is_doubted: AtomicBool,
-    /// It was said of this front end that its guest may know other blocks.
+    /// Logged for this front end: its guest may assume another block size.
     pub(super) is_out_of_step: AtomicBool,
-    /// It was said of this front end that its guest has lost writes.
+    /// Logged for this front end: its guest has lost writes.
     is_told_of_loss: AtomicBool,
-    /// It was said of this front end that a ring is too short for its requests.
+    /// Logged for this front end: a ring is too short for its requests.
     pub(super) is_ring_short: AtomicBool,
-    /// Another process waits until the front end is at rest.
+    /// The front end has to quiesce for an upgrade.
     resting: AtomicBool,
-    /// That has changed.
+    /// Notified when `resting` changes.
     rests: Event,
     no_events: Seldom,
     switches: Seldom,
     pub(super) broken_rings: Seldom,
-    /// Those that were told of and are not served again, and since when.
+    /// Reported broken rings that are not served again yet, and since when.
     broken: Mutex<BTreeMap<u16, Instant>>,
     pub(super) kicks: AtomicU64,
     pub(super) calls: AtomicU64,
@@ -113,7 +113,7 @@ impl Device {
         }
     }
 
-    /// Has the front end come to rest, or go on.
+    /// Quiesces or resumes the front end.
     pub(super) fn rest(&self, is_to: bool) {
         self.resting.store(is_to, SeqCst);
         self.rests.notify(usize::MAX);
@@ -123,7 +123,7 @@ impl Device {
         self.resting.load(SeqCst)
     }
 
-    /// Until that is told another time.
+    /// Listener for the next change of [`Self::is_resting`].
     pub(super) fn rests(&self) -> EventListener {
         self.rests.listen()
     }
@@ -136,8 +136,8 @@ impl Device {
         &self.export.disk
     }
 
-    /// The export as it is now. A front end that connects again does not repeat what its guest has
-    /// chosen, so the choice stays.
+    /// Current offer. A front end that reconnects does not repeat the guest's choice of a cache
+    /// mode, so the earlier choice is offered.
     pub(super) fn offer(&self) -> Offer {
         Offer {
             size_bytes: self.disk().size_bytes(),
@@ -147,7 +147,7 @@ impl Device {
         }
     }
 
-    /// What requests are judged by.
+    /// Parameters for validating requests.
     pub(super) fn limits(&self) -> requests::Device {
         let offer = &self.export.offer;
         let ranges = |offered: bool, max_ranges: u32| {
@@ -163,8 +163,8 @@ impl Device {
         }
     }
 
-    /// As was negotiated, and as the guest has chosen. Firmware that knows nothing of caches has
-    /// chosen nothing.
+    /// Sets the negotiated mode and the guest's choice. Firmware without FLUSH support negotiates
+    /// write-through but has chosen nothing, hence two values.
     pub(super) fn set_write_cache(&self, negotiated: bool, chosen: bool) {
         self.write_cache.store(negotiated, Relaxed);
         let is_news = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
@@ -175,7 +175,7 @@ impl Device {
         }
     }
 
-    /// Keeps a guest's choice for the next front end.
+    /// Stores a guest's choice for the next front end.
     pub(super) fn remember_write_cache(&self, chosen: bool) {
         self.chosen_write_cache.store(chosen, Relaxed);
     }
@@ -186,14 +186,15 @@ impl Device {
         }
     }
 
-    /// Tells of it, if anybody is to be told.
+    /// Reports an event to the observer, if there is one.
     pub(super) fn tell(&self, happening: &Happening<'_>, left_out: u64) {
         if let Some(told) = &self.told {
             told.hear(&self.export.id, self.disk().name(), happening, left_out);
         }
     }
 
-    /// A guest can break its rings and set them up again by the thousand.
+    /// Reports a broken ring, rate-limited: a guest can break and reset its rings thousands of
+    /// times.
     pub(super) fn ring_broke(&self, ring: u16, why: &dyn Display) {
         if let Some(left_out) = self.broken_rings.line(reactor::recently()) {
             self.broken().entry(ring).or_insert_with(reactor::now);
@@ -201,7 +202,7 @@ impl Device {
         }
     }
 
-    /// A ring is about to be served.
+    /// Reports that a ring that was broken is served again.
     pub(super) fn ring_begins(&self, ring: u16) {
         let since = self.broken().remove(&ring);
         if let Some(since) = since {
@@ -209,7 +210,7 @@ impl Device {
         }
     }
 
-    /// Another front end is to set its rings up.
+    /// Resets the state of the previous front end.
     pub(super) fn begin_anew(&self) {
         self.broken().clear();
         self.requests_before.store(self.requests.load(Relaxed), Relaxed);
@@ -219,8 +220,8 @@ impl Device {
         self.is_ring_short.store(false, Relaxed);
     }
 
-    /// A request is not of whole blocks: its driver is wrong, or was told others. That is said once
-    /// of a front end.
+    /// Logs, once for each front end, that a request is not aligned to blocks: the driver is wrong
+    /// or was told another block size.
     pub(super) fn tell_part_of_block(&self) {
         if !self.is_out_of_step.swap(true, Relaxed) {
             tracing::warn!(
@@ -231,8 +232,8 @@ impl Device {
         }
     }
 
-    /// A request of as many segments as the guest was told does not fit into its ring: Linux then
-    /// sends nothing any more, for ever. That is said once of a front end.
+    /// Logs, once for each front end, that a request with the offered number of segments does not
+    /// fit into the ring: Linux would then stop submitting requests.
     pub(super) fn tell_short_ring(&self, size: u16) {
         if !self.is_ring_short.swap(true, Relaxed) {
             let (export, segments) = (&self.export.id, self.export.offer.segments());
@@ -244,8 +245,8 @@ impl Device {
         }
     }
 
-    /// A process that was killed has taken writes of this guest with it. That is said once of a
-    /// front end.
+    /// Logs, once for each front end, that a killed process has lost unflushed writes of this
+    /// guest.
     pub(super) fn tell_of_loss(&self) {
         if !self.is_told_of_loss.swap(true, Relaxed) {
             tracing::error!(
@@ -257,8 +258,8 @@ impl Device {
         }
     }
 
-    /// A ring was kicked, and nothing ever was in it. That is said once, and of no front end that
-    /// has sent a request: what its driver writes can be seen here.
+    /// Logs, once, that a kicked ring never contained a request. Skipped if the front end has sent
+    /// a request on any ring: then the driver's writes are visible here.
     pub(super) fn doubt_memory(&self, queue: u16) {
         let has_sent = self.requests.load(Relaxed) != self.requests_before.load(Relaxed);
         if !has_sent && !self.is_doubted.swap(true, Relaxed) {
@@ -273,12 +274,12 @@ impl Device {
         self.broken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How durable a write is when it is completed.
+    /// Durability of a completed write.
     pub(super) fn durability(&self) -> Durability {
         if self.write_cache.load(Relaxed) { Durability::Cached } else { Durability::Synchronous }
     }
 
-    /// The answer to GET_ID: the serial number with zeroes behind it.
+    /// Reply to GET_ID: the serial number, padded with zeroes by the caller.
     pub(super) fn id(&self) -> &[u8] {
         let serial = self.export.serial.as_bytes();
         &serial[..serial.len().min(ID_BYTES)]
@@ -286,7 +287,7 @@ impl Device {
 }
 
 pin_project! {
-    /// An I/O for a guest, and the copies that it makes.
+    /// A request's I/O; counts the bounce copies that it makes.
     pub(super) struct Counted<F> {
         #[pin]
         pub(super) io: F,

@@ -1,5 +1,5 @@
-//! Carrying out a guest's requests: each waits for its limits, does its I/O between the guest's
-//! memory and the disk, and goes back into the ring with its status.
+//! Execution of a guest's requests: each waits for admission, does I/O between the guest's memory
+//! and the disk, and completes in the ring with a status.
 
 use std::{
     future::{Future, poll_fn},
@@ -38,7 +38,8 @@ impl Queue {
             }
             Kind::Read { .. } => self.read(incoming).await,
             Kind::Write { .. } => self.write(incoming).await,
-            // Apart, because every read and write has room for what is not.
+            // Boxed, because the future of every read and write would otherwise be as large as the
+            // largest arm.
             Kind::Discard(_) | Kind::WriteZeroes(_) => Box::pin(self.erase(incoming)).await,
             Kind::Flush => Box::pin(self.flush(incoming)).await,
             Kind::Id(_) => {
@@ -56,12 +57,15 @@ impl Queue {
 
     async fn flush(&self, incoming: Incoming) {
         let disk = self.device.disk();
+        // Read before the flush begins: it covers only writes that were acknowledged until now.
         let covered = self.loss.as_ref().map(|loss| (loss, loss.noted()));
         let mut result = disk.flush_for(Some(&self.patience)).await;
         if let Some((loss, noted)) = covered {
             if result.is_ok() {
                 loss.flushed(noted, || disk.would_lose());
             }
+            // The guest must see an error, or it would rely on writes that a killed process has
+            // lost.
             if loss.has_happened() {
                 self.device.tell_of_loss();
                 result = Err(Error::IO);
@@ -81,7 +85,7 @@ impl Queue {
         self.answer_read(incoming, result);
     }
 
-    /// Reads that follow each other on the disk: one I/O into all their places.
+    /// Executes adjacent reads as one I/O into all their buffers.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
         let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths), false).await else {
@@ -100,7 +104,7 @@ impl Queue {
         }
     }
 
-    /// Which of several merged reads failed is not known, so each is tried alone.
+    /// Retries each read on its own, because a failed merged read does not show which part failed.
     async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
         let disk = self.device.disk();
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
@@ -139,8 +143,8 @@ impl Queue {
         self.answer(incoming, result);
     }
 
-    /// Writes that follow each other on the disk: one I/O that gathers their places. All fail
-    /// together, because a failed write leaves its range undefined anyway.
+    /// Executes adjacent writes as one gathered I/O. All of them fail together, because a failed
+    /// write leaves its range undefined anyway.
     pub(super) async fn write_merged(self: Rc<Self>, mut parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
         let Some(pass) = self.admit(Direction::Write, Cost::merged(&lengths), false).await else {
@@ -154,7 +158,7 @@ impl Queue {
         }
     }
 
-    /// DISCARD and WRITE_ZEROES, a range at a time.
+    /// Executes DISCARD and WRITE_ZEROES, one range after the other.
     async fn erase(&self, incoming: Incoming) {
         let disk = self.device.disk();
         let durability = self.device.durability();
@@ -165,6 +169,7 @@ impl Queue {
         };
         let mut outcome = Ok(());
         for (index, range) in ranges.iter().enumerate() {
+            // After the first range, the request has had effects and cannot go back into the ring.
             let must_go = incoming.must_go || index > 0;
             let Some(pass) = self.admit(Direction::Write, Cost::one(range.bytes), must_go).await else {
                 return self.give_back(incoming);
@@ -180,7 +185,7 @@ impl Queue {
         self.answer(incoming, outcome);
     }
 
-    /// Waits for the disk's limits; `None` as in [`Queue::unless_over`], or if the
+    /// Waits for admission by the disk's limits; `None` as in [`Queue::unless_over`], or if the
     /// guest's memory is lost.
     pub(super) async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
         let pass = match must_go {
@@ -191,10 +196,10 @@ impl Queue {
         pass.map(|pass| pass.while_awaited(&self.patience))
     }
 
-    /// The same for a request that cannot go back: it waits for its limits, unless another process
-    /// waits for the export. Then it passes at once, and what comes after it pays for it there. A
-    /// guest may reset its device as often as it likes, but it cannot have this happen: it is no
-    /// way around limits.
+    /// Waits for admission of a request that cannot go back into the ring. If an upgrade waits for
+    /// the export, the request is admitted at once, and later requests pay for it in the new
+    /// process. A guest cannot use this to evade limits: it can reset its device, but cannot cause
+    /// an upgrade.
     async fn admit_in_the_end(&self, direction: Direction, cost: Cost) -> Option<Pass> {
         let disk = self.device.disk();
         let is_over = || self.is_abandoned() || self.device.is_resting();
@@ -204,15 +209,15 @@ impl Queue {
         }
     }
 
-    /// Waits for what a request needs; `None` if the queue stops meanwhile, or, where the request
-    /// must be carried out, once nobody is there any more.
+    /// Waits for `wanted`. `None` if the queue stops, or, for a request that must be executed, if
+    /// the front end has disconnected.
     pub(super) async fn unless_over<T>(&self, wanted: impl Future<Output = T>, must_go: bool) -> Option<T> {
         self.unless(wanted, || if must_go { self.is_abandoned() } else { self.is_stopping() }).await
     }
 
     async fn unless<T>(&self, wanted: impl Future<Output = T>, is_over: impl Fn() -> bool) -> Option<T> {
         let mut wanted = pin!(wanted);
-        // Made only for a request that has to wait.
+        // Created only for a request that has to wait.
         let mut stop = None;
         poll_fn(|context| {
             if let Poll::Ready(had) = wanted.as_mut().poll(context) {
@@ -222,6 +227,8 @@ impl Queue {
                 if is_over() {
                     return Poll::Ready(None);
                 }
+                // Registered before `is_over` is evaluated again, so that a stop in between is not
+                // missed.
                 let stop_now = stop.get_or_insert_with(|| self.stop.listen());
                 if Pin::new(stop_now).poll(context).is_pending() {
                     return Poll::Pending;
@@ -232,13 +239,13 @@ impl Queue {
         .await
     }
 
-    /// Fails if memory of the guest has gone.
+    /// Fails if memory of the guest was lost (SIGBUS).
     fn check_memory(&self) -> Result<()> {
         if self.is_lost() { Err(Error::FAULT) } else { Ok(()) }
     }
 
-    /// A request's places, to be handed on. It has none afterwards, unless it may have to be tried
-    /// again.
+    /// Buffers of a request, to be passed to the disk. Copied instead of moved if the request may
+    /// have to be retried.
     fn lend_places(&self, incoming: &mut Incoming) -> Data {
         match self.device.disk().failures().may_hold() {
             true => incoming.places().clone(),
@@ -246,8 +253,9 @@ impl Queue {
         }
     }
 
-    /// Whether it may have failed only because a queue that stops waits for no disk that an error
-    /// has stopped. It is tried again: from the ring, or here, and then it waits for the disk.
+    /// True if the request may have failed only because a stopping queue does not wait for a disk
+    /// that is stopped by an error. It is retried from the ring, or here, and then waits for the
+    /// disk.
     fn is_held(&self, incoming: &Incoming) -> bool {
         let may_wait = self.is_stopping() && !self.is_abandoned() && !incoming.must_go;
         may_wait && self.device.disk().failures().may_hold() && !incoming.is_spent() && !self.is_lost()
@@ -258,16 +266,16 @@ impl Queue {
             return self.give_back(incoming);
         }
         let Incoming { ticket, request, .. } = incoming;
-        // Most disks never would, and need no turn.
+        // Most disks lose nothing with the process, and need not take the lock in `note`.
         if let (Kind::Write { .. } | Kind::WriteZeroes(_), Some(loss)) = (&request.kind, &self.loss)
             && self.device.disk().would_lose()
         {
             loss.note(|| self.device.disk().would_lose());
         }
-        // What was read or written may not be there.
+        // The memory may have been lost during the I/O, so its result is not valid.
         let status = match result.and(self.check_memory()) {
             Ok(()) => Status::Ok,
-            // Whoever comes next finds it in the in-flight area, and tries it again.
+            // Stays in the in-flight area: the next process retries it.
             Err(_) if self.is_abandoned() => return self.forget(ticket),
             Err(Error::UNSUPPORTED) => Status::Unsupported,
             Err(error) => {
@@ -287,7 +295,7 @@ impl Queue {
     }
 }
 
-/// Its places. Its length is not known any more.
+/// Moves the buffers out of a request; its length is lost.
 fn take_places(incoming: &mut Incoming) -> Data {
     match &mut incoming.request.kind {
         Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => mem::take(places),

@@ -1,46 +1,46 @@
-//! What an export offers to its front ends: feature bits of virtio and of the vhost-user protocol.
+//! Features of an export: feature bits of virtio and of the vhost-user protocol.
 //!
 //! Sources: virtio 1.3 § 5.2.3 (block devices) and § 6 (reserved bits); the vhost-user
 //! specification, "Protocol features" and "Migration".
 //!
-//! SIZE_MAX is not offered: a segment may have any length, and some drivers refuse a small limit.
+//! SIZE_MAX is not offered: segments may have any length, and some drivers refuse a small limit.
 
 /// Bits of GET_FEATURES and SET_FEATURES.
 pub mod virtio {
-    /// There is a limit to the segments of one request.
+    /// The number of segments of a request is limited.
     pub const SEG_MAX: u64 = 1 << 2;
-    /// The disk cannot be written to.
+    /// The disk is read-only.
     pub const RO: u64 = 1 << 5;
-    /// The configuration has the size of a block.
+    /// The configuration has the block size.
     pub const BLK_SIZE: u64 = 1 << 6;
-    /// Flush requests are understood.
+    /// Flush requests are supported.
     pub const FLUSH: u64 = 1 << 9;
-    /// The configuration has what the disk below is best at.
+    /// The configuration has the topology of the disk below.
     pub const TOPOLOGY: u64 = 1 << 10;
     /// The guest may switch the write cache.
     pub const CONFIG_WCE: u64 = 1 << 11;
-    /// There may be more than one request queue.
+    /// More than one request queue is possible.
     pub const MQ: u64 = 1 << 12;
-    /// Discard requests are understood.
+    /// Discard requests are supported.
     pub const DISCARD: u64 = 1 << 13;
-    /// Write-zeroes requests are understood.
+    /// Write-zeroes requests are supported.
     pub const WRITE_ZEROES: u64 = 1 << 14;
-    /// Writes to the guest's memory are to be recorded (vhost's own).
+    /// Writes to the guest's memory are logged (vhost's own).
     pub const LOG_ALL: u64 = 1 << 26;
     /// Descriptors may refer to tables of descriptors.
     pub const INDIRECT_DESC: u64 = 1 << 28;
-    /// Kicks and calls are wanted from an index on.
+    /// Kicks and calls are suppressed up to an index.
     pub const EVENT_IDX: u64 = 1 << 29;
-    /// There are protocol features to be negotiated (vhost-user's own).
+    /// Protocol features can be negotiated (vhost-user's own).
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
-    /// Not a device from before virtio 1.
+    /// Not a legacy device from before virtio 1.
     pub const VERSION_1: u64 = 1 << 32;
     /// Rings may have the packed layout.
     pub const RING_PACKED: u64 = 1 << 34;
 }
 
-/// Says that these features of a SET_FEATURES were not offered; of those that an export's options
-/// decide, by name, and what to do.
+/// Message for a SET_FEATURES with features that were not offered. Names those that an export's
+/// options decide, and the remedy.
 pub(super) fn not_offered(features: u64) -> String {
     const OPTIONAL: [(u64, &str); 5] = [
         (virtio::FLUSH, "FLUSH"),
@@ -74,7 +74,7 @@ pub mod protocol {
     pub const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
     pub const STATUS: u64 = 1 << 16;
 
-    /// All that are offered, by every export.
+    /// All protocol features; every export offers them.
     pub const OFFERED: u64 = MQ
         | LOG_SHMFD
         | REPLY_ACK
@@ -86,54 +86,54 @@ pub mod protocol {
         | STATUS;
 }
 
-/// Most rings of an export: a message has eight bits for a ring's number.
+/// Largest number of rings of an export: a message has eight bits for a ring's number.
 pub const MAX_QUEUES: u16 = 256;
-/// Most descriptors of a ring (virtio 1.3 § 2.7 and § 2.8.10.1).
+/// Largest number of descriptors of a ring (virtio 1.3 § 2.7 and § 2.8.10.1).
 pub const MAX_QUEUE_SIZE: u16 = 1 << 15;
 
-/// What an export is, as its front ends are to see it.
+/// Parameters of an export as front ends see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// Length of the disk; what lies behind its last whole block is not offered.
+    /// Length of the disk; bytes behind its last whole block are not offered.
     pub size_bytes: u64,
     /// See [`Disk::opened`](block::disk::Disk::opened).
     pub opened: u64,
-    /// Nothing may be written.
+    /// The guest may not write.
     pub read_only: bool,
     /// The guest may discard.
     pub discard: bool,
-    /// The guest may ask for zeroes.
+    /// The guest may write zeroes.
     pub write_zeroes: bool,
     /// The guest may use packed rings.
     pub packed: bool,
-    /// Whether writes are cached until a flush, as long as the guest does not say otherwise. A
-    /// front end that connects again does not repeat what its guest said: pass that here.
+    /// True if writes are cached until a flush, unless the guest chooses otherwise. A front end
+    /// that reconnects does not repeat the guest's choice, so the owner passes it here.
     pub write_cache: bool,
-    /// Rings: 1 to [`MAX_QUEUES`].
+    /// Number of rings: 1 to [`MAX_QUEUES`].
     pub queues: u16,
-    /// Most descriptors of a ring: 1 to [`MAX_QUEUE_SIZE`].
+    /// Largest number of descriptors of a ring: 1 to [`MAX_QUEUE_SIZE`].
     pub queue_size: u16,
-    /// Most data segments of one request.
+    /// Largest number of data segments of one request.
     pub max_segments: u32,
-    /// A block as the guest is to see it, a power of two from 512 bytes on: requests that are no
-    /// multiples of it are refused.
+    /// Logical block size, a power of two from 512 bytes; requests that are no multiples of it
+    /// fail.
     pub block_bytes: u32,
-    /// A block of the disk below, a power of two of `block_bytes`.
+    /// Physical block size, `block_bytes` times a power of two.
     pub physical_block_bytes: u32,
-    /// What requests had best be multiples of; 0 where it makes no difference.
+    /// Optimal I/O size; 0 if it makes no difference.
     pub optimal_io_bytes: u32,
-    /// Discards had best begin and end at multiples of it; a multiple of a sector.
+    /// Preferred alignment of discards; a multiple of a sector.
     pub discard_alignment_bytes: u32,
-    /// What one segment of a discard or write-zeroes request may cover, in sectors.
+    /// Longest segment of a discard or write-zeroes request, in sectors.
     pub max_erase_sectors: u32,
-    /// Segments of a discard request.
+    /// Largest number of segments of a discard request.
     pub max_discard_segments: u32,
-    /// Segments of a write-zeroes request.
+    /// Largest number of segments of a write-zeroes request.
     pub max_write_zeroes_segments: u32,
 }
 
 impl Default for Offer {
-    /// An empty disk that can do everything, with one ring.
+    /// An empty disk with all features and one ring.
     fn default() -> Self {
         Self {
             size_bytes: 0,
@@ -145,8 +145,8 @@ impl Default for Offer {
             write_cache: true,
             queues: 1,
             queue_size: 1024,
-            // A chain may not be longer than its ring, which has 128 descriptors where nobody says
-            // otherwise; two of them are the request's header and its status.
+            // A chain may not be longer than its ring, which has 128 descriptors by default; two of
+            // them are the request's header and its status.
             max_segments: 126,
             block_bytes: 512,
             physical_block_bytes: 4096,
@@ -161,7 +161,7 @@ impl Default for Offer {
 }
 
 impl Offer {
-    /// The answer to GET_FEATURES.
+    /// Reply to GET_FEATURES.
     pub fn features(&self) -> u64 {
         use virtio::*;
         let when = |condition: bool, bits: u64| if condition { bits } else { 0 };
@@ -183,8 +183,8 @@ impl Offer {
             | when(writable && self.write_zeroes, WRITE_ZEROES)
     }
 
-    /// Data segments of one request as the guest is told: no more than fit into the ring, with a
-    /// header and a status.
+    /// Largest number of data segments as offered to the guest: no more than fit into the ring
+    /// beside a header and a status.
     pub fn segments(&self) -> u32 {
         let fitting = u32::from(self.queue_size).saturating_sub(2).max(1);
         self.max_segments.min(fitting)

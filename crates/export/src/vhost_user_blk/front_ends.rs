@@ -1,23 +1,23 @@
-//! Where front ends come from: a listening socket that they connect to, or a socket of theirs that
-//! is connected to, again and again.
+//! Connections of front ends: accepted from a listening socket, or made to a socket of the front
+//! end, again and again.
 //!
-//! A disk has one front end at a time. Whoever else connects is soon turned away, so that a machine
-//! that was started twice says so instead of waiting for ever. A front end that has gone, or is
-//! about to, turns nobody away: the next one waits until its rings have ended. Nor does one that
-//! never said anything. It has to go as soon as somebody else does, or after a while if somebody
-//! else is there; unless somebody wants its place, it may be silent, as machines are to which a
-//! disk is plugged later.
+//! A disk has one front end at a time. A second one is soon rejected, so that a virtual machine
+//! that was started twice fails instead of waiting forever. It is not rejected while the current
+//! front end is about to disconnect: it then waits until the rings of that one have ended. A front
+//! end that has sent nothing is disconnected as soon as another sends a message, or after a while
+//! if another waits. Without competition it may stay silent, as machines do to which the disk is
+//! hot-plugged later.
 //!
 //! ```text
-//!   connects ──► nobody here ──────────────────────► served
-//!            ──► one is served, and stays ─────────► turned away, and may try again
-//!            ──► one is here, and silent ──────────► speaks: that one has to go, then served
+//!   connects ──► no front end ─────────────────────► served
+//!            ──► one is served ────────────────────► rejected, may try again
+//!            ──► one is connected and silent ──────► sends: replaces the silent one
 //!                                                    silent as well: the same, after a while
-//!            ──► the last one hangs up by then ────► waits, then served
+//!            ──► the current one disconnects soon ─► waits, then served
 //! ```
 //!
-//! Binding a socket, replacing a stale one and taking one from the service manager are the
-//! daemon's.
+//! Never binds a socket, replaces a stale one or takes one from the service manager: the daemon
+//! does.
 
 use std::{
     collections::VecDeque,
@@ -46,35 +46,36 @@ use super::{
 };
 use crate::race::{First, first};
 
-/// Between attempts to connect: doubled from the first to the last.
+/// Pause between attempts to connect: doubled from the first to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// A connection that lasted for so long was a good one.
+/// Shortest duration of a successful connection.
 const GOOD: Duration = Duration::from_secs(1);
-/// By then a front end that was killed has hung up: its process ends after its successor has begun.
+/// Time after which a second front end is rejected. A killed front end has disconnected by then:
+/// its process ends after its successor has started.
 const GRACE: Duration = Duration::from_millis(250);
-/// So long may a front end that has said nothing keep others out, as long as one may take for a
+/// Time after which a silent front end is replaced if another waits; equal to the time for one
 /// message.
 pub(super) const SILENCE: Duration = Duration::from_secs(10);
-/// Front ends that wait for the place of another. Of more, the oldest goes: they are silent, or the
-/// other is not.
+/// Number of waiting front ends. Beyond it the oldest is rejected: either it is silent, or the
+/// current one is active.
 const MOST_WAITING: usize = 16;
-/// Between attempts to accept while descriptors or memory are short.
+/// Pause between attempts to accept while file descriptors or memory are short.
 const SHORTAGE: Duration = Duration::from_secs(1);
 
 /// The front ends of one export, one after the other.
 #[derive(Debug)]
 pub struct FrontEnds {
-    /// Of the export, in the log.
+    /// Export's name in the log.
     id: Arc<str>,
     way: Way,
-    /// One that is connected already.
+    /// A front end that is already connected.
     first: Option<Fd>,
-    /// Those that came after the one that is served, the oldest first.
+    /// Front ends that connected while another was served, the oldest first.
     waiting: VecDeque<Waiting>,
     refusals: Seldom,
     silence: Duration,
-    /// Hears of those that are turned away.
+    /// Receives the events of rejected front ends.
     device: Option<Arc<Device>>,
 }
 
@@ -87,7 +88,7 @@ struct Waiting {
 #[derive(Debug)]
 enum Way {
     Listen(Fd),
-    /// With what the log says last of why there is nobody.
+    /// `told` is the reason that was logged last.
     Call {
         path: PathBuf,
         pause: Duration,
@@ -96,12 +97,12 @@ enum Way {
 }
 
 impl FrontEnds {
-    /// Those of the export `id` that connect to a listening Unix socket.
+    /// Front ends of the export `id` that connect to a listening Unix socket.
     pub fn listen(id: &str, listener: Fd) -> Self {
         Self::by(id, Way::Listen(listener))
     }
 
-    /// The one that listens at `path`, whenever it does.
+    /// A front end that listens at `path`; connects to it whenever possible.
     pub fn call(id: &str, path: PathBuf) -> Self {
         Self::by(id, Way::Call { path, pause: Duration::ZERO, told: String::new() })
     }
@@ -111,21 +112,21 @@ impl FrontEnds {
         Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE, device: None }
     }
 
-    /// This one is here already.
+    /// Sets a front end that is already connected.
     pub(super) fn begin_with(&mut self, socket: Fd) {
         self.first = Some(socket);
     }
 
-    /// They are of this device.
+    /// Sets the device that receives events.
     pub(super) fn belong_to(&mut self, device: &Arc<Device>) {
         self.device = Some(Arc::clone(device));
     }
 
-    /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
-    /// `is_silent` tells whether the one that is served has yet to say anything.
+    /// Serves front ends with `serve`, one at a time, until an error; dropping the future ends it.
+    /// `is_silent` is true while the current front end has sent nothing.
     ///
     /// # Errors
-    /// The socket cannot be listened on, or has a path that none can have.
+    /// The listener fails, or the path is too long for a Unix socket.
     pub async fn serve<F: Future<Output = ()>>(
         &mut self,
         is_silent: impl Fn() -> bool,
@@ -166,7 +167,7 @@ impl FrontEnds {
                     *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
                     match call(&address) {
                         Ok(socket) => return Ok(socket.into()),
-                        // Whatever is there, or is missing: the right one may come.
+                        // Any error is retried: the front end may start later.
                         Err(error) => tell(&self.id, path, told, io::Error::from(error).to_string()),
                     }
                 }
@@ -184,7 +185,7 @@ impl FrontEnds {
         }
     }
 
-    /// Never ends but with an error: see [`FrontEnds::serve`].
+    /// Rejects competing front ends; returns only on an error: see [`FrontEnds::serve`].
     async fn turn_away_others(&mut self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
         let Way::Listen(listener) = &self.way else { return pending().await };
         let listener = listener.clone();
@@ -198,11 +199,11 @@ impl FrontEnds {
                         export = %self.id,
                         "a front end that has said nothing is disconnected: another wants its place"
                     );
-                    // Of one that has hung up meanwhile, that is all there is to do.
+                    // Fails only if the front end has disconnected meanwhile.
                     let _ = shutdown(current, Shutdown::Both);
                     return pending().await;
                 }
-                // It may speak.
+                // Checked in short intervals, because the silent front end may send a message.
                 true if !self.waiting.is_empty() => GRACE.min(began + self.silence - reactor::now()),
                 true => Duration::MAX,
                 false => self.turn_away_after(GRACE, current),
@@ -229,14 +230,15 @@ impl FrontEnds {
         }
     }
 
-    /// Whether one that has said nothing since it `began` has to go for one that waits.
+    /// True if the front end connected at `began`, which has sent nothing, has to make room for a
+    /// waiting one.
     fn is_to_go(&mut self, began: Instant) -> bool {
         self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
         let is_long = reactor::now() - began >= self.silence;
         is_long && !self.waiting.is_empty() || self.waiting.iter().any(|waiting| has_spoken(&waiting.socket))
     }
 
-    /// Turns away who has waited for so long; when the next one will have.
+    /// Rejects front ends that have waited for `patience`; returns the time until the next one has.
     fn turn_away_after(&mut self, patience: Duration, current: &Fd) -> Duration {
         let now = reactor::now();
         while let Some(oldest) = self.waiting.front() {
@@ -259,7 +261,7 @@ impl FrontEnds {
     }
 }
 
-/// Waits until one of these has said something, or has hung up.
+/// Waits until one of these has sent something or has disconnected.
 async fn any_readable(waiting: &VecDeque<Waiting>) {
     let mut readable: Vec<_> =
         waiting.iter().map(|waiting| Box::pin(op::readable(&waiting.socket))).collect();
@@ -270,7 +272,7 @@ async fn any_readable(waiting: &VecDeque<Waiting>) {
     .await;
 }
 
-/// What is there to be read: `None` if nothing has come yet.
+/// Number of readable bytes, 0 at the end of the stream; `None` if nothing has arrived.
 fn look(socket: &Fd) -> Option<Result<usize, Errno>> {
     match recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Err(Errno::AGAIN | Errno::INTR) => None,
@@ -286,7 +288,7 @@ fn has_hung_up(socket: &Fd) -> bool {
     matches!(look(socket), Some(Ok(0) | Err(_)))
 }
 
-/// Says why there is no front end at `path`, unless that was `told` last.
+/// Logs why there is no front end at `path`, unless the same reason was logged last.
 fn tell(id: &str, path: &Path, told: &mut String, why: String) {
     if *told != why {
         tracing::warn!(
@@ -299,7 +301,7 @@ fn tell(id: &str, path: &Path, told: &mut String, why: String) {
     }
 }
 
-/// Connects to a front end that listens.
+/// Connects to a listening front end.
 fn call(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -307,7 +309,7 @@ fn call(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Accepts a front end, and tries again while there are no descriptors or no memory for it.
+/// Accepts a front end; retries while file descriptors or memory are short.
 async fn accept(id: &str, listener: &Fd, refusals: &Seldom) -> io::Result<OwnedFd> {
     loop {
         let socket = match op::descriptors_left() {
@@ -319,7 +321,7 @@ async fn accept(id: &str, listener: &Fd, refusals: &Seldom) -> io::Result<OwnedF
             Some(libc::EBADF | libc::EINVAL | libc::ENOTSOCK | libc::EFAULT | libc::EOPNOTSUPP) => {
                 return Err(error);
             }
-            // It gave up before it was accepted.
+            // The front end closed before it was accepted.
             Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
             _ => {
                 if let Some(left_out) = refusals.line(reactor::recently()) {

@@ -1,4 +1,4 @@
-//! Front ends that come, stay, go, and come in each other's way.
+//! Front ends that connect, stay, disconnect, and compete.
 
 use std::{
     cell::Cell,
@@ -16,7 +16,7 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
     reactor::run(Polling::Off, future).expect("io_uring works on a test machine")
 }
 
-/// What takes so long does not come.
+/// Timeout of a wait that must succeed.
 const LONG: Duration = Duration::from_secs(30);
 
 /// Serves a front end until it hangs up, and then until its rings would have ended.
@@ -24,9 +24,9 @@ const LONG: Duration = Duration::from_secs(30);
 struct Owner {
     came: Cell<usize>,
     news: Signal,
-    /// Whether rings take their time.
+    /// Rings take time to end.
     slow: Cell<bool>,
-    /// Whether the one that is served has said something.
+    /// The served front end has sent something.
     spoke: Cell<bool>,
     hung_up: Signal,
     ended: Signal,
@@ -57,7 +57,7 @@ impl Owner {
         self.until("it is not served", || self.came.get() >= count).await;
     }
 
-    /// Has the one that is served say something.
+    /// Sends a byte and waits until the served front end has sent something.
     async fn hears(&self, mut socket: &UnixStream) {
         socket.write_all(&[1]).expect("connected");
         self.until("it is not heard", || self.spoke.get()).await;
@@ -112,8 +112,7 @@ impl Listening {
         UnixStream::connect(&self.path).expect("it listens")
     }
 
-    /// Gives the server time to turn a front end away, as often as other threads are asked and
-    /// answer.
+    /// Gives the server time to reject a front end: a number of round trips to another thread.
     async fn pause(&self) {
         for _ in 0..20 {
             reactor::blocking(|| ()).await;
@@ -168,7 +167,7 @@ fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
         drop(first);
         let second = it.connect();
         owner.has_seen(2).await;
-        // Half gone is gone.
+        // A half-closed connection counts as disconnected.
         second.shutdown(Shutdown::Write).expect("connected");
         let _third = it.connect();
         owner.has_seen(3).await;
@@ -184,7 +183,7 @@ fn one_that_says_nothing_has_to_go_when_another_comes() {
         let second = it.connect();
         turned_away(silent).await;
         owner.has_seen(2).await;
-        // Who has said something stays, and others do not.
+        // A front end that has sent something stays, and later ones are rejected.
         owner.hears(&second).await;
         turned_away(it.connect()).await;
         assert_eq!(owner.came.get(), 2);
@@ -258,13 +257,13 @@ fn a_front_end_that_listens_is_called_again_and_again() {
         let directory = directory("calls");
         let path = directory.join("s");
         let (owner, task) = spawn(FrontEnds::call("e", path.clone()));
-        // Nobody is there at first.
+        // At first no front end listens.
         let accept = |listener: UnixListener| reactor::blocking(move || listener.accept().map(|_| listener));
         let listener = accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls");
         owner.has_seen(1).await;
         let listener = accept(listener).await.expect("it calls again");
         owner.has_seen(2).await;
-        // The front end is started anew.
+        // The front end restarts.
         drop(listener);
         std::fs::remove_file(&path).expect("removed");
         accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls the new one");

@@ -1,5 +1,5 @@
-//! What the fuzz target, and tests, do with bytes of a front end, and what has to hold whatever
-//! they are. Rings are pretended: they start, stop and break, and nothing is in them.
+//! Entry of the fuzz target and of tests: feeds a front end's bytes to a session and checks the
+//! invariants. Rings are pretended: they start, stop and break, and have no content.
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -17,15 +17,15 @@ use super::{
     session::{Effect, Output, Session},
 };
 
-/// Of the file of every region, and of every region that is well formed.
+/// Length of the file of every region, and of every well-formed region.
 const REGION_BYTES: u64 = 64 << 10;
 const USER_ADDRESS: u64 = 0x7f00_0000_0000;
 
-/// A conversation: the first byte makes the export; then each message begins with a byte that says
-/// whether it is written out, or made of few bytes so that it has a sense.
+/// Runs a conversation. The first byte selects the export; then each message begins with a byte
+/// that selects whether the message follows byte by byte or is generated in a mostly valid form.
 ///
-/// Every request that has to be answered is answered once, and no other. A ring starts when it is
-/// stopped, stops when it runs, and its settings are sound.
+/// Every request that has a reply is answered once, and no other. A ring starts when it is stopped,
+/// stops when it runs, and its settings are sound.
 pub fn vhost_user_session(data: &[u8]) {
     let Some((&traits, rest)) = data.split_first() else { return };
     let offer = Offer {
@@ -45,7 +45,7 @@ pub fn vhost_user_session(data: &[u8]) {
             break;
         }
     }
-    // However it ended, rings that stop are counted out.
+    // However the conversation ended, rings that are stopping are reported.
     let mut out = VecDeque::new();
     for ring in std::mem::take(&mut run.stopping) {
         run.session.stopped(ring, 0, &mut out);
@@ -57,7 +57,7 @@ pub fn vhost_user_session(data: &[u8]) {
     run.goes_on_elsewhere();
 }
 
-/// With rings that stop at once.
+/// Quiesces a session whose rings stop at once.
 fn rest(session: &mut Session) {
     let mut out = VecDeque::new();
     session.rest(&mut out);
@@ -95,7 +95,7 @@ struct Run {
     channel: OwnedFd,
     /// Rings that have been started and not stopped.
     running: BTreeSet<u16>,
-    /// Of those, the ones that were told to stop.
+    /// Those of `running` that were ordered to stop.
     stopping: Vec<u16>,
     reply_ack: bool,
 }
@@ -111,9 +111,9 @@ impl Run {
         Some(Self { offer, session, file, event, channel, running, stopping, reply_ack: false })
     }
 
-    /// Another process that hears what this front end has said is where this one is.
+    /// Checks that a session recreated from this one is in the same state.
     fn goes_on_elsewhere(mut self) {
-        // A ring that ran may be one that could not start now.
+        // A ring that ran may be unable to start now, so the session resumes and quiesces first.
         for _ in 0..2 {
             self.session.wake(&mut VecDeque::new());
             rest(&mut self.session);
@@ -133,12 +133,12 @@ impl Run {
         assert_eq!(self.session.running().collect::<Vec<_>>(), running, "rings that go on");
     }
 
-    /// Whether the conversation goes on.
+    /// Processes one step; true if the conversation continues.
     fn step(&mut self, kind: u8, input: &mut Input<'_>) -> bool {
         let mut out = VecDeque::new();
         match kind {
             0..4 => {
-                // One of the rings breaks, or has stopped a while after it was told to.
+                // A ring breaks, or stops some time after it was ordered to.
                 let chosen = self.running.iter().nth(input.small() as usize).copied();
                 let Some(ring) = chosen else { return true };
                 self.has_stopped(ring, input.small() as u32, &mut out);
@@ -161,14 +161,14 @@ impl Run {
         self.take(code, need_reply, &payload, count, input)
     }
 
-    /// Says what front ends say first: acknowledgements are wanted, and there is memory.
+    /// Sends the first messages of every front end: protocol features and memory.
     fn begin(&mut self, input: &mut Input<'_>) -> bool {
         let (code, table, count) = sensible(5, 1, &mut Input(&[0, 8]));
         self.take(code::SET_PROTOCOL_FEATURES, false, &numbers(&[protocol::OFFERED]), 0, input)
             && self.take(code, true, &table, count, input)
     }
 
-    /// Whether the conversation goes on after this message.
+    /// Sends one message; true if the conversation continues.
     fn take(
         &mut self,
         code: u32,
@@ -203,7 +203,7 @@ impl Run {
             let more = self.follow(&mut out);
             (replies, closed) = (replies + more.0, closed || more.1);
         }
-        // A log is answered too where it was negotiated, whether that was asked for or not.
+        // SET_LOG_BASE is answered if that was negotiated, whether a reply was requested or not.
         let may_be_more = usize::from(code == code::SET_LOG_BASE);
         let right = closed || (usize::from(due)..=usize::from(due).max(may_be_more)).contains(&replies);
         assert!(right, "{} replies to {}", replies, message::name(code));
@@ -216,7 +216,7 @@ impl Run {
         self.session.stopped(ring, base, out);
     }
 
-    /// Carries out what came out; how many replies, and whether the connection is to be closed.
+    /// Executes outputs; returns the number of replies, and whether the connection is to be closed.
     fn follow(&mut self, out: &mut VecDeque<Output>) -> (usize, bool) {
         let (mut replies, mut closed) = (0, false);
         for output in out.drain(..) {
@@ -247,7 +247,7 @@ impl Run {
                 let places = settings.places;
                 assert_eq!(places.descriptors.bytes(), 16 * usize::from(size));
                 assert!(places.descriptors.is_aligned(16) && places.device.is_aligned(4));
-                // What is there can be touched.
+                // The located memory must be accessible.
                 let mut byte = [0];
                 places.device.read(places.device.bytes() - 1, &mut byte);
             }
@@ -267,7 +267,7 @@ impl Run {
     }
 }
 
-/// A header, a byte for the descriptors, and a payload of the length that the header says.
+/// Reads a header, a byte for the number of descriptors, and a payload of the header's length.
 fn written_out(input: &mut Input<'_>) -> Option<(u32, bool, Vec<u8>, usize)> {
     let header = *input.take(HEADER_BYTES).first_chunk()?;
     let header = Header::parse(&header).ok()?;
@@ -275,7 +275,7 @@ fn written_out(input: &mut Input<'_>) -> Option<(u32, bool, Vec<u8>, usize)> {
     Some((header.code, header.need_reply, input.take(header.payload_bytes).to_vec(), count))
 }
 
-/// A message of the right form with values that often have a sense.
+/// A message of the right form with mostly valid values.
 fn sensible(kind: u8, queues: u16, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
     use code::*;
     let pair = |ring: u64, number: u64| [ring as u32, number as u32].map(u32::to_ne_bytes).concat();
@@ -283,7 +283,7 @@ fn sensible(kind: u8, queues: u16, input: &mut Input<'_>) -> (u32, Vec<u8>, usiz
         let begin = (place & 7) * REGION_BYTES;
         [begin, REGION_BYTES, USER_ADDRESS + begin, 0]
     };
-    // Seldom one that is not there.
+    // Rarely a ring that does not exist.
     let ring = input.small();
     let ring = if ring & 31 == 31 { u64::from(queues) } else { ring % u64::from(queues) };
     let value = input.small();
@@ -303,7 +303,7 @@ fn sensible(kind: u8, queues: u16, input: &mut Input<'_>) -> (u32, Vec<u8>, usiz
         6 | 7 => (SET_VRING_NUM, pair(ring, 1 << (value % 10)), 0),
         8 => (SET_VRING_NUM, pair(ring, value), 0),
         9..12 => {
-            // Three pages of one region, and seldom of none.
+            // Three pages of one region, and rarely of none.
             let begin = USER_ADDRESS + (value & 31) * 0x4000;
             let [descriptors, driver, device] = [0, 1, 2].map(|page| begin + page * 0x1000);
             (SET_VRING_ADDR, numbers(&[ring, descriptors, device, driver, 0]), 0)
@@ -330,7 +330,7 @@ fn numbers(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
-/// Those that change what a session does, in a byte.
+/// The features that change a session's behaviour, selected by the bits of `value`.
 fn features(value: u64) -> u64 {
     let bits =
         [virtio::PROTOCOL_FEATURES, virtio::RING_PACKED, virtio::LOG_ALL, virtio::FLUSH, virtio::CONFIG_WCE];
@@ -352,7 +352,7 @@ mod tests {
         }
     }
 
-    /// The bytes that are tried reach what they are for.
+    /// The generated bytes reach the states that they are for.
     #[test]
     fn rings_start_and_stop_in_conversations_that_have_a_sense() {
         let (mut steps, mut started, mut stopped) = (0, 0, 0);

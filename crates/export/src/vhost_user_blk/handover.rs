@@ -1,7 +1,7 @@
-//! A ring of a disk that is handed over waits until its image is there: the machine has moved here,
-//! and what has it at the other end of the migration may not be through.
+//! A ring whose disk is being migrated to this host waits until its image is available: the virtual
+//! machine already runs here, but the source host may still hold the image.
 //!
-//! Orders that come meanwhile are carried out as far as they concern a ring that has not begun.
+//! Orders that arrive meanwhile are executed as far as they concern a ring that has not started.
 
 use std::{cell::Cell, pin::pin};
 
@@ -12,13 +12,13 @@ use policy::time::Duration;
 use super::{bell::Bell, queue::Order, session::EventKind, vring::RingSettings};
 use crate::race::{First, first};
 
-/// For how long. By then the front end has its guest running, which notices that its disk is slow.
+/// Longest wait. The guest is running by then and notices a slow disk.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What has become of the ring's events.
+/// Replaced events of the ring.
 pub(super) type Rewired = Vec<(EventKind, Option<Bell>)>;
 
-/// Holds the disk for a ring. `None` if the ring is to stop.
+/// Waits for the disk's image and applies orders meanwhile. `None` if the ring is to stop.
 pub(super) async fn held(
     disk: &Disk,
     settings: &mut RingSettings,
@@ -31,6 +31,8 @@ pub(super) async fn held(
         match first(hold.as_mut(), orders.recv()).await {
             First::One(held) => break held,
             First::Other(Ok(Order::Memory(memory, places, _in_use))) => {
+                // Dropping the sender at the end of this arm confirms that the new memory is in
+                // use.
                 (settings.memory, settings.places) = (memory, places);
             }
             First::Other(Ok(Order::Event(kind, bell))) => {
@@ -39,6 +41,8 @@ pub(super) async fn held(
             }
             First::Other(Ok(Order::Stop { .. }) | Err(_)) => {
                 is_over.set(true);
+                // `hold` returns soon because of `is_over`; dropping it here could leave the image
+                // locked.
                 break hold.await;
             }
         }

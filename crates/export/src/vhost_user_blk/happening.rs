@@ -1,7 +1,8 @@
-//! What happens at an export that its operators are to hear of: front ends that come and go, and
-//! rings that cannot be served.
+//! Events of an export for operators: front ends that connect and disconnect, and rings that cannot
+//! be served.
 //!
-//! Told on the thread that it happens on: rings are on workers. Never waits for who is told.
+//! Reported on the thread where they happen; for rings that is a worker. Never waits for the
+//! observer.
 
 use std::fmt;
 
@@ -10,55 +11,55 @@ use policy::time::Duration;
 use super::connection::Ended;
 pub use crate::process::Process;
 
-/// What has happened. `process` is of the front end.
+/// An event. `process` is that of the front end; `None` if it is unknown.
 pub enum Happening<'a> {
-    /// A front end has begun to use the disk: its first ring is about to be served. One that has
-    /// come from another process has begun there.
+    /// A front end uses the disk: its first ring is about to be served. Not reported again for a
+    /// front end that another process has transferred.
     Came {
-        /// None where it is not known, as below.
+        /// `None` if unknown, as below.
         process: Option<&'a Process>,
     },
-    /// It has gone, and with it the last of its rings.
+    /// The front end has disconnected and the last of its rings has ended.
     Went {
-        /// The same.
+        /// The front end's process.
         process: Option<&'a Process>,
-        /// Since it has begun, or since it has come from another process.
+        /// Time since it began to use the disk, or since it was transferred.
         lasted: Duration,
     },
-    /// A front end is at fault, and was disconnected, whether it had begun or not.
+    /// A front end broke the protocol and was disconnected, before or after it used the disk.
     Disconnected {
-        /// Which.
+        /// The front end's process.
         process: Option<&'a Process>,
-        /// What it did.
+        /// Its fault.
         why: &'a Ended,
     },
-    /// A front end was turned away, because another is connected.
+    /// A front end was rejected because another is connected.
     TurnedAway {
-        /// Which.
+        /// The rejected process.
         process: Option<&'a Process>,
-        /// The other.
+        /// The connected process.
         connected: Option<&'a Process>,
     },
-    /// A ring cannot be served until its driver is set up again.
+    /// A ring cannot be served until its driver sets it up again.
     RingBroken {
-        /// Its number.
+        /// The ring's number.
         ring: u16,
-        /// What is wrong with it.
+        /// The violation.
         why: &'a dyn fmt::Display,
     },
-    /// A ring of which that was told is served again.
+    /// A ring that was reported broken is served again.
     RingServed {
-        /// Its number.
+        /// The ring's number.
         ring: u16,
-        /// Since it was told.
+        /// Time since the report.
         after: Duration,
     },
 }
 
-/// Whoever is told.
+/// Observer of events.
 pub trait Told: Send + Sync + fmt::Debug {
-    /// This has happened at the export with this id, of the disk with this name; `left_out` are
-    /// those like it that nobody was told of, since the last: of those that one client could cause
-    /// by the thousand there is one a second.
+    /// Receives an event of the export with this id and the disk with this name. Events that a
+    /// client can cause by the thousand are limited to one a second; `left_out` is the number of
+    /// omitted ones since the last.
     fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, left_out: u64);
 }

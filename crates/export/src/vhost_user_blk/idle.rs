@@ -1,29 +1,30 @@
-//! How long a ring is left alone in which looking found nothing.
+//! Pauses of a ring in which polling found nothing.
 //!
-//! Where the driver has no kick, the ring is looked at after each pause. Where it has one, that is
-//! heard at once; only a kick that is rung without end, and for nothing, has to wait.
+//! A driver without a kick is polled after each pause. A driver with a kick is served at once; only
+//! kicks that repeatedly bring no request are delayed.
 //!
 //! A value: no clock, no thread.
 
 use policy::time::Duration;
 
-/// The first pause. Each look in vain doubles it.
+/// First pause; doubled after each poll without a request.
 const FIRST: Duration = Duration::from_micros(200);
 const LONGEST: Duration = Duration::from_millis(10);
-/// Kicks for nothing that are heard at once. One or two are usual: the request was found before.
+/// Kicks without a request that are not delayed. One or two are usual: the request was found before
+/// its kick arrived.
 const FREE_KICKS: u32 = 16;
 
 #[derive(Debug, Default)]
 pub(super) struct Idle {
-    /// Requests taken in all, at the last look.
+    /// Number of requests taken until the last poll.
     taken: Option<u64>,
-    /// Looks since then that found nothing.
+    /// Polls without a request since then.
     vain: u32,
 }
 
 impl Idle {
-    /// The pause before the next look, or before the kick is heard again. `taken`: requests that
-    /// were taken in all so far.
+    /// Pause before the next poll, or before the next kick is handled. `taken`: number of requests
+    /// taken so far.
     pub(super) fn pause(&mut self, taken: u64, has_kick: bool) -> Duration {
         let found = self.taken.replace(taken) != Some(taken);
         self.vain = if found { 0 } else { self.vain.saturating_add(1) };
@@ -36,7 +37,7 @@ impl Idle {
 }
 
 fn doubled(times: u32) -> Duration {
-    // 200 µs doubled six times is longer than the longest.
+    // 200 µs doubled six times exceeds the longest pause.
     (FIRST * (1 << times.min(6))).min(LONGEST)
 }
 

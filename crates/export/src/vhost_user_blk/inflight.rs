@@ -1,11 +1,11 @@
-//! The area that records which requests are in flight, so that they are served exactly once when
-//! this process has died and another goes on ("Inflight I/O tracking").
+//! The in-flight area: records which requests are in flight, so that they are served exactly once
+//! after this process has died and another continues ("Inflight I/O tracking").
 //!
-//! We make it, the front end keeps it, and brings it back when it connects again. Here are its size
-//! and its division into rings; what stands in a ring's part is the ring's own.
+//! This back end creates the area; the front end keeps it and passes it back when it reconnects.
+//! This file defines its size and the part of each ring; the ring defines the content of its part.
 //!
 //! ```text
-//!   ring 0 │ ring 1 │ … │ what the guest has chosen, and was told: 64 bytes, in areas made here
+//!   ring 0 │ ring 1 │ … │ the guest's choices and known block size: 64 bytes, in areas made here
 //! ```
 
 use std::{
@@ -32,7 +32,7 @@ use super::{
 };
 use ::virtio::ring::Inflight;
 
-/// Why there is no such area.
+/// Failure to create or map an area.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum InflightError {
@@ -46,31 +46,32 @@ pub enum InflightError {
     Map(#[from] RegionError),
 }
 
-/// Bytes behind the parts of the rings. There the guest's choice of a write cache is kept, and the
-/// size of a block that it was told: front ends do not repeat either.
+/// Bytes behind the parts of the rings. They hold the guest's choice of a write cache and the block
+/// size that it knows, because front ends repeat neither.
 const CHOICE_BYTES: u64 = 64;
-/// What they begin with: an area of another back end has no choice.
+/// Mark at their beginning: an area of another back end has no choice.
 const CHOICE_MARK: u64 = u64::from_le_bytes(*b"weir-wce");
-/// Where the choice stands behind that: 0 for none, or one of these.
+/// Offset of the choice: 0 for none, or one of these.
 const CHOICE_AT: usize = 8;
 const CACHED: u64 = 1;
 const THROUGH: u64 = 2;
-/// Where the size of a block stands, in bytes; 0 where nobody knows what the guest was told.
+/// Offset of the block size, in bytes; 0 if it is unknown.
 const BLOCK_AT: usize = 16;
-/// Where it stands whether the guest would lose something with this process.
+/// Offset of the loss state: whether the guest loses writes with this process.
 const LOSS_AT: usize = 24;
 const WOULD_LOSE: u64 = 1;
 const HAS_LOST: u64 = 2;
-/// Where it stands which opening of the disk would lose it.
+/// Offset of the number of the disk's opening ([`Disk::opened`](block::disk::Disk::opened)) that
+/// would lose them.
 const OPENED_AT: usize = 32;
 
-/// Bytes from the beginning of a ring's part to that of the next.
+/// Distance between the parts of two rings, in bytes.
 fn part_bytes(queue_size: u16, packed: bool) -> u64 {
     Inflight::bytes(queue_size, packed) as u64
 }
 
-/// Makes an area in which nothing is in flight and nothing chosen; its length in bytes. Its file
-/// cannot change its length any more.
+/// Creates an area without requests in flight or choices; returns its length in bytes. The file is
+/// sealed: its length cannot change any more.
 ///
 /// # Errors
 /// [`InflightError`].
@@ -82,6 +83,7 @@ pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(OwnedFd, u6
         let file = memfd_create("weir-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes)?;
         pwrite(&file, &CHOICE_MARK.to_le_bytes(), rings)?;
+        // Without SHRINK, the front end could truncate the file and kill this process by SIGBUS.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         rustix::io::Result::Ok(file)
     };
@@ -93,32 +95,32 @@ fn check_shape(queues: u16, queue_size: u16) -> Result<(), InflightError> {
     if right { Ok(()) } else { Err(InflightError::Shape { queues, queue_size }) }
 }
 
-/// An area that a front end has brought.
+/// An area that a front end has passed.
 #[derive(Debug)]
 pub struct Area {
     memory: Memory,
-    /// As the front end has described it.
+    /// The front end's description.
     info: InflightInfo,
-    /// From one ring's part to the next, in an area that was made here: it has room for larger
-    /// rings than the front end has asked for.
+    /// Distance between the parts of rings, in an area that was created here: it has room for
+    /// larger rings than the front end has asked for.
     stride: Option<u64>,
-    /// Where the choice of a write cache is kept.
+    /// Location of the guest's choices.
     choice: Option<Place>,
     loss: Option<Arc<Loss>>,
 }
 
-/// Whether writes that were acknowledged to the guest, and not flushed, would be lost with this
-/// process, or were lost with the one before. A disk that loses its cache without a word has its
-/// guest believe in what is not there.
+/// Record of whether acknowledged, unflushed writes of the guest would be lost with this process,
+/// or were lost with an earlier one. A disk that loses its cache without an error would leave its
+/// guest with data that does not exist.
 ///
-/// One of all rings of a front end.
+/// Shared by all rings of a front end.
 #[derive(Debug)]
 pub struct Loss {
     place: Place,
     opened: u64,
-    /// Writes of the guest that would have been lost when they were acknowledged.
+    /// Number of writes that would have been lost when they were acknowledged.
     noted: AtomicU64,
-    /// Held from the look at the disk until it is noted.
+    /// Held from the check of the disk until its result is stored.
     turn: Mutex<()>,
 }
 
@@ -127,14 +129,14 @@ impl Loss {
         Self { place, opened, noted: AtomicU64::new(0), turn: Mutex::default() }
     }
 
-    /// Whether something was lost. It stays so until the guest resets its device: it cannot be told
-    /// what.
+    /// True if writes were lost. Permanent until the guest resets its device, because the lost
+    /// ranges are unknown.
     pub fn has_happened(&self) -> bool {
         self.place.load_u64(LOSS_AT, Acquire) == HAS_LOST
     }
 
-    /// A front end has brought the area. If whoever would have lost something was another opening
-    /// of the disk, it is lost: a front end that rests for a while brings the same area again.
+    /// Evaluates the record when a front end passes the area. If another opening of the disk would
+    /// have lost writes, they are lost; after a mere reconnect the opening is still the same.
     pub fn brought(&self) {
         let is_alive = self.place.load_u64(OPENED_AT, Acquire) == self.opened;
         if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE && !is_alive {
@@ -142,7 +144,8 @@ impl Loss {
         }
     }
 
-    /// A machine that was reset has another area. What it has written before is not safe by that.
+    /// Carries the state over to a new area. A reset machine passes another area, but that does not
+    /// make its earlier writes durable.
     pub fn replaces(&self, before: &Self) {
         if before.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
             let _turn = self.turn();
@@ -150,19 +153,20 @@ impl Loss {
         }
     }
 
-    /// To be called before a write is acknowledged that would be lost.
+    /// Records a write that would be lost; call it before the write is acknowledged.
     pub fn note(&self, would_lose: impl FnOnce() -> bool) {
         let _turn = self.turn();
         self.noted.fetch_add(1, AcqRel);
         self.set(would_lose());
     }
 
-    /// To be called before a flush begins, which covers what was noted so far.
+    /// Number of recorded writes; call it before a flush, which covers these.
     pub fn noted(&self) -> u64 {
         self.noted.load(Acquire)
     }
 
-    /// The flush has succeeded. What other clients of the disk would lose is none of this guest's.
+    /// Clears the record after a successful flush, unless more writes were recorded since `noted`.
+    /// Losses of other clients of the disk do not concern this guest.
     pub fn flushed(&self, noted: u64, would_lose: impl FnOnce() -> bool) {
         let _turn = self.turn();
         self.set(self.noted() != noted && would_lose());
@@ -170,6 +174,8 @@ impl Loss {
 
     fn set(&self, would_lose: bool) {
         if !self.has_happened() {
+            // The opening first: a reader that sees WOULD_LOSE must find the opening that it refers
+            // to.
             self.place.store_u64(OPENED_AT, self.opened, Release);
             self.place.store_u64(LOSS_AT, if would_lose { WOULD_LOSE } else { 0 }, Release);
         }
@@ -181,11 +187,11 @@ impl Loss {
 }
 
 impl Area {
-    /// Maps it, for what was opened under this number
+    /// Maps the area for the opening `opened` of the disk
     /// ([`Disk::opened`](block::disk::Disk::opened)). Counts in `quota` until it is unmapped.
     ///
     /// # Errors
-    /// [`InflightError`], also where its file is shorter than the front end says.
+    /// [`InflightError`], also if the file is shorter than the front end says.
     pub fn map(
         info: &InflightInfo,
         file: OwnedFd,
@@ -194,36 +200,36 @@ impl Area {
     ) -> Result<Self, InflightError> {
         let &InflightInfo { bytes, file_offset, queues, queue_size, .. } = info;
         check_shape(queues, queue_size)?;
-        // Which layout its rings will have is not known yet; packed ones need more.
+        // The layout of the rings is not known yet; split rings need less.
         let due = u64::from(queues) * part_bytes(queue_size, false);
         if bytes < due {
             return Err(InflightError::TooSmall { is: bytes, due });
         }
-        // Nobody names it by an address, so it begins at 0.
+        // No address refers to the area, so it is mapped at guest address 0.
         let region = Region::map(file, 0, 0, bytes, file_offset, quota)?;
         let memory = Memory::new(vec![region])?;
         let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= due);
         let choice = choice.and_then(|at| memory.place(at, CHOICE_BYTES as usize));
         let choice = choice.filter(|place| place.is_aligned(8) && place.load_u64(0, Acquire) == CHOICE_MARK);
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
-        // The front end may have changed its mind about how many there are.
+        // Checked, because the front end may pass another number of queues than it asked for.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
         let loss = choice.clone().map(|place| Arc::new(Loss::new(place, opened)));
         Ok(Self { memory, info: *info, stride, choice, loss })
     }
 
-    /// See [`Loss`]; none where another back end has made the area.
+    /// See [`Loss`]; `None` for an area of another back end.
     pub fn loss(&self) -> Option<&Arc<Loss>> {
         self.loss.as_ref()
     }
 
-    /// As its front end has described it, and its file.
+    /// The front end's description, and the area's file.
     pub fn told(&self) -> Option<(InflightInfo, BorrowedFd<'_>)> {
         let (file, _) = self.memory.regions().next()?.file()?;
         Some((self.info, file))
     }
 
-    /// Whether the guest wants a write cache, as far as this was kept.
+    /// The guest's choice of a write cache; `None` if none is recorded.
     pub fn write_cache(&self) -> Option<bool> {
         match self.choice.as_ref()?.load_u64(CHOICE_AT, Acquire) {
             CACHED => Some(true),
@@ -232,27 +238,27 @@ impl Area {
         }
     }
 
-    /// Keeps what the guest wants, where there is room for it.
+    /// Records the guest's choice, if the area has room for it.
     pub fn keep_write_cache(&self, wanted: bool) {
         if let Some(place) = &self.choice {
             place.store_u64(CHOICE_AT, if wanted { CACHED } else { THROUGH }, Release);
         }
     }
 
-    /// The size of a block that the guest was told, in bytes, as far as this was kept.
+    /// Block size that the guest knows, in bytes; `None` if none is recorded.
     pub fn block_bytes(&self) -> Option<u64> {
         let told = self.choice.as_ref()?.load_u64(BLOCK_AT, Acquire);
         (told > 0).then_some(told)
     }
 
-    /// Keeps what the guest was told, where there is room for it.
+    /// Records the guest's block size, if the area has room for it.
     pub fn keep_block_bytes(&self, told: u32) {
         if let Some(place) = &self.choice {
             place.store_u64(BLOCK_AT, told.into(), Release);
         }
     }
 
-    /// The part of a ring of `size` descriptors; `None` where the area has no room for it.
+    /// Part of a ring of `size` descriptors; `None` if the area has no room for it.
     pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<Place> {
         let each = self.stride.unwrap_or_else(|| part_bytes(self.info.queue_size, packed));
         let (begin, needed) = (u64::from(ring) * each, Inflight::bytes(size, packed));
@@ -301,7 +307,7 @@ mod tests {
             };
             let parts = [0, 1].map(|ring| map(2).part(ring, 1024, packed).expect("there").guest_address());
             assert_eq!(parts, [0, part_bytes(1024, packed)]);
-            // Parts of another length have the alignment of any.
+            // Parts of any length keep the alignment.
             for queues in 1..=MAX_QUEUES {
                 let file = file.try_clone().expect("a descriptor");
                 let area = Area::map(&info(bytes, queues, 2), file, &plenty(), 0);
@@ -330,7 +336,7 @@ mod tests {
                 map(bytes).keep_write_cache(wanted);
                 assert_eq!(map(bytes).write_cache(), Some(wanted));
             }
-            // One that another back end made, or that the front end says is another.
+            // An area of another back end, or one that the front end describes differently.
             let rings = bytes - CHOICE_BYTES;
             map(rings).keep_write_cache(false);
             assert_eq!((map(rings).write_cache(), map(bytes).write_cache()), (None, Some(true)));

@@ -1,7 +1,7 @@
-//! Requests to a disk that never waits, storage in memory: they are carried out where they are
-//! taken, without a future. A third of what a request cost were futures: made, moved, asked once.
+//! Requests to a disk that never waits (storage in memory) complete without a future where they are
+//! taken from the ring. A third of a request's cost was creating, moving and polling futures.
 //!
-//! What has to wait for limits after all goes the usual way: see `execute.rs`.
+//! Requests that have to wait for limits take the usual path: see `execute.rs`.
 
 use policy::{request::Direction, throttle::Cost};
 use smallvec::SmallVec;
@@ -15,11 +15,12 @@ use ::virtio::block::{Data, Kind};
 use block::disk::Pass;
 use reactor::{error::Error, guest::Place};
 
-/// As many of a queue's requests are asked about at once, while all others of a group wait.
+/// Number of requests of one queue that ask for admission together: the lock of the group's tree is
+/// held meanwhile.
 const MOST_ASKED: usize = 32;
 
 impl Queue {
-    /// Carries out all that need not wait; `usual` gets the others.
+    /// Executes all requests that are admitted at once; passes the rest to `usual`.
     pub(super) fn start_now(&self, intake: &mut Intake<Incoming>, mut usual: impl FnMut(Incoming)) {
         let disk = self.device.disk();
         let mut passes: SmallVec<[Option<Pass>; MOST_ASKED]> = SmallVec::new();
@@ -27,6 +28,8 @@ impl Queue {
             let costs = some.iter().filter_map(task).map(|(direction, _, data)| (direction, cost(data)));
             disk.admit_now(costs, |pass| passes.push(pass));
         }
+        // Permits are in the order of the requests that `task` accepts, so one iterator assigns
+        // them.
         let mut passes = passes.into_iter();
         for incoming in intake.all().drain(..) {
             match task(&incoming).and_then(|_| passes.next().flatten()) {
@@ -54,7 +57,7 @@ impl Queue {
     }
 }
 
-/// What is to be done for a request that may be carried out here.
+/// Direction, offset and data of a request that may be executed here.
 fn task(incoming: &Incoming) -> Option<(Direction, u64, &Data)> {
     match &incoming.request.kind {
         Kind::Read { offset, into } if is_plain(into) => Some((Direction::Read, *offset, into)),

@@ -1,4 +1,4 @@
-//! Messages of the vhost-user protocol: bytes become values, and answers become bytes.
+//! Messages of the vhost-user protocol: parsing requests and encoding replies.
 //!
 //! ```text
 //!   0         4        8              12
@@ -8,28 +8,29 @@
 //! ```
 //!
 //! The source is the vhost-user specification ("Message Specification", "Front-end message types");
-//! names are its own. Numbers are in the machine's byte order.
+//! names are its own. Numbers are in native byte order.
 //!
-//! Sizes and descriptors are judged exactly. A descriptor that nobody asked for is closed where it
-//! is found: each is owned from the moment it was received.
+//! Sizes and numbers of descriptors are checked exactly. Unexpected descriptors are closed: each is
+//! owned from the moment it was received.
 
 use std::os::fd::OwnedFd;
 
-/// What every message begins with.
+/// Length of a header.
 pub const HEADER_BYTES: usize = 12;
-/// Largest payload that any message has: a piece of the configuration space, or a memory table.
+/// Longest payload of any message: a range of the configuration space, or a memory table.
 pub const MAX_PAYLOAD_BYTES: usize = CONFIG_HEADER_BYTES + MAX_CONFIG_BYTES;
-/// Most descriptors that any message has: those of a memory table.
+/// Largest number of descriptors of any message: those of a memory table.
 pub const MAX_DESCRIPTORS: usize = MAX_TABLE_REGIONS;
-/// Most regions in one memory table. The specification has 8; front ends have been seen with 32.
+/// Largest number of regions in one memory table. The specification has 8; some front ends use 32.
 pub const MAX_TABLE_REGIONS: usize = 32;
-/// Most bytes of the configuration space in one message; no front end is known to ask for more.
+/// Largest range of the configuration space in one message; no known front end asks for more.
 pub const MAX_CONFIG_BYTES: usize = 4096;
 
 const CONFIG_HEADER_BYTES: usize = 12;
 const REGION_BYTES: usize = 32;
 const TABLE_HEADER_BYTES: usize = 8;
-/// Of an in-flight description: four fields, and the same as a C structure aligned to eight bytes.
+/// Length of an in-flight description: four fields, and the same as a C structure aligned to eight
+/// bytes.
 const INFLIGHT_BYTES: usize = 20;
 const PADDED_INFLIGHT_BYTES: usize = 24;
 
@@ -37,10 +38,10 @@ const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// In the payload that sets a ring's descriptor: there is none.
+/// Flag in the payload that sets a ring's eventfd: no descriptor is passed.
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
-/// Numbers of the requests that are understood.
+/// Numbers of the supported requests.
 #[allow(missing_docs, reason = "the specification's names")]
 pub mod code {
     pub const GET_FEATURES: u32 = 1;
@@ -73,11 +74,11 @@ pub mod code {
     pub const SET_STATUS: u32 = 39;
     pub const GET_STATUS: u32 = 40;
 
-    /// Of the back end's own messages, on the channel that SET_BACKEND_REQ_FD gives it.
+    /// One of the back end's own messages, on the channel of SET_BACKEND_REQ_FD.
     pub const CONFIG_CHANGE_MSG: u32 = 2;
 }
 
-/// A request's name, for the log.
+/// Name of a request, for the log.
 pub fn name(code: u32) -> &'static str {
     match code {
         code::GET_FEATURES => "GET_FEATURES",
@@ -113,7 +114,7 @@ pub fn name(code: u32) -> &'static str {
     }
 }
 
-/// Why bytes are no message.
+/// Reason why bytes are no valid message.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
@@ -139,12 +140,12 @@ pub enum Malformed {
     RingBits(u64),
 }
 
-/// What a message begins with.
+/// Header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The request's number: see [`code`].
     pub code: u32,
-    /// It is to be acknowledged, if that was negotiated.
+    /// The front end expects an acknowledgement, if REPLY_ACK was negotiated.
     pub need_reply: bool,
     /// Length of the payload that follows, at most [`MAX_PAYLOAD_BYTES`].
     pub payload_bytes: usize,
@@ -154,7 +155,7 @@ impl Header {
     /// Parses a front end's header.
     ///
     /// # Errors
-    /// [`Malformed`]: what follows cannot be told apart, so the connection has to end.
+    /// [`Malformed`]: the end of the message is unknown, so the connection has to end.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, Malformed> {
         let (code, flags, payload_bytes) = (u32_at(bytes, 0), u32_at(bytes, 4), u32_at(bytes, 8));
         if flags & VERSION_MASK != VERSION {
@@ -169,20 +170,20 @@ impl Header {
     }
 }
 
-/// A region of the guest's memory, as the front end describes it. Nothing of it has been checked.
+/// A region of the guest's memory as the front end describes it, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionInfo {
-    /// Its first guest-physical address.
+    /// First guest-physical address.
     pub guest_address: u64,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Its first address in the front end.
+    /// First address in the front end's address space.
     pub user_address: u64,
-    /// Where it begins in its file.
+    /// Offset in the region's file.
     pub file_offset: u64,
 }
 
-/// Where the parts of a ring are: addresses in the front end.
+/// Locations of a ring's parts, as addresses in the front end's address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VringAddresses {
     /// The descriptor table, or a packed ring's descriptors.
@@ -193,22 +194,22 @@ pub struct VringAddresses {
     pub driver: u64,
 }
 
-/// Describes memory that records which requests are in flight.
+/// Description of an in-flight area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InflightInfo {
-    /// Length of the area.
+    /// Length in bytes.
     pub bytes: u64,
-    /// Where it begins in its file.
+    /// Offset in its file.
     pub file_offset: u64,
-    /// Rings that it has room for.
+    /// Number of rings that it has room for.
     pub queues: u16,
-    /// Descriptors of each ring.
+    /// Number of descriptors of each ring.
     pub queue_size: u16,
-    /// It came with the padding that a C compiler appends, and is answered with it.
+    /// The message had the padding that a C compiler appends; the reply has it too.
     pub padded: bool,
 }
 
-/// What a front end asks for.
+/// A request of a front end.
 #[allow(missing_docs, reason = "the specification's names")]
 #[derive(Debug)]
 pub enum Request {
@@ -244,10 +245,10 @@ pub enum Request {
 }
 
 impl Request {
-    /// Parses what came behind a header. All `descriptors` that are not in the result are closed.
+    /// Parses the payload behind a header. All `descriptors` that are not in the result are closed.
     ///
     /// # Errors
-    /// [`Malformed`]; the message ends where its header says, so others can follow.
+    /// [`Malformed`]; the message ends where its header says, so later messages can be parsed.
     pub fn parse(code: u32, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Self, Malformed> {
         let mut body = Body { payload, descriptors };
         let request = match code {
@@ -303,8 +304,8 @@ impl Request {
             code::ADD_MEM_REG => Self::AddMemReg(body.region()?, body.descriptor()?),
             code::REM_MEM_REG => {
                 let region = body.region()?;
-                // Some front ends pass the region's descriptor once more, and are to be forgiven
-                // ("VHOST_USER_REM_MEM_REG").
+                // Some front ends pass the region's descriptor once more; the specification asks
+                // back ends to tolerate that ("VHOST_USER_REM_MEM_REG").
                 body.descriptors.pop();
                 Self::RemMemReg(region)
             }
@@ -317,7 +318,7 @@ impl Request {
     }
 }
 
-/// Whether a request has an answer of its own, which then stands for the acknowledgement too.
+/// True if a request has its own reply, which then also serves as the acknowledgement.
 pub fn has_answer(code: u32) -> bool {
     use code::*;
     matches!(
@@ -333,14 +334,14 @@ pub fn has_answer(code: u32) -> bool {
     )
 }
 
-/// What is left of a message.
+/// Unparsed rest of a message.
 struct Body<'a> {
     payload: &'a [u8],
     descriptors: Vec<OwnedFd>,
 }
 
 impl<'a> Body<'a> {
-    /// Takes the whole payload, which is to have `N` bytes.
+    /// Takes the whole payload, which must have `N` bytes.
     fn whole<const N: usize>(&mut self) -> Result<&'a [u8; N], Malformed> {
         let wrong = Malformed::Size { is: self.payload.len(), due: N };
         let whole = <&[u8; N]>::try_from(self.payload).map_err(|_| wrong)?;
@@ -359,8 +360,8 @@ impl<'a> Body<'a> {
 
     fn addresses(&mut self) -> Result<Request, Malformed> {
         let bytes = self.whole::<40>()?;
-        // The flags at 4 say whether writes to the used ring are to be recorded, and 32 where. They
-        // are recorded where they happen, with all others: see `session`.
+        // Ignores the flags at 4 (log writes to the used ring) and the log address at 32. Those
+        // writes are logged where they happen, with all others: see `session`.
         let addresses = VringAddresses {
             descriptors: u64_at(bytes, 8),
             device: u64_at(bytes, 16),
@@ -402,7 +403,7 @@ impl<'a> Body<'a> {
     }
 
     fn log(&mut self) -> Result<Request, Malformed> {
-        // Eight bytes are an address in the front end, as the kernel's vhost takes it.
+        // An eight-byte payload is an address in the front end, as the kernel's vhost accepts it.
         if self.payload.len() == 8 {
             return Err(Malformed::LogWithoutDescriptor);
         }
@@ -443,7 +444,7 @@ impl<'a> Body<'a> {
         }
     }
 
-    /// Nothing may be left over.
+    /// Fails if a part of the message was not consumed.
     fn end(self) -> Result<(), Malformed> {
         match (self.payload.len(), self.descriptors.len()) {
             (0, 0) => Ok(()),
@@ -453,54 +454,54 @@ impl<'a> Body<'a> {
     }
 }
 
-/// The payload of one number.
+/// Payload of one number.
 pub(super) fn number(number: u64) -> Vec<u8> {
     number.to_ne_bytes().to_vec()
 }
 
-/// Of several numbers.
+/// Payload of several numbers.
 pub(super) fn numbers(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
-/// Of a ring and a number.
+/// Payload of a ring and a number.
 pub(super) fn state(ring: u32, value: u32) -> Vec<u8> {
     [ring, value].map(u32::to_ne_bytes).concat()
 }
 
-/// Of a ring's event, with a descriptor or without.
+/// Payload of a ring's eventfd, with or without a descriptor.
 pub(super) fn event(ring: u32, has_descriptor: bool) -> Vec<u8> {
     number(u64::from(ring) | if has_descriptor { 0 } else { NO_DESCRIPTOR })
 }
 
-/// Of a ring's addresses.
+/// Payload of a ring's addresses.
 pub(super) fn addresses_of(ring: u32, addresses: &VringAddresses) -> Vec<u8> {
     let &VringAddresses { descriptors, device, driver } = addresses;
     [state(ring, 0), numbers(&[descriptors, device, driver, 0])].concat()
 }
 
-/// Of one region.
+/// Payload of one memory region.
 pub(super) fn region_of(info: &RegionInfo) -> Vec<u8> {
     let &RegionInfo { guest_address, bytes, user_address, file_offset } = info;
     numbers(&[0, guest_address, bytes, user_address, file_offset])
 }
 
-/// Of an area for requests in flight.
+/// Payload of an in-flight area.
 pub(super) fn area_of(info: &InflightInfo) -> Vec<u8> {
     let sizes = [info.queues, info.queue_size].map(u16::to_ne_bytes).concat();
     let padding: &[u8] = if info.padded { &[0; PADDED_INFLIGHT_BYTES - INFLIGHT_BYTES] } else { &[] };
     [&numbers(&[info.bytes, info.file_offset]), &sizes[..], padding].concat()
 }
 
-/// Of a piece of the configuration space.
+/// Payload of a range of the configuration space.
 pub(super) fn config_of(offset: u32, flags: u32, content: &[u8]) -> Vec<u8> {
-    // As long as the request's, which has four bytes for it.
+    // Cannot truncate: as long as the request's content, whose length has four bytes.
     let size = content.len() as u32;
     let head = [offset, size, flags].map(u32::to_ne_bytes).concat();
     [&head[..], content].concat()
 }
 
-/// Of exactly [`REGION_BYTES`].
+/// Parses exactly [`REGION_BYTES`].
 fn region(bytes: &[u8]) -> RegionInfo {
     RegionInfo {
         guest_address: u64_at(bytes, 0),
@@ -522,7 +523,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
-/// An answer to a front end, ready to be sent.
+/// A reply to a front end, ready to be sent.
 #[derive(Debug)]
 pub struct Reply {
     /// Header and payload.
@@ -536,33 +537,33 @@ impl Reply {
         Self { bytes: message(code, VERSION | REPLY, payload), descriptor: None }
     }
 
-    /// A number; as an acknowledgement 0 is success.
+    /// A number; as an acknowledgement, 0 is success.
     pub fn number(code: u32, number: u64) -> Self {
         Self::new(code, &[&number.to_ne_bytes()])
     }
 
-    /// Where a ring that has stopped goes on later.
+    /// Index at which a stopped ring continues later.
     pub fn vring_base(ring: u32, base: u32) -> Self {
         Self::new(code::GET_VRING_BASE, &[&ring.to_ne_bytes(), &base.to_ne_bytes()])
     }
 
-    /// A piece of the configuration space.
+    /// A range of the configuration space.
     pub fn config(offset: u32, flags: u32, content: &[u8]) -> Self {
         Self::new(code::GET_CONFIG, &[&config_of(offset, flags, content)])
     }
 
-    /// The configuration space cannot be had: a payload of no bytes.
+    /// Failure to read the configuration space: an empty payload.
     pub fn no_config() -> Self {
         Self::new(code::GET_CONFIG, &[])
     }
 
-    /// An area for requests in flight and its file; without a file, one of no bytes: there is none.
+    /// An in-flight area and its file. Without a file, an area of no bytes: none is available.
     pub fn inflight(area: &InflightInfo, file: Option<OwnedFd>) -> Self {
         Self { descriptor: file, ..Self::new(code::GET_INFLIGHT_FD, &[&area_of(area)]) }
     }
 }
 
-/// The message that tells a front end to read the configuration space again. It is not to be
+/// CONFIG_CHANGE_MSG, which makes a front end read the configuration space again; it is not
 /// acknowledged.
 pub fn config_change() -> Vec<u8> {
     message(code::CONFIG_CHANGE_MSG, VERSION, &[])
@@ -570,7 +571,7 @@ pub fn config_change() -> Vec<u8> {
 
 fn message(code: u32, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     let payload = payload.concat();
-    // Of our own making, and short.
+    // Cannot truncate: payloads are created here and short.
     let length = payload.len() as u32;
     let mut bytes = [code, flags, length].map(u32::to_ne_bytes).concat();
     bytes.extend_from_slice(&payload);
@@ -605,7 +606,7 @@ mod tests {
         assert!(header(1, 1, MAX_PAYLOAD_BYTES as u32 + 1).is_err());
     }
 
-    /// Every request with the payload and the descriptors that it has, and nothing else.
+    /// Every request with exactly its payload and its descriptors, and no other.
     #[test]
     fn sizes_and_descriptors_are_exact() {
         use code::*;

@@ -1,37 +1,37 @@
-//! For how long a queue looks into its ring before it sleeps. A kick costs its guest a trap and us
-//! a wake-up, on a virtual machine tens of microseconds each; looking costs a processor that others
-//! may want, the guest among them.
+//! Busy polling: how long a queue looks into its ring before it sleeps. A kick costs the guest a
+//! trap and this process a wake-up, tens of microseconds each on a virtual machine; polling costs a
+//! processor that others may need, the guest among them.
 //!
-//! So it looks only where the last sleep was so short that looking would have found the next
-//! request, and after looking in vain it sleeps at once for a while: first once, then twice, four
-//! times, and so on. A driver that has to wait for our processor is never found by looking, and is
-//! soon left alone.
+//! The queue polls only if the last sleep was so short that polling would have found the next
+//! request. After polling without success it sleeps at once: the first time once, then twice, four
+//! times, and so on. A driver that needs this processor never submits while the queue polls, so
+//! polling soon stops.
 //!
 //! A value: no clock, no thread.
 
 use policy::time::{Duration, Instant};
 
-/// For so long at most. Waking up takes about as long on a virtual machine; QEMU's
+/// Longest time of polling. A wake-up takes about as long on a virtual machine; QEMU's
 /// `poll-max-ns` is half of it.
 const LONGEST: Duration = Duration::from_micros(64);
-/// After looking in vain again and again, so many sleeps without. With the cheapest sleeps and
-/// wake-ups there are, it is then 2 % of the time that is looked away.
+/// Largest number of sleeps without polling after repeated failures. With the cheapest sleeps and
+/// wake-ups, polling then takes 2 % of the time.
 const MOST_SKIPPED: u32 = 1024;
 
 #[derive(Debug, Default)]
 pub(super) struct Patrol {
-    /// Whether the last sleep was short.
+    /// The last sleep was short.
     is_worth_it: bool,
     since: Option<Instant>,
-    /// When it looked last.
+    /// Time of the last poll.
     looked: Option<Instant>,
-    /// After the next time in vain, so many sleeps come without looking; and how many are left.
+    /// `penalty`: number of sleeps without polling after the next failure; `skipped`: number left.
     penalty: u32,
     skipped: u32,
 }
 
 impl Patrol {
-    /// There was something in the ring, or something has ended.
+    /// Records that the ring had a request, or that a request has ended.
     pub(super) fn found(&mut self) {
         if self.since.take().is_some() {
             self.penalty = 0;
@@ -39,7 +39,7 @@ impl Patrol {
         self.looked = None;
     }
 
-    /// Nothing was there: whether to look once more. If not, it sleeps now.
+    /// Records that nothing was found; true to poll again, false to sleep.
     pub(super) fn goes_on(&mut self, now: Instant) -> bool {
         if !self.is_worth_it {
             return false;
@@ -49,7 +49,7 @@ impl Patrol {
             return false;
         }
         let since = *self.since.get_or_insert(now);
-        // A clock that stands still while somebody looks at it, as in simulation, ends no window.
+        // An unchanged clock, as in simulation, must not poll forever.
         if now - since < LONGEST && self.looked.replace(now) != Some(now) {
             return true;
         }
@@ -59,7 +59,7 @@ impl Patrol {
         false
     }
 
-    /// It was woken after so long.
+    /// Records a wake-up after a sleep of this duration.
     pub(super) fn slept(&mut self, slept: Duration) {
         self.is_worth_it = slept <= LONGEST;
     }
@@ -71,7 +71,8 @@ mod tests {
 
     const STEP: Duration = Duration::from_micros(1);
 
-    /// Looks until it sleeps; how often, with `now` moved on by so many steps.
+    /// Polls until it sleeps; returns the number of polls, each of which advances `now` by
+    /// [`STEP`].
     fn looks(patrol: &mut Patrol, now: &mut Instant) -> u64 {
         let mut looks = 0;
         while patrol.goes_on(*now) {

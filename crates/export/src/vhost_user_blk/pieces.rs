@@ -1,9 +1,9 @@
-//! Requests that are not carried out as they are: large ones, of which a guest may ask for 4 GiB at
-//! once, and those whose memory a device may not take as it lies, so that it is copied.
+//! Requests that are executed in pieces: large ones, up to 4 GiB, and those whose buffers are not
+//! aligned for the device, so that they are copied.
 //!
-//! They go in pieces. Each piece is charged to the process's memory, because it may be copied, and
-//! to the disk's limits. Of one queue one large request is under way at a time, so that it does not
-//! keep a worker from everybody else.
+//! Each piece is charged to the process's memory, because it may be copied, and to the disk's
+//! limits. Each queue executes one large request at a time, so that a large request does not delay
+//! other tasks of the worker.
 
 use std::mem;
 
@@ -17,11 +17,11 @@ use reactor::{
     memory::Account,
 };
 
-/// As much at once: no request of a usual guest is larger. Copied within a millisecond or two. In
-/// simulation less, so that small requests are in several pieces too.
+/// Length of a piece: no request of a usual guest is larger. Copied within a millisecond or two.
+/// Smaller in simulation, so that small requests have several pieces too.
 const PIECE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 
-/// Whether a request with this data is carried out as it is.
+/// True if a request with this data is executed as a whole.
 pub(super) fn is_plain(data: &Data) -> bool {
     let sector = SECTOR_BYTES as usize;
     let mut bytes = 0;
@@ -31,7 +31,7 @@ pub(super) fn is_plain(data: &Data) -> bool {
     })
 }
 
-/// What is charged until it is dropped.
+/// Charged memory; returned on drop.
 struct Charge<'a>(&'a Account, u64);
 
 impl Drop for Charge<'_> {
@@ -41,7 +41,7 @@ impl Drop for Charge<'_> {
 }
 
 impl Queue {
-    /// A read or write.
+    /// Executes a read or write.
     pub(super) async fn carry_out_in_pieces(&self, incoming: Incoming) {
         let direction = match incoming.request.kind {
             Kind::Read { .. } => Direction::Read,
@@ -68,17 +68,20 @@ impl Queue {
             let Some(pass) = self.admit(direction, Cost::one(bytes), must_go).await else {
                 return self.give_back(incoming);
             };
+            // The first piece has effects, so the request cannot go back into the ring any more.
             must_go = true;
             outcome = match direction {
                 Direction::Read => disk.read_to(pass, offset, Target::Here(piece)).await.map(drop),
                 Direction::Write => disk.write(pass, offset, piece, self.device.durability()).await,
             };
             offset += bytes;
-            // Storage in memory never waits.
+            // Storage in memory completes without waiting, so other tasks would not run between
+            // pieces.
             reactor::yield_now().await;
         }
         if direction == Direction::Read {
-            // Not after each piece: a log may come in between, and has to know of all of them.
+            // After the last piece: a dirty log that is set between pieces has to cover all of
+            // them.
             incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
         }
         self.answer(incoming, outcome);

@@ -1,18 +1,18 @@
 //! A queue: one ring of a front end, on one worker, from its start to its stop.
 //!
 //! ```text
-//!   kick ─► bell ─► news ─┐                        tasks, one an I/O
-//!   orders ───────► news ─┤   turn: take ─► parse ─► merge ─► disk ─┐
-//!   completions ──► news ─┘         announce ◄── into the ring ◄────┘
-//!                                   one call for many
+//!   kick ─► eventfd ─► news ─┐                     one task per I/O
+//!   orders ──────────► news ─┤   turn: take ─► parse ─► merge ─► disk ─┐
+//!   completions ─────► news ─┘         announce ◄── used ring ◄────────┘
+//!                                      one call for many completions
 //! ```
 //!
-//! While there is something to do the driver is asked for no kicks. Where there is nothing, the
-//! queue looks again for a while before it asks for one and sleeps: see [`Patrol`].
+//! While requests arrive, kicks are disabled. When none are left, the queue polls for a while
+//! before it enables kicks and sleeps: see [`Patrol`].
 //!
-//! A queue that is stopped takes nothing more. What waits for its limits, or because an error has
-//! stopped the disk, goes back into the ring, what has begun ends, and then it says where the ring
-//! goes on.
+//! A queue that is stopped takes no further request. Requests that wait for limits, or for a disk
+//! that an error has stopped, go back into the ring; started ones complete; then the queue reports
+//! the index at which the ring continues.
 
 use std::{
     cell::{Cell, RefCell},
@@ -53,31 +53,32 @@ use reactor::{
 };
 use storage::RangeLocks;
 
-/// Requests that are taken in one go, so that completions are not kept waiting for long.
+/// Number of requests taken in one turn, so that completions are not delayed for long.
 const MOST_TAKEN: usize = 256;
-/// Descriptors that are read in one go: two of the longest chains.
+/// Number of descriptors read in one turn: two of the longest chains.
 const MOST_DESCRIPTORS: usize = 2 * MAX_DESCRIPTORS;
-/// More than so many keep the thread busy for as long as dozens of small requests do. A machine
-/// that makes its chains as long as it can would otherwise take a turn of tasks for milliseconds,
-/// and the completions of its neighbours wait.
+/// Number of descriptors above which a turn counts as long: they occupy the thread like dozens of
+/// small requests. Otherwise a guest with chains of maximum length could use a turn of tasks for
+/// milliseconds and delay the completions of its neighbours.
 const MANY_DESCRIPTORS: usize = 512;
 
-/// Chains whose headers are on their way from another processor's cache while the next are taken.
+/// Number of chains whose headers are prefetched from another processor's cache while the next are
+/// taken.
 const FETCHED: usize = 16;
-/// Kicks of a ring in which nothing ever was, after which the guest's memory is in doubt: one may
-/// be the front end's own (QEMU's, as it starts a ring), the second is a driver's.
+/// Kicks of an always empty ring after which the guest's memory is in doubt. One may be the front
+/// end's own (QEMU kicks a ring that it starts); the second is the driver's.
 const KICKS_FOR_NOTHING: u64 = 2;
-/// Chains that are given back before the driver is called for them.
+/// Number of completions after which the driver is called during a turn.
 const MOST_UNANNOUNCED: usize = 16;
 
-/// What its export tells a queue.
+/// Order of the export to a queue.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Take nothing more. `abandoned`: nobody is there any more.
+    /// Take no further request. `abandoned`: the front end has disconnected.
     Stop {
         abandoned: bool,
     },
-    /// Other memory. The channel closes when it is in use, or the queue has ended.
+    /// Replace the memory. The channel closes when the new memory is in use or the queue has ended.
     Memory(Memory, RingPlaces, async_channel::Sender<Infallible>),
     Event(EventKind, Option<Bell>),
 }
@@ -86,14 +87,14 @@ pub(super) enum Order {
 pub(super) struct Incoming {
     pub(super) ticket: Ticket,
     pub(super) request: Request,
-    /// Rises with every request of the queue.
+    /// Sequence number of the request in the queue.
     number: u64,
-    /// It cannot go back, and waits for its limits whatever happens.
+    /// The request cannot go back into the ring: it waits for admission even while the queue stops.
     pub(super) must_go: bool,
 }
 
 impl Incoming {
-    /// Where its data is.
+    /// Buffers of the request's data.
     ///
     /// # Panics
     /// If it has none.
@@ -104,7 +105,7 @@ impl Incoming {
         }
     }
 
-    /// Whether its data was handed on, so that it cannot be tried again.
+    /// True if the buffers were moved to the disk, so that the request cannot be retried.
     pub(super) fn is_spent(&self) -> bool {
         matches!(&self.request.kind, Kind::Read { into: places, .. } | Kind::Write { from: places, .. } if places.is_empty())
     }
@@ -134,17 +135,17 @@ pub(super) struct Queue {
     ring: RefCell<Ring>,
     pub(super) loss: Option<Arc<Loss>>,
     memory: RefCell<Memory>,
-    /// The memory has changed since requests began that are in flight: see [`Queue::ended`].
+    /// Memory was replaced while requests in flight still use the old one: see [`Queue::mark`].
     memory_changed: Cell<bool>,
     /// See [`Queue::is_lost`].
     lost: Cell<bool>,
     bells: RefCell<Bells>,
     notifier: Notifier,
-    /// Another kick is to be heard.
+    /// Notified when the kick was replaced.
     rewired: Event,
-    /// Chains given back for which the driver was not called.
+    /// Number of completions for which the driver was not called yet.
     unannounced: Cell<usize>,
-    /// What waited for its limits when the queue was stopped.
+    /// Requests that waited for limits when the queue was stopped.
     returned: RefCell<Vec<Incoming>>,
     in_flight: Cell<usize>,
     taken: Cell<u64>,
@@ -152,20 +153,20 @@ pub(super) struct Queue {
     news: Signal,
     stopping: Cell<bool>,
     abandoned: Cell<bool>,
-    /// For those that wait for their limits.
+    /// Wakes requests that wait for limits.
     pub(super) stop: Event,
     pub(super) patience: Arc<Patience>,
-    /// Its share of the disk's memory while requests wait for it.
+    /// Share of the disk's memory while requests wait for it.
     pub(super) flow: MemoryFlow,
-    /// Held by the large request that is under way.
+    /// Held by the large request that is being executed.
     pub(super) large: RangeLocks,
 }
 
 impl Queue {
-    /// Takes up a ring.
+    /// Creates a queue for a ring.
     ///
     /// # Errors
-    /// What cannot be about it.
+    /// The settings or the in-flight area contradict each other.
     pub(super) fn new(number: u16, settings: RingSettings, device: Arc<Device>) -> Result<Rc<Self>, Broken> {
         let RingSettings { size, places, memory, features, base, inflight, loss, kick, call, error } =
             settings;
@@ -211,15 +212,15 @@ impl Queue {
         }))
     }
 
-    /// Before it serves: events of a simulation.
+    /// Replaces the events by simulated ones before the queue serves.
     #[cfg(test)]
     pub(super) fn hang(&self, kick: Option<Bell>, call: Bell) {
         let mut bells = self.bells.borrow_mut();
         (bells.kick, bells.call) = (kick, Some(call));
     }
 
-    /// Serves the ring until it is ordered to stop, or its driver makes it meaningless; where the
-    /// ring goes on.
+    /// Serves the ring until an order to stop or a violation by the driver; returns the index at
+    /// which the ring continues.
     pub(super) async fn serve(self: Rc<Self>, orders: async_channel::Receiver<Order>) -> u32 {
         let bell = reactor::spawn_joinable(Rc::clone(&self).hear());
         let obeying = reactor::spawn_joinable(Rc::clone(&self).obey(orders));
@@ -231,7 +232,8 @@ impl Queue {
         obeying.cancel().await;
         let this = Rc::into_inner(self).expect("its tasks have ended");
         let ring = this.ring.into_inner();
-        // A front end that has gone does not know where the ring stopped: the in-flight area does.
+        // A front end that has disconnected did not receive the base; the next one uses the
+        // in-flight area.
         if this.abandoned.get() { ring.base() } else { ring.stop() }
     }
 
@@ -239,16 +241,18 @@ impl Queue {
         let mut intake = Intake::default();
         let mut launcher = Launcher::new();
         let mut patrol = Patrol::default();
-        // A device before us may have owed a call.
+        // An earlier process may have died between a completion and its call.
         self.call();
         while !self.stopping.get() {
             self.ring.borrow_mut().silence();
             let taken = self.take(&mut intake);
-            // Also those that came before what breaks the ring.
+            // Requests in front of a violation are valid and are executed.
             self.start(&mut intake, &mut launcher, Self::carry_out);
             let ended = self.announce();
             if taken? > 0 || ended {
                 patrol.found();
+            // `listen` enables kicks and looks once more: a request added in between may come
+            // without a kick.
             } else if !patrol.goes_on(reactor::now()) && !self.ring.borrow_mut().listen() {
                 if self.taken.get() == 0 && self.kicks.get() >= KICKS_FOR_NOTHING {
                     self.device.doubt_memory(self.number);
@@ -258,13 +262,13 @@ impl Queue {
                 patrol.slept(reactor::now() - began);
                 continue;
             }
-            // However much there is to do here, others have their turn.
+            // Yields after each turn, so that a busy ring cannot starve the worker's other tasks.
             reactor::yield_now().await;
         }
         Ok(())
     }
 
-    /// Takes what is in the ring; how many.
+    /// Takes requests from the ring; returns their number.
     fn take(&self, intake: &mut Intake<Incoming>) -> Result<usize, Broken> {
         let mut ring = self.ring.borrow_mut();
         if ring.is_lost() || self.is_lost() {
@@ -289,6 +293,7 @@ impl Queue {
                     Err(why) => (outcome, is_over) = (Err(why), true),
                 }
             }
+            // Parsed after the whole batch was taken, when the prefetched headers have arrived.
             for chain in chains.drain(..) {
                 self.parse(chain, &limits, &mut ring, intake);
             }
@@ -350,9 +355,9 @@ impl Queue {
         Counted { io, device: Arc::clone(&self.device) }
     }
 
-    /// A request has been answered in the guest's memory, of which so many bytes were written: it
-    /// goes back. A driver that is awake finds it; others are called for many at a time, and not
-    /// only at the end of a turn, so that they wake up while we go on.
+    /// Completes a request whose reply was written to the guest's memory, `written` bytes of it.
+    /// The driver is called once for many completions, but not only at the end of a turn, so that a
+    /// sleeping driver wakes up while this thread continues.
     pub(super) fn ended(&self, ticket: Ticket, written: u32) {
         self.ring.borrow_mut().complete(ticket, written);
         let count = self.unannounced.get() + 1;
@@ -363,15 +368,15 @@ impl Queue {
         self.news.raise();
     }
 
-    /// A request was not begun, or is to be tried again, and the queue is stopping, or is about to:
-    /// its memory is lost.
+    /// Returns a request that was not executed, or is to be retried, while the queue is stopping or
+    /// about to stop because its memory is lost.
     pub(super) fn give_back(&self, incoming: Incoming) {
         self.returned.borrow_mut().push(incoming);
         self.less(1);
         self.news.raise();
     }
 
-    /// Nobody is there to answer, and the next front end finds it in the in-flight area.
+    /// Drops a request without a reply; the next front end finds it in the in-flight area.
     pub(super) fn forget(&self, _: Ticket) {
         self.less(1);
         self.news.raise();
@@ -382,7 +387,7 @@ impl Queue {
         self.device.in_flight.fetch_sub(count as u64, Relaxed);
     }
 
-    /// Calls the driver if it wants that for what was given back. Whether there was something.
+    /// Counts out completions and calls the driver if it asked for that; true if there were any.
     fn announce(&self) -> bool {
         let count = self.unannounced.take();
         if count > 0 {
@@ -399,7 +404,7 @@ impl Queue {
         self.call_anyway();
     }
 
-    /// Raises the news when the driver kicks, or now and then if it cannot.
+    /// Raises `news` when the driver kicks, or periodically if there is no kick.
     async fn hear(self: Rc<Self>) {
         let mut idle = Idle::default();
         loop {
@@ -433,7 +438,8 @@ impl Queue {
         loop {
             let rests = self.device.rests();
             if self.device.is_resting() {
-                // It may have stopped before, and then nobody orders it to.
+                // The front end may have stopped the ring before the upgrade; then no order will
+                // follow.
                 self.stop.notify(usize::MAX);
             }
             let order = match first(orders.recv(), rests).await {
@@ -447,7 +453,7 @@ impl Queue {
                 Order::Event(kind, bell) => self.set_bell(kind, bell),
             }
         }
-        // Whoever ordered has gone.
+        // The sender was dropped: the front end has disconnected.
         self.stop(true);
         pending::<()>().await;
     }
@@ -457,12 +463,12 @@ impl Queue {
             EventKind::Kick => {
                 self.bells.borrow_mut().kick = bell;
                 self.rewired.notify(usize::MAX);
-                // The last one may have been rung, and was not heard.
+                // A signal on the old kick may not have been read.
                 self.news.raise();
             }
             EventKind::Call => {
                 self.bells.borrow_mut().call = bell;
-                // What was completed meanwhile called nobody.
+                // Completions since the last call may not have been signalled.
                 self.call_anyway();
             }
             EventKind::Error => self.bells.borrow_mut().error = bell,
@@ -486,8 +492,8 @@ impl Queue {
         self.news.raise();
     }
 
-    /// Whether memory of the front end has gone, now or before. What is read into it would become
-    /// memory of ours, so the queue ends.
+    /// True if memory of the front end was truncated, now or earlier. Reads into it would go to
+    /// memory of this process, so the queue ends.
     pub(super) fn is_lost(&self) -> bool {
         let is_lost = self.lost.get() || self.memory.borrow().is_lost();
         self.lost.set(is_lost);
@@ -514,13 +520,13 @@ impl Queue {
         }
     }
 
-    /// Marks what a request has written, for a log that may have come after it began.
+    /// Marks what a request has written in the dirty log, which may be newer than the request.
     pub(super) fn mark(&self, address: u64, bytes: usize) {
         if !self.memory_changed.get() || self.memory.borrow().log().is_none() {
             return;
         }
         let mut places = Places::new();
-        // It may lie in other regions now.
+        // The new memory may divide the range into other regions.
         self.memory.borrow().places(address, bytes, &mut places);
         places.iter().for_each(Place::mark_dirty);
     }
@@ -533,8 +539,8 @@ impl Queue {
         self.stop(false);
     }
 
-    /// Until nothing is in flight. What was not begun goes back, the newest first; what cannot go
-    /// back is carried out.
+    /// Waits until no request is in flight. Requests that were not executed go back into the ring,
+    /// the newest first; those that cannot are executed.
     async fn wait_for_the_rest(self: &Rc<Self>) {
         loop {
             self.announce();
@@ -547,14 +553,16 @@ impl Queue {
                 return;
             }
             if !self.abandoned.get() {
-                // What cannot go back waits for the disk.
+                // Requests that cannot go back have to wait for the disk.
                 self.patience.regain();
             }
             returned.sort_by_key(|incoming| incoming.number);
             while let Some(Incoming { ticket, request, number, .. }) = returned.pop() {
+                // Only the newest available entries can go back. A request behind which another was
+                // completed cannot.
                 let Err(ticket) = self.ring.borrow_mut().put_back(ticket) else { continue };
                 if self.abandoned.get() {
-                    // It stays in the in-flight area.
+                    // Stays in the in-flight area for the next front end.
                     continue;
                 }
                 self.in_flight.set(self.in_flight.get() + 1);
@@ -566,7 +574,7 @@ impl Queue {
     }
 }
 
-/// The bell that an event is. Without it, a ring is served as if it had been given none.
+/// Wraps an eventfd. A ring with an invalid event is served as if it had been given none.
 pub(super) fn bell(device: &Device, number: u16, event: Option<Fd>) -> Option<Bell> {
     let bell = Bell::new(event?);
     bell.inspect_err(|why| device.warn_of_event(number, why)).ok()

@@ -1,4 +1,4 @@
-//! What a queue takes in one go.
+//! Number of requests that a queue takes in one turn.
 
 use super::*;
 use crate::vhost_user_blk::{Export, Offer};
@@ -36,7 +36,7 @@ fn take_the_longest_chains() {
     let (packed, event_idx, indirect) = (false, false, true);
     let mut driver =
         Driver::new(&Layout { size: SIZE, descriptors, driver, device, packed, event_idx, indirect });
-    // Nothing to read or to write: each goes back at once.
+    // Chains of empty buffers: each is completed at once.
     let nothing = Buffer { address: 0, bytes: 0, writable: false };
     for _ in 0..5 {
         let table = place(0x4000, MAX_DESCRIPTORS * 16);

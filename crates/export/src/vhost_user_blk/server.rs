@@ -1,5 +1,4 @@
-//! An export at work: its front ends, one after the other, and the queues of the one that is
-//! connected.
+//! A running export: its front ends, one after the other, and the queues of the connected one.
 //!
 //! ```text
 //!   front end ─► connection ─► Effect::Start ─► a queue on one of the workers
@@ -7,8 +6,8 @@
 //!                    └── stopped, with its base ◄───┘
 //! ```
 //!
-//! The connection lives on the thread that calls [`Server::serve`]; each queue lives on one worker
-//! and never moves. A front end that goes is over when its last queue is.
+//! The connection lives on the thread that calls [`Server::serve`]; each queue stays on one worker.
+//! A front end has left when its last queue has ended.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -50,32 +49,32 @@ use block::disk::Disk;
 use policy::time::{Duration, Instant};
 use reactor::{Notifier, Party, Worker, op::Fd, seldom::Seldom};
 
-/// Where queues run.
+/// Threads that run queues.
 #[derive(Clone)]
 pub enum Threads {
-    /// Each on the next of these.
+    /// Each queue on the next of these.
     Workers(Rc<Vec<Worker>>),
-    /// All on the thread that serves: for tests and simulation.
+    /// All on the serving thread: for tests and simulation.
     Here,
 }
 
-/// What an export's front ends did so far.
+/// Counters of an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// Rings that are served now.
+    /// Rings that are being served.
     pub queues: usize,
-    /// Requests that were taken.
+    /// Requests taken from rings.
     pub requests: u64,
-    /// Of these, how many are being carried out.
+    /// Requests in flight.
     pub in_flight: u64,
-    /// How often guests announced requests.
+    /// Kicks received from guests.
     pub kicks: u64,
-    /// How often guests were told that requests had ended.
+    /// Calls sent to guests.
     pub calls: u64,
-    /// How often data was copied because it could not go straight between a guest's memory and the
-    /// disk: see [`reactor::buffer::guest_copies`].
+    /// Bounce copies of data that could not move directly between a guest's memory and the disk:
+    /// see [`reactor::buffer::guest_copies`].
     pub copies: u64,
-    /// The process of the front end that is connected.
+    /// Process of the connected front end.
     pub front_end: Option<Process>,
 }
 
@@ -83,22 +82,22 @@ pub struct Statistics {
 #[derive(Debug)]
 pub struct Server {
     device: Arc<Device>,
-    /// Of all rings, however many there are.
+    /// Task group of all rings: an export has one share of each worker, however many rings it has.
     party: Party,
     connected: AtomicUsize,
-    /// Of the one that is connected.
+    /// Process of the connected front end.
     process: Mutex<Option<Process>>,
     served: AtomicBool,
-    /// The front end that is connected has yet to say anything.
+    /// The connected front end has sent nothing yet.
     silent: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
-    /// The front end that is connected, once it is at rest.
+    /// State of the connected front end, once it is quiesced.
     rested: Mutex<Option<Rested>>,
-    /// One that comes from another process, until it is served.
+    /// A front end transferred from another process, until it is served.
     arrived: Mutex<Option<Arrived>>,
-    /// It stops or rests or goes on, a front end has come or gone or is at rest, or the disk has
-    /// another length.
+    /// Notified when the server stops, quiesces or resumes, when a front end connects, disconnects
+    /// or is quiesced, and when the disk was resized.
     changed: Event,
     arrivals: Seldom,
     departures: Seldom,
@@ -109,12 +108,12 @@ pub struct Server {
 }
 
 impl Server {
-    /// Nobody is let in before [`Server::serve`].
+    /// Creates a server; it accepts front ends from [`Server::serve`] on.
     pub fn new(export: Export) -> Arc<Self> {
         Self::of(Device::new(export))
     }
 
-    /// The same, and what happens is told.
+    /// Creates a server that reports events to `told`.
     pub fn told_to(told: Arc<dyn Told>, export: Export) -> Arc<Self> {
         Self::of(Device::new(export).told_to(told))
     }
@@ -161,8 +160,8 @@ impl Server {
         Ok(())
     }
 
-    /// Lets nobody in any more, and has the front end that is connected come to rest, for so long
-    /// at most: its rings stop as if it had told them to. Whether it has.
+    /// Stops accepting and quiesces the connected front end: its rings stop as if it had asked for
+    /// that. False if that takes longer than `patience`.
     pub async fn come_to_rest(&self, patience: Duration) -> bool {
         self.device.rest(true);
         self.changed.notify(usize::MAX);
@@ -170,22 +169,22 @@ impl Server {
         reactor::timeout(patience, at_rest).await.is_ok()
     }
 
-    /// The front end that is at rest, for another process; it is taken once.
+    /// State of the quiesced front end for another process; returned once.
     pub fn take_rested(&self) -> Option<Rested> {
         self.rested().take()
     }
 
-    /// Goes on as before [`Server::come_to_rest`].
+    /// Resumes after [`Server::come_to_rest`].
     pub fn go_on(&self) {
         self.device.rest(false);
         *self.rested() = None;
         self.changed.notify(usize::MAX);
     }
 
-    /// Takes a front end of another process, before [`Server::serve`], which goes on with it.
+    /// Takes over a front end of another process; call it before [`Server::serve`].
     ///
     /// # Errors
-    /// It is not one of this export: see [`Session::heard`].
+    /// The state does not fit this export: see [`Session::heard`].
     pub fn take_over(&self, rested: Rested) -> Result<(), Refusal> {
         let Rested { socket, said, bytes, descriptors, used_ns } = rested;
         let (session, outputs) = Session::heard(self.device.offer(), said)?;
@@ -206,17 +205,17 @@ impl Server {
         self.process.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Front ends that are connected: none or one.
+    /// Number of connected front ends: 0 or 1.
     pub fn connections(&self) -> usize {
         self.connected.load(SeqCst)
     }
 
-    /// Whether a front end has ever been connected.
+    /// True if a front end has ever been connected.
     pub fn has_served(&self) -> bool {
         self.served.load(SeqCst)
     }
 
-    /// What it did so far.
+    /// Current counters.
     pub fn statistics(&self) -> Statistics {
         Statistics {
             queues: self.queues.load(Relaxed),
@@ -229,7 +228,7 @@ impl Server {
         }
     }
 
-    /// Counts on from what another process has counted: requests, kicks, calls and copies.
+    /// Adds the counters of the old process.
     pub fn count_on(&self, requests: u64, kicks: u64, calls: u64, copies: u64) {
         let device = &self.device;
         for (count, more) in [
@@ -242,21 +241,20 @@ impl Server {
         }
     }
 
-    /// The disk may have another length: tells the guest.
+    /// Reports the disk's size to the guest if it has changed.
     pub fn look_at_size(&self) {
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    /// Lets nobody in any more, and has the one that is connected go: its requests in flight are
-    /// finished, those that wait for limits are left to it. [`Server::wait_while`] tells when it
-    /// has gone.
+    /// Stops accepting and disconnects the front end: its requests in flight complete, those that
+    /// wait for limits stay in the ring. Wait for the end with [`Server::wait_while`].
     pub fn close(&self) {
         self.stopping.store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    /// Waits until `busy` is false: it is asked now, and whenever something has changed.
+    /// Waits until `busy` is false; `busy` is evaluated now and after every change.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
             let changed = self.changed.listen();
@@ -272,7 +270,7 @@ impl Server {
         self.wait_while(|server| is_open(server) || server.connections() > 0).await;
     }
 
-    /// Serves one front end to its end.
+    /// Serves one front end until it has left.
     async fn attend(self: &Arc<Self>, socket: Fd, threads: Threads) {
         let id = &self.device.export.id;
         self.connected.fetch_add(1, SeqCst);
@@ -282,17 +280,17 @@ impl Server {
         let process = Process::of(&socket);
         self.process().clone_from(&process);
         let pid = process.as_ref().map(|process| process.pid);
-        // Before the size is looked at: what changes later is told.
+        // Before the offer reads the size: a later resize is then noticed in `run`.
         let resizes = self.resizes.load(SeqCst);
         let arrived = self.arrived().take();
         self.silent.store(arrived.is_none(), SeqCst);
-        // Whoever has come from another process was told of there.
+        // The old process has already reported a transferred front end.
         let used_ns = arrived.as_ref().and_then(|arrived| arrived.used_ns);
         let before = |ns| Instant::from_nanos(reactor::now().as_nanos().saturating_sub(ns));
         let began = used_ns.map(before);
         let connection = if let Some(arrived) = arrived {
             let connection = Connection::taken_over(Arc::clone(id), arrived);
-            // The process before has flushed all, and what is kept in memory begins here.
+            // The old process has flushed everything; writes cached in this process begin now.
             if let Some(loss) = connection.loss() {
                 loss.flushed(loss.noted(), || false);
             }
@@ -322,6 +320,7 @@ impl Server {
             First::One(ended) => ended,
             First::Other(never) => match never {},
         };
+        // Queues first: only after they have ended are their writes complete and can be flushed.
         attendance.end().await;
         attendance.leave_nothing_to_lose().await;
         attendance.tell_end(&ended);
@@ -332,8 +331,8 @@ impl Server {
 }
 
 impl Server {
-    /// Says so once where a front end has said nothing for long: one of a machine speaks when the
-    /// machine gets the disk, which may be later, and whoever takes this for another socket never.
+    /// Logs once that a front end has sent nothing for long. A virtual machine sends when it gets
+    /// the disk, which may be later; a client of another protocol never does.
     async fn tell_silence(&self, pid: Option<u32>) -> Infallible {
         reactor::sleep_until(reactor::now() + SILENCE).await;
         if self.silent.load(SeqCst)
@@ -349,7 +348,7 @@ impl Server {
     }
 }
 
-/// A front end that is connected; dropped when it has gone, or nobody serves it any more.
+/// A connected front end; dropped when it has left.
 struct Presence<'s>(&'s Server);
 
 impl Drop for Presence<'_> {
@@ -362,10 +361,10 @@ impl Drop for Presence<'_> {
     }
 }
 
-/// For a flush once a front end or a ring of it has gone. Where it takes longer, something may be
-/// lost.
+/// Time for a flush after a front end or a ring has ended. If it takes longer, writes may be lost.
 const TO_FLUSH: Duration = Duration::from_secs(5);
-/// Orders that a queue has not taken yet. Each may hold a descriptor; past it the front end waits.
+/// Number of orders that a queue has not processed. Each may hold a descriptor; beyond it the front
+/// end waits.
 const MOST_ORDERS: usize = 16;
 
 type Report = (u16, u32);
@@ -374,15 +373,15 @@ struct Attendance<'s> {
     server: &'s Arc<Server>,
     connection: Connection,
     process: Option<Process>,
-    /// When it has begun to use the disk, if it has.
+    /// Time at which it began to use the disk.
     began: Option<Instant>,
     threads: Threads,
-    /// Which worker is next.
+    /// Index of the next worker.
     turn: usize,
     queues: HashMap<u16, Sender<Order>>,
     stopped: (Sender<Report>, Receiver<Report>),
     resizes: u64,
-    /// The server has it, at rest.
+    /// The state was published, quiesced.
     told: bool,
 }
 
@@ -393,7 +392,7 @@ enum News {
 }
 
 impl Attendance<'_> {
-    /// Until the front end goes, or must.
+    /// Runs until the front end disconnects or is disconnected.
     async fn run(&mut self) -> Ended {
         loop {
             let changed = self.server.changed.listen();
@@ -419,8 +418,8 @@ impl Attendance<'_> {
         }
     }
 
-    /// As the server wants it now. Where no descriptor is left to tell another process of the front
-    /// end, it stays.
+    /// Quiesces or resumes the connection as the server requires. If no file descriptor is left for
+    /// the state, the front end stays in this process.
     fn rest_or_wake(&mut self) {
         let wanted = self.server.device.is_resting();
         match (wanted, self.connection.is_resting()) {
@@ -464,8 +463,8 @@ impl Attendance<'_> {
         }
     }
 
-    /// A queue that is busy takes its orders later. If the front end goes meanwhile, the rest of
-    /// them does not matter any more: all queues end.
+    /// Executes an effect. A busy queue processes its orders later; if the front end disconnects
+    /// meanwhile, the wait ends, because all queues end then.
     async fn carry_out_unless_left(&mut self, effect: Effect) -> Result<(), Ended> {
         let hung_up = self.connection.hung_up();
         match first(self.carry_out(effect), hung_up).await {
@@ -487,7 +486,7 @@ impl Attendance<'_> {
                     self.order(ring, Order::Memory(memory.clone(), places, in_use.clone())).await;
                 }
                 drop(in_use);
-                // The reply that may follow promises that nothing is written beside a log any more.
+                // The reply that may follow confirms that every write is logged from now on.
                 let _ = all_in_use.recv().await;
             }
             Effect::Event { ring, kind, event } => {
@@ -502,7 +501,7 @@ impl Attendance<'_> {
 
     async fn order(&self, ring: u16, order: Order) {
         if let Some(queue) = self.queues.get(&ring) {
-            // A queue that has just ended has reported it.
+            // Fails if the queue has just ended; its report follows.
             let _ = queue.send(order).await;
         }
     }
@@ -523,7 +522,8 @@ impl Attendance<'_> {
         }
     }
 
-    /// It uses the disk from its first ring on: whoever connects and says nothing does not.
+    /// Reports the use of the disk when the first ring starts; a front end that only connects does
+    /// not use it.
     fn begin(&mut self) {
         if self.began.is_none() {
             self.began = Some(reactor::now());
@@ -543,7 +543,7 @@ impl Attendance<'_> {
         }
         let (seldom, queues) = match ended.fault() {
             Some(_) => (refusals, None),
-            // Where all front ends have to go, it says nothing of this one.
+            // When the server stops, the number of queues explains nothing about the disconnect.
             None if self.server.stopping.load(SeqCst) => (departures, None),
             None => (departures, self.connection.queues_asked_for()),
         };
@@ -567,10 +567,10 @@ impl Attendance<'_> {
         self.connection.stopped(ring, base);
     }
 
-    /// Ends the queues that still run. Nobody is there to take their answers, but the guest's
-    /// memory may be, and another front end may come with it.
+    /// Ends the queues that still run. Their replies are not read, but the guest's memory may still
+    /// be there, and another front end may connect with it.
     async fn end(&mut self) {
-        // Without whoever orders, a queue ends as if it was told to, however many orders wait.
+        // Dropping the senders stops the queues, however many orders are queued.
         let mut running: HashSet<u16> = self.queues.drain().map(|(ring, _)| ring).collect();
         while !running.is_empty() {
             let Ok((ring, _)) = self.stopped.1.recv().await else { return };
@@ -578,8 +578,8 @@ impl Attendance<'_> {
         }
     }
 
-    /// Who comes back to another process, after this has ended in order, has lost nothing. One that
-    /// rests is another process's, or will go on.
+    /// Flushes, so that a guest that connects to another process after an orderly end has lost
+    /// nothing. Skipped for a quiesced front end: it continues there, or here.
     async fn leave_nothing_to_lose(&self) {
         if let Some(loss) = self.connection.loss().filter(|_| !self.connection.is_at_rest()) {
             leave_nothing_to_lose(self.server.device.disk(), loss).await;
@@ -587,10 +587,10 @@ impl Attendance<'_> {
     }
 }
 
-/// Writes what would be lost with this process.
+/// Flushes writes that would be lost with this process.
 async fn leave_nothing_to_lose(disk: &Disk, loss: &Loss) {
     let noted = loss.noted();
-    // Of the image: a disk that an error has stopped would hold it back.
+    // Flushes the image, because a disk that is stopped by an error would hold the flush back.
     let is_kept =
         !disk.would_lose() || matches!(reactor::timeout(TO_FLUSH, disk.image().flush()).await, Ok(Ok(())));
     if is_kept {
@@ -608,14 +608,16 @@ async fn serve_ring(
     let (base, error, loss) = (settings.base, settings.error.clone(), settings.loss.clone());
     let late = orders.clone();
     let disk = server.device.disk();
+    // A disk in migration may still be locked by the source host; see `handover.rs`.
     let base = match held(disk, &mut settings, &orders).await {
         Ok(Some(rewired)) => {
             if disk.is_handed_over() {
-                // Whoever had the image may have given it another size.
+                // The source host may have resized the image.
                 server.look_at_size();
             }
             let knows = |feature| settings.features & feature != 0;
             let needed = server.device.export.offer.segments() + 2;
+            // Linux waits forever for space for a request that is longer than the whole ring.
             let is_short =
                 knows(virtio::SEG_MAX) && !knows(virtio::INDIRECT_DESC) && u32::from(settings.size) < needed;
             let size = settings.size;
@@ -633,9 +635,9 @@ async fn serve_ring(
                     base
                 }
             };
-            // A machine that stops may go on at another process, as one that QEMU has stopped whose
-            // disk is taken over or handed over meanwhile. At rest it is not stopped; and of one
-            // that has gone the end of its front end sees to it.
+            // A stopped machine may continue at another process, for example one that QEMU has
+            // stopped and whose disk is migrated meanwhile. A quiesced ring is not stopped, and for
+            // a front end that has disconnected `Attendance::leave_nothing_to_lose` flushes.
             if let Some(loss) = loss.filter(|_| !server.device.is_resting() && !late.is_closed()) {
                 leave_nothing_to_lose(disk, &loss).await;
             }
@@ -648,7 +650,7 @@ async fn serve_ring(
             base
         }
     };
-    // Orders that came too late: somebody may wait for them to be gone.
+    // Late orders are dropped, because the sender may wait for their channel to close.
     late.close();
     while late.try_recv().is_ok() {}
     afterwards::give_memory_back();
@@ -656,7 +658,7 @@ async fn serve_ring(
     let _ = reports.try_send((ring, base));
 }
 
-/// Says what is wrong with a ring that has not begun, to whoever is told and by its event.
+/// Reports a ring that was not started, to the observer and by the ring's error event.
 fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
     device.ring_broke(ring, why);
     if let Some(error) = bell(device, ring, error) {

@@ -1,29 +1,29 @@
-//! What a front end has told us so far, as a value: a message comes in; replies, and what is to
-//! happen to rings and disk, come out. No sockets, no disk, no clock.
+//! State of a front end as a value: a message goes in; replies and effects on rings and disk come
+//! out. No sockets, no disk, no clock.
 //!
 //! ```text
 //!   message ──► Session::receive ──► Output::Reply     to the front end
 //!                  ▲    │            Output::Act       an Effect: to the owner of rings and disk
 //!                  │    │            Output::Refused   to the log
-//!                  │    └──────────► Output::Close     the front end cannot be understood any more
+//!                  │    └──────────► Output::Close     the connection cannot continue
 //!   a ring ended ──┘ Session::stopped
 //! ```
 //!
 //! The calling protocol:
-//! - Outputs take effect in their order. A reply promises that what came before it has been done.
+//! - Outputs take effect in their order. A reply confirms that earlier outputs have been executed.
 //! - Each [`Effect::Start`] is answered by exactly one [`Session::stopped`]: after
 //!   [`Effect::Stop`], or because the ring could not be served any longer.
 //! - While [`Session::is_waiting`], a reply depends on rings that are stopping. No further message
-//!   is taken until they have stopped.
+//!   is received until they have stopped.
 //!
-//! A front end may negotiate as often as it likes: the firmware does, then the operating system,
-//! each with features of its own. The guest's memory, the channel back to the front end, the
-//! protocol's features and the guest's choice of a write cache outlast every reset: front ends send
-//! only what has changed.
+//! A front end may negotiate any number of times: first the firmware, then the operating system,
+//! each with its own features. The guest's memory, the channel to the front end, the protocol
+//! features and the guest's choice of a write cache survive every reset: front ends only send what
+//! has changed.
 //!
-//! What a guest causes costs its ring ([`Effect::Fault`]). What only a front end can cause is
-//! refused: with a reply if it wants one, or else the connection ends, because the front end would
-//! go on as if it had been done.
+//! A violation by a guest costs its ring ([`Effect::Fault`]). A violation that only a front end can
+//! cause is rejected: with a reply if the front end asked for one, otherwise by closing the
+//! connection, because the front end would continue as if the request had succeeded.
 
 mod outcome;
 mod rings;
@@ -48,14 +48,14 @@ use super::{
     vring::{Kick, Vring},
 };
 
-/// Most regions of a guest's memory: as many as QEMU gives a guest at most.
+/// Largest number of regions of a guest's memory: the most that QEMU gives a guest.
 pub const MAX_MEM_SLOTS: usize = 509;
 
-/// Most mappings of one front end: its regions, and as many again that it has taken back and
-/// requests still hold. A process has 65,530 (`vm.max_map_count`).
+/// Largest number of mappings of one front end: its regions, and the same number that it has
+/// removed while requests still use them. A process has 65,530 (`vm.max_map_count`).
 const MAX_MAPPINGS: usize = 2 * MAX_MEM_SLOTS;
 
-/// Of SET_CONFIG: the front end brings what another back end had.
+/// Flag of SET_CONFIG: the front end migrates the configuration of another back end.
 const CONFIG_MIGRATION: u32 = 1;
 /// Bits of a device's status (virtio 1.3 § 2.1).
 const MAX_STATUS: u64 = 0xff;
@@ -72,43 +72,44 @@ pub struct Session {
     memory: Memory,
     quota: Quota,
     inflight: Option<Area>,
-    /// Of the area that came last: a device that was reset has none, and the guest may not have
-    /// reset it.
+    /// Loss record of the most recent area: a device that was reset has no area, but the guest may
+    /// not have reset it.
     loss: Option<Arc<Loss>>,
-    /// For messages of our own.
+    /// Channel for the back end's own messages.
     back_end: Option<Fd>,
     status: u8,
-    /// The field of the configuration.
+    /// Field `writeback` of the configuration.
     writeback: bool,
-    /// The disk's length, if the front end has read it, or was told to, since it has connected.
+    /// Length of the disk as the front end has read it, or was asked to read it, since it
+    /// connected.
     told_size: Option<u64>,
-    /// The size of a block that its guest was told, in bytes, if anybody knows.
+    /// Block size that the guest knows, in bytes; `None` if it is unknown.
     told_block: Option<u32>,
-    /// What the owner knows.
+    /// Setting that the owner was given last.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
-    /// It comes from another process, in order: see [`Session::heard`].
+    /// The session is being recreated from another process: see [`Session::heard`].
     is_heard: bool,
-    /// No ring is to run, whatever the front end wants.
+    /// No ring is to run, whatever the front end asks for.
     resting: bool,
-    /// What is due once no ring is stopping.
+    /// Action after all rings that are stopping have stopped.
     waiting: Option<After>,
-    /// The last request that came.
+    /// The most recent request.
     last_code: Option<u32>,
 }
 
-/// How a request is answered.
+/// Reply to a request.
 enum Answer {
     Done,
     Reply(Reply),
-    /// Refused with a reply of its own.
+    /// Rejected with a reply of the request's own type.
     Instead(Reply, Refusal),
-    /// When the rings have stopped.
+    /// Replied to when the rings have stopped.
     Later(After),
 }
 
 impl Session {
-    /// A front end that has said nothing yet.
+    /// Creates the session of a front end that has sent nothing yet.
     ///
     /// # Panics
     /// If the offer has no ring, or more than a message can name.
@@ -137,21 +138,20 @@ impl Session {
         }
     }
 
-    /// What the guest would lose with this process, as the area says that came last; `None` while
-    /// none has come.
+    /// Loss record of the most recent in-flight area; `None` before the first.
     pub fn loss(&self) -> Option<&Arc<Loss>> {
         self.loss.as_ref()
     }
 
-    /// Whether a reply is due that waits for rings to stop.
+    /// True if a reply waits for rings to stop.
     pub fn is_waiting(&self) -> bool {
         self.waiting.is_some()
     }
 
-    /// Takes a message.
+    /// Processes a message.
     ///
     /// # Panics
-    /// While it is waiting.
+    /// While [`Session::is_waiting`].
     pub fn receive(
         &mut self,
         code: u32,
@@ -183,25 +183,25 @@ impl Session {
             Err(why @ Refusal::Malformed(Malformed::Size { .. })) if code == code::GET_CONFIG => {
                 out.extend([Output::Refused { request, why }, Output::Reply(Reply::no_config())]);
             }
-            // The guest's doing, and its owner knows: see `Session::settle`.
+            // Caused by the guest; `Session::settle` has already reported it to the owner.
             Err(Refusal::Fault { .. }) => {}
             Err(why) => out.push_back(Output::Close { request, why }),
         }
     }
 
-    /// How many rings there are, if the front end has just asked for that: one that leaves then has
-    /// more, and cannot say so.
+    /// Number of rings, if the front end has just asked for it. If it disconnects then, it probably
+    /// has more queues; the protocol has no message for that.
     pub fn queues_asked_for(&self) -> Option<u16> {
         (self.last_code == Some(code::GET_QUEUE_NUM)).then_some(self.offer.queues)
     }
 
-    /// Whether the guest wants its writes cached, if it could say so: for the next front end.
+    /// The guest's choice of a write cache, for the next front end.
     pub fn write_cache(&self) -> bool {
         self.writeback
     }
 
-    /// The disk has another length now. Whether the front end is to be told, and where: see
-    /// [`message::config_change`].
+    /// Updates the length of the disk. Returns the channel for [`message::config_change`] if the
+    /// front end is to be notified.
     pub fn resize(&mut self, size_bytes: u64) -> Option<&Fd> {
         if self.offer.size_bytes == size_bytes {
             return None;
@@ -211,7 +211,7 @@ impl Session {
         self.channel()
     }
 
-    /// For messages of our own.
+    /// Channel for the back end's own messages.
     pub fn channel(&self) -> Option<&Fd> {
         self.back_end.as_ref().filter(|_| self.has(protocol::CONFIG))
     }
@@ -239,7 +239,8 @@ impl Session {
             Request::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
             Request::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
             Request::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
-            // QEMU resets the status of a machine that is paused, and only then asks for the bases.
+            // QEMU resets the status of a paused machine before it asks for the bases, so bases are
+            // kept.
             Request::SetStatus(0) => {
                 self.forget_kicks(out);
                 return Ok(Answer::Later(After::Reset(Bases::Kept, acknowledge)));
@@ -250,7 +251,7 @@ impl Session {
             }
             Request::SetStatus(status) if status > MAX_STATUS => return Err(Refusal::Status(status)),
             Request::SetStatus(status) => {
-                // What only a reset ends is not the driver's to write.
+                // NEEDS_RESET is cleared only by a reset, not by the driver's write.
                 self.status = status as u8 | self.status & NEEDS_RESET;
                 self.tell_broken(out);
             }
@@ -278,13 +279,13 @@ impl Session {
                 let log = DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(Refusal::Log)?;
                 self.memory = self.memory.with_log(Some(log));
                 self.tell_memory(out);
-                // Acknowledged in any case, where it comes with a descriptor.
+                // Acknowledged in any case if the log was passed as a descriptor (LOG_SHMFD).
                 if self.has(protocol::LOG_SHMFD) && acknowledge.is_none() {
                     return number(code::SET_LOG_BASE, 0);
                 }
             }
-            // An event for a front end that sleeps until something is recorded. It reads the log
-            // when it needs it, so nobody sleeps; the descriptor is closed.
+            // An eventfd for a front end that sleeps until the log changes. No known front end
+            // does; the descriptor is closed.
             Request::SetLogFd(_) => {}
 
             Request::SetVringNum { ring, descriptors } => {
@@ -319,7 +320,7 @@ impl Session {
 
             Request::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
             Request::GetConfig { offset, flags, bytes } => {
-                // Whoever reads again, because something has changed, keeps the block of before.
+                // A read after a resize does not change the block size that the guest uses.
                 if self.told_size.is_none() && config_space::tells_block(offset, bytes) {
                     self.told_block.get_or_insert(self.offer.block_bytes);
                 }
@@ -361,6 +362,8 @@ impl Session {
         if unknown != 0 {
             return Err(Refusal::Features(unknown));
         }
+        // LOG_ALL may change while rings run: migration switches it. Other features define the
+        // layout.
         let before = self.features;
         if (features ^ before) & !virtio::LOG_ALL != 0
             && let Some(ring) = self.running().next()
@@ -368,7 +371,7 @@ impl Session {
             return Err(Refusal::FeaturesInUse(ring));
         }
         self.features = features;
-        // Recording begins with the log itself, and ends here.
+        // Logging starts with SET_LOG_BASE and ends when the feature is withdrawn.
         if before & !features & virtio::LOG_ALL != 0 && self.memory.log().is_some() {
             self.memory = self.memory.with_log(None);
             self.tell_memory(out);
@@ -380,7 +383,7 @@ impl Session {
 
     fn set_config(&mut self, offset: u32, flags: u32, content: &[u8]) -> Result<(), Refusal> {
         if flags == CONFIG_MIGRATION {
-            // All but one field is ours to say.
+            // This back end determines all fields but `writeback`.
             let migrated = config_space::migrated_writeback(offset, content);
             self.writeback = migrated.unwrap_or(self.writeback);
             return Ok(());
@@ -391,8 +394,8 @@ impl Session {
         Ok(())
     }
 
-    /// Whether writes may be cached: what the guest has said if it can say it, or else whether it
-    /// flushes at all (virtio 1.3 § 5.2.6.2).
+    /// Sets the write cache: as the guest has chosen if it can choose, otherwise on if it can flush
+    /// (virtio 1.3 § 5.2.6.2).
     fn tell_write_cache(&mut self, out: &mut VecDeque<Output>) {
         let may_cache = match self.features {
             features if features & virtio::CONFIG_WCE != 0 => self.writeback,
@@ -406,8 +409,8 @@ impl Session {
     fn make_inflight(&self, mut info: InflightInfo) -> Answer {
         let packed = self.features & virtio::RING_PACKED != 0;
         info.file_offset = 0;
-        // For the largest ring there may be: QEMU 7.2 asks for the size that its device is given,
-        // and with virtio-mmio the driver's rings are larger.
+        // Sized for the largest possible ring: QEMU 7.2 asks for the device's configured size, and
+        // with virtio-mmio the driver's rings are larger.
         let queue_size = info.queue_size.max(self.offer.queue_size);
         match inflight::create(info.queues, queue_size, packed) {
             Ok((file, bytes)) => {
@@ -421,8 +424,8 @@ impl Session {
         }
     }
 
-    /// A guest counts in the blocks that it was told when its machine started. In smaller ones than
-    /// it knows it can be served.
+    /// Compares block sizes with those that the guest learned when its machine started. Smaller
+    /// blocks than the guest knows are possible; larger ones would fail its requests.
     fn agree_on_block(&mut self, area: &Area) -> Result<(), Refusal> {
         let Some(told) = area.block_bytes() else {
             self.told_block.iter().for_each(|told| area.keep_block_bytes(*told));

@@ -1,4 +1,4 @@
-//! Conversations as real front ends hold them, and what comes of each message.
+//! Conversations as real front ends hold them, with the outputs of each message.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
@@ -16,7 +16,7 @@ use crate::vhost_user_blk::{
 use ::virtio::block::SECTOR_BYTES;
 
 const GUEST_BYTES: u64 = 1 << 20;
-/// Where the front end has what the guest has at 0.
+/// Address in the front end of guest address 0.
 const USER: u64 = 0x7f12_3400_0000;
 const NEED_REPLY: bool = true;
 const PLAIN: bool = false;
@@ -48,7 +48,7 @@ fn numbers(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
-/// The first megabyte, as a single region or in a table.
+/// The first megabyte, as a single region and as a table.
 fn region() -> Vec<u8> {
     numbers(&[0, 0, GUEST_BYTES, USER, 0])
 }
@@ -57,7 +57,7 @@ fn table() -> Vec<u8> {
     [pair(1, 0), region()[8..].to_vec()].concat()
 }
 
-/// The parts of ring `ring`, each on pages of its own.
+/// The parts of ring `ring`, each on its own pages.
 fn addresses(ring: u32) -> Vec<u8> {
     let at = |part: u64| USER + u64::from(ring) * 0x10000 + part * 0x4000;
     numbers(&[u64::from(ring), at(0), at(1), at(2), 0])
@@ -70,7 +70,7 @@ fn config(offset: u32, bytes: u32) -> Vec<u8> {
 struct FrontEnd {
     session: Session,
     out: VecDeque<Output>,
-    /// Of the last reply.
+    /// Payload of the last reply.
     payload: Vec<u8>,
     descriptor: Option<OwnedFd>,
 }
@@ -81,7 +81,7 @@ impl FrontEnd {
         Self { session: Session::new(offer), out, payload, descriptor }
     }
 
-    /// Sends a message; what came out, a word or two each.
+    /// Sends a message; returns the outputs as short words.
     fn send(&mut self, code: u32, need_reply: bool, payload: &[u8], descriptors: Vec<OwnedFd>) -> String {
         let request = Request::parse(code, payload, descriptors);
         self.session.receive(code, need_reply, request, &mut self.out);
@@ -134,7 +134,7 @@ impl FrontEnd {
         }
     }
 
-    /// Everything that a ring needs but enabling.
+    /// Sets up a ring except for enabling it.
     fn set_up(&mut self, ring: u32, base: u32) -> String {
         let words = [
             self.plain(code::SET_VRING_NUM, &pair(ring, 128)),
@@ -145,7 +145,7 @@ impl FrontEnd {
         words.concat()
     }
 
-    /// As far as a front end of two rings that has memory and features.
+    /// A front end of two rings that has negotiated memory and features.
     fn negotiated(features: u64) -> Self {
         let mut front_end = Self::new(offer());
         front_end.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
@@ -191,7 +191,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     assert_eq!(qemu.plain(GET_CONFIG, &config(0, 57)), "reply of 69");
     assert_eq!(qemu.payload[12..20], 100_u64.to_le_bytes());
 
-    // The firmware writes through: it knows no flush.
+    // The firmware does not offer FLUSH, so writes go through.
     let firmware = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::SEG_MAX | virtio::BLK_SIZE;
     assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "cache false");
     let mut has_memory = false;
@@ -214,10 +214,10 @@ fn qemu_with_its_firmware_and_then_linux() {
         for ring in 0..rings {
             assert_eq!(qemu.set_up(ring, base), "");
         }
-        // QEMU 11.1 wants these acknowledged.
+        // QEMU 11.1 asks for acknowledgements of these.
         for ring in 0..2 {
             let words = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
-            // Also of a ring that was never set up.
+            // Also for a ring that was never set up.
             let started =
                 if ring < rings { format!("start {ring} of 128 at {base}, ") } else { String::new() };
             assert_eq!(words, format!("{started}reply 0x0"));
@@ -226,7 +226,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     };
     start(&mut qemu, firmware, 1, 0);
 
-    // It stops, or the machine is paused: the status goes first, the base is asked for last.
+    // Shutdown or pause: the status is reset first, the base is asked for last.
     let stop = |qemu: &mut FrontEnd| {
         assert_eq!(qemu.plain(SET_STATUS, &number(0)), "stop 0");
         assert!(qemu.session.is_waiting(), "for the requests in flight");
@@ -259,7 +259,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     assert_eq!(qemu.payload[12..], (2048_u64).to_le_bytes());
 }
 
-/// libblkio: features before protocol features, a slot of memory, all acknowledged.
+/// libblkio: features before protocol features, single memory regions, everything acknowledged.
 #[test]
 fn libblkio() {
     use code::*;
@@ -313,7 +313,7 @@ fn firecracker() {
     assert!(firecracker.session.resize(1 << 20).is_none(), "it has no channel, and reads again by itself");
 }
 
-/// Cloud Hypervisor: bases come first, the configuration is asked for at 0x100, and the owner is
+/// Cloud Hypervisor: bases are set first, the configuration is read at 0x100, and the owner is
 /// reset when the guest restarts.
 #[test]
 fn cloud_hypervisor() {
@@ -344,7 +344,7 @@ fn cloud_hypervisor() {
     assert_eq!(hypervisor.stopped(1, 6), "");
     assert_eq!(hypervisor.plain(GET_VRING_BASE, &pair(1, 0)), format!("reply {:#x}", 6_u64 << 32 | 1));
     for ring in 0..2 {
-        // The second one was never disabled.
+        // The second ring was never disabled.
         let words = hypervisor.set_up(ring, 0) + &hypervisor.plain(SET_VRING_ENABLE, &pair(ring, 1));
         assert_eq!(words, format!("start {ring} of 128 at 0"));
     }
@@ -365,7 +365,7 @@ fn a_ring_that_its_driver_breaks_needs_a_reset() {
     let mut front_end = FrontEnd::running();
     let (channel, _events) = std::os::unix::net::UnixStream::pair().expect("sockets");
     front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel.into()]);
-    // Before the driver is ready there is nobody to be told.
+    // Without DRIVER_OK, no driver is notified.
     assert_eq!(front_end.stopped(0, 3), "");
     assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
     assert_eq!(front_end.plain(code::SET_STATUS, &number(15)), "config");
@@ -379,7 +379,7 @@ fn a_ring_that_its_driver_breaks_needs_a_reset() {
     assert_eq!(running.plain(code::SET_STATUS, &number(15)), "");
     assert_eq!(running.stopped(0, 3), "", "without a channel the status tells it alone");
     assert_eq!(running.plain(code::GET_STATUS, &[]), "reply 0x4f");
-    // One that was asked to stop is in order.
+    // A ring that was asked to stop has not failed.
     let mut stopping = FrontEnd::running();
     stopping.plain(code::SET_STATUS, &number(15));
     assert_eq!(stopping.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
@@ -418,7 +418,7 @@ fn a_ring_outside_memory_costs_that_ring() {
     let why = "fault 1: no region of the guest's memory holds all of its descriptors at 0x7f12340ffff0 (is that memory shared? share=on) (told)";
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
-    // Set up anew, and wanting to know.
+    // Set up again, with a reply requested.
     front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
     let again = front_end.send(code::SET_VRING_KICK, NEED_REPLY, &number(1), vec![event()]);
     let refused = why.replace("fault 1:", "refused SET_VRING_KICK: ring 1:").replace(" (told)", "");
@@ -461,7 +461,7 @@ fn memory_changes_under_rings_that_run() {
     let more = numbers(&[0, GUEST_BYTES, GUEST_BYTES, USER + GUEST_BYTES, 0]);
     assert_eq!(front_end.send(code::ADD_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
     assert_eq!(front_end.plain(code::REM_MEM_REG, &more), "memory [0]");
-    // With the region's descriptor once more, as some send it.
+    // Some front ends pass the region's descriptor again.
     front_end.send(code::ADD_MEM_REG, PLAIN, &more, vec![memory()]);
     assert_eq!(front_end.send(code::REM_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "memory [0]");
@@ -526,7 +526,7 @@ fn what_one_front_end_maps_has_a_bound() {
         if words != "reply 0x0" {
             break words;
         }
-        // As a request does that waits for its limits.
+        // As a request holds it that waits for limits.
         held.push(front_end.session.memory.clone());
         assert_eq!(front_end.send(code::REM_MEM_REG, NEED_REPLY, &more, vec![]), "reply 0x0");
     };
@@ -631,11 +631,11 @@ fn the_write_cache_follows_features_and_configuration() {
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(0)), "");
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
     front_end.plain(code::SET_CONFIG, &write(0));
-    // The front end keeps what the guest said, and does not say it again.
+    // The front end keeps the guest's choice, and does not send it again.
     assert_eq!(front_end.plain(code::RESET_DEVICE, &[]), "");
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "");
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
-    // A driver that never flushes.
+    // A driver without FLUSH.
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(virtio::PROTOCOL_FEATURES)), "cache false");
     let words = front_end.plain(code::SET_CONFIG, &config(0, 8));
     assert_eq!(words, "close SET_CONFIG: 8 bytes of the configuration at 0 cannot be written");
@@ -683,7 +683,7 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
         }
         front_end
     };
-    // With the area that it is given: as one would that connects for the first time.
+    // The first connection: the front end uses the area that it is given.
     let first = |mut front_end: FrontEnd| {
         front_end.plain(code::GET_INFLIGHT_FD, &shape);
         let (shape, area) = (front_end.payload.clone(), front_end.descriptor.take().expect("an area"));
@@ -703,8 +703,8 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
     let (_, area) = first(front_end(4096, true));
     assert_eq!([512, 1024, 4096].map(|bytes| comes_back(bytes, false, &area)), [""; 3], "they fit");
 
-    // Of one that came back without an area nobody knows, and what it reads later is no news to
-    // its guest.
+    // After a reconnect without an area, the guest's block size is unknown; what the front end
+    // reads later does not reach its guest.
     let (mut unknown, area) = first(front_end(512, false));
     assert_eq!(comes_back(4096, false, &area), "");
     unknown.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel()]);
@@ -714,7 +714,7 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
     let (_, area) = first(unknown);
     assert_eq!(comes_back(4096, false, &area), "");
 
-    // Another process that takes over knows what this one does, with an area and before.
+    // A process that takes the session over has the same knowledge, with and without an area.
     let heard = |mut front_end: FrontEnd, block_bytes| {
         front_end.session.rest(&mut front_end.out);
         let said = front_end.session.told().expect("descriptors");
@@ -784,7 +784,7 @@ fn an_in_flight_area_that_is_wrong_is_refused() {
         too_small,
         "refused SET_INFLIGHT_FD: an in-flight area of 100 bytes, its rings need 4224, reply 0x1"
     );
-    // Of one ring, where the second one runs.
+    // The area has room for one ring, and the second one is started.
     assert_eq!(front_end.send(code::SET_INFLIGHT_FD, PLAIN, &area(4224, 1, 128), vec![memory()]), "");
     front_end.set_up(0, 0);
     front_end.set_up(1, 0);

@@ -1,15 +1,15 @@
-//! Simulated machines at their disks: rings in memory that front ends take away and give back,
-//! queues that are stopped, abandoned and killed, and guests that mean harm.
+//! Simulated machines and their disks: rings in memory that front ends remap, queues that are
+//! stopped, abandoned and killed, and hostile guests.
 //!
-//! - Every request of a well-behaved guest comes back exactly once, with the right status, however
-//!   often its queue ends in between; reads find what the model of the disk says, and what a flush
-//!   covered survives a crash (`machine`).
-//! - What is written to a guest is in the log, wherever the log begins.
-//! - Hostile guests (`hostile`) on the same disk, or in the same group, harm nobody.
+//! - Every request of a well-behaved guest completes exactly once with the right status, however
+//!   often its queue ends in between; reads agree with the model of the disk, and flushed data
+//!   survives a crash (`machine`).
+//! - Writes to a guest's memory are in the dirty log, whenever the log begins.
+//! - Hostile guests (`hostile`) on the same disk, or in the same group, affect no other guest.
 //! - The group's limits hold.
-//! - Every queue ends when it is told to, and none of its tasks is left.
+//! - Every queue ends when ordered to, and none of its tasks is left.
 //!
-//! Events are simulated, the rest of a queue is what front ends get. `WEIR_SEED=n` runs one seed,
+//! Events are simulated; the rest of a queue is the production code. `WEIR_SEED=n` runs one seed,
 //! `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
 
 mod hostile;
@@ -57,11 +57,11 @@ use storage::{
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
-/// Requests are merged up to here, in bytes.
+/// Bound of merging, in bytes.
 const LONGEST_REQUEST: u64 = 256 << 10;
 const SERIAL: &str = "a serial number that is too long";
 
-/// What has happened, over all seeds: a simulation in which nothing happens shows nothing.
+/// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tally {
     answered: u64,
@@ -72,10 +72,10 @@ struct Tally {
     stops: u64,
     abandoned: u64,
     kills: u64,
-    /// Rings that were taken up with requests of the queue before.
+    /// Rings that were started with requests of the previous queue.
     resumed: u64,
     waited: u64,
-    /// Requests of hostile guests that were taken, and rings of theirs that broke.
+    /// Requests taken from hostile guests, and their rings that broke.
     attacks: u64,
     broken: u64,
 }
@@ -87,7 +87,7 @@ fn guests_are_served_whatever_others_do() {
         let prey = Prey::default();
         let world = run(Rc::clone(&tally), Rc::clone(&prey));
         let mut random = fastrand::Rng::with_seed(!seed);
-        // What is hostile changes also while somebody looks at it.
+        // Hostile memory also changes while the device reads it.
         let change = move |_| {
             if random.u8(..) == 0
                 && let Some(place) = random.choice(&*prey.borrow())
@@ -141,14 +141,14 @@ async fn run(tally: Rc<Cell<Tally>>, prey: Prey) {
     count(&tally, |all| all.waited += stats.reads.throttled + stats.writes.throttled);
 }
 
-/// One disk, its machines, and what it holds after all of them.
+/// One disk, its machines, and its content after all of them.
 struct Life {
     disk: Arc<Disk>,
     storage: Simulated,
     hostile: Vec<JoinHandle<()>>,
     model: Rc<RefCell<Model>>,
     may_fail: bool,
-    /// Whether writes may be cached, as the guests have said, and how often they have said it.
+    /// The guests' choice of the write cache, and the number of changes.
     cache: Rc<Cell<(bool, u64)>>,
     device: Arc<Device>,
     passed: Rc<RefCell<Passed>>,
@@ -167,7 +167,7 @@ impl Life {
         let mut hostile = Vec::new();
         for _ in 0..sim::random(|random| random.usize(..=2)) {
             let guest = if chance(50) {
-                // On the same disk, where it may read alone.
+                // On the same disk, read-only.
                 Hostile::new(export(&disk, true), tally, prey)
             } else {
                 let (_, other) = open(vec![0; DISK_BYTES], behaviour, group);
@@ -190,7 +190,7 @@ impl Life {
 
     async fn run(mut self) {
         let resuming = (self.may_fail && chance(30)).then(|| {
-            // What a stopped disk holds does not fail.
+            // With the stop policy, requests do not fail.
             self.may_fail = false;
             let policies = ErrorPolicies { read: OnError::Stop, write: OnError::Stop };
             self.disk.failures().set_policies(policies);
@@ -230,7 +230,7 @@ fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulate
     let share = Share::new(sim::random(|random| random.u32(1..1000))).expect("in range");
     let reserved = share.with_reservation(sim::random(|random| random.u64(..10)), 0);
     let settings = DiskSettings { share: reserved, ..DiskSettings::default() };
-    // A group without limits has nothing to promise.
+    // A group without limits accepts no reservation.
     let disk = Disk::new("disk", image, settings, Some(group));
     (storage, Arc::new(disk.expect("the group can keep it")))
 }
@@ -241,21 +241,21 @@ fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<Device> {
     Arc::new(Device::new(Export { id: "vm".into(), disk: Arc::clone(disk), offer, serial: SERIAL.into() }))
 }
 
-/// A front end as far as a queue knows it: starts it, ends it in one way or another, and changes
+/// A front end as a queue sees it: starts the queue, ends it in one of several ways, and replaces
 /// its memory and events while it runs.
 struct FrontEnd {
     machine: Rc<Machine>,
     tally: Rc<Cell<Tally>>,
-    /// What it would send as SET_VRING_BASE.
+    /// Value for SET_VRING_BASE.
     base: u32,
     killed: bool,
 }
 
-/// A queue that runs.
+/// A running queue.
 struct Running {
     orders: async_channel::Sender<Order>,
     serving: JoinHandle<u32>,
-    /// Gone when all of its tasks are.
+    /// Upgradable while any task of the queue is left.
     queue: Weak<Queue>,
 }
 
@@ -264,7 +264,7 @@ impl FrontEnd {
         Self { base: machine.start(), machine, tally, killed: false }
     }
 
-    /// Whether a queue was killed.
+    /// Runs to the end; true if a queue was killed.
     async fn run(mut self) -> bool {
         let guest = spawn_joinable(Rc::clone(&self.machine).run());
         for _ in 0..sim::random(|random| random.usize(..6)) {
@@ -308,7 +308,7 @@ impl FrontEnd {
         Running { orders, queue: Rc::downgrade(&queue), serving: spawn_joinable(queue.serve(received)) }
     }
 
-    /// Gives a ring another event.
+    /// Replaces an event of a ring.
     fn wire(&self, running: &Running, kind: EventKind) {
         let bell = match kind {
             EventKind::Kick => self.machine.new_kick(),
@@ -331,7 +331,7 @@ impl FrontEnd {
             1 => self.wire(running, EventKind::Call),
             2 => self.machine.switch_write_cache(),
             _ => {
-                // Other mappings of the same memory, and from now on another log or none.
+                // Other mappings of the same memory, with another log or none from now on.
                 let log = chance(70).then(|| DirtyLog::on_heap(64));
                 self.machine.log_changes();
                 let (memory, places) = self.machine.map_with(log.clone());
@@ -345,7 +345,7 @@ impl FrontEnd {
     }
 
     async fn end(&mut self, running: Running) {
-        // Without a record of what is in flight, a guest loses what a queue leaves.
+        // Without an in-flight area, a guest loses the requests that a queue leaves.
         match sim::random(|random| random.u8(..4)) {
             1 if self.machine.has_inflight() => {
                 count(&self.tally, |all| all.abandoned += 1);
@@ -361,7 +361,7 @@ impl FrontEnd {
                 }
                 let end = timeout(FOREVER, running.serving).await;
                 let base = end.expect("a queue ends when nobody is there");
-                // It may have stopped before that: then its front end has heard where.
+                // If it had stopped before, its front end has received the base.
                 if was_told && !self.machine.is_inflight_in_use() {
                     self.base = base;
                 }
@@ -371,8 +371,8 @@ impl FrontEnd {
                 count(&self.tally, |all| all.kills += 1);
                 self.killed = true;
                 drop(running.serving);
-                // What it has asked of the disk ends before the front end finds it gone, or else it
-                // would write behind the back of the next.
+                // Its I/O ends before the front end is notified; otherwise it would write
+                // concurrently with the next queue.
                 while running.queue.strong_count() > 0 {
                     sleep_until(now() + Duration::from_millis(1)).await;
                 }

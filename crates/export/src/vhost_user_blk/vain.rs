@@ -1,18 +1,19 @@
-//! Front ends that come and go in vain: one that cannot be served tries again every second, for as
-//! long as its machine is there, and a line for each time says nothing new.
+//! Rate limit for front ends that repeatedly connect without using the disk. A front end that
+//! cannot be served reconnects every second while its machine runs, and a log line each time adds
+//! nothing.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use policy::time::{Duration, Instant};
 
-/// The same is told again after so long.
+/// Interval at which the same reason is logged again.
 const AGAIN: Duration = Duration::from_secs(600);
 
-/// Of one export.
+/// State of one export.
 #[derive(Debug, Default)]
 pub(super) struct Vain(Mutex<Option<Last>>);
 
-/// The last one that was told of.
+/// The attempt that was logged last.
 #[derive(Debug)]
 struct Last {
     process: Option<u32>,
@@ -22,13 +23,13 @@ struct Last {
 }
 
 impl Vain {
-    /// Whether this process has come in vain a while ago, and that was told.
+    /// True if an attempt of this process was logged within [`AGAIN`].
     pub(super) fn is_known(&self, process: Option<u32>, now: Instant) -> bool {
         self.last().as_ref().is_some_and(|last| last.process == process && last.is_fresh(now))
     }
 
-    /// It went again, and did not use the disk; `unseen` like it were left out already. How many
-    /// were left out, if this is to be told.
+    /// Records an attempt that did not use the disk; `unseen` similar ones were already omitted.
+    /// Returns the number of omitted lines if this attempt is to be logged.
     pub(super) fn went(&self, process: Option<u32>, why: &str, unseen: u64, now: Instant) -> Option<u64> {
         let mut last = self.last();
         let same = last.as_mut().filter(|last| last.process == process && last.why == why);
@@ -44,7 +45,7 @@ impl Vain {
         Some(left_out)
     }
 
-    /// One uses the disk: what comes then is news.
+    /// Resets the state when a front end uses the disk, so that the next failure is logged.
     pub(super) fn forget(&self) {
         *self.last() = None;
     }

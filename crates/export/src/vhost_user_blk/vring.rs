@@ -1,4 +1,4 @@
-//! One ring as its front end has set it up: what it needs to run, and whether it does.
+//! Settings and state of one ring as its front end has set it up.
 //!
 //! ```text
 //!             settings complete, enabled             settings changed, disabled
@@ -7,7 +7,7 @@
 //!      └──────────────────────────────────────┴─── its queue has ended its requests ──┘
 //! ```
 //!
-//! The rings themselves, and the requests in them, are the queue's. Here are addresses and numbers.
+//! Never reads a ring: the queue does. This file only has addresses and numbers.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use reactor::{guest::Memory, guest::Place, op::Fd};
 use super::{features::virtio, inflight::Loss, message::VringAddresses};
 use ::virtio::ring::Parts;
 
-/// The parts of a ring, each wholly in one region and aligned as virtio 1.3 § 2.7 and § 2.8 ask.
+/// Parts of a ring, each inside one region and aligned as virtio 1.3 § 2.7 and § 2.8 require.
 #[derive(Clone, Debug)]
 pub struct RingPlaces {
     /// The descriptor table, or a packed ring's descriptors.
@@ -27,34 +27,33 @@ pub struct RingPlaces {
     pub device: Place,
 }
 
-/// Everything that a queue needs to serve a ring.
+/// Settings that a queue needs to serve a ring.
 #[derive(Debug)]
 pub struct RingSettings {
-    /// Descriptors: for a split ring a power of two.
+    /// Number of descriptors; a power of two for a split ring.
     pub size: u16,
-    /// Where its parts are.
+    /// Locations of its parts.
     pub places: RingPlaces,
-    /// The guest's memory; writes to it are recorded where they have to be.
+    /// The guest's memory, with its dirty log if there is one.
     pub memory: Memory,
-    /// What was negotiated: see [`virtio`].
+    /// Negotiated features: see [`virtio`].
     pub features: u64,
-    /// Where to go on, as SET_VRING_BASE or the queue itself said last.
+    /// Index at which to continue, from SET_VRING_BASE or the queue's last stop.
     pub base: u32,
-    /// Its record of requests in flight, if the front end keeps one: some may be left of a process
+    /// In-flight record of the ring, if the front end keeps one; it may hold requests of a process
     /// that died.
     pub inflight: Option<Place>,
-    /// Beside that record, for all rings: what would be lost with this process.
+    /// Loss record of the area, shared by all rings.
     pub loss: Option<Arc<Loss>>,
-    /// Tells that requests have come. Without it the ring has to be polled.
+    /// Eventfd that announces requests; without it the ring is polled.
     pub kick: Option<Fd>,
-    /// To tell that requests have ended; nobody wants to know without it.
+    /// Eventfd that announces completions; without it the driver polls.
     pub call: Option<Fd>,
-    /// To tell that the ring cannot be served.
+    /// Eventfd that announces a failure of the ring.
     pub error: Option<Fd>,
 }
 
-/// Why a ring cannot run. The front end, or the guest behind it, has set it up wrongly; other rings
-/// go on.
+/// Reason why a ring cannot run: a mistake of the front end or of the guest. Other rings continue.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
@@ -70,13 +69,13 @@ pub enum Fault {
     NoInflight,
 }
 
-/// How requests are announced.
+/// Announcement of requests.
 #[derive(Clone, Debug, Default)]
 pub(super) enum Kick {
-    /// Not said yet: the ring does not run.
+    /// Not set yet: the ring does not run.
     #[default]
     Unset,
-    /// Not at all.
+    /// No kick: the ring is polled.
     Polled,
     Event(Fd),
 }
@@ -86,7 +85,7 @@ pub(super) enum State {
     #[default]
     Stopped,
     Running,
-    /// Its queue has been told, and has not answered.
+    /// Its queue has the order to stop and has not reported yet.
     Stopping,
 }
 
@@ -99,24 +98,24 @@ pub(super) struct Vring {
     pub(super) kick: Kick,
     pub(super) call: Option<Fd>,
     pub(super) error: Option<Fd>,
-    /// What the front end said; it need not say anything where protocol features were not
-    /// negotiated ("Ring states").
+    /// Value of SET_VRING_ENABLE; not sent if protocol features were not negotiated ("Ring
+    /// states").
     pub(super) enabled: Option<bool>,
-    /// It could not be served, and waits until it is set up again.
+    /// The ring could not be served, and waits until it is set up again.
     pub(super) broken: bool,
-    /// It was, by its driver, while it ran.
+    /// The driver broke the ring while it ran.
     pub(super) spoilt: bool,
 }
 
 impl Vring {
-    /// Whether it should be served.
+    /// True if the ring should be served.
     pub(super) fn is_wanted(&self, features: u64) -> bool {
         let enabled = self.enabled.unwrap_or(features & virtio::PROTOCOL_FEATURES == 0);
         let is_set_up = self.size.is_some() && self.addresses.is_some() && !matches!(self.kick, Kick::Unset);
         enabled && is_set_up && !self.broken
     }
 
-    /// Finds its parts in the guest's memory.
+    /// Locates its parts in the guest's memory.
     pub(super) fn places(&self, memory: &Memory, features: u64) -> Result<RingPlaces, Fault> {
         let (Some(size), Some(addresses)) = (self.size, self.addresses) else {
             unreachable!("only a ring that is set up is looked for")

@@ -1,7 +1,7 @@
-//! What the kernel's NBD client is told: connect a device, give it new sockets, let it go.
+//! Control of the kernel's NBD client: connect, reconfigure and disconnect devices.
 //!
-//! The commands and attributes are those of linux/nbd-netlink.h. Each call takes as long as the
-//! kernel does, so callers make it on a thread that may wait.
+//! Commands and attributes are those of linux/nbd-netlink.h. Each call blocks for as long as the
+//! kernel works on it, so callers use a thread that may wait.
 
 use std::{
     fs, io,
@@ -33,22 +33,23 @@ const SOCK_FD: u16 = 1;
 const DEVICE_ITEM: u16 = 1;
 const DEVICE_CONNECTED: u16 = 2;
 
-/// In which the kernel tells a device's length.
+/// Unit of a device's length in sysfs.
 const SECTOR_BYTES: u64 = 512;
 
-/// A device as the kernel is to see it.
+/// Parameters of a device.
 #[derive(Clone, Debug)]
 pub(super) struct Device {
-    /// `None`: the first that is free.
+    /// `None` selects the first free device.
     pub(super) number: Option<u32>,
     pub(super) size_bytes: u64,
-    /// What the kernel's requests are multiples of.
+    /// Logical block size.
     pub(super) block_bytes: u32,
     /// `proto::export_flag`s.
     pub(super) flags: u16,
     pub(super) timeout_s: u32,
     pub(super) dead_timeout_s: u32,
-    /// Tells who may give it new sockets.
+    /// Identity (`NBD_ATTR_BACKEND_IDENTIFIER`): only a server with the same one may reconfigure
+    /// the device.
     pub(super) backend: String,
 }
 
@@ -59,18 +60,21 @@ pub(super) struct Control {
 }
 
 impl Control {
+    /// Opens the control socket.
+    ///
     /// # Errors
-    /// `ENOENT` where the kernel has no NBD client.
+    /// `ENOENT` if the kernel has no NBD client.
     pub(super) fn open() -> io::Result<Self> {
         let netlink = Netlink::open()?;
         let family = netlink.family(FAMILY)?;
         Ok(Self { netlink, family })
     }
 
-    /// Makes a device of these sockets; its number. The kernel keeps them, and the caller need not.
+    /// Creates a device that uses these sockets; returns its number. The kernel holds its own
+    /// references to the sockets, so the caller may close them.
     ///
     /// # Errors
-    /// `EBUSY` where the device is in use, `EPERM` where the caller may not.
+    /// `EBUSY` if the device is in use, `EPERM` without the capability.
     pub(super) fn connect(&self, device: &Device, sockets: &[OwnedFd]) -> io::Result<u32> {
         let mut said = Attributes::default();
         if let Some(number) = device.number {
@@ -85,28 +89,28 @@ impl Control {
         number.ok_or_else(|| io::Error::other("the kernel did not say which device it took"))
     }
 
-    /// Gives a device sockets in place of those that have ended.
+    /// Gives a device sockets in place of closed ones.
     ///
     /// # Errors
-    /// `EINVAL` where the device has gone, or is another's.
+    /// `EINVAL` if the device was disconnected or has another backend identifier.
     pub(super) fn reconnect(&self, number: u32, device: &Device, sockets: &[OwnedFd]) -> io::Result<()> {
         let said = Attributes::default().u32(INDEX, number);
         self.netlink.execute(self.family, RECONFIGURE, &with_terms(said, device, sockets)).map(drop)
     }
 
-    /// Gives a device another length.
+    /// Changes the length of a device.
     pub(super) fn resize(&self, number: u32, device: &Device, size_bytes: u64) -> io::Result<()> {
         let said = Attributes::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
         let said = said.text(BACKEND_IDENTIFIER, &device.backend);
         self.netlink.execute(self.family, RECONFIGURE, &said).map(drop)
     }
 
-    /// Lets a device go; what it has not written is lost.
+    /// Disconnects a device; unwritten data is lost.
     pub(super) fn disconnect(&self, number: u32) -> io::Result<()> {
         self.netlink.execute(self.family, DISCONNECT, &Attributes::default().u32(INDEX, number)).map(drop)
     }
 
-    /// Whether a device is one, for anybody.
+    /// True if any server is connected to the device.
     pub(super) fn is_connected(&self, number: u32) -> io::Result<bool> {
         let answer = self.netlink.execute(self.family, STATUS, &Attributes::default().u32(INDEX, number))?;
         let item = attributes(&answer).get(DEVICE_LIST).and_then(|list| list.get(DEVICE_ITEM));
@@ -116,7 +120,7 @@ impl Control {
 
 fn with_terms(said: Attributes, device: &Device, sockets: &[OwnedFd]) -> Attributes {
     let item = |list: Attributes, socket: &OwnedFd| {
-        // Never below zero.
+        // A file descriptor is never negative.
         let fd = Attributes::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());
         list.nested(SOCK_ITEM, fd)
     };
@@ -126,7 +130,7 @@ fn with_terms(said: Attributes, device: &Device, sockets: &[OwnedFd]) -> Attribu
         .nested(SOCKETS, sockets.iter().fold(Attributes::default(), item))
 }
 
-/// The device that is this backend's, or the one of this number if it is.
+/// Number of the device with this backend identifier; with `number`, only that device is examined.
 pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
     let is_ours = |number: &u32| {
         let file = format!("/sys/block/nbd{number}/backend");
@@ -142,12 +146,12 @@ pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
     }
 }
 
-/// The length of a device as the kernel has it.
+/// Length of a device according to sysfs.
 pub(super) fn size_bytes(number: u32) -> Option<u64> {
     told(number, "size")?.checked_mul(SECTOR_BYTES)
 }
 
-/// The size of its blocks.
+/// Logical block size of a device according to sysfs.
 pub(super) fn block_bytes(number: u32) -> Option<u64> {
     told(number, "queue/logical_block_size")
 }

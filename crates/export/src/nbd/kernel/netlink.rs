@@ -1,13 +1,13 @@
-//! Generic netlink, as much of it as the kernel's NBD client needs: a command with attributes, and
-//! its answer.
+//! The part of generic netlink that the kernel's NBD client needs: a command with attributes, and
+//! its reply.
 //!
 //! ```text
 //!   ┌─ nlmsghdr 16 ─┬ genlmsghdr 4 ┬ attribute: length 2, type 2, value, padding to 4 ┬ …
 //! ```
 //!
-//! Numbers are in the machine's own order. Written here because it is all that a crate would be
-//! used for. What arrives comes from the kernel, and is read as if it did not: nothing in it
-//! chooses an index or an allocation.
+//! Numbers are in native byte order. Written here because a crate would be used for nothing else.
+//! Replies are parsed like untrusted input: no value in them selects an index or the size of an
+//! allocation.
 
 use std::{
     io,
@@ -25,12 +25,12 @@ const COMMAND_HEADER: usize = 4;
 const ATTRIBUTE_HEADER: usize = 4;
 /// `NLM_F_REQUEST | NLM_F_ACK`.
 const REQUEST: u16 = 1 | 4;
-/// `NLMSG_ERROR`, which carries 0 where all went well.
+/// `NLMSG_ERROR`, which carries 0 for success.
 const ERROR: u16 = 2;
-/// `NLA_F_NESTED`; and of a type, without flags (`NLA_TYPE_MASK`).
+/// `NLA_F_NESTED`, and the mask that removes flags from a type (`NLA_TYPE_MASK`).
 const NESTED: u16 = 1 << 15;
 const TYPE: u16 = !(0b11 << 14);
-/// Longest answer that is taken, as the kernel's own `NLMSG_GOODSIZE` bounds it.
+/// Longest reply that is read, as the kernel's own `NLMSG_GOODSIZE` bounds it.
 const MAX_ANSWER: usize = 32 << 10;
 
 /// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY`, `CTRL_ATTR_FAMILY_ID` and `CTRL_ATTR_FAMILY_NAME` of
@@ -40,7 +40,7 @@ const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
 
-/// The attributes of a command, as they are sent.
+/// Encoded attributes of a command.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Attributes(Vec<u8>);
 
@@ -53,7 +53,7 @@ impl Attributes {
         self.bytes(kind, &value.to_ne_bytes())
     }
 
-    /// With the zero byte behind it that the kernel wants.
+    /// Adds a string with its terminating NUL, which the kernel requires.
     pub(super) fn text(self, kind: u16, value: &str) -> Self {
         let mut bytes: Vec<u8> = value.bytes().filter(|byte| *byte != 0).collect();
         bytes.push(0);
@@ -64,7 +64,7 @@ impl Attributes {
         self.bytes(kind | NESTED, &inner.0)
     }
 
-    /// `value` is below 64 KiB.
+    /// Adds an attribute; `value` is shorter than 64 KiB.
     fn bytes(mut self, kind: u16, value: &[u8]) -> Self {
         let length = u16::try_from(ATTRIBUTE_HEADER + value.len()).expect("weir's own values are short");
         self.0.extend(length.to_ne_bytes());
@@ -75,7 +75,7 @@ impl Attributes {
     }
 }
 
-/// Attributes as they arrived, one after the other; what is cut off ends them.
+/// Received attributes in sequence; a truncated one ends the sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Answer<'a>(&'a [u8]);
 
@@ -123,28 +123,29 @@ fn request(family: u16, sequence: u32, command: u8, attributes: &Attributes) -> 
     message.extend(family.to_ne_bytes());
     message.extend(REQUEST.to_ne_bytes());
     message.extend(sequence.to_ne_bytes());
-    // Whose: the kernel's business.
+    // Port ID 0: the kernel fills in the sender's.
     message.extend(0_u32.to_ne_bytes());
     message.extend([command, 1, 0, 0]);
     message.extend(&attributes.0);
     message
 }
 
-/// What one message says about the request of this number.
+/// Meaning of one message for the request with this sequence number.
 #[derive(Debug, PartialEq, Eq)]
 enum Said<'a> {
     Answer(Answer<'a>),
     Done,
     Failed(i32),
-    /// It belongs to another, or is none of these.
+    /// Belongs to another request, or is of no known type.
     Nothing,
 }
 
-/// The first message, and what lies behind it; `None` where there is no whole one.
+/// First message and the bytes behind it; `None` if no complete message is there.
 fn message(bytes: &[u8], sequence: u32) -> Option<(Said<'_>, &[u8])> {
     let length = u32_at(bytes, 0)? as usize;
     let (kind, of) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
     let payload = bytes.get(MESSAGE_HEADER..length)?;
+    // Messages are aligned to 4 bytes; the last one may lack its padding.
     let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
     let said = match kind {
         _ if of != sequence => Said::Nothing,
@@ -157,7 +158,7 @@ fn message(bytes: &[u8], sequence: u32) -> Option<(Said<'_>, &[u8])> {
     Some((said, rest))
 }
 
-/// A socket to the kernel. Its calls take as long as the kernel takes to do what it is told.
+/// A socket to the kernel. Its calls block for as long as the kernel executes the command.
 #[derive(Debug)]
 pub(super) struct Netlink {
     socket: OwnedFd,
@@ -168,12 +169,12 @@ impl Netlink {
     pub(super) fn open() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
-        // To the kernel, and nobody else's messages are received then.
+        // Connected to port 0, the kernel: messages of other senders are not received.
         connect(&socket, &netlink::SocketAddrNetlink::new(0, 0))?;
         Ok(Self { socket, sequence: AtomicU32::new(1) })
     }
 
-    /// The number of a family, which the kernel gives when the driver is loaded.
+    /// Number of a family; the kernel assigns it when the driver is loaded.
     pub(super) fn family(&self, name: &str) -> io::Result<u16> {
         let ask = Attributes::default().text(FAMILY_NAME, name);
         let answer = self.execute(CONTROL, GET_FAMILY, &ask)?;
@@ -181,7 +182,7 @@ impl Netlink {
         id.ok_or_else(|| io::Error::other("the kernel named no number of the netlink family"))
     }
 
-    /// Has a command done; the attributes of the answer, if it has some.
+    /// Executes a command; returns the attributes of the reply, possibly none.
     pub(super) fn execute(&self, family: u16, command: u8, attributes: &Attributes) -> io::Result<Vec<u8>> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         send(&self.socket, &request(family, sequence, command, attributes), SendFlags::empty())?;
@@ -193,6 +194,7 @@ impl Netlink {
             while let Some((said, behind)) = message(rest, sequence) {
                 rest = behind;
                 match said {
+                    // The reply precedes the acknowledgment (NLM_F_ACK), which ends the exchange.
                     Said::Answer(attributes) => answer = attributes.0.to_vec(),
                     Said::Done => return Ok(answer),
                     Said::Failed(errno) => return Err(io::Error::from_raw_os_error(errno)),
@@ -203,7 +205,7 @@ impl Netlink {
     }
 }
 
-/// An answer that [`Netlink::execute`] brought.
+/// Parses the reply that [`Netlink::execute`] returned.
 pub(super) fn attributes(answer: &[u8]) -> Answer<'_> {
     Answer(answer)
 }

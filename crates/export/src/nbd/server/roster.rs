@@ -58,7 +58,7 @@ pub(super) struct Roster {
     live: HashMap<u64, Live>,
     /// Clients that have not chosen an export, in the order of arrival.
     unfinished: BTreeSet<(Instant, u64)>,
-    /// Those of them that may be disconnected where others wait.
+    /// Clients among `unfinished` that may be disconnected while others wait.
     to_push_out: BTreeSet<(Instant, u64)>,
     /// Clients of each export that has any.
     by_export: HashMap<usize, usize>,
@@ -110,15 +110,15 @@ impl Roster {
         self.live.get_mut(&number)
     }
 
-    /// Excludes a client from [`Self::oldest_to_push_out`]: it was disconnected, or waits for the
-    /// server and not the server for it.
+    /// Excludes a client from [`Self::oldest_to_push_out`]: it was disconnected, or it waits for
+    /// the server.
     pub(super) fn spare(&mut self, number: u64) {
         if let Some(live) = self.live.get(&number) {
             self.to_push_out.remove(&(live.since, number));
         }
     }
 
-    /// Charges a client for its TLS. Its handshake proceeds, and is waited for again.
+    /// Charges a client for its TLS. Its handshake proceeds, so it may be disconnected again.
     pub(super) fn start_tls(&mut self, number: u64, memory: ConnectionMemory) {
         if let Some(live) = self.live.get_mut(&number) {
             live.tls_memory = Some(memory);

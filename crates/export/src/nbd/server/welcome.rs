@@ -1,6 +1,7 @@
-//! A client that has come: its handshake, limited in time, and what it is shown of the server.
+//! Handshake of an accepted client, with a deadline, and the part of the server that the client may
+//! see.
 //!
-//! Never keeps more for a client than it needs: nobody knows yet who it is.
+//! Never holds more memory than the handshake needs: the client is not authenticated yet.
 
 use std::{
     cell::Cell,
@@ -41,7 +42,7 @@ impl Server {
         let stop = Arc::clone(&live.stop);
         self.lock().insert(number, live);
         drop(arriving);
-        // A stop between accepting and registering would otherwise be missed.
+        // A stop between accepting and registering would be missed otherwise.
         if !self.stopping.load(Ordering::SeqCst) {
             tracing::debug!(client = number, "connected");
             match self.converse(Stream::Plain(socket), &stop, number).await {
@@ -54,7 +55,7 @@ impl Server {
         }
     }
 
-    /// Handshake, then transmission.
+    /// Runs the handshake, then transmission.
     async fn converse(&self, stream: Stream, stop: &Arc<StopSignal>, number: u64) -> Result<(), String> {
         match self.open(stream, stop, number).await? {
             Some((connection, inbox)) => {
@@ -64,8 +65,8 @@ impl Server {
         }
     }
 
-    /// The handshake: a connection ready for requests, and what arrived behind it. `None` where the
-    /// client left without choosing an export.
+    /// Runs the handshake; returns a connection ready for requests and the bytes that arrived
+    /// behind it. `None` if the client left without choosing an export.
     pub(in crate::nbd) async fn open(
         &self,
         stream: Stream,
@@ -101,8 +102,8 @@ impl Server {
         loop {
             let (before, filled) = (handshake.clone(), out.len());
             let mut step = handshake.advance(inbox.bytes(), &offer, &mut out);
-            // The option's answer has the size of an export. Looking at it takes time, so it is
-            // done here, and the option is answered again.
+            // The reply contains the export's size. Refreshing the size takes time, which `advance`
+            // must not, so it is done here and the option is processed again from the saved state.
             if let Some(export) = offer.shown.take() {
                 self.look_at_size_of(export).await;
                 handshake = before;
@@ -111,7 +112,7 @@ impl Server {
                 offer.shown.set(None);
             }
             inbox.consume(step.consumed);
-            // Before the client is told, or it could have an export that seems to have no clients.
+            // Before the reply: otherwise the client could use an export that is counted as unused.
             if let negotiate::Event::Transmission(session) = &step.event
                 && !self.choose(session.export, number, &offer.client)
             {
@@ -128,7 +129,8 @@ impl Server {
                 }
                 negotiate::Event::Replied => {}
                 negotiate::Event::StartTls => {
-                    // Its handshake does not proceed because of the server.
+                    // The handshake now waits for the server, so the client must not be
+                    // disconnected for it.
                     self.lock().spare(number);
                     let memory = self.connection_memory(TLS_BYTES).await;
                     let memory = memory.ok_or("the server stops: TLS was not started")?;
@@ -155,9 +157,8 @@ impl Server {
     }
 }
 
-/// Memory of TLS for a client that sends nothing, beside
-/// [`CONNECTION_BYTES`](super::CONNECTION_BYTES): a buffer for 64 KiB of ciphertext, and OpenSSL's
-/// state.
+/// Memory of TLS for an idle client, in addition to [`CONNECTION_BYTES`](super::CONNECTION_BYTES):
+/// a buffer for 64 KiB of ciphertext, and OpenSSL's state.
 const TLS_BYTES: u64 = 128 << 10;
 
 impl Server {
@@ -171,13 +172,13 @@ impl Server {
 
 const REMOVED: &str = "the export was removed during the handshake";
 
-/// Bytes of replies gathered before they are sent, so that those to many short options go out in
-/// few messages. Nobody knows yet who the client is, and it may never read them: with the longest
-/// reply on top, and what was received, they stay below 16 KiB.
+/// Bytes of replies that are gathered before they are sent, so that replies to many short options
+/// leave in few messages. An unauthenticated client may never read them: together with the longest
+/// reply and the receive buffer, they stay below 16 KiB.
 const REPLY_BYTES: usize = 2 << 10;
 
-/// What is to be sent before the handshake goes on. It leaves no memory behind: a client that does
-/// not read is waited for with what it is sent, and nothing else.
+/// Bytes to send before the handshake continues. Takes the memory of `out`, so that while a client
+/// does not read, only the bytes being sent are held.
 pub(super) fn ready(event: negotiate::Event, out: &mut Vec<u8>) -> Option<reactor::buffer::Buffer> {
     let more_may_come = matches!(event, negotiate::Event::Replied) && out.len() < REPLY_BYTES;
     if out.is_empty() || more_may_come {
@@ -186,7 +187,7 @@ pub(super) fn ready(event: negotiate::Event, out: &mut Vec<u8>) -> Option<reacto
     Some(reactor::buffer::Buffer::copy_of(&std::mem::take(out)))
 }
 
-/// Settings of a new connection's socket. None is essential, so failures are passed over.
+/// Sets options of a new connection's socket. None is essential, so failures are ignored.
 fn prepare(socket: &OwnedFd) {
     let family = getsockname::<SockaddrStorage>(std::os::fd::AsRawFd::as_raw_fd(socket))
         .ok()
@@ -196,17 +197,17 @@ fn prepare(socket: &OwnedFd) {
     if family != Some(AddressFamily::Unix)
         && let Ok(clone) = socket.try_clone()
     {
-        // Replies are gathered by us; Nagle's algorithm would only delay them.
+        // Replies are already gathered; Nagle's algorithm would only delay them.
         let _ = TcpStream::from(clone).set_nodelay(true);
         let _ = setsockopt(socket, sockopt::KeepAlive, &true);
     }
 }
 
-/// What one client may have of a server. It is told of nothing else.
+/// The exports of a server that one client may see.
 pub(super) struct Offer<'a> {
     pub(super) server: &'a Server,
     pub(super) client: Client,
-    /// The last export that the client was shown.
+    /// Last export whose properties were sent to the client.
     pub(super) shown: Cell<Option<usize>>,
 }
 

@@ -1,8 +1,8 @@
-//! A well-behaved client: many requests in flight on a region of its own, each answer compared with
-//! what it wrote there.
+//! A well-behaved client with many requests in flight in its own region. Each reply is compared
+//! with the data that the client wrote there.
 //!
-//! Two requests in flight never overlap if one of them writes, so each answer is determined. What a
-//! failed request, or a trim, has left is unknown until it is written again.
+//! Two requests in flight never overlap if one of them writes, so each reply is determined. After a
+//! failed write or a trim, content is unknown until it is written again.
 
 use std::{
     cell::{Cell, RefCell},
@@ -24,11 +24,11 @@ use reactor::{Signal, now, sim, sleep_until, spawn_joinable};
 
 pub(super) struct Client {
     pub(super) wire: Wire,
-    /// Of its region.
+    /// First byte of its region.
     pub(super) start: u64,
     /// Requests may fail with EIO.
     pub(super) faults: bool,
-    /// The server was stopped, and owes no more answers.
+    /// The server was stopped and owes no further replies.
     pub(super) stopped: Rc<Cell<bool>>,
     pub(super) answered: Rc<Cell<u64>>,
 }
@@ -46,7 +46,7 @@ enum What {
     },
     /// Reads past the end.
     WrongRead,
-    /// Writes past the end; what it would write must not be taken for requests.
+    /// Writes past the end; the server must skip the payload instead of parsing it as requests.
     WrongWrite(Vec<u8>),
 }
 
@@ -54,7 +54,7 @@ enum What {
 struct Pending {
     what: What,
     range: Range<u64>,
-    /// Bytes that have been read, or extents, as far as they came.
+    /// Bytes of data or extents received so far.
     covered: u64,
     failed: bool,
 }
@@ -63,7 +63,7 @@ struct Session {
     client: Client,
     style: ReplyStyle,
     depth: usize,
-    /// `None` where it is not known.
+    /// `None` for unknown content.
     content: RefCell<Vec<Option<u8>>>,
     pending: RefCell<BTreeMap<u64, Pending>>,
     next_cookie: Cell<u64>,
@@ -88,7 +88,7 @@ impl Client {
             client: self,
         });
         let receiving = spawn_joinable(Rc::clone(&session).receive());
-        // A server that was stopped takes no more.
+        // A stopped server accepts no further request.
         if session.send_all().await.is_err() {
             assert!(session.client.stopped.get(), "the connection ended early");
         }
@@ -114,11 +114,12 @@ impl Session {
         while chance(50) && !self.pending.borrow().is_empty() && !self.client.stopped.get() {
             self.received.wait().await;
         }
-        // What is in flight then is answered all the same.
+        // Requests in flight at DISC are still answered.
         self.client.wire.send(&request(self.style, cmd::DISC, 0, 0, 0, 0)).await
     }
 
-    /// Requests to send together: any, or reads or writes side by side, which the server may merge.
+    /// Requests to send together: either unrelated ones, or adjacent reads or writes that the
+    /// server may merge.
     fn burst(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let count = sim::random(|random| random.u64(1..=8));
@@ -162,7 +163,7 @@ impl Session {
         (what, range)
     }
 
-    /// Notes the request and returns its bytes; none if it has to do with one in flight.
+    /// Registers the request and returns its bytes; none if it conflicts with one in flight.
     fn begin(&self, what: What, range: Range<u64>) -> Vec<u8> {
         let changes = |what: &What| matches!(what, What::Write(_) | What::Zeroes | What::Trim);
         let conflicts = |other: &Pending| {
@@ -200,7 +201,7 @@ impl Session {
                 ReplyStyle::Simple => self.simple_reply(&mut wire).await,
                 _ => self.chunk(&mut wire).await,
             };
-            // Also the sender that the server's stop has surprised.
+            // Also wakes the sender, which may wait for room when the server stops.
             self.received.raise();
             if reply == Err(Ended) {
                 break;
@@ -280,7 +281,7 @@ impl Session {
 
     fn compare(&self, pending: &mut Pending, offset: u64, data: &[u8]) {
         assert!(matches!(pending.what, What::Read), "data for {pending:?}");
-        // Parts could come in any order; this server sends them in one.
+        // The specification allows chunks in any order; this server sends them in ascending order.
         assert_eq!(offset, pending.range.start + pending.covered);
         pending.covered += data.len() as u64;
         assert!(offset + data.len() as u64 <= pending.range.end, "more data than was asked for");
@@ -292,7 +293,7 @@ impl Session {
         }
     }
 
-    /// A length and flags, each half of `width` bytes.
+    /// Checks extents: pairs of length and flags, each half of `width` bytes.
     fn extents(&self, pending: &mut Pending, extents: &[u8], width: usize) {
         let What::Status { one } = pending.what else { panic!("block status for {pending:?}") };
         let count = extents.len() / width;

@@ -1,5 +1,5 @@
-//! Clients that send every command there is, as fast as they are taken, at a disk with limits: what
-//! reaches the storage stays within the limits and their burst at every moment.
+//! Clients that send every command at full speed to a disk with limits. The storage's load stays
+//! within the limits and their burst at every moment.
 
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc};
 
@@ -27,13 +27,13 @@ use storage::{
 
 const BLOCK: u64 = 512;
 const BLOCKS: u64 = 2048;
-/// The longest request; a hint may be about the whole disk.
+/// Longest request; a CACHE hint may cover the whole disk.
 const LONGEST: u64 = 32 * BLOCK;
-/// What a hint reads at a time.
+/// Largest I/O of a hint.
 const LARGEST: u64 = BLOCKS * BLOCK;
 const KINDS: [u16; 7] =
     [cmd::READ, cmd::WRITE, cmd::FLUSH, cmd::TRIM, cmd::CACHE, cmd::WRITE_ZEROES, cmd::BLOCK_STATUS];
-/// How many requests a client leaves unanswered.
+/// Number of requests that a client leaves unanswered.
 const DEPTH: usize = 64;
 
 #[test]
@@ -48,7 +48,7 @@ fn every_command_is_limited() {
     assert!(seeds < 10 || all, "too little was answered: {answered:?}");
 }
 
-/// One run; how many of each command were answered.
+/// One run; number of answered requests for each command.
 async fn flood() -> BTreeMap<u16, u64> {
     let behaviour = Behaviour {
         block_bytes: BLOCK as usize,

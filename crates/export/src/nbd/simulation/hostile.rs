@@ -1,4 +1,4 @@
-//! Clients that break the protocol, or the connection, each in its own way, and expect that their
+//! Clients that break the protocol or the connection, each in one way, and expect that their
 //! connection ends.
 
 use policy::time::Duration;
@@ -14,12 +14,12 @@ use super::{
 };
 use reactor::{now, sim, sleep_until, timeout};
 
-/// How long a client that neglects its connection keeps it.
+/// Time for which a client keeps a connection that it neglects.
 const NEGLECT: Duration = Duration::from_secs(20);
 
 pub(super) struct Hostile {
     way: Way,
-    /// Where on the disk it may write.
+    /// First byte of the region that it may write to.
     region: u64,
 }
 
@@ -27,21 +27,21 @@ pub(super) struct Hostile {
 enum Way {
     /// Noise from the first byte on.
     GarbageAtOnce,
-    /// Noise where requests should be.
+    /// Noise in place of requests.
     GarbageAsRequests,
-    /// A few options' worth of handshake, then nothing.
+    /// A connection without a handshake.
     NoHandshake,
     /// A part of a request.
     HalfRequest,
     /// A write with a part of its payload.
     HalfPayload,
-    /// A request that begins with the wrong number.
+    /// A request with a wrong magic number.
     WrongMagic,
     /// Requests past the end, with unknown flags, of unknown kinds.
     Nonsense,
-    /// Many requests, no reply read.
+    /// Many requests; reads no reply.
     Deaf,
-    /// Many requests, then gone.
+    /// Many requests, then a disconnect.
     Gone,
 }
 
@@ -64,7 +64,7 @@ impl Hostile {
 
     pub(super) async fn run(self, pipe: Pipe) {
         let mut wire = Wire::new(pipe);
-        // The server may close before it is done.
+        // The server may close before the client has sent everything.
         let _ = self.misbehave(&mut wire).await;
         wire.close();
     }
@@ -143,7 +143,7 @@ impl Hostile {
             let (kind, flags) = sim::random(|random| (random.u16(..12), 1 << random.u16(..16)));
             let offset = sim::random(|random| if random.bool() { random.u64(..) } else { self.region });
             let length = sim::random(|random| random.u64(..2 * SIZE));
-            // Only what has no payload stays in step; the rest is noise too, sooner or later.
+            // Requests without payload keep the stream in step; a write turns the rest into noise.
             let kind = if kind == cmd::WRITE && chance(90) { cmd::TRIM } else { kind };
             let length = if offset == self.region { length % REGION } else { length };
             bytes.extend(request(style, kind, flags & !cmd_flag::PAYLOAD_LEN, number, offset, length));
@@ -152,7 +152,7 @@ impl Hostile {
     }
 }
 
-/// Takes in what comes until the server closes, but not for ever.
+/// Reads until the server closes, for at most [`NEGLECT`].
 async fn linger(wire: &mut Wire) -> Result<(), Ended> {
     let reading = async {
         loop {

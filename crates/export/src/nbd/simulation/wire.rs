@@ -1,5 +1,5 @@
-//! A client's end of a connection: bytes out, whole messages in. Written against the specification,
-//! sharing nothing with the server but the names of its numbers.
+//! A client's end of a connection: bytes out, whole messages in. Written against the specification;
+//! shares nothing with the server but the names of the numbers.
 
 use super::super::{
     pipe::Pipe,
@@ -52,7 +52,7 @@ impl Wire {
         self.received.len()
     }
 
-    /// Asks for the default export, with `base:allocation` where the style can carry it.
+    /// Negotiates the default export, with `base:allocation` if the style can carry it.
     pub(super) async fn handshake(&mut self, style: ReplyStyle) -> Result<About, Ended> {
         let greeting = self.take(18).await?;
         assert_eq!(greeting[..8], proto::INIT_MAGIC.to_be_bytes());
@@ -98,7 +98,7 @@ impl Wire {
     }
 }
 
-/// A request's header. `length` is a range's, or that of the payload that goes with a write.
+/// Encodes a request's header. `length` is that of the range, or of the payload of a write.
 pub(super) fn request(
     style: ReplyStyle,
     kind: u16,

@@ -1,5 +1,5 @@
-//! A server that is another one each time it comes back: it can do less, or more, or refuses what
-//! it is asked. It keeps a list of what it should not have been asked.
+//! A server that has other properties after each restart: fewer features, more, or failing
+//! requests. It records every request that the client should not have sent.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -19,7 +19,7 @@ use reactor::{buffer::Buffer, now, sim, sleep_until, spawn};
 const ENOSPC: u32 = 28;
 const ENOTSUP: u32 = 95;
 
-/// What a server says of itself, and how often it refuses.
+/// Properties of a server, and how often its requests fail.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ways {
     pub(super) size: usize,
@@ -27,13 +27,13 @@ pub(super) struct Ways {
     pub(super) minimum_block: u32,
     pub(super) maximum_payload: u32,
     pub(super) structured: bool,
-    /// Percent of changes for which there is no room.
+    /// Percentage of changes that fail with ENOSPC.
     pub(super) refuses: u32,
-    /// Nobody may ask it for anything.
+    /// No request may be sent to it.
     pub(super) is_unfit: bool,
 }
 
-/// All that there is in the protocol.
+/// All features of the protocol.
 pub(super) const EVERYTHING: u16 = export_flag::HAS_FLAGS
     | export_flag::SEND_FLUSH
     | export_flag::SEND_FUA
@@ -43,7 +43,7 @@ pub(super) const EVERYTHING: u16 = export_flag::HAS_FLAGS
 
 pub(super) struct Changing {
     pub(super) ways: Ways,
-    /// What a client sees, and what is left of that without power.
+    /// Content that a client sees; `disk` is the part that survives a loss of power.
     memory: Vec<u8>,
     pub(super) disk: Vec<u8>,
     pub(super) faults: Vec<String>,
@@ -90,7 +90,7 @@ impl Changing {
     }
 }
 
-/// A client's end of a new connection, once the old ones have ended.
+/// Client's end of a new connection; refused until the old connections have ended.
 pub(super) fn dial(server: &Shared) -> std::io::Result<Stream> {
     let mut state = lock(server);
     if !state.is_up || state.open.load(Relaxed) > 0 {
@@ -109,7 +109,7 @@ pub(super) fn dial(server: &Shared) -> std::io::Result<Stream> {
             structured: false,
             context: None,
         };
-        // The connection's end is an error like any other.
+        // The end of the connection is an error like any other.
         if let Ok(true) = conversation.shake_hands().await {
             while conversation.serve().await.is_ok_and(|goes_on| goes_on) {}
         }
@@ -140,7 +140,7 @@ impl Conversation {
         self.send(&[&proto::OPTION_REPLY_MAGIC.to_be_bytes(), &head, data]).await
     }
 
-    /// Whether it comes to the export.
+    /// True if the client has chosen the export.
     async fn shake_hands(&mut self) -> Io<bool> {
         let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
         let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
@@ -158,7 +158,7 @@ impl Conversation {
                     self.option_reply(option, rep::ACK, &[]).await?;
                 }
                 opt::SET_META_CONTEXT if self.structured => {
-                    // Another number for each connection.
+                    // Another number for each connection: the client must not reuse the old one.
                     let context = sim::random(|random| random.u32(..));
                     self.context = Some(context);
                     let named = [&context.to_be_bytes()[..], b"base:allocation"].concat();
@@ -194,7 +194,7 @@ impl Conversation {
         self.send(&[&head, &kind.to_be_bytes(), &cookie.to_be_bytes(), &length, &data]).await
     }
 
-    /// One request; false at the last.
+    /// Serves one request; false after DISC.
     async fn serve(&mut self) -> Io<bool> {
         let header = self.inbox.payload(proto::REQUEST_BYTES, &self.stream).await?;
         let mut fields = Fields::new(&header);
@@ -237,7 +237,7 @@ impl Conversation {
         sleep_until(now() + Duration::from_micros(micros)).await;
     }
 
-    /// Notes what the client should have known better.
+    /// Records a request that the client should not have sent.
     fn judge(&self, command: u16, flags: u16, offset: usize, length: usize) {
         let ways = self.ways;
         let lacks = |flag: u16| ways.flags & flag == 0;
@@ -260,7 +260,7 @@ impl Conversation {
         }
     }
 
-    /// Returns the error's number, or 0.
+    /// Executes a command; returns an error number, or 0.
     fn carry_out(&self, command: u16, flags: u16, range: std::ops::Range<usize>, data: Option<&[u8]>) -> u32 {
         let mut state = lock(&self.server);
         let state = &mut *state;
@@ -278,7 +278,7 @@ impl Conversation {
                 Some(data) => state.memory[range.clone()].copy_from_slice(data),
                 None => state.memory[range.clone()].fill(0),
             }
-            // Without flushes it has no cache; else it may write back whatever it wants.
+            // Without FLUSH the server has no cache; with it, it may write back at any time.
             let has_cache = self.ways.flags & export_flag::SEND_FLUSH != 0;
             if !has_cache || flags & cmd_flag::FUA != 0 || sim::random(|random| random.u32(..4)) == 0 {
                 state.disk[range.clone()].copy_from_slice(&state.memory[range]);

@@ -48,12 +48,13 @@ use crate::vhost_user_blk::{
 };
 use ::virtio::ring::driver::Buffer as Piece;
 
-/// Longer than anything here takes.
+/// Timeout of a test: longer than any of them takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 const MEMORY_BYTES: u64 = 1 << 17;
-/// Where the front end has the guest's memory.
+/// Address of the guest's memory in the front end.
 const USER: u64 = 0x7f00_0000_0000;
-/// Guest-physical: rings, a page a part and four pages a ring, then a page for each request.
+/// Guest-physical addresses: rings, one page a part and four pages a ring, then a page for each
+/// request.
 const REQUESTS: u64 = 0x8000;
 const SIZE: u16 = 32;
 const GUARD: u8 = 0xa5;
@@ -91,13 +92,13 @@ fn one_a_second(kind: LimitKind) -> Limits {
     limits
 }
 
-/// Has a front end served that has connected.
+/// Serves a front end that has connected.
 fn attend(server: &Arc<Server>, socket: Fd) -> JoinHandle<()> {
     let server = Arc::clone(server);
     spawn_joinable(async move { server.attend(socket, Threads::Here).await })
 }
 
-/// Memory for a guest.
+/// File of a guest's memory.
 fn memory_file(bytes: u64) -> OwnedFd {
     let file = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
     ftruncate(&file, bytes).expect("its length");
@@ -206,7 +207,7 @@ fn settings_of_no_ring() -> RingSettings {
     }
 }
 
-/// What a future ends with that does not wait.
+/// Result of a future that completes at the first poll.
 fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(value) => Some(value),
@@ -232,7 +233,7 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
             told: false,
         };
         let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
-        // A queue that takes nothing.
+        // A queue that processes no orders.
         let (orders, received) = async_channel::bounded(MOST_ORDERS);
         attendance.queues.insert(0, orders);
         for _ in 0..MOST_ORDERS {
@@ -277,7 +278,7 @@ fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() 
                 front_end.ask(code::SET_CONFIG, &payload, &[]).await;
             }
             assert_eq!(server.device.durability() == storage::Durability::Cached, write_cache);
-            // Firmware, which does not flush.
+            // Firmware that cannot flush.
             let firmware = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES;
             front_end.ask(code::SET_FEATURES, &firmware.to_ne_bytes(), &[]).await;
             assert_eq!(server.device.durability(), storage::Durability::Synchronous);
@@ -292,7 +293,7 @@ fn where_nobody_can_be_let_in_any_more_nobody_is_connected() {
     real(async {
         let server = server(Limits::default());
         let (_ours, theirs) = UnixStream::pair().expect("sockets");
-        // It listens to nobody, and its other end has gone.
+        // The socket does not listen, and its other end is closed.
         let (broken, _) = UnixStream::pair().expect("sockets");
         let mut front_ends = FrontEnds::listen("vm1", broken.into());
         front_ends.begin_with(theirs.into());
@@ -311,7 +312,7 @@ fn a_front_end_that_passes_its_own_connection_hangs_up_all_the_same() {
         for code in
             [code::SET_BACKEND_REQ_FD, code::SET_VRING_KICK, code::SET_VRING_CALL, code::SET_VRING_ERR]
         {
-            // By itself, and within a socket that may be passed.
+            // Directly, and inside a socket that may be passed.
             for is_nested in [false, true] {
                 let server = server(Limits::default());
                 let ours = UnixStream::connect(&path).expect("somebody listens");

@@ -1,5 +1,5 @@
-//! What a message of a front end leads to, as values: what is to happen to rings and disk, what the
-//! front end is answered, and what is refused and why. Does nothing of it.
+//! Results of a front end's message, as values: effects on rings and disk, replies, and rejections.
+//! Never executes them.
 
 use std::io;
 
@@ -17,52 +17,52 @@ use crate::vhost_user_blk::{
     vring::{Fault, RingPlaces, RingSettings},
 };
 
-/// What is to happen to rings and disk.
+/// An effect on rings or disk.
 #[derive(Debug)]
 pub enum Effect {
-    /// Serve a ring. It has not run before, or has been reported by `Session::stopped` since. First
-    /// look into it: requests may be there that are not announced again.
+    /// Serve a ring. It has not run before, or `Session::stopped` has reported it since. Read it
+    /// first: it may hold requests that are not announced again.
     Start {
-        /// Its number.
+        /// Number of the ring.
         ring: u16,
-        /// All that is needed.
+        /// Complete settings.
         settings: Box<RingSettings>,
     },
-    /// Take no more requests from a ring; let those that have begun end, put the others back, and
-    /// report `Session::stopped`. The guest's memory must not be touched afterwards.
+    /// Take no further request from a ring, complete the started ones, put the others back, and
+    /// report `Session::stopped`. The guest's memory must not be accessed afterwards.
     Stop {
-        /// Its number.
+        /// Number of the ring.
         ring: u16,
     },
-    /// A ring cannot be served: tell of it, also by its event. If it runs, its
+    /// A ring cannot be served: report that, also by its error event. If it runs, its
     /// [`Effect::Stop`] follows.
     Fault {
-        /// Its number.
+        /// Number of the ring.
         ring: u16,
-        /// What is wrong.
+        /// The violation.
         why: Fault,
-        /// To be signalled.
+        /// Error event to be signalled.
         error: Option<Fd>,
     },
-    /// The memory of rings that run has changed, or from now on writes to it are recorded, or no
-    /// longer. Requests that have begun keep the memory they have; what they write once recording
-    /// has begun has to be marked in the new memory's log too, when they end.
+    /// The memory of running rings was replaced, or logging of writes to it begins or ends. Started
+    /// requests keep their memory; what they write after logging has begun is also marked in the
+    /// new memory's log when they complete.
     Memory {
-        /// What requests that begin now use.
+        /// Memory for requests that start now.
         memory: Memory,
-        /// The rings that run, and where their parts are in it.
+        /// Running rings, with the locations of their parts in it.
         rings: Vec<(u16, RingPlaces)>,
     },
-    /// A ring that runs has another event.
+    /// An event of a running ring was replaced.
     Event {
-        /// Its number.
+        /// Number of the ring.
         ring: u16,
-        /// Which of them.
+        /// Kind of the event.
         kind: EventKind,
-        /// What takes its place; `None` as in [`RingSettings`].
+        /// The new event; `None` as in [`RingSettings`].
         event: Option<Fd>,
     },
-    /// Whether completed writes may stay in a cache until the next flush.
+    /// True if completed writes may stay in a cache until the next flush.
     WriteCache(bool),
 }
 
@@ -75,33 +75,33 @@ pub enum EventKind {
     Error,
 }
 
-/// What a message leads to.
+/// One result of a message.
 #[derive(Debug)]
 pub enum Output {
-    /// To be sent.
+    /// Send this reply.
     Reply(Reply),
-    /// To be carried out.
+    /// Execute this effect.
     Act(Effect),
-    /// The front end should read the configuration: see `message::config_change`. On
+    /// Ask the front end to read the configuration: send `message::config_change` on
     /// `Session::channel`.
     ConfigChanged,
-    /// The front end has been told that something is not possible.
+    /// A request was rejected, and the front end has a reply that says so.
     Refused {
         /// The request.
         request: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         why: Refusal,
     },
-    /// The connection is to be closed.
+    /// Close the connection.
     Close {
         /// The request.
         request: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         why: Refusal,
     },
 }
 
-/// Why a request is refused.
+/// Reason for rejecting a request.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
@@ -148,15 +148,15 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Whether a file that the front end has passed is no longer what it was: its own doing, which
-    /// nobody else is to suffer for.
+    /// True if the front end has modified a file after it passed the file: its own fault, which
+    /// must not affect other front ends.
     pub fn is_of_its_files(&self) -> bool {
         let (Self::Region(why) | Self::Log(why) | Self::Inflight(InflightError::Map(why))) = self else {
             return false;
         };
         match why {
             RegionError::TooShort { .. } => true,
-            // It was sealed: see `fcntl(2)`, F_SEAL_FUTURE_WRITE.
+            // The front end has sealed the file: see `fcntl(2)`, F_SEAL_FUTURE_WRITE.
             RegionError::Map(error) => error.kind() == io::ErrorKind::PermissionDenied,
             _ => false,
         }

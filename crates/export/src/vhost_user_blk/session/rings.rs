@@ -1,5 +1,5 @@
-//! Which rings of a session run: those that are set up, that their front end wants and that were
-//! not found broken; and what follows once those have stopped that must. Never looks into a ring.
+//! Decides which rings of a session run: those that are set up, enabled, and not found broken; and
+//! what follows after rings have stopped. Never reads a ring.
 
 use std::{collections::VecDeque, os::fd::OwnedFd};
 
@@ -14,7 +14,7 @@ use crate::vhost_user_blk::{
     vring::{Fault, Kick, RingSettings, State, Vring},
 };
 
-/// What follows once rings have stopped. An acknowledgement is of the request with that number.
+/// Action after rings have stopped. An acknowledgement carries the number of its request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum After {
     VringBase(u16),
@@ -22,7 +22,7 @@ pub(super) enum After {
     Reset(Bases, Option<u32>),
 }
 
-/// What becomes of where the rings stopped.
+/// Treatment of the indices at which the rings stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bases {
     Kept,
@@ -30,8 +30,8 @@ pub(super) enum Bases {
 }
 
 impl Session {
-    /// A ring has stopped, because it was told to or because it could not go on: no request of it
-    /// is in flight, and it goes on at `base`.
+    /// Records that a ring has stopped, by order or by a violation: none of its requests is in
+    /// flight, and it continues at `base`.
     pub fn stopped(&mut self, ring: u16, base: u32, out: &mut VecDeque<Output>) {
         let Some(vring) = self.rings.get_mut(usize::from(ring)) else { return };
         match vring.state {
@@ -44,8 +44,8 @@ impl Session {
         self.go_on(out);
     }
 
-    /// A ring that its driver has broken is served again only once the device was reset. The driver
-    /// is told so by the device's status and a change of its configuration (virtio 1.3 § 2.1.2).
+    /// Sets NEEDS_RESET and notifies the driver by a configuration change if the driver has broken
+    /// a ring (virtio 1.3 § 2.1.2). Such a ring is served again only after a reset.
     pub(super) fn tell_broken(&mut self, out: &mut VecDeque<Output>) {
         let is_told = self.status & (DRIVER_OK | NEEDS_RESET) != DRIVER_OK;
         if is_told || !self.rings.iter().any(|vring| vring.spoilt) {
@@ -57,13 +57,13 @@ impl Session {
         }
     }
 
-    /// Rings that run, or have yet to stop.
+    /// Rings that run or have yet to stop.
     pub fn running(&self) -> impl Iterator<Item = u16> {
         let running = self.rings.iter().zip(0..).filter(|(vring, _)| vring.state != State::Stopped);
         running.map(|(_, ring)| ring)
     }
 
-    /// The front end has passed an event, or says that there is none.
+    /// Stores an event of a ring; `None` means that there is none.
     pub(super) fn set_event(
         &mut self,
         ring: u32,
@@ -77,6 +77,8 @@ impl Session {
         match kind {
             EventKind::Kick => {
                 vring.kick = event.clone().map_or(Kick::Polled, Kick::Event);
+                // SET_VRING_KICK is the last message of a ring's setup, so it ends an earlier
+                // failure.
                 (vring.broken, vring.spoilt) = (false, false);
             }
             EventKind::Call => vring.call.clone_from(&event),
@@ -88,7 +90,7 @@ impl Session {
         Ok(())
     }
 
-    /// Gives the rings that run their places in the memory as it is now.
+    /// Locates the parts of running rings in the current memory.
     pub(super) fn tell_memory(&mut self, out: &mut VecDeque<Output>) {
         self.tell_memory_to(|_| true, out);
     }
@@ -122,14 +124,14 @@ impl Session {
     ) -> Result<(), Refusal> {
         let vring = self.ring(ring)?;
         let before = vring.addresses.replace(addresses);
-        // A front end says them again where recording begins or ends.
+        // A front end repeats the addresses when logging begins or ends.
         if vring.state == State::Running && before != Some(addresses) {
             self.tell_memory_to(|other| u32::from(other) == ring, out);
         }
         self.settle_number(ring, out)
     }
 
-    /// All rings stop until they are announced again.
+    /// Stops all rings until their kicks are set again.
     pub(super) fn forget_kicks(&mut self, out: &mut VecDeque<Output>) {
         for vring in &mut self.rings {
             vring.kick = Kick::Unset;
@@ -137,8 +139,8 @@ impl Session {
         self.settle_all(out);
     }
 
-    /// The device as it was, once no ring runs. What the front end sends once only is kept: see
-    /// above.
+    /// Resets the device once no ring runs. Keeps what the front end sends only once: see
+    /// [`Session`]'s module.
     fn forget(&mut self, bases: Bases) {
         for vring in &mut self.rings {
             let (call, error) = (vring.call.take(), vring.error.take());
@@ -149,7 +151,7 @@ impl Session {
         self.status = 0;
     }
 
-    /// If no ring is stopping, answers what waited for that, and starts what may start.
+    /// If no ring is stopping, sends the reply that waited for that, and starts rings that may run.
     pub(super) fn go_on(&mut self, out: &mut VecDeque<Output>) {
         if self.rings.iter().any(|vring| vring.state == State::Stopping) {
             return;
@@ -171,7 +173,7 @@ impl Session {
 
     pub(super) fn settle_all(&mut self, out: &mut VecDeque<Output>) {
         for ring in 0..self.offer.queues {
-            // What is wrong has been said.
+            // The failure was already reported.
             let _ = self.settle(ring, out);
         }
     }
@@ -181,7 +183,7 @@ impl Session {
         self.settle(ring, out).map_err(|why| Refusal::Fault { ring, why })
     }
 
-    /// Lets a ring run, or not, as its front end wants it now.
+    /// Starts or stops a ring according to the current settings.
     fn settle(&mut self, ring: u16, out: &mut VecDeque<Output>) -> Result<(), Fault> {
         let vring = &mut self.rings[usize::from(ring)];
         match (vring.state, vring.is_wanted(self.features) && !self.resting) {
@@ -207,8 +209,9 @@ impl Session {
         Ok(())
     }
 
-    /// A front end that connects again does not read the configuration, and the disk may have grown
-    /// while nobody was there. QEMU listens once it has started the device.
+    /// Asks a front end to read the configuration, once. A front end that reconnects does not read
+    /// it, and the disk may have grown meanwhile. QEMU handles the channel once it has started the
+    /// device.
     fn tell_size(&mut self, out: &mut VecDeque<Output>) {
         if self.told_size.is_none() && self.channel().is_some() {
             self.told_size = Some(self.offer.size_bytes);
@@ -240,7 +243,7 @@ impl Session {
         })
     }
 
-    /// A ring cannot be served: it stops if it runs, and waits to be set up again.
+    /// Marks a ring broken: it stops if it runs, and waits to be set up again.
     fn fault(&mut self, ring: u16, why: Fault, out: &mut VecDeque<Output>) {
         let vring = &mut self.rings[usize::from(ring)];
         vring.broken = true;
@@ -270,8 +273,8 @@ impl Session {
     }
 }
 
-/// An event, as far as it is one: a ring is served without, and anything else could keep its front
-/// end connected for ever, see `channel.rs`.
+/// Accepts an event only if it is an eventfd. A ring is served without it; another file could keep
+/// its front end connected forever, see `channel.rs`.
 fn kept(event: Option<OwnedFd>, kind: EventKind, out: &mut VecDeque<Output>) -> Option<Fd> {
     let event = event?;
     if is_event(&event) {

@@ -1,12 +1,12 @@
-//! A session that comes to rest, and that another process goes on with: told as the messages that
-//! bring a front end that has said nothing yet to where this one is.
+//! Transfer of a session to another process: the quiesced session is encoded as the messages that a
+//! new front end would send to reach this state.
 //!
 //! ```text
 //!   rest ─► no ring runs ─► told ─► … another process … ─► heard ─► rings start
 //!                     └─► wake ─► rings start
 //! ```
 //!
-//! So what comes from another process is judged as what comes from a front end, by the same lines.
+//! So the same code validates state from another process and messages from a front end.
 
 use std::{
     collections::VecDeque,
@@ -28,11 +28,11 @@ use crate::vhost_user_blk::{
 /// A message of a front end, without its header.
 #[derive(Debug)]
 pub struct Said {
-    /// Which.
+    /// Number of the request.
     pub code: u32,
-    /// All bytes behind the header.
+    /// Payload behind the header.
     pub payload: Vec<u8>,
-    /// What came beside them.
+    /// Descriptors passed with it.
     pub descriptors: Vec<OwnedFd>,
 }
 
@@ -47,37 +47,38 @@ impl Said {
 }
 
 impl Session {
-    /// Stops all rings, until [`Session::wake`]. Messages may come meanwhile.
+    /// Stops all rings, until [`Session::wake`]. Messages may arrive meanwhile.
     pub fn rest(&mut self, out: &mut VecDeque<Output>) {
         self.resting = true;
         self.settle_all(out);
     }
 
-    /// Whether it was told to rest.
+    /// True if the session is quiescing or quiesced.
     pub fn is_resting(&self) -> bool {
         self.resting
     }
 
-    /// Whether it rests, and no ring runs and no reply is due any more.
+    /// True if the session is quiesced, no ring runs, and no reply is due.
     pub fn is_at_rest(&self) -> bool {
         self.resting && !self.is_waiting() && self.running().next().is_none()
     }
 
-    /// Lets the rings run again that are wanted.
+    /// Resumes: starts the rings that may run.
     pub fn wake(&mut self, out: &mut VecDeque<Output>) {
         self.resting = false;
         self.settle_all(out);
     }
 
-    /// What a front end would say to be where this one is.
+    /// Messages that recreate this session.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// No file descriptor is left.
     ///
     /// # Panics
-    /// If it is not at rest.
+    /// If it is not quiesced.
     pub fn told(&self) -> io::Result<Vec<Said>> {
         assert!(self.is_at_rest(), "a ring runs");
+        // Features first: they decide how later messages are parsed and how rings are laid out.
         let mut said = vec![
             Said::new(code::SET_PROTOCOL_FEATURES, message::number(self.protocol_features)),
             Said::new(code::SET_FEATURES, message::number(self.features)),
@@ -87,7 +88,7 @@ impl Session {
             said.push(Said::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
         }
         for region in self.memory.regions() {
-            // One of ours is no front end's.
+            // Regions without a file are memory of tests, not of a front end.
             let Some((file, file_offset)) = region.file() else { continue };
             let info = RegionInfo {
                 guest_address: region.guest_address(),
@@ -122,10 +123,10 @@ impl Session {
         Ok(said)
     }
 
-    /// A session that has heard all this, and what is to be done when it goes on.
+    /// Recreates a session from these messages, with the outputs to execute when it resumes.
     ///
     /// # Errors
-    /// What a front end could not have said here: another offer, or nonsense.
+    /// Messages that a front end could not have sent here: made for another offer, or malformed.
     pub fn heard(offer: Offer, said: Vec<Said>) -> Result<(Self, VecDeque<Output>), Refusal> {
         let (mut session, mut outputs) = (Self { is_heard: true, ..Self::new(offer) }, VecDeque::new());
         for Said { code, payload, descriptors } in said {
@@ -134,12 +135,12 @@ impl Session {
             for output in out {
                 match output {
                     Output::Refused { why, .. } | Output::Close { why, .. } => return Err(why),
-                    // It has its replies.
+                    // The front end has already received the replies.
                     Output::Reply(_) => {}
                     effect @ (Output::Act(_) | Output::ConfigChanged) => outputs.push_back(effect),
                 }
             }
-            // Nothing that is told stops a ring.
+            // None of the encoded messages stops a ring.
             if let Some(ring) = session.running().next().filter(|_| session.is_waiting()) {
                 return Err(Refusal::Running(ring));
             }
@@ -150,7 +151,7 @@ impl Session {
 }
 
 impl Vring {
-    /// What a front end says of it; last what lets it run.
+    /// Appends the messages of one ring; the one that lets it run is the last.
     fn tell(&self, ring: u32, said: &mut Vec<Said>) -> io::Result<()> {
         debug_assert_eq!(self.state, State::Stopped);
         let mut number = |code, value: u32| said.push(Said::new(code, message::state(ring, value)));
@@ -170,7 +171,7 @@ impl Vring {
                 said.push(Said::new(code, message::event(ring, true)).with(event));
             }
         }
-        // One that is broken waits for the front end to say this anew.
+        // A broken ring waits until the front end itself sends SET_VRING_KICK again.
         match &self.kick {
             _ if self.broken => {}
             Kick::Unset => {}

@@ -1,5 +1,5 @@
-//! A guest that means harm: noise where its ring is, requests that make no sense, indices that
-//! jump, kicks without end, and an in-flight area that lies.
+//! A hostile guest: noise in its ring, malformed requests, jumping indices, endless kicks, and a
+//! corrupt in-flight area.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
@@ -34,7 +34,7 @@ pub(super) struct Hostile {
     prey: Prey,
 }
 
-/// One ring of it.
+/// One ring of the guest.
 struct Attack {
     memory: Memory,
     layout: Layout,
@@ -65,7 +65,7 @@ impl Hostile {
             });
             let base = sim::random(|random| if random.bool() { 0x8000_8000 } else { random.u32(..) });
             let settings = attack.settings(base, inflight);
-            // What it cannot be at all is told at once.
+            // Impossible settings are rejected by `new`.
             let Ok(queue) = Queue::new(0, settings, Arc::clone(&self.device)) else { continue };
             let left = Rc::downgrade(&queue);
             let (orders, received) = async_channel::unbounded();
@@ -76,7 +76,7 @@ impl Hostile {
             let before = self.device.requests.load(std::sync::atomic::Ordering::SeqCst);
             let serving = spawn_joinable(queue.serve(received));
             attack.run().await;
-            // A queue that has broken has ended by itself.
+            // A queue whose ring is broken has already ended.
             let _ = orders.try_send(Order::Stop { abandoned: chance(30) });
             timeout(FOREVER, serving).await.expect("it ends");
             assert_eq!(left.strong_count(), 0, "tasks of a queue that has ended");
@@ -136,7 +136,7 @@ impl Attack {
         let harmless = chance(50);
         for _ in 0..sim::random(|random| random.usize(..60)) {
             match sim::random(|random| random.u8(..12)) {
-                // Nothing is said of what is out of order: so it sends more.
+                // Requests most often, because a ring that breaks early receives none.
                 0..7 => self.send(&mut driver),
                 7 if !harmless => noise(&self.layout.descriptors, 4),
                 8 if !harmless => noise(&self.layout.driver, 2),
@@ -182,7 +182,7 @@ impl Attack {
     }
 }
 
-/// So many random bytes at random places.
+/// Writes up to `bytes` random bytes at random places.
 fn noise(place: &Place, bytes: usize) {
     for _ in 0..sim::random(|random| random.usize(1..=bytes)) {
         let (at, byte) = sim::random(|random| (random.usize(..place.bytes()), random.u8(..)));

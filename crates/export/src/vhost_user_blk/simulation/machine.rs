@@ -1,5 +1,5 @@
-//! A well-behaved guest: its memory, a driver with many requests in flight, and what each of them
-//! must come back with.
+//! A well-behaved guest: its memory, a driver with many requests in flight, and the expected result
+//! of each.
 
 use std::{
     cell::{Cell, RefCell},
@@ -30,19 +30,19 @@ use reactor::{
     sim, timeout,
 };
 
-/// Guest-physical: the rings, then slots for requests.
+/// Guest-physical addresses: the rings, then slots for requests.
 const RINGS: u64 = 0x1_0000;
 const DRIVER: u64 = RINGS + 0x4000;
 const DEVICE: u64 = RINGS + 0x6000;
 const SLOTS: u64 = RINGS + 0x8000;
 const MOST_SLOTS: usize = 12;
-/// Of a slot: an indirect table, what is read, what is written.
+/// Layout of a slot: an indirect table, device-readable data, device-writable data.
 const SLOT_BYTES: u64 = 0x7000;
 const READABLE: u64 = 0x1000;
 const WRITABLE: u64 = 0x4000;
 const END: u64 = SLOTS + MOST_SLOTS as u64 * SLOT_BYTES;
 const PAGE: u64 = 4096;
-/// What nobody may change, and a status that was not written yet.
+/// Content of bytes that must not change, and of a status that was not written yet.
 const GUARD: u8 = 0xa5;
 const MOST_SECTORS: usize = 16;
 const MOST_PIECES: usize = 4;
@@ -72,7 +72,7 @@ enum What {
         offset: usize,
         began: u64,
     },
-    /// Writes, zeroes and discards, by their numbers in the model. `hint`: it may not happen.
+    /// Writes, zeroes and discards, by their numbers in the model. `hint`: it may have no effect.
     Change {
         numbers: Vec<usize>,
         hint: bool,
@@ -81,7 +81,7 @@ enum What {
         began: u64,
     },
     Id,
-    /// It is answered with this.
+    /// Expected status of an invalid request.
     Answer(u8),
 }
 
@@ -89,11 +89,11 @@ enum What {
 struct Sent {
     slot: usize,
     what: What,
-    /// What is written of it, the status last.
+    /// Device-writable buffers; the last byte is the status.
     row: Vec<(u64, usize)>,
-    /// Whether writes could be cached when it began, and how often that had been switched.
+    /// The write cache when the request began, and the number of switches until then.
     cache: (bool, u64),
-    /// Where what is written has to be marked, all of it.
+    /// Log in which all written pages must be marked.
     log: Option<DirtyLog>,
 }
 
@@ -101,14 +101,14 @@ pub(super) struct Machine {
     pub(super) shape: Shape,
     pub(super) device: Arc<Device>,
     file: OwnedFd,
-    /// Where its memory is two regions.
+    /// Address at which its memory is split into two regions.
     seam: u64,
     memory: Memory,
     driver: RefCell<Driver>,
     inflight: Option<Place>,
     kick: RefCell<Option<Counter>>,
     call: RefCell<Counter>,
-    /// The front end takes its calls elsewhere.
+    /// Notified when the call event was replaced.
     rewired: Event,
     sent: RefCell<HashMap<u16, Sent>>,
     slots: RefCell<Vec<usize>>,
@@ -159,7 +159,7 @@ impl Machine {
         })
     }
 
-    /// Where a ring begins that nobody has used.
+    /// Initial index of an unused ring.
     pub(super) fn start(&self) -> u32 {
         if self.shape.packed { 0x8000_8000 } else { 0 }
     }
@@ -183,7 +183,7 @@ impl Machine {
         !self.sent.borrow().is_empty()
     }
 
-    /// Its memory mapped once more, with the log that is in force, and where its ring is in it.
+    /// Maps its memory again, with the current log; returns the locations of its ring.
     pub(super) fn map(&self) -> (Memory, RingPlaces) {
         self.map_with(self.log.borrow().clone())
     }
@@ -195,7 +195,7 @@ impl Machine {
     }
 
     pub(super) fn new_kick(&self) -> Option<Counter> {
-        // Some front ends have none.
+        // Some front ends pass no kick.
         let kick = (!chance(10)).then(Counter::default);
         self.kick.borrow_mut().clone_from(&kick);
         kick
@@ -208,7 +208,7 @@ impl Machine {
         call
     }
 
-    /// Any time, or just when somebody has been rung for and has not heard it yet.
+    /// Waits for a random time, or for the moment between a signal and its handling.
     pub(super) async fn some_moment(&self) {
         let bell = match sim::random(|random| random.u8(..3)) {
             0 => self.kick.borrow().clone(),
@@ -219,13 +219,13 @@ impl Machine {
         let _ = timeout(Duration::from_millis(20), bell.rung()).await;
     }
 
-    /// Another log is about to be in force: where is marked what ends until then is not known.
+    /// A change of the log begins: requests that complete meanwhile may be marked in either.
     pub(super) fn log_changes(&self) {
         *self.log.borrow_mut() = None;
         self.sent.borrow_mut().values_mut().for_each(|sent| sent.log = None);
     }
 
-    /// It is in force, also for requests that have no answer yet.
+    /// The log is in force, also for requests without a status yet.
     pub(super) fn log_is(&self, log: Option<DirtyLog>) {
         for sent in self.sent.borrow_mut().values_mut().filter(|sent| self.status(sent) == GUARD) {
             sent.log.clone_from(&log);
@@ -233,7 +233,7 @@ impl Machine {
         *self.log.borrow_mut() = log;
     }
 
-    /// Whether whoever takes up the ring looks there for where it goes on.
+    /// True if a queue that starts reads its index from the in-flight area.
     pub(super) fn is_inflight_in_use(&self) -> bool {
         let mut version = [0; 2];
         if let Some(area) = &self.inflight {
@@ -242,7 +242,7 @@ impl Machine {
         version != [0; 2]
     }
 
-    /// Sends requests, and takes each back.
+    /// Sends requests and collects all completions.
     pub(super) async fn run(self: Rc<Self>) {
         let mut left = sim::random(|random| random.usize(1..60));
         while left > 0 || self.waits() {
@@ -308,7 +308,7 @@ impl Machine {
         };
         drop(driver);
         let Some(id) = added else {
-            // As if it had never been asked for.
+            // The request was not added, so its model entry ends undetermined.
             self.give_up(what);
             self.slots.borrow_mut().push(slot);
             return false;
@@ -324,7 +324,7 @@ impl Machine {
         }
     }
 
-    /// The guest says whether writes may be cached.
+    /// Switches the write cache as the guest would.
     pub(super) fn switch_write_cache(&self) {
         let (_, switches) = self.cache.get();
         let on = chance(50);
@@ -332,7 +332,8 @@ impl Machine {
         self.device.set_write_cache(on, on);
     }
 
-    /// What it asks for, the bytes of that, and how many bytes are to be filled besides the status.
+    /// A random request: its expectation, its device-readable bytes, and the number of bytes to be
+    /// filled besides the status.
     fn draw_request(&self) -> (What, Vec<u8>, usize) {
         let mut model = self.model.borrow_mut();
         let range = draw_range();
@@ -435,7 +436,7 @@ impl Machine {
         }
     }
 
-    /// Nothing beside the request has changed.
+    /// Checks that bytes beside the request's buffers have not changed.
     fn check_surroundings(&self, sent: &Sent) {
         let at = SLOTS + sent.slot as u64 * SLOT_BYTES + WRITABLE;
         let mut all = gather(&self.memory, &[(at, (SLOT_BYTES - WRITABLE) as usize)]);
@@ -445,7 +446,7 @@ impl Machine {
         assert!(all.iter().all(|&byte| byte == GUARD), "bytes beside a request's have changed");
     }
 
-    /// What was filled, the status and the used ring are marked.
+    /// Checks that filled pages, the status and the used ring are marked.
     fn check_log(&self, log: &DirtyLog, sent: &Sent, filled: usize) {
         count(&self.tally, |all| all.logged += 1);
         let used = if self.shape.packed { RINGS } else { DEVICE };
@@ -495,7 +496,7 @@ fn header(kind: u32, sector: u64) -> Vec<u8> {
     header
 }
 
-/// Of a discard or write-zeroes request.
+/// Segment of a discard or write-zeroes request.
 fn segment(range: &Range<usize>, flags: u32) -> Vec<u8> {
     let mut segment = ((range.start / BLOCK) as u64).to_le_bytes().to_vec();
     segment.extend(((range.len() / BLOCK) as u32).to_le_bytes());
@@ -503,7 +504,7 @@ fn segment(range: &Range<usize>, flags: u32) -> Vec<u8> {
     segment
 }
 
-/// Whole sectors. Few places, so that requests meet, and follow each other.
+/// A range of whole sectors. Few distinct places, so that requests overlap and adjoin.
 fn draw_range() -> Range<usize> {
     sim::random(|random| {
         let first = random.usize(..DISK_BYTES / BLOCK / 4) * random.usize(1..=4);
@@ -513,7 +514,7 @@ fn draw_range() -> Range<usize> {
     })
 }
 
-/// So many bytes in up to `most` pieces from `at` on, with gaps between them.
+/// Divides `bytes` into up to `most` pieces from `at`, with gaps between them.
 fn divide(mut at: u64, bytes: usize, most: usize) -> Vec<(u64, usize)> {
     let mut left = bytes;
     let mut pieces = Vec::new();

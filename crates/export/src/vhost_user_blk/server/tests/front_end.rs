@@ -1,4 +1,4 @@
-//! A front end with its guest, which speak to a server over a real socket.
+//! A front end with its guest, connected to a server over a real socket.
 
 use std::{
     io::IoSlice,
@@ -81,7 +81,7 @@ impl FrontEnd {
         buffer.to_vec()
     }
 
-    /// The payload of the answer.
+    /// Payload of the reply.
     pub(super) async fn answer(&self, code: u32) -> Vec<u8> {
         let header = self.receive(12).await;
         assert_eq!(header[..8], [code, 5].map(u32::to_ne_bytes).concat());
@@ -89,7 +89,7 @@ impl FrontEnd {
         self.receive(length as usize).await
     }
 
-    /// Sends a request, and waits until it has been done.
+    /// Sends a request and waits for its acknowledgement.
     pub(super) async fn ask(&self, code: u32, payload: &[u8], descriptors: &[BorrowedFd<'_>]) {
         self.send(code, 9, payload, descriptors);
         assert_eq!(self.answer(code).await, [0; 8], "request {code}");
@@ -130,7 +130,7 @@ impl FrontEnd {
         self.ask(code, &u64::from(ring).to_ne_bytes(), &[event.as_fd()]).await;
     }
 
-    /// Makes a request of 512 bytes available; where its data and its status are.
+    /// Makes a request of 512 bytes available; returns the address of its data and status.
     pub(super) fn request(&mut self, ring: &mut GuestRing, kind: u32, sector: u64, data: &[u8; 512]) -> u64 {
         let at = REQUESTS + self.requests % 16 * 0x1000;
         self.requests += 1;
@@ -152,7 +152,7 @@ impl FrontEnd {
         (data, status[0])
     }
 
-    /// Stops a ring, and asks where it goes on.
+    /// Stops a ring; returns the index at which it continues.
     pub(super) async fn stop(&self, ring: u32) -> u32 {
         self.send(code::GET_VRING_BASE, 1, &[ring, 0].map(u32::to_ne_bytes).concat(), &[]);
         let answer = self.answer(code::GET_VRING_BASE).await;
@@ -174,7 +174,7 @@ impl FrontEnd {
 }
 
 impl GuestRing {
-    /// Kicks, if that is asked for, and waits for a call until something is back.
+    /// Kicks, if the device asked for that, and waits for a call until a request was completed.
     pub(super) async fn kick_and_wait(&mut self) {
         self.kick();
         while self.driver.next_used().expect("a good device").is_none() {
@@ -188,7 +188,7 @@ impl GuestRing {
         }
     }
 
-    /// Looks until something is back.
+    /// Polls until a request was completed.
     pub(super) async fn look(&mut self) {
         while self.driver.next_used().expect("a good device").is_none() {
             reactor::yield_now().await;
@@ -201,7 +201,7 @@ pub(super) async fn rung(event: &Fd) {
     rustix::io::read(event, &mut [0; 8]).expect("it was rung");
 }
 
-/// Sends bytes, with one descriptor or none.
+/// Sends bytes with at most one descriptor.
 pub(super) fn send_with(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -1,4 +1,4 @@
-//! What operators hear of a server.
+//! Events that a server reports.
 
 use super::*;
 
@@ -23,7 +23,7 @@ impl Told for Heard {
 }
 
 impl Heard {
-    /// What came since the last time.
+    /// Events since the last call.
     fn news(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().expect("nobody has panicked"))
     }
@@ -167,7 +167,7 @@ fn memory_is_doubted_where_kicks_bring_nothing_and_nothing_ever_came() {
         };
         let is_doubted = |server: &Server| server.device.is_doubted.load(Relaxed);
         let (server, _) = server_and_heard();
-        // QEMU kicks each ring that it starts.
+        // QEMU kicks each ring that it starts, so one kick of an empty ring is normal.
         let mut front_end = FrontEnd::connect(&server).await;
         let ring = front_end.start(0, event(1), event(0)).await;
         let mut other = front_end.start(1, event(1), event(0)).await;
@@ -175,7 +175,7 @@ fn memory_is_doubted_where_kicks_bring_nothing_and_nothing_ever_came() {
             reactor::yield_now().await;
         }
         assert!(!is_doubted(&server));
-        // Somebody has seen a request of this guest.
+        // A request of this guest was received, so its memory is shared.
         front_end.request(&mut other, 1, 0, &[1; 512]);
         other.kick_and_wait().await;
         for kicks in 3..10 {

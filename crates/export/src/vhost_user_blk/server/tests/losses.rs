@@ -1,4 +1,4 @@
-//! What a guest hears of writes that have gone with the process that had acknowledged them.
+//! Errors that a guest sees after writes were lost with the process that acknowledged them.
 
 use std::os::unix::fs::FileExt as _;
 
@@ -11,7 +11,7 @@ use super::*;
 
 const FLUSH: u32 = 4;
 
-/// A disk whose tables are in memory until it is flushed.
+/// A disk with qcow2 metadata that stays in memory until a flush.
 async fn server_of_qcow2() -> Arc<Server> {
     let storage = Storage::memory(0);
     let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
@@ -37,8 +37,8 @@ impl Kept {
         Self(file.into(), bytes)
     }
 
-    /// What of it belongs to no ring, as it is when the process that serves is killed now. Another
-    /// guest's rings are at their beginning.
+    /// Copy of the area's part behind the rings, as it is if the process is killed now. The copy
+    /// belongs to another guest, whose rings start at 0.
     fn as_of_now(&self) -> Self {
         let copy = Self::new();
         let (at, mut content) = (self.1 - 64, [0; 64]);
@@ -48,7 +48,7 @@ impl Kept {
     }
 }
 
-/// A front end that brings what it has kept, and its first ring.
+/// Connects a front end that passes its area, and starts its first ring.
 async fn connect(server: &Arc<Server>, kept: &Kept) -> (FrontEnd, GuestRing) {
     let front_end = FrontEnd::connect(server).await;
     bring(&front_end, kept).await;
@@ -61,14 +61,14 @@ async fn bring(front_end: &FrontEnd, kept: &Kept) {
     front_end.ask(code::SET_INFLIGHT_FD, &info, &[kept.0.as_fd()]).await;
 }
 
-/// The status of a request of this kind.
+/// Status of a request of this kind.
 async fn carried_out(front_end: &mut FrontEnd, ring: &mut GuestRing, kind: u32) -> u8 {
     let at = front_end.request(ring, kind, 0, &[7; 512]);
     ring.kick_and_wait().await;
     front_end.data(at).1
 }
 
-/// The status of a flush at another process, which is brought this area.
+/// Status of a flush at another process that is given this area.
 async fn flushed_after(kept: &Kept) -> u8 {
     let other = server_over(Storage::memory(1 << 20), Limits::default());
     let (mut front_end, mut ring) = connect(&other, kept).await;
@@ -90,7 +90,7 @@ fn flushes_fail_where_writes_that_no_flush_had_covered_are_lost() {
 
         assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
-        // It has its place already.
+        // The cluster is already allocated, so the write leaves no dirty metadata.
         assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
         front_end.leave().await;
@@ -125,7 +125,7 @@ fn nothing_is_lost_with_a_process_that_ends_in_order() {
         front_end.leave().await;
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written once its front end had gone");
 
-        // It goes on at another process.
+        // The front end is transferred to another process.
         let (first, second) = (server_of_qcow2().await, server_of_qcow2().await);
         let kept = kept.as_of_now();
         let (mut front_end, mut ring) = connect(&first, &kept).await;
@@ -142,7 +142,7 @@ fn nothing_is_lost_with_a_process_that_ends_in_order() {
 
 #[test]
 fn nothing_is_lost_where_a_machine_stops_for_a_while() {
-    // As QEMU does it for `stop` and `cont`: the device is reset, and the same area comes again.
+    // QEMU's `stop` and `cont`: the device is reset, and the same area is passed again.
     real(async {
         let (server, kept) = (server_of_qcow2().await, Kept::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;

@@ -1,4 +1,4 @@
-//! A guest's memory that comes, goes and is recorded while rings are served.
+//! Guest memory that is added, removed and logged while rings are served.
 
 use super::*;
 
@@ -32,7 +32,7 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
         let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
         let file = front_end.file.try_clone().expect("a descriptor");
         let piece = |address, bytes, writable| Piece { address, bytes, writable };
-        // Its data is in the same file, by another address.
+        // The data is in the same file at another guest address.
         let statuses = [(true, 0, vec![2, 8, (MORE + 0x9000) / 4096]), (false, 1, vec![2, 8])];
         for (is_there, status, pages) in statuses {
             match is_there {
@@ -64,7 +64,7 @@ fn nothing_is_served_into_memory_that_has_gone() {
         let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
         front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
         ftruncate(&file, 0).expect("its length");
-        // The ring is in the other region. Most of these wait for their limits.
+        // The ring is in the other region. Most of these requests wait for limits.
         let piece = |address, bytes, writable| Piece { address, bytes, writable };
         for number in 0..10 {
             let at = REQUESTS + number * 0x1000;

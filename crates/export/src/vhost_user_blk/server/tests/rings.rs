@@ -1,5 +1,5 @@
-//! Rings whose disk stands still, whose guest is not what it should be, or whose front end leaves:
-//! what becomes of their requests.
+//! Requests of rings whose disk is stopped, whose guest breaks the protocol, or whose front end
+//! disconnects.
 
 use super::*;
 
@@ -20,13 +20,13 @@ fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
         let pieces = [piece(0, 16, false), piece(0x1000, 0x4000, false), piece(1024, 1, true)];
         ring.driver.add(&pieces).expect("there is room");
         ring.kick();
-        // Some parts pass, and the rest would wait for hours.
+        // Some pieces are admitted; the rest would wait for hours.
         while server.device.disk().totals().written_bytes == 0 {
             reactor::yield_now().await;
         }
         server.close();
         front_end.served.await;
-        // Neither done nor failed: it is in the in-flight area of a front end that has one.
+        // Neither completed nor failed: it stays in the in-flight area, if the front end has one.
         let mut status = [0];
         place.read(1024, &mut status);
         assert_eq!(status, [GUARD]);
@@ -53,11 +53,11 @@ fn what_a_stopped_disk_holds_goes_back_into_the_ring() {
         while disk.failures().stopped_by().is_none() || server.statistics().requests < 3 {
             reactor::yield_now().await;
         }
-        // A machine that is paused, or moved, asks where its ring stopped, and waits for that.
+        // A machine that is paused or migrated asks for its ring's base and waits for the reply.
         assert_eq!(front_end.stop(0).await, 0, "all went back");
         assert_eq!(server.statistics().in_flight, 0);
         assert!(requests.iter().all(|at| front_end.data(*at).1 == GUARD), "none was answered");
-        // The machine goes on, and the disk does.
+        // The machine resumes, and so does the disk.
         front_end.set_event(code::SET_VRING_KICK, 0, &event(1)).await;
         while server.statistics().requests < 6 {
             reactor::yield_now().await;
@@ -85,7 +85,7 @@ fn what_cannot_go_back_waits_for_the_disk_and_never_fails() {
         while disk.failures().stopped_by().is_none() {
             reactor::yield_now().await;
         }
-        // It needs no disk, and is done before what came before it.
+        // GET_ID needs no disk, and completes before the earlier write.
         let id = front_end.request(&mut ring, 8, 0, &[0; 512]);
         ring.kick();
         while front_end.data(id).1 == GUARD {
@@ -108,7 +108,7 @@ fn a_front_end_that_leaves_waits_for_no_limits() {
         let server = server(one_a_second(LimitKind::IopsTotal));
         let mut front_end = FrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
-        // Apart from each other, so that each waits for itself.
+        // Not adjacent, so that each request waits on its own.
         let requests: Vec<_> =
             (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
         ring.kick_and_wait().await;
@@ -140,7 +140,7 @@ fn a_ring_whose_kick_is_no_event_is_served_all_the_same() {
         let kick = event(0);
         front_end.set_event(code::SET_VRING_KICK, 0, &kick).await;
         ring.kick = kick;
-        // Once there is nothing left to look for.
+        // The kick is used once polling finds nothing.
         while server.statistics().kicks == 0 {
             front_end.request(&mut ring, 1, 0, &[1; 512]);
             ring.kick();
@@ -187,7 +187,7 @@ fn a_ring_that_breaks_says_so_and_others_go_on() {
         let at = front_end.request(&mut good, 0, 0, &[GUARD; 512]);
         good.kick_and_wait().await;
         assert_eq!(front_end.data(at), ([1; 512], 0));
-        // The guest sets it up again.
+        // The guest sets the ring up again.
         assert_eq!(front_end.stop(0).await, 1);
         front_end.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
         let mut again = front_end.start(0, event(0), event(0)).await;

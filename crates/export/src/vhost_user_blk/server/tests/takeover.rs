@@ -1,8 +1,8 @@
-//! Front ends that come to rest, and go on at another server or at the same.
+//! Front ends that are quiesced, and continue at another server or at the same.
 
 use super::*;
 
-/// One that rests at a server, at another.
+/// Transfers a quiesced front end from one server to another.
 fn goes_on(front_end: &FrontEnd, first: &Server, second: &Arc<Server>) -> JoinHandle<()> {
     second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
     attend(second, front_end.socket.clone())
@@ -32,7 +32,7 @@ fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
         let waiting =
             |front_end: &FrontEnd| requests.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
         assert!(waiting(&front_end) > 0, "some wait for the limit, and go back");
-        // What comes meanwhile is found there.
+        // A request that arrives in between is found by the second server.
         let late = front_end.request(&mut ring, 1, 1, &[7; 512]);
         ring.kick();
         let served = goes_on(&front_end, &first, &second);
@@ -76,15 +76,16 @@ fn a_front_end_that_rests_is_not_served_and_goes_on() {
 #[test]
 fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
     real(async {
-        // At rest at once, or when the front end has told it to stop already.
+        // Quiesced at once, or after the front end has asked for the ring's base.
         for is_told in [false, true] {
             let server = server(one_a_second(LimitKind::IopsWrite));
             let mut front_end = FrontEnd::connect(&server).await;
             let mut ring = front_end.start(0, event(0), event(0)).await;
-            // With the read, as many as the ring has room for.
+            // Together with the read, as many as fit into the ring.
             let writes: Vec<_> =
                 (0..9).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
-            // It has no limit: what is before it in the ring can no more go back.
+            // Reads have no limit. Its completion keeps the earlier entries from going back into
+            // the ring.
             let read = front_end.request(&mut ring, 0, 1, &[0; 512]);
             ring.kick();
             while front_end.data(read).1 == GUARD {
@@ -95,7 +96,7 @@ fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
             assert!(waiting(&front_end) > 5);
             if is_told {
                 front_end.send(code::GET_VRING_BASE, 1, &[0_u32, 0].map(u32::to_ne_bytes).concat(), &[]);
-                // It is read before what comes from the server.
+                // Time for the server to receive the message before it quiesces.
                 reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
             }
             assert!(server.come_to_rest(PATIENCE).await);
@@ -116,7 +117,7 @@ fn a_message_that_is_half_there_goes_on_at_another_server() {
             let (first, second) = (server(Limits::default()), server(Limits::default()));
             let front_end = FrontEnd::connect(&first).await;
             send_with(&front_end.socket, &message[..half], &[other.as_fd()]);
-            // It is read before what comes from the server.
+            // Time for the server to receive the bytes before it quiesces.
             reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
             assert!(first.come_to_rest(PATIENCE).await);
             let served = goes_on(&front_end, &first, &second);
