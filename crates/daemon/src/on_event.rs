@@ -1,21 +1,20 @@
-//! `on-event` at work: a process beside the daemon that hands events on, one at a time.
+//! `on-event`: a process beside the daemon that delivers events, one at a time.
 //!
 //! ```text
 //!   serve::run ─► Runner::start ── forks, before anything is opened ──► run: confined
 //!      │                                                                  │
-//!   deliver: the last events ── one, as a line of JSON ── socket ────────►├─► command: standard input
+//!   deliver: recent events ── one, as a line of JSON ──── socket ────────►├─► command: standard input
 //!            waits for its answer ◄─────────── "" or the error ───────────┘
 //! ```
 //!
-//! The daemon cannot start programs once it is in the sandbox. This process can, and has no image,
-//! no key and no socket of a client: it is started before the daemon has any. `sandbox::runner`
-//! confines it.
+//! The daemon cannot start programs once it is in the sandbox. This process can, and holds no
+//! image, key or client's socket, because it is started before the daemon opens any.
+//! `sandbox::runner` confines it.
 //!
-//! A target that hangs is given up after [`PATIENCE`]; a command is ended then, with all that it
-//! has started. Meanwhile events wait in the daemon's ring, the last of them, and nothing else
-//! waits.
+//! A target that hangs is abandoned after [`PATIENCE`]; a command is then killed with all its
+//! descendants. Meanwhile the most recent events wait in the daemon's ring, and nothing else waits.
 //!
-//! Never sends an event twice, and never keeps one for later.
+//! Never sends an event twice, and never stores one for later.
 
 mod command;
 mod deliver;
@@ -35,16 +34,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use settings::{OnEvent, Owner, Sandbox, Service};
 
-/// How long a target may take for one event.
+/// Time for a target to process one event.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the process may take to be ready: it may look a name up, and read certificates.
+/// Time for the process to become ready: it may resolve a name and read certificates.
 const TO_BE_READY: Duration = Duration::from_secs(15);
-/// Bytes of a line either way: an event has less than a tenth of it.
+/// Longest line in either direction, in bytes; an event has less than a tenth of it.
 const MOST_LINE: u64 = 64 << 10;
-/// The hidden command that it is.
+/// The hidden command of the process.
 const COMMAND: &str = "on-event-runner";
 
-/// What it is told first.
+/// Its first line of input.
 #[derive(Debug, Serialize, Deserialize)]
 struct Orders {
     target: String,
@@ -52,26 +51,27 @@ struct Orders {
     sandboxed: bool,
 }
 
-/// The process, ready.
+/// The ready process.
 #[derive(Debug)]
 pub(crate) struct Runner {
     socket: UnixStream,
     target: OnEvent,
 }
 
-/// Whether there is what events are to be handed to, as far as that can be known without trying.
+/// Checks the target as far as possible without running it.
 ///
 /// # Errors
-/// With what to do about it.
+/// A message with the remedy.
 pub(crate) fn check(target: &OnEvent) -> anyhow::Result<()> {
     command::check(&target.words[0])
 }
 
 impl Runner {
-    /// Starts it. To be called while this process has nothing that another should not have.
+    /// Starts the process. Call it while this process holds nothing that the child must not
+    /// inherit.
     ///
     /// # Errors
-    /// If it cannot be started, or cannot do what it is for.
+    /// It cannot be started, or cannot prepare its target.
     pub(crate) fn start(target: &OnEvent, service: &Service) -> anyhow::Result<Self> {
         Self::spawn(target, service).with_context(|| format!("on-event: {}", shown(target)))
     }
@@ -79,7 +79,7 @@ impl Runner {
     fn spawn(target: &OnEvent, service: &Service) -> anyhow::Result<Self> {
         check(target)?;
         let (ours, theirs) = UnixStream::pair()?;
-        // This very program, even if its file was replaced.
+        // /proc/self/exe is this very program, even if its file was replaced.
         process::Command::new("/proc/self/exe")
             .arg(COMMAND)
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
@@ -89,7 +89,8 @@ impl Runner {
             .env_remove("LISTEN_FDS")
             .env_remove("LISTEN_PID")
             .env_remove("LISTEN_FDNAMES")
-            // What ends the daemon at a terminal is not for it: it ends with the daemon.
+            // Own process group: a signal from the terminal does not reach it. It ends with the
+            // daemon.
             .process_group(0)
             .spawn()
             .context("its process cannot be started")?;
@@ -111,25 +112,26 @@ fn shown(target: &OnEvent) -> &str {
     &target.words[0]
 }
 
-/// A line, which has no other in it.
+/// Sends a text as one line.
 fn say(mut socket: &UnixStream, line: &str) -> io::Result<()> {
     let line = line.replace('\n', " ");
     socket.write_all(format!("{line}\n").as_bytes())
 }
 
-/// The next line; none once the other is gone.
+/// The next line; `None` once the other side has closed.
 fn hear(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String>> {
     let mut line = String::new();
     socket.by_ref().take(MOST_LINE).read_line(&mut line)?;
     Ok(line.strip_suffix('\n').map(str::to_owned))
 }
 
-/// Does what a daemon says on standard input, until that ends.
+/// Executes the daemon's orders from standard input, until that ends.
 ///
 /// # Errors
-/// If nobody is there who says what to do.
+/// Standard input has no orders.
 pub fn run() -> Result<(), Failure> {
-    // A service manager that ends all of a service's processes ends the daemon, and that this one.
+    // A service manager that signals all processes of a service ends the daemon, which ends this
+    // one.
     let _signals = console::signals::Signals::block().context("signals cannot be blocked")?;
     let stdin = std::os::fd::AsFd::as_fd(&io::stdin()).try_clone_to_owned().context("standard input")?;
     let socket = UnixStream::from(stdin);
@@ -143,7 +145,7 @@ pub fn run() -> Result<(), Failure> {
             return Ok(());
         }
     };
-    // Whatever fails from here on is that the daemon is gone.
+    // Later failures mean that the daemon is gone.
     let _ = say(&socket, "");
     while let Ok(Some(event)) = hear(&mut lines) {
         let result = command.run(event.as_bytes(), Instant::now() + PATIENCE);
@@ -156,7 +158,7 @@ pub fn run() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Looks at all that is needed, and gives up what is not.
+/// Checks everything that is needed, and drops all other rights.
 fn prepare(orders: &Orders) -> anyhow::Result<command::Command> {
     let target: OnEvent = orders.target.parse().map_err(anyhow::Error::msg)?;
     let user = orders.user.as_deref().map(str::parse::<Owner>).transpose().map_err(anyhow::Error::msg)?;
@@ -165,7 +167,7 @@ fn prepare(orders: &Orders) -> anyhow::Result<command::Command> {
     Ok(command)
 }
 
-/// An event as it is handed on: what was left out before it is a part of it.
+/// An event as it is delivered, with the number of events skipped before it.
 fn handed(mut event: Value, skipped: u64) -> String {
     if skipped > 0 {
         event["skipped"] = skipped.into();

@@ -1,7 +1,7 @@
-//! A file with the process's number, for scripts that wait for the daemon or end it.
+//! A file with the process ID, for scripts that wait for the daemon or end it.
 //!
-//! It is locked as long as the process runs, as qemu-nbd locks its own: who finds it locked knows
-//! that its number is somebody's, and who finds it unlocked that it was left behind.
+//! It is locked while the process runs, as qemu-nbd locks its own: a locked file belongs to a live
+//! process, an unlocked one was left behind.
 //!
 //! ```text
 //!   not there, or empty       ─► made
@@ -26,14 +26,14 @@ use nix::{
 };
 use policy::time::Duration;
 
-/// How often it is looked whether a process that ends has given the file up. Nobody tells.
+/// Interval of trying to lock the file of a process that is about to end; there is no notification.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const TRIES_TO_LOCK: u32 = 500;
 /// A number with a line feed is shorter.
 const MOST_BYTES: u64 = 32;
 
-/// The file, removed when this is dropped if it still holds this process's number; emptied where
-/// the directory is not this user's to change (`--user`).
+/// The file; removed on drop if it still holds this process's ID, or emptied if the directory is
+/// not writable any more (`--user`).
 #[derive(Debug)]
 pub(crate) struct PidFile {
     path: PathBuf,
@@ -42,15 +42,15 @@ pub(crate) struct PidFile {
 }
 
 impl PidFile {
-    /// Fails where [`PidFile::write`] would because of what is there; changes nothing.
+    /// Fails if [`PidFile::write`] would because of the existing file; changes nothing.
     pub(crate) fn check(path: &Path) -> anyhow::Result<()> {
         claim(path, false).map(drop).with_context(|| format!("pid file {}", path.display()))
     }
 
-    /// In the place of what an earlier process left.
+    /// Writes the file, replacing the one of an ended process.
     ///
     /// # Errors
-    /// If another process has it, or it is something else than such a file.
+    /// Another process holds it, or it is no such file.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
@@ -58,7 +58,7 @@ impl PidFile {
             bail!("{}: cannot be written: it is removed again and again", named());
         };
         let write = || {
-            // Not for others to write, whatever the umask.
+            // Not writable by others, whatever the umask is.
             file.set_permissions(Permissions::from_mode(0o644))?;
             write(&file)
         };
@@ -67,8 +67,8 @@ impl PidFile {
     }
 }
 
-/// A pid file whose process is about to end: opened while that can be done, written once it is
-/// free.
+/// A pid file whose process is about to end: opened while the rights for that are there, written
+/// once it is unlocked.
 #[derive(Debug)]
 pub(crate) struct Claimed {
     path: PathBuf,
@@ -76,10 +76,10 @@ pub(crate) struct Claimed {
 }
 
 impl Claimed {
-    /// Opens it, or makes it.
+    /// Opens the file, or creates it.
     ///
     /// # Errors
-    /// If it is something else than such a file.
+    /// It is no such file.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
@@ -88,8 +88,8 @@ impl Claimed {
         Ok(Self { path, file })
     }
 
-    /// Takes it as soon as its process has ended. Says in the log if that does not come to be: the
-    /// daemon serves without one then.
+    /// Locks and writes the file once its process has ended. Logs a failure; the daemon then serves
+    /// without one.
     pub(crate) async fn take(self) -> Option<PidFile> {
         let Self { path, file } = self;
         let mut locked = lock(&file);
@@ -122,23 +122,25 @@ impl Drop for PidFile {
     }
 }
 
-/// Writes this process's number.
+/// Writes this process's ID.
 fn write(file: &File) -> io::Result<()> {
     file.set_len(0)?;
-    // From the beginning, wherever what was there has been read to.
+    // At offset 0: an earlier read has moved the file's position.
     file.write_all_at(format!("{}\n", process::id()).as_bytes(), 0)
 }
 
-/// Not through a link, which somebody else may have laid in a directory that others can write.
+/// Options for opening. Does not follow a link, which another user may have created in a shared
+/// directory.
 fn how(make: bool) -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(make).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
     options
 }
 
-/// The file, locked; none where there is none, and none is to be made.
+/// Opens and locks the file; `None` if it does not exist and is not to be made.
 fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
-    // Who ends removes the file, perhaps between our opening and our locking it.
+    // A process that ends may remove the file between open and lock, so that is checked and
+    // retried.
     const TRIES: usize = 16;
     for _ in 0..TRIES {
         let mut file = match how(make).open(path) {
@@ -159,7 +161,7 @@ fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
         (&mut file).take(MOST_BYTES).read_to_end(&mut text).context("cannot be read")?;
         let text = String::from_utf8_lossy(&text);
         let text = text.trim();
-        // What was cut off could be anything.
+        // A longer file may continue with anything.
         let is_short = metadata.len() <= MOST_BYTES;
         let number = text.parse::<u32>().ok().filter(|_| is_short);
         match number {
@@ -178,7 +180,8 @@ fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
     Ok(None)
 }
 
-/// Whether it could be locked. QEMU's tools lock the same way, so they and weir refuse each other.
+/// True if the lock was acquired. QEMU's tools use the same lock, so they and weir exclude each
+/// other.
 fn lock(file: &File) -> nix::Result<bool> {
     let whole = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,

@@ -1,15 +1,15 @@
-//! `weir serve`: from what was said to a running daemon, and back to nothing.
+//! `weir serve`: from the command line to a running daemon, and to its end.
 //!
 //! ```text
-//!   main thread     accepts, hears signals, sees to the end
+//!   main thread     accepts, handles signals, ends the daemon
 //!   worker threads  a reactor each; every connection lives on one of them
 //! ```
 //!
-//! Images are opened, keys read and addresses bound before the first client is let in; then rights
-//! are given up that nothing of it needs any more, and the log says `ready`. At the end every disk
+//! Images are opened, keys read and addresses bound before the first client is accepted; then
+//! rights that are not needed any more are dropped, and the log says `ready`. At the end every disk
 //! is flushed, and a flush that fails is a failure.
 //!
-//! Here is what was said, and how it is read; then come `starting` and `ending`.
+//! This file reads the command line; `starting` and `ending` follow.
 
 mod addresses;
 mod announcing;
@@ -48,10 +48,10 @@ pub use steps::QEMU_HEADING;
 
 use crate::{on_event::Runner, pid_file::PidFile};
 
-/// Serves until a signal ends it. Calls `ready` once clients are let in.
+/// Serves until a signal ends it. Calls `ready` once clients are accepted.
 ///
 /// # Errors
-/// [`Failure::Usage`] where the command line contradicts itself, else [`Failure::Failed`].
+/// [`Failure::Usage`] if the command line contradicts itself, otherwise [`Failure::Failed`].
 pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), Failure> {
     let inherited = Inherited::take();
     arguments.check_disks().map_err(|rule| Failure::Usage(anyhow::Error::msg(rule)))?;
@@ -76,8 +76,11 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.service.log)?;
     op::keep_from_children().context("what was passed cannot be kept from other programs")?;
+    // Started before any image, key or socket is opened, so that it inherits none.
     let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));
     let runner = runner.transpose()?;
+    // Before the first thread starts: threads inherit the mask, so only the main thread gets
+    // signals.
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     notify::open();
@@ -104,8 +107,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     })
 }
 
-/// Asks the daemon that is to be taken over from: at this control socket, or the one that is to be
-/// opened, or where commands find it.
+/// Connects to the daemon to be replaced: at this control socket, at the first one of the config,
+/// or at the default one.
 fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure> {
     descriptors::raise_limit();
     let user = draft.service.user.as_ref().and_then(|owner| owner.user.as_deref());
@@ -130,9 +133,9 @@ fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure
 struct Start {
     /// Options of the command line.
     options: Placed<DaemonConfig>,
-    /// In all, as far as it is well formed.
+    /// Options and config file together, as far as they are valid.
     draft: Draft,
-    /// In the config file.
+    /// Mistakes in the config file.
     mistakes: Mistakes,
 }
 
@@ -152,9 +155,9 @@ impl Start {
     }
 }
 
-/// What is to run, with so many sockets that were passed.
+/// Desired state, with this number of sockets from the service manager.
 fn plan(draft: &Draft, is_of_a_file: bool, inherited: usize) -> Result<Plan, Failure> {
-    // Without either only steps have been told.
+    // Without disks and file, only steps in qemu-storage-daemon's syntax were given.
     let plan = match draft.disks.is_empty() && !is_of_a_file {
         true => Plan::without_disks(draft.clone()),
         false => Plan::new(draft.clone(), inherited),
@@ -165,7 +168,7 @@ fn plan(draft: &Draft, is_of_a_file: bool, inherited: usize) -> Result<Plan, Fai
 enum Event {
     Signal(Request),
     End(End),
-    /// Every connection has ended and every disk is flushed, or could not be.
+    /// Every connection has ended and every disk was flushed, or its flush has failed.
     Finished(anyhow::Result<()>),
 }
 
@@ -174,14 +177,14 @@ type Events = (async_channel::Sender<Event>, async_channel::Receiver<Event>);
 struct Daemon {
     registry: Rc<Registry>,
     control: Rc<Control>,
-    /// What they look after is told while they are held.
+    /// Tasks that end when their handles are dropped.
     _watching: Vec<reactor::JoinHandle<()>>,
     _watchdog: Option<reactor::JoinHandle<()>>,
     _http: Option<weir_http::Http>,
-    /// Steers limits of control groups; at the end they hold as they are configured: before the
-    /// cluster hears that their part is free.
+    /// Controller of cgroup limits. Dropped before `_cluster`: the configured limits apply again
+    /// before the cluster learns that this host's quota is free.
     _cgroups: Option<cgroup::watch::Running>,
-    /// Its end leaves the cluster: nothing but the safe share is in force here any more.
+    /// Membership in the cluster; after it is dropped only the fallback share applies here.
     _cluster: Option<cluster::Running>,
     _pid_file: Option<PidFile>,
     events: Events,

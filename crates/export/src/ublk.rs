@@ -1,5 +1,5 @@
-//! ublk: a disk as a block device of this host, `/dev/ublkbN`. Its requests come from the kernel's
-//! driver, by one thread for each queue.
+//! ublk: a disk as a block device of this host, `/dev/ublkbN`. The kernel's driver passes its
+//! requests to one thread for each queue.
 //!
 //! ```text
 //!   programs, file systems                        this process
@@ -9,20 +9,21 @@
 //!                           └► queue 1 ── channel ─► queue ─► request ─► intake ─► execute ─► disk
 //! ```
 //!
-//! Where the kernel can, and the disk is a raw image in a file, data stays where it is: in pages of
-//! whoever asked, which reads and writes of the file name by the number of a buffer, and nobody
-//! copies them. Else the kernel copies a write's data into memory that we lend it, one piece for
-//! each request that may be in flight, and a read's data out of it. Both ways a request costs one
-//! entry of the ring beside its I/O: its answer, with which the next is awaited.
+//! If the kernel supports it, and the disk is a raw image in a file, data is not copied (zero
+//! copy): it stays in pages of the requesting process, which reads and writes of the file reference
+//! by a registered buffer. Otherwise the kernel copies a write's data into memory that this process
+//! lends, one piece for each possible request in flight, and a read's data out of it. Either way a
+//! request costs one entry of the ring in addition to its I/O: commit and fetch in one.
 //!
-//! **Recovery.** A device outlives the process that serves it: whoever uses it waits. Requests in
-//! hand are given again to whoever takes it over, which [`Server`] does if the device shows the
-//! same image ([`mark`]). Where nobody does so in time, its [`guard`] removes it, if it has one.
+//! **Recovery.** A device outlives the process that serves it; meanwhile its openers wait. Requests
+//! in hand are issued again to the process that takes it over, which [`Server`] does if the device
+//! shows the same image ([`mark`]). If no process does so in time, its [`guard`] removes it, if it
+//! has one.
 //!
-//! - [`node`]: devices as such: found, made, taken over, removed. [`server`]: one at work.
+//! - [`node`]: devices: find, make, take over, remove. [`server`]: a running device.
 //! - [`channel`]: the seam between a queue and the kernel, or its simulated twin.
 //!
-//! Never looks at data, and knows nothing of who uses the device.
+//! Never reads data, and never depends on the openers of the device.
 
 mod channel;
 mod device;

@@ -1,8 +1,8 @@
-//! Which system calls are left: seccomp, for all threads at once.
+//! The system call filter: seccomp, for all threads at once.
 //!
-//! A call that is not in the list is one that this kernel does not have (ENOSYS). So the C library
-//! goes the way that it goes on older kernels, and whoever has taken over a thread gets nothing.
-//! Why not to end the process instead: `docs/decisions/0031`.
+//! A call outside the list fails with ENOSYS, as on a kernel without it. So the C library falls
+//! back as on older kernels, and an attacker in a thread gains nothing. For the reason not to kill
+//! the process, see `docs/decisions/0031`.
 
 use std::collections::BTreeMap;
 
@@ -16,12 +16,12 @@ use super::Needs;
 
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
-/// Puts the filter in force. Or says why it cannot be.
+/// Applies the filter; returns the reason if that fails.
 pub(super) fn restrict(needs: Needs) -> Result<(), String> {
     apply(if needs.host { of_host() } else { of_disks(needs) })
 }
 
-/// For a process that starts commands: what a daemon of devices has.
+/// Applies the filter of a process that starts commands: the same as for a daemon with devices.
 pub(super) fn restrict_command() -> Result<(), String> {
     apply(of_host())
 }
@@ -43,7 +43,8 @@ fn program(
 
 const REFUSED: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
 
-/// All but what neither a driver, a mount nor a control group takes.
+/// Filter for a daemon that controls devices, mounts or cgroups: rejects only calls that none of
+/// these needs.
 fn of_host() -> Result<BpfProgram, seccompiler::BackendError> {
     let rules = OF_ATTACKERS.iter().map(|call| (*call, Vec::new())).collect();
     program(rules, SeccompAction::Allow, REFUSED)
@@ -84,7 +85,7 @@ const OF_ATTACKERS: [c_long; 32] = [
     libc::SYS_personality,
 ];
 
-/// What serving disks takes, and nothing else.
+/// Filter for a daemon that only serves disks: accepts only what that needs.
 fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
     let mut rules: Rules = ALWAYS.iter().map(|call| (*call, Vec::new())).collect();
     #[cfg(target_arch = "x86_64")]
@@ -98,37 +99,37 @@ fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
 
 fn rule(conditions: &[(u8, Is, u64)]) -> Result<SeccompRule, seccompiler::BackendError> {
     let conditions = conditions.iter().map(|(index, is, value)| {
-        // Numbers of 32 bits: what stands above them is nothing the kernel looks at.
+        // 32 bits: the kernel ignores the upper half of these arguments.
         SeccompCondition::new(*index, Length::Dword, is.clone(), *value)
     });
     SeccompRule::new(conditions.collect::<Result<_, _>>()?)
 }
 
-/// Calls of which only some are let through.
+/// Calls that are accepted with certain arguments only.
 fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
     let flag = |flag: libc::c_int| u64::from(flag.cast_unsigned());
     let none_of = |mask: u64| (Is::MaskedEq(mask), 0);
-    // No memory becomes a program.
+    // PROT_EXEC: no memory may become executable.
     let (is, zero) = none_of(flag(libc::PROT_EXEC));
     let data = [rule(&[(2, is, zero)])?];
-    // Streams alone: a datagram could go anywhere, also from one of a pair.
+    // Streams only: a datagram socket could send to any address, even one of a pair.
     let stream =
         |family: libc::c_int| [(0, Is::Eq, flag(family)), (1, Is::MaskedEq(0xf), flag(libc::SOCK_STREAM))];
     let pairs = [rule(&stream(libc::AF_UNIX))?];
     let mut sockets = pairs.to_vec();
     if needs.tcp || needs.cluster {
         for family in [libc::AF_INET, libc::AF_INET6] {
-            // Not SCTP, for which to send is to call, nor what landlock does not know for TCP.
+            // Not SCTP, whose sends connect, nor protocols that landlock's TCP rules do not cover.
             for protocol in [0, libc::IPPROTO_TCP] {
                 let [family, kind] = stream(family);
                 sockets.push(rule(&[family, kind, (2, Is::Eq, flag(protocol))])?);
             }
         }
     }
-    // It connects.
+    // MSG_FASTOPEN connects, so sends with it are rejected.
     let (is, zero) = none_of(flag(libc::MSG_FASTOPEN));
     let to_peer = |flags: u8| Ok::<_, seccompiler::BackendError>(vec![rule(&[(flags, is.clone(), zero)])?]);
-    // A thread of this process, in the namespaces that it is in.
+    // Threads of this process in its current namespaces only.
     let spaces = libc::CLONE_NEWNS
         | libc::CLONE_NEWCGROUP
         | libc::CLONE_NEWUTS
@@ -141,13 +142,13 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
     let one_of = |index: u8, values: &[u64]| {
         values.iter().map(|value| rule(&[(index, Is::Eq, *value)])).collect::<Result<Vec<_>, _>>()
     };
-    // Nothing that runs as its owner: another on this machine could start it.
+    // No set-uid or set-gid files: another user of this host could execute them.
     let plain = |mode: u8| {
         let (is, zero) = none_of(SET_ID);
         rule(&[(mode, is, zero)])
     };
     let opened = |flags: u8| {
-        // Where no file is made, whatever is in the mode's place is not looked at.
+        // Without O_CREAT and O_TMPFILE the kernel ignores the mode, so it may have any value.
         let (is, zero) = none_of(flag(libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY));
         Ok::<_, seccompiler::BackendError>(vec![plain(flags + 1)?, rule(&[(flags, is, zero)])?])
     };
@@ -165,7 +166,7 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
         (libc::SYS_tgkill, vec![rule(&[(0, Is::Eq, own)])?]),
         (libc::SYS_prlimit64, vec![rule(&[(0, Is::Eq, 0)])?, rule(&[(0, Is::Eq, own)])?]),
         (libc::SYS_ioctl, one_of(1, &REQUESTS)?),
-        // A thread of its own accord gives way to all others; nobody else's, and no other way.
+        // A thread may lower its own priority to 19; no other thread, and no other value.
         (libc::SYS_setpriority, vec![rule(&[(0, Is::Eq, 0), (1, Is::Eq, 0), (2, Is::Eq, 19)])?]),
         (
             libc::SYS_prctl,
@@ -185,7 +186,7 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
     #[cfg(target_arch = "x86_64")]
     rules.insert(libc::SYS_open, opened(1)?);
     if needs.gives {
-        // A name is enough for these, and landlock knows nothing of them.
+        // These work by name, which landlock does not restrict.
         rules.insert(libc::SYS_fchmodat, vec![plain(2)?]);
         rules.insert(libc::SYS_fchownat, Vec::new());
         #[cfg(target_arch = "x86_64")]
@@ -194,10 +195,10 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
     Ok(rules)
 }
 
-/// Modes of files that run as their owner or group.
+/// Mode bits of files that run as their owner or group.
 const SET_ID: u64 = (libc::S_ISUID | libc::S_ISGID) as u64;
 
-/// Of descriptors and locks; none that has a signal sent to whom it names, such as `F_SETOWN`.
+/// Commands of fcntl(2) for descriptors and locks. None that sends signals, such as `F_SETOWN`.
 const COMMANDS: [libc::c_int; 17] = [
     libc::F_DUPFD,
     libc::F_DUPFD_CLOEXEC,
@@ -218,13 +219,14 @@ const COMMANDS: [libc::c_int; 17] = [
     F_DUPFD_QUERY,
 ];
 
-/// Whether two are of one open file (linux/fcntl.h).
+/// Compares two descriptors' open files (linux/fcntl.h).
 const F_DUPFD_QUERY: libc::c_int = 1024 + 3;
 
-/// Naming memory, as the C library does (linux/prctl.h).
+/// Names memory, as the C library does (linux/prctl.h).
 const PR_SET_VMA: libc::c_int = 0x5356_4d41;
 
-/// Of files, block devices and sockets; none of a terminal that puts something into it.
+/// Requests of ioctl(2) for files, block devices and sockets. None that inserts input into a
+/// terminal.
 const REQUESTS: [u64; 18] = [
     libc::FIONREAD,
     libc::FIONBIO,
@@ -247,10 +249,10 @@ const REQUESTS: [u64; 18] = [
 ];
 
 const ALWAYS: [c_long; 123] = [
-    // The ring.
+    // io_uring.
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
-    // Files that are open.
+    // Open files.
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
@@ -280,7 +282,7 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_copy_file_range,
     libc::SYS_sendfile,
     libc::SYS_readahead,
-    // Files by name, as far as landlock and the user's rights go; to open them is below.
+    // Files by name, restricted by landlock and the user's rights; opening is in `with_arguments`.
     libc::SYS_newfstatat,
     libc::SYS_statx,
     libc::SYS_statfs,
@@ -306,7 +308,7 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_msync,
     libc::SYS_membarrier,
     libc::SYS_memfd_create,
-    // Sockets, except for making and calling.
+    // Sockets, except for creating and connecting.
     libc::SYS_bind,
     libc::SYS_listen,
     libc::SYS_accept,
@@ -334,7 +336,7 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_clock_nanosleep,
     libc::SYS_sched_yield,
     libc::SYS_restart_syscall,
-    // Threads and their signals.
+    // Threads and signals.
     libc::SYS_set_robust_list,
     libc::SYS_get_robust_list,
     libc::SYS_rseq,
@@ -351,7 +353,7 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_rt_sigpending,
     libc::SYS_sigaltstack,
     libc::SYS_ioprio_get,
-    // What it is, and when.
+    // Identity, time and limits.
     libc::SYS_clock_gettime,
     libc::SYS_clock_getres,
     libc::SYS_gettimeofday,
@@ -380,7 +382,7 @@ const ALWAYS: [c_long; 123] = [
     libc::SYS_sched_get_priority_min,
 ];
 
-/// What kernels for this processor have from before.
+/// Older calls that only this architecture has.
 #[cfg(target_arch = "x86_64")]
 const OF_X86_64: [c_long; 18] = [
     libc::SYS_stat,
@@ -409,8 +411,8 @@ mod tests {
 
     use super::*;
 
-    /// Whether a program lets a call through: what the kernel does with it (linux/filter.h,
-    /// linux/seccomp.h), as far as such programs go.
+    /// True if a program accepts a call: interprets the filter as the kernel does (linux/filter.h,
+    /// linux/seccomp.h), limited to the instructions that occur.
     fn lets(program: &[sock_filter], call: c_long, arguments: &[u64]) -> bool {
         let arch: u64 = if cfg!(target_arch = "x86_64") { 0xc000_003e } else { 0xc000_00b7 };
         let mut words = vec![call.cast_unsigned() as u32, arch as u32, 0, 0];
@@ -494,12 +496,12 @@ mod tests {
                 assert!(!lets(&program, libc::SYS_fchmodat, &by_name), "{bits:o}");
             }
             assert!(opens(libc::O_CREAT | libc::O_RDWR, 0o666));
-            // The mode is not looked at where no file is made.
+            // The kernel ignores the mode if no file is created.
             assert!(opens(libc::O_DIRECTORY, u64::MAX));
             assert!(lets(&program, libc::SYS_fchmod, &[3, 0o600]));
             let by_name = [number(libc::AT_FDCWD), 1, 0o660];
             assert_eq!(lets(&program, libc::SYS_fchmodat, &by_name), needs.gives);
-            // Its mode lies where no filter looks.
+            // openat2 passes its mode in memory, which a filter cannot read.
             assert!(!lets(&program, libc::SYS_openat2, &[]));
         }
     }

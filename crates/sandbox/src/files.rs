@@ -1,16 +1,16 @@
-//! Which files can still be opened: landlock's rules, made once, of all that was named.
+//! Files that can still be opened: landlock rules, made once from the config and the served disks.
 //!
 //! ```text
 //!   directories of images, sockets, state,   all files in them
 //!   and --image-root
-//!   the system's own directories (/tmp)      the file that was named; of sockets, beside them too
+//!   the system's own directories (/tmp)      the named file; for sockets, also files beside them
 //!   config file, keys, certificates          reading their directories
 //!   /proc, /sys, libraries, names of hosts   reading
 //!   everything else                          nothing
 //! ```
 //!
-//! A directory and not the file alone: what names an image today names another tomorrow (`weir disk
-//! add`, snapshots, a file that is replaced). Files that are open stay open, whatever lies where.
+//! Whole directories, not single files, because names may refer to other files later (`weir disk
+//! add`, snapshots, a replaced file). Open files stay open wherever they are.
 
 use std::{
     env, fs,
@@ -30,14 +30,14 @@ use settings::{
 
 use super::Served;
 
-/// What every kernel has that weir runs on (6.1).
+/// Landlock ABI of the oldest supported kernel (6.1).
 const LEAST: ABI = ABI::V2;
-/// What rules for files were written for: truncation, devices' ioctls.
+/// Landlock ABI that the rules use if the kernel has it: truncation, devices' ioctls.
 const BEST: ABI = ABI::V5;
-/// Of a config file of Ceph's.
+/// Longest config file of Ceph that is read.
 const MOST_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Readable whoever runs: what the C library, TLS and backtraces look at.
+/// Always readable: needed by the C library, TLS and backtraces.
 const PUBLIC: [&str; 15] = [
     "/proc",
     "/sys",
@@ -56,28 +56,28 @@ const PUBLIC: [&str; 15] = [
     "/etc/localtime",
 ];
 
-/// Directories of the system and of users, which hold more than what weir was given.
+/// Directories of the system and of users, which also hold files that weir was not given.
 const SHARED: [&str; 16] = [
     "/", "/boot", "/etc", "/home", "/media", "/mnt", "/opt", "/root", "/run", "/srv", "/tmp", "/usr", "/var",
     "/var/lib", "/var/tmp", "/var/log",
 ];
-/// Below these, no directory is weir's own.
+/// No directory below these belongs to weir.
 const NEVER: [&str; 5] = ["/dev", "/proc", "/sys", "/etc", "/usr"];
 
 /// The rules, not in force yet.
 pub(super) struct Files {
     pub(super) ruleset: RulesetCreated,
-    /// Where images may be opened, each a real path.
+    /// Places where images may be opened, as canonical paths.
     pub(super) images: Vec<PathBuf>,
-    /// Directories where sockets may be made, each a real path.
+    /// Directories where sockets may be created, as canonical paths.
     pub(super) sockets: Vec<PathBuf>,
 }
 
 impl Files {
-    /// Or why this kernel has no such rules.
+    /// Makes the rules; the inner error is the reason why this kernel does not support them.
     ///
     /// # Errors
-    /// If what was named cannot be looked at.
+    /// A named file cannot be examined.
     pub(super) fn new(
         plan: &Plan,
         config: Option<&Path>,
@@ -102,17 +102,18 @@ impl Files {
     }
 }
 
-/// With a cluster, connections may go anywhere: its OSDs are where it says, and move.
+/// Creates an empty ruleset. With a Ceph cluster, TCP connections are not restricted: the addresses
+/// of its OSDs are unknown and change.
 fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> {
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
         .handle_access(AccessFs::from_all(LEAST))?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(BEST))?;
-    // To no port, but those that are called.
+    // Connecting is restricted to the ports that are added as rules.
     let ruleset = if has_cluster { ruleset } else { ruleset.handle_access(AccessNet::ConnectTcp)? };
     ruleset
-        // Names that lie in no directory.
+        // Abstract sockets, which no directory rule covers.
         .scope(Scope::AbstractUnixSocket)?
         .create()
 }
@@ -134,7 +135,7 @@ impl Rules {
         }
         if let Ok(program) = env::current_exe() {
             self.readable(&program)?;
-            // Where a backtrace finds lines.
+            // Separate debug information, for line numbers in backtraces.
             self.readable(&program.with_extension("debug"))?;
         }
         for device in ["/dev/null", "/dev/urandom"] {
@@ -143,7 +144,7 @@ impl Rules {
         for image in &served.images {
             self.place(image, BitFlags::EMPTY)?;
         }
-        // Where that goes to any port, no rule is made of ports.
+        // Unrestricted connections need no rules for ports.
         for port in super::called_ports(served).into_iter().filter(|_| !served.cluster) {
             (&mut self.ruleset).add_rule(NetPort::new(port, AccessNet::ConnectTcp))?;
         }
@@ -157,7 +158,7 @@ impl Rules {
         if let Some(root) = &service.image_root {
             self.directory(root)?;
         }
-        // To make it, to look whether it is in use, and to remove it.
+        // Rights to create the socket, to check whether it is in use, and to remove it.
         let beside = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
         for socket in sockets(plan, served) {
             self.place(&socket, beside)?;
@@ -174,7 +175,7 @@ impl Rules {
             self.allow(&record.directory, access)?;
         }
         let store = settings::state::Store::new(service.state.as_deref());
-        // Records of devices, of which it is told the name.
+        // State files of devices; their names are not known in advance.
         if let Some(capacity) = store.file("x").parent() {
             self.readable(capacity)?;
         }
@@ -211,7 +212,7 @@ impl Rules {
         Ok(())
     }
 
-    /// Ceph's config files and keyrings, which are read again for each new connection.
+    /// Allows Ceph's config files and keyrings, which are read again for each new connection.
     fn of_ceph(&mut self, plan: &Plan) -> anyhow::Result<()> {
         self.readable(Path::new("/etc/ceph"))?;
         if let Some(path) = env::var_os("CEPH_CONF") {
@@ -225,10 +226,10 @@ impl Rules {
         Ok(())
     }
 
-    /// A config file, and the keyrings that it names.
+    /// Allows a config file of Ceph, and the keyrings that it names.
     fn beside_of_ceph(&mut self, path: &Path) -> anyhow::Result<()> {
         self.beside(path)?;
-        // What has no end, or waits for who writes to it, is refused when the cluster is called.
+        // Endless or blocking files are skipped; the connection to the cluster will fail on them.
         let is_file = fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() <= MOST_CONFIG_BYTES);
         let text = if is_file { fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let named = text.lines().filter_map(|line| line.split_once('='));
@@ -239,11 +240,11 @@ impl Rules {
         Ok(())
     }
 
-    /// Where a file lies that weir was given: all of its directory, if that is weir's own; else the
-    /// file, and `beside` it what such a file takes, which landlock then also allows below.
+    /// Allows the location of a file: the whole directory if it belongs to weir, otherwise the file
+    /// with the rights `beside` on its directory, which landlock also applies to subdirectories.
     fn place(&mut self, path: &Path, beside: BitFlags<AccessFs>) -> anyhow::Result<()> {
         let given = directory_of(path);
-        // A link's directory is looked at too: it may be set to another file.
+        // A link's directory is included, because the link may be changed to another file.
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         for directory in [given, directory_of(&real)] {
             let Ok(directory) = directory.canonicalize() else { continue };
@@ -277,15 +278,15 @@ impl Rules {
         self.allow(path, make_bitflags!(AccessFs::{ReadFile | WriteFile | Truncate | IoctlDev}))
     }
 
-    /// What is read again, and may be replaced by another file of its name.
+    /// Allows reading a file that may be replaced by another of the same name.
     fn beside(&mut self, path: &Path) -> anyhow::Result<()> {
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let directory = directory_of(&real);
         self.readable(if is_own(directory) { directory } else { &real })
     }
 
-    /// A file of secrets, or a directory of them, which are read again: programs that renew them
-    /// put another in its place, or set links to others that lie beside those there were.
+    /// Allows reading a file of secrets, or a directory of them, that is renewed: programs replace
+    /// the files, or change links to new files beside the old ones.
     fn renewed(&mut self, path: &Path) -> anyhow::Result<()> {
         let files = fs::read_dir(path).into_iter().flatten().flatten().map(|file| file.path());
         for place in [path.to_owned()].into_iter().chain(files) {
@@ -306,7 +307,7 @@ impl Rules {
         self.allow(path, access)
     }
 
-    /// What is not there needs no rule.
+    /// Adds a rule; a missing file needs none.
     fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) -> anyhow::Result<()> {
         let Ok(open) = PathFd::new(path) else { return Ok(()) };
         let rule = PathBeneath::new(open, access);
@@ -315,18 +316,19 @@ impl Rules {
     }
 }
 
-/// Whether such a directory holds nothing but what weir was given.
+/// True if a directory holds only files that weir was given.
 fn is_own(directory: &Path) -> bool {
     let is_home = ["/home", "/run/user"].iter().any(|homes| directory.parent() == Some(Path::new(homes)));
     let is_shared = SHARED.iter().any(|shared| directory == Path::new(shared));
-    // A configuration of weir's own lies below /etc.
+    // weir's own configuration is below /etc.
     let never = is_below(directory, &NEVER) && !directory.starts_with("/etc/weir");
     !is_home && !is_shared && !never && !is_home_of_owner(directory)
 }
 
-/// A person's, wherever the system keeps such.
+/// True for the home directory of a person, wherever it is.
 fn is_home_of_owner(directory: &Path) -> bool {
-    // Below it are users that run services (login.defs(5), UID_MIN), whose home is what they serve.
+    // Lower IDs belong to services (login.defs(5), UID_MIN), whose home is the data that they
+    // serve.
     const FIRST_PERSON: u32 = 1000;
     let owner =
         fs::metadata(directory).ok().map(|metadata| metadata.uid()).filter(|&uid| uid >= FIRST_PERSON);
@@ -339,7 +341,7 @@ fn is_below(directory: &Path, tops: &[&str]) -> bool {
     tops.iter().any(|top| directory.starts_with(top))
 }
 
-/// Paths of sockets that are there, or will be.
+/// Paths of existing and later sockets.
 fn sockets(plan: &Plan, served: &Served) -> Vec<PathBuf> {
     let mut sockets = plan.service.qmp.clone();
     if plan.service.control_socket() != Standard::Off {

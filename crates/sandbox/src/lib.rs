@@ -1,19 +1,21 @@
-//! What the daemon gives up once all is open, so that whoever takes it over has little.
+//! Rights that the daemon drops once everything is open, so that an attacker who takes it over
+//! gains little.
 //!
 //! ```text
-//!   root ─► open images, bind sockets, read keys ─► enter ─► let clients in
+//!   root ─► open images, bind sockets, read keys ─► enter ─► accept clients
 //!                                                     │
 //!     user     --user: another user, no capability    │  the whole process
 //!     files    landlock: places, not all files        │  each thread by itself
 //!     calls    seccomp: a list of system calls        │  all threads at once
 //! ```
 //!
-//! The process that hands events on has what `runner` leaves it. Rings have lists of their own,
-//! from their making on (`reactor`). A daemon that steers what belongs to the host (devices,
-//! files over FUSE, control groups) has to mount, start programs and look at other processes: it
-//! keeps its files and loses only what no such work needs. `docs/security.md` has the table.
+//! The process that delivers events keeps what `runner` leaves it. io_urings have restrictions of
+//! their own from their creation (`reactor`). A daemon that controls resources of the host
+//! (devices, files over FUSE, cgroups) has to mount, start programs and examine other processes: it
+//! keeps its access to files and loses only calls that no such work needs. `docs/security.md` has
+//! the table.
 //!
-//! Never gives anything back: rules are fixed once made.
+//! Never restores a right: rules are fixed once made.
 
 mod calls;
 mod files;
@@ -37,48 +39,48 @@ use files::Files;
 pub use files::directory_of;
 pub use user::ids;
 
-/// What runs decides how much has to be kept.
+/// Rights that have to be kept for the running exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Needs {
-    /// It steers what belongs to the host.
+    /// It controls resources of the host.
     host: bool,
     /// A file over FUSE is mounted by a set-uid program, because the user is not root.
     helper: bool,
-    /// It listens at TCP, or calls there.
+    /// It listens on or connects over TCP.
     tcp: bool,
-    /// It calls a virtual machine that listens, an NBD server, or etcd.
+    /// It connects to a virtual machine that listens, an NBD server, or etcd.
     calls: bool,
-    /// Its sockets have another owner or mode than such files have.
+    /// Its sockets have another owner or mode than new files have.
     gives: bool,
     /// Images in a Ceph cluster: librbd connects, also later.
     cluster: bool,
-    /// How many virtual machines may come.
+    /// Number of virtual machines.
     machines: u64,
-    /// Queues of all of them.
+    /// Number of queues of all of them.
     queues: usize,
 }
 
-/// Descriptors of a queue that a machine uses: a kick, a call, and one for errors.
+/// Descriptors of a queue in use: kick, call and error events.
 const OF_A_QUEUE: u64 = 3;
-/// Of a machine beside its queues, with one region of memory.
+/// Descriptors of a machine beside its queues, with one region of memory.
 const OF_A_MACHINE: u64 = 5;
 
-/// What the daemon serves as it enters the sandbox.
+/// State of the daemon as it enters the sandbox.
 #[derive(Debug, Default)]
 pub struct Served {
     /// Paths of images.
     pub images: Vec<PathBuf>,
-    /// Where it listens.
+    /// Addresses of NBD listeners.
     pub endpoints: Vec<Endpoint>,
-    /// Doors of disks' own.
+    /// Exports of single disks.
     pub doors: Vec<Door>,
-    /// Some of its disks are images of a Ceph cluster.
+    /// Some disks are images of a Ceph cluster.
     pub cluster: bool,
     /// Images at NBD servers.
     pub remotes: Vec<Uri>,
-    /// Of TCP, where it calls etcd: on any machine.
+    /// TCP ports of etcd, on any host.
     pub etcd_ports: Vec<u16>,
-    /// Directories of its own files: made, written anew and removed there.
+    /// Directories in which the daemon creates, rewrites and removes its own files.
     pub own: Vec<PathBuf>,
 }
 
@@ -88,12 +90,12 @@ impl Needs {
         let mut needs = Self {
             host: service.cgroup_limits.is_some(),
             gives: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
-            // What the service manager passed may be of any kind.
+            // A socket from the service manager may be of any kind.
             tcp: !served.endpoints.iter().all(is_unix),
             cluster: served.cluster,
             ..Self::default()
         };
-        // To connect again after a break.
+        // Connections are made again after they break.
         needs.calls = !served.remotes.is_empty() || !served.etcd_ports.is_empty();
         needs.tcp |= !called_ports(served).is_empty();
         for door in &served.doors {
@@ -114,30 +116,30 @@ impl Needs {
     }
 }
 
-/// The ports at others that the daemon may call later: all that landlock can tell of a call.
+/// Remote ports that the daemon may connect to later; landlock can only distinguish ports.
 fn called_ports(served: &Served) -> Vec<u16> {
     let servers = served.remotes.iter().filter_map(|uri| uri.server.port());
     servers.chain(served.etcd_ports.iter().copied()).collect()
 }
 
-/// Whether the daemon is in the sandbox, and what it was let keep.
+/// Result of entering the sandbox: the rights that were kept.
 #[derive(Debug)]
 pub struct Entered {
     needs: Needs,
-    /// Where images may be opened; none: anywhere.
+    /// Places where images may be opened; `None` for anywhere.
     places: Option<Vec<PathBuf>>,
-    /// Directories where sockets may be made; none: anywhere.
+    /// Directories where sockets may be created; `None` for anywhere.
     sockets: Option<Vec<PathBuf>>,
-    /// Where NBD servers may be called.
+    /// NBD servers to which connections may be made.
     servers: Vec<Server>,
 }
 
-/// Time that the file system of an image has to resolve its path.
+/// Time for the file system of an image to resolve its path.
 const TO_RESOLVE: Duration = Duration::from_secs(8);
 const REMEDY: &str = "or start it with --sandbox off";
 
-/// Whether the daemon can still make devices and files of this host. As another user than root it
-/// makes files alone, by a set-uid program.
+/// True if the daemon can still make devices and files of this host. As a user other than root it
+/// can only make files, with a set-uid program.
 pub fn makes_devices(entered: Option<&Entered>) -> bool {
     let is_able = || {
         let kept =
@@ -148,7 +150,7 @@ pub fn makes_devices(entered: Option<&Entered>) -> bool {
 }
 
 impl Entered {
-    /// Fails where the sandbox would not let the image be opened.
+    /// Fails if the sandbox prevents opening the image.
     pub async fn check_image(&self, path: &Path) -> anyhow::Result<()> {
         let Some(places) = &self.places else { return Ok(()) };
         let of_call = path.to_owned();
@@ -165,7 +167,7 @@ impl Entered {
         )
     }
 
-    /// Fails where the sandbox keeps librbd from connecting.
+    /// Fails if the sandbox keeps librbd from connecting.
     pub fn check_cluster(&self) -> anyhow::Result<()> {
         ensure!(
             self.needs.cluster || self.needs.host,
@@ -174,9 +176,10 @@ impl Entered {
         Ok(())
     }
 
-    /// Fails where the sandbox would not let the server be called.
+    /// Fails if the sandbox prevents connecting to the server.
     pub fn check_remote(&self, uri: &Uri) -> anyhow::Result<()> {
-        // Of a TCP server the name is looked up before the sandbox is entered, too.
+        // TCP servers are matched by name, because names are resolved before the sandbox is
+        // entered.
         let is_unix = uri.server.port().is_none();
         let is_there = self.needs.host
             || self.servers.iter().any(|server| server == &uri.server || is_unix && server.port().is_none());
@@ -187,10 +190,10 @@ impl Entered {
         Ok(())
     }
 
-    /// Fails where the sandbox lets nobody make a socket of this path.
+    /// Fails if the sandbox prevents creating a socket at this path.
     pub fn check_socket(&self, path: &Path) -> anyhow::Result<()> {
         let Some(places) = &self.sockets else { return Ok(()) };
-        // What is not there has a better message of its own.
+        // A missing directory is reported with a better message later.
         let Ok(directory) = directory_of(path).canonicalize() else { return Ok(()) };
         ensure!(
             places.iter().any(|place| directory.starts_with(place)),
@@ -201,7 +204,7 @@ impl Entered {
         Ok(())
     }
 
-    /// Fails where the sandbox lacks what this door needs.
+    /// Fails if the sandbox lacks rights that this export needs.
     pub fn check_door(&self, door: &Door) -> anyhow::Result<()> {
         let (what, there, else_by) = match door {
             Door::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.calls, ""),
@@ -219,7 +222,7 @@ impl Entered {
         Ok(())
     }
 
-    /// Fails where the sandbox lets nobody listen at such an address.
+    /// Fails if the sandbox prevents listening at this address.
     pub fn check_address(&self, address: &Address) -> anyhow::Result<()> {
         if let Address::Unix(path) = address {
             return self.check_socket(path);
@@ -232,10 +235,10 @@ impl Entered {
     }
 }
 
-/// What of the plan contradicts who the daemon is to be.
+/// Checks the plan against the user that the daemon is to become.
 ///
 /// # Errors
-/// With what to do about it.
+/// A contradiction, with the remedy.
 pub fn check(plan: &Plan) -> anyhow::Result<()> {
     let Some(owner) = &plan.service.user else { return Ok(()) };
     user::find(owner)?;
@@ -250,15 +253,15 @@ pub fn check(plan: &Plan) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether there is room for the descriptors that are set aside for virtual machines, as far as is
-/// known before workers and sockets have theirs.
+/// Checks the limit of file descriptors for those reserved for virtual machines, as far as it is
+/// known before workers and sockets use theirs.
 ///
 /// # Errors
-/// How many are enough.
+/// The limit is too low; the message has a sufficient one.
 pub fn check_room(plan: &Plan) -> anyhow::Result<()> {
     let doors = plan.doors.iter().map(|export| export.door.clone()).collect();
     let needs = Needs::of(&Served { doors, ..Served::default() }, &plan.service);
-    // Whoever has a helper gives nothing up, and sets nothing aside.
+    // With a set-uid helper nothing is dropped, so nothing is reserved.
     match plan.service.sandbox {
         Sandbox::Off => Ok(()),
         _ if needs.helper => Ok(()),
@@ -266,12 +269,12 @@ pub fn check_room(plan: &Plan) -> anyhow::Result<()> {
     }
 }
 
-/// Gives up what is asked for and what this daemon does not need. To be called once all is open and
-/// before a client is served; `config` is the file it may read again.
+/// Drops all rights that this daemon does not need. Call it once everything is open and before a
+/// client is served; `config` is a file that may be read again.
 ///
 /// # Errors
-/// Where `--user` cannot be, and where the sandbox is required and cannot be had: nothing serves
-/// then. None with `--sandbox off`.
+/// `--user` fails, or the sandbox is required and not complete: the daemon does not serve then.
+/// None with `--sandbox off`.
 pub async fn enter(
     plan: &Plan,
     config: Option<&Path>,
@@ -280,7 +283,7 @@ pub async fn enter(
 ) -> anyhow::Result<Option<Entered>> {
     let service = &plan.service;
     let needs = Needs::of(served, service);
-    // Made by who can look everywhere.
+    // Made before the user changes: root can resolve all paths.
     let is_confined = service.sandbox != Sandbox::Off && !needs.host;
     let files = is_confined.then(|| Files::new(plan, config, served)).transpose()?;
     if let Some(owner) = &service.user {
@@ -308,7 +311,7 @@ fn shown(places: &[PathBuf]) -> String {
     places.iter().map(|place| place.display().to_string()).collect::<Vec<_>>().join(" ")
 }
 
-/// Also says what could not be given up, and why.
+/// Drops the rights; also returns what could not be dropped, and why.
 async fn give_up(
     needs: Needs,
     files: Option<Result<Files, String>>,
@@ -330,15 +333,16 @@ async fn give_up(
         reactor::threads_may_stay();
         return Ok((Entered { needs, places: None, sockets: None, servers: Vec::new() }, missing));
     }
-    // The last rings that can be made.
+    // Created now, because the filter prevents creating rings.
     check_descriptors(needs)?;
     reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
     let kept = capabilities(needs);
     on_each_thread(workers, Part { ruleset, kept }).await.context("sandbox")?;
     missing.extend(calls::restrict(needs).err());
-    // Only now: a thread has the rights that its creator had, and one that stays keeps them.
+    // After the filter: a thread inherits rights from its creator, and an idle pool thread would
+    // keep the old ones.
     reactor::threads_may_stay();
-    // Control groups have a thread of their own.
+    // The controller of cgroups has its own thread.
     if !needs.host
         && let Some(others) = other_threads(workers.len())
     {
@@ -347,10 +351,10 @@ async fn give_up(
     Ok((Entered { needs, places, sockets, servers: Vec::new() }, missing))
 }
 
-/// Fails where the process may not have as many descriptors as are set aside for machines.
+/// Fails if the limit of file descriptors is below the number reserved for machines.
 fn check_descriptors(Needs { machines, queues, .. }: Needs) -> anyhow::Result<()> {
     let (aside, free) = (reactor::notifiers_set_aside_for(queues) as u64, op::free_descriptors());
-    // Without a queue the error of what cannot be made says more.
+    // Without a queue, the later error of the failing operation is more precise.
     if aside < free || queues == 0 {
         return Ok(());
     }
@@ -362,7 +366,7 @@ fn check_descriptors(Needs { machines, queues, .. }: Needs) -> anyhow::Result<()
     );
 }
 
-/// What root keeps.
+/// Capabilities that root keeps.
 fn capabilities(needs: Needs) -> CapabilitySet {
     // Images of other users, and ports below 1024.
     let mut kept =
@@ -371,8 +375,8 @@ fn capabilities(needs: Needs) -> CapabilitySet {
         kept |= CapabilitySet::CHOWN | CapabilitySet::FOWNER;
     }
     if needs.host {
-        // Drivers, mounts, the kernel's NBD client; who uses a device; to serve what others write
-        // memory to (PR_SET_IO_FLUSHER); ending what unmounts, and what guards a device.
+        // Drivers, mounts and the kernel's NBD client; openers of a device; PR_SET_IO_FLUSHER for
+        // writeback; killing a device's guard or a mount's watcher.
         kept |= CapabilitySet::SYS_ADMIN
             | CapabilitySet::NET_ADMIN
             | CapabilitySet::SYS_PTRACE
@@ -382,7 +386,7 @@ fn capabilities(needs: Needs) -> CapabilitySet {
     kept
 }
 
-/// What a thread does by itself.
+/// Restrictions that each thread applies to itself.
 struct Part {
     ruleset: Option<landlock::RulesetCreated>,
     kept: CapabilitySet,
@@ -397,7 +401,7 @@ impl Part {
     fn take(self) -> anyhow::Result<()> {
         thread::set_no_new_privs(true).context("no_new_privs")?;
         let now = thread::capabilities(None).context("capabilities")?;
-        // A service manager may forbid the call to those that have none.
+        // Skipped if nothing is to be dropped: a service manager may forbid capset(2) then.
         if !(now.permitted - self.kept).is_empty() {
             let kept = CapabilitySets {
                 effective: now.effective & self.kept,
@@ -413,12 +417,12 @@ impl Part {
     }
 }
 
-/// On this thread and on each worker; those that start later have it from these.
+/// Applies the restrictions on this thread and on each worker; later threads inherit them.
 async fn on_each_thread(workers: &[Worker], part: Part) -> anyhow::Result<()> {
     let (done, heard) = async_channel::bounded(workers.len().max(1));
     for worker in workers {
         let (part, done) = (part.try_clone()?, done.clone());
-        // It has room for all.
+        // Cannot fail: the channel has room for all workers.
         worker.spawn(move || async move { drop(done.try_send(part.take())) });
     }
     part.take()?;
@@ -428,13 +432,13 @@ async fn on_each_thread(workers: &[Worker], part: Part) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Says so if there are others than this one and the workers: they have kept what they had.
+/// Reports threads other than this one and the workers: they have kept their rights.
 fn other_threads(workers: usize) -> Option<String> {
-    // A writer of the log that starts from now on has the rights of a thread that is confined.
+    // A log thread that starts from now on inherits restricted rights.
     let has_no_log = logging::flush();
     let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
-    // The kernel's own for rings run nothing of ours.
+    // Kernel threads of io_uring run no code of this process.
     let names: Vec<_> = threads
         .map(name)
         .filter(|name| !name.starts_with("iou-"))

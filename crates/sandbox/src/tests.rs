@@ -1,5 +1,5 @@
-//! What code can do that has taken over a worker in the sandbox: a process of its own enters it,
-//! and then its worker tries.
+//! Attempts of code that has taken over a worker in the sandbox: a separate process enters it, and
+//! then its worker makes the attempts.
 
 use std::{
     env,
@@ -21,10 +21,10 @@ use settings::Draft;
 use super::*;
 
 const DIRECTORY: &str = "WEIR_TEST_SANDBOX";
-/// A disk in a directory of everybody's, and a file beside it.
+/// A disk in a shared directory, and a file beside it.
 const SHARED: [&str; 2] = ["WEIR_TEST_SANDBOX_DISK", "WEIR_TEST_SANDBOX_OTHER"];
 
-/// What is tried, and what comes of it.
+/// An attempt and its result.
 type Tried = (&'static str, io::Result<()>);
 
 #[test]
@@ -36,7 +36,7 @@ fn a_worker_can_do_what_serving_takes_and_nothing_else() {
     });
 }
 
-/// In a process of its own: nothing leaves a sandbox.
+/// Runs a test in a separate process, because a sandbox cannot be left.
 fn passes(test: &str, prepare: impl FnOnce(&mut Command)) {
     let mut process = Command::new(env::current_exe().expect("this program"));
     process.args(["--exact", "--ignored", "--nocapture", test]);
@@ -101,7 +101,7 @@ fn inside_with_a_server() {
         assert!(entered.check_remote(&uri).is_ok() && entered.check_remote(&other).is_err());
         let (told, heard) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
-            // As a connection is made again: by a thread for what blocks.
+            // As reconnecting does: on a blocking thread.
             let call = |port| reactor::blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
             let tried =
                 (call(ports[0]).await, call(ports[1]).await, UdpSocket::bind(("127.0.0.1", 0)).map(drop));
@@ -110,7 +110,7 @@ fn inside_with_a_server() {
         let (own, others, datagram) = heard.recv().await.expect("it has tried");
         assert!(own.is_ok(), "{own:?}");
         assert!(datagram.is_err());
-        // Linux has rules for ports since 6.7.
+        // Landlock has rules for ports since Linux 6.7.
         if has_rules_for_ports() {
             assert_eq!(others.expect_err("another port").raw_os_error(), Some(nix::libc::EACCES));
         }

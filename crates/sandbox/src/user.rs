@@ -1,7 +1,7 @@
-//! Going on as another user than root.
+//! Change from root to another user.
 //!
-//! The C library has every thread of the process follow (nptl(7)); from root to another user the
-//! kernel takes all capabilities away.
+//! The C library changes every thread of the process (nptl(7)); the kernel then clears all
+//! capabilities.
 
 use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::{Gid, Group, Uid, User, geteuid, setgid, setgroups, setuid};
@@ -12,16 +12,16 @@ pub(super) fn is_root() -> bool {
     geteuid().is_root()
 }
 
-/// Whom to go on as.
+/// The user and groups to change to.
 #[derive(Debug)]
 pub(super) struct Identity {
     user: Uid,
     group: Gid,
-    /// Those of the user that the system knows.
+    /// The user's supplementary groups in the system's database.
     groups: Vec<Gid>,
 }
 
-/// The numbers of a user and a group, for files that are to be theirs.
+/// Numeric user and group ID of an owner, for files that are to belong to it.
 ///
 /// # Errors
 /// As [`find`].
@@ -29,8 +29,10 @@ pub fn ids(owner: &Owner) -> anyhow::Result<(u32, u32)> {
     find(owner).map(|identity| (identity.user.as_raw(), identity.group.as_raw()))
 }
 
+/// Looks up an owner.
+///
 /// # Errors
-/// If there is no such user or group, or the daemon is not root.
+/// There is no such user or group, or the process is not root.
 pub(super) fn find(owner: &Owner) -> anyhow::Result<Identity> {
     let name = owner.user.as_deref().context("user: names no user")?;
     let known = match name.parse() {
@@ -61,7 +63,7 @@ fn group(name: &str) -> anyhow::Result<Gid> {
 
 fn groups_of(name: &str) -> anyhow::Result<Vec<Gid>> {
     let name = std::ffi::CString::new(name)?;
-    // The first is told with the others; it is set by itself.
+    // getgrouplist returns the given group too; it is filtered out, because setgid sets the group.
     Ok(nix::unistd::getgrouplist(&name, Gid::from_raw(u32::MAX))?
         .into_iter()
         .filter(|group| group.as_raw() != u32::MAX)
@@ -69,7 +71,7 @@ fn groups_of(name: &str) -> anyhow::Result<Vec<Gid>> {
 }
 
 impl Identity {
-    /// For good.
+    /// Changes the user permanently.
     pub(super) fn become_it(&self) -> anyhow::Result<()> {
         if !is_root() {
             return Ok(());
@@ -77,7 +79,8 @@ impl Identity {
         setgroups(&self.groups).context("user: the groups cannot be set")?;
         setgid(self.group).context("user: the group cannot be set")?;
         setuid(self.user).context("user: it cannot be gone on as")?;
-        // As before: whoever may is to look into the process, and to have a dump of it.
+        // setuid clears the flag. Set again, so that privileged users can attach and dump core as
+        // before.
         set_dumpable_behavior(DumpableBehavior::Dumpable).context("user")
     }
 }

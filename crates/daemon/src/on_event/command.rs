@@ -1,5 +1,5 @@
-//! A command for each event: started with it on standard input, waited for, ended where it does not
-//! end, with all that it has left behind.
+//! A command for each event: started with the event on standard input, waited for, and killed with
+//! all its descendants if it does not end.
 
 use std::{
     fs,
@@ -22,19 +22,19 @@ use rustix::process::{
     wait,
 };
 
-/// How often it is looked for what a command has left behind: each look ends a generation of it.
+/// Number of rounds of killing descendants: each round ends one generation.
 const LOOKS: usize = 50;
-/// Between two looks, for the kernel to end them.
+/// Pause between two rounds, for the kernel to end the processes.
 const LOOK: Duration = Duration::from_millis(10);
 
 pub(super) struct Command {
     words: Vec<String>,
 }
 
-/// Whether there is such a program.
+/// Checks that the program exists and is executable.
 ///
 /// # Errors
-/// With what to do about it.
+/// A message with the remedy.
 pub(super) fn check(program: &str) -> anyhow::Result<()> {
     let file = fs::metadata(program).with_context(|| format!("{program}: no such program"))?;
     let is_program = file.is_file() && file.permissions().mode() & 0o111 != 0;
@@ -44,15 +44,16 @@ pub(super) fn check(program: &str) -> anyhow::Result<()> {
 
 impl Command {
     pub(super) fn new(words: &[String]) -> anyhow::Result<Self> {
-        // Who has lost the process that started it becomes a child of this one, which can end it.
+        // Subreaper: orphaned descendants become children of this process, which can then kill
+        // them.
         set_child_subreaper(Some(Pid::INIT)).context("what a command leaves behind could not be ended")?;
         Ok(Self { words: words.to_vec() })
     }
 
-    /// Runs it once.
+    /// Runs the command once.
     ///
     /// # Errors
-    /// Why it cannot be started, or how it has ended.
+    /// The reason why it was not started, or how it has ended.
     pub(super) fn run(&mut self, event: &[u8], deadline: Instant) -> Result<(), String> {
         let spawned = std::process::Command::new(&self.words[0])
             .args(&self.words[1..])
@@ -70,9 +71,9 @@ impl Command {
 
 fn attend(child: &mut Child, event: &[u8], deadline: Instant) -> Result<(), String> {
     if let Some(mut stdin) = child.stdin.take() {
-        // A pipe has room for an event; whoever has made it smaller is not waited for.
+        // An event fits into a pipe's buffer; a command that shrinks its pipe is not waited for.
         let _ = fcntl(&stdin, FcntlArg::F_SETFL(OFlag::O_NONBLOCK));
-        // It may end without having read: its status says whether that was well.
+        // Fails if the command ends without reading; its status tells whether that was intended.
         let _ = stdin.write_all(event).and_then(|()| stdin.write_all(b"\n"));
     }
     if !has_ended(child, deadline).map_err(|error| format!("it cannot be waited for: {error}"))? {
@@ -85,7 +86,7 @@ fn attend(child: &mut Child, event: &[u8], deadline: Instant) -> Result<(), Stri
     }
 }
 
-/// Waits for it until then.
+/// Waits for the end of the child; false after the deadline.
 fn has_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
     let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     loop {
@@ -100,14 +101,13 @@ fn has_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
     }
 }
 
-/// Itself, its process group, and those of its descendants that have left that: they are children
-/// of this process once their own parents are gone. One that the kernel cannot end stays; the next
-/// event is not kept from being handed on by it.
+/// Kills the child, its process group, and descendants that have left the group: they become
+/// children of this process once their parents are gone. A process that the kernel cannot kill
+/// stays, and does not delay the next event further.
 fn end_all_of(child: &mut Child) {
     let group = Pid::from_child(child);
     for look in 0..LOOKS {
-        // Its number is nobody else's as long as it has not been waited for, or its group has
-        // members.
+        // The process ID is not reused before `wait`, or while its group has members.
         let _ = kill_process_group(group, Signal::KILL);
         let _ = child.try_wait();
         for left in children() {
@@ -123,7 +123,7 @@ fn end_all_of(child: &mut Child) {
     }
 }
 
-/// All of this process: it starts nothing but commands.
+/// Children of this process, which starts nothing but commands.
 fn children() -> Vec<Pid> {
     let path = format!("/proc/self/task/{}/children", std::process::id());
     let listed = fs::read_to_string(path).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The daemon's side: the last events, one after the other, to the process that hands them on.
+//! The daemon's side: passes recent events one after the other to the process that delivers them.
 
 use std::{
     io::{self, ErrorKind, Read as _, Write as _},
@@ -19,17 +19,17 @@ use reactor::{
 
 use super::{MOST_LINE, PATIENCE, Runner, handed, shown};
 
-/// Events that may wait to be handed on; older ones are left out.
+/// Number of events that may wait for delivery; older ones are skipped.
 const MOST_WAITING: usize = 64;
-/// Between two: ten a second.
+/// Interval between two deliveries: ten a second.
 const EACH: Duration = Duration::from_millis(100);
-/// How much longer than its target the process may take for an answer.
+/// Time beyond the target's for the answer of the process.
 const GRACE: Duration = Duration::from_secs(5);
-/// How often it is said that events do not arrive.
+/// Interval at which a persistent failure is logged again.
 const SAID: Duration = Duration::from_secs(60);
 
 impl Runner {
-    /// Hands on what comes from now on; ends when dropped.
+    /// Delivers all events from now on; ends when the handle is dropped.
     pub(crate) fn deliver(self, registry: &Registry) -> Option<JoinHandle<()>> {
         let fd = self.socket.set_nonblocking(true).and_then(|()| self.socket.try_clone());
         let fd = match fd {
@@ -50,7 +50,7 @@ impl Runner {
 struct Delivery {
     runner: Runner,
     fd: Fd,
-    /// Of an answer that has not come whole.
+    /// Received bytes of an incomplete answer.
     heard: Vec<u8>,
     counts: Rc<Deliveries>,
     failing: Failing,
@@ -61,7 +61,7 @@ impl Delivery {
         loop {
             let woken = events.listen();
             let mut waiting = events.since(last);
-            // Those that the ring has not kept are left out as well.
+            // Events that the ring has already dropped count as skipped too.
             let first = waiting.first().map_or(last + 1, |event| event.id);
             let too_many = waiting.len().saturating_sub(MOST_WAITING);
             waiting.drain(..too_many);
@@ -97,7 +97,7 @@ impl Delivery {
         }
     }
 
-    /// What the process says of it; fails where there is none any more.
+    /// Result of one delivery; fails if the process is gone.
     async fn hand_on(&mut self, event: &Event, skipped: u64) -> io::Result<Result<(), String>> {
         let line = handed(event.to_json(), skipped) + "\n";
         let mut left = line.as_bytes();
@@ -105,7 +105,8 @@ impl Delivery {
             match (&self.runner.socket).write(left) {
                 Ok(count) => left = &left[count..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // It reads before it answers, and the one before has been answered: it is stopped.
+                // The socket is full although the previous event was answered: the process is
+                // stopped.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     reactor::sleep_until(reactor::now() + EACH).await;
                 }
@@ -128,7 +129,7 @@ impl Delivery {
         }
     }
 
-    /// Goes on where it was dropped.
+    /// Waits for an answer. Cancel safe: received bytes are kept.
     async fn answer(&mut self) -> io::Result<String> {
         loop {
             if let Some(end) = self.heard.iter().position(|byte| *byte == b'\n') {
@@ -150,17 +151,17 @@ impl Delivery {
     }
 }
 
-/// That events do not arrive, which is said at once and then once a minute.
+/// State of a failing target: logged at once, then once a minute.
 #[derive(Debug, Default)]
 struct Failing {
-    /// When it may be said again; none: they do.
+    /// Time of the next log line; `None` while deliveries succeed.
     again: Option<Instant>,
-    /// Events since.
+    /// Failed events since the last success.
     lost: u64,
 }
 
 impl Failing {
-    /// Whether one that has not arrived has a line: how many have not.
+    /// Counts a failure; returns the count if it is to be logged.
     fn line(&mut self, now: Instant) -> Option<u64> {
         self.lost += 1;
         if self.again.is_some_and(|again| now < again) {
@@ -170,7 +171,7 @@ impl Failing {
         Some(self.lost)
     }
 
-    /// One has arrived: how many had not before it, if any.
+    /// Records a success; returns the number of failures before it, if any.
     fn ends(&mut self) -> Option<u64> {
         let Self { again, lost } = std::mem::take(self);
         again.map(|_| lost)

@@ -1,5 +1,5 @@
-//! Where clients come: every address bound, or taken over from another daemon, and the exports that
-//! they find there. Lets nobody in.
+//! Addresses: each is bound, or transferred from another daemon, together with its exports. Accepts
+//! no client.
 
 use std::{collections::HashSet, path::PathBuf, rc::Rc};
 
@@ -16,8 +16,9 @@ use export::nbd;
 use reactor::{Worker, error::what_gives_descriptors, op::Fd};
 use settings::{Address, DoorExport, Endpoint, Plan, Service, Standard, Tls, control::ControlSocket};
 
-/// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
-/// without that one, unless it must not: it may be the second on this machine.
+/// Opens the configured control sockets and the default one, or returns the reason why the default
+/// one is missing. The daemon runs without the default one unless it is required: it may be the
+/// second daemon on this host.
 fn control_sockets(
     service: &Service,
     source: &mut dyn Source,
@@ -40,8 +41,8 @@ fn control_sockets(
     Ok((sockets, None))
 }
 
-/// Where figures are asked for over HTTP: bound, or another daemon's. The registry knows it too,
-/// for the next one.
+/// Binds the HTTP addresses, or takes them from another daemon. The registry keeps copies for the
+/// next upgrade.
 fn told(
     service: &Service,
     source: &mut dyn Source,
@@ -81,7 +82,7 @@ fn told(
 pub(super) struct Bound {
     pub(super) workers: Rc<Vec<Worker>>,
     pub(super) control: Vec<Listener>,
-    /// Why the daemon has no control socket that commands find.
+    /// Reason why the daemon has no default control socket.
     pub(super) missing: Option<anyhow::Error>,
     pub(super) http: Option<weir_http::Doors>,
     /// Number of sockets that the service manager passed.
@@ -127,13 +128,13 @@ fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
     })
 }
 
-/// Of exports that there are, or are to be.
+/// IDs of exports that exist or are to be added.
 pub(super) fn export_ids(registry: &Registry) -> HashSet<String> {
     let running = registry.exports.all().into_iter().map(|export| export.id.clone());
     running.chain(registry.exports.awaited.borrow().keys().cloned()).collect()
 }
 
-/// How clients call those exports that have come since there were these.
+/// URIs of the exports that were added since `before`.
 pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &Tls) -> Vec<String> {
     let running = registry.exports.all();
     let running = running.iter().filter(|export| !before.contains(&export.id));

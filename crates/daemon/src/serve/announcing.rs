@@ -5,12 +5,12 @@ use control::{notify, registry::Registry};
 use policy::throttle::{Limits, Setting};
 use sd_notify::NotifyState;
 
-/// URIs in the line that says `ready`.
+/// Number of URIs in the line `ready`.
 const MOST_URIS_SHOWN: usize = 16;
 /// Largest number of disks and groups whose limits that line shows.
 const MOST_LIMITS_SHOWN: usize = 16;
 
-/// Limits of groups and disks, of the first that have some: `gold: iops 2000; vm1: bps 10M`.
+/// Limits of the first groups and disks that have some: `gold: iops 2000; vm1: bps 10M`.
 fn limits(registry: &Registry) -> Option<String> {
     let groups = registry.groups.all();
     let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));

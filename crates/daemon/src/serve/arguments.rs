@@ -1,6 +1,6 @@
-//! The options of `weir serve`, and the draft that they make.
+//! The options of `weir serve`, and the config draft made of them.
 //!
-//! Values are parsed as the config file's, and rules between them are the plan's.
+//! Values are parsed as in the config file; the plan checks rules between them.
 
 use std::{
     fmt::Display,
@@ -138,7 +138,7 @@ struct ProcessArgs {
 }
 
 impl ServeArgs {
-    /// Fails where neither an image, a config file nor a step says what to serve.
+    /// Fails if there is neither an image, a config file nor a step.
     pub(crate) fn check_disks(&self) -> Result<(), String> {
         if self.image.images.is_empty() && self.config.is_none() && self.steps.is_empty() {
             let why = "neither an image nor a config file is given";
@@ -147,12 +147,12 @@ impl ServeArgs {
         Ok(())
     }
 
-    /// Whether it is to go on in the background.
+    /// True if the daemon is to continue in the background.
     pub fn is_to_daemonize(&self) -> bool {
         self.process.daemonize
     }
 
-    /// Without disks if `--config` was given.
+    /// Converts the options to a draft; without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
         let Self { image, disk, mut network, daemon, .. } = self;
         let (mut disks, group) = image.disks(&disk)?;
@@ -163,7 +163,7 @@ impl ServeArgs {
 }
 
 impl NetworkArgs {
-    /// Gives each disk its own doors, if there are some, and the addresses of NBD.
+    /// Assigns exports to their disks, and NBD addresses too if any disk has an export of its own.
     fn own_doors(&mut self, disks: &mut [Placed<DiskConfig>]) -> Result<(), Wrong> {
         give(disks, "vhost-user-blk", &mut self.vhost_user_blk, Door::VhostUserBlk)?;
         give(disks, "ublk", &mut self.ublk, Door::Ublk)?;
@@ -183,7 +183,7 @@ impl NetworkArgs {
         Ok(())
     }
 
-    /// The process, with these keys and the addresses of NBD that are left.
+    /// Config of the daemon: these keys, and the NBD addresses that are left.
     fn daemon(self, keys: &KeyArgs<DaemonOptions>) -> Result<Placed<DaemonConfig>, Wrong> {
         let mut daemon = Placed::<DaemonConfig>::default();
         keys.read_into(&mut daemon, Path::new(""), |_| true)?;
@@ -204,7 +204,7 @@ fn export_at(disk: &mut Placed<DiskConfig>, export: ExportConfig, place: Place) 
     disk.exports.push(export);
 }
 
-/// Gives each disk one of the doors that an option names, if it names some; a single disk has all.
+/// Assigns the exports of one option to the disks in order; a single disk gets all of them.
 fn give<D: Display>(
     disks: &mut [Placed<DiskConfig>],
     option: &str,
@@ -223,14 +223,14 @@ fn give<D: Display>(
     Ok(())
 }
 
-/// Keys of the disks that no config file names.
+/// Keys of disks as options, for command lines without a config file.
 #[derive(Clone, Debug)]
 struct DiskOptions;
 
 impl KeyOptions for DiskOptions {
     type Config = DiskConfig;
 
-    /// All but the image and those of each disk, which are options of their own.
+    /// True for all keys but the image and those with an option for each disk.
     fn has(key: &Key<DiskConfig>) -> bool {
         key.heading != "Access" && !["image", "description", "export"].contains(&key.name)
     }
@@ -240,14 +240,14 @@ impl KeyOptions for DiskOptions {
     }
 }
 
-/// Keys of the process.
+/// Keys of the daemon as options.
 #[derive(Clone, Debug)]
 struct DaemonOptions;
 
 impl KeyOptions for DaemonOptions {
     type Config = DaemonConfig;
 
-    /// All but the addresses of NBD, which have keys of their own behind a comma.
+    /// True for all keys but NBD addresses, which accept keys behind a comma.
     fn has(key: &Key<DaemonConfig>) -> bool {
         key.name != "nbd"
     }
@@ -261,7 +261,7 @@ impl KeyOptions for DaemonOptions {
 }
 
 impl ImageArgs {
-    /// The disks, and the group that they are in.
+    /// Configs of the disks, and of the group that they share.
     fn disks(&self, keys: &KeyArgs<DiskOptions>) -> Result<Disks, Wrong> {
         for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
             let images = self.images.len();
@@ -291,8 +291,8 @@ impl ImageArgs {
         let config = DiskConfig { name: image.default_name(), image: image.clone(), ..DiskConfig::default() };
         let mut disk = Placed::new(config, place.clone());
         disk.put("image", place);
-        // Options of images in a cluster or at a server are for those alone; if there are none, for
-        // all, so that they are refused.
+        // Options for images in Ceph or at an NBD server apply to such images only. If there is
+        // none, they apply to all, so that they are rejected.
         let is_meant = |is_it: fn(&Image) -> bool| is_it(image) || !self.images.iter().any(is_it);
         let group = keys.read_disk(&mut disk, |key| match key {
             "reconnect-delay" | "open-timeout" => is_meant(|image| image.remote().is_some()),

@@ -1,4 +1,4 @@
-//! What the command line accepts, and what it says to the rest.
+//! Command lines that are accepted, and the messages for those that are not.
 
 use clap::Parser as _;
 use policy::throttle::LimitKind;
@@ -13,7 +13,7 @@ struct Line {
     arguments: ServeArgs,
 }
 
-/// The plan of a command line after `weir serve`, or what is said on standard error after `weir: `.
+/// Plan of a command line after `weir serve`, or the message behind `weir: ` on standard error.
 fn plan(line: &str) -> Result<Plan, String> {
     let words = ["serve"].into_iter().chain(line.split_whitespace());
     let Line { arguments } = Line::try_parse_from(words).map_err(|error| {

@@ -1,17 +1,15 @@
-//! `weir check-config`, and `weir serve --check`: whether a daemon would start, without starting
-//! it.
+//! `weir check-config`, and `weir serve --check`: would a daemon start? Without starting it.
 //!
 //! ```text
-//!   the file      as every start reads it: all that is wrong is told, and ends it
-//!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
-//!   a cluster     each member of etcd, as a start asks it: some seconds in all
+//!   the file      as every start reads it: all mistakes are reported, and end the check
+//!   the machine   images, passphrases, keys, sockets' directories, devices: all are reported
+//!   a cluster     each member of etcd, as at a start: some seconds in all
 //! ```
 //!
-//! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
-//! writes to them. A config file may be checked while a daemon serves it: of what is in use, only
-//! images that another program than weir has are told then. `weir serve --check` is about a daemon
-//! that does not run yet, and tells all. Never listens, makes a device or keeps an image from
-//! anybody.
+//! Follows the start as far as that leaves no trace. Images are opened for reading even if another
+//! program writes to them. A config file may be checked while a daemon serves it: then only images
+//! in use by programs other than weir are reported. `weir serve --check` is for a daemon that does
+//! not run yet, and reports everything in use. Never listens, makes a device or locks an image.
 
 use std::{
     path::{Path, PathBuf},
@@ -62,10 +60,10 @@ pub struct CheckArgs {
     config: PathBuf,
 }
 
-/// Tells what would keep a daemon with this config file from serving.
+/// Reports all problems that would keep a daemon with this config file from serving.
 ///
 /// # Errors
-/// [`Failure::Found`] once all is told that is wrong.
+/// [`Failure::Found`] after all problems were reported.
 pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
     let mistakes = Mistakes::default();
     let draft = settings::config::load_below(&arguments.config, &Placed::default(), &mistakes);
@@ -73,8 +71,7 @@ pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
     check(draft, plan, Others::MayHave, Some(arguments.config))
 }
 
-/// The same for what was said in any way, in a file or on the command line alone, and what it
-/// comes to.
+/// Reports all problems of a config, from a file or from the command line alone, and of its plan.
 pub(super) fn check(
     draft: Draft,
     plan: Result<Plan, Vec<Wrong>>,
@@ -88,7 +85,7 @@ pub(super) fn check(
             return Err(Failure::Found(1));
         }
     };
-    // Warnings are for the user of this command, not for the daemon's file.
+    // Warnings are for the user of this command, not for the daemon's log file.
     logging::start(&LogSettings { file: None, ..plan.service.log.clone() })?;
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
@@ -106,7 +103,7 @@ pub(super) fn check(
     Ok(print(&format!("{name}: {sum}: {verdict}\n{bursts}"))?)
 }
 
-/// Bursts of a config that are shown.
+/// Number of bursts that are shown.
 const MOST_BURSTS: usize = 20;
 
 /// Durations of full bursts with a length above one second, a line each: a full burst lasts longer
@@ -142,7 +139,7 @@ fn sum(plan: &Plan) -> String {
     parts.join(", ")
 }
 
-/// Everything, in the order of a start.
+/// All problems, in the order of a start.
 async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
     let registry = Registry::new(file, Rc::new(|_| {}));
@@ -182,7 +179,7 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
     let place = draft.cluster.as_ref().map(Placed::own_place);
     found.extend(cluster::check(plan).await.err().map(|error| at(place, error)));
     found.extend(service.record.as_ref().and_then(|record| {
-        // The dot, because of a file it would tell nothing.
+        // The dot makes access(2) fail for a regular file.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
         let why = || recording::cannot_be_kept(record);
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
@@ -201,7 +198,7 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
     found
 }
 
-/// With where that was said which it is about.
+/// Adds the origin of the setting to an error.
 fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
     match place {
         Some(place) => error.context(place.to_string()),
@@ -209,7 +206,7 @@ fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// Fails where nothing can be opened at all.
+/// Checks the images; fails if none can be opened at all.
 async fn images(
     draft: &Draft,
     plan: &Plan,
@@ -244,7 +241,7 @@ fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::E
         let place = index.and_then(|index| draft.service.item("qmp", index, "")).or(standard);
         listen::check_control(socket, others).err().map(|error| at(place, error))
     }));
-    // Made for a control socket, they are there for the others.
+    // Directories that the control socket creates exist when other sockets need them.
     let made = |path: &Path| {
         control.iter().any(|place| place.directory_mode.is_some() && place.path.parent() == path.parent())
     };
@@ -288,7 +285,7 @@ fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::E
             }
         }
     }
-    // That of `user` is looked at elsewhere.
+    // The owner of `user` is checked elsewhere.
     if let Some(owner) = &draft.service.sockets.owner
         && all.iter().any(|address| matches!(address, Address::Unix(_)))
     {
@@ -298,7 +295,7 @@ fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::E
     }
 }
 
-/// The control sockets without which there is no daemon.
+/// Control sockets that are required for a start.
 fn control(service: &Service) -> anyhow::Result<Vec<ControlSocket>> {
     let mut places: Vec<_> = service.qmp.iter().cloned().map(ControlSocket::at).collect();
     if service.control_socket() == Standard::Must {
@@ -307,7 +304,7 @@ fn control(service: &Service) -> anyhow::Result<Vec<ControlSocket>> {
     Ok(places)
 }
 
-/// Whether the machine has what a device is made of.
+/// Checks that the machine has what an export needs.
 fn device(door: &Door) -> anyhow::Result<()> {
     let there = |path: &Path, remedy: &str| match path.exists() {
         true => Ok(()),

@@ -1,12 +1,12 @@
-//! A daemon that serves, to its end: signals, a client's `quit`, the last client.
+//! A running daemon up to its end: signals, a client's `quit`, the last client.
 //!
 //! ```text
-//!   nobody is let in ─► limits are lifted ─► what is in flight ends ─► all is flushed ─► closed
-//!                                             └─ before: what users of files over FUSE keep in memory
+//!   stop accepting ─► lift limits ─► requests in flight complete ─► flush everything ─► close
+//!                                    └─ before: dirty page cache of files over FUSE
 //! ```
 //!
-//! Never ends before every disk is flushed or has failed to be, unless it is asked twice. A disk
-//! whose file system has stopped answering fails to be flushed after ten seconds.
+//! Never ends before every disk is flushed or its flush has failed, except after a second signal.
+//! The flush of a disk whose file system has stopped answering fails after ten seconds.
 
 use std::{
     future::poll_fn,
@@ -35,15 +35,15 @@ use storage::rbd;
 
 use super::{Daemon, Event};
 
-/// How often it is looked again whether another daemon still wants to take over.
+/// Interval of checking whether an upgrade is still in progress.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
-/// How long the kernel may take to write what users of files over FUSE have not.
+/// Time for the kernel to write back the page cache of files over FUSE.
 const TO_WRITE_BACK: Duration = Duration::from_secs(60);
 /// Time that a reload waits until the log is opened again.
 const TO_REOPEN: Duration = Duration::from_secs(2);
 const LOG_DOES_NOT_ANSWER: &str =
     "the file system of the log does not answer: the log is not opened again yet";
-/// How long what a stopped disk holds may take to go back to who asked, at the end.
+/// Time for requests that a stopped disk holds to return to their clients, at the end.
 const TO_GO_BACK: Duration = Duration::from_secs(2);
 
 impl Daemon {
@@ -54,7 +54,7 @@ impl Daemon {
             // The daemon itself holds a sender, so there is always a next event.
             match self.events.1.recv().await.context("the daemon's events ended")? {
                 Event::Signal(request @ Request::Meaningless(_)) => ignore(request),
-                // What is about to end is not changed any more.
+                // No reload while the daemon ends.
                 Event::Signal(Request::HangUp) if ending => {}
                 Event::Signal(Request::ReopenLog) => {
                     reactor::spawn(async {
@@ -76,7 +76,7 @@ impl Daemon {
                         "{signal}: ended at once, as asked twice (check what was being written)"
                     ));
                 }
-                // It may only repeat what a client has asked for with `quit`.
+                // May repeat the request of a client's `quit`.
                 Event::Signal(Request::End(_)) | Event::End(_) if ending => {}
                 Event::Signal(Request::End(signal)) => {
                     ending = true;
@@ -123,7 +123,7 @@ impl Daemon {
         }
     }
 
-    /// Starts the end; `signal` is a signal's name, or another word that says why.
+    /// Begins the end; `signal` is a signal's name, or another word for the reason.
     fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
         self.registry.lifecycle.ending.set(true);
@@ -133,7 +133,8 @@ impl Daemon {
             serving.close();
         }
         let entrances = self.registry.exports.entrances();
-        // Of a file over FUSE nothing is left to the next daemon: what its users wrote comes first.
+        // Files over FUSE cannot be left to the next daemon, so their users' dirty pages are
+        // written first.
         let is_file = |entrance: &&Rc<Entrance>| matches!(entrance.host(), Some(Host::Fuse(_)));
         let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
         others.into_iter().for_each(|entrance| entrance.leave());
@@ -142,9 +143,9 @@ impl Daemon {
         let disks = self.registry.disks.all();
         let mut stopped = Vec::new();
         for running in &disks {
-            // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
+            // Limits could delay requests in flight for hours. QEMU's drain lifts limits too.
             running.disk.throttle().lift();
-            // And an error could hold it until somebody comes.
+            // A disk with the stop policy could hold requests until an operator resumes it.
             match running.disk.failures().stopped_by() {
                 Some(_) => stopped.push(Rc::clone(running)),
                 None => running.disk.failures().lift(),
@@ -154,20 +155,21 @@ impl Daemon {
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });
         let (events, registry) = (self.events.0.clone(), Rc::clone(&self.registry));
         reactor::spawn(async move {
-            // Images that were laid down for another are taken up before they are closed.
+            // During an upgrade images are suspended; they are resumed before they are closed.
             while registry.lifecycle.leaving.get() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
             let giving_up: Vec<_> = disks.iter().map(give_up_once_silent).collect();
             if !stopped.is_empty() {
-                // What they hold goes back into rings and to devices, for who serves these next.
+                // Held requests go back into rings and devices, for the next process that serves
+                // them.
                 let all_gone = async {
                     for entrance in &entrances {
                         entrance.until_unused().await;
                     }
                 };
                 let _ = reactor::timeout(TO_GO_BACK, all_gone).await;
-                // What cannot go back is answered with the error that stopped its disk.
+                // Requests that cannot go back are answered with the error that stopped their disk.
                 stopped.iter().for_each(|running| running.disk.failures().lift());
             }
             write_back(files).await;
@@ -178,7 +180,7 @@ impl Daemon {
                 entrance.stop().await;
             }
             control.await;
-            // Commands that were left may still have some.
+            // Abandoned commands may still use a disk.
             while registry.disks.has_unlisted() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
@@ -197,8 +199,8 @@ fn give_up_once_silent(running: &Rc<RunningDisk>) -> reactor::JoinHandle<()> {
     reactor::spawn_joinable(async move { disk.give_up_once_silent().await })
 }
 
-/// Has the kernel write what file systems on these files, or on loop devices over them, and loop
-/// devices themselves have in memory: once a file is gone, that has no place to go.
+/// Makes the kernel write back dirty pages of file systems on these files, on loop devices over
+/// them, and of the loop devices: once a file is gone, they cannot be written.
 async fn write_back(files: Vec<PathBuf>) {
     let used = move || {
         let users = files.into_iter().map(|file| (Users::of(&file), file));
@@ -214,8 +216,8 @@ async fn write_back(files: Vec<PathBuf>) {
             "ends while it is in use: what its users have written reaches the image, and what they write from now on fails"
         );
     }
-    // All of the host's, as sync(2) has it: the sandbox opens no directory to name one file system
-    // by, and those of containers are not seen from here.
+    // sync(2) covers the whole host. The sandbox opens no directory for syncfs(2), and mounts in
+    // containers are not visible here.
     let written = reactor::blocking(rustix::fs::sync);
     if reactor::timeout(TO_WRITE_BACK, written).await.is_err() {
         tracing::warn!(
@@ -227,13 +229,13 @@ async fn write_back(files: Vec<PathBuf>) {
 
 /// SIGHUP: opens the log's file again, reads the config file again, and logs the result.
 async fn hang_up(registry: &Rc<Registry>) {
-    // First, so that all later lines are in the new file. Its file system may not answer, which
-    // delays no reload for longer.
+    // First, so that all later lines are in the new file. If its file system does not answer, the
+    // reload is delayed by at most this time.
     let reopened = reactor::timeout(TO_REOPEN, reactor::blocking(logging::reopen)).await;
     if !reopened.unwrap_or(false) {
         tracing::warn!("SIGHUP: {LOG_DOES_NOT_ANSWER}");
     }
-    // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
+    // For `Type=notify-reload`, also if nothing changes: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());
     notify::tell(&began);
@@ -249,7 +251,8 @@ async fn hang_up(registry: &Rc<Registry>) {
     notify::tell(&[NotifyState::Ready]);
 }
 
-/// What `work` comes to; none where a signal ends the daemon before `what` is so.
+/// Result of `work`; `None` if a signal ends the daemon before. `what` describes the goal in the
+/// log.
 pub(super) async fn until_ended<T>(
     work: impl Future<Output = T>,
     what: &str,
@@ -261,7 +264,7 @@ pub(super) async fn until_ended<T>(
             match events.recv().await {
                 Ok(Event::Signal(Request::End(signal) | Request::EndAtOnce(signal))) => return signal,
                 Ok(Event::Signal(request)) => ignore(request),
-                // Nothing else happens before the daemon serves.
+                // Other events do not occur before the daemon serves.
                 Ok(_) => {}
                 Err(_) => std::future::pending::<()>().await,
             }
@@ -286,9 +289,9 @@ fn ignore(request: Request) {
     }
 }
 
-/// Also those beside one that fails; reports the first failure.
+/// Flushes and closes all disks, even if one fails; returns the first failure.
 pub(super) async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
-    // All at once: one whose storage stands still keeps no other from being flushed.
+    // All at once, so that a disk whose storage does not answer does not delay the flush of others.
     let tasks: Vec<_> =
         disks.iter().cloned().map(|disk| reactor::spawn_joinable(flush_and_close_one(disk))).collect();
     let mut outcome = Ok(());

@@ -1,4 +1,4 @@
-//! How much memory the daemon may use for data, unless it is told.
+//! The default memory budget of the daemon.
 
 use std::{fs, path::Path};
 
@@ -12,13 +12,12 @@ use settings::{PlacedDisk, Service, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// Puts the budget in force, and sets aside what the threads keep for reuse: an eighth of it at
-/// most.
+/// Sets the budget, and reserves memory for buffers that threads keep for reuse: at most an eighth.
 pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
     let total = service.memory.unwrap_or_else(|| allowed(Path::new("/")).max(settings::LEAST_MEMORY));
     let budget = Budget::process();
     budget.set_total(total);
-    // Tables, stacks and requests need more than their data.
+    // Tables, stacks and requests need address space in addition to their data.
     guest::keep_addresses(total.saturating_add(total / 4));
     // The main thread has a reactor as well.
     let threads = service.workers as u64 + 1;
@@ -27,7 +26,7 @@ pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
     budget.reserve("buffers of the threads", 0, kept * threads).context("memory")
 }
 
-/// Says that disks in memory cannot be filled: what they may have is taken as they are written.
+/// Warns if the disks in memory cannot be filled; their memory is allocated as they are written.
 pub(super) fn warn_of_disks(disks: &[PlacedDisk]) {
     let sizes = disks.iter().filter_map(|disk| disk.image.memory_bytes());
     if let Some(warning) = warning(sizes, &Budget::process().usage()) {
@@ -37,10 +36,10 @@ pub(super) fn warn_of_disks(disks: &[PlacedDisk]) {
 
 fn warning(sizes: impl Iterator<Item = u64>, usage: &Usage) -> Option<String> {
     let Usage { total, reserved, most_requests, .. } = *usage;
-    // Where nothing bounds the whole, nothing bounds them.
+    // Without a total budget, disks in memory have no bound either.
     let room = total.saturating_sub(reserved).saturating_sub(most_requests);
     let together = sizes.fold(0, u64::saturating_add);
-    // Whole MiB: it is no promise.
+    // Rounded to whole MiB: an estimate, not a guarantee.
     let room_shown = exact_size(room >> 20 << 20);
     (total != u64::MAX && together > room).then(|| {
         format!(
@@ -51,8 +50,8 @@ fn warning(sizes: impl Iterator<Item = u64>, usage: &Usage) -> Option<String> {
     })
 }
 
-/// Four fifths of the machine's memory and of what its control groups allow, or half of what
-/// ulimit leaves, where that is less: mapped and unused memory counts there as well.
+/// Default budget: four fifths of the smaller of the machine's memory and its cgroups' limits, but
+/// at most half of what ulimit leaves, where mapped and unused memory counts as well.
 fn allowed(root: &Path) -> u64 {
     let machine = field(&read(&root.join("proc/meminfo")), "MemTotal:").map(|kib| kib << 10);
     let physical = groups(root).into_iter().chain(machine).min().map_or(u64::MAX, |bytes| bytes / 5 * 4);
@@ -64,7 +63,7 @@ fn allowed(root: &Path) -> u64 {
     limits.fold(physical, u64::min)
 }
 
-/// The limits of the process's control group and of those around it, in bytes.
+/// Limits of the process's cgroup and its ancestors, in bytes.
 fn groups(root: &Path) -> Vec<u64> {
     let mut limits = Vec::new();
     for line in read(&root.join("proc/self/cgroup")).lines() {
@@ -85,12 +84,12 @@ fn groups(root: &Path) -> Vec<u64> {
     limits
 }
 
-/// What cannot be read says nothing.
+/// Content of a file; an unreadable file is treated as empty.
 fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
 
-/// The number behind `name` at the beginning of a line.
+/// Number behind `name` at the beginning of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     rest.split_whitespace().next()?.parse().ok()

@@ -1,12 +1,12 @@
-//! From a plan to a daemon that serves.
+//! From a plan to a running daemon.
 //!
 //! ```text
 //!   open ─► bind ─► reconcile ─► sandbox ─► late disks ─► take over ─► clients ─► ready
-//!   └──────────── what fails here leaves everything as it was ────┘
+//!   └──────────── a failure here leaves everything unchanged ─────┘
 //! ```
 //!
-//! Lets no client in before everything is there, and never fails once another daemon has given up
-//! what it had.
+//! Accepts no client before everything is ready, and never fails after an old process has handed
+//! over its state.
 
 use std::{
     collections::BTreeSet,
@@ -55,14 +55,14 @@ use crate::{
     pid_file::{Claimed, PidFile},
 };
 
-/// What a signal may come before.
+/// Goal of the start in the log, if a signal ends it before.
 const DISKS_OPEN: &str = "all disks are open";
 
-/// What a start is given.
+/// Inputs of a start.
 pub(super) struct Start {
     pub(super) plan: Plan,
     pub(super) steps: Steps,
-    /// The config file, and what the command line says beside it.
+    /// The config file, and the options of the command line beside it.
     pub(super) file: Option<(PathBuf, Placed<DaemonConfig>)>,
     pub(super) inherited: Inherited,
     /// The process to take over from, in an upgrade.
@@ -72,12 +72,12 @@ pub(super) struct Start {
 }
 
 impl Daemon {
-    /// `None` if a signal ended it before it was ready.
+    /// Starts the daemon; `None` if a signal ended it before it was ready.
     pub(super) async fn start(start: Start) -> anyhow::Result<Option<Self>> {
         let Start { mut plan, steps, file, inherited, mut old, signals, runner } = start;
         let events = hear(signals)?;
         let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
-        // No unavailable disk is listed during the start.
+        // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
         let turn = registry.lifecycle.turns.try_take();
         let is_upgrade = old.is_some();
         let claimed = claim(&plan, is_upgrade)?;
@@ -93,7 +93,7 @@ impl Daemon {
         };
         let (tls, budgets) = (assemble::credentials(&plan.service.tls)?, Budgets::default());
         let opening = Opened::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
-        // A key takes seconds to derive, and a pipe may never say its passphrase.
+        // Cancellable: deriving a key takes seconds, and a pipe may never deliver its passphrase.
         let Some(opened) = until_ended(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
         let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
@@ -119,8 +119,8 @@ impl Daemon {
         started.map(Some)
     }
 
-    /// Lets clients in, and announces it. After an upgrade nothing here may fail: no other process
-    /// serves.
+    /// Accepts clients, and announces that. After an upgrade nothing here may fail: no other
+    /// process serves.
     async fn serve(
         (registry, events): (&Rc<Registry>, Events),
         (mut bound, complete): (Bound, Complete),
@@ -164,7 +164,7 @@ impl Daemon {
     }
 }
 
-/// The events of the daemon. Signals are among them from now on.
+/// Creates the channel of the daemon's events; signals are sent to it from now on.
 fn hear(signals: Signals) -> anyhow::Result<Events> {
     let events = async_channel::unbounded();
     let sender = events.0.clone();
@@ -183,7 +183,7 @@ fn empty_registry(file: Option<&Path>, plan: &Plan, events: &Events) -> anyhow::
     let sender = events.0.clone();
     // The channel is closed only when the process ends.
     let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
-    // Clients may be in another directory.
+    // Absolute, because clients may have another working directory.
     let registry = Registry::new(file.map(path::absolute).transpose()?, ender);
     registry.keep_clients_out();
     registry.lifecycle.ends_when_idle.set(plan.service.exit_when_idle);
@@ -201,7 +201,8 @@ fn claim(plan: &Plan, is_upgrade: bool) -> anyhow::Result<Option<Claimed>> {
     Ok(plan.service.pid_file.as_deref().map(claim).transpose()?.flatten())
 }
 
-/// File systems at the places where the plan shows disks over FUSE, as long as the value lives.
+/// Marks file systems at the files where the plan exports disks over FUSE, as long as the value
+/// lives.
 fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
     let files = plan.doors.iter().filter_map(|export| match &export.door {
         Door::Fuse(fuse) => Some(&fuse.file),
@@ -210,7 +211,7 @@ fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
     files.filter_map(|file| fuse::served_at(file)).collect()
 }
 
-/// Takes part in the cluster, if there is one; what has moved to another host is left out.
+/// Joins the cluster, if there is one; disks that were migrated to another host are left out.
 async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()> {
     let Some(cluster) = Cluster::prepare(plan).await? else { return Ok(()) };
     let moved = cluster.moved();
@@ -225,7 +226,8 @@ async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()
     Ok(())
 }
 
-/// Where an image is another's, and nobody could be asked whether its disk has gone there.
+/// Extends an error about a locked image if the cluster could not be asked whether the disk was
+/// migrated to another host.
 fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_locked = |cause: &OpenError| cause.why.contains("locked");
     let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
@@ -237,7 +239,7 @@ fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     }
 }
 
-/// A start whose images are open, but for those that are opened in the sandbox.
+/// A start with open images, except for those that are opened in the sandbox.
 struct Opened<'a> {
     plan: &'a Rc<Plan>,
     registry: &'a Rc<Registry>,
@@ -247,7 +249,7 @@ struct Opened<'a> {
     late: Difference,
 }
 
-/// A start that lacks only its clients.
+/// A start that only lacks its clients.
 struct Complete {
     pid_file: Option<PidFile>,
     uris: Vec<String>,
@@ -308,7 +310,7 @@ impl<'a> Opened<'a> {
     }
 }
 
-/// Gives up a start. A device that was taken over, and is in use, waits for the next process.
+/// Gives up a start. An orphaned device that was taken over waits for the next process.
 async fn abandon(registry: &Registry) -> anyhow::Result<()> {
     for entrance in registry.exports.entrances() {
         entrance.leave();
@@ -332,8 +334,8 @@ fn steer_cgroups(
     .map(Some)
 }
 
-/// The last that takes rights, and then without them. `own` is what is recorded already by who is
-/// taken over from.
+/// Performs the last operations that need rights, and enters the sandbox. `own` is the recording of
+/// the old process.
 async fn settle(
     plan: &Plan,
     registry: &Registry,
@@ -377,7 +379,7 @@ async fn settle(
     if let Some(entered) = sandbox::enter(plan, registry.config.as_deref(), &served, workers).await? {
         registry.enter(entered);
     }
-    // By who it is now, with the rights that are left.
+    // Checked by the final user with the remaining rights.
     if let Some(record) = &plan.service.record {
         recording::check(record, own)?;
         registry.recordings.keep(record)?;
@@ -385,10 +387,10 @@ async fn settle(
     Ok(pid_file)
 }
 
-/// Adds what clients have added to the old process.
+/// Adds objects that clients have added to the old process at run time.
 ///
 /// # Errors
-/// The old process has something that is not here.
+/// The old process has something that cannot be recreated here.
 async fn take_along(
     old: &mut Newcomer,
     mut complete: Complete,
@@ -414,7 +416,7 @@ async fn take_along(
 /// Takes over from the old process, if there is one. Returns it with its version.
 ///
 /// # Errors
-/// The old process goes on, and nothing of it was changed.
+/// The old process continues unchanged.
 async fn take_over(
     old: Option<Newcomer>,
     registry: &Rc<Registry>,
@@ -431,7 +433,7 @@ async fn take_over(
     }
 }
 
-/// Starts the thread of HTTP, which has no more rights than the sandbox leaves.
+/// Starts the thread of HTTP, with no more rights than the sandbox leaves.
 ///
 /// # Errors
 /// It cannot be started. After an upgrade that is only logged, because no other process serves.
@@ -452,7 +454,7 @@ fn start_http(
     }
 }
 
-/// Waits for the end of the old process. Returns the exports whose users came from it, and an event
+/// Waits for the end of the old process. Returns the exports with transferred clients, and an event
 /// about the upgrade.
 async fn end_old(
     taken: Option<(String, Before)>,

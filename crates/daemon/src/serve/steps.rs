@@ -1,13 +1,12 @@
-//! What `weir serve` is told in the words of `qemu-storage-daemon`: nodes, exports, objects, an NBD
-//! server, monitors, in the order in which they are written.
+//! Options of `weir serve` in the syntax of `qemu-storage-daemon`: nodes, exports, objects, an NBD
+//! server and monitors, executed in the order in which they are written.
 //!
 //! ```text
 //!   --object, --blockdev, --nbd-server, --export ─► a command of QMP each, once the daemon runs
 //!   --chardev, --monitor                         ─► control sockets, as --qmp
 //! ```
 //!
-//! So there is nothing here that the control socket could not be asked for, and what it refuses is
-//! refused here in the same words.
+//! So these options support exactly what the control socket does, with the same error messages.
 
 use std::{path::PathBuf, rc::Rc};
 
@@ -29,16 +28,16 @@ const OPTIONS: [(&str, &str, &str); 6] = [
     ("monitor", "MONITOR", "Take commands of QMP there, as --qmp does: chardev=…"),
 ];
 
-/// What was told, in its order.
+/// The given options, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Steps(Vec<(&'static str, String)>);
 
 impl Steps {
-    /// Their names, for a group that they are members of.
+    /// Names of the options, for a clap group.
     pub(super) const NAMES: [&'static str; 6] =
         [OPTIONS[0].0, OPTIONS[1].0, OPTIONS[2].0, OPTIONS[3].0, OPTIONS[4].0, OPTIONS[5].0];
 
-    /// Takes the monitors out: the sockets where they are to be heard.
+    /// Removes the monitors; returns their sockets.
     pub(super) fn take_monitors(&mut self) -> Result<Vec<(PathBuf, Place)>, Wrong> {
         let mut sockets: Vec<(String, (PathBuf, Place))> = Vec::new();
         let mut monitors = Vec::new();
@@ -75,10 +74,10 @@ impl Steps {
         self.0.is_empty()
     }
 
-    /// Does the others, one after the other.
+    /// Executes the remaining steps in order.
     ///
     /// # Errors
-    /// The first that fails; what was done before it stays.
+    /// The first failure; earlier steps stay in effect.
     pub(super) async fn run(self, registry: &Rc<Registry>) -> anyhow::Result<()> {
         for (option, text) in self.0 {
             let (command, implied) = match option {
@@ -94,7 +93,7 @@ impl Steps {
     }
 }
 
-/// The keys of an option that has no command, each once; a flag may stand alone, or with `no`.
+/// Keys of an option without a QMP command; a flag may stand alone, or with the prefix `no`.
 fn keys(text: &str, implied: &str, known: &[&str]) -> Result<Vec<(String, String)>, String> {
     let flags = text.split(',').map(|part| match part {
         "server" | "wait" => format!("{part}=on"),
@@ -113,7 +112,7 @@ fn value<'a>(pairs: &'a [(String, String)], key: &str) -> Option<&'a str> {
     pairs.iter().rfind(|(known, _)| known == key).map(|(_, value)| value.as_str())
 }
 
-/// The id and the path of a Unix socket.
+/// ID and path of a Unix socket.
 fn chardev(text: &str) -> Result<(String, PathBuf), String> {
     let pairs = keys(text, "backend", &["backend", "id", "path", "server", "wait"])?;
     match value(&pairs, "backend") {
@@ -128,7 +127,7 @@ fn chardev(text: &str) -> Result<(String, PathBuf), String> {
     Ok((id.to_owned(), settings::socket(&format!("unix:{path}"))?))
 }
 
-/// The id of its chardev.
+/// ID of the monitor's chardev.
 fn monitor(text: &str) -> Result<String, String> {
     let pairs = keys(text, "chardev", &["chardev", "mode", "pretty"])?;
     for (key, only) in [("mode", "control"), ("pretty", "off")] {

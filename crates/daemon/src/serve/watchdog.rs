@@ -1,12 +1,11 @@
-//! systemd's watchdog: it hears of the daemon only while every thread that does I/O takes its
-//! turns.
+//! systemd's watchdog: it is notified only while every thread that does I/O makes progress.
 //!
-//! Twice in the time that the service manager allows (`WATCHDOG_USEC`, sd_watchdog_enabled(3)),
-//! every worker is given a task, and so is the main thread by the timer itself. Once all of them
-//! have run, `WATCHDOG=1` is said. A thread that hangs keeps it from being said, and the service
-//! manager starts the daemon anew.
+//! Twice in the interval of the service manager (`WATCHDOG_USEC`, sd_watchdog_enabled(3)) every
+//! worker gets a task; the timer itself runs on the main thread. Once all tasks have run,
+//! `WATCHDOG=1` is sent. A thread that hangs prevents that, and the service manager restarts the
+//! daemon.
 //!
-//! Never says anything for a thread that has not run, and wakes nobody where no watchdog is set.
+//! Never reports progress of a thread that has not run, and wakes no thread if no watchdog is set.
 
 use std::rc::Rc;
 
@@ -14,7 +13,7 @@ use policy::time::Duration;
 use reactor::{JoinHandle, Worker};
 use sd_notify::NotifyState;
 
-/// Starts it, for a service manager that allows so long. Ends when dropped.
+/// Starts the watchdog for an interval of the service manager; ends when the handle is dropped.
 pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<()> {
     let half = allowed / 2;
     let workers = Rc::clone(workers);
@@ -29,12 +28,12 @@ pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<
     })
 }
 
-/// Waits until each of them has run a task; false if one has ended.
+/// Waits until each worker has run a task; false if one has ended.
 async fn all_turn(workers: &[Worker]) -> bool {
     let (turned, heard) = async_channel::bounded(workers.len().max(1));
     for worker in workers {
         let turned = turned.clone();
-        // It has room for all, and waits for them below.
+        // Cannot fail: the channel has room for all workers.
         worker.spawn(move || async move {
             let _ = turned.try_send(());
         });
@@ -70,7 +69,7 @@ mod tests {
             let workers = Rc::new(vec![start("turns"), start("hangs")]);
             assert!(all_turn(&workers).await);
 
-            // Until the second time that this thread comes there too, the worker is held up.
+            // The worker is blocked until this thread reaches the barrier a second time.
             let gate = Arc::new(Barrier::new(2));
             let held = Arc::clone(&gate);
             workers[1].spawn(move || async move {
@@ -84,7 +83,7 @@ mod tests {
                 assert!(all_turn(&asked).await);
                 seen.set(true);
             });
-            // The other worker has had its turn, and what it said has come.
+            // The other worker has run its task, and its message has arrived.
             let (turned, heard) = async_channel::bounded(1);
             workers[0].spawn(move || async move { turned.send(()).await.expect("it is waited for") });
             heard.recv().await.expect("the worker turns");

@@ -1,15 +1,15 @@
-//! What the fuzz target, and tests, do with bytes that claim to be the kernel's, and what has to
-//! hold whatever they are.
+//! Entry of the fuzz target and of tests: parses bytes that claim to be the kernel's and checks the
+//! invariants.
 
 use super::{
     message::{MOST_PARSED_BYTES, Malformed, Operation, Request, WRITE_HEAD_BYTES, parse},
     negotiate::{Answer, negotiate},
 };
 
-/// One message: the first byte says whether its length is made to be right.
+/// Parses one message; the first byte selects whether its length field is corrected.
 ///
-/// What is parsed says what the bytes say; a message that says it is longer or shorter than it is
-/// is none; and INIT is answered with nothing that the kernel has not offered.
+/// Parsed values equal the bytes; a message whose length field is wrong is rejected; and the reply
+/// to INIT has no flag that the kernel has not offered.
 pub fn fuse_message(data: &[u8]) {
     let Some((&traits, rest)) = data.split_first() else { return };
     let mut message = rest.to_vec();

@@ -1,8 +1,7 @@
-//! Requests that wait for their limits, and whose process may not want to wait any more: it was
-//! killed, or got a signal. The kernel has it wait until we have answered.
+//! Requests that wait for limits and may be interrupted: their process was killed or got a signal.
+//! The kernel blocks the process until the request is answered.
 //!
-//! Shared by all queues, because each takes what the kernel has: an interruption may come to
-//! another one than the request.
+//! Shared by all queues, because any queue may receive the INTERRUPT of a request.
 
 use std::{
     collections::HashMap,
@@ -14,14 +13,14 @@ use event_listener::{Event, EventListener};
 #[derive(Debug, Default)]
 pub(super) struct Interrupts(Mutex<HashMap<u64, Arc<Interruption>>>);
 
-/// Of one of the requests that wait together.
+/// Interruptions of requests that wait together.
 #[derive(Debug, Default)]
 pub(super) struct Interruption {
     of: Mutex<Vec<u64>>,
     event: Event,
 }
 
-/// That some requests may be interrupted; until it is dropped.
+/// Makes requests interruptible until it is dropped.
 pub(super) struct Interruptible<'a> {
     interrupts: &'a Interrupts,
     requests: Vec<u64>,
@@ -29,7 +28,7 @@ pub(super) struct Interruptible<'a> {
 }
 
 impl Interrupts {
-    /// Lets these be interrupted from now on.
+    /// Makes these requests interruptible from now on.
     pub(super) fn allow(&self, requests: Vec<u64>) -> Interruptible<'_> {
         let interruption = Arc::new(Interruption::default());
         let mut all = lock(&self.0);
@@ -38,7 +37,7 @@ impl Interrupts {
         Interruptible { interrupts: self, requests, interruption }
     }
 
-    /// Interrupts a request, if it waits.
+    /// Interrupts a request if it waits for limits.
     pub(super) fn interrupt(&self, request: u64) {
         let interruption = lock(&self.0).remove(&request);
         if let Some(interruption) = interruption {
@@ -53,7 +52,7 @@ impl Interruptible<'_> {
         self.interruption.event.listen()
     }
 
-    /// Those that were interrupted.
+    /// Requests that were interrupted since the last call.
     pub(super) fn interrupted(&self) -> Vec<u64> {
         std::mem::take(&mut lock(&self.interruption.of))
     }

@@ -1,14 +1,13 @@
-//! Memory for a message that is to come. How long it is nobody knows before it is there, and the
-//! kernel hands out none to less memory than the longest needs.
+//! Receive buffer for one message. Its length is unknown before it arrives, and the kernel fails a
+//! read with less memory than the longest message needs.
 //!
 //! ```text
 //!   head ▕80▏  small ▕─ 4 KiB ─▏  middle ▕── 60 KiB ──▏  large ▕──── 960 KiB ────▏
 //!         ▲            ▲
-//!         header       a write's data: aligned, as O_DIRECT wants it
+//!         header       a write's data: aligned, as O_DIRECT requires
 //! ```
 //!
-//! A write takes away what of the memory its data lies in, and nothing is copied; so little is held
-//! for a small one.
+//! A write takes the tiers that hold its data without a copy, so a small write holds little memory.
 
 use std::io::IoSliceMut;
 
@@ -20,12 +19,12 @@ use super::{
 };
 use reactor::buffer::{Buffer, Segments};
 
-/// Together as much as a write may have.
+/// Lengths of the tiers; their sum is the longest write.
 const TIERS: [usize; 3] = [4 << 10, 60 << 10, MOST_BYTES as usize - (64 << 10)];
 
 pub(super) struct Letter {
     head: [u8; WRITE_HEAD_BYTES],
-    /// `None` once taken away.
+    /// `None` after a write has taken it.
     tiers: [Option<Buffer>; TIERS.len()],
 }
 
@@ -34,7 +33,7 @@ impl Letter {
         Self { head: [0; WRITE_HEAD_BYTES], tiers: Default::default() }
     }
 
-    /// Where to put a message.
+    /// Memory for `readv`.
     pub(super) fn places(&mut self) -> SmallVec<[IoSliceMut<'_>; 4]> {
         let tiers = self.tiers.iter_mut().zip(TIERS);
         let tiers = tiers.map(|(tier, bytes)| tier.get_or_insert_with(|| Buffer::new(bytes)));
@@ -42,7 +41,7 @@ impl Letter {
         places.map(IoSliceMut::new).collect()
     }
 
-    /// Puts a message there, and reads it.
+    /// Copies a message into the buffer and parses it.
     pub(super) fn copy(&mut self, message: &[u8]) -> Result<Request, Malformed> {
         let mut rest = message;
         for mut place in self.places() {
@@ -53,7 +52,7 @@ impl Letter {
         if rest.is_empty() { self.read(message.len()) } else { Err(Malformed { unique: None }) }
     }
 
-    /// The message of `length` bytes that was put there.
+    /// Parses the message of `length` bytes in the buffer.
     pub(super) fn read(&self, length: usize) -> Result<Request, Malformed> {
         if length <= WRITE_HEAD_BYTES {
             return parse(&self.head[..length], length);
@@ -67,7 +66,7 @@ impl Letter {
         parse(&bytes[..parsed], length)
     }
 
-    /// The first `length` bytes of a write's data.
+    /// Takes the first `length` bytes of a write's data.
     pub(super) fn take_data(&mut self, mut length: usize) -> Segments {
         let mut data = Segments::default();
         for tier in &mut self.tiers {
@@ -84,7 +83,7 @@ impl Letter {
     }
 }
 
-/// Bytes of memory that a write of this length keeps.
+/// Bytes of memory that a write of this length holds.
 pub(super) fn kept_bytes(length: usize) -> usize {
     let mut kept = 0;
     for tier in TIERS {

@@ -1,26 +1,26 @@
 //! Messages of the kernel's FUSE protocol: bytes and values.
 //!
 //! Layouts and names are those of `include/uapi/linux/fuse.h`, 7.31 and later. A message begins
-//! with its own length; whoever sent it is the kernel, and is believed nothing nonetheless: what
-//! does not fit is an error.
+//! with its own length. Messages from the kernel are validated like any other input: a message that
+//! does not fit its layout is an error.
 //!
-//! Never does I/O, and never looks at a request's data.
+//! Never does I/O, and never reads a request's data.
 
 /// `fuse_in_header`.
 pub(super) const HEADER_BYTES: usize = 40;
-/// A WRITE before its data: the header and `fuse_write_in`.
+/// Length of a WRITE before its data: the header and `fuse_write_in`.
 pub const WRITE_HEAD_BYTES: usize = 80;
-/// What [`parse`] looks at: the longest fixed part of any message, SETATTR's.
+/// Number of bytes that [`parse`] needs: the longest fixed part of any message, SETATTR's.
 pub const MOST_PARSED_BYTES: usize = HEADER_BYTES + 88;
 /// `fuse_out_header`.
 const REPLY_HEADER_BYTES: usize = 16;
-/// With `fuse_attr_out`, the longest reply but for data.
+/// Longest reply without data: `fuse_attr_out`.
 const MOST_REPLY_BYTES: usize = REPLY_HEADER_BYTES + 104;
 
 /// `FUSE_KERNEL_VERSION`.
 pub(super) const MAJOR: u32 = 7;
 
-/// What the kernel asks for, by its numbers.
+/// Numbers of the kernel's requests.
 pub(super) mod opcode {
     pub(in crate::fuse) const LOOKUP: u32 = 1;
     pub(in crate::fuse) const FORGET: u32 = 2;
@@ -49,103 +49,104 @@ pub(super) mod valid {
     pub(in crate::fuse) const SIZE: u32 = 1 << 3;
 }
 
-/// A message of the kernel's.
+/// A message of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What its reply is told by.
+    /// Number that identifies its reply.
     pub unique: u64,
-    /// What is asked.
+    /// The requested operation.
     pub operation: Operation,
 }
 
-/// What is asked of the one file that there is.
+/// An operation on the only file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// The first message.
     Init(Init),
-    /// The last one.
+    /// The last message.
     Destroy,
-    /// A name below the file, which is no directory.
+    /// Lookup of a name below the file, which is no directory.
     Lookup,
-    /// What the file is like.
+    /// `stat(2)`.
     GetAttributes,
-    /// To be changed.
+    /// `chmod(2)`, `chown(2)`, `truncate(2)`.
     SetAttributes(Changes),
-    /// With `open(2)`'s flags.
+    /// `open(2)`.
     Open {
         /// `O_…`.
         flags: u32,
     },
-    /// The counterpart of Open.
+    /// Close of the last descriptor of an Open.
     Release,
-    /// Data.
+    /// Read of data.
     Read {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u32,
     },
-    /// The data follows the message's first [`WRITE_HEAD_BYTES`].
+    /// Write; the data follows the message's first [`WRITE_HEAD_BYTES`].
     Write {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u32,
-        /// `O_…`, of the file that is written to.
+        /// `O_…` of the open file.
         flags: u32,
-        /// From the page cache: of what was mapped.
+        /// Written back from the page cache, where it was mapped.
         cached: bool,
     },
-    /// What was written is to survive a crash.
+    /// `fsync(2)`: make written data durable.
     Sync,
     /// `fallocate(2)`.
     Allocate {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u64,
         /// `FALLOC_FL_…`.
         mode: u32,
     },
     /// `lseek(2)` to data or to a hole.
     Seek {
-        /// From here on.
+        /// Start of the search.
         offset: u64,
         /// `SEEK_…`.
         whence: u32,
     },
-    /// The file system's size.
+    /// Size of the file system.
     StatFs,
-    /// Somebody does not want to wait any more. No reply.
+    /// The process of a request was interrupted. No reply.
     Interrupt {
-        /// For this request.
+        /// The interrupted request.
         of: u64,
     },
-    /// The kernel lets go of something. No reply.
+    /// The kernel drops references to an inode. No reply.
     Forget,
     /// `ioctl(2)`.
     Ioctl,
-    /// What else there is.
+    /// Any other operation.
     Other,
 }
 
 /// `fuse_init_in`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Init {
-    /// Version.
+    /// Major version.
     pub major: u32,
-    /// Version.
+    /// Minor version.
     pub minor: u32,
-    /// Bytes.
+    /// Largest read-ahead, in bytes.
     pub max_readahead: u32,
-    /// What the kernel can do.
+    /// Capabilities of the kernel.
     pub flags: u64,
 }
 
-/// What SETATTR changes. Times are left out: they say when the disk was changed, and nothing else.
+/// Attributes that SETATTR changes. Times are ignored: the file shows the time of the disk's last
+/// change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Bytes.
+    /// Length in bytes.
     pub size: Option<u64>,
     /// Permissions.
     pub mode: Option<u32>,
@@ -155,15 +156,15 @@ pub struct Changes {
     pub gid: Option<u32>,
 }
 
-/// A message that is none.
+/// An invalid message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed {
-    /// The request to refuse, if that is known.
+    /// Request to be answered with an error, if it is known.
     pub unique: Option<u64>,
 }
 
-/// Reads a message of `length` bytes, of which `bytes` are the first: [`MOST_PARSED_BYTES`] of
-/// them, or all.
+/// Parses a message of `length` bytes. `bytes` are its first [`MOST_PARSED_BYTES`], or all of it if
+/// it is shorter.
 ///
 /// # Errors
 /// [`Malformed`].
@@ -183,7 +184,7 @@ fn operation(opcode: u32, body: Fields<'_>, length: usize) -> Option<Operation> 
             major: body.u32(0)?,
             minor: body.u32(4)?,
             max_readahead: body.u32(8)?,
-            // The upper half came with 7.36.
+            // The upper half was added in 7.36.
             flags: u64::from(body.u32(12)?) | u64::from(body.u32(16).unwrap_or(0)) << 32,
         }),
         opcode::DESTROY => Operation::Destroy,
@@ -227,7 +228,7 @@ fn operation(opcode: u32, body: Fields<'_>, length: usize) -> Option<Operation> 
     })
 }
 
-/// Numbers at their places, in the machine's own order.
+/// Numbers at fixed offsets, in native byte order.
 #[derive(Clone, Copy)]
 struct Fields<'a>(&'a [u8]);
 
@@ -246,28 +247,28 @@ impl Fields<'_> {
 /// `fuse_init_out`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InitReply {
-    /// Version.
+    /// Minor version.
     pub minor: u32,
-    /// Bytes.
+    /// Largest read-ahead, in bytes.
     pub max_readahead: u32,
-    /// What of the kernel's abilities is wanted.
+    /// Capabilities that are used.
     pub flags: u64,
-    /// Requests that nobody waits for, at a time.
+    /// Number of background requests (asynchronous direct I/O) at a time.
     pub max_background: u16,
-    /// Bytes of a write at most.
+    /// Longest write, in bytes.
     pub max_write: u32,
-    /// Pages of a request at most.
+    /// Largest number of pages of a request.
     pub max_pages: u16,
 }
 
-/// What `stat(2)` says of the file.
+/// Attributes of the file for `stat(2)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attributes {
-    /// Bytes.
+    /// Length in bytes.
     pub size_bytes: u64,
-    /// Bytes of storage that it takes.
+    /// Allocated storage in bytes.
     pub space_bytes: u64,
-    /// When the disk was changed last: seconds and nanoseconds of the calendar.
+    /// Time of the disk's last change: seconds and nanoseconds since the epoch.
     pub modified: (u64, u32),
     /// Permissions.
     pub permissions: u32,
@@ -275,11 +276,11 @@ pub struct Attributes {
     pub uid: u32,
     /// Group.
     pub gid: u32,
-    /// What I/O costs least with.
+    /// Preferred I/O size.
     pub block_bytes: u32,
 }
 
-/// A reply, or the part of it before data.
+/// A reply, or its part before the data.
 #[derive(Clone, Copy, Debug)]
 pub struct Reply {
     bytes: [u8; MOST_REPLY_BYTES],
@@ -287,7 +288,7 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Success, and nothing more to say.
+    /// Success without a value.
     #[must_use]
     pub fn done(unique: u64) -> Self {
         let mut reply = Self { bytes: [0; MOST_REPLY_BYTES], length: REPLY_HEADER_BYTES };
@@ -295,7 +296,7 @@ impl Reply {
         reply.seal(0)
     }
 
-    /// An error number of Linux's.
+    /// Failure with an error number of Linux.
     #[must_use]
     pub fn error(unique: u64, errno: i32) -> Self {
         let mut reply = Self::done(unique);
@@ -303,34 +304,34 @@ impl Reply {
         reply
     }
 
-    /// Data of so many bytes follows.
+    /// Success, followed by `bytes` of data.
     ///
     /// # Panics
-    /// For 4 GiB of them.
+    /// For 4 GiB or more.
     #[must_use]
     pub fn data(unique: u64, bytes: usize) -> Self {
         Self::done(unique).seal(bytes)
     }
 
-    /// As many bytes were written.
+    /// Number of bytes that were written.
     #[must_use]
     pub fn written(unique: u64, bytes: u32) -> Self {
         Self::done(unique).u32(bytes).u32(0).seal(0)
     }
 
-    /// The file is open.
+    /// Success of OPEN, with `FOPEN_…` flags.
     #[must_use]
     pub fn opened(unique: u64, flags: u32) -> Self {
         Self::done(unique).u64(0).u32(flags).u32(0).seal(0)
     }
 
-    /// The place that was looked for.
+    /// Offset that `lseek` found.
     #[must_use]
     pub fn place(unique: u64, offset: u64) -> Self {
         Self::done(unique).u64(offset).seal(0)
     }
 
-    /// The answer to INIT.
+    /// Reply to INIT.
     #[must_use]
     pub fn init(unique: u64, init: &InitReply) -> Self {
         let background = u32::from(init.max_background);
@@ -352,7 +353,7 @@ impl Reply {
             .seal(0)
     }
 
-    /// What the file is like. The kernel asks again each time.
+    /// Attributes with a validity of zero, so that the kernel asks again each time.
     #[must_use]
     pub fn attributes(unique: u64, file: &Attributes) -> Self {
         const REGULAR_FILE: u32 = 0o100_000;
@@ -360,7 +361,7 @@ impl Reply {
         Self::done(unique)
             .u64(0)
             .u64(0)
-            // Here begins `fuse_attr`.
+            // Begin of `fuse_attr`.
             .u64(1)
             .u64(file.size_bytes)
             .u64(file.space_bytes.div_ceil(512))
@@ -380,7 +381,7 @@ impl Reply {
             .seal(0)
     }
 
-    /// A file system that is full of one file.
+    /// A file system that is full with its one file.
     #[must_use]
     pub fn file_system(unique: u64, size_bytes: u64) -> Self {
         const BLOCK: u64 = 4096;
@@ -397,7 +398,7 @@ impl Reply {
             .seal(0)
     }
 
-    /// What to send.
+    /// Encoded bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.length]
     }
@@ -425,7 +426,7 @@ impl Reply {
         self
     }
 
-    /// Writes how long it is, with what follows.
+    /// Sets the length field to the encoded bytes and the data that follows.
     fn seal(mut self, follows: usize) -> Self {
         let length = u32::try_from(self.length + follows).expect("less than 4 GiB are asked for");
         self.bytes[..4].copy_from_slice(&length.to_ne_bytes());
@@ -443,7 +444,7 @@ mod tests {
         bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
         bytes[8..16].copy_from_slice(&77_u64.to_ne_bytes());
         for (number, width) in body {
-            // The machines that weir runs on have the low bytes first.
+            // All supported machines are little-endian.
             bytes.extend(&number.to_le_bytes()[..*width]);
         }
         let length = bytes.len() as u32;
@@ -524,7 +525,7 @@ mod tests {
         short[..4].copy_from_slice(&50_u32.to_ne_bytes());
         assert_eq!(parse(&short, 50), Err(Malformed { unique: Some(77) }));
         assert_eq!(parse(&good[..39], 39), Err(Malformed { unique: None }));
-        // A write whose data is not all there.
+        // A write with incomplete data.
         let write = message(opcode::WRITE, &[(0, 8), (0, 8), (9, 4), (0, 4), (0, 8), (0, 8), (0, 8)]);
         assert_eq!(parse(&write, write.len()), Err(Malformed { unique: Some(77) }));
     }
@@ -559,7 +560,7 @@ mod tests {
         assert_eq!(Reply::error(1, 5).as_bytes()[4..8], (-5_i32).to_ne_bytes());
         let attributes = Reply::attributes(1, &file);
         let at = |offset: usize| &attributes.as_bytes()[REPLY_HEADER_BYTES + offset..];
-        // fuse_attr_out begins with how long it is valid: not at all.
+        // fuse_attr_out begins with its validity: zero.
         assert_eq!(at(0)[..12], [0; 12]);
         assert_eq!(at(16 + 8)[..8], 1000_u64.to_ne_bytes());
         assert_eq!(at(16 + 60)[..4], 0o100_600_u32.to_ne_bytes());

@@ -1,21 +1,20 @@
-//! A file that shows a disk instead of what is in it, from mounting to unmounting.
+//! A file that shows a disk in place of its own content, from mounting to unmounting.
 //!
 //! ```text
-//!   who may mount ──► mount(2) ──────────────► /dev/fuse
-//!   others ─────────► fusermount3 (set-uid) ──► /dev/fuse, over a socket
+//!   root ────► mount(2) ──────────────► /dev/fuse
+//!   users ───► fusermount3 (set-uid) ──► /dev/fuse, over a socket
 //! ```
 //!
-//! A process that is killed leaves a mount behind in which every access fails ("Transport endpoint
-//! is not connected"). Two remove it: a [watcher](Watcher), which is told of its end by a pipe, and
-//! whoever mounts over the same file next.
+//! A killed process leaves a mount on which every access fails ("Transport endpoint is not
+//! connected"). It is removed either by a [watcher](Watcher), a process that notices the death by
+//! the end of a pipe, or by the next process that mounts over the same file.
 //!
-//! A file in a directory of somebody else's may become another one between two looks at its path.
-//! So it is opened once, and what is looked at, mounted over and unmounted is what is open.
+//! Another user may replace a file in a directory of theirs between two lookups of its path.
+//! So the file is opened once; checks, mount and unmount refer to the open file.
 //!
-//! A mount outlives its process where another has its descriptor: see [`Mount::told`].
+//! A mount outlives its process while another process has its descriptor: see [`Mount::told`].
 //!
-//! Everything here waits for the kernel and for other programs: it belongs on a thread of its own,
-//! never on one that serves.
+//! Blocks for the kernel and for other programs. Never call it on a thread that serves requests.
 
 use std::{
     ffi::CString,
@@ -52,80 +51,79 @@ use super::{device::Owner, negotiate::MOST_BYTES};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
-/// How long a watcher has to remove what its process left.
+/// Time for a watcher to remove the mount of its process.
 const WATCHERS_TURN: Duration = Duration::from_millis(500);
-/// Mounts of processes that were killed, over one another.
+/// Largest number of stacked mounts of killed processes.
 const MOST_DEAD: usize = 16;
 
-/// Why a file was not mounted over.
+/// Reason why a file was not mounted over.
 #[derive(Debug, thiserror::Error)]
 pub enum NotMounted {
-    /// There is none.
+    /// The file does not exist.
     #[error("{0}: there is no such file (make an empty one: the disk is seen in its place)")]
     Missing(PathBuf),
-    /// It is a directory, a device, a pipe.
+    /// It is a directory, a device or a pipe.
     #[error("{0}: is no regular file (name one, it may be empty: the disk is seen in its place)")]
     NotAFile(PathBuf),
-    /// Something is there already.
+    /// The file is already a mount point.
     #[error("{0}: something is mounted over it already (unmount that, or name another file)")]
     Mounted(PathBuf),
-    /// It cannot be looked at.
+    /// The file cannot be examined.
     #[error("{0}: {1}")]
     Path(PathBuf, io::Error),
-    /// The kernel has none.
+    /// The kernel has no FUSE.
     #[error("{DEVICE}: {0} (load the kernel's module `fuse`; a container needs the device passed in)")]
     NoDevice(io::Error),
     /// `mount(2)` failed.
     #[error("{0}: cannot be mounted over: {1}")]
     Refused(PathBuf, io::Error),
-    /// It is needed and not there.
+    /// The helper is needed and not installed.
     #[error("{0}: mounting needs {HELPER} for who is not root: {1} (install the package fuse3)")]
     NoHelper(PathBuf, io::Error),
-    /// What it says.
+    /// The helper failed.
     #[error("{path}: {HELPER} refuses to mount: {said}{remedy}")]
     HelperRefuses {
         /// The file.
         path: PathBuf,
-        /// Its own words.
+        /// Its standard error.
         said: String,
-        /// What to do, where that is known.
+        /// Remedy, if one is known.
         remedy: &'static str,
     },
 }
 
-/// How a file is mounted over.
+/// Options of a mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Nobody can open it for writing.
+    /// Mount read-only.
     pub read_only: bool,
-    /// Others than who mounts may open it, as far as its mode lets them; `None`: where that is
-    /// permitted.
+    /// Other users may open the file, subject to its mode; `None`: if the system permits that.
     pub allow_other: Option<bool>,
 }
 
-/// See [`Mount::told`].
+/// State of a mount for the new process of an upgrade; see [`Mount::told`].
 #[derive(Debug)]
 pub struct Told {
     /// The file.
     pub path: PathBuf,
-    /// What its requests come from.
+    /// Descriptor of `/dev/fuse` from which requests are read.
     pub device: OwnedFd,
-    /// It is to be unmounted by the helper.
+    /// It has to be unmounted by the helper.
     pub by_helper: bool,
-    /// The kernel's number for the mount.
+    /// The kernel's mount ID.
     pub number: Option<u64>,
-    /// What a process listens at that unmounts it when nobody holds this any more.
+    /// Pipe of the watcher, which unmounts when the last copy is closed.
     pub watcher: Option<OwnedFd>,
 }
 
-/// A file that is mounted over. Unmounted at the latest when this is dropped.
+/// A file that is mounted over; unmounted at the latest on drop.
 #[derive(Debug)]
 pub struct Mount {
     path: PathBuf,
     device: Fd,
     owner: Owner,
     by_helper: bool,
-    /// The kernel's number for it.
+    /// The kernel's mount ID.
     number: Option<u64>,
     /// Makes this process reject images on the mount.
     _own: Option<OwnMount>,
@@ -134,14 +132,13 @@ pub struct Mount {
 }
 
 impl Mount {
-    /// Mounts over the file at `path`. What a process that was killed has left there is removed
-    /// first.
+    /// Mounts over the file at `path` after removing mounts of killed processes.
     ///
     /// # Errors
     /// [`NotMounted`]; nothing has changed.
     pub fn over(path: &Path, options: Options) -> Result<Self, NotMounted> {
         let path = std::path::absolute(path).map_err(|error| NotMounted::Path(path.into(), error))?;
-        // Another name of it, where a part of the path is a link.
+        // Resolves links in the directories of the path.
         let path = std::fs::canonicalize(&path).unwrap_or(path);
         remove_dead(&path);
         let (file, owner) = open(&path)?;
@@ -151,6 +148,7 @@ impl Mount {
             }
             mounted => (mounted?, false),
         };
+        // Only root may mount directly, so EACCES and EPERM lead to the set-uid helper above.
         let root = mounted(&path);
         let watcher = Watcher::start(&path, by_helper).inspect_err(|error| {
             let path = path.display();
@@ -168,10 +166,10 @@ impl Mount {
         })
     }
 
-    /// What another process goes on with. Its descriptors stay this one's too.
+    /// State for another process. The descriptors are copies; this process keeps its own.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// No file descriptor is left.
     pub fn told(&self) -> io::Result<Told> {
         let watcher = self.watcher();
         let bell = watcher.as_ref().map(|watcher| watcher.bell.try_clone()).transpose()?;
@@ -184,8 +182,8 @@ impl Mount {
         })
     }
 
-    /// A mount of another process, which this one does not unmount before it
-    /// [has it](Mount::is_ours). Nothing is asked of the file: nobody may answer now.
+    /// Wraps the mount of another process; it is not unmounted here before
+    /// [`is_ours`](Mount::is_ours). Does not access the file, because no process may answer now.
     pub fn adopt(told: Told, owner: Owner) -> Self {
         let Told { path, device, by_helper, number, watcher } = told;
         let watcher = watcher.map(|bell| Watcher { bell, child: None });
@@ -202,7 +200,7 @@ impl Mount {
         }
     }
 
-    /// The other process does not go on.
+    /// Takes responsibility for unmounting: the other process does not continue.
     pub(super) fn is_ours(&self) {
         self.is_unmounted.store(false, SeqCst);
     }
@@ -212,7 +210,7 @@ impl Mount {
         &self.path
     }
 
-    /// Whose file it is, as the one below.
+    /// Owner and permissions of the file below.
     pub fn owner(&self) -> Owner {
         self.owner
     }
@@ -225,15 +223,15 @@ impl Mount {
         &self.device
     }
 
-    /// Another descriptor of the same connection.
+    /// Opens another descriptor of the same connection.
     pub(super) fn another_device(&self) -> io::Result<Fd> {
         let device = open_device()?;
         clone_fuse_device(&self.device, &device)?;
         Ok(device.into())
     }
 
-    /// Unmounts it for all who do not have it open; they go on as long as it is served. Once: what
-    /// somebody else mounts there later stays.
+    /// Unmounts the file lazily: processes that have it open continue as long as it is served.
+    /// Unmounts once, so that a later mount of another process stays.
     pub fn unmount(&self) {
         if self.is_unmounted.swap(true, SeqCst) {
             return;
@@ -256,8 +254,8 @@ impl Drop for Mount {
     }
 }
 
-/// What is there, and how the kernel knows it, which asks no file system for it. A link is not
-/// followed.
+/// Opens a path without following a link, and reads its status from the kernel's cache only,
+/// because the file system below may not answer.
 fn look(path: &Path) -> rustix::io::Result<(OwnedFd, Statx)> {
     let file = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     let seen = statx(
@@ -269,32 +267,32 @@ fn look(path: &Path) -> rustix::io::Result<(OwnedFd, Statx)> {
     Ok((file, seen))
 }
 
-/// What is open, as a path that nobody can change.
+/// Path of an open file that other processes cannot redirect.
 fn path_of(file: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-/// The root of the mount that is there, and the kernel's number for it.
+/// Root of the mount at this path, and its mount ID.
 fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
     let (root, seen) = look(path).ok()?;
     let known = StatxFlags::from_bits_retain(seen.stx_mask).contains(StatxFlags::MNT_ID);
     (known && seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, seen.stx_mnt_id))
 }
 
-/// Marks the file system that is mounted over the file at `path` as one of this process, which is
-/// about to serve it for another one; `None` where none is.
+/// Marks the file system that is mounted over the file at `path` as served by this process, which
+/// is about to take it over; `None` if nothing is mounted there.
 pub fn served_at(path: &Path) -> Option<OwnMount> {
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
     own(&mounted(&path)?)
 }
 
-/// Marks a mount, by its root and number, as one that this process serves.
+/// Marks a mount, by its root and number, as served by this process.
 fn own((root, _): &(OwnedFd, u64)) -> Option<OwnMount> {
     let own = OwnMount::of(root);
     own.inspect_err(|error| tracing::warn!(%error, "images on the file will not be recognised")).ok()
 }
 
-/// The file that is to be mounted over, and whose it is.
+/// Opens the file to be mounted over; returns its owner and permissions.
 fn open(path: &Path) -> Result<(OwnedFd, Owner), NotMounted> {
     let (file, seen) = match look(path) {
         Ok(seen) => seen,
@@ -317,11 +315,11 @@ fn open_device() -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(DEVICE, flags, Mode::empty())?)
 }
 
-/// As somebody who may.
+/// Mounts as root.
 fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMounted> {
     let device = match open_device() {
         Ok(device) => device,
-        // Whoever may not open it may not mount either.
+        // A user who may not open the device may not mount either.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Err(NotMounted::Refused(path.into(), error));
         }
@@ -350,7 +348,7 @@ fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<
     }
 }
 
-/// As a user, with the program that may.
+/// Mounts as a user, with the set-uid helper.
 fn mount_by_helper(path: &Path, options: Options) -> Result<OwnedFd, NotMounted> {
     match options.allow_other {
         Some(allow_other) => ask_helper(path, options.read_only, allow_other),
@@ -374,7 +372,7 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
     let output = Command::new(HELPER)
         .args(["-o", &options, "--"])
         .arg(path)
-        // It sends the descriptor to its standard input, which is a socket.
+        // The helper sends the descriptor over its standard input, which is a socket.
         .env("_FUSE_COMMFD", "0")
         .stdin(Stdio::from(theirs))
         .output()
@@ -426,13 +424,13 @@ fn unmount(root: &OwnedFd, path: &Path, by_helper: bool) {
     }
 }
 
-/// Whether a mount there has lost its process.
+/// True if a mount at this path has lost its process.
 fn is_dead(path: &Path) -> bool {
     matches!(rustix::fs::stat(path), Err(Errno::NOTCONN))
 }
 
-/// Removes what processes that were killed have left over a file. Their watchers go first, so that
-/// none of them comes late and takes the next mount for theirs.
+/// Removes mounts of killed processes over a file. Waits for their watchers first, so that a late
+/// watcher does not unmount the next mount.
 fn remove_dead(path: &Path) {
     for _ in 0..MOST_DEAD {
         if !is_dead(path) {
@@ -449,7 +447,7 @@ fn remove_dead(path: &Path) {
     }
 }
 
-/// Waits until something was mounted or unmounted and `is_so`; `false` if that was not in time.
+/// Waits for a change of the mount table after which `is_so` is true; false after `time`.
 fn wait_until_changed(time: Duration, is_so: impl Fn() -> bool) -> io::Result<bool> {
     let mounts = File::open("/proc/self/mounts")?;
     let deadline = Instant::now() + time;
@@ -459,7 +457,7 @@ fn wait_until_changed(time: Duration, is_so: impl Fn() -> bool) -> io::Result<bo
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
-        // The kernel marks the file with an error whenever its content has changed.
+        // poll(2) reports POLLPRI when the mount table has changed, see proc_pid_mounts(5).
         match poll(&mut [PollFd::new(&mounts, PollFlags::PRI)], Some(&left)) {
             Ok(0) => return Ok(is_so()),
             Ok(_) | Err(Errno::INTR) => {}
@@ -468,19 +466,19 @@ fn wait_until_changed(time: Duration, is_so: impl Fn() -> bool) -> io::Result<bo
     }
 }
 
-/// A process that unmounts a file when ours has gone without doing so. It waits for its standard
-/// input to end, and goes with a word if all is well.
+/// A process that unmounts a file if this process ends without unmounting. It waits for the end of
+/// its standard input, and exits without unmounting if it reads a line before.
 #[derive(Debug)]
 struct Watcher {
     /// Its standard input.
     bell: OwnedFd,
-    /// Where it is a child of this process.
+    /// Set if it is a child of this process.
     child: Option<Child>,
 }
 
 impl Watcher {
     fn start(path: &Path, by_helper: bool) -> io::Result<Self> {
-        // A dead mount cannot be looked at. If there is another one meanwhile, it stays.
+        // `[ -e ]` fails on a dead mount. If it succeeds, a newer mount is there and stays.
         let script = if by_helper {
             r#"trap '' HUP INT TERM; read -r _ || [ -e "$0" ] || exec fusermount3 -u -z -q -- "$0""#
         } else {
@@ -500,7 +498,7 @@ impl Watcher {
     }
 
     fn dismiss(self) {
-        // It may have been killed.
+        // Fails if the watcher was killed.
         let _ = File::from(self.bell).write_all(b"\n");
         if let Some(mut child) = self.child {
             let _ = child.wait();

@@ -1,20 +1,20 @@
-//! INIT: what the kernel can do, and what of it we want.
+//! INIT: negotiation of the protocol's version and features.
 //!
-//! The disk's data is kept once, by whoever serves the image: so files are opened for direct I/O
-//! ([`OPEN_FLAGS`]), and the page cache holds only what is mapped.
+//! The process that serves the image is the only cache of its data: files are opened for direct I/O
+//! ([`OPEN_FLAGS`]), and the page cache only holds mapped pages.
 
 use super::message::{Init, InitReply, MAJOR};
 
-/// Bytes of a request at most: as much as the kernel does at a time, 256 pages of 4 KiB.
+/// Longest request in bytes: the kernel's own bound, 256 pages of 4 KiB.
 pub const MOST_BYTES: u32 = 1 << 20;
 const PAGE_BYTES: u32 = 4096;
-/// Since 7.28 (Linux 4.20) the reply says how many pages a request may have. weir needs Linux 6.1,
-/// whose number is 7.37.
+/// Since 7.28 (Linux 4.20) the reply has the number of pages of a request. weir needs Linux 6.1,
+/// which has 7.37.
 const LEAST_MINOR: u32 = 28;
-/// That with `FUSE_DIRECT_IO_ALLOW_MMAP`.
+/// The version with `FUSE_DIRECT_IO_ALLOW_MMAP`.
 const NEWEST_MINOR: u32 = 39;
-/// Requests that nobody waits for (asynchronous direct I/O), at a time. The kernel's default of 12
-/// is a disk's queue of 12.
+/// Number of background requests (asynchronous direct I/O) at a time. The kernel's default of 12
+/// would limit the disk's queue depth to 12.
 const MOST_IN_BACKGROUND: u16 = 256;
 
 /// `FUSE_…` of INIT.
@@ -37,22 +37,22 @@ const WANTED: u64 = flag::ASYNC_READ
     | flag::INIT_EXT
     | flag::DIRECT_IO_ALLOW_MMAP;
 
-/// `FOPEN_DIRECT_IO`, and `FOPEN_PARALLEL_DIRECT_WRITES` (since 6.2; ignored before): a disk keeps
-/// no order between writes that are in flight at the same time.
+/// `FOPEN_DIRECT_IO`, and `FOPEN_PARALLEL_DIRECT_WRITES` (since 6.2; ignored before): a disk does
+/// not order writes that are in flight together.
 pub(super) const OPEN_FLAGS: u32 = 1 | 1 << 6;
 
-/// How to answer INIT.
+/// Result of the negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// It is agreed.
+    /// Success.
     Agreed(InitReply),
-    /// The kernel is to ask again, in our version.
+    /// The kernel has a newer major version and has to repeat INIT with ours.
     AskAgain(InitReply),
-    /// It is too old.
+    /// The kernel is too old.
     TooOld,
 }
 
-/// Answers INIT.
+/// Negotiates a reply to INIT.
 pub fn negotiate(init: &Init) -> Answer {
     if init.major > MAJOR {
         return Answer::AskAgain(InitReply { minor: NEWEST_MINOR, ..InitReply::default() });

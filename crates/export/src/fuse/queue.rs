@@ -1,18 +1,19 @@
-//! A queue: one descriptor of the FUSE device on one worker, from which messages are taken and to
-//! which replies go.
+//! A queue: one descriptor of the FUSE device on one worker, from which messages are read and to
+//! which replies are written.
 //!
 //! ```text
-//!   readable ─► take: read ─► parse ─► merge ─► tasks, one an I/O ─► disk ─► reply
-//!      ▲           until there is none,  │
-//!      │           or enough is in flight└─► what needs no I/O is answered at once
+//!   readable ─► take: read ─► parse ─► merge ─► one task per I/O ─► disk ─► reply
+//!      ▲           until none is left,   │
+//!      │           or the bound is hit   └─► without I/O: answered at once
 //!      └─────────────── sleep
 //! ```
 //!
-//! All queues of an export take from one list of the kernel's; each reply goes where its request
-//! came from. What is in flight is bounded: past it nothing is taken, and processes wait.
+//! All queues of an export read from one list in the kernel; each reply goes to the descriptor that
+//! its request was read from. Requests in flight are bounded: at the bound nothing is read, and
+//! processes wait.
 //!
-//! A queue comes to rest where another process may go on: what has begun is answered, what waits
-//! for its limits is put back, and nothing more is taken.
+//! A queue quiesces for an upgrade: started requests are answered, requests that wait for limits
+//! are put back, and no further message is read.
 
 use std::{
     cell::{Cell, RefCell},
@@ -49,19 +50,19 @@ use crate::{
     race::{First, first},
 };
 
-/// Requests that are taken in one go, so that completions are not kept waiting for long.
+/// Number of requests read in one turn, so that completions are not delayed for long.
 const MOST_TAKEN: usize = 64;
-/// Requests in flight in one queue.
+/// Number of requests in flight in one queue.
 const MOST_REQUESTS: usize = 512;
-/// Parts of a reply that the kernel takes; a reply has few.
+/// Number of parts of a reply; with more, the data is copied into one.
 const MOST_PARTS: usize = 512;
 
-/// Why a queue came to its end.
+/// Reason for the end of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ended {
-    /// It was told to.
+    /// It was ordered to stop.
     Stopped,
-    /// The file system was unmounted, or its connection was cut.
+    /// The file system was unmounted, or its connection was aborted.
     Gone,
     /// The device failed.
     Failed(Errno),
@@ -70,14 +71,14 @@ pub(super) enum Ended {
 pub(super) struct Queue {
     pub(super) device: Arc<Device>,
     channel: Channel,
-    /// Of all queues of the process.
+    /// Number of the queue, unique in the process.
     number: usize,
     in_flight: Cell<usize>,
-    /// Its share of the disk's memory while requests wait for it.
+    /// Share of the disk's memory while requests wait for it.
     flow: MemoryFlow,
-    /// Requests that did not begin when it came to rest.
+    /// Requests that were not started when the queue quiesced.
     put_back: RefCell<Vec<Incoming>>,
-    /// One request less is in flight.
+    /// Raised when a request has ended.
     news: Signal,
 }
 
@@ -90,7 +91,7 @@ impl Queue {
         Rc::new(Self { device, channel, number, in_flight, flow, put_back, news })
     }
 
-    /// Serves until the device is stopped, or has gone; nothing is in flight then.
+    /// Serves until the device is stopped or gone; then no request is in flight.
     pub(super) async fn serve(self: Rc<Self>) -> Ended {
         let ended = self.run().await;
         self.device.stop();
@@ -115,12 +116,12 @@ impl Queue {
                 continue;
             }
             let taken = self.take(&mut letter, &mut intake).await;
-            // Also those that came before the end.
+            // Requests that were read before the end are started too.
             self.start(&mut intake, &mut launcher, Self::carry_out);
             match taken {
                 Err(NoMessage::Ever) => return Ended::Gone,
                 Err(NoMessage::Failed(errno)) => return Ended::Failed(errno),
-                // However much there is to do here, others have their turn.
+                // Yields, so that a busy queue cannot starve the worker's other tasks.
                 Ok(MOST_TAKEN) => reactor::yield_now().await,
                 Ok(_) | Err(NoMessage::Yet) => {
                     let more = async {
@@ -138,7 +139,8 @@ impl Queue {
         Ended::Stopped
     }
 
-    /// Until it is to go on, or stops. Requests that were put back are taken in again then.
+    /// Waits while the device is quiesced. Requests that were put back are accepted again
+    /// afterwards.
     async fn rest(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
         let mut is_at_rest = false;
         loop {
@@ -159,7 +161,7 @@ impl Queue {
         }
     }
 
-    /// A request that has not begun, and is not to begin now.
+    /// Keeps a request that was not started, and is not to be started now.
     pub(super) fn put_back(&self, incoming: Incoming) {
         let kept = incoming.kept;
         self.put_back.borrow_mut().push(incoming);
@@ -170,7 +172,7 @@ impl Queue {
         self.in_flight.get() < MOST_REQUESTS
     }
 
-    /// Takes what there is; how many.
+    /// Reads available messages; returns their number.
     async fn take(
         self: &Rc<Self>,
         letter: &mut Letter,
@@ -224,12 +226,12 @@ impl Queue {
             | Operation::Seek { .. }
             | Operation::GetAttributes => (0, Work::Other(operation)),
             Operation::SetAttributes(changes) if changes.size.is_some() => (0, Work::Other(operation)),
-            // A disk of one size keeps it, and what is in it, as a block device does.
+            // O_TRUNC on a disk of fixed size keeps size and content, as on a block device.
             Operation::Open { flags } if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable => {
                 (0, Work::Other(operation))
             }
             Operation::Interrupt { of } => {
-                // It may be the last that was taken.
+                // The interrupted request may still be in the batch, so that is started first.
                 self.start_as_tasks(intake);
                 return self.device.interrupts.interrupt(of);
             }
@@ -238,7 +240,7 @@ impl Queue {
         self.take_in(Incoming { unique, kept, work }, intake).await;
     }
 
-    /// A message that another process has taken.
+    /// Accepts a message that the old process had read.
     async fn accept_again(
         self: &Rc<Self>,
         message: &[u8],
@@ -267,19 +269,20 @@ impl Queue {
     fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> Work {
         let has = |flag: i32| flags & flag as u32 != 0;
         let durability = if has(libc::O_DSYNC) { Durability::Synchronous } else { Durability::Cached };
-        // The kernel appends where it believes the end to be; what it writes back has a place.
+        // O_APPEND: the kernel's idea of the end may be stale. Written-back pages have a fixed
+        // offset.
         let appends = has(libc::O_APPEND) && !cached;
         let end = offset.checked_add(data.len() as u64);
         if !appends && end.is_some_and(|end| end <= self.device.file_bytes()) {
             return Work::Write { offset, data, durability };
         }
-        // What is mapped has an end, which may have been cut off meanwhile.
+        // A mapped page must not extend a file that was shrunk meanwhile.
         let may_grow = self.device.export.growable && !cached;
         Work::Extend { offset: (!appends).then_some(offset), data, durability, may_grow }
     }
 
-    /// Waits for memory; what was taken before does not wait. `false` if the device stops or comes
-    /// to rest meanwhile.
+    /// Waits for memory after starting earlier requests. False if the device stops or quiesces
+    /// before.
     async fn make_room(self: &Rc<Self>, bytes: usize, intake: &mut Intake<Incoming>) -> bool {
         let memory = self.device.disk().memory();
         if bytes == 0 || memory.try_take(bytes as u64) {
@@ -313,7 +316,7 @@ impl Queue {
         );
     }
 
-    /// What takes no I/O.
+    /// Answers requests that need no I/O.
     fn answer_at_once(&self, unique: u64, operation: Operation) {
         let device = &self.device;
         let reply = match operation {
@@ -334,14 +337,14 @@ impl Queue {
             Operation::Destroy => Reply::done(unique),
             Operation::Lookup => Reply::error(unique, libc::ENOTDIR),
             Operation::Ioctl => Reply::error(unique, libc::ENOTTY),
-            // INIT a second time.
+            // A second INIT.
             Operation::Init(_) => Reply::error(unique, libc::EIO),
             _ => Reply::error(unique, libc::ENOSYS),
         };
         self.reply(&reply, &Segments::default());
     }
 
-    /// A request has been answered.
+    /// Counts out an answered request.
     pub(super) fn ended(&self, kept: usize) {
         if kept > 0 {
             self.device.disk().memory().give_back(kept as u64);
@@ -366,7 +369,7 @@ impl Queue {
             self.channel.reply(&[IoSlice::new(reply.as_bytes()), IoSlice::new(&data.to_vec())])
         };
         match sent {
-            // Whoever asked has gone, or the whole device.
+            // The process was interrupted, or the device is gone.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::CONNABORTED) => {}
             Err(errno) => {
                 tracing::warn!(export = %self.device.export.id, %errno, "the kernel does not take a reply");

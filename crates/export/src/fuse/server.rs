@@ -1,13 +1,13 @@
-//! An export at work: its file system, from INIT to the end, and the queues that serve it.
+//! A running export: its file system from INIT to the end, and the queues that serve it.
 //!
 //! ```text
-//!   INIT ─► a queue on a worker ─► … ─┬─► closed: unmounted lazily, so that what is mapped is
+//!   INIT ─► a queue on a worker ─► … ─┬─► closed: unmounted lazily, so that mapped pages are
 //!                                    │           written back, then the queues are stopped
 //!                                    └─► gone:   unmounted from outside, the queues have ended
 //! ```
 //!
-//! Another process can go on with it: the kernel's side of a file system lasts as long as somebody
-//! holds its descriptor ([`Rested`]).
+//! Another process can take it over: the kernel keeps the file system while any process holds its
+//! descriptor ([`Rested`]).
 
 use std::{
     io::{self, IoSlice},
@@ -35,31 +35,31 @@ use super::{
 };
 use crate::race::{First, first};
 
-/// Queues of an export. With two the kernel wakes now one, now the other, and one request after the
-/// other takes twice as long; many at a time are no faster (docs/decisions/0021).
+/// Number of queues of an export. With two, the kernel wakes them alternately and sequential
+/// requests take twice as long; parallel ones are no faster (docs/decisions/0021).
 const QUEUES: usize = 1;
-/// The worker of the next export, counted on.
+/// Counter that distributes exports over workers.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
-/// What an export did so far.
+/// Counters of an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Queues that serve it now.
     pub queues: usize,
-    /// How many have the file open.
+    /// Open file descriptions.
     pub openers: usize,
-    /// Messages of the kernel that were taken.
+    /// Messages received from the kernel.
     pub requests: u64,
-    /// Requests that are being carried out.
+    /// Requests in flight.
     pub in_flight: u64,
 }
 
-/// A file at rest: what another process goes on with.
+/// State of a quiesced file for the new process.
 #[derive(Debug)]
 pub struct Rested {
-    /// What the kernel has of it.
+    /// The mount and its descriptors.
     pub mount: Told,
-    /// What else there is.
+    /// State of the file.
     pub standing: Standing,
 }
 
@@ -69,14 +69,14 @@ pub struct Server {
     device: Arc<Device>,
     queues: AtomicUsize,
     closing: AtomicBool,
-    /// The kernel and a process have agreed on how they speak.
+    /// INIT was negotiated, by this process or an earlier one.
     greeted: AtomicBool,
-    /// While it is served.
+    /// The mount while it is served.
     mount: Mutex<Weak<Mount>>,
 }
 
 impl Server {
-    /// Nobody is served before [`Server::serve`].
+    /// Creates a server; requests wait until [`Server::serve`].
     pub fn new(export: Export) -> Arc<Self> {
         Arc::new(Self {
             device: Arc::new(Device::new(export)),
@@ -87,10 +87,10 @@ impl Server {
         })
     }
 
-    /// One that goes on with what another process has left, once that has given it up.
+    /// Creates a server that continues after another process has quiesced.
     ///
     /// # Errors
-    /// What that was asked is not understood.
+    /// The held-back requests are malformed.
     pub fn adopt(export: Export, standing: &Standing) -> io::Result<Arc<Self>> {
         let server = Self::new(export);
         server.greeted.store(true, SeqCst);
@@ -100,8 +100,8 @@ impl Server {
         }
     }
 
-    /// Has every queue come to rest: what has begun is answered, what waits for limits is put back.
-    /// Returns false if that takes longer than `patience`.
+    /// Quiesces every queue: started requests are answered, requests that wait for limits are put
+    /// back. False if that takes longer than `patience`.
     pub async fn come_to_rest(&self, patience: Duration) -> bool {
         self.device.rest(true);
         let is_moving = |server: &Self| {
@@ -110,34 +110,34 @@ impl Server {
         reactor::timeout(patience, self.wait_while(is_moving)).await.is_ok()
     }
 
-    /// What another process goes on with, once it has come to rest; nothing where the file was
-    /// unmounted from outside.
+    /// State for the new process, once quiesced; `None` if the file was unmounted from outside.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// No file descriptor is left.
     pub fn rested(&self) -> io::Result<Option<Rested>> {
         let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         let Some(mount) = mount else { return Ok(None) };
         Ok(Some(Rested { mount: mount.told()?, standing: self.device.standing() }))
     }
 
-    /// Goes on after [`Server::come_to_rest`] as if nothing had been.
+    /// Resumes after [`Server::come_to_rest`].
     pub fn go_on(&self) {
         self.device.rest(false);
     }
 
-    /// Serves the file until [`Server::close`], or until it was unmounted from outside. It is
+    /// Serves the file until [`Server::close`], or until it is unmounted from outside. It is
     /// unmounted when this returns, and also when the future is dropped.
     ///
     /// # Errors
-    /// A kernel whose FUSE is too old, or a device that fails.
+    /// The kernel's FUSE is too old, or the device fails.
     pub async fn serve(self: Arc<Self>, mount: Mount, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let id = Arc::clone(&self.device.export.id);
         let mount = Arc::new(mount);
         mount.is_ours();
         *self.mount.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&mount);
         let result = self.attend(&mount, &workers).await;
-        // The connection ends with its descriptors; whoever still has the file open is told so.
+        // Dropping the last descriptor aborts the connection; processes with the file open get
+        // errors.
         let path = mount.path().display().to_string();
         let last = Arc::into_inner(mount);
         reactor::blocking(move || drop(last)).await;
@@ -150,22 +150,22 @@ impl Server {
         result
     }
 
-    /// How many have the file open.
+    /// Number of open file descriptions.
     pub fn connections(&self) -> usize {
         self.device.openers.load(SeqCst)
     }
 
-    /// Whether anybody has ever opened the file.
+    /// True if the file has ever been opened.
     pub fn has_served(&self) -> bool {
         self.device.served.load(SeqCst)
     }
 
-    /// Counts on from the requests that another process has taken.
+    /// Adds the number of requests of the old process.
     pub fn count_on(&self, requests: u64) {
         self.device.requests.fetch_add(requests, Relaxed);
     }
 
-    /// What it did so far.
+    /// Current counters.
     pub fn statistics(&self) -> Statistics {
         Statistics {
             queues: self.queues.load(Relaxed),
@@ -175,17 +175,17 @@ impl Server {
         }
     }
 
-    /// The disk may have another length. Nothing is to be done: the kernel keeps no attributes.
+    /// Does nothing: the kernel caches no attributes.
     pub fn look_at_size(&self) {}
 
-    /// Unmounts the file. Requests in flight are finished, those that wait for limits fail then.
-    /// [`Server::serve`] ends.
+    /// Unmounts the file. Requests in flight complete, requests that wait for limits fail;
+    /// [`Server::serve`] then returns.
     pub fn close(&self) {
         self.closing.store(true, SeqCst);
         self.device.clients.notify(usize::MAX);
     }
 
-    /// Waits until `busy` is false: it is asked now, and whenever something has changed.
+    /// Waits until `busy` is false; `busy` is evaluated now and after every change.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
             let changed = self.device.clients.listen();
@@ -232,7 +232,7 @@ impl Server {
         self.device.clients.notify(usize::MAX);
         let closing = async {
             self.wait_while(|server| !server.is_closing()).await;
-            // While it is served, so that what was written to mapped memory comes here.
+            // Unmounted while queues still serve, so that mapped pages can be written back.
             let mount = Arc::clone(mount);
             reactor::blocking(move || mount.unmount()).await;
             self.device.stop();
@@ -256,7 +256,8 @@ impl Server {
 
 async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Sender<Ended>) {
     if let Err(error) = reactor::serves_writeback() {
-        // Under a loop device, what the kernel writes to get memory comes here.
+        // Under a loop device, writeback for memory reclaim arrives here and must not wait for
+        // memory.
         tracing::debug!(export = %server.device.export.id, %error, "where memory is short, this thread may wait for its own file");
     }
     let queue = Queue::new(Arc::clone(&server.device), Channel::Device(device));
@@ -266,7 +267,7 @@ async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Se
     let _ = reports.try_send(ended);
 }
 
-/// Answers INIT. `false` if the file system has gone before.
+/// Answers INIT; false if the file system is gone before.
 pub(super) async fn greet(channel: &Channel) -> io::Result<bool> {
     let mut letter = Letter::new();
     loop {

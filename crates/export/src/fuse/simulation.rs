@@ -1,12 +1,12 @@
-//! Simulated kernels at a disk: programs that read and write, get signals and are killed, queues
-//! that are stopped, file systems that are unmounted under load, and messages that make no sense.
+//! Simulated kernels and their disk: programs that read and write, get signals and are killed,
+//! queues that are stopped, file systems that are unmounted under load, and malformed messages.
 //!
-//! - Every request is answered exactly once, by the queue that took it, and rightly; reads find
-//!   what the model of the disk says, and what an fsync or O_DSYNC covered survives a crash.
-//! - A request that is interrupted while it waits for its limits ends at once, and changes nothing.
+//! - Every request is answered exactly once, correctly, by the queue that read it; reads agree with
+//!   the model of the disk, and data covered by an fsync or O_DSYNC survives a crash.
+//! - A request that is interrupted while it waits for limits ends at once without an effect.
 //! - The group's limits hold.
-//! - Whatever comes to rest moves nothing, and goes on here or in another process as it was.
-//! - Every queue ends, with nothing in flight and no memory kept.
+//! - A quiesced export does no I/O, and continues here or in another process in the same state.
+//! - Every queue ends with nothing in flight and no memory held.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
 //! repeats it.
@@ -61,7 +61,7 @@ const INTERRUPT: u32 = 36;
 const FALLOCATE: u32 = 43;
 const LSEEK: u32 = 46;
 
-/// What has happened, over all seeds: a simulation in which nothing happens shows nothing.
+/// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tally {
     answered: u64,
@@ -99,7 +99,7 @@ fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
     tally.set(all);
 }
 
-/// A file system, its programs, and what the disk holds after all of them.
+/// A file system, its programs, and the disk's content after all of them.
 struct World {
     device: RefCell<Arc<Device>>,
     queues: RefCell<Vec<JoinHandle<Ended>>>,
@@ -156,7 +156,7 @@ async fn run(tally: Rc<Cell<Tally>>) {
     }
     let queues = world.queues.take();
     let mut all = Vec::new();
-    // What a queue that was stopped has not read is answered when the device is closed.
+    // Requests that a stopped queue has not read are answered when the device is closed.
     if world.ends.get() {
         for queue in queues {
             all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
@@ -206,7 +206,7 @@ fn device(disk: &Arc<Disk>) -> Arc<Device> {
 }
 
 impl World {
-    /// Everything comes to rest, and goes on: here, or in another process.
+    /// Quiesces everything, and continues in the same or another process.
     async fn rest(&self, disk: &Arc<Disk>) {
         let device = Arc::clone(&self.device.borrow());
         let queues = self.queues.borrow().len();
@@ -258,7 +258,7 @@ impl World {
         }
     }
 
-    /// Asks one thing after the other, or several at once.
+    /// Sends requests, one after the other or several at once.
     async fn program(self: Rc<Self>) {
         for _ in 0..sim::random(|random| random.usize(1..12)) {
             let together: Vec<_> = (0..sim::random(|random| random.usize(1..=8)))
@@ -275,7 +275,7 @@ impl World {
 
     async fn request(self: Rc<Self>, number: usize) {
         self.passed.borrow_mut().look();
-        // Requests that come together often follow each other.
+        // Requests sent together are often adjacent.
         let blocks = sim::random(|random| random.usize(1..=8));
         let (start, length) = if chance(50) {
             (number * 8 * BLOCK, 8 * BLOCK)
@@ -332,11 +332,11 @@ impl World {
         }
     }
 
-    /// What follows the reply's header; `None` if it failed, and may have.
+    /// Body of the reply; `None` if the request failed and was allowed to.
     async fn ask(&self, opcode: u32, body: &[u8], data: &[u8]) -> Option<Vec<u8>> {
         let unique = self.connection.send(opcode, body, data, true);
         if self.ends.get() {
-            // It may have been sent too late to be taken.
+            // It may have been sent too late to be read.
             return self.connection.answer(unique).await.ok();
         }
         let mut is_interrupted = false;
@@ -376,7 +376,7 @@ fn read_or_write(offset: usize, length: usize, flags: u32) -> Vec<u8> {
     body
 }
 
-/// Messages that nobody would send: of any length, with any numbers.
+/// Malformed messages: of any length, with any numbers.
 async fn make_noise(connection: Rc<Connection>) {
     const OPCODES: [u32; 7] = [SETATTR, READ, WRITE, FSYNC, INTERRUPT, FALLOCATE, LSEEK];
     for _ in 0..sim::random(|random| random.usize(..40)) {

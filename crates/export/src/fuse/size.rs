@@ -1,4 +1,4 @@
-//! Size of the file and the space that it takes, as far as they differ from those of its disk.
+//! Length of the file and its allocated space, as far as they differ from those of the disk.
 //!
 //! ```text
 //!   ▕████████████████ file ██████████████▏0000▏
@@ -7,11 +7,11 @@
 //!                                        └─ file_bytes
 //! ```
 //!
-//! A file ends at any byte, an image perhaps only at a sector ([`Image::size_multiple`]). Then the
-//! disk has the next size that the image can have, and the file ends before it. Bytes between both
-//! ends are zeroed when the file is cut, and no request of the file writes there, so a file that
-//! grows again reads zeroes. The end is in memory alone: an export that starts anew shows the
-//! whole disk.
+//! A file ends at any byte, an image possibly only at a sector ([`Image::size_multiple`]). Then the
+//! disk has the next possible size of the image, and the file ends before it. Bytes between both
+//! ends are zeroed when the file is shrunk, and no request of the file writes there, so a file that
+//! grows again reads zeroes. The end is kept in memory only: after a restart the file is as long as
+//! the disk.
 //!
 //! Never calls a file system on a worker's thread.
 //!
@@ -23,12 +23,12 @@ use block::disk::Disk;
 use policy::time::Duration;
 use storage::ResizeError;
 
-/// Size of the disk under an empty file, at least: an image of no bytes cannot be opened again.
+/// Smallest size of the disk under an empty file: an image of no bytes cannot be opened again.
 const LEAST_DISK_BYTES: u64 = 512;
-/// Value of [`FileEnd`] where the file ends with the disk. No file is that long.
+/// Value of [`FileEnd`] if the file ends with the disk. No file is that long.
 const WITH_DISK: u64 = u64::MAX;
 /// Time that a reply waits for a file system to count the image's space. After it, the last known
-/// figure is used until the file system answers.
+/// number is used until the file system answers.
 pub(super) const COUNT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// End of the file.
@@ -42,8 +42,8 @@ impl Default for FileEnd {
 }
 
 impl FileEnd {
-    /// Bytes of the file over `disk`. An end that does not belong to the disk's size is out of
-    /// date: another client has resized the disk.
+    /// Length of the file over `disk`. An end that does not match the disk's size is out of date:
+    /// another client has resized the disk.
     pub(super) fn file_bytes(&self, disk: &Disk) -> u64 {
         let disk_bytes = disk.size_bytes();
         match self.0.load(SeqCst) {
@@ -59,9 +59,9 @@ impl FileEnd {
         (file_bytes != disk.size_bytes()).then_some(file_bytes)
     }
 
-    /// Forgets an end that is out of date, so that it does not return with the disk's former size:
-    /// bytes that are written behind it by then would leave the file. The caller keeps the file's
-    /// clients from changing the size.
+    /// Resets an end that is out of date, so that it does not return with the disk's former size:
+    /// bytes that were written behind it meanwhile would be cut off. The caller holds `growth`, so
+    /// that clients of the file cannot change the size.
     pub(super) fn forget_stale(&self, disk: &Disk) {
         let end = self.0.load(SeqCst);
         if end != WITH_DISK && disk_bytes_for(disk, end) != Some(disk.size_bytes()) {

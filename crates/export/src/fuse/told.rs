@@ -1,8 +1,7 @@
-//! Requests that have not begun, as the messages that would ask for them: what another process
-//! goes on with.
+//! Requests that were not started, encoded as the kernel's messages for another process.
 //!
-//! So there is one judge of what may be asked, and no second form of a request. What the kernel
-//! said beside it, and nobody looks at, is left out.
+//! So one parser validates requests in both processes, and there is no second encoding. Fields of
+//! the original message that are never read are left out.
 
 use storage::Durability;
 
@@ -11,14 +10,14 @@ use super::{
     work::{Incoming, Work},
 };
 
-/// All of a request.
+/// Encodes a request.
 pub(super) fn message(request: &Incoming) -> Vec<u8> {
     let (operation, data) = match &request.work {
         Work::Read { offset, length } => {
-            // Less than the longest request.
+            // Cannot truncate: shorter than the longest request.
             (Operation::Read { offset: *offset, length: *length as u32 }, None)
         }
-        // It fits, and makes no disk longer if it should not fit any more.
+        // `cached` keeps the write from extending a disk that is shrunk meanwhile.
         Work::Write { offset, data, durability } => {
             (write(*offset, data.len(), flags(*durability), true), Some(data))
         }
@@ -39,7 +38,7 @@ pub(super) fn message(request: &Incoming) -> Vec<u8> {
     message
 }
 
-/// One behind the other, as they were put together; `None` if they are no messages.
+/// Splits concatenated messages; `None` if they are malformed.
 pub(super) fn split(mut bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut messages = Vec::new();
     while !bytes.is_empty() {
@@ -60,7 +59,7 @@ fn flags(durability: Durability) -> u32 {
     if durability == Durability::Synchronous { libc::O_DSYNC as u32 } else { 0 }
 }
 
-/// The message before data, without its length.
+/// Encodes a message before its data, with a length of 0.
 fn head(unique: u64, operation: Operation) -> Vec<u8> {
     let (opcode, length) = match operation {
         Operation::Read { .. } => (opcode::READ, 40),
@@ -70,7 +69,7 @@ fn head(unique: u64, operation: Operation) -> Vec<u8> {
         Operation::Open { .. } => (opcode::OPEN, 8),
         Operation::Allocate { .. } => (opcode::FALLOCATE, 32),
         Operation::Seek { .. } => (opcode::LSEEK, 24),
-        // What else takes I/O.
+        // SYNC is the only other operation with I/O.
         _ => (opcode::FSYNC, 16),
     };
     let mut bytes = vec![0; HEADER_BYTES + length];

@@ -1,7 +1,7 @@
-//! A request that takes I/O, from when it was taken to its answer.
+//! A request that needs I/O, from its receipt to its reply.
 //!
-//! Only data, and how it may be merged with others: `queue.rs` takes requests, `execute.rs` carries
-//! them out, `told.rs` tells another process of them.
+//! Only data, and the rules of merging: `queue.rs` receives requests, `execute.rs` executes them,
+//! `told.rs` encodes them for another process.
 
 use policy::merge::{Candidate, Operation as Merging};
 use reactor::buffer::Segments;
@@ -10,27 +10,27 @@ use storage::Durability;
 use super::message::Operation;
 use crate::intake::Mergeable;
 
-/// A request that takes I/O.
+/// A request that needs I/O.
 pub(super) struct Incoming {
     pub(super) unique: u64,
-    /// What it has of the disk's memory.
+    /// Bytes of the disk's memory that are charged to it.
     pub(super) kept: usize,
     pub(super) work: Work,
 }
 
 pub(super) enum Work {
-    /// Inside the disk, and not empty.
+    /// Inside the disk, not empty.
     Read { offset: u64, length: usize },
-    /// Inside the disk, and not empty.
+    /// Inside the disk, not empty.
     Write { offset: u64, data: Segments, durability: Durability },
-    /// From `offset` or from the disk's end on, and past that.
+    /// Write from `offset`, or from the end of the disk, that extends past the end.
     Extend { offset: Option<u64>, data: Segments, durability: Durability, may_grow: bool },
-    /// Anything that moves no data to or from the client.
+    /// Any request that moves no data to or from the client.
     Other(Operation),
 }
 
 impl Work {
-    /// That it brings.
+    /// Length of the data that the request carries.
     pub(super) fn data_bytes(&self) -> u64 {
         match self {
             Self::Write { data, .. } | Self::Extend { data, .. } => data.len() as u64,

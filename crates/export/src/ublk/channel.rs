@@ -1,11 +1,10 @@
-//! The seam between a queue and the kernel: its real half is the driver's, the other one is in
-//! memory, for simulation.
+//! The seam between a queue and the kernel's driver; in simulation, a driver in memory.
 
 use std::{future::Future, io};
 
 use reactor::ublk::{self, Data, Descriptor};
 
-/// Where a queue's requests come from.
+/// Source of a queue's requests.
 #[derive(Debug)]
 pub(super) enum Channel {
     Driver(ublk::Queue),
@@ -13,16 +12,16 @@ pub(super) enum Channel {
     Simulated(super::simulation::kernel::Channel),
 }
 
-/// What a tag does: see [`ublk::Queue::fetch`].
+/// Step of a tag: see [`ublk::Queue::fetch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Fetch,
-    /// With the result of the request before.
+    /// Commits the result of the previous request and fetches the next.
     Commit(i32),
 }
 
 impl Channel {
-    /// What the request of a tag asks.
+    /// Descriptor of a tag's request.
     pub(super) fn descriptor(&self, tag: u16) -> Descriptor {
         match self {
             Self::Driver(queue) => queue.descriptor(tag),
@@ -31,7 +30,7 @@ impl Channel {
         }
     }
 
-    /// Whether data is where it was: see [`ublk::Queue::is_zero_copy`].
+    /// True if data is not copied: see [`ublk::Queue::is_zero_copy`].
     pub(super) fn is_zero_copy(&self) -> bool {
         match self {
             Self::Driver(queue) => queue.is_zero_copy(),
@@ -40,7 +39,7 @@ impl Channel {
         }
     }
 
-    /// Where its data is.
+    /// Location of the request's data.
     pub(super) fn data(&self, tag: u16, bytes: usize) -> Data {
         match self {
             Self::Driver(queue) => queue.data(tag, bytes),
@@ -49,10 +48,10 @@ impl Channel {
         }
     }
 
-    /// Takes the step at once; the future waits for the tag's next request.
+    /// Submits the step at once; the future waits for the tag's next request.
     ///
     /// # Errors
-    /// There will be none.
+    /// The device has ended: there will be no further request.
     pub(super) fn step(&self, tag: u16, step: Step) -> impl Future<Output = io::Result<()>> + use<> {
         enum Next<F, C> {
             Fetch(F),
@@ -76,7 +75,7 @@ impl Channel {
         }
     }
 
-    /// Ends once the kernel has begun what was asked of it before.
+    /// Waits until the kernel has accepted all earlier submissions.
     pub(super) async fn begun(&self) -> io::Result<()> {
         match self {
             Self::Driver(queue) => queue.begun().await,

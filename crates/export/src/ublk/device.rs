@@ -1,4 +1,4 @@
-//! What all queues of a device have in common: the disk, what may be asked of it, and what was.
+//! State that all queues of a device share: the disk, its parameters, and counters.
 
 use std::sync::{
     Arc,
@@ -15,62 +15,62 @@ use storage::Durability;
 
 use super::request::{Rules, SECTOR_BYTES};
 
-/// A disk as a block device is to show it.
+/// A disk to be shown as a block device.
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// In the log.
+    /// Name in the log.
     pub id: Arc<str>,
-    /// What is served.
+    /// The disk.
     pub disk: Arc<Disk>,
-    /// What the kernel is told of it.
+    /// Parameters of the device.
     pub offer: Offer,
 }
 
-/// What the kernel is told of a disk.
+/// Parameters of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// N of `/dev/ublkbN`; without one the kernel chooses.
+    /// N of `/dev/ublkbN`; `None` lets the kernel choose.
     pub number: Option<u32>,
-    /// Queues.
+    /// Number of queues.
     pub queues: u16,
-    /// Requests in flight on each at most.
+    /// Largest number of requests in flight on each queue.
     pub depth: u16,
-    /// Seconds for which requests wait when nobody serves the device any more, before it goes; 0 is
-    /// for ever. The kernel is not told.
+    /// Time in seconds for which requests wait after the server has ended, before the guard removes
+    /// the device; 0 for no limit. Not passed to the kernel.
     pub dead_timeout_s: u32,
-    /// Bytes of a read or a write at most: whole pages.
+    /// Longest read or write in bytes: whole pages.
     pub most_bytes: u32,
-    /// Nothing may be written.
+    /// The device is read-only.
     pub read_only: bool,
-    /// DISCARD may be asked for.
+    /// DISCARD is supported.
     pub discard: bool,
-    /// WRITE_ZEROES may be asked for.
+    /// WRITE_ZEROES is supported.
     pub write_zeroes: bool,
     /// Completed writes may stay in a cache until a flush.
     pub write_cache: bool,
-    /// What the kernel's requests are multiples of: a power of two from 512 bytes to a page.
+    /// Logical block size: a power of two from 512 bytes to a page.
     pub block_bytes: u32,
-    /// A block of the disk below, a power of two from `block_bytes` to a page.
+    /// Physical block size: a power of two from `block_bytes` to a page.
     pub physical_block_bytes: u32,
-    /// What requests had best be multiples of: a power of two from 512 bytes on.
+    /// Optimal I/O size: a power of two from 512 bytes.
     pub optimal_io_bytes: u32,
-    /// Discards had best begin and end at multiples of it: a power of two from `block_bytes` on.
+    /// Preferred alignment of discards: a power of two from `block_bytes`.
     pub discard_granularity_bytes: u32,
     /// The device belongs to the user who makes it.
     pub unprivileged: bool,
-    /// Data may stay where it is, where kernel and disk can do that.
+    /// Zero copy, if kernel and disk support it.
     pub zero_copy: bool,
 }
 
 impl Default for Offer {
-    /// A device that can do everything, with one queue.
+    /// A device with all features and one queue.
     fn default() -> Self {
         Self {
             number: None,
             queues: 1,
             depth: 128,
             dead_timeout_s: 0,
-            // Larger I/O is split: more would be memory that is seldom used.
+            // The kernel splits larger I/O. A larger value would lend memory that is rarely used.
             most_bytes: 256 << 10,
             read_only: false,
             discard: true,
@@ -86,11 +86,11 @@ impl Default for Offer {
     }
 }
 
-/// What one DISCARD or WRITE_ZEROES may cover, in sectors: 1 GiB.
+/// Longest DISCARD or WRITE_ZEROES, in sectors: 1 GiB.
 const MAX_ERASE_SECTORS: u32 = 1 << 21;
 
 impl Offer {
-    /// For a disk of this length.
+    /// Parameters in the driver's form, for a disk of this length.
     pub(super) fn params(&self, size_bytes: u64) -> Params {
         let when = |condition: bool, bits| if condition { bits } else { 0 };
         let erases = |offered: bool| when(offered && !self.read_only, MAX_ERASE_SECTORS);
@@ -121,29 +121,30 @@ pub(super) struct Device {
     durability: Durability,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
-    /// Bytes that were copied although the device need not have any copied.
+    /// Bytes that were copied on a zero-copy device.
     pub(super) copied: Arc<AtomicU64>,
-    /// Requests that wait for an operator or for limits need not: see [`Parting`].
+    /// Requests must not wait for limits, or for an operator to resume the disk: see [`Parting`].
     parting: [AtomicBool; 2],
-    /// Nothing is begun.
+    /// No request is started.
     is_resting: AtomicBool,
-    /// Queues that have nothing in hand that has begun.
+    /// Number of quiesced queues.
     pub(super) at_rest: AtomicUsize,
-    /// The device is about to end, or comes to rest, or goes on.
+    /// Notified when the device ends, quiesces or resumes.
     pub(super) changed: Event,
 }
 
 /// How a device ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Parting {
-    /// The kernel stops it, and waits for its requests: what a stopped disk holds fails.
+    /// The kernel stops it and waits for its requests, so requests that a stopped disk holds fail.
     Stop,
-    /// It stays, and waits for who takes it over. What has not begun is left to them.
+    /// It stays for the next process, to which requests that were not started are left.
     Leave,
 }
 
 impl Device {
-    /// A device that was made, or taken over, with these settings: the kernel goes by them.
+    /// Creates the state of a device that was made or taken over. The kernel's parameters apply,
+    /// which may differ from the offer of this process.
     pub(super) fn new(export: &Export, info: &Info, params: &Params) -> Self {
         let cached = params.attributes & Params::VOLATILE_CACHE != 0;
         Self {
@@ -166,7 +167,7 @@ impl Device {
         &self.disk
     }
 
-    /// What requests are judged by, now.
+    /// Current rules for validating requests.
     pub(super) fn rules(&self) -> Rules {
         Rules {
             size_bytes: self.disk.size_bytes(),
@@ -176,7 +177,7 @@ impl Device {
         }
     }
 
-    /// Has nothing begin any more, or lets all go on.
+    /// Quiesces the queues, or resumes them.
     pub(super) fn rest(&self, is_to: bool) {
         self.is_resting.store(is_to, SeqCst);
         self.changed.notify(usize::MAX);
@@ -186,7 +187,7 @@ impl Device {
         self.is_resting.load(SeqCst)
     }
 
-    /// A rest is over with that.
+    /// Ends the device; that also ends a quiesce.
     pub(super) fn part(&self, how: Parting) {
         self.is_resting.store(false, SeqCst);
         self.parting[how as usize].store(true, SeqCst);

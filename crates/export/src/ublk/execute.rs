@@ -1,5 +1,5 @@
-//! Carrying out requests: each waits for its limits, does its I/O between the memory lent to the
-//! kernel and the disk, and is answered.
+//! Execution of requests: each waits for admission, does I/O between the memory lent to the kernel
+//! and the disk, and is committed.
 
 use std::{
     future::{Future, poll_fn},
@@ -31,7 +31,8 @@ impl Queue {
             }
             Kind::Read => self.read(incoming).await,
             Kind::Write(durability) => self.write(incoming, durability).await,
-            // Apart, because every read and write has room for what is not.
+            // Boxed, because the future of every read and write would otherwise be as large as the
+            // largest arm.
             Kind::Discard | Kind::WriteZeroes { .. } => Box::pin(self.erase(incoming)).await,
             Kind::Flush => {
                 let result = Box::pin(self.device.disk().flush_for(Some(&self.patience))).await;
@@ -49,7 +50,7 @@ impl Queue {
         self.answer(&incoming, result.map(drop));
     }
 
-    /// Reads that follow each other on the disk: one I/O into all their places.
+    /// Executes adjacent reads as one I/O into all their buffers.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
         let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths)).await else {
@@ -62,7 +63,7 @@ impl Queue {
         }
     }
 
-    /// Which of several merged reads failed is not known, so each is tried alone.
+    /// Retries each read on its own, because a failed merged read does not show which part failed.
     async fn retry_apart(self: &Rc<Self>, parts: Vec<Incoming>, error: Error) {
         let disk = self.device.disk();
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
@@ -85,8 +86,8 @@ impl Queue {
         self.answer(&incoming, result);
     }
 
-    /// Writes that follow each other on the disk, alike in durability: one I/O that gathers their
-    /// places. All fail together, because a failed write leaves its range undefined anyway.
+    /// Executes adjacent writes of equal durability as one gathered I/O. All of them fail together,
+    /// because a failed write leaves its range undefined anyway.
     pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
         let Some(pass) = self.admit(Direction::Write, Cost::merged(&lengths)).await else {
@@ -98,7 +99,7 @@ impl Queue {
         parts.iter().for_each(|part| self.answer(part, result));
     }
 
-    /// A read or a write of data that stays where it is.
+    /// Executes a zero-copy read or write.
     async fn move_registered(self: Rc<Self>, incoming: Incoming) {
         let Request { kind, offset, bytes } = incoming.request;
         let direction = if kind == Kind::Read { Direction::Read } else { Direction::Write };
@@ -128,9 +129,9 @@ impl Queue {
         self.answer(&incoming, result);
     }
 
-    /// Where the data of a read or a write is that is copied.
+    /// Lent memory of a read or a write that is copied.
     fn place(&self, incoming: &Incoming) -> Place {
-        // No more than a tag has room for.
+        // `parse` bounds the length by the memory of a tag.
         match self.channel.data(incoming.tag, incoming.request.bytes as usize) {
             Data::Lent(place) => place,
             Data::Registered(_) => unreachable!("not of such a channel"),
@@ -141,10 +142,10 @@ impl Queue {
         parts.iter().map(|part| self.place(part)).collect()
     }
 
-    /// Waits for the disk's limits; `None` if the device is left or comes to rest meanwhile.
+    /// Waits for admission by the disk's limits; `None` if the device is left or quiesces before.
     async fn admit(&self, direction: Direction, cost: Cost) -> Option<Pass> {
         let mut pass = pin!(self.device.disk().admit(direction, cost));
-        // Made only for a request that has to wait.
+        // Created only for a request that has to wait: most are admitted at the first poll.
         let mut leave = None;
         let pass = poll_fn(|context| {
             if let Poll::Ready(pass) = pass.as_mut().poll(context) {
@@ -154,6 +155,8 @@ impl Queue {
                 if self.holds_back() {
                     return Poll::Ready(None);
                 }
+                // Registered before `holds_back` is evaluated again, so that a change in between is
+                // not missed.
                 let leave_now = leave.get_or_insert_with(|| self.leave.listen());
                 if Pin::new(leave_now).poll(context).is_pending() {
                     return Poll::Pending;
@@ -167,10 +170,10 @@ impl Queue {
 
     fn answer(self: &Rc<Self>, incoming: &Incoming, result: Result<()>) {
         let result = match result {
-            // Less than 4 GiB as sectors, and a read or a write much less; of others only the sign
-            // counts.
+            // A read or write is far below 2 GiB. For other requests the driver only checks the
+            // sign.
             Ok(()) => i32::try_from(incoming.request.bytes).unwrap_or(i32::MAX),
-            // Whoever takes the device over tries it again.
+            // Not committed: the driver issues it again to the process that takes the device over.
             Err(_) if self.is_leaving() => return self.forget(),
             Err(error) => {
                 tracing::debug!(disk = %self.device.disk().name(), %error, "a block device's request failed");

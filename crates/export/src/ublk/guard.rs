@@ -1,19 +1,21 @@
-//! A process that outlives whoever serves a device: once that has ended, and nobody has taken the
-//! device over in time, it removes the device, so that nobody waits for it for ever.
+//! The guard: a process that outlives the server of a device. If the server has ended and no
+//! process takes the device over in time, the guard removes the device, so that its openers do not
+//! wait forever.
 //!
 //! ```text
-//!   server ──── pipe ────► guard      the pipe ends ──► waits ──► removes the device, if that waits too
+//!   server ──── pipe ────► guard      the pipe ends ──► waits ──► removes the device if it still waits
 //!     │                      ▲
-//!     └─ next server: ends ──┘  and then looks how the device is doing
+//!     └─ next server: ends ──┘  and then examines the device
 //! ```
 //!
-//! **Never under a newcomer.** The driver does not tell of a device that waits whether somebody has
-//! begun to take it over. So whoever takes one over, or removes it, first ends its guard, and what
-//! nobody guards nobody removes. A guard is found by a lock, at the byte of the device's number in
-//! the driver's node: it is there as long as the process is, and nothing is left of either.
+//! **Never removes a device that is being taken over.** The driver does not show whether a process
+//! has begun to take over a waiting device. So a process that takes one over, or removes it, ends
+//! its guard first; only the guard removes a device by itself. A guard is found by its lock on the
+//! driver's node, at the byte of the device's number: the lock exists as long as the process, and
+//! leaves nothing behind.
 //!
-//! It knows the device by its number and its [mark](super::mark), and needs the rights of whoever
-//! serves it. A device that ends with its process needs no guard.
+//! The guard identifies the device by its number and its [mark](super::mark), and needs the rights
+//! of its server. A device that ends with its process needs no guard.
 
 use std::{
     env, fs,
@@ -34,30 +36,28 @@ use rustix::{
 
 use super::known::{begin_removal, path};
 
-/// The hidden command that a guard is.
+/// The hidden command of a guard.
 const COMMAND: &str = "ublk-guard";
-/// Set for a server in the background: who started it waits until nobody has its standard error.
+/// Set for a server in the background: its parent waits until standard error is closed.
 const IN_BACKGROUND: &str = "WEIR_IN_BACKGROUND";
-/// How often it is looked whether the kernel has noticed the end of a process.
+/// Interval of checking whether the kernel has noticed the end of a process.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The process that guards a device; it begins when this is dropped, as it does when this process
-/// ends.
+/// The guard of a device; it becomes active when this is dropped, as when this process ends.
 #[derive(Debug)]
 pub(super) struct Guard(Option<Child>);
 
 impl Drop for Guard {
     fn drop(&mut self) {
         let Some(mut child) = self.0.take() else { return };
-        // It ends by itself: at once where the device has gone.
+        // The guard exits by itself: at once if the device is gone.
         let wait = move || drop(child.wait());
         let _ = thread::Builder::new().name("guard's end".into()).spawn(wait);
     }
 }
 
-/// Has a device that outlives this process be guarded from here on, for so many seconds, or not at
-/// all (0). Whoever guarded it before has ended when this returns: what was known of the device may
-/// be so no more.
+/// Starts a guard for a device that outlives this process, with a timeout in seconds; 0 for none.
+/// The former guard has ended when this returns, so state of the device read before may be stale.
 pub(super) fn replace(control: &Control, device: &Info, seconds: u32) -> io::Result<Option<Guard>> {
     if device.features & feature::USER_RECOVERY == 0 {
         return Ok(None);
@@ -78,7 +78,7 @@ pub(super) fn dismiss(control: &Control, number: u32) -> io::Result<()> {
             Err(Errno::SRCH) => continue,
             handle => handle?,
         };
-        // Another process may have had the number by then, but not this lock.
+        // The process ID may have been reused before pidfd_open, but only a guard has the lock.
         if control.guardian(number)? != Some(process) {
             continue;
         }
@@ -86,17 +86,17 @@ pub(super) fn dismiss(control: &Control, number: u32) -> io::Result<()> {
             Ok(()) | Err(Errno::SRCH) => {}
             Err(errno) => return Err(errno.into()),
         }
-        // Not before whatever it has asked of the driver is over.
+        // Waits for the exit: the guard may be in the middle of a request to the driver.
         while let Err(Errno::INTR) = poll(&mut [PollFd::new(&handle, PollFlags::IN)], None) {}
     }
     Ok(())
 }
 
 impl Guard {
-    /// It has the lock when this returns.
+    /// Starts a guard; it holds the lock when this returns.
     fn start(device: &Info, seconds: u32) -> io::Result<Self> {
         let is_in_background = env::var_os(IN_BACKGROUND).is_some();
-        // This very program, even if its file was replaced.
+        // /proc/self/exe is this very program, even if its file was replaced.
         let mut child = Command::new("/proc/self/exe")
             .arg(COMMAND)
             .current_dir("/")
@@ -126,14 +126,14 @@ impl Guard {
     }
 }
 
-/// What a guard is told, in one line.
+/// Orders of a guard, sent as one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Orders {
     number: u32,
     mark: u64,
-    /// Who serves the device.
+    /// Process ID of the server.
     server: u32,
-    /// How long it may wait for who takes it over.
+    /// Time for which the device may wait for another server.
     patience: Duration,
 }
 
@@ -152,8 +152,8 @@ impl Orders {
         Some(Self { number, mark, server, patience: Duration::from_secs(seconds) })
     }
 
-    /// The device, if it is there and nobody has it but perhaps who served it: the kernel says so
-    /// as long as it has not noticed the end of that.
+    /// The device, if it is waiting, or its only server is the one that has ended: the kernel may
+    /// not have noticed that end yet.
     fn left(&self, control: &mut Control) -> Option<Info> {
         let info = control.info(self.number).ok().filter(|info| info.mark == self.mark)?;
         let is_left = match info.state() {
@@ -165,13 +165,13 @@ impl Orders {
     }
 }
 
-/// Guards the device that standard input names, from the end of standard input on. Returns what
-/// came of it, for the log; nothing where somebody has taken the device over, or it is gone.
+/// Guards the device named on standard input after the end of standard input. Returns a result for
+/// the log; `None` if another process has taken the device over, or it is gone.
 ///
 /// # Errors
-/// If nobody is there who says what to guard, or the driver refuses.
+/// Standard input has no orders, or the driver fails.
 pub fn run() -> io::Result<Option<String>> {
-    // What ends the server by its name, its terminal or its service spares this one.
+    // Signals that end the server by name, terminal or service must not end the guard.
     SigSet::all().thread_block()?;
     let mut stdin = io::stdin().lock();
     let orders = Orders::read(&mut stdin).ok_or_else(|| {
@@ -179,7 +179,7 @@ pub fn run() -> io::Result<Option<String>> {
             "this is a part of `weir serve --ublk=0,dead-timeout=SECONDS`, and nothing by itself",
         )
     })?;
-    // 0 is the process that writes. Refused in a container, where all of it ends together.
+    // 0 means the writing process. Fails in a container, where the guard ends with the container.
     let _ = fs::write("/sys/fs/cgroup/cgroup.procs", "0");
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let mut control = Control::open()?;

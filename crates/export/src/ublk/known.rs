@@ -1,10 +1,11 @@
-//! Which devices the driver has, and the end of one: what their makers and their guards both need.
+//! Existing devices of the driver, and the removal of one: shared by servers and guards.
 
 use std::{collections::BTreeSet, fs, io, path::PathBuf, sync::mpsc, thread, time::Duration};
 
 use reactor::ublk::{Control, Info};
 
-/// The driver tells nobody, so it is asked again: users of the device wait meanwhile.
+/// Interval of polling the driver, which sends no notification; openers of the device wait
+/// meanwhile.
 pub(super) const PAUSE: Duration = Duration::from_millis(2);
 
 /// The block device of this number.
@@ -12,19 +13,19 @@ pub fn path(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/ublkb{number}"))
 }
 
-/// The numbers of all devices, but for those that go with their last user.
+/// Numbers of all devices, except those whose removal waits for their last opener.
 pub(super) fn numbers() -> BTreeSet<u32> {
     let entries = fs::read_dir("/sys/class/ublk-char").into_iter().flatten().flatten();
     let number = |name: &str| name.strip_prefix("ublkc")?.parse().ok();
     entries.filter_map(|entry| number(entry.file_name().to_str()?)).collect()
 }
 
-/// Removes a device, and waits until nobody can find it any more; not until its last user has
+/// Removes a device; returns once it cannot be found any more, possibly before its last opener has
 /// closed it.
 pub(super) fn begin_removal(device: Info) -> io::Result<()> {
     let (done, removed) = mpsc::channel();
     let delete = move || Control::open().and_then(|mut control| control.delete(&device));
-    // Nobody listens where it has a user.
+    // Sending fails if this function has returned while an opener still delayed the removal.
     thread::Builder::new().name("removal".into()).spawn(move || drop(done.send(delete())))?;
     loop {
         match removed.recv_timeout(PAUSE) {

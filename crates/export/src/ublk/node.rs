@@ -1,4 +1,4 @@
-//! Devices as such: which there are, making one or taking one over, and removing it.
+//! Devices of the driver: list, make, take over, and remove them.
 //!
 //! ```text
 //!            add, set_params               start
@@ -7,14 +7,14 @@
 //!      └──────── delete ────────┴────── stop ───────┘ └───── recovery, by mark ────┘
 //! ```
 //!
-//! Of a device that waits, its guard may be there, which removes it some time later: it is ended
-//! before anything is done with such a device ([`guard`]).
+//! A waiting device may have a guard that removes it later, so the guard is ended before anything
+//! is done with the device ([`guard`]).
 //!
-//! A device that waits for a process and shows the image of the disk is taken over, with the queues
-//! and limits that it was made with. One that was made for it and never started is removed: a
-//! process was killed in between. Nobody else serves the image, because it is locked.
+//! A waiting device with the mark of the disk's image is taken over, with the queues and parameters
+//! that it was made with. One that was made and never started is removed: its maker was killed in
+//! between. No other process serves the image, because it is locked.
 //!
-//! All of this blocks. Never touches a device that weir has not made, unless it is told to.
+//! All functions block. Never changes a device that weir has not made, except by [`remove`].
 
 use std::{
     collections::BTreeSet,
@@ -40,27 +40,26 @@ use super::{
     request::SECTOR_BYTES,
 };
 
-/// How long the kernel may take to notice that a process has gone: before 6.7 it looks every five
-/// seconds.
+/// Time for the kernel to notice the end of a process: before 6.7 it checks every five seconds.
 const NOTICED: Duration = Duration::from_secs(30);
 
-/// How long udev may take to give a device to the user who makes it.
+/// Time for udev to give a device to the user who makes it.
 const GIVEN: Duration = Duration::from_secs(10);
 
-/// Why there is no device. Nothing has changed, unless it says so.
+/// Reason why there is no device. Nothing has changed, unless the variant says so.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
-    /// Not in the kernel, or not loaded.
+    /// The driver is not in the kernel, or not loaded.
     #[error(
         "this kernel has no ublk driver (`modprobe ublk_drv`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_UBLK)"
     )]
     NoDriver,
-    /// Not for this user.
+    /// This user may not use the driver.
     #[error(
         "this user may not use the ublk driver: {0} (start weir as root, or with the key unprivileged where /dev/ublk-control is this user's)"
     )]
     NotPermitted(io::Error),
-    /// A user who is not root has made one, and may not use it.
+    /// An unprivileged user has made a device, and was not given it.
     #[error(
         "{}: not this user's after {} s, as a device that a user makes is to be (have a rule of udev's give it to them; root can remove it: weir detach /dev/ublkb{number})", ublk::Queue::path(*number).display(), GIVEN.as_secs()
     )]
@@ -68,33 +67,33 @@ pub enum Refused {
         /// N.
         number: u32,
     },
-    /// Somebody else's.
+    /// A device of this number exists.
     #[error("/dev/ublkb{number}: there is a device of this number already{} (choose another, or leave the number away)", of_process(*process))]
     Taken {
         /// N.
         number: u32,
-        /// Who serves it, if anybody does.
+        /// Its server, if there is one.
         process: Option<u32>,
     },
-    /// `ublks_max`
+    /// `ublks_max` is reached.
     #[error(
         "the ublk driver has as many devices as it may (remove some, or write a larger number to /sys/module/ublk_drv/parameters/ublks_max)"
     )]
     TooMany,
-    /// Somebody has removed it.
+    /// Another process has removed the device.
     #[error(
         "the device that was to be recovered is not there any more (weir makes one when it is started again)"
     )]
     Gone,
-    /// The memory to be lent.
+    /// The memory to be lent is not available.
     #[error("{0}")]
     Memory(#[from] NotEnough),
-    /// The kernel.
+    /// The kernel has failed.
     #[error("{what}: {error}")]
     Kernel {
-        /// What was asked of it.
+        /// The operation.
         what: String,
-        /// What it said.
+        /// Its error.
         error: io::Error,
     },
 }
@@ -103,25 +102,25 @@ fn of_process(process: Option<u32>) -> String {
     process.map_or(String::new(), |process| format!(", served by process {process}"))
 }
 
-/// What a step is for, where it fails.
+/// Adds the purpose of an operation to its error.
 pub(super) fn kernel<T>(what: impl Into<String>, result: io::Result<T>) -> Result<T, Refused> {
     result.map_err(|error| Refused::Kernel { what: what.into(), error })
 }
 
-/// A device of the driver, whoever made it.
+/// A device of the driver, made by any program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// N of `/dev/ublkbN`.
     pub number: u32,
-    /// How it is doing.
+    /// State of the device.
     pub state: State,
-    /// Who serves it.
+    /// Process ID of its server.
     pub process: Option<u32>,
-    /// Whether weir made it.
+    /// True if weir made it.
     pub is_ours: bool,
 }
 
-/// All devices that this user may know of, by their numbers; none without the driver.
+/// All devices that this user may examine, by number; empty without the driver.
 ///
 /// # Errors
 /// [`Refused::NotPermitted`].
@@ -135,10 +134,10 @@ pub fn list() -> Result<Vec<Found>, Refused> {
     Ok(infos.map(|info| found(&info)).collect())
 }
 
-/// Removes a device that nobody serves. What it was asked and has not done fails.
+/// Removes an orphaned device; its pending requests fail.
 ///
 /// # Errors
-/// [`Refused::Taken`]: a process serves it. What the kernel says.
+/// [`Refused::Taken`]: a process serves it. Any error of the kernel.
 pub fn remove(number: u32) -> Result<(), Refused> {
     let mut control = open()?;
     let what = format!("/dev/ublkb{number}: not removed");
@@ -159,7 +158,7 @@ fn found(info: &Info) -> Found {
     }
 }
 
-/// The process that serves a device, if it is there.
+/// Process ID of a device's server, if that is alive.
 fn server_of(info: &Info) -> Option<u32> {
     let process = u32::try_from(info.process).ok().filter(|process| *process != 0)?;
     (info.state() == State::Live && Path::new(&format!("/proc/{process}")).exists()).then_some(process)
@@ -173,19 +172,19 @@ fn open() -> Result<Control, Refused> {
     })
 }
 
-/// Whether this process may take the device over; not yet, where the last one is not quite gone.
+/// Begins to take a device over; false if the kernel has not yet cleaned up its last server.
 fn begin_recovery(control: &mut Control, info: &Info, what: impl Fn() -> String) -> Result<bool, Refused> {
     let Err(error) = control.start_recovery(info) else { return Ok(true) };
     match error.raw_os_error() {
         Some(libc::EBUSY) => Ok(false),
-        // It has begun: the process that did was killed before it fetched anything.
+        // Already begun, by a process that was killed before it fetched a request.
         Some(libc::EINVAL) => Ok(true),
         _ => Err(Refused::Kernel { what: what(), error }),
     }
 }
 
-/// Waits until this user may use the device of this number, which they have made. Before, the
-/// driver refuses every command.
+/// Waits until udev has given the new device to this user; until then the driver rejects every
+/// command.
 fn until_given(number: u32) -> Result<(), Refused> {
     let (path, end) = (ublk::Queue::path(number), Instant::now() + GIVEN);
     while access(&path, AccessFlags::R_OK | AccessFlags::W_OK).is_err() {
@@ -197,29 +196,29 @@ fn until_given(number: u32) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Whether a device of this disk is to be made whose data is not copied.
+/// True if a device of this disk can be zero-copy.
 fn may_be_zero_copy(control: &Control, export: &Export) -> bool {
     let Export { offer, disk, .. } = export;
-    // The kernel has no users but root move pages of others.
+    // Zero copy needs root: the kernel does not let other users reference foreign pages.
     let is_wanted = offer.zero_copy && !offer.unprivileged && disk.takes_registered();
     is_wanted && control.features() & feature::ZERO_COPY == feature::ZERO_COPY
 }
 
-/// Numbers of devices that this process serves, or is about to.
+/// Numbers of devices that this process serves or is about to serve.
 static CLAIMED: LazyLock<Mutex<BTreeSet<u32>>> = LazyLock::new(Mutex::default);
 
 fn claimed() -> MutexGuard<'static, BTreeSet<u32>> {
-    // A set is one whatever panicked.
+    // A set stays consistent after a panic.
     CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A device of ours, made or being taken over, which requests can be fetched from.
+/// A device of this process, made or being taken over, from which requests can be fetched.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) info: Info,
     pub(super) params: Params,
     pub(super) is_taken_over: bool,
-    /// Begins when this is dropped.
+    /// Becomes active on drop.
     _guard: Option<Guard>,
 }
 
@@ -242,7 +241,7 @@ impl Node {
         Self::make(&mut control, export, mark)
     }
 
-    /// Takes over the device of this disk from a process that is about to have ended.
+    /// Takes over the device of this disk from a process that is about to end.
     pub(super) fn recover(export: &Export) -> Result<Self, Refused> {
         let mark = mark::of(&export.disk).ok_or(Refused::Gone)?;
         Self::take_over(&mut open()?, export, mark, true)?.ok_or(Refused::Gone)
@@ -256,7 +255,8 @@ impl Node {
         let mut info = Info::new(offer.queues, offer.depth, offer.most_bytes);
         info.features = wanted & control.features() | unprivileged;
         info.mark = mark.unwrap_or(mark::none());
-        // Held, so that nobody here takes it for one that was left.
+        // Held until the number is inserted, so that no other task takes the new device for an
+        // orphan.
         let mut claimed = claimed();
         let made = match may_be_zero_copy(control, export) {
             true => Self::add_zero_copy(control, export, info, mark),
@@ -277,21 +277,21 @@ impl Node {
         let mut node = Self { info, params, is_taken_over: false, _guard: None };
         let guard = guard::replace(control, &info, offer.dead_timeout_s);
         node._guard = kernel(format!("{}: its guard", node.path().display()), guard).inspect_err(|_| {
-            // It has no use.
+            // Removed, because it cannot be used.
             let _ = control.delete(&info);
         })?;
         if info.features & feature::UNPRIVILEGED != 0 {
             until_given(info.number)?;
         }
         if let Err(error) = control.set_params(&info, params) {
-            // It has no use.
+            // Removed, because it cannot be used.
             let _ = control.delete(&info);
             return Err(Refused::Kernel { what: format!("/dev/ublkb{}: its limits", info.number), error });
         }
         Ok(node)
     }
 
-    /// Without copies, or as `plain` says where the kernel refuses that.
+    /// Makes a zero-copy device, or one according to `plain` if the kernel refuses that.
     fn add_zero_copy(
         control: &mut Control,
         export: &Export,
@@ -331,7 +331,8 @@ impl Node {
         Ok(None)
     }
 
-    /// The device of this number, if it was left and shows this image; if `waits`, once it is left.
+    /// The device of this number, if it is orphaned and has the disk's mark; with `waits`, waits
+    /// until its server has ended.
     fn left(
         control: &mut Control,
         export: &Export,
@@ -346,12 +347,12 @@ impl Node {
             (is_it && (waits || server_of(&info).is_none())).then_some(info)
         };
         let Some(info) = look(control) else { return Ok(None) };
-        // From here on nobody removes it but this process.
+        // From here on only this process may remove it.
         let guard = kernel(what(), guard::replace(control, &info, export.offer.dead_timeout_s))?;
         let end = Instant::now() + NOTICED;
         while let Some(info) = look(control) {
             match info.state() {
-                // Its process has gone, and the kernel has not noticed.
+                // Its server has ended, and the kernel has not noticed yet.
                 State::Live => {}
                 State::Waiting if begin_recovery(control, &info, what)? => {
                     let params = kernel(what(), control.params(&info))?;
@@ -376,7 +377,7 @@ impl Node {
         path(self.info.number)
     }
 
-    /// Has it begin, or go on. Every tag has been fetched.
+    /// Starts or resumes the device. Every tag must have been fetched.
     pub(super) fn start(&self) -> Result<(), Refused> {
         let mut control = open()?;
         let result = match self.is_taken_over {
@@ -386,9 +387,9 @@ impl Node {
         kernel(format!("{}: not started", self.path().display()), result)
     }
 
-    /// Writes back what the page cache has of it, and takes it away from whoever uses it.
+    /// Writes back the page cache of the device, then stops it.
     pub(super) fn stop(&self) -> Result<(), Refused> {
-        // With recovery, the kernel fails what it writes back while it stops the device.
+        // With recovery enabled, the kernel fails writeback that happens while it stops the device.
         if let Ok(device) = fs::File::open(self.path())
             && let Err(error) = device.sync_all()
         {
@@ -397,12 +398,12 @@ impl Node {
         kernel(format!("{}: not stopped", self.path().display()), open()?.stop(&self.info))
     }
 
-    /// Nothing of this process has it open any more.
+    /// Removes the device; this process must not have it open.
     pub(super) fn delete(&self) -> Result<(), Refused> {
         kernel(format!("{}: not removed", self.path().display()), open()?.delete(&self.info))
     }
 
-    /// Whether it can have another length while it is there.
+    /// True if the driver can resize a live device.
     pub(super) fn can_resize(&self) -> bool {
         self.info.features & feature::UPDATE_SIZE != 0
     }

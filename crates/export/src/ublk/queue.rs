@@ -6,12 +6,12 @@
 //!   commit, and fetch ◄── answer ◄── disk ◄── merge ◄─ turn
 //! ```
 //!
-//! Every tag is fetched all the time, but for the requests in hand. What arrives in one turn of the
-//! reactor is planned together, so adjacent requests become one I/O.
+//! Every tag without a request in hand is fetched. Requests that arrive in one turn of the reactor
+//! are planned together, so adjacent requests become one I/O.
 //!
-//! A queue ends when the kernel has taken all tags back, or when it is left: then nothing more is
-//! begun, and what has not begun stays the kernel's. It comes to rest in between: what has begun is
-//! answered, and all else waits, until it goes on or its process ends.
+//! A queue ends when the kernel has aborted all tags, or when the device is left: then no further
+//! request is started, and those not started stay with the kernel. A queue can also quiesce:
+//! started requests are answered, and all others wait until it resumes or its process ends.
 
 use std::{
     cell::{Cell, RefCell},
@@ -37,11 +37,11 @@ use block::disk::Patience;
 use reactor::{Launcher, Signal};
 use storage::Durability;
 
-/// A request in hand.
+/// A request in hand: fetched and not committed.
 pub(super) struct Incoming {
     pub(super) tag: u16,
     pub(super) request: Request,
-    /// Its data stays where it is, and goes alone: an I/O names one buffer.
+    /// Zero copy: not merged, because an I/O references one registered buffer.
     is_alone: bool,
 }
 
@@ -66,15 +66,15 @@ pub(super) struct Queue {
     depth: u16,
     arrived: RefCell<Intake<Incoming>>,
     news: Signal,
-    /// Requests in hand.
+    /// Number of requests in hand.
     in_flight: Cell<u64>,
-    /// Tags that the kernel has not taken back.
+    /// Number of tags that the kernel has not aborted.
     tags: Cell<u16>,
-    /// What it said of the first that it has.
+    /// Error of the first aborted tag.
     over: Cell<Option<io::Error>>,
     leaving: Cell<bool>,
     resting: Cell<bool>,
-    /// For those that wait for their limits.
+    /// Wakes requests that wait for limits.
     pub(super) leave: Event,
     pub(super) patience: Arc<Patience>,
 }
@@ -97,16 +97,16 @@ impl Queue {
         })
     }
 
-    /// Asks for the first request of every tag.
+    /// Fetches the first request of every tag.
     ///
     /// # Errors
-    /// The kernel does not give any.
+    /// The kernel rejects the fetch.
     pub(super) async fn begin(self: &Rc<Self>) -> io::Result<()> {
         for tag in 0..self.depth {
             self.go_on(tag, Step::Fetch);
         }
         self.channel.begun().await?;
-        // What was refused has been told by now.
+        // Lets the tasks of rejected tags run before their error is read.
         reactor::yield_now().await;
         self.over.take().map_or(Ok(()), Err)
     }
@@ -121,7 +121,7 @@ impl Queue {
                 self.rest().await;
                 continue;
             }
-            // What is carried out at once may bring the next.
+            // Swapped, because executing a request may make the next one arrive.
             std::mem::swap(&mut taken, &mut *self.arrived.borrow_mut());
             self.start(&mut taken, &mut launcher, Self::carry_out);
             self.news.wait().await;
@@ -129,12 +129,12 @@ impl Queue {
         watching.cancel().await;
     }
 
-    /// Until it is to go on.
+    /// Quiesces, and waits until the device resumes.
     async fn rest(&self) {
         while self.resting.get() && self.in_flight.get() > self.waiting() {
             self.news.wait().await;
         }
-        // What was answered, the kernel knows by then.
+        // Waits until the kernel has received all commits; a process that ends now loses none.
         let submitted = self.channel.begun().await;
         if !self.resting.get() || submitted.is_err() {
             return;
@@ -147,7 +147,7 @@ impl Queue {
         self.device.at_rest.fetch_sub(1, SeqCst);
     }
 
-    /// Requests in hand that have not begun.
+    /// Number of requests in hand that were not started.
     fn waiting(&self) -> u64 {
         self.arrived.borrow().len() as u64
     }
@@ -170,7 +170,7 @@ impl Queue {
         );
     }
 
-    /// Does as the export is told to.
+    /// Follows the state of the export.
     async fn watch(self: Rc<Self>) {
         loop {
             let changed = self.device.changed.listen();
@@ -193,7 +193,7 @@ impl Queue {
         }
     }
 
-    /// Takes a step with a tag, and waits for its next request.
+    /// Submits a step of a tag, and waits for its next request.
     fn go_on(self: &Rc<Self>, tag: u16, step: Step) {
         let next = self.channel.step(tag, step);
         let this = Rc::clone(self);
@@ -211,7 +211,7 @@ impl Queue {
 
     fn arrive(&self, tag: u16) {
         if self.leaving.get() {
-            // Whoever takes the device over is given it.
+            // Not counted: the driver issues it again to the next server.
             return;
         }
         let request = parse(self.channel.descriptor(tag), &self.device.rules());
@@ -222,13 +222,13 @@ impl Queue {
         self.news.raise();
     }
 
-    /// Answers a request, and asks for the next.
+    /// Commits a result and fetches the next request.
     pub(super) fn commit(self: &Rc<Self>, tag: u16, result: i32) {
         self.go_on(tag, Step::Commit(result));
         self.forget();
     }
 
-    /// A request that waits for its limits does not begin now.
+    /// Keeps a request that waited for limits and is not to be started now.
     pub(super) fn put_off(&self, incoming: Incoming) {
         if self.leaving.get() {
             return self.forget();
@@ -237,7 +237,7 @@ impl Queue {
         self.news.raise();
     }
 
-    /// A request is left to whoever takes the device over.
+    /// Counts out a request that was committed, or is left to the next server.
     pub(super) fn forget(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);
@@ -246,7 +246,7 @@ impl Queue {
         }
     }
 
-    /// Whether nothing is to begin.
+    /// True if no request is to be started.
     pub(super) fn holds_back(&self) -> bool {
         self.leaving.get() || self.resting.get()
     }

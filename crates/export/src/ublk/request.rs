@@ -1,10 +1,10 @@
-//! What the kernel asks, as a value: judged once, so that whoever carries it out only meets ranges
-//! that lie inside the disk and are allowed.
+//! Requests of the kernel as values, validated once, so that `execute` only receives permitted
+//! ranges inside the disk.
 
 use reactor::{error::Error, ublk::Descriptor};
 use storage::Durability;
 
-/// The unit of offsets, lengths and sizes, whatever a block is.
+/// Unit of offsets, lengths and sizes, independent of the block size.
 pub(super) const SECTOR_BYTES: u64 = 512;
 
 /// `UBLK_IO_OP_…`
@@ -16,7 +16,7 @@ mod operation {
     pub(super) const WRITE_ZEROES: u32 = 5;
 }
 
-/// `UBLK_IO_F_…`: the write is to be durable; zeroes are to stay allocated.
+/// `UBLK_IO_F_…`: durable write; zeroes that stay allocated.
 const FUA: u32 = 1 << 13;
 const NO_UNMAP: u32 = 1 << 15;
 
@@ -30,7 +30,7 @@ pub(super) enum Kind {
         may_unmap: bool,
         durability: Durability,
     },
-    /// Nothing is done.
+    /// Rejected without I/O.
     Refused(Error),
 }
 
@@ -42,14 +42,14 @@ pub(super) struct Request {
     pub(super) bytes: u64,
 }
 
-/// What requests are judged by.
+/// Rules for validating requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
     pub(super) size_bytes: u64,
     pub(super) read_only: bool,
-    /// Of a read or a write.
+    /// Longest read or write.
     pub(super) most_bytes: u64,
-    /// Of a write that does not ask for more.
+    /// Durability of a write without FUA.
     pub(super) durability: Durability,
 }
 
@@ -79,7 +79,7 @@ pub(super) fn parse(descriptor: Descriptor, rules: &Rules) -> Request {
     let inside = |offset: &u64| offset.checked_add(bytes).is_some_and(|end| end <= rules.size_bytes);
     match offset.filter(inside) {
         Some(offset) => Request { kind, offset, bytes },
-        // The image is shorter than the device says.
+        // The image is shorter than the device.
         None => refused(Error::IO),
     }
 }

@@ -1,7 +1,7 @@
-//! A device at work: its queues, each on one worker, from its start to its end.
+//! A running device: its queues, each on one worker, from its start to its end.
 //!
-//! It ends when it is told to, or when somebody has removed it from outside. Who serves it is told
-//! by [`Server::over`].
+//! It ends by [`Server::close`] or [`Server::leave`], or when it is removed from outside; then
+//! [`Server::over`] returns.
 
 use std::{
     io,
@@ -35,25 +35,25 @@ use reactor::{
     ublk::{self, Info, Params},
 };
 
-/// What a device did so far.
+/// Counters of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Queues that are served.
     pub queues: usize,
-    /// Requests that were taken.
+    /// Requests received.
     pub requests: u64,
-    /// Of these, how many are being carried out.
+    /// Requests in flight.
     pub in_flight: u64,
-    /// Another process had it before.
+    /// The device was taken over from another process.
     pub is_taken_over: bool,
     /// It outlives this process, and waits for the next.
     pub survives: bool,
-    /// Bytes that are set aside for the data of requests: the kernel was lent them, or they are for
-    /// what has to be copied.
+    /// Bytes reserved for the data of requests: lent to the kernel, or for data that has to be
+    /// copied.
     pub lent_bytes: u64,
-    /// Data stays where it is.
+    /// Zero copy.
     pub is_zero_copy: bool,
-    /// Bytes that were copied nonetheless: see [`block::disk::Disk::read_registered`].
+    /// Bytes that were copied nevertheless: see [`block::disk::Disk::read_registered`].
     pub copied_bytes: u64,
 }
 
@@ -64,13 +64,13 @@ pub struct Server {
     node: Node,
     queues: AtomicUsize,
     is_over: AtomicBool,
-    /// It stops, it is over, or the disk has another length.
+    /// Notified when the device stops or has ended, and when the disk was resized.
     changed: Event,
     resizes: AtomicU64,
     lent: Lent,
 }
 
-/// Memory that is set aside until this is dropped.
+/// Memory that is reserved until this is dropped.
 #[derive(Debug)]
 struct Lent(u64);
 
@@ -86,27 +86,27 @@ impl Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        // Less can always be had.
+        // Reducing a reservation cannot fail.
         let _ = Budget::process().reserve(Self::WHAT, self.0, 0);
     }
 }
 
 impl Server {
-    /// Makes a device for a disk, or takes over the one that an earlier process has left with its
-    /// image; it is there when this returns. Queues run on these workers, one after the other.
+    /// Makes a device for a disk, or takes over the orphaned one of its image; the device exists
+    /// when this returns. Queues are distributed over the workers.
     ///
     /// # Errors
-    /// [`Refused`]. A device that was left stays.
+    /// [`Refused`]. An orphaned device stays.
     pub async fn open(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
         let of_node = export.clone();
         let node = reactor::blocking(move || Node::open(&of_node)).await?;
         Self::with(node, export, workers).await
     }
 
-    /// Takes over the device of a process that is about to have ended: waits until it has.
+    /// Takes over the device of a process that is about to end; waits until it has ended.
     ///
     /// # Errors
-    /// [`Refused`]. The device stays, and waits.
+    /// [`Refused`]. The device stays and waits.
     pub async fn recover(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
         let of_node = export.clone();
         let node = reactor::blocking(move || Node::recover(&of_node)).await?;
@@ -153,35 +153,35 @@ impl Server {
         self.node.info.number
     }
 
-    /// The block device.
+    /// Path of the block device.
     pub fn path(&self) -> PathBuf {
         self.node.path()
     }
 
-    /// Waits until there is no such device any more, or it is left to another process.
+    /// Waits until the device is removed, or left to another process.
     pub async fn over(self: Arc<Self>) -> io::Result<()> {
         self.wait_while(|server| server.connections() > 0).await;
         Ok(())
     }
 
-    /// 1 while the device is there.
+    /// 1 while the device exists, otherwise 0.
     pub fn connections(&self) -> usize {
         usize::from(!self.is_over.load(SeqCst))
     }
 
-    /// A device is used from its start on.
+    /// Always true: a device is in use from its start.
     pub fn has_served(&self) -> bool {
         true
     }
 
-    /// Counts on from the requests that another process has taken, and the bytes that it has
+    /// Adds the requests of the old process, and the bytes that it has
     /// [copied](Statistics::copied_bytes).
     pub fn count_on(&self, requests: u64, copied_bytes: u64) {
         self.device.requests.fetch_add(requests, Relaxed);
         self.device.copied.fetch_add(copied_bytes, Relaxed);
     }
 
-    /// What it did so far.
+    /// Current counters.
     pub fn statistics(&self) -> Statistics {
         Statistics {
             queues: self.queues.load(Relaxed),
@@ -195,19 +195,18 @@ impl Server {
         }
     }
 
-    /// Whether it outlives this process.
+    /// True if the device outlives this process.
     pub fn survives(&self) -> bool {
         self.node.info.features & ublk::feature::USER_RECOVERY != 0
     }
 
-    /// The disk may have another length: tells the kernel.
+    /// Reports the disk's size to the kernel if it has changed.
     pub fn look_at_size(&self) {
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    /// Takes the device away, whoever uses it: what the kernel has asked is done, what it asks from
-    /// now on fails.
+    /// Removes the device even if it has openers: requests in hand complete, later ones fail.
     pub fn close(&self) {
         if !self.device.parts(Parting::Leave) {
             self.device.part(Parting::Stop);
@@ -215,15 +214,15 @@ impl Server {
         }
     }
 
-    /// Leaves the device to a later process, as far as it can be left, when this one ends: its
-    /// users wait. No request is begun any more.
+    /// Leaves the device to a later process, if it can outlive this one; its openers wait. No
+    /// further request is started.
     pub fn leave(&self) {
         if self.survives() { self.device.part(Parting::Leave) } else { self.close() }
     }
 
-    /// Has every queue come to rest: what has begun is answered, and nothing more begins. Another
-    /// process may have the disk then, and takes the device over once this one has ended. Returns
-    /// false if that takes longer than `patience`.
+    /// Quiesces every queue: started requests are answered, and no further one is started. Another
+    /// process may then use the disk, and takes the device over once this one has ended. False if
+    /// that takes longer than `patience`.
     pub async fn come_to_rest(&self, patience: Duration) -> bool {
         self.device.rest(true);
         reactor::timeout(patience, async {
@@ -239,12 +238,12 @@ impl Server {
         .is_ok()
     }
 
-    /// Goes on after [`Server::come_to_rest`] as if nothing had been.
+    /// Resumes after [`Server::come_to_rest`].
     pub fn go_on(&self) {
         self.device.rest(false);
     }
 
-    /// Waits until `busy` is false: it is asked now, and whenever something has changed.
+    /// Waits until `busy` is false; `busy` is evaluated now and after every change.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
             let changed = self.changed.listen();
@@ -255,7 +254,7 @@ impl Server {
         }
     }
 
-    /// Has every queue fetch, and then the device begin.
+    /// Makes every queue fetch, and then starts the device.
     async fn start(self: &Arc<Self>, workers: &[Worker], ending: Sender<()>) -> Result<(), Refused> {
         let what = || format!("{}: its requests cannot be had", self.path().display());
         let number = self.number();
@@ -296,7 +295,7 @@ impl Server {
         match ublk::Queue::new(channel, info, number, &self.device.copied) {
             Ok(queue) => {
                 let queue = Queue::new(Channel::Driver(queue), info.depth, Arc::clone(&self.device));
-                // Nobody listens if another queue has failed.
+                // Fails if another queue has failed before.
                 let _ = ready.try_send(queue.begin().await);
                 queue.serve().await;
             }
@@ -330,7 +329,7 @@ impl Server {
         }
     }
 
-    /// To its end.
+    /// Handles changes until the device has ended.
     async fn attend(self: Arc<Self>, ended: Receiver<()>) {
         let (mut resizes, mut is_stopped) = (0, false);
         while self.queues.load(SeqCst) > 0 {
@@ -346,8 +345,8 @@ impl Server {
                 continue;
             }
             if let First::One(_) = first(ended.recv(), changed).await {
-                // Without one queue, its requests would wait for ever; the kernel ends all of them,
-                // or none.
+                // One aborted queue means that the kernel has stopped the device, so all of them
+                // end.
                 self.until_ended(&ended).await;
             }
         }
@@ -386,7 +385,7 @@ impl Server {
         }
     }
 
-    /// Asks the driver for something, on a thread of its own; a failure is told.
+    /// Calls the driver on a blocking thread; logs a failure.
     async fn in_node(self: &Arc<Self>, ask: impl FnOnce(&Node) -> Result<(), Refused> + Send + 'static) {
         let server = Arc::clone(self);
         if let Err(error) = reactor::blocking(move || ask(&server.node)).await {
@@ -395,7 +394,7 @@ impl Server {
     }
 }
 
-/// A device that was not started goes; one that was left is left again.
+/// Removes a device that was not started, and leaves one that was taken over.
 async fn give_up(node: Node) {
     if !node.is_taken_over {
         let _ = reactor::blocking(move || node.delete()).await;

@@ -1,12 +1,12 @@
-//! Simulated devices: clients that ask in any order, disks that are slow and fail, and processes
-//! that are killed, leave their device to the next, or stop it.
+//! Simulated devices: clients that send requests in any order, disks that are slow and fail, and
+//! processes that are killed, leave their device to the next, or stop it.
 //!
-//! - Data is copied to lent memory, or stays where it is; what was read ahead, and what is no
-//!   buffer, is copied all the same.
+//! - Data is copied to lent memory, or zero-copy; data from the prefetch cache, and data outside
+//!   registered buffers, is copied in either case.
 //! - Every request is answered exactly once, however many processes had it in hand (`kernel`).
-//! - Reads find what the model of the disk says, and what a flush or FUA covered survives a crash.
+//! - Reads agree with the model of the disk, and data covered by a flush or FUA survives a crash.
 //! - The group's limits hold, also across processes.
-//! - A queue ends when its device stops or is left, and none of its tasks is left then.
+//! - A queue ends when its device stops or is left, with none of its tasks left.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
 //! repeats it.
@@ -56,10 +56,10 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;
 const DISK_BYTES: usize = 128 * BLOCK;
 const MOST_SECTORS: usize = 16;
-/// Requests are merged up to here, in bytes.
+/// Bound of merging, in bytes.
 const LONGEST_REQUEST: u64 = 256 << 10;
 
-/// What has happened, over all seeds: a simulation in which nothing happens shows nothing.
+/// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tally {
     answered: u64,
@@ -71,7 +71,7 @@ struct Tally {
     reissued: u64,
     merged: u64,
     waited: u64,
-    /// Bytes of devices whose data stays where it is.
+    /// Bytes of zero-copy devices that were not copied.
     stayed: u64,
     copied: u64,
     found: u64,
@@ -167,7 +167,7 @@ struct World {
     passed: RefCell<Passed>,
     export: Export,
     may_fail: bool,
-    /// The sector behind the last request of all clients.
+    /// The sector behind the most recent request of any client.
     next: Cell<usize>,
     tally: Rc<Cell<Tally>>,
 }
@@ -176,7 +176,7 @@ struct World {
 struct Process {
     device: Arc<Device>,
     serving: JoinHandle<()>,
-    /// Gone when all of its tasks are.
+    /// Upgradable while any task of the queue is left.
     queue: Weak<Queue>,
 }
 
@@ -187,7 +187,7 @@ impl World {
         self.tally.set(all);
     }
 
-    /// One after the other, and the last stops the device.
+    /// Runs processes one after the other; the last stops the device.
     async fn processes(self: Rc<Self>, all_asked: Rc<Cell<bool>>) {
         for _ in 0..sim::random(|random| random.usize(..6)) {
             let process = self.begin();
@@ -224,14 +224,14 @@ impl World {
         let queue = Queue::new(channel, offer.depth, Arc::clone(&device));
         let weak = Rc::downgrade(&queue);
         let serving = spawn_joinable(async move {
-            // One that is killed before it has begun is given nothing.
+            // A process that is killed before it has begun receives no request.
             let _ = queue.begin().await;
             queue.serve().await;
         });
         Process { device, serving, queue: weak }
     }
 
-    /// Nothing that has begun is left when this returns, and nothing begins.
+    /// Quiesces the queue, and checks that no I/O happens meanwhile.
     async fn rest(&self, process: &Process) {
         let device = &process.device;
         device.rest(true);
@@ -264,11 +264,11 @@ impl World {
             self.count(|all| all.kills += 1);
             self.kernel.end_process();
             if device.is_resting() {
-                // Of what it holds back nothing begins any more.
+                // Requests that it holds back are not started any more.
                 device.part(Parting::Leave);
             }
-            // What it has asked of the disk ends, or else it would write behind the back of the
-            // next: a file is locked until then.
+            // Its I/O must end first, or it would write concurrently with the next process; in
+            // reality the file stays locked until then.
             timeout(FOREVER, serving).await.expect("what it has begun ends");
         }
         self.all_gone(&queue).await;
@@ -284,7 +284,7 @@ impl World {
         panic!("tasks of a queue that has ended");
     }
 
-    /// One client: one request after the other.
+    /// One client, with one request at a time.
     async fn ask(self: Rc<Self>) {
         for _ in 0..sim::random(|random| random.usize(..40)) {
             if chance(5) {
@@ -304,7 +304,7 @@ impl World {
         let (first, sectors) = sim::random(|random| {
             let sectors = random.usize(1..=MOST_SECTORS);
             let last = DISK_BYTES / BLOCK - sectors;
-            // Many follow each other, so that they are merged.
+            // Most requests are adjacent to an earlier one, so that they are merged.
             let follows = random.u8(..4) > 0 && self.next.get() <= last;
             (if follows { self.next.get() } else { random.usize(..=last) }, sectors)
         });

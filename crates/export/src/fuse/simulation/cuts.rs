@@ -1,5 +1,5 @@
-//! A file that is cut at any byte and extended again while it is read, written and punched: bytes
-//! past its end never reappear, in any unit of the image's size.
+//! A file that is truncated at any byte and extended again while it is read, written and punched:
+//! bytes past its end never reappear, whatever the unit of the image's size is.
 
 use std::{
     rc::Rc,
@@ -64,7 +64,7 @@ async fn run() {
     let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
     let group = Group::new("group", settings, None).expect("drawn valid");
     let disk = if chance(50) {
-        // To the byte.
+        // An image whose size may be any number of bytes.
         let image = Image::Raw(Raw::new(Storage::memory(DISK_BYTES as u64)));
         Arc::new(Disk::new("disk", image, <_>::default(), Some(&group)).expect("nothing is reserved"))
     } else {
@@ -138,7 +138,7 @@ async fn program(connection: Rc<Connection>) {
 }
 
 async fn size(connection: &Connection) -> usize {
-    /// Of `size` in `fuse_attr_out`.
+    /// Offset of `size` in `fuse_attr_out`.
     const AT: usize = 24;
     let reply = ask(connection, GETATTR, &[0; 16], &[]).await;
     u64::from_ne_bytes(reply[AT..AT + 8].try_into().expect("eight bytes")) as usize

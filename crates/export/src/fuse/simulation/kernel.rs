@@ -1,5 +1,5 @@
-//! The kernel's side of a FUSE device, in memory: a list of messages that any descriptor may take
-//! from, and requests that are waited for.
+//! The kernel's side of a FUSE device, in memory: a list of messages that any descriptor may read,
+//! and requests with processes that wait for them.
 
 use std::{
     cell::{Cell, RefCell},
@@ -26,7 +26,7 @@ pub(in crate::fuse) struct Connection {
     next_unique: Cell<u64>,
     descriptors: Cell<usize>,
     is_gone: Cell<bool>,
-    /// There is a message, or none any more.
+    /// There is a message, or the file system is gone.
     readable: Event,
     /// A request has been answered.
     answered: Event,
@@ -39,7 +39,7 @@ struct Asked {
     answer: Option<Answer>,
 }
 
-/// An error number, or what follows the reply's header.
+/// An error number, or the body of the reply.
 pub(in crate::fuse) type Answer = Result<Vec<u8>, i32>;
 
 impl Connection {
@@ -49,14 +49,14 @@ impl Connection {
         Kernel { connection: Rc::clone(self), number }
     }
 
-    /// A descriptor that another process has been given.
+    /// A descriptor that was passed to another process.
     pub(in crate::fuse) fn descriptor_again(self: &Rc<Self>, number: usize) -> Kernel {
         Kernel { connection: Rc::clone(self), number }
     }
 
-    /// Sends a message; what it is known by.
+    /// Sends a message; returns its unique number.
     pub(in crate::fuse) fn send(&self, opcode: u32, body: &[u8], data: &[u8], is_answered: bool) -> u64 {
-        // As the kernel's: even.
+        // Even, as the kernel's numbers are.
         let unique = self.next_unique.get() + 2;
         self.next_unique.set(unique);
         let length = 40 + body.len() + data.len();
@@ -75,7 +75,7 @@ impl Connection {
         unique
     }
 
-    /// Sends bytes that nobody waits for.
+    /// Sends bytes without waiting for a reply.
     pub(in crate::fuse) fn put(&self, message: Vec<u8>) {
         if self.is_gone.get() {
             return;
@@ -84,7 +84,7 @@ impl Connection {
         self.readable.notify(1);
     }
 
-    /// Waits for the answer; `ENOTCONN` if there will be none.
+    /// Waits for the reply; `ENOTCONN` if there will be none.
     pub(in crate::fuse) async fn answer(&self, unique: u64) -> Answer {
         loop {
             let answered = self.answered.listen();
@@ -97,7 +97,7 @@ impl Connection {
         }
     }
 
-    /// Unmounts: nothing is read any more, and who waits is told so.
+    /// Unmounts: drops all messages and fails all waiting requests.
     pub(in crate::fuse) fn unmount(&self) {
         self.is_gone.set(true);
         self.messages.borrow_mut().clear();
@@ -108,7 +108,7 @@ impl Connection {
         self.answered.notify(usize::MAX);
     }
 
-    /// Requests that were read and have no answer.
+    /// Number of requests that were read and not answered.
     pub(in crate::fuse) fn owed(&self) -> usize {
         let requests = self.requests.borrow();
         requests.values().filter(|asked| asked.read_by.is_some() && asked.answer.is_none()).count()
@@ -130,7 +130,7 @@ impl Kernel {
         if connection.is_gone.get() {
             return Err(Errno::NODEV);
         }
-        // Another descriptor may have taken what there was.
+        // Sometimes another descriptor has read the message first.
         let message = if sim::random(|random| random.u8(..10)) == 0 {
             None
         } else {

@@ -1,7 +1,7 @@
-//! The driver's twin, in memory: requests that wait, tags that are fetched or in hand, processes
-//! that come and go.
+//! The driver in memory: requests that wait, tags that are fetched or in hand, processes that start
+//! and end.
 //!
-//! It holds that each request is answered once, and that nobody answers what is not in hand.
+//! Checks that each request is answered once, and only while it is in hand.
 
 use std::{
     cell::RefCell,
@@ -22,14 +22,14 @@ use reactor::{
 
 use super::super::channel::Step;
 
-/// What a tag's next step comes to.
+/// Result of a tag's next step.
 pub(in super::super) type Next = Pin<Box<dyn Future<Output = io::Result<()>>>>;
 
-/// A request, until it is answered.
+/// A request until it is answered.
 struct Request {
     descriptor: Descriptor,
     bytes: usize,
-    /// Of a write: what the kernel copies to the process. Of a read: what it has copied from it.
+    /// Data of a write, which the kernel copies to the process; data of a read, copied from it.
     data: Vec<u8>,
     reads: bool,
     result: Option<i32>,
@@ -50,9 +50,9 @@ struct State {
     tags: Vec<Tag>,
     memory: Memory,
     most_bytes: usize,
-    /// Data stays where it is; that of some requests is no buffer of the ring all the same.
+    /// Zero copy; the data of some requests is in no registered buffer nevertheless.
     is_zero_copy: bool,
-    /// How many processes have had it before.
+    /// Number of processes before the current one.
     process: usize,
     is_stopped: bool,
     reissued: u64,
@@ -62,11 +62,11 @@ struct State {
 #[derive(Clone)]
 pub(in super::super) struct Kernel(Rc<RefCell<State>>);
 
-/// What a process has of it.
+/// The part of the device that a process sees.
 pub(in super::super) struct Channel {
     state: Rc<RefCell<State>>,
     process: usize,
-    /// Its own, also when it has gone.
+    /// Memory of this process, also after its end.
     memory: Memory,
     most_bytes: usize,
     is_zero_copy: bool,
@@ -94,7 +94,7 @@ impl Kernel {
         })))
     }
 
-    /// For the next process, which counts there what it copies.
+    /// Channel for the next process, which counts copied bytes in `copied`.
     pub(in super::super) fn channel(&self, copied: &Arc<AtomicU64>) -> Channel {
         let State { process, memory, most_bytes, is_zero_copy, .. } = &*self.0.borrow();
         Channel {
@@ -107,7 +107,7 @@ impl Kernel {
         }
     }
 
-    /// Asks for something, and says how it ended and what was read.
+    /// Sends a request; returns its result and the data that was read.
     pub(in super::super) async fn ask(
         &self,
         descriptor: Descriptor,
@@ -134,7 +134,7 @@ impl Kernel {
         .await
     }
 
-    /// The process has ended, whatever it was doing: what it had in hand is given to the next.
+    /// Ends the process at any point; its requests in hand are issued again to the next.
     pub(in super::super) fn end_process(&self) {
         let wakers = {
             let state = &mut *self.0.borrow_mut();
@@ -154,7 +154,7 @@ impl Kernel {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// The device stops; nothing is in hand any more.
+    /// Stops the device; no request may be in hand.
     pub(in super::super) fn stop(&self) {
         self.0.borrow_mut().is_stopped = true;
         assert!(self.0.borrow().tags.iter().all(|tag| tag.in_hand.is_none()), "stopped too early");
@@ -169,7 +169,7 @@ impl Kernel {
         self.0.borrow().reissued
     }
 
-    /// Gives what waits to tags that are fetched.
+    /// Assigns waiting requests to fetched tags.
     fn dispatch(&self) {
         dispatch(&self.0);
     }
@@ -251,7 +251,7 @@ impl Channel {
 
     fn commit(&self, tag: u16, result: i32) {
         if !self.is_there() {
-            // What a process that has gone says is not heard.
+            // A commit of an ended process is ignored.
             return;
         }
         let waker = {
