@@ -13,6 +13,7 @@ const MOMENT: Duration = Duration::from_secs(1);
 /// clients that connected and disconnected would leave 300 MiB.
 pub(crate) fn give_memory_back() {
     thread_local! { static SOON: Cell<bool> = const { Cell::new(false) } }
+    // A trim is already scheduled; it also covers this disconnect.
     if SOON.replace(true) {
         return;
     }

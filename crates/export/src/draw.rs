@@ -22,6 +22,7 @@ pub(crate) fn limits(of_requests: u32) -> Limits {
     let mut draw = |kind: LimitKind, least: f64| {
         *limits.limit_mut(kind) = sim::random(|random| {
             let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            // Half of the limits have no burst rate.
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
             Limit { rate, burst_rate, burst_length_s: 1 }
         });

@@ -90,6 +90,7 @@ impl<R: Mergeable> Intake<R> {
         let Self { batch, taken, candidates, planner } = self;
         candidates.clear();
         candidates.extend(batch.iter().map(Mergeable::candidate));
+        // Options, because the planner's groups take requests out of order.
         taken.clear();
         taken.extend(batch.drain(..).map(Some));
         planner.plan(candidates, MERGE).groups().map(|group| {

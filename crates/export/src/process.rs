@@ -1,4 +1,4 @@
-//! The process at the other end of a Unix socket.
+//! The peer process of a Unix socket.
 
 use std::{fmt, fs, os::fd::AsFd, sync::Arc};
 

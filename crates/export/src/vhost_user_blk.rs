@@ -25,7 +25,7 @@
 //! - [`connection`]: a session behind a socket. [`front_ends`]: accepting front ends.
 //! - [`client`]: a front end, for measuring servers.
 //!
-//! A connection's owner takes [`Effect`]s from [`Connection::next`] one after the other and
+//! A connection's owner takes [`Effect`]s from [`Connection::next`] in order and
 //! executes them. That enum is the seam between protocol and I/O.
 //!
 //! Never reads rings or requests, and never uses a disk.

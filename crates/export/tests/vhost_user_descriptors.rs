@@ -1,4 +1,4 @@
-//! No descriptor of a front end is left open after it has disconnected. A test binary of its own,
+//! No descriptor of a front end is left open after it has disconnected. A separate test binary,
 //! because descriptors are counted for the whole process.
 
 use std::{

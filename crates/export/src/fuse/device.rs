@@ -194,6 +194,7 @@ impl Device {
         *lock(&self.left) = messages;
         self.end.set(standing.file_bytes);
         self.openers.store(standing.openers, SeqCst);
+        // OPEN was answered by the old process, so RELEASE arrives here without one.
         self.served.store(standing.openers > 0, SeqCst);
         true
     }
@@ -204,6 +205,8 @@ impl Device {
 
     /// Records that the disk's content has changed.
     pub(super) fn has_changed(&self) {
+        // Read before the store: most writes find the flag set, and do not contend for its cache
+        // line.
         if !self.is_changed.load(Relaxed) {
             self.is_changed.store(true, Relaxed);
         }

@@ -193,6 +193,7 @@ impl Queue {
     ) -> Result<()> {
         let _steady = self.keep_size().await;
         if self.device.export.growable {
+            // Under `keep_size`, so the length cannot change before the write has ended.
             let room = self.device.file_bytes().saturating_sub(offset);
             if room == 0 {
                 return Ok(());
@@ -258,6 +259,7 @@ impl Queue {
         let Work::Extend { offset, mut data, durability, may_grow } = work else {
             unreachable!("what it is called for")
         };
+        // Exclusive: no write may run between reading the end and moving it.
         let _turn = self.device.growth.exclusive(0..1).await;
         self.device.end.forget_stale(self.device.disk());
         let size = self.device.file_bytes();
@@ -349,6 +351,7 @@ impl Queue {
         if !self.device.export.growable {
             return Err(Error::NOT_PERMITTED);
         }
+        // Admission before the lock: a request that waits for limits must not block other changes.
         drop(self.pay(unique, now.saturating_sub(size)).await?);
         let _turn = self.device.growth.exclusive(0..1).await;
         match self.device.file_bytes() == size {
@@ -367,6 +370,7 @@ impl Queue {
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
             bytes -= part;
+            // The permit of the last part; those of earlier parts were charged and dropped.
             if bytes == 0 {
                 return Ok(pass);
             }
@@ -489,6 +493,7 @@ impl Queue {
             let pass = admitted.map_err(|denied| denied.error())?;
             let extents = disk.block_status(&pass, at, left.min(SEEK_PART)).await?;
             for extent in &extents {
+                // The first extent of the wanted kind, or the requested offset inside of it.
                 if extent.zero != for_data {
                     return Ok(at);
                 }

@@ -39,6 +39,7 @@ impl Interrupts {
 
     /// Interrupts a request if it waits for limits.
     pub(super) fn interrupt(&self, request: u64) {
+        // Removed, so that a second INTERRUPT has no effect. Unknown requests do not wait any more.
         let interruption = lock(&self.0).remove(&request);
         if let Some(interruption) = interruption {
             lock(&interruption.of).push(request);

@@ -36,6 +36,7 @@ impl Letter {
     /// Memory for `readv`.
     pub(super) fn places(&mut self) -> SmallVec<[IoSliceMut<'_>; 4]> {
         let tiers = self.tiers.iter_mut().zip(TIERS);
+        // Replaces only the tiers that earlier writes have taken.
         let tiers = tiers.map(|(tier, bytes)| tier.get_or_insert_with(|| Buffer::new(bytes)));
         let places = [&mut self.head[..]].into_iter().chain(tiers.map(|tier| &mut tier[..]));
         places.map(IoSliceMut::new).collect()
@@ -74,6 +75,8 @@ impl Letter {
                 break;
             }
             if let Some(mut bytes) = tier.take() {
+                // Shortened, not copied: the rest of the tier stays allocated until the write has
+                // ended.
                 bytes.truncate(length);
                 length -= bytes.len();
                 data.push(bytes);

@@ -169,9 +169,11 @@ pub struct Malformed {
 /// # Errors
 /// [`Malformed`].
 pub fn parse(bytes: &[u8], length: usize) -> Result<Request, Malformed> {
+    // Without a header there is no request to answer; with one, the error can be sent.
     let malformed = |unique| move || Malformed { unique };
     let header = Fields(bytes.get(..HEADER_BYTES).ok_or(Malformed { unique: None })?);
     let unique = header.u64(8).ok_or_else(malformed(None))?;
+    // The unique number is read first, so that a message of wrong length can still be answered.
     let fits = header.u32(0).and_then(|said| usize::try_from(said).ok()) == Some(length);
     let body = Fields(&bytes[HEADER_BYTES..]);
     let operation = header.u32(4).filter(|_| fits).and_then(|opcode| operation(opcode, body, length));
@@ -207,6 +209,7 @@ fn operation(opcode: u32, body: Fields<'_>, length: usize) -> Option<Operation> 
         opcode::READ => Operation::Read { offset: body.u64(8)?, length: body.u32(16)? },
         opcode::WRITE => {
             let (offset, bytes, flags) = (body.u64(8)?, body.u32(16)?, body.u32(32)?);
+            // The data must be complete: its length is used to take memory from the receive buffer.
             let follows = length.checked_sub(WRITE_HEAD_BYTES)?;
             if usize::try_from(bytes) != Ok(follows) {
                 return None;
@@ -341,6 +344,7 @@ impl Reply {
             .u32(MAJOR)
             .u32(init.minor)
             .u32(init.max_readahead)
+            // Split in two halves since 7.36; the upper one follows max_pages.
             .u32(init.flags as u32)
             .u16(init.max_background)
             .u16(congested as u16)
@@ -371,6 +375,8 @@ impl Reply {
             .u32(nanoseconds)
             .u32(nanoseconds)
             .u32(nanoseconds)
+            // One link, the type of a regular file, and the same time for access, change and
+            // modification.
             .u32(REGULAR_FILE | file.permissions)
             .u32(1)
             .u32(file.uid)

@@ -1,4 +1,4 @@
-//! A file that shows a disk in place of its own content, from mounting to unmounting.
+//! A file that shows a disk in place of its content, from mounting to unmounting.
 //!
 //! ```text
 //!   root ────► mount(2) ──────────────► /dev/fuse
@@ -200,7 +200,7 @@ impl Mount {
         }
     }
 
-    /// Takes responsibility for unmounting: the other process does not continue.
+    /// Takes responsibility for unmounting: the process it was adopted from has ended.
     pub(super) fn is_ours(&self) {
         self.is_unmounted.store(false, SeqCst);
     }
@@ -230,7 +230,7 @@ impl Mount {
         Ok(device.into())
     }
 
-    /// Unmounts the file lazily: processes that have it open continue as long as it is served.
+    /// Unmounts the file lazily: processes that have it open continue while it is served.
     /// Unmounts once, so that a later mount of another process stays.
     pub fn unmount(&self) {
         if self.is_unmounted.swap(true, SeqCst) {
@@ -302,6 +302,7 @@ fn open(path: &Path) -> Result<(OwnedFd, Owner), NotMounted> {
     if FileType::from_raw_mode(seen.stx_mode.into()) != FileType::RegularFile {
         return Err(NotMounted::NotAFile(path.into()));
     }
+    // `remove_dead` has removed dead mounts as far as possible, so this one is in use.
     if seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
         return Err(NotMounted::Mounted(path.into()));
     }
@@ -319,7 +320,7 @@ fn open_device() -> io::Result<OwnedFd> {
 fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMounted> {
     let device = match open_device() {
         Ok(device) => device,
-        // A user who may not open the device may not mount either.
+        // Without the right to open the device, mounting would fail as well.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Err(NotMounted::Refused(path.into(), error));
         }
@@ -333,6 +334,7 @@ fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<
         uid.as_raw(),
         gid.as_raw(),
     );
+    // For root `allow_other` always works; for users /etc/fuse.conf must permit it.
     if options.allow_other != Some(false) {
         data.push_str(",allow_other");
     }
@@ -353,6 +355,8 @@ fn mount_by_helper(path: &Path, options: Options) -> Result<OwnedFd, NotMounted>
     match options.allow_other {
         Some(allow_other) => ask_helper(path, options.read_only, allow_other),
         None => {
+            // Unspecified: tries with allow_other, which fails without user_allow_other in
+            // /etc/fuse.conf.
             ask_helper(path, options.read_only, true).or_else(|_| ask_helper(path, options.read_only, false))
         }
     }
@@ -392,6 +396,7 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
         return Err(refused());
     }
     let device = receive_descriptor(&ours).ok_or_else(refused)?;
+    // The helper opens the device in blocking mode.
     rustix::fs::fcntl_setfl(&device, OFlags::NONBLOCK).map_err(|errno| no_helper(errno.into()))?;
     Ok(device)
 }

@@ -55,6 +55,8 @@ pub enum Answer {
 /// Negotiates a reply to INIT.
 pub fn negotiate(init: &Init) -> Answer {
     if init.major > MAJOR {
+        // A newer kernel repeats INIT with the version of this reply (fuse.h, "Version
+        // negotiation").
         return Answer::AskAgain(InitReply { minor: NEWEST_MINOR, ..InitReply::default() });
     }
     if init.major < MAJOR || init.minor < LEAST_MINOR {

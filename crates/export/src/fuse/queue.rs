@@ -94,6 +94,7 @@ impl Queue {
     /// Serves until the device is stopped or gone; then no request is in flight.
     pub(super) async fn serve(self: Rc<Self>) -> Ended {
         let ended = self.run().await;
+        // One failed or ended queue ends the export: the kernel gives requests to any descriptor.
         self.device.stop();
         while self.in_flight.get() > 0 {
             self.news.wait().await;
@@ -151,6 +152,8 @@ impl Queue {
             if self.in_flight.get() == 0 && !is_at_rest {
                 is_at_rest = true;
                 let messages = self.put_back.borrow().iter().flat_map(told::message).collect();
+                // Published once nothing is in flight; requests that were put back go along as
+                // messages.
                 self.device.lie_down(self.number, messages);
             }
             first(self.news.wait(), changed).await;

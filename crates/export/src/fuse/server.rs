@@ -215,6 +215,8 @@ impl Server {
         let (reports, ended) = async_channel::unbounded();
         let turn = NEXT.fetch_add(1, Relaxed) % workers.len().max(1);
         for (number, worker) in workers.iter().cycle().skip(turn).take(QUEUES).enumerate() {
+            // The first queue uses the mount's own descriptor; the new process of an upgrade
+            // inherits that.
             let device = if number == 0 { Ok(mount.device().clone()) } else { mount.another_device() };
             let device = match device {
                 Ok(device) => device,
@@ -228,6 +230,7 @@ impl Server {
             worker.spawn(move || serve_queue(server, device, reports));
         }
         drop(reports);
+        // Only now can the export quiesce: before INIT there is no state to transfer.
         self.greeted.store(true, SeqCst);
         self.device.clients.notify(usize::MAX);
         let closing = async {

@@ -227,6 +227,7 @@ impl World {
         let standing = device.standing();
         let put_back = told::split(&standing.messages).expect("they are messages").len() as u64;
         assert!(put_back <= self.connection.owed() as u64, "more is put back than was asked");
+        // With one queue, its descriptor can be passed on, as the server does in an upgrade.
         let is_taken_over = queues == 1 && chance(50);
         count(&self.tally, |all| {
             all.rests += 1;
@@ -258,7 +259,7 @@ impl World {
         }
     }
 
-    /// Sends requests, one after the other or several at once.
+    /// Sends requests, singly or several at once.
     async fn program(self: Rc<Self>) {
         for _ in 0..sim::random(|random| random.usize(1..12)) {
             let together: Vec<_> = (0..sim::random(|random| random.usize(1..=8)))
@@ -358,6 +359,7 @@ impl World {
                 count(&self.tally, |all| all.answered += 1);
                 return Some(reply);
             }
+            // Only requests that were interrupted may fail with EINTR.
             Err(libc::EINTR) if is_interrupted => count(&self.tally, |all| all.interrupted += 1),
             Err(_) if self.ends.get() => {}
             Err(libc::EIO) if self.may_fail => count(&self.tally, |all| all.failed += 1),

@@ -48,6 +48,7 @@ impl FileEnd {
         let disk_bytes = disk.size_bytes();
         match self.0.load(SeqCst) {
             WITH_DISK => disk_bytes,
+            // Valid only for the disk size that the end was set for.
             end if disk_bytes_for(disk, end) == Some(disk_bytes) => end,
             _ => disk_bytes,
         }
@@ -65,6 +66,7 @@ impl FileEnd {
     pub(super) fn forget_stale(&self, disk: &Disk) {
         let end = self.0.load(SeqCst);
         if end != WITH_DISK && disk_bytes_for(disk, end) != Some(disk.size_bytes()) {
+            // Compared, so that an end that was set meanwhile is kept.
             let _ = self.0.compare_exchange(end, WITH_DISK, SeqCst, SeqCst);
         }
     }

@@ -25,6 +25,7 @@ pub(super) fn message(request: &Incoming) -> Vec<u8> {
             (write(*offset, data.len(), flags(*durability), !may_grow), Some(data))
         }
         Work::Extend { offset: None, data, durability, .. } => {
+            // An append without an offset: the new process determines the end.
             (write(0, data.len(), flags(*durability) | libc::O_APPEND as u32, false), Some(data))
         }
         Work::Other(operation) => (*operation, None),

@@ -49,6 +49,7 @@ impl Mergeable for Incoming {
                 operation: Merging::Write,
                 offset: *offset,
                 length: data.len() as u64,
+                // Writes of different durability are not merged.
                 key: u32::from(*durability == Durability::Synchronous),
             },
             Work::Extend { .. } | Work::Other(_) => {

@@ -77,7 +77,8 @@ impl Admission {
             self.refuse(Why::Network, &Client { address, name: None }, None);
             return false;
         }
-        // Unix sockets have no address, so the bound per address does not apply to them.
+        // Unix sockets have no address, so the bound per address does not apply to them. Networks
+        // first: a client of a forbidden network must not use up the connections of its address.
         let Some(address) = address else { return true };
         let admitted = {
             let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,6 +105,8 @@ impl Admission {
         let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
         if let Entry::Occupied(mut taken) = guests.entry(origin(address)) {
             *taken.get_mut() -= 1;
+            // Removed at zero, so that the map is bounded by the number of connections, not of
+            // addresses seen.
             if *taken.get() == 0 {
                 taken.remove();
             }
@@ -143,6 +146,7 @@ impl Admission {
     }
 
     fn refuse(&self, why: Why, client: &Client, export: Option<&str>) {
+        // Every rejection is counted, but only one a second is logged: a client could fill the log.
         self.counts[why as usize].fetch_add(1, Relaxed);
         if let Some(left_out) = self.lines.line(reactor::recently()) {
             let reason = match why {

@@ -40,12 +40,14 @@ impl Features {
             (writable && self.trim, export_flag::SEND_TRIM),
             (writable && self.write_zeroes, export_flag::SEND_WRITE_ZEROES),
             (writable && self.write_zeroes && self.fast_zero, export_flag::SEND_FAST_ZERO),
+            // DF makes no sense without chunks ("Transmission flags", NBD_FLAG_SEND_DF).
             (self.dont_fragment && style.has_chunks(), export_flag::SEND_DF),
             (self.multi_conn, export_flag::CAN_MULTI_CONN),
             (self.cache, export_flag::SEND_CACHE),
             (block_status && style == ReplyStyle::Extended, export_flag::BLOCK_STATUS_PAYLOAD),
         ]
         .into_iter()
+        // HAS_FLAGS is always set: without it a client ignores all other flags.
         .filter(|(offered, _)| *offered)
         .fold(export_flag::HAS_FLAGS, |flags, (_, flag)| flags | flag)
     }
@@ -149,6 +151,7 @@ impl ExportTable {
     pub fn new(exports: Vec<ExportInfo>) -> Self {
         let mut by_name = HashMap::with_capacity(exports.len());
         for (number, export) in exports.iter().enumerate() {
+            // or_insert: of two exports with one name, the first is found.
             by_name.entry(export.name.clone()).or_insert(number);
         }
         let default = by_name.get("").copied().or((exports.len() == 1).then_some(0));

@@ -333,6 +333,7 @@ fn whatever_a_server_says_everything_ends() {
             let replies = if structured { pieces.concat() } else { [simple(0, 0), vec![7; 100]].concat() };
             let mut script = [welcome(structured), replies].concat();
             sim::random(|random| {
+                // Up to three damaged bytes anywhere in the server's stream.
                 for _ in 0..random.usize(0..4) {
                     let at = random.usize(..script.len());
                     script[at] = if random.bool() { random.u8(..) } else { script[at] ^ 1 << random.u8(..8) };

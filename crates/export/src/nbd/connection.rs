@@ -183,6 +183,7 @@ impl Connection {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let attention = reactor::spawn_joinable(Rc::clone(&self).attend());
         let mut intake = Intake::default();
+        // From here on the receive size adapts to the client, and a larger buffer is charged.
         inbox.await_requests(self.disk.memory().budget());
         let outcome = loop {
             let outcome = self.receive_requests(&mut inbox, &mut intake).await;
@@ -193,6 +194,7 @@ impl Connection {
                 break outcome;
             }
         };
+        // Cancelled before the last replies are sent, which a quiesce must not interrupt.
         attention.cancel().await;
         if self.stop.is_raised() {
             self.patience.lose();
@@ -274,6 +276,7 @@ impl Connection {
                 return Ok(End::Resting);
             }
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
+            // The header is consumed before its payload is read from the same buffer.
             if !matches!(parsed, Parsed::Incomplete | Parsed::Close(_)) {
                 inbox.consume(self.session.style.request_bytes());
             }
@@ -326,6 +329,8 @@ impl Connection {
                         }
                     };
                     memory.keep();
+                    // Counted in only after its payload has arrived: an incomplete request has no
+                    // reply.
                     self.outbox.begin(bytes_in_flight(command));
                     intake.push(Incoming { tag: request.tag, command, data });
                 }
@@ -370,6 +375,8 @@ impl Connection {
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
+        // Bytes to be transferred: an interrupted payload, then unparsed bytes, or a rest to be
+        // skipped.
         let (unfinished, behind, skip) = inbox.rest();
         let mut bytes = Vec::new();
         // A request whose payload was interrupted must be last, directly before the bytes of its
@@ -482,6 +489,8 @@ impl Connection {
                 self.outbox.news.wait().await;
                 continue;
             };
+            // Lets more completions join before the send; the client stays busy with unread
+            // replies.
             if self.is_behind(&message) {
                 reactor::linger();
             }
@@ -492,6 +501,7 @@ impl Connection {
             {
                 tracing::debug!(disk = %self.disk.name(), %error, "the client takes no more replies");
                 self.broken.set(true);
+                // Ends the reader too, so that no request is accepted whose reply cannot be sent.
                 self.stop.raise();
                 self.stream.close();
                 self.abandon();

@@ -72,6 +72,8 @@ impl MetaContext {
     /// True if a query of LIST_META_CONTEXT matches this name: the name itself, its namespace with
     /// an empty leaf, or the prefix of all bitmaps.
     pub fn is_listed_by(name: &str, query: &str) -> bool {
+        // A query may name a namespace with an empty leaf, but no prefix within a leaf, except that
+        // of bitmaps, which QEMU treats like a namespace.
         let whole = query.ends_with(':') && name.starts_with(query);
         query == name || whole && (name.find(':') == Some(query.len() - 1) || query == BITMAPS)
     }

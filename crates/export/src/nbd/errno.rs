@@ -35,6 +35,7 @@ impl Errno {
         match raw {
             libc::EPERM | libc::EACCES | libc::EROFS => Self::Perm,
             libc::ENOMEM => Self::NoMem,
+            // ENOTSUP is reserved for fast zeroing, so a missing operation becomes EINVAL.
             libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS => Self::Inval,
             libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Self::NoSpc,
             libc::EOVERFLOW => Self::Overflow,

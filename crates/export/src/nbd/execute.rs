@@ -39,6 +39,7 @@ impl Connection {
                 self.read(offset, length, dont_fragment, tag).await;
             }
             Command::Write { offset, fua, .. } => {
+                // The reader starts a WRITE only after its payload has arrived.
                 let data = data.expect("parsed with its payload");
                 let length = data.len();
                 self.write(offset, data.into(), fua, &[(tag, length)]).await;
@@ -71,6 +72,7 @@ impl Connection {
                 }
             }
             Command::Nothing => self.outbox.push_header(&self.replier.success(tag), 0),
+            // `receive_until_rest` ends at DISC, so no task is started for it.
             Command::Disconnect => unreachable!("the reader keeps it"),
         }
     }
@@ -123,6 +125,7 @@ impl Connection {
     /// requests behind a hint for a whole disk do not wait for all of it.
     async fn cache(&self, offset: u64, length: u64, tag: Tag) {
         const PART: u64 = 1 << 20;
+        // A hint may be ignored; without a page cache to fill it succeeds at once.
         let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
         while !rest.is_empty() && !self.abandoned.get() {
             let part = PART.min(rest.end - rest.start);
@@ -213,6 +216,8 @@ impl Connection {
     }
 
     async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
+        // An operation without bytes: metadata reads count against IOPS limits, or status queries
+        // would be a way around them.
         let Some(pass) = self.admit(Direction::Read, Cost::one(0), 1, bytes).await else {
             return self.put_back(tag, Command::BlockStatus(query), None);
         };

@@ -60,6 +60,7 @@ impl Holding {
     /// and the bytes that the client has yet to read. `None` between messages.
     pub(super) fn in_a_message(&self) -> Option<(u64, usize)> {
         let due = self.sending.due()?;
+        // SIOCOUTQ: bytes that the peer has not read (Unix) or not acknowledged (TCP).
         Some((due, op::unread_bytes(self.socket.as_ref()?).unwrap_or(0)))
     }
 

@@ -39,6 +39,7 @@ impl Mergeable for Incoming {
                 operation: Operation::Write,
                 offset,
                 length: u64::from(length),
+                // Writes with different FUA flags are not merged: one I/O has one durability.
                 key: u32::from(fua),
             },
             _ => Candidate { operation: Operation::Barrier, offset: 0, length: 0, key: 0 },

@@ -266,6 +266,7 @@ impl Server {
         for (turn, socket) in sockets.into_iter().enumerate() {
             let (server, ended) = (Arc::clone(&self), ended.clone());
             self.attended.fetch_add(1, SeqCst);
+            // Connections are distributed over the workers; the kernel distributes requests by CPU.
             workers[turn % workers.len()].spawn(move || async move {
                 // Writeback to this device must not wait for memory that only writeback can free.
                 // Needs root; without it, serving works as before.
@@ -329,6 +330,7 @@ impl Server {
 
     /// Reports the disk's length to the kernel if it has changed.
     pub fn look_at_size(&self) {
+        // A counter instead of a flag: a change during a resize starts another one.
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
@@ -387,6 +389,7 @@ impl Server {
     fn set_out(&self, course: Course) {
         // Quiesced connections must run to end.
         self.rest.set(Stage::Open);
+        // A `leave` after a `close` must not keep a device that is being disconnected.
         let _ = self.course.compare_exchange(Course::Serve as u8, course as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
     }
@@ -442,6 +445,7 @@ impl Server {
         number: u64,
     ) -> Result<End, super::connection::Broken> {
         let RestedConnection { socket, bytes, skip } = connection;
+        // One signal a connection: replacements start with a fresh one.
         let stop = Arc::<StopSignal>::default();
         lock(&self.live).push((socket.clone(), Arc::clone(&stop)));
         // `leave` between the check in `replace` and the registration above would be missed
@@ -469,6 +473,7 @@ impl Server {
                 return None;
             }
             let _ = reactor::timeout(pause, changed).await;
+            // Backs off, because a kernel that rejects the sockets would reject them at once again.
             pause = (pause * 2).min(LONGEST_PAUSE);
             let (control, device, number) =
                 (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
@@ -536,6 +541,7 @@ fn make(device: &Device, connections: u16) -> Result<(Control, u32, Vec<OwnedFd>
         _ => Error::of(error, None),
     })?;
     let (ours, kernels) = pairs(connections)?;
+    // Found by identity, not by number: another server may have taken the number meanwhile.
     let left_behind = control::left_behind(device.number, &device.backend);
     if let Some(number) = left_behind
         && control.is_connected(number).map_err(|error| Error::of(error, Some(number)))?

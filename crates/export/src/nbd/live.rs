@@ -115,6 +115,7 @@ impl LiveExports {
             return None;
         }
         let number = self.expected.remove(&*export.name).unwrap_or(self.next);
+        // Numbers are never used twice, also if this one was reserved.
         self.next = self.next.max(number + 1);
         self.by_name.insert(Arc::clone(&export.name), number);
         self.by_number.insert(number, export);

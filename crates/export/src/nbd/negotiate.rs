@@ -130,6 +130,7 @@ pub struct Handshake {
 impl Handshake {
     /// Starts a handshake: appends the greeting to `out`.
     pub fn start(policy: TlsPolicy, out: &mut Vec<u8>) -> Self {
+        // "Fixed newstyle negotiation": NBDMAGIC, IHAVEOPT, then the server's handshake flags.
         out.extend_from_slice(&proto::INIT_MAGIC.to_be_bytes());
         out.extend_from_slice(&proto::OPTION_MAGIC.to_be_bytes());
         let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
@@ -146,6 +147,7 @@ impl Handshake {
                 break event;
             }
         };
+        // Kept, so that a further call cannot restart the handshake.
         if matches!(event, Event::Transmission(_) | Event::Close(_)) {
             self.phase = Phase::Over(event);
         }
@@ -192,9 +194,12 @@ impl Handshake {
 
     fn client_flags(&mut self, mut bytes: Fields<'_>) -> Option<Event> {
         let flags = bytes.u32()?;
+        // Recognized for a better message: a frequent mistake is to connect QEMU's vhost-user to
+        // NBD.
         if VHOST_USER.contains(&flags) {
             return Some(Event::Close(Close::VhostUser));
         }
+        // A flag that the server did not offer ends the connection ("Client flags").
         if flags & !(client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES) != 0 {
             return Some(Event::Close(Close::ClientFlags(flags)));
         }
@@ -209,6 +214,7 @@ impl Handshake {
         if magic != proto::OPTION_MAGIC {
             return Some(Event::Close(Close::OptionMagic(magic)));
         }
+        // Options are cheap for a client, so their number is bounded as well as their time.
         self.options += 1;
         if let Err(close) = self.admissible(option, length) {
             return Some(Event::Close(close));
@@ -249,6 +255,7 @@ impl Handshake {
     /// Rejection of an option that the header alone decides; its data is then skipped.
     fn refusal(&self, option: u32, length: u32) -> Option<Then> {
         let refuse = |kind, why| Some(Then::Refuse(Refusal { kind, why }));
+        // ABORT is acknowledged whatever data it carries ("NBD_OPT_ABORT").
         if option == opt::ABORT {
             return Some(Then::Abort);
         }
@@ -262,6 +269,7 @@ impl Handshake {
                     why: "the option is too long",
                 }))
             }
+            // Data on these options is an error, but not a reason to lose step: it is skipped.
             opt::LIST | opt::STARTTLS | opt::STRUCTURED_REPLY | opt::EXTENDED_HEADERS if length > 0 => {
                 refuse(rep::ERR_INVALID, "this option takes no data")
             }
@@ -287,6 +295,7 @@ impl Handshake {
                 Event::StartTls
             }
             Outcome::Transmission(session) => Event::Transmission(session),
+            // EXPORT_NAME has no error reply.
             Outcome::NoExport(why) => Event::Close(Close::ExportName(why)),
         }
     }
@@ -318,6 +327,8 @@ impl Handshake {
         let mut replies = Replies::new(opt::LIST, out);
         while let Some((number, export)) = exports.next(next) {
             replies.server(&export);
+            // Numbers only grow, so exports that are added or removed between batches do not
+            // confuse the list.
             next = number.saturating_add(1);
             if replies.len() - start >= LIST_BATCH_BYTES {
                 self.phase = Phase::Listing { next };

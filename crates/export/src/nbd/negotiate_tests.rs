@@ -132,6 +132,7 @@ fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usi
             Event::Replied => {}
             Event::StartTls => {
                 let again = handshake.advance(&input[start..end], exports, &mut out);
+                // Until `tls_established`, the handshake accepts nothing.
                 assert_eq!(again, Step { consumed: 0, event: Event::StartTls }, "went on without TLS");
                 handshake.tls_established();
                 tls += 1;

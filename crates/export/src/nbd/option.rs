@@ -125,6 +125,7 @@ pub(super) fn answer(
     out: &mut Vec<u8>,
 ) -> Outcome {
     if option == opt::EXPORT_NAME {
+        // Its reply has another format than those of all other options.
         return export_name(terms, data, exports, out);
     }
     let mut replies = Replies::new(option, out);
@@ -157,6 +158,7 @@ fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<
     let session = terms.session(export, &about, false);
     out.extend_from_slice(&about.size_bytes.to_be_bytes());
     out.extend_from_slice(&session.flags.to_be_bytes());
+    // 124 zeroes, unless both sides set NO_ZEROES ("NBD_OPT_EXPORT_NAME").
     if !terms.no_zeroes {
         out.extend_from_slice(&[0; proto::EXPORT_NAME_PADDING]);
     }
@@ -175,6 +177,7 @@ fn start_tls(terms: &mut Terms) -> Result<Outcome, Refusal> {
 
 fn structured_reply(terms: &mut Terms) -> Result<Outcome, Refusal> {
     if terms.extended {
+        // Extended headers imply chunks, so structured replies cannot follow them.
         let why = "extended headers are already negotiated and take precedence";
         return Err(Refusal { kind: rep::ERR_EXT_HEADER_REQD, why });
     }
@@ -242,6 +245,7 @@ fn set_contexts(
     replies: &mut Replies<'_>,
 ) -> Result<Outcome, Refusal> {
     if !terms.style().has_chunks() {
+        // Block status replies are chunks ("NBD_OPT_SET_META_CONTEXT").
         return Err(Refusal::invalid("metadata contexts need structured replies or extended headers first"));
     }
     let Queries { export, bitmaps, texts } = queries(data, exports)?;
@@ -303,6 +307,7 @@ fn send_info(wanted: &Wanted<'_>, about: &ExportInfo, session: &Session, replies
     let mut item = |kind: u16, parts: [&[u8]; 3]| {
         replies.send(rep::INFO, &[&kind.to_be_bytes(), parts[0], parts[1], parts[2]]);
     };
+    // Mandatory in every reply to INFO and GO, whether the client asked for it or not.
     item(info::EXPORT, [&about.size_bytes.to_be_bytes(), &session.flags.to_be_bytes(), &[]]);
     if wanted.canonical_name
         && let Some(name) = wire::string(about.name.as_bytes())

@@ -18,9 +18,9 @@ use reactor::{
     buffer::{Buffer, Segments},
 };
 
-/// Number of requests that one client may have in flight; QEMU's server allows 16.
+/// Bound on the requests of a client in flight; QEMU's server allows 16.
 pub(super) const MAX_REQUESTS: usize = 512;
-/// Payload that one client may have in flight, in bytes: two requests of the largest size.
+/// Bound on the payload of a client in flight, in bytes: two requests of the largest size.
 pub(super) const MAX_BYTES: usize = 64 << 20;
 /// Bytes of unsent replies above which no further request is started. Storage in memory would
 /// otherwise answer a whole batch into cold buffers before the first byte is sent: 16 MiB for
@@ -74,7 +74,7 @@ impl Outbox {
         self.bytes.set(self.bytes.get() + bytes);
     }
 
-    /// True if so many reply bytes are ready that starting more requests would only queue more.
+    /// True if enough reply bytes are ready that starting more requests would only queue more.
     pub(super) fn is_congested(&self) -> bool {
         self.ready.get() >= MAX_READY
     }
@@ -102,7 +102,7 @@ impl Outbox {
         self.push(header.as_bytes(), payload, 1, bytes);
     }
 
-    /// Queues a part of a reply. The caller queues the last part by one of the other functions
+    /// Queues a part of a reply. The caller queues the last part by another function
     /// before it yields, so that no other reply comes between.
     pub(super) fn push_part(&self, header: &ReplyHeader, payload: Segments) {
         self.push(header.as_bytes(), payload, 0, 0);
@@ -110,6 +110,8 @@ impl Outbox {
 
     /// Queues an encoded reply: errors with messages, and block status.
     pub(super) fn push_bytes(&self, reply: &[u8], bytes: usize) {
+        // Short replies share the header block; a long one gets a buffer, or it would waste the
+        // block.
         if reply.len() <= HEADER_BLOCK / 8 {
             self.push(reply, Segments::default(), 1, bytes);
         } else {
@@ -118,6 +120,7 @@ impl Outbox {
     }
 
     fn push(&self, header: &[u8], payload: Segments, requests: usize, bytes: usize) {
+        // Counted before the message is built, so that the reader sees congestion at once.
         self.ready.set(self.ready.get() + header.len() + payload.len());
         {
             let mut queue = self.queue.borrow_mut();
@@ -157,6 +160,7 @@ impl Outbox {
 
 impl Queue {
     fn write_header(&mut self, header: &[u8]) {
+        // A header is never split over two blocks.
         if self.headers.as_ref().is_some_and(|block| block.len() - self.written < header.len()) {
             self.close_headers();
             self.headers = None;

@@ -154,6 +154,7 @@ impl Replier {
             ReplyStyle::Structured => false,
             ReplyStyle::Extended => true,
         };
+        // Encoded once only for its length, which depends on the style.
         let header = self.chunk(tag, reply_type::NONE, 0, last).as_bytes().len();
         let fixed = if wide { 8 } else { 4 };
         // The count is known after the extents are written, so the front is filled in afterwards.
@@ -199,6 +200,7 @@ fn simple(tag: Tag, errno: u32) -> ReplyHeader {
 /// Appends extents; returns their number, at least 1.
 fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent], out: &mut Vec<u8>) -> u32 {
     let unknown = [Extent { length: query.length, flags: 0 }];
+    // A chunk needs at least one extent, so an empty result is reported as data of the whole range.
     let known = extents.iter().any(|extent| extent.length > 0);
     let usable = if known { extents } else { &unknown };
     // Only the last extent may extend past the query, and with `one` not even that.

@@ -111,6 +111,7 @@ fn errors_with_an_offset() {
 fn messages_are_clipped_to_4096_bytes() {
     let long = error(STRUCTURED, &"x".repeat(5000));
     assert_eq!(long.len(), 20 + 6 + 4096);
+    // The chunk's length, then that of the message.
     assert_eq!(long[16..20], (6u32 + 4096).to_be_bytes());
     assert_eq!(long[24..26], 4096u16.to_be_bytes());
 }

@@ -163,6 +163,7 @@ pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
         return Parsed::Close(Breach::Magic(header.magic));
     }
     let tag = header.tag;
+    // Before any check: a disconnect has no reply, so an error could not be sent.
     if header.kind == cmd::DISC {
         return Parsed::Request(Request { tag, command: Command::Disconnect });
     }
@@ -189,6 +190,8 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
         cmd::WRITE => write(&range, fua),
         cmd::FLUSH => flush(header, session),
         cmd::TRIM => {
+            // EPERM before other checks: a read-only export does not offer TRIM at all, but the
+            // error that clients expect is EPERM.
             writable(session)?;
             offered(session, export_flag::SEND_TRIM, "this export does not offer TRIM")?;
             range.inside(Errno::Inval)?;
@@ -219,6 +222,7 @@ fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
     };
     // Valid on every command once offered: existing clients set it on reads too.
     let allowed = of_command | when(cmd_flag::FUA, export_flag::SEND_FUA);
+    // "Command flags": unknown or unoffered flags are EINVAL, never ignored.
     if header.flags & !allowed != 0 {
         return Err((
             Errno::Inval,
@@ -286,12 +290,14 @@ fn read(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
 fn write(range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
     writable(range.session)?;
     let length = range.payload(Errno::Inval)?;
+    // Writes past the end fail with ENOSPC, reads with EINVAL ("Error values").
     range.inside(Errno::NoSpc)?;
     Ok(range.or_nothing(Command::Write { offset: range.offset, length, fua }))
 }
 
 fn flush(header: &Header, session: &Session) -> Result<Command, Refusal> {
     offered(session, export_flag::SEND_FLUSH, "this export does not offer FLUSH")?;
+    // "NBD_CMD_FLUSH": both are reserved, and MUST be zero.
     if header.length != 0 || header.tag.offset != 0 {
         return Err((Errno::Inval, "offset and length of a FLUSH must be zero"));
     }

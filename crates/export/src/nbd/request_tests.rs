@@ -28,7 +28,7 @@ fn session(style: ReplyStyle) -> Session {
     }
 }
 
-/// A request as it is encoded on the wire.
+/// Fields of a request on the wire.
 #[derive(Clone, Copy)]
 struct Raw {
     flags: u16,
@@ -147,7 +147,7 @@ fn a_wrong_magic_closes() {
         bytes[0] ^= 1;
         assert!(matches!(parse(&bytes, &s, SIZE), Parsed::Close(Breach::Magic(_))));
     }
-    // Each header style where the other was negotiated.
+    // A header of a style that was not negotiated.
     let compact = raw(cmd::READ, 0, 512).bytes(ReplyStyle::Simple);
     assert!(matches!(parse(&[compact, vec![0; 4]].concat(), &extended(), SIZE), Parsed::Close(_)));
     let wide = raw(cmd::READ, 0, 512).bytes(ReplyStyle::Extended);
@@ -404,6 +404,7 @@ proptest! {
             Parsed::Request(request) => request.command,
             Parsed::Refused(refused) => {
                 prop_assert!(refused.skip <= proto::DEFAULT_MAX_PAYLOAD);
+                // Either there is no payload, or all of it is skipped.
                 prop_assert!(refused.skip == 0 || u64::from(refused.skip) == length);
                 return Ok(());
             }

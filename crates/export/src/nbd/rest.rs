@@ -108,6 +108,8 @@ impl Rest {
                 rested.clear();
             }
             if stage == Stage::Still {
+                // Under the lock of `rested`, so that `lie` cannot publish state of the previous
+                // quiesce.
                 self.turn.fetch_add(1, SeqCst);
             }
             self.stage.store(stage as u8, SeqCst);
@@ -126,6 +128,7 @@ impl Rest {
     /// Waits until the stage satisfies `is_it`; returns the stage.
     pub(super) async fn until(&self, is_it: impl Fn(Stage) -> bool) -> Stage {
         loop {
+            // The listener exists before the stage is read, so that a change in between wakes it.
             let changed = self.changed.listen();
             let stage = self.stage();
             if is_it(stage) {

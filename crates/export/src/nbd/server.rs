@@ -269,6 +269,7 @@ impl Server {
         let Some(chosen) = exports.get(export) else { return false };
         let visit = self.visit(chosen, number, client);
         let is_there = self.lock().choose(number, export, visit.clone());
+        // Dropped after the client is counted: see `Server::remove`.
         drop(exports);
         if is_there {
             self.served.store(true, Ordering::SeqCst);
@@ -303,6 +304,8 @@ impl Server {
                     break (socket, arriving);
                 }
             };
+            // After accept, because the kernel has already completed the connection: an accepted
+            // client waits here, and no further one is accepted meanwhile.
             let Some(memory) = self.connection_memory(CONNECTION_BYTES).await else { continue };
             place.memory = Some(memory);
             workers[turn % workers.len()].spawn(move || place.keep_while(socket, arriving));
@@ -394,6 +397,8 @@ impl Server {
         let mut closed = pin!(self.rest.until(|stage| stage != Stage::Open));
         let mut is_told = false;
         poll_fn(|context| {
+            // The accept first: a client that has just been accepted must not be lost to the
+            // interrupt.
             if let Poll::Ready(accepted) = accepting.as_mut().poll(context) {
                 return Poll::Ready(accepted);
             }
@@ -448,6 +453,7 @@ impl Server {
     pub fn rested(&self) -> Vec<(Arc<str>, Rested)> {
         let exports = self.exports();
         let rested = self.rest.rested();
+        // Ascending numbers are the order of arrival, which the new process keeps.
         let mut numbers: Vec<_> = rested.keys().copied().collect();
         numbers.sort_unstable();
         let named = |number: u64| {
@@ -463,7 +469,7 @@ impl Server {
     }
 
     /// Ends after an upgrade: closes the connections that cannot move, those with TLS, before it
-    /// returns. The sockets of the others are not touched.
+    /// returns. Sockets without TLS are not touched.
     pub async fn leave(&self) {
         self.rest.set(Stage::Gone);
         let _ = reactor::timeout(FAREWELL, self.wait_while(|server| server.connections() > 0)).await;
@@ -523,6 +529,8 @@ impl Server {
         if early > Duration::ZERO {
             return Some(early);
         }
+        // Its socket is shut down below; its task ends later, and must not be chosen again until
+        // then.
         roster.spare(number);
         if let Some(live) = roster.get(number) {
             tracing::debug!(
@@ -727,6 +735,7 @@ impl Drop for Place {
         if let Some(address) = self.address {
             self.server.admission.leave(address);
         }
+        // Place and memory are returned before `freed`, which wakes the tasks that wait for them.
         self.server.places.fetch_sub(1, Ordering::SeqCst);
         self.memory = None;
         self.server.freed.notify(usize::MAX);

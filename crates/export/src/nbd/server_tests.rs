@@ -154,6 +154,7 @@ fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
             (early, answers)
         });
         let (early, answers) = answers.await;
+        // The last byte of the payload was withheld until here.
         assert_eq!(early, Err(ErrorKind::WouldBlock), "nothing before the last byte");
         let (refused, read) = answers.split_at(16);
         assert_eq!((&refused[4..8], &refused[8..]), (&28_u32.to_be_bytes()[..], &[1; 8][..]));

@@ -182,6 +182,7 @@ impl Crowd {
 async fn resize_now_and_then(disk: &Disk) {
     for _ in 0..sim::random(|random| random.usize(1..6)) {
         sleep_until(now() + some_time() / 10).await;
+        // Never below the regions of well-behaved clients, whose requests must not fail.
         let sectors = (MOST_CLIENTS * REGION).div_ceil(512)..=SIZE / 512;
         let size_bytes = sim::random(|random| random.u64(sectors)) * 512;
         disk.resize(size_bytes).await.expect("memory takes any size");
@@ -282,6 +283,7 @@ async fn converse(
         watching.cancel().await;
         served.set(served.get() - 1);
         assert_eq!(watched.outbox.in_flight(), (0, 0), "a connection ended with requests in flight");
+        // Every task of a connection holds a reference.
         assert_eq!(Rc::strong_count(&watched), 1, "a connection ended with tasks left");
     }
     pipe.close();
@@ -344,6 +346,7 @@ fn what_a_stopped_disk_holds_of_a_client_ends_with_its_connection() {
             }
             disk.failures().next(true).await;
             sleep_until(now() + Duration::from_secs(100)).await;
+            // The disk is stopped: the writes are held, and neither answered nor dropped.
             assert!(!served.task.is_finished() && wire.left_over() == 0);
             if server_ends_it {
                 served.stop.raise();

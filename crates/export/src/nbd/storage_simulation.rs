@@ -99,6 +99,7 @@ impl Host {
 
 fn dial(world: &World) -> std::io::Result<Stream> {
     let mut host = lock(world);
+    // A server must not accept a new connection while requests of the old one may still write.
     if !host.is_up || host.open.load(Ordering::Relaxed) > 0 {
         return Err(std::io::ErrorKind::ConnectionRefused.into());
     }
@@ -364,6 +365,8 @@ fn later_ways(first: Ways) -> Ways {
             3 => ways.flags &= !export_flag::SEND_FLUSH,
             _ => {}
         }
+        // Unfit too: a server whose cache can no longer be flushed, or that cannot make data
+        // durable at all.
         ways.is_unfit |= first.flags & !ways.flags & export_flag::SEND_FLUSH != 0 || !is_durable(ways.flags);
     });
     ways
@@ -418,6 +421,7 @@ async fn doubtful_client(
             }
         };
         if let Some((result, byte)) = changed {
+            // After a failure the range may hold the old or the new bytes.
             known[at..at + length].fill(result.is_ok().then_some(byte));
             let there = lock_disk(&server, base + at..base + at + length);
             let is_there = agrees(&known[at..at + length], &there);

@@ -59,6 +59,8 @@ impl Channel {
             #[cfg(test)]
             Simulated(super::simulation::kernel::Next),
         }
+        // Submitted here, not at the first poll, so that the kernel gets all steps of a turn
+        // together.
         let next = match (self, step) {
             (Self::Driver(queue), Step::Fetch) => Next::Fetch(queue.fetch(tag)),
             (Self::Driver(queue), Step::Commit(result)) => Next::Commit(queue.commit_and_fetch(tag, result)),

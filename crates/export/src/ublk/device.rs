@@ -56,7 +56,7 @@ pub struct Offer {
     pub optimal_io_bytes: u32,
     /// Preferred alignment of discards: a power of two from `block_bytes`.
     pub discard_granularity_bytes: u32,
-    /// The device belongs to the user who makes it.
+    /// The device belongs to the user of this process (`UBLK_F_UNPRIVILEGED_DEV`).
     pub unprivileged: bool,
     /// Zero copy, if kernel and disk support it.
     pub zero_copy: bool,
@@ -189,6 +189,7 @@ impl Device {
 
     /// Ends the device; that also ends a quiesce.
     pub(super) fn part(&self, how: Parting) {
+        // Quiesced queues have to run to end.
         self.is_resting.store(false, SeqCst);
         self.parting[how as usize].store(true, SeqCst);
         self.changed.notify(usize::MAX);

@@ -104,6 +104,8 @@ impl Guard {
             .stdout(Stdio::piped())
             .stderr(if is_in_background { Stdio::null() } else { Stdio::inherit() })
             .env_remove("NOTIFY_SOCKET")
+            // Own process group and no notification socket: the guard outlives the service's main
+            // process.
             .process_group(0)
             .spawn()?;
         let (stdin, stdout) = (child.stdin.as_mut(), child.stdout.take());
@@ -116,6 +118,7 @@ impl Guard {
         };
         let told = orders.write(&mut stdin);
         let guard = Self(Some(child));
+        // After `Guard` owns the child, so that an error still reaps it.
         told?;
         let mut ready = String::new();
         BufReader::new(stdout).read_line(&mut ready)?;

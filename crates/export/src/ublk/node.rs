@@ -43,7 +43,7 @@ use super::{
 /// Time for the kernel to notice the end of a process: before 6.7 it checks every five seconds.
 const NOTICED: Duration = Duration::from_secs(30);
 
-/// Time for udev to give a device to the user who makes it.
+/// Time for udev to change the owner of a new device.
 const GIVEN: Duration = Duration::from_secs(10);
 
 /// Reason why there is no device. Nothing has changed, unless the variant says so.
@@ -251,6 +251,8 @@ impl Node {
         let offer = &export.offer;
         let recovery = feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE;
         let wanted = if mark.is_some() { recovery } else { 0 } | feature::UPDATE_SIZE;
+        // Requested features are limited to those of this kernel, except UNPRIVILEGED, which must
+        // not be dropped silently.
         let unprivileged = if offer.unprivileged { feature::UNPRIVILEGED } else { 0 };
         let mut info = Info::new(offer.queues, offer.depth, offer.most_bytes);
         info.features = wanted & control.features() | unprivileged;
@@ -315,6 +317,7 @@ impl Node {
         waits: bool,
     ) -> Result<Option<Self>, Refused> {
         for number in numbers() {
+            // Claimed first, so that two exports of this process never take over one device.
             let is_asked_for = export.offer.number.is_none_or(|asked| asked == number);
             if !is_asked_for || !claimed().insert(number) {
                 continue;
@@ -344,6 +347,8 @@ impl Node {
         let look = |control: &mut Control| {
             let info = control.info(number).ok().filter(|_| numbers().contains(&number))?;
             let is_it = [mark, mark::zero_copy(mark)].contains(&info.mark);
+            // A device with a live server is left alone, unless the caller knows that the server is
+            // ending.
             (is_it && (waits || server_of(&info).is_none())).then_some(info)
         };
         let Some(info) = look(control) else { return Ok(None) };

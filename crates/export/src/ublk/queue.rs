@@ -180,6 +180,7 @@ impl Queue {
             if self.device.parts(Parting::Leave) && !self.leaving.replace(true) {
                 self.patience.lose();
                 self.leave.notify(usize::MAX);
+                // Not committed, so the driver issues them again to the next server.
                 let waiting = std::mem::take(self.arrived.borrow_mut().all());
                 waiting.iter().for_each(|_| self.forget());
                 self.news.raise();
@@ -201,6 +202,7 @@ impl Queue {
             match next.await {
                 Ok(()) => this.arrive(tag),
                 Err(why) => {
+                    // The kernel has aborted the tag: the device stops.
                     this.tags.set(this.tags.get() - 1);
                     this.over.set(this.over.take().or(Some(why)));
                     this.news.raise();

@@ -69,6 +69,7 @@ pub(super) fn parse(descriptor: Descriptor, rules: &Rules) -> Request {
         operation::WRITE_ZEROES => Kind::WriteZeroes { may_unmap, durability },
         _ => return refused(Error::UNSUPPORTED),
     };
+    // The kernel honours its limits, but lent memory is only as long as `most_bytes`.
     let moves_data = matches!(kind, Kind::Read | Kind::Write(_));
     if bytes == 0 || moves_data && bytes > rules.most_bytes {
         return refused(Error::INVALID);

@@ -132,6 +132,7 @@ impl Server {
             lent,
         });
         let (ending, ended) = async_channel::unbounded();
+        // A device that was taken over may have openers, so it is left for a later attempt.
         if let Err(error) = server.start(workers, ending).await {
             if server.node.is_taken_over {
                 server.device.part(Parting::Leave);
@@ -258,6 +259,7 @@ impl Server {
     async fn start(self: &Arc<Self>, workers: &[Worker], ending: Sender<()>) -> Result<(), Refused> {
         let what = || format!("{}: its requests cannot be had", self.path().display());
         let number = self.number();
+        // One open file for all queues: the driver allows a single one.
         let channel = reactor::blocking(move || ublk::Queue::open_device(number)).await;
         let channel = kernel(what(), channel)?;
         let (ready, readied) = async_channel::unbounded();
@@ -273,6 +275,7 @@ impl Server {
         while let Ok(begun) = readied.recv().await {
             kernel(what(), begun)?;
             queues += 1;
+            // START_DEV blocks until every tag of every queue was fetched, so it comes last.
             if queues == self.node.info.queues {
                 break;
             }
@@ -303,6 +306,7 @@ impl Server {
                 let _ = ready.try_send(Err(error));
             }
         }
+        // Decremented before `ending`, so that the count is right when the event is handled.
         self.queues.fetch_sub(1, SeqCst);
         self.changed.notify(usize::MAX);
         let _ = ending.try_send(());
@@ -318,6 +322,7 @@ impl Server {
             let size_bytes = export.disk.size_bytes();
             let wanted = export.offer.params(size_bytes);
             let settings = |params: &Params| (params.attributes, params.logical_block_shift);
+            // Parameters of a device cannot change while it exists.
             if settings(&wanted) != settings(&node.params) {
                 tracing::warn!(export = %id, "the device keeps its settings: whether it is read-only and has a write cache, and the size of its blocks, are as it was made");
             }

@@ -153,6 +153,7 @@ async fn run(tally: Rc<Cell<Tally>>) {
             let totals = world.export.disk.totals();
             all.stayed += (totals.read_bytes + totals.written_bytes).saturating_sub(copied);
         } else {
+            // Copies by the kernel are not counted here.
             assert_eq!(copied, 0, "of lent memory nothing is copied");
         }
     });
@@ -187,7 +188,7 @@ impl World {
         self.tally.set(all);
     }
 
-    /// Runs processes one after the other; the last stops the device.
+    /// Runs processes in sequence; the last stops the device.
     async fn processes(self: Rc<Self>, all_asked: Rc<Cell<bool>>) {
         for _ in 0..sim::random(|random| random.usize(..6)) {
             let process = self.begin();

@@ -75,6 +75,7 @@ impl Bell {
             op::readable(event).await.map_err(|_: io::Error| NoEvent)?;
             let mut count = [0; 8];
             match take(event, &mut count) {
+                // Signalled at least once since the last read; one read covers all of them.
                 Ok(8) if count != [0; 8] => return Ok(()),
                 // Another reader has consumed the count, or the call was interrupted.
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}

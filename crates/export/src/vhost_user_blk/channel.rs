@@ -35,7 +35,7 @@ pub(super) fn channel(socket: OwnedFd) -> Result<Fd, NoChannel> {
     // After the shutdown nothing can arrive, so a message found now was sent before.
     socket.shutdown(Shutdown::Read).map_err(|_| NoChannel)?;
     match recv(&socket, &mut [0], RecvFlags::DONTWAIT) {
-        // ECONNRESET: the other end was closed with unread data, see unix(7).
+        // ECONNRESET: the peer was closed with unread data, see unix(7).
         Ok((_, 0)) | Err(Errno::CONNRESET) => Ok(OwnedFd::from(socket).into()),
         _ => Err(NoChannel),
     }
@@ -43,6 +43,7 @@ pub(super) fn channel(socket: OwnedFd) -> Result<Fd, NoChannel> {
 
 /// True for an unnamed stream socket; fails for another family and for no socket.
 fn is_of_a_pair(socket: &UnixStream) -> io::Result<bool> {
+    // Both ends: a socket that connected to a listener is unnamed itself, but its peer has a name.
     let is_unnamed = socket.local_addr()?.is_unnamed() && socket.peer_addr()?.is_unnamed();
     Ok(is_unnamed && socket_type(socket)? == SocketType::STREAM)
 }

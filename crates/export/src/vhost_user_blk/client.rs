@@ -204,6 +204,7 @@ impl Requests {
             self.resting.set(true);
         };
         *self.fault.borrow_mut() = Some(fault);
+        // The server is gone: every request in flight fails, and callers get `GONE` from now on.
         let waiting = 0..self.slots.borrow().len();
         waiting.for_each(|slot| self.answer(slot, GONE.errno()));
     }
@@ -269,6 +270,8 @@ impl Requests {
         let waker = match &mut slots[slot] {
             Slot::Awaited(waker) => waker.take(),
             Slot::Abandoned => {
+                // The caller was dropped, so the slot becomes free only now: the device wrote to it
+                // until here.
                 slots[slot] = Slot::Free;
                 self.free.borrow_mut().push(slot);
                 self.in_flight.set(self.in_flight.get() - 1);

@@ -93,6 +93,7 @@ fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     // block.
     let physical_blocks = (offer.physical_block_bytes / block).max(1);
     put(24, &[physical_blocks.ilog2() as u8]);
+    // min_io_size: smaller writes need a read-modify-write of a physical block.
     let least = u16::try_from(physical_blocks).unwrap_or(u16::MAX);
     put(26, &least.to_le_bytes());
     put(28, &(offer.optimal_io_bytes / block).to_le_bytes());
@@ -107,6 +108,7 @@ fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     if !offer.read_only && offer.write_zeroes {
         put(48, &offer.max_erase_sectors.to_le_bytes());
         put(52, &offer.max_write_zeroes_segments.to_le_bytes());
+        // write_zeroes_may_unmap: zeroed ranges may be deallocated if the request allows it.
         put(56, &[1]);
     }
     space

@@ -171,6 +171,7 @@ impl Connection {
             return Err(Ended::Left);
         }
         let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
+        // A malformed payload is no reason to close by itself: the session decides.
         let request = Request::parse(header.code, &payload, descriptors);
         self.session.receive(header.code, header.need_reply, request, &mut self.outputs);
         // Yields after each message, so that a fast front end cannot starve the worker's other
@@ -358,6 +359,8 @@ impl Inbox {
         self.bytes.resize(due, 0);
         if self.filled < due {
             let count = self.receive_once(socket)?;
+            // Set once at the first byte: a slow front end cannot extend it by sending single
+            // bytes.
             self.deadline = self.deadline.or_else(|| Some(reactor::now() + PATIENCE));
             self.filled += count;
         }
@@ -398,6 +401,7 @@ impl Inbox {
             &mut control,
             RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC,
         );
+        // Descriptors are collected before any error is returned, so that each is closed on drop.
         let had = self.descriptors.len();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {

@@ -101,6 +101,7 @@ fn messages_are_taken_in_whatever_pieces_they_come() {
             [reply(code::GET_QUEUE_NUM, 2), reply(code::SET_STATUS, 0), reply(code::GET_STATUS, 3)].concat();
         theirs.write_all(&asks).expect("there is room");
         assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
+        // The same messages byte by byte: each is parsed only when it is complete.
         for byte in &asks {
             theirs.write_all(&[*byte]).expect("there is room");
             look_once(&mut connection).await;
@@ -194,6 +195,7 @@ fn a_front_end_that_reads_nothing_is_given_up() {
         let asks = message(code::GET_FEATURES, 1, &[]).repeat(64);
         let asking = std::thread::spawn(move || {
             let mut theirs = theirs;
+            // Ends when the connection is dropped. It blocks once the server has stopped reading.
             while theirs.write_all(&asks).is_ok() {}
         });
         assert!(matches!(connection.next().await, Err(Ended::NotReading)));

@@ -150,6 +150,7 @@ impl Device {
     /// Parameters for validating requests.
     pub(super) fn limits(&self) -> requests::Device {
         let offer = &self.export.offer;
+        // `None` makes the request type unsupported, as an unoffered feature requires.
         let ranges = |offered: bool, max_ranges: u32| {
             offered.then_some(RangeLimits { max_sectors: offer.max_erase_sectors, max_ranges })
         };
@@ -167,6 +168,7 @@ impl Device {
     /// write-through but has chosen nothing, hence two values.
     pub(super) fn set_write_cache(&self, negotiated: bool, chosen: bool) {
         self.write_cache.store(negotiated, Relaxed);
+        // Logged only if the guest's choice has changed, not at each renegotiation.
         let is_news = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
         let line = || self.switches.line_of(reactor::recently(), SWITCHES_AT_ONCE);
         if let Some(left_out) = is_news.then(line).flatten() {
@@ -197,6 +199,7 @@ impl Device {
     /// times.
     pub(super) fn ring_broke(&self, ring: u16, why: &dyn Display) {
         if let Some(left_out) = self.broken_rings.line(reactor::recently()) {
+            // Remembered only if reported, so that each report has at most one counterpart.
             self.broken().entry(ring).or_insert_with(reactor::now);
             self.tell(&Happening::RingBroken { ring, why }, left_out);
         }
@@ -300,6 +303,7 @@ impl<F: Future<Output = ()>> Future for Counted<F> {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let this = self.project();
+        // The counter belongs to the thread; nothing else runs on it during this poll.
         let before = guest_copies().count;
         let polled = this.io.poll(context);
         let copies = guest_copies().count - before;

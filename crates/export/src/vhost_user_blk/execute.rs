@@ -96,6 +96,8 @@ impl Queue {
         match result {
             Ok(_) => {
                 for mut part in parts {
+                    // `read_to` has filled the parts' own buffers in place; only the dirty log has
+                    // to be updated.
                     let places = take_places(&mut part);
                     self.answer_read(part, Ok(places.into_iter().collect()));
                 }
@@ -158,7 +160,7 @@ impl Queue {
         }
     }
 
-    /// Executes DISCARD and WRITE_ZEROES, one range after the other.
+    /// Executes DISCARD and WRITE_ZEROES, range by range.
     async fn erase(&self, incoming: Incoming) {
         let disk = self.device.disk();
         let durability = self.device.durability();

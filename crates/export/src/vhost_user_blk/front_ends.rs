@@ -3,7 +3,7 @@
 //!
 //! A disk has one front end at a time. A second one is soon rejected, so that a virtual machine
 //! that was started twice fails instead of waiting forever. It is not rejected while the current
-//! front end is about to disconnect: it then waits until the rings of that one have ended. A front
+//! front end is about to disconnect: it then waits until the current rings have ended. A front
 //! end that has sent nothing is disconnected as soon as another sends a message, or after a while
 //! if another waits. Without competition it may stay silent, as machines do to which the disk is
 //! hot-plugged later.
@@ -63,7 +63,7 @@ const MOST_WAITING: usize = 16;
 /// Pause between attempts to accept while file descriptors or memory are short.
 const SHORTAGE: Duration = Duration::from_secs(1);
 
-/// The front ends of one export, one after the other.
+/// The front ends of one export, in sequence.
 #[derive(Debug)]
 pub struct FrontEnds {
     /// Export's name in the log.
@@ -143,6 +143,8 @@ impl FrontEnds {
                 let mut others = pin!(self.turn_away_others(&socket, &is_silent));
                 let over = poll_fn(|context| match served.as_mut().poll(context) {
                     Poll::Ready(()) => Poll::Ready(Ok(())),
+                    // Both are polled, because a competing front end must be handled while one is
+                    // served.
                     Poll::Pending => others.as_mut().poll(context),
                 });
                 over.await?;
@@ -154,6 +156,8 @@ impl FrontEnds {
     /// Waits for a front end.
     async fn next(&mut self) -> io::Result<Fd> {
         self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
+        // One that has sent a message is preferred over silent ones, which may be no front ends at
+        // all.
         let speaks = self.waiting.iter().position(|waiting| has_spoken(&waiting.socket));
         if let Some(waiting) = self.waiting.remove(speaks.unwrap_or(0)) {
             return Ok(waiting.socket);
@@ -221,6 +225,7 @@ impl FrontEnds {
                     came?;
                     let socket = accept(&self.id, &listener, &self.refusals).await?.into();
                     self.waiting.push_back(Waiting { socket, since: reactor::now() });
+                    // Bounded, or a local process could exhaust descriptors by connecting.
                     if self.waiting.len() > MOST_WAITING {
                         self.turn_away_oldest(current);
                     }

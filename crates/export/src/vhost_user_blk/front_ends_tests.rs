@@ -120,14 +120,14 @@ impl Listening {
     }
 }
 
-/// Fails if the other side has closed.
+/// Fails if the peer has closed.
 fn is_served(socket: &UnixStream) {
     socket.set_nonblocking(true).expect("a socket");
     let error = (&*socket).read(&mut [0]).expect_err("it is served");
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
 }
 
-/// Waits until the other side closes.
+/// Waits until the peer closes.
 async fn turned_away(mut socket: UnixStream) {
     let read = reactor::blocking(move || socket.read(&mut [0])).await;
     assert!(matches!(read, Ok(0)), "{read:?}");
@@ -194,6 +194,7 @@ fn one_that_says_nothing_has_to_go_when_another_comes() {
 fn however_many_say_nothing_one_that_speaks_is_served_at_once() {
     Listening::run("crowd", PATIENT, async |it| {
         let owner = &it.owner;
+        // More than `MOST_WAITING`, so that the oldest are rejected while the test runs.
         let mut crowd: Vec<_> = (0..100).map(|_| it.connect()).collect();
         owner.has_seen(1).await;
         let speaks = it.connect();

@@ -53,6 +53,7 @@ pub fn vhost_user_session(data: &[u8]) {
     }
     run.follow(&mut out);
     let still: BTreeSet<u16> = run.session.running().collect();
+    // The session and this model must agree, whatever the front end has sent.
     assert_eq!(still, run.running, "rings that run");
     run.goes_on_elsewhere();
 }
@@ -197,6 +198,7 @@ impl Run {
         let (mut replies, mut closed) = self.follow(&mut out);
         while self.session.is_waiting() {
             assert!(!self.stopping.is_empty(), "it waits for nothing");
+            // The reply to the request comes only after all rings have stopped.
             assert_eq!(replies, 0, "a reply too early");
             let which = input.small() as usize % self.stopping.len();
             self.has_stopped(self.stopping[which], input.small() as u32, &mut out);

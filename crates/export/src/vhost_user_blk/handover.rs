@@ -36,13 +36,14 @@ pub(super) async fn held(
                 (settings.memory, settings.places) = (memory, places);
             }
             First::Other(Ok(Order::Event(kind, bell))) => {
+                // Only the most recent event of each kind is kept.
                 rewired.retain(|(other, _)| *other != kind);
                 rewired.push((kind, bell));
             }
             First::Other(Ok(Order::Stop { .. }) | Err(_)) => {
                 is_over.set(true);
-                // `hold` returns soon because of `is_over`; dropping it here could leave the image
-                // locked.
+                // Awaited instead of dropped: if it holds the image by now, that has to be
+                // released below.
                 break hold.await;
             }
         }

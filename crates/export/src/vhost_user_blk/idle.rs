@@ -27,6 +27,7 @@ impl Idle {
     /// taken so far.
     pub(super) fn pause(&mut self, taken: u64, has_kick: bool) -> Duration {
         let found = self.taken.replace(taken) != Some(taken);
+        // Any progress resets the pause: a driver that submits is polled closely.
         self.vain = if found { 0 } else { self.vain.saturating_add(1) };
         match (has_kick, self.vain.checked_sub(FREE_KICKS)) {
             (true, None) => Duration::ZERO,

@@ -83,7 +83,7 @@ pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(OwnedFd, u6
         let file = memfd_create("weir-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes)?;
         pwrite(&file, &CHOICE_MARK.to_le_bytes(), rings)?;
-        // Without SHRINK, the front end could truncate the file and kill this process by SIGBUS.
+        // Unsealed, the front end could truncate the file, and accesses here would raise SIGBUS.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         rustix::io::Result::Ok(file)
     };
@@ -91,6 +91,7 @@ pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(OwnedFd, u6
 }
 
 fn check_shape(queues: u16, queue_size: u16) -> Result<(), InflightError> {
+    // Bounds the size of an area before anything is allocated or multiplied.
     let right = (1..=MAX_QUEUES).contains(&queues) && (1..=MAX_QUEUE_SIZE).contains(&queue_size);
     if right { Ok(()) } else { Err(InflightError::Shape { queues, queue_size }) }
 }
@@ -139,6 +140,7 @@ impl Loss {
     /// have lost writes, they are lost; after a mere reconnect the opening is still the same.
     pub fn brought(&self) {
         let is_alive = self.place.load_u64(OPENED_AT, Acquire) == self.opened;
+        // WOULD_LOSE of a live opening is normal after a reconnect: its cache still has the writes.
         if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE && !is_alive {
             self.place.store_u64(LOSS_AT, HAS_LOST, Release);
         }
@@ -156,6 +158,8 @@ impl Loss {
     /// Records a write that would be lost; call it before the write is acknowledged.
     pub fn note(&self, would_lose: impl FnOnce() -> bool) {
         let _turn = self.turn();
+        // Before the state is stored: a flush that reads the count earlier does not clear this
+        // write.
         self.noted.fetch_add(1, AcqRel);
         self.set(would_lose());
     }

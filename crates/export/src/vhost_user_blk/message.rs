@@ -158,6 +158,7 @@ impl Header {
     /// [`Malformed`]: the end of the message is unknown, so the connection has to end.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, Malformed> {
         let (code, flags, payload_bytes) = (u32_at(bytes, 0), u32_at(bytes, 4), u32_at(bytes, 8));
+        // "Header": the lower two bits of the flags are the version, bit 2 marks a reply.
         if flags & VERSION_MASK != VERSION {
             return Err(Malformed::Version(flags & VERSION_MASK));
         }
@@ -298,6 +299,7 @@ impl Request {
                 Self::SetConfig { offset, flags, content: content.to_vec() }
             }
             code::GET_INFLIGHT_FD => Self::GetInflightFd(body.inflight()?),
+            // Mappings count in the front end's quota only once the session maps the file.
             code::SET_INFLIGHT_FD => Self::SetInflightFd(body.inflight()?, body.descriptor()?),
             code::RESET_DEVICE => Self::ResetDevice,
             code::GET_MAX_MEM_SLOTS => Self::GetMaxMemSlots,
@@ -375,6 +377,8 @@ impl<'a> Body<'a> {
         if number & !(0xff | NO_DESCRIPTOR) != 0 {
             return Err(Malformed::RingBits(number));
         }
+        // Bits 0 to 7 are the ring, bit 8 means that no descriptor is passed
+        // ("VHOST_USER_SET_VRING_KICK").
         let event = if number & NO_DESCRIPTOR == 0 { Some(self.descriptor()?) } else { None };
         Ok(((number & 0xff) as u32, event))
     }
@@ -389,6 +393,7 @@ impl<'a> Body<'a> {
             let due = TABLE_HEADER_BYTES + due * REGION_BYTES;
             return Err(Malformed::Size { is: self.payload.len(), due });
         }
+        // One descriptor for each region, in the order of the regions.
         if self.descriptors.len() != due {
             return Err(Malformed::Descriptors { is: self.descriptors.len(), due });
         }
@@ -425,6 +430,7 @@ impl<'a> Body<'a> {
     }
 
     fn inflight(&mut self) -> Result<InflightInfo, Malformed> {
+        // Front ends written in C send the structure with its padding, others without.
         let padded = self.payload.len() == PADDED_INFLIGHT_BYTES;
         let bytes: &[u8] =
             if padded { self.whole::<PADDED_INFLIGHT_BYTES>()? } else { self.whole::<INFLIGHT_BYTES>()? };

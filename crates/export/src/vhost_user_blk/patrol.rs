@@ -54,6 +54,7 @@ impl Patrol {
             return true;
         }
         (self.since, self.looked) = (None, None);
+        // Exponential backoff: failures cost processor time that the guest may need.
         self.penalty = (self.penalty * 2).clamp(1, MOST_SKIPPED);
         self.skipped = self.penalty;
         false

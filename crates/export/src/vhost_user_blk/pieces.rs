@@ -58,6 +58,7 @@ impl Queue {
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {
             let bytes = rest.len().min(PIECE_BYTES);
+            // At most PIECE_BYTES; segments at the border are split.
             let after = rest.split_off(bytes);
             let piece = mem::replace(&mut rest, after);
             let (disk, bytes) = (self.device.disk(), bytes as u64);

@@ -300,6 +300,7 @@ impl Queue {
         }
         drop(ring);
         if descriptors > MANY_DESCRIPTORS {
+            // Makes the worker look at completions before it runs the next task.
             reactor::was_long();
         }
         if taken > 0 {
@@ -398,6 +399,7 @@ impl Queue {
     }
 
     fn call(&self) {
+        // The driver suppresses calls while it polls the used ring.
         if !self.ring.borrow_mut().wants_call() {
             return;
         }
@@ -520,7 +522,7 @@ impl Queue {
         }
     }
 
-    /// Marks what a request has written in the dirty log, which may be newer than the request.
+    /// Marks memory written by a request in the dirty log, which may be newer than the request.
     pub(super) fn mark(&self, address: u64, bytes: usize) {
         if !self.memory_changed.get() || self.memory.borrow().log().is_none() {
             return;

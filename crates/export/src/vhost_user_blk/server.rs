@@ -1,4 +1,4 @@
-//! A running export: its front ends, one after the other, and the queues of the connected one.
+//! A running export: its front ends, in sequence, and the queues of the connected one.
 //!
 //! ```text
 //!   front end ─► connection ─► Effect::Start ─► a queue on one of the workers
@@ -250,6 +250,7 @@ impl Server {
     /// Stops accepting and disconnects the front end: its requests in flight complete, those that
     /// wait for limits stay in the ring. Wait for the end with [`Server::wait_while`].
     pub fn close(&self) {
+        // Stored before `changed`, whose listeners then read it.
         self.stopping.store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }

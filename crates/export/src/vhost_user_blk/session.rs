@@ -161,6 +161,7 @@ impl Session {
     ) {
         assert!(!self.is_waiting(), "a message while another waits for its reply");
         self.last_code = Some(code);
+        // Evaluated before the request, which may itself negotiate REPLY_ACK.
         let acknowledge = need_reply && self.has(protocol::REPLY_ACK) && !message::has_answer(code);
         let acknowledge = acknowledge.then_some(code);
         let answer =
@@ -266,6 +267,7 @@ impl Session {
                 self.set_memory(Memory::new(regions)?.with_log(self.memory.log().cloned()), out);
             }
             Request::AddMemReg(info, file) => {
+                // The bound that GET_MAX_MEM_SLOTS reports.
                 if self.memory.regions().len() >= MAX_MEM_SLOTS {
                     return Err(Refusal::TooManyRegions);
                 }
@@ -277,6 +279,8 @@ impl Session {
             }
             Request::SetLogBase { bytes, file_offset, file } => {
                 let log = DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(Refusal::Log)?;
+                // Running rings get the log before the reply, so that no write is missing from the
+                // log.
                 self.memory = self.memory.with_log(Some(log));
                 self.tell_memory(out);
                 // Acknowledged in any case if the log was passed as a descriptor (LOG_SHMFD).

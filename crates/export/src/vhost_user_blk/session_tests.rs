@@ -394,6 +394,7 @@ fn a_base_is_told_when_the_ring_has_ended() {
     assert!(front_end.session.is_waiting());
     assert_eq!(front_end.session.running().collect::<Vec<_>>(), [0]);
     assert_eq!(front_end.stopped(0, 41), format!("reply {:#x}", 41_u64 << 32));
+    // A second report of the same stop is ignored.
     assert_eq!(front_end.stopped(0, 42), "", "it has ended already");
     assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 41_u64 << 32));
 }

@@ -35,6 +35,8 @@ impl Vain {
         let same = last.as_mut().filter(|last| last.process == process && last.why == why);
         let left_out = match same {
             Some(same) if same.is_fresh(now) => {
+                // Counted, so that the next line of the same reason reports the number of omitted
+                // ones.
                 same.left_out += 1 + unseen;
                 return None;
             }

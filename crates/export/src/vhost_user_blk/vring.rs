@@ -110,6 +110,8 @@ pub(super) struct Vring {
 impl Vring {
     /// True if the ring should be served.
     pub(super) fn is_wanted(&self, features: u64) -> bool {
+        // "Ring states": without protocol features a ring is enabled from the start, with them
+        // disabled.
         let enabled = self.enabled.unwrap_or(features & virtio::PROTOCOL_FEATURES == 0);
         let is_set_up = self.size.is_some() && self.addresses.is_some() && !matches!(self.kick, Kick::Unset);
         enabled && is_set_up && !self.broken
@@ -121,6 +123,7 @@ impl Vring {
             unreachable!("only a ring that is set up is looked for")
         };
         let packed = features & virtio::RING_PACKED != 0;
+        // Packed rings may have any size (virtio 1.3 § 2.8.10.1), split rings only powers of two.
         if !packed && !size.is_power_of_two() {
             return Err(Fault::Size(size));
         }

@@ -97,6 +97,7 @@ async fn run() {
     let body = read_or_write(0, DISK_BYTES, 0);
     let content = ask(&connection, READ, &body, &[]).await;
     assert_eq!(content.len(), DISK_BYTES);
+    // Extended to the full length, everything past the former end must read as zeroes.
     let stale = content.iter().skip(size).position(|&byte| byte != 0);
     assert_eq!(stale, None, "bytes past the end of {size} bytes have reappeared");
     connection.unmount();

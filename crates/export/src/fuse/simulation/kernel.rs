@@ -165,6 +165,7 @@ impl Kernel {
             return Err(Errno::NODEV);
         }
         let mut requests = self.connection.requests.borrow_mut();
+        // As the kernel: a reply to an unknown or interrupted request fails with ENOENT.
         let Some(asked) = requests.get_mut(&unique) else { return Err(Errno::NOENT) };
         assert_eq!(asked.read_by, Some(self.number), "answered where it was not read");
         assert!(asked.answer.is_none(), "answered twice");

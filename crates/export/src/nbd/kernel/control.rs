@@ -139,6 +139,7 @@ pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
     let of = |name: &str| name.strip_prefix("nbd")?.parse().ok();
     match number {
         Some(number) => Some(number).filter(is_ours),
+        // Only devices with a backend identifier have the file `backend`.
         None => {
             let all = fs::read_dir("/sys/block").into_iter().flatten().flatten();
             all.filter_map(|entry| of(entry.file_name().to_str()?)).find(is_ours)

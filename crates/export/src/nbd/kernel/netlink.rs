@@ -84,8 +84,10 @@ impl<'a> Answer<'a> {
         let mut rest = self.0;
         std::iter::from_fn(move || {
             let length = usize::from(u16_at(rest, 0)?);
+            // The upper two bits are flags (nested, byte order) and no part of the type.
             let kind = u16_at(rest, 2)? & TYPE;
             let value = rest.get(ATTRIBUTE_HEADER..length)?;
+            // The last attribute may lack its padding.
             rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
             Some((kind, Answer(value)))
         })

@@ -76,6 +76,7 @@ impl Roster {
     pub(super) fn choose(&mut self, number: u64, export: usize, visit: Option<Box<Visit>>) -> bool {
         let Some(live) = self.live.get_mut(&number) else { return false };
         live.visit = visit;
+        // A client that chooses again is counted for its new export only.
         let before = live.export.replace(export);
         self.unfinished.remove(&(live.since, number));
         self.to_push_out.remove(&(live.since, number));

@@ -100,6 +100,7 @@ impl Server {
         let mut handshake = Handshake::start(policy, &mut out);
         let mut inbox = Inbox::new();
         loop {
+            // The state before the step, because the step may have to be repeated, see below.
             let (before, filled) = (handshake.clone(), out.len());
             let mut step = handshake.advance(inbox.bytes(), &offer, &mut out);
             // The reply contains the export's size. Refreshing the size takes time, which `advance`
@@ -137,6 +138,8 @@ impl Server {
                     self.lock().start_tls(number, memory);
                     let keys = &self.tls.as_ref().expect("offered only with keys").keys;
                     let tls = keys.accept().map_err(|error| error.to_string())?;
+                    // Bytes behind STARTTLS go to TLS, where plaintext fails, so that an attacker
+                    // on the network cannot inject options.
                     stream = stream.start_tls(tls, inbox.bytes()).await.map_err(|error| error.to_string())?;
                     inbox = Inbox::new();
                     offer.client.name = stream.tls().and_then(|tls| tls::peer_name(tls.borrow().ssl()));
@@ -203,7 +206,7 @@ fn prepare(socket: &OwnedFd) {
     }
 }
 
-/// The exports of a server that one client may see.
+/// The exports of a server that a client may see.
 pub(super) struct Offer<'a> {
     pub(super) server: &'a Server,
     pub(super) client: Client,

@@ -166,8 +166,10 @@ impl Session {
     /// Registers the request and returns its bytes; none if it conflicts with one in flight.
     fn begin(&self, what: What, range: Range<u64>) -> Vec<u8> {
         let changes = |what: &What| matches!(what, What::Write(_) | What::Zeroes | What::Trim);
+        // A conflict would make the expected content depend on the order of execution.
         let conflicts = |other: &Pending| {
             let overlap = range.start < other.range.end && other.range.start < range.end;
+            // Overlapping reads are fine: neither changes the expected content.
             overlap && (changes(&what) || changes(&other.what))
         };
         if self.pending.borrow().values().any(conflicts) {
@@ -332,6 +334,7 @@ impl Session {
             }
             What::Zeroes if !pending.failed => content[self.known(pending.range.clone())].fill(Some(0)),
             What::Write(_) | What::Zeroes | What::Trim => {
+                // A failed change may have been executed in part; a trim may or may not zero.
                 content[self.known(pending.range.clone())].fill(None);
             }
             What::WrongRead | What::WrongWrite(_) => {

@@ -76,6 +76,8 @@ async fn flood() -> BTreeMap<u16, u64> {
         let traffic = device.traffic();
         let allowed = |kind, one| {
             let rate = limits.limit(kind).rate as f64;
+            // The leaky bucket's bound: the rate, a tenth of a second of burst, and one request
+            // that is paid for afterwards.
             if rate == 0.0 { f64::MAX } else { rate * seconds + rate / 10.0 + one as f64 }
         };
         let operations = (traffic.reads + traffic.writes) as f64;

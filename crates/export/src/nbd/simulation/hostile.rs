@@ -100,6 +100,7 @@ impl Hostile {
                 let mut bytes = self.reads(style, 3);
                 bytes.extend(request(style, cmd::READ, 0, 7, 0, 1));
                 let at = bytes.len() - style.request_bytes();
+                // The first byte of the last request's magic number.
                 bytes[at] ^= 1;
                 bytes.extend(self.reads(style, 3));
                 wire.send(&bytes).await?;

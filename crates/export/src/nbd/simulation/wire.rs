@@ -91,6 +91,7 @@ impl Wire {
             let data = self.take(u32_at(&header, 16) as usize).await?;
             match u32_at(&header, 12) {
                 rep::ACK => return Ok(replies),
+                // Error replies have bit 31 set ("Option reply types").
                 kind if kind < rep::ERR_UNSUP => replies.push(data),
                 kind => panic!("option {option} was refused with {kind:#x}"),
             }

@@ -141,6 +141,7 @@ impl Kernel {
             state.process += 1;
             state.memory = lent(state.tags.len() as u16, state.most_bytes);
             let mut wakers = Vec::new();
+            // Reversed, because each is pushed to the front: the original order is kept.
             for tag in state.tags.iter_mut().rev() {
                 let before = std::mem::take(tag);
                 wakers.extend(before.waker);

@@ -28,7 +28,7 @@ pub enum Effect {
         /// Complete settings.
         settings: Box<RingSettings>,
     },
-    /// Take no further request from a ring, complete the started ones, put the others back, and
+    /// Take no further request from a ring, complete the started ones, put the rest back, and
     /// report `Session::stopped`. The guest's memory must not be accessed afterwards.
     Stop {
         /// Number of the ring.
@@ -45,7 +45,7 @@ pub enum Effect {
         error: Option<Fd>,
     },
     /// The memory of running rings was replaced, or logging of writes to it begins or ends. Started
-    /// requests keep their memory; what they write after logging has begun is also marked in the
+    /// requests keep their memory; their writes after logging has begun are also marked in the
     /// new memory's log when they complete.
     Memory {
         /// Memory for requests that start now.
@@ -155,6 +155,7 @@ impl Refusal {
             return false;
         };
         match why {
+            // The front end has truncated the file.
             RegionError::TooShort { .. } => true,
             // The front end has sealed the file: see `fcntl(2)`, F_SEAL_FUTURE_WRITE.
             RegionError::Map(error) => error.kind() == io::ErrorKind::PermissionDenied,

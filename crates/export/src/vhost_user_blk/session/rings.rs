@@ -36,6 +36,7 @@ impl Session {
         let Some(vring) = self.rings.get_mut(usize::from(ring)) else { return };
         match vring.state {
             State::Stopped => return,
+            // Stopped without an order: the queue found the ring broken by its driver.
             State::Running => (vring.broken, vring.spoilt) = (true, true),
             State::Stopping => {}
         }
@@ -139,7 +140,7 @@ impl Session {
         self.settle_all(out);
     }
 
-    /// Resets the device once no ring runs. Keeps what the front end sends only once: see
+    /// Resets the device once no ring runs. Keeps state that the front end sends only once: see
     /// [`Session`]'s module.
     fn forget(&mut self, bases: Bases) {
         for vring in &mut self.rings {
@@ -189,6 +190,7 @@ impl Session {
         match (vring.state, vring.is_wanted(self.features) && !self.resting) {
             (State::Stopped, true) => match self.settings(ring) {
                 Ok(settings) => {
+                    // Set before the outputs, because `tell_size` and later messages depend on it.
                     self.rings[usize::from(ring)].state = State::Running;
                     self.tell_write_cache(out);
                     let settings = Box::new(settings);

@@ -108,6 +108,7 @@ impl Session {
             said.push(area.with(file.try_clone_to_owned()?));
         }
         let (offset, choice) = config_space::writeback(self.writeback);
+        // Behind the in-flight area, whose recorded choice would otherwise override this one.
         said.push(Said::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
         if self.told_size.is_some() {
             let bytes =

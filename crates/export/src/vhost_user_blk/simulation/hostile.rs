@@ -54,6 +54,7 @@ impl Hostile {
             let attack = Attack::draw(memory.clone());
             let Layout { size, packed, .. } = attack.layout;
             if chance(20) {
+                // In some runs the memory also changes by itself while the device reads it.
                 self.prey.borrow_mut().push(memory.place(0, MEMORY_BYTES as usize).expect("all of it"));
             }
             let inflight = chance(40).then(|| {

@@ -129,6 +129,7 @@ impl Machine {
         });
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&file, END - RINGS).expect("its length");
+        // Behind the rings, so that these stay in one region; buffers may cross the seam.
         let seam = sim::random(|random| random.u64(SLOTS..END)) & !15;
         let memory = map(&file, seam);
         let driver = Driver::new(&layout(shape, places(&memory, shape)));
@@ -284,6 +285,7 @@ impl Machine {
         let indirect = self.shape.indirect && chance(50);
         let free = self.driver.borrow().free();
         let most = if indirect { 2 * MOST_PIECES } else { free };
+        // A request has at least one readable and one writable descriptor.
         if free == 0 || most < 2 {
             self.slots.borrow_mut().push(slot);
             return false;
@@ -423,11 +425,14 @@ impl Machine {
         if let What::Change { numbers, hint } = &sent.what {
             let outcome = match sent.cache {
                 _ if failed || *hint => Outcome::Open,
+                // Write-through guarantees durability only if the mode did not change meanwhile.
                 (false, switches) if switches == self.cache.get().1 => Outcome::Durable,
                 _ => Outcome::Applied,
             };
             numbers.iter().for_each(|&number| model.end_change(number, outcome));
         }
+        // The used length counts written bytes from the beginning: with unfilled data it is zero,
+        // although the status behind it was written.
         let written = if filled > 0 || found.is_empty() { filled + 1 } else { 0 };
         assert_eq!(used.written, written as u32, "{sent:?}");
         self.check_surroundings(sent);

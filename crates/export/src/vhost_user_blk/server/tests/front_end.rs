@@ -56,6 +56,7 @@ impl FrontEnd {
         let memory = Memory::new(vec![region]).expect("one region");
         let front_end = Self { socket: ours.into(), file, memory, served, requests: 0 };
         let number = |number: u64| number.to_ne_bytes();
+        // Not acknowledged: REPLY_ACK is only negotiated by this message.
         front_end.send(code::SET_PROTOCOL_FEATURES, 1, &number(protocol::OFFERED), &[]);
         front_end.ask(code::SET_FEATURES, &number(FEATURES), &[]).await;
         let mut table = 1_u64.to_ne_bytes().to_vec();
@@ -183,6 +184,7 @@ impl GuestRing {
     }
 
     pub(super) fn kick(&mut self) {
+        // The device suppresses kicks while it polls.
         if self.driver.wants_kick() {
             rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).expect("there is room");
         }

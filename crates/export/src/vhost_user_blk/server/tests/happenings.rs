@@ -37,6 +37,7 @@ fn server_and_heard() -> (Arc<Server>, Arc<Heard>) {
 }
 
 fn break_ring(ring: &GuestRing) {
+    // More entries than the ring's size: a violation by the driver.
     ring.available.store_u16(2, 1000, std::sync::atomic::Ordering::Release);
     rustix::io::write(&ring.kick, &1_u64.to_ne_bytes()).expect("there is room");
 }

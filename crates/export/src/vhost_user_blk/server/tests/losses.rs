@@ -37,7 +37,7 @@ impl Kept {
         Self(file.into(), bytes)
     }
 
-    /// Copy of the area's part behind the rings, as it is if the process is killed now. The copy
+    /// Copy of the area's part behind the rings, at the moment when the process is killed. The copy
     /// belongs to another guest, whose rings start at 0.
     fn as_of_now(&self) -> Self {
         let copy = Self::new();

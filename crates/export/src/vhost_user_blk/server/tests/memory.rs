@@ -64,7 +64,7 @@ fn nothing_is_served_into_memory_that_has_gone() {
         let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
         front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
         ftruncate(&file, 0).expect("its length");
-        // The ring is in the other region. Most of these requests wait for limits.
+        // The ring is in the first region. Most of these requests wait for limits.
         let piece = |address, bytes, writable| Piece { address, bytes, writable };
         for number in 0..10 {
             let at = REQUESTS + number * 0x1000;
