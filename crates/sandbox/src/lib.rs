@@ -1,4 +1,4 @@
-//! Rights that the daemon drops once everything is open, so that an attacker who takes it over
+//! Rights that the daemon drops once everything is open, so that an attacker in the process
 //! gains little.
 //!
 //! ```text
@@ -253,8 +253,8 @@ pub fn check(plan: &Plan) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks the limit of file descriptors for those reserved for virtual machines, as far as it is
-/// known before workers and sockets use theirs.
+/// Checks the limit of file descriptors for those reserved for virtual machines, as far as it
+/// can be known before workers and sockets use theirs.
 ///
 /// # Errors
 /// The limit is too low; the message has a sufficient one.

@@ -72,6 +72,7 @@ fn inside() {
         }
         for (what, result) in refused {
             let errno = result.as_ref().err().and_then(io::Error::raw_os_error);
+            // ENOSYS is from seccomp, EACCES from landlock or file permissions.
             let is_refused = [nix::libc::ENOSYS, nix::libc::EACCES].map(Some).contains(&errno);
             assert!(is_refused, "{what}: {result:?}");
         }

@@ -76,6 +76,7 @@ impl Identity {
         if !is_root() {
             return Ok(());
         }
+        // Groups before the user: afterwards the right to change them is gone.
         setgroups(&self.groups).context("user: the groups cannot be set")?;
         setgid(self.group).context("user: the group cannot be set")?;
         setuid(self.user).context("user: it cannot be gone on as")?;
