@@ -10,7 +10,7 @@
 //!     takeover/ upgrade: another daemon continues for this one
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   events/     the most recent events, and the actors that caused them
-//!   http/       metrics for Prometheus and the page, on a thread of its own
+//!   http/       metrics for Prometheus and the page, on a separate thread
 //!   on_event/   the process that starts a command for each event
 //!   sandbox/    rights that are dropped once everything is open
 //!   notify      messages to the service manager

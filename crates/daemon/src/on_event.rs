@@ -118,7 +118,7 @@ fn say(mut socket: &UnixStream, line: &str) -> io::Result<()> {
     socket.write_all(format!("{line}\n").as_bytes())
 }
 
-/// The next line; `None` once the other side has closed.
+/// The next line; `None` once the peer has closed.
 fn hear(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String>> {
     let mut line = String::new();
     socket.by_ref().take(MOST_LINE).read_line(&mut line)?;
@@ -167,7 +167,7 @@ fn prepare(orders: &Orders) -> anyhow::Result<command::Command> {
     Ok(command)
 }
 
-/// An event as it is delivered, with the number of events skipped before it.
+/// Encodes an event with the number of events skipped before it.
 fn handed(mut event: Value, skipped: u64) -> String {
     if skipped > 0 {
         event["skipped"] = skipped.into();

@@ -152,6 +152,7 @@ fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
             bail!("is no file (choose another path)");
         }
         let is_free = lock(&file).context("cannot be locked")?;
+        // The lock is on the inode; the path must still refer to it.
         let still_there = fs::symlink_metadata(path)
             .is_ok_and(|now| (now.dev(), now.ino()) == (metadata.dev(), metadata.ino()));
         if !still_there {

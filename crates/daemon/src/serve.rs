@@ -79,8 +79,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     // Started before any image, key or socket is opened, so that it inherits none.
     let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));
     let runner = runner.transpose()?;
-    // Before the first thread starts: threads inherit the mask, so only the main thread gets
-    // signals.
+    // Before workers start, which inherit the mask: the main thread reads all signals.
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     notify::open();

@@ -64,6 +64,7 @@ impl Command {
             .spawn();
         let mut child = spawned.map_err(|error| format!("it cannot be started: {error}"))?;
         let outcome = attend(&mut child, event, deadline);
+        // Also after success: background processes of a command must not pile up.
         end_all_of(&mut child);
         outcome
     }

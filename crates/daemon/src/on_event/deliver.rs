@@ -1,4 +1,4 @@
-//! The daemon's side: passes recent events one after the other to the process that delivers them.
+//! The daemon's side: passes recent events singly to the process that delivers them.
 
 use std::{
     io::{self, ErrorKind, Read as _, Write as _},
@@ -59,11 +59,14 @@ struct Delivery {
 impl Delivery {
     async fn run(mut self, events: Events, mut last: u64) {
         loop {
+            // Before reading the ring, so that an event in between is not missed.
             let woken = events.listen();
             let mut waiting = events.since(last);
             // Events that the ring has already dropped count as skipped too.
             let first = waiting.first().map_or(last + 1, |event| event.id);
             let too_many = waiting.len().saturating_sub(MOST_WAITING);
+            // The newest events are worth more than complete ones: old ones are skipped and
+            // counted.
             waiting.drain(..too_many);
             let Some(event) = waiting.first().map(Arc::clone) else {
                 woken.await;

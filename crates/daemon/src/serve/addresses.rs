@@ -50,6 +50,7 @@ fn told(
     registry: &Registry,
 ) -> anyhow::Result<weir_http::Doors> {
     let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
+        // A listener from the old process keeps connections that wait in its queue.
         let taken = source.told(what, address)?;
         let bind = || weir_http::bind(what, address, &service.sockets);
         let listeners = taken.map_or_else(bind, Ok)?;
@@ -102,6 +103,7 @@ pub(super) fn bind(
     registry.lifecycle.watchdog.set(sd_notify::watchdog_enabled().or_else(|| source.watchdog()));
     let count = source.inherited().unwrap_or_else(|| inherited.count());
     let http = told(&plan.service, source, tls, registry)?;
+    // Listeners of the old process take the place of sockets that the service manager passed.
     source.pass_machines(&mut inherited)?;
     for DoorExport { door, .. } in &plan.doors {
         door.passed().map(|name| inherited.keep(name)).transpose()?;

@@ -35,6 +35,7 @@ fn by_name(limits: &Limits) -> figures::Limits {
 }
 
 pub(super) fn announce(uris: &[String], registry: &Registry) {
+    // Bounded: a daemon may have thousands of exports, and the log line must stay readable.
     let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
     let limits = limits(registry);
     let limits = limits.as_deref();

@@ -163,7 +163,7 @@ impl ServeArgs {
 }
 
 impl NetworkArgs {
-    /// Assigns exports to their disks, and NBD addresses too if any disk has an export of its own.
+    /// Assigns exports to their disks, and NBD addresses too if any disk has its own export.
     fn own_doors(&mut self, disks: &mut [Placed<DiskConfig>]) -> Result<(), Wrong> {
         give(disks, "vhost-user-blk", &mut self.vhost_user_blk, Door::VhostUserBlk)?;
         give(disks, "ublk", &mut self.ublk, Door::Ublk)?;
@@ -172,6 +172,8 @@ impl NetworkArgs {
         if disks.iter().all(|disk| disk.exports.is_empty()) {
             return Ok(());
         }
+        // With exports of single disks, NBD is served only at the given addresses, with every disk
+        // there.
         let nbd: Vec<_> = self.nbd.drain(..).collect();
         for disk in disks {
             for nbd in &nbd {
@@ -299,6 +301,7 @@ impl ImageArgs {
             "rbd-config" | "rbd-user" => is_meant(Image::is_rbd),
             _ => true,
         })?;
+        // Absolute, because librbd reads the file again later.
         disk.rbd_config = disk.rbd_config.take().map(|path| path::absolute(&path).unwrap_or(path));
         disk.reach()?;
         match self.name.get(index) {

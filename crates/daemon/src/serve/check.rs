@@ -87,12 +87,14 @@ pub(super) fn check(
     };
     // Warnings are for the user of this command, not for the daemon's log file.
     logging::start(&LogSettings { file: None, ..plan.service.log.clone() })?;
+    // Same limits as at a start, or the check could fail where a start succeeds.
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     let (sum, bursts) = (sum(&plan), bursts(&plan));
     let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
     let found = on_reactor(async move { Ok(wrong(&draft, &plan, others, file).await) })?;
     found.iter().for_each(complain);
+    // All problems are printed before the first one decides the exit status.
     if !found.is_empty() {
         return Err(Failure::Found(1));
     }

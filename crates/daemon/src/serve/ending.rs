@@ -71,6 +71,8 @@ impl Daemon {
                     reactor::spawn(async move { hang_up(&registry).await });
                 }
                 Event::Signal(Request::EndAtOnce(signal)) => {
+                    // The only exit without a flush: images in Ceph that are being closed are not
+                    // waited for.
                     rbd::abandon_ends();
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
@@ -127,6 +129,7 @@ impl Daemon {
     fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
         self.registry.lifecycle.ending.set(true);
+        // Before anything is closed, so that the service manager sees an orderly end.
         notify::tell(&[NotifyState::Stopping]);
         let servers = self.registry.exports.servers();
         for serving in &servers {

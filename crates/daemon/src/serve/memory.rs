@@ -55,6 +55,7 @@ fn warning(sizes: impl Iterator<Item = u64>, usage: &Usage) -> Option<String> {
 fn allowed(root: &Path) -> u64 {
     let machine = field(&read(&root.join("proc/meminfo")), "MemTotal:").map(|kib| kib << 10);
     let physical = groups(root).into_iter().chain(machine).min().map_or(u64::MAX, |bytes| bytes / 5 * 4);
+    // RLIMIT_AS counts mappings that exist already, so only the rest is available.
     let mapped = field(&read(&root.join("proc/self/status")), "VmSize:").map_or(0, |kib| kib << 10);
     let limits = [Resource::RLIMIT_AS, Resource::RLIMIT_DATA].into_iter().filter_map(|resource| {
         let (soft, _) = getrlimit(resource).ok()?;

@@ -81,6 +81,7 @@ impl Daemon {
         let turn = registry.lifecycle.turns.try_take();
         let is_upgrade = old.is_some();
         let claimed = claim(&plan, is_upgrade)?;
+        // Cheap checks come before anything that another process could notice.
         sandbox::check(&plan)?;
         join_cluster(&mut plan, &registry).await?;
         let plan = Rc::new(plan);
@@ -96,6 +97,8 @@ impl Daemon {
         // Cancellable: deriving a key takes seconds, and a pipe may never deliver its passphrase.
         let Some(opened) = until_ended(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
+        // After the images: an address must not accept connections for a disk that cannot be
+        // opened.
         let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
         let cgroups = steer_cgroups(&plan, &registry, is_upgrade)?;
         let rights = (claimed.is_none(), is_upgrade);
@@ -108,6 +111,7 @@ impl Daemon {
             Ok(Some(complete)) => complete,
             not => return not.and(abandon(&registry).await).map(|()| None),
         };
+        // The point of no return: on success the old process has handed over, and will end.
         let taken = take_over(old, &registry, &bound.workers).await?;
         let loaded =
             |(file, options)| Loaded { file, options, inherited: bound.inherited, plan, tls, budgets };
@@ -133,6 +137,7 @@ impl Daemon {
         // Before the first event.
         let mut watching = vec![events::log(&registry.events)];
         watching.extend(runner.and_then(|runner| runner.deliver(registry)));
+        // Logging of events is attached, so no event of a client is lost.
         registry.let_clients_in();
         let (in_use, taken) = end_old(taken, registry).await;
         let pid_file = match claimed {

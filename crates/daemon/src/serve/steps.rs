@@ -6,7 +6,7 @@
 //!   --chardev, --monitor                         ─► control sockets, as --qmp
 //! ```
 //!
-//! So these options support exactly what the control socket does, with the same error messages.
+//! So these options support the commands of the control socket, with the same error messages.
 
 use std::{path::PathBuf, rc::Rc};
 
@@ -51,6 +51,8 @@ impl Steps {
                             place.wrong(format!("there is a chardev {id:?} already (choose another id)"))
                         );
                     }
+                    // A chardev only defines a socket; the monitor that names it takes it out of
+                    // the list.
                     sockets.push((id, (path, place)));
                 }
                 "monitor" => {
@@ -166,6 +168,7 @@ impl FromArgMatches for Steps {
                 at.into_iter().flatten().zip(texts.into_iter().flatten()).map(|(at, text)| (at, name, text)),
             );
         }
+        // clap groups values by option; the indices restore the order of the command line.
         said.sort_by_key(|(at, ..)| *at);
         Ok(Self(said.into_iter().map(|(_, name, text)| (name, text.clone())).collect()))
     }

@@ -21,6 +21,7 @@ pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<
         loop {
             reactor::sleep_until(reactor::now() + half).await;
             if !all_turn(&workers).await {
+                // A worker has ended: the daemon is ending, or has failed.
                 return;
             }
             control::notify::tell(&[NotifyState::Watchdog]);
@@ -83,7 +84,7 @@ mod tests {
                 assert!(all_turn(&asked).await);
                 seen.set(true);
             });
-            // The other worker has run its task, and its message has arrived.
+            // The first worker has run its task, and its message has arrived.
             let (turned, heard) = async_channel::bounded(1);
             workers[0].spawn(move || async move { turned.send(()).await.expect("it is waited for") });
             heard.recv().await.expect("the worker turns");
