@@ -16,7 +16,7 @@ pub const ABOUT: &str = "\
 CGROUP is a path below where cgroups are mounted, a systemd unit, a container's id, the number of a process, or self.
 DEV is a disk or its number (254:0), or any path on it; limits are for whole disks.";
 
-/// What to do with control groups.
+/// The subcommands of `weir cgroup`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Limit what a control group does to a disk, or change that

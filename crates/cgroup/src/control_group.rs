@@ -1,7 +1,7 @@
 //! One cgroup: its directory, files, processes and children.
 //!
-//! The value is a name, not a handle: the cgroup may be removed, or made again, between two calls.
-//! Each call reports that as an error. The kernel refuses to remove a cgroup that is in use.
+//! The value is a path, not a handle: another process may remove or recreate the cgroup between two
+//! calls, which then fail with ENOENT or ENODEV. The kernel refuses to remove a cgroup in use.
 
 use std::{
     fs::{self, OpenOptions},
@@ -15,17 +15,17 @@ use anyhow::{Context as _, anyhow, bail};
 
 /// The controllers of a cgroup of v2.
 const CONTROLLERS: &str = "cgroup.controllers";
-/// Those that its children get.
+/// The controllers that are enabled for its children.
 const SUBTREE: &str = "cgroup.subtree_control";
 
-/// Interval of looking whether the last process has left; version 1 notifies nobody.
+/// Polling interval until the last process has left: version 1 has no notification.
 const LOOK: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Version {
-    /// A hierarchy for each controller: `blkio`.
+    /// One hierarchy for each controller; block I/O is in `blkio`.
     V1,
-    /// One for all: `io`.
+    /// One unified hierarchy; block I/O is in `io`.
     V2,
 }
 
@@ -33,25 +33,27 @@ pub(crate) enum Version {
 pub(crate) struct ControlGroup {
     pub(crate) version: Version,
     pub(crate) directory: PathBuf,
-    /// Its path from the mount, such as `/system.slice/nginx.service`; `/` for the root.
+    /// Path below the mount point, such as `/system.slice/nginx.service`; `/` for the root.
     pub(crate) name: PathBuf,
 }
 
 impl ControlGroup {
-    /// Reads one of its files. ENOENT or ENODEV: the cgroup is gone, or the controller is not
-    /// enabled here; EOPNOTSUPP: switched off, as io.pressure with `psi=0`.
+    /// Reads a file of the cgroup. ENOENT or ENODEV: the cgroup was removed, or the controller is not
+    /// enabled; EOPNOTSUPP: the feature is disabled, such as io.pressure with `psi=0`.
     pub(crate) fn read(&self, file: &str) -> io::Result<String> {
         fs::read_to_string(self.directory.join(file))
     }
 
-    /// Writes by one write(2), which the kernel takes whole or not at all.
+    /// Writes with one write(2): the kernel parses each write on its own and applies it whole or not
+    /// at all.
     pub(crate) fn write(&self, file: &str, text: &str) -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).truncate(true).open(self.directory.join(file))?;
         let written = file.write(text.as_bytes())?;
         if written == text.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// Its own processes, without those of descendants and of other PID namespaces.
+    /// Processes in the cgroup itself, without descendants. Processes of other PID namespaces, which
+    /// the kernel lists as 0, are omitted.
     pub(crate) fn processes(&self) -> io::Result<Vec<i32>> {
         let text = self.read("cgroup.procs")?;
         let parse = |line: &str| {
@@ -86,7 +88,7 @@ impl ControlGroup {
     }
 
     pub(crate) fn create(parent: &Self, name: &str) -> io::Result<Self> {
-        // The kernel refuses a newline, since names are in files of lines.
+        // The kernel rejects a newline, because files such as /proc/PID/cgroup list names by line.
         if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\n', '\0']) {
             let message = format!("{name:?} is no name for a cgroup");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
@@ -100,8 +102,8 @@ impl ControlGroup {
         fs::remove_dir(&self.directory)
     }
 
-    /// Removes it once its last process has left: one that was waited for is gone a moment earlier.
-    /// A cgroup that is gone already is no error.
+    /// Removes the cgroup after its last process has left, or fails after `longest`. The kernel keeps
+    /// a cgroup busy for a moment after its process was waited for. Succeeds if it is already gone.
     pub(crate) fn remove_within(&self, longest: Duration) -> io::Result<()> {
         let begin = Instant::now();
         loop {
@@ -127,8 +129,8 @@ impl ControlGroup {
         Ok(words(&self.read(CONTROLLERS)?))
     }
 
-    /// Has the levels above hand these controllers down; in v1 there is nothing to do. Levels that
-    /// were changed stay so if a lower one refuses: controllers without settings limit nothing.
+    /// Enables controllers for the cgroup in all levels above; no effect in v1. If a lower level
+    /// refuses, upper levels remain changed: an enabled controller without settings limits nothing.
     pub(crate) fn enable(&self, controllers: &[&str]) -> anyhow::Result<()> {
         if self.version == Version::V1 {
             return Ok(());
@@ -138,6 +140,7 @@ impl ControlGroup {
             return Ok(());
         }
         let mut above: Vec<_> = std::iter::successors(self.parent(), Self::parent).collect();
+        // From the root down: a level can enable for its children only what its parent enabled for it.
         above.reverse();
         for level in above {
             level.hand_down(controllers)?;
@@ -150,6 +153,7 @@ impl ControlGroup {
         let hands_down = words(&self.read(SUBTREE).with_context(|| self.about(SUBTREE))?);
         let mut change = Vec::new();
         for &wanted in controllers {
+            // Repeating `+io` would be harmless, but fails with EBUSY in a cgroup that has processes.
             if hands_down.iter().any(|name| name == wanted) {
                 continue;
             }

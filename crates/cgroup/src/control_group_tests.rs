@@ -1,4 +1,4 @@
-//! A cgroup's files, those around it, and how controllers come to it.
+//! Files, relatives and controllers of a cgroup.
 
 use nix::errno::Errno;
 
@@ -61,7 +61,7 @@ fn one_is_made_and_removed() {
     }
 }
 
-/// A machine with cgroups down to `/a/b/c`, those between with these controllers.
+/// A machine with cgroups down to `/a/b/c`; the levels between have these controllers.
 fn levels(controllers: &str) -> (Machine, ControlGroup) {
     let machine = Machine::v2("cpu io memory");
     let group = machine.group("/a/b/c");

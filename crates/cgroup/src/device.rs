@@ -1,14 +1,14 @@
-//! What the command line calls a device, and which whole disk that is. Never opens the device.
+//! Resolves a device named on the command line to a whole disk. Never opens the device.
 //!
 //! ```text
 //!   /dev/vda, a link to it          the disk
 //!   /dev/vda1                       its disk, with a notice
-//!   254:0                           the disk of that number
+//!   254:0                           the disk with that number
 //!   /srv, /srv/a-file               the disk of the file system there; for an overlay, of its upper directory
 //! ```
 //!
-//! The kernel limits whole disks only. Where the bytes reach no local disk in the name of the
-//! cgroup (network, memory, FUSE, ZFS's threads), the error says what to limit instead.
+//! The kernel limits whole disks only. If another process or host does the I/O (network, memory,
+//! FUSE, ZFS's threads), the error names what to limit instead.
 
 use std::{
     fs,
@@ -28,7 +28,7 @@ use super::{
     nature::Nature,
 };
 
-/// The kernel stacks at most two (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
+/// The kernel stacks at most two file systems (FILESYSTEM_MAX_STACK_DEPTH); a device follows.
 const MAX_STEPS: usize = 4;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,11 +42,12 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     let number = match kernel::number(text) {
         Some(number) => number,
         None => number_of_path(roots, text, &mut notices)?,
+    // Maps a partition to its disk: `io.max` accepts no partitions.
     };
     let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
         anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
     })?;
-    // A file system without a device has a number of its own.
+    // File systems without a device (Btrfs, NFS, tmpfs) have an anonymous number with major 0.
     if number.major != 0 && identity.number() != number {
         let part = name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
         let disk = identity.node();
@@ -57,6 +58,8 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
 
 fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyhow::Result<Number> {
     let mut path = PathBuf::from(text);
+    // Each step replaces the path by one that is closer to the device: an overlay by its upper
+    // directory, a mount by its source. The loop ends at a block device.
     let mut of_btrfs = false;
     for _ in 0..MAX_STEPS {
         let metadata = fs::metadata(&path).map_err(|error| {
@@ -98,13 +101,14 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
     bail!("device {text:?}: overlays upon overlays (give the disk itself)")
 }
 
-/// The mount that holds a path; Btrfs has a number of its own for each subvolume.
+/// The mount that contains a path. The fallback to any mount is for Btrfs, where each subvolume
+/// has its own anonymous device number.
 fn mount_of<'a>(mounts: &'a [Mount], number: Number, path: &Path) -> Option<&'a Mount> {
     let of_number = mounts.iter().filter(|mount| mount.number == number);
     mountinfo::holding(of_number, path).or_else(|| mountinfo::holding(mounts, path))
 }
 
-/// Where to look on for a file system without a device: its source, or an overlay's upper
+/// Next path to resolve for a file system without a device: its source, or an overlay's upper
 /// directory.
 fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
     let at = mount.point.display();
@@ -132,7 +136,7 @@ fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
         Nature::Memory => bail!(
             "device {text:?}: {at} is in memory ({kind}), on no disk (swapping it out can be limited: give the disk with the swap)"
         ),
-        // `fuseblk` names its disk.
+        // `fuseblk` has a block device as source.
         Nature::Fuse if kind != "fuseblk" => bail!(
             "device {text:?}: {at} is on FUSE ({kind}, {source}): its daemon does the I/O (limit the daemon's cgroup on the disk it \
              uses)"
@@ -144,9 +148,10 @@ fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// A notice for a Btrfs on several devices: mountinfo names one of them.
+/// A notice for a Btrfs on several devices, of which mountinfo names only one.
 fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> {
     let own = name(roots, number)?;
+    // sysfs lists the devices of each Btrfs by its UUID; the right one contains this device.
     let systems = fs::read_dir(roots.sys.join("fs/btrfs")).ok()?;
     let devices = systems.flatten().find_map(|system| {
         let links = fs::read_dir(system.path().join("devices")).ok()?;

@@ -1,4 +1,4 @@
-//! What users write, and which disks they get.
+//! Texts of users, and the disks that they resolve to.
 
 use super::{super::machine::Machine, *};
 
@@ -10,7 +10,7 @@ fn machine() -> Machine {
     machine
 }
 
-/// Mounts `/proc`, which is on no disk, as something else.
+/// Mounts a different file system, given as type, source and options, on `/proc`.
 fn mounted(what: &str) -> Machine {
     let machine = machine();
     fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {what}\n")).expect("written");
@@ -91,7 +91,7 @@ fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
 fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
     let upper = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     let number = Number::unpack(fs::metadata(upper.path()).expect("there").dev());
-    // On an overlay or the like the kernel gives no disk that could be imitated.
+    // File systems such as overlay have no device number that a fake machine could have.
     if number.major == 0 {
         return;
     }

@@ -1,19 +1,19 @@
 //! `weir cgroup explain`: which I/O a limit covers, which escapes it, why, and what to do about it.
 //!
 //! ```text
-//!   facts/       what the kernel's files say       reads, never writes
+//!   facts/       contents of the kernel's files    reads, never writes
 //!      │
-//!   findings/    what that means                   pure: facts in, findings out
+//!   findings/    conclusions                       pure: facts in, findings out
 //!      │
 //!   verdict.rs ─ text.rs, json.rs                  the verdict first, then disk by disk, then process by process
 //!
-//!   measure/     the same, tested                  in a cgroup of its own, removed afterwards
+//!   measure/     the same, tested                  in a temporary cgroup, removed afterwards
 //! ```
 //!
-//! Each finding comes with the file and the value that it follows from. Changes nothing and opens
-//! no device; only `--measure` makes a cgroup and writes, to files without names.
+//! Each finding cites the file and the value that it follows from. Changes nothing and opens
+//! no device; only `--measure` makes a cgroup and writes, to unlinked files.
 
-/// An enum whose variants have a name for programs and, where it differs, one for people.
+/// Defines an enum whose variants have a JSON name and, where it differs, a name for people.
 macro_rules! named {
     (@words $name:literal) => { $name };
     (@words $name:literal $words:literal) => { $words };
@@ -65,7 +65,7 @@ use super::{
 };
 use crate::explain::arguments::ExplainArgs;
 
-/// The exit status says whether it could look, not what it saw: scripts read `verdict` of `--json`.
+/// Succeeds if the cgroup could be examined, whatever was found: scripts read `verdict` of `--json`.
 pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), Failure> {
     let hierarchy = Hierarchy::discover(Roots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup)?;
@@ -79,6 +79,7 @@ pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), Failure> {
         time: Duration::from_secs(arguments.seconds),
         quiet: arguments.json,
     };
+    // A closure: the measurement takes seconds, and the text's verdict is printed before it starts.
     let measure = || measure::measure(&hierarchy, &subject.group, &facts, &wish);
     if arguments.json {
         let mut answer = json::json(&facts, &findings);

@@ -1,14 +1,14 @@
-//! What control groups do that have limits, for whoever tells of it: as the kernel counts it at
-//! this moment, and as the watch enforces it.
+//! Counters and limits of control groups, for metrics and status: the kernel's present values, and
+//! the enforcement that `watch` decided.
 //!
 //! ```text
-//!   the file of limits ─────────────► which control groups, on which devices, held to what
-//!   io.stat, io.max, io.pressure ───► what they have done, may do now, have waited
-//!   the watch, every other second ──► whether a watermark lets limits hold
+//!   the limits file ────────────────► control groups, their devices and configured limits
+//!   io.stat, io.max, io.pressure ───► work done, present limits, time waited
+//!   watch, every other second ──────► whether a watermark enforces the limits
 //! ```
 //!
-//! Reads files on the thread of who asks, so it is not for one that has something to do. Only of
-//! cgroup v2: there is no watch elsewhere. Never writes.
+//! Reads files on the caller's thread, so it must not be called from a thread that serves requests.
+//! Supports cgroup v2 only, like `watch`. Never writes.
 
 use std::{
     collections::HashMap,
@@ -28,31 +28,31 @@ use crate::{
     limit::kept::Kept,
 };
 
-/// Limits that are told of, the first in the file: some hundred microseconds each.
+/// Limits reported at most, in the order of the file: each costs some hundred microseconds.
 const MOST: usize = 4096;
 
-/// A control group on a device, with its limits there.
+/// A control group on a device, with its limits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
-    /// Its path from where control groups are mounted.
+    /// Path from the mount of the cgroup hierarchy.
     pub cgroup: String,
-    /// `/dev/vda`, or the number of a disk that is not there.
+    /// `/dev/vda`, or the number if the disk is absent.
     pub device: String,
-    /// Whose limits these are, if not its own; else empty.
+    /// Group that the limits belong to; empty if they are the control group's own.
     pub group: String,
     /// As configured.
     pub limits: Limits,
-    /// Percent; 0 is none.
+    /// Percent of the device; 0 if there is no watermark.
     pub watermark: u8,
-    /// How far a watermark has limits hold; `None` without one, or before that is known.
+    /// Degree to which a watermark enforces the limits; `None` without one, or before it is decided.
     pub enforcement: Option<Enforcement>,
-    /// What the kernel holds it to now.
+    /// Limits in force in the kernel (`io.max`).
     pub told: Rates,
-    /// What it has done since it was made; `None` of one that is not there.
+    /// Counters since the cgroup was created; `None` if it does not exist.
     pub done: Option<Done>,
 }
 
-/// Counted by the kernel.
+/// The kernel's counters (`io.stat`).
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Done {
@@ -64,21 +64,21 @@ pub struct Done {
     pub discarded_bytes: u64,
 }
 
-/// How long tasks of a control group have waited for I/O, of all devices.
+/// Time that tasks of a control group waited for I/O, over all devices (`io.pressure`).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stalled {
-    /// Its path.
+    /// Path of the control group.
     pub cgroup: String,
-    /// Microseconds in which some task waited.
+    /// Microseconds in which at least one task waited.
     pub some_us: u64,
-    /// In which all did that could have run.
+    /// Microseconds in which all runnable tasks waited.
     pub all_us: u64,
 }
 
-/// What the watch knows and no file tells.
+/// Enforcement decided by `watch`, which no file contains.
 pub(crate) type Known = Arc<Mutex<HashMap<(PathBuf, Number), Enforcement>>>;
 
-/// Reads figures, from any thread.
+/// Reads the figures; can be used from any thread.
 #[derive(Clone, Debug)]
 pub struct Reader {
     path: PathBuf,
@@ -91,8 +91,8 @@ impl Reader {
         Self { path: path.to_owned(), roots, known }
     }
 
-    /// All there are, and what their tasks have waited. Nothing where the file of limits cannot be
-    /// read: the watch has said so.
+    /// All figures, and the waiting time of each control group. Empty if the limits file is unreadable,
+    /// which `watch` reports.
     pub fn read(&self) -> (Vec<Figure>, Vec<Stalled>) {
         let Ok(kept) = Kept::load(&self.path) else { return Default::default() };
         let Ok(hierarchy) = Hierarchy::discover(self.roots.clone()) else { return Default::default() };
@@ -100,6 +100,7 @@ impl Reader {
         let mut reading = Reading { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
         let mut figures = Vec::new();
         for entry in kept.limits.iter().take(MOST) {
+            // An entry that is invalid by itself is skipped; `watch` reports it.
             let shared = kept.shared(entry);
             let (Ok(number), Ok(limits), Ok(watermark)) =
                 (entry.device(), shared.limits(), shared.watermark())
@@ -116,6 +117,7 @@ impl Reader {
                 watermark: watermark.percent(),
                 enforcement: known.get(&(entry.cgroup.clone(), number)).copied(),
                 told: max.get(&number).copied().unwrap_or_default(),
+                // io.stat has no line for a device without I/O: an existing cgroup then has zero counters.
                 done: stat.as_ref().map(|stat| stat.get(&number).copied().unwrap_or_default()),
             });
         }
@@ -126,14 +128,14 @@ impl Reader {
     }
 }
 
-/// A control group may have limits on several devices, and its files are read once.
+/// Caches the files of a control group, which may have limits on several devices.
 struct Reading<'a> {
     hierarchy: &'a Hierarchy,
     cgroups: HashMap<PathBuf, Files>,
     devices: HashMap<Number, String>,
 }
 
-/// None of one that is not there.
+/// `None` if the cgroup does not exist.
 type Stat = Option<HashMap<Number, Done>>;
 
 struct Files {

@@ -1,4 +1,4 @@
-//! Where cgroups are mounted, and which version of them limits block I/O.
+//! Mounts of the cgroup hierarchies, and the version that limits block I/O.
 //!
 //! ```text
 //!   unified   /sys/fs/cgroup           cgroup2                        v2 has `io`
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A controller is in one hierarchy at a time, so at most one version limits block I/O. mountinfo
-//! says where, and cgroup.controllers what (cgroups(7)). Read once, at the start: controllers do
-//! not move while in use.
+//! has the mount points, cgroup.controllers the controllers (cgroups(7)). Read once, at the start:
+//! controllers cannot move while in use.
 
 use std::{
     fs, io,
@@ -22,12 +22,12 @@ use super::{
     kernel::{mountinfo, proc_cgroup},
 };
 
-/// Where the kernel's trees are; other places in tests.
+/// Roots of the kernel's file systems; tests use other directories.
 #[derive(Debug, Clone)]
 pub(crate) struct Roots {
     pub(crate) proc: PathBuf,
     pub(crate) sys: PathBuf,
-    /// `/run`, where systemd says that it runs.
+    /// `/run`, where systemd marks that it is running.
     pub(crate) run: PathBuf,
 }
 
@@ -53,12 +53,12 @@ impl Roots {
     }
 }
 
-/// Lossy: a name that is not UTF-8 is then not found, and all others are.
+/// Reads a file as UTF-8, lossily: one name that is not UTF-8 does not hide the others.
 fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
-/// The hierarchies that matter for block I/O.
+/// The mounted hierarchies that are relevant for block I/O.
 #[derive(Debug, Clone)]
 pub(crate) struct Hierarchy {
     pub(crate) roots: Roots,
@@ -66,16 +66,16 @@ pub(crate) struct Hierarchy {
     pub(crate) blkio: Option<PathBuf>,
     pub(crate) memory_v1: Option<PathBuf>,
     version: Option<Version>,
-    /// The cgroup mounted at [`Hierarchy::root`]: not the topmost in a container without a
+    /// The cgroup mounted at [`Hierarchy::root`]; differs from `/` in a container without a cgroup
     /// namespace.
     top: PathBuf,
 }
 
 impl Hierarchy {
-    /// That no cgroups are mounted is no error.
+    /// Reads the mounts. Succeeds without any cgroup mount; [`Hierarchy::root_group`] then fails.
     pub(crate) fn discover(roots: Roots) -> anyhow::Result<Self> {
         let mounts = roots.mounts()?;
-        // The first is the machine's own; containers' are mounted later.
+        // The first mount is the machine's own; those of containers follow.
         let v2 = mounts.iter().find(|mount| mount.kind == "cgroup2");
         let v1 = |controller| {
             mounts.iter().find(|mount| mount.kind == "cgroup" && mount.option(controller).is_some())
@@ -123,7 +123,7 @@ impl Hierarchy {
         Ok(ControlGroup { version, directory: root.to_owned(), name: "/".into() })
     }
 
-    /// The cgroup of this name, `/system.slice/x.service`, whether or not it exists.
+    /// The cgroup with a name such as `/system.slice/x.service`, existing or not.
     pub(crate) fn group(&self, name: &Path) -> anyhow::Result<ControlGroup> {
         let mut group = self.root_group()?;
         for component in name.components() {
@@ -141,7 +141,7 @@ impl Hierarchy {
         Ok(group)
     }
 
-    /// The cgroup that a process is in, in the hierarchy that limits block I/O.
+    /// The cgroup of a process in the hierarchy that limits block I/O.
     pub(crate) fn of_pid(&self, pid: i32) -> anyhow::Result<ControlGroup> {
         let root = self.root_group()?;
         let file = self.roots.proc.join(pid.to_string()).join("cgroup");
@@ -164,6 +164,7 @@ impl Hierarchy {
                 root.directory.display()
             )
         };
+        // The kernel prints paths from the root of the namespace; the mount may show a subtree only.
         let name = path.strip_prefix(&self.top).ok().with_context(outside)?;
         let group = self.group(name).ok().with_context(outside)?;
         if !group.exists() {
@@ -172,7 +173,7 @@ impl Hierarchy {
         Ok(group)
     }
 
-    /// As sd_booted(3) tells.
+    /// True if systemd is the init system (sd_booted(3)).
     pub(crate) fn systemd(&self) -> bool {
         self.roots.run.join("systemd/system").is_dir()
     }

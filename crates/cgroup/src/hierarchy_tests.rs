@@ -1,4 +1,4 @@
-//! Where cgroups are found, on machines of every kind.
+//! Discovery of the hierarchies on machines of every kind.
 
 use super::{super::machine::Machine, *};
 

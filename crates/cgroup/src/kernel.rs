@@ -1,17 +1,17 @@
-//! What the kernel's files say: one parser a format, text in, values out.
+//! Parsers of the kernel's files, one for each format: text in, values out.
 //!
 //! ```text
-//!   cgroup v2   io_stat   io_max   io_latency   weight    nested.rs: the form that io.* files share
+//!   cgroup v2   io_stat   io_max   io_latency   weight    nested.rs: the format that io.* files share
 //!               pressure   memory_stat
 //!   cgroup v1   blkio
 //!   processes   proc_cgroup   proc_io   proc_stat
 //!   mounts      mountinfo
 //! ```
 //!
-//! Unknown keys are skipped, as cgroup-v2.rst, "Conventions", asks. A line of an undocumented form
-//! is [`Unknown`]: guessed figures would become limits. `samples/` holds what kernels from 2.6.32
-//! to 6.18 print. Never opens a file and never panics: whoever makes a cgroup or names a process
-//! influences these texts.
+//! Unknown keys are skipped, as cgroup-v2.rst, "Conventions", demands. A line of an undocumented
+//! format is [`Unknown`]: guessed values would become limits. `samples/` has the output of kernels
+//! from 2.6.32 to 6.18. Never opens a file and never panics: a user who creates a cgroup or names a
+//! process controls a part of these texts.
 
 pub(crate) mod blkio;
 pub(crate) mod io_latency;
@@ -35,12 +35,12 @@ use block::device::Number;
 
 const MAX_LINE_CHARS: usize = 120;
 
-/// A line that no known kernel prints.
+/// A line in a format that no known kernel prints.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: a line of unknown form: {line:?} (weir does not know this kernel's {what})")]
 pub(crate) struct Unknown {
     pub(crate) what: &'static str,
-    /// Cut after [`MAX_LINE_CHARS`].
+    /// Truncated to [`MAX_LINE_CHARS`].
     pub(crate) line: String,
 }
 
@@ -54,13 +54,13 @@ impl Unknown {
     }
 }
 
-/// As the kernel writes it, `8:0`, and in no other way.
+/// Parses a device number in the kernel's format, `8:0`.
 pub(crate) fn number(text: &str) -> Option<Number> {
     let (major, minor) = text.split_once(':')?;
     Some(Number { major: count(major)?, minor: count(minor)? })
 }
 
-/// Digits alone: `str::parse` would take a sign, which no kernel writes.
+/// Parses digits only: `str::parse` would accept a sign, which the kernel never prints.
 fn count<T: std::str::FromStr>(text: &str) -> Option<T> {
     if text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
 }

@@ -1,25 +1,24 @@
-//! `weir cgroup`: weir's policy for the control groups of this machine, and what the kernel's own
-//! limits do there.
+//! `weir cgroup`: limits for the control groups of this machine, and reports on their effect.
 //!
 //! ```text
-//!   target.rs          what the command line calls a cgroup: a path, a unit, a container, a process
-//!   device.rs          what it calls a device: a node, a number, a path on it
+//!   target.rs          resolves a cgroup named on the command line: a path, a unit, a container, a process
+//!   device.rs          resolves a device: a node, a number, a path on it
 //!        │
-//!   limit/             what one may do, as asked for, kept and told to the kernel
-//!   figures.rs         what those with limits do, for whoever tells of it
-//!   watch/             bursts, watermarks and groups, run from outside of the kernel
-//!   run/               a command in a cgroup of its own
-//!   show/              what cgroups and their tasks do
+//!   limit/             limits: stored in a file and written to the kernel
+//!   figures.rs         counters of control groups with limits, for metrics and status
+//!   watch/             bursts, watermarks and groups, enforced from user space
+//!   run/               a command in a temporary cgroup
+//!   show/              I/O of cgroups and their tasks
 //!   explain/           which I/O a limit covers, and which escapes it
 //!        │
 //!   control_group.rs   one cgroup: its files, its processes, its children
-//!   hierarchy.rs       where cgroups are mounted, and which version limits block I/O
-//!   limit_files.rs     what the kernel holds one to
+//!   hierarchy.rs       mounts of the hierarchies, and the version that limits block I/O
+//!   limit_files.rs     limits in force in the kernel
 //!        │
-//!   kernel/            what the kernel's files say: text in, values out
+//!   kernel/            parsers of the kernel's files: text in, values out
 //! ```
 //!
-//! Never caches what the kernel says: another program may change it at any time.
+//! Never caches the kernel's values: another program may change them at any time.
 
 mod command;
 pub(crate) mod control_group;
@@ -43,7 +42,7 @@ use console::Failure;
 #[doc(hidden)]
 pub use kernel::fuzzing;
 
-/// Does what `weir cgroup` was asked.
+/// Runs a subcommand of `weir cgroup`.
 ///
 /// # Errors
 /// The subcommand's.

@@ -1,14 +1,14 @@
-//! `weir cgroup limit`: what a control group may do to a disk.
+//! `weir cgroup limit`: limits of a control group on a disk.
 //!
 //! ```text
-//!   CGROUP, DEV ──► change to what is kept ──► rates without bursts ──► io.max, systemd          at once
+//!   CGROUP, DEV ──► change of the limits file ──► rates without bursts ──► io.max, systemd       at once
 //!                        (kept.rs)               (settling.rs)            (tell.rs)
 //!                           └──────────────────► weir cgroup watch: bursts, watermarks, groups   within a tenth of a second
 //! ```
 //!
-//! The kernel is told first, and only what it took is kept; what is to be removed is forgotten
-//! first, and kept again if the kernel refuses. A change is made for all members of a group, or for
-//! none.
+//! A new limit is written to the kernel first and stored only if the kernel accepts it. A removal
+//! is stored first and rolled back if the kernel refuses. A change applies to all members of a
+//! group, or to none.
 
 pub(crate) mod arguments;
 pub(crate) mod asked;
@@ -53,6 +53,7 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
     let device = device::resolve(&hierarchy.roots, &arguments.device);
     let (group, device) = match (group, device) {
         (Ok(group), Ok(device)) => (group, device),
+        // A removal must work even if the cgroup or the disk is gone: then only the file is changed.
         (Err(why), device) if arguments.remove => {
             let known = device.ok().map(|device| device.identity.number());
             return forget(&hierarchy, &arguments, known, why);
@@ -82,7 +83,7 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the kernel was told last, and what was asked for.
+/// The limits in force in the kernel, and those in the limits file.
 fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result<Outcome> {
     let kept = Kept::load(file)?;
     let asked = Asked::of(&kept, &group.name, device.number());
@@ -90,7 +91,7 @@ fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result
     Ok(Outcome::new(group, device, told, asked, Vec::new()))
 }
 
-/// Changes what a control group may do on a device, and keeps it; on an error all is as before.
+/// Changes the limits of a control group on a device and stores them; rolls back on an error.
 pub(crate) fn set(
     hierarchy: &Hierarchy,
     file: &Path,
@@ -105,7 +106,7 @@ pub(crate) fn set(
     let before = locked.kept.clone();
     let place = (device.number(), device.key());
     let is_new = before.entry(group, device.number()).is_none();
-    // Without the controller there is nothing to be found.
+    // Without the io controller the cgroup has no limits file.
     let has_limits = group.version == Version::V1 || group.has("io.max");
     let found = if is_new && has_limits { tell::told(group, device.number())? } else { Rates::NONE };
     let mut notices = Vec::new();
@@ -113,7 +114,7 @@ pub(crate) fn set(
     {
         notices.push(format!("it had limits that were not set by weir; those of group {name} hold instead"));
     } else if found != Rates::NONE {
-        // What is not named stays, even if another program set it.
+        // Unnamed limits stay in force, even if another program set them.
         locked.kept.change(group, place, &Change::of_rates(found))?;
         notices.push(
             "it had limits that were not set by weir; those that are not named stay, and are weir's now"
@@ -129,12 +130,13 @@ pub(crate) fn set(
         enable(group, &mut notices)?;
     }
     let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
+    // The kernel first, the file last: an error up to here leaves the file unchanged.
     let rates = settling::change(hierarchy, &before, &locked.kept, Some((group, device.number())))?;
     let told = weight.map(|weight| weight.tell(hierarchy, group, &device.node())).transpose();
     match told.and_then(|notice| locked.save().map(|()| notice)) {
         Ok(notice) => notices.extend(notice),
         Err(error) => {
-            // What the kernel took a moment ago it takes again; if not, the first error says more.
+            // Best effort: the kernel accepted these values a moment ago. The first error is reported.
             let _ = settling::change(hierarchy, &locked.kept, &before, None);
             if is_new {
                 let place = (device.number(), device.node());
@@ -154,7 +156,7 @@ pub(crate) fn set(
     Ok(Outcome::new(group, device, rates.unwrap_or(Rates::NONE), asked, notices))
 }
 
-/// Removes all that is kept of a control group on a device.
+/// Removes all limits of a control group on a device, in the kernel and in the limits file.
 pub(crate) fn remove(
     hierarchy: &Hierarchy,
     file: &Path,
@@ -169,12 +171,12 @@ pub(crate) fn remove(
         bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
     }
     let place = (device.number(), device.node());
-    // A burst is nothing to be set back to.
+    // Roll back to the settled rates: the present value may be a burst of `watch`.
     let settled = settling::settled(hierarchy, &before)?.into_iter();
     let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
     let before_rates = settled.next().map_or(told, |(.., rates)| rates);
     let telling = Telling { group: group.clone(), device: place, rates: Rates::NONE, before: before_rates };
-    // Forgotten first: a watch that has not heard of it yet would tell the old limits again.
+    // Stored first: `watch` would otherwise write the old limits again until it reads the change.
     locked.save()?;
     let removed = tell::tell_all(hierarchy, &[telling])
         .and_then(|()| settling::change(hierarchy, &before, &locked.kept, None))
@@ -183,8 +185,8 @@ pub(crate) fn remove(
             None => Ok(()),
         });
     if let Err(error) = removed {
-        // Then it is limited as before, and what is kept says so; if not, the first error says
-        // more.
+        // Roll back: the old limits are in force and stored again. Best effort; the first error is
+        // reported.
         let after = std::mem::replace(&mut locked.kept, before);
         let place = (device.number(), device.node());
         let telling =
@@ -200,8 +202,8 @@ pub(crate) fn remove(
     Ok(Outcome::new(group, device, Rates::NONE, None, Vec::new()))
 }
 
-/// Forgets what is kept of a control group or a disk that is gone, and gives its part to the
-/// others; `why` is the error if nothing is kept.
+/// Removes the entries of a cgroup or disk that no longer exists, and redistributes their share;
+/// returns `why` if there is no such entry.
 fn forget(
     hierarchy: &Hierarchy,
     arguments: &LimitArgs,
@@ -226,6 +228,7 @@ fn forget(
     if forgotten.is_empty() {
         return Err(why.into());
     }
+    // Several entries could be meant, and removing the wrong one cannot be undone.
     if forgotten.len() > 1 {
         let fit = |entry: &Entry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
         let all: Vec<String> = forgotten.iter().map(fit).collect();
@@ -249,7 +252,7 @@ fn forget(
 const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes are charged to nobody's limit there \
                   (`weir cgroup explain` shows it; boot with systemd.unified_cgroup_hierarchy=1 for v2)";
 
-/// Of v1 nothing is steered.
+/// Rejects settings that need `watch`, which supports v2 only.
 fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
     let mut pool = policy::steering::Pool::new(limits, Instant::ZERO);
     pool.add(policy::steering::Member::new(kept::DEFAULT_WEIGHT));
@@ -269,7 +272,7 @@ fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
     )
 }
 
-/// Enables the controllers that limits need: io, and memory to know whose a buffered write is.
+/// Enables the required controllers: io, and memory, which attributes buffered writes.
 fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
     group.enable(&["io"])?;
     if let Err(error) = group.enable(&["memory"]) {
@@ -298,7 +301,7 @@ fn remarks(
     }
     let weighted = notices.iter().any(|notice| notice.contains("to enforce"));
     if sharing.limits.is_unlimited() && weighted && sharing.watermark == Watermark::ALWAYS {
-        // A weight alone is the kernel's, and does something.
+        // A weight alone is enforced by the kernel, without limits.
     } else if let Some(name) = joined.filter(|_| sharing.cluster && sharing.limits.is_unlimited()) {
         notices.push(format!("the cluster has no limits for group {name} yet, or they have not come here yet (set them: `weir throttle {name} --cluster --bps-write 20M`)"));
     } else if sharing.limits.is_unlimited() {

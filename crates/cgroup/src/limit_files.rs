@@ -1,4 +1,4 @@
-//! What the kernel holds a cgroup to: io.max of version 2, four files of version 1.
+//! Limits in force in the kernel: io.max of version 2, four files of version 1.
 
 use std::{collections::BTreeMap, io};
 
@@ -16,7 +16,7 @@ use crate::{
 pub(crate) struct LimitFile {
     pub(crate) name: &'static str,
     pub(crate) text: String,
-    /// In the file's order; of version 1, with the one rate that the file is for.
+    /// In the file's order; in version 1 each entry has only the rate of this file.
     pub(crate) limits: Vec<(Number, Rates)>,
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn names(version: Version) -> &'static [&'static str] {
     }
 }
 
-/// The files of limits of a cgroup, without those that it does not have.
+/// Reads the limit files of a cgroup; missing files are omitted.
 pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Vec<LimitFile>> {
     let mut files = Vec::new();
     for &name in names(group.version) {
@@ -52,14 +52,14 @@ pub(crate) fn merged(files: &[LimitFile]) -> BTreeMap<Number, Rates> {
     all
 }
 
-/// Adds what a further file says of the same device.
+/// Merges the rates from another file of the same device.
 pub(crate) fn add(rates: &mut Rates, more: Rates) {
     let of = |index: usize| (rates.bps[index].or(more.bps[index]), rates.iops[index].or(more.iops[index]));
     let ((read_bps, read_iops), (write_bps, write_iops)) = (of(0), of(1));
     *rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
 }
 
-/// The cgroup is gone or going, or the kernel has the file switched off.
+/// True if the cgroup is being removed or the kernel has disabled the file.
 pub(crate) fn is_missing(error: &io::Error) -> bool {
     let error = Errno::from_raw(error.raw_os_error().unwrap_or(0));
     matches!(error, Errno::ENOENT | Errno::ESRCH | Errno::ENODEV | Errno::EOPNOTSUPP)

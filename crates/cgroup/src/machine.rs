@@ -1,13 +1,12 @@
-//! A machine made of files, for tests: mounts, cgroups, processes and disks that are as a test
-//! says.
+//! A fake machine made of files, for tests: mounts, cgroups, processes and disks.
 //!
 //! ```text
 //!   proc/self/mountinfo    proc/PID/cgroup
-//!   sys/fs/cgroup/…        cgroups are directories with the files that a test writes; a kernel's own are not there
+//!   sys/fs/cgroup/…        cgroups are directories with the files that a test writes; files of the kernel do not appear
 //!   sys/dev/block/8:0 ──►  sys/devices/sda
 //! ```
 //!
-//! What a kernel would refuse is taken here; the guest tests refusals.
+//! Accepts writes that a kernel would refuse; the guest tests cover refusals.
 
 use std::{
     fs,
@@ -27,7 +26,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// One with cgroup v2 alone, whose root has these controllers: `cpu io memory`.
+    /// A machine with cgroup v2 only, whose root has these controllers: `cpu io memory`.
     pub(crate) fn v2(controllers: &str) -> Self {
         let machine = Self::empty(Version::V2);
         machine.mount(&machine.root(), "/", "cgroup2 cgroup2 rw,nsdelegate");
@@ -35,7 +34,7 @@ impl Machine {
         machine
     }
 
-    /// One with blkio and memory of cgroup v1, and cgroup v2 without controllers beside them.
+    /// A machine with blkio and memory in cgroup v1, and a cgroup v2 without block I/O.
     pub(crate) fn v1() -> Self {
         let machine = Self::empty(Version::V1);
         let place = |name: &str| machine.path("sys/fs/cgroup").join(name);
@@ -67,7 +66,7 @@ impl Machine {
         Hierarchy::discover(self.roots()).expect("discovered")
     }
 
-    /// Where the hierarchy that limits block I/O is mounted.
+    /// Mount point of the hierarchy that limits block I/O.
     pub(crate) fn root(&self) -> PathBuf {
         self.path(match self.version {
             Version::V1 => "sys/fs/cgroup/blkio",
@@ -75,7 +74,7 @@ impl Machine {
         })
     }
 
-    /// Mounts something: the directory `root` of what has this kind, source and options.
+    /// Adds a mount: directory `root` of a file system given as type, source and options.
     pub(crate) fn mount(&self, point: &Path, root: &str, what: &str) {
         fs::create_dir_all(point).expect("made");
         let path = self.path("proc/self/mountinfo");
@@ -94,15 +93,14 @@ impl Machine {
         fs::write(self.root().join(group.trim_start_matches('/')).join(file), text).expect("written");
     }
 
-    /// As /proc/PID/cgroup says.
+    /// Adds a process with the content of its /proc/PID/cgroup.
     pub(crate) fn process(&self, pid: i32, memberships: &str) {
         let directory = self.path("proc").join(pid.to_string());
         fs::create_dir_all(&directory).expect("made");
         fs::write(directory.join("cgroup"), memberships).expect("written");
     }
 
-    /// Adds a disk of 1 MiB, or a partition of one: `vda`, `vda/vda1`; replaces another of its
-    /// number.
+    /// Adds a disk of 1 MiB, or a partition: `vda`, `vda/vda1`; replaces one with the same number.
     pub(crate) fn disk(&self, number: &str, name: &str) {
         let directory = self.path("sys/devices").join(name);
         fs::create_dir_all(&directory).expect("made");

@@ -1,6 +1,6 @@
-//! Kinds of file systems, by where their data goes.
+//! Classes of file systems by the destination of their data.
 
-/// No block device of this machine is asked.
+/// File systems that use no block device of this machine.
 const NETWORK: [&str; 14] = [
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "9p", "afs", "coda", "lustre", "gpfs", "beegfs",
     "orangefs", "virtiofs",
@@ -8,7 +8,7 @@ const NETWORK: [&str; 14] = [
 
 const MEMORY: [&str; 3] = ["tmpfs", "ramfs", "rootfs"];
 
-/// Nothing that is read or written there is block I/O.
+/// File systems whose reads and writes are no block I/O.
 const PSEUDO: [&str; 25] = [
     "proc",
     "sysfs",
@@ -39,18 +39,18 @@ const PSEUDO: [&str; 25] = [
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Nature {
-    /// To a disk of this machine, in the name of whoever sends it.
+    /// On a disk of this machine; I/O is charged to its submitter.
     Disk,
     Network,
     Fuse,
-    /// To a disk, by threads of the file system's own.
+    /// On a disk, through threads of the file system.
     Zfs,
     Memory,
     Pseudo,
 }
 
 impl Nature {
-    /// As mountinfo names it.
+    /// Classifies a file system type of mountinfo.
     pub(crate) fn of(kind: &str) -> Self {
         match kind {
             "zfs" => Self::Zfs,

@@ -1,13 +1,13 @@
-//! `weir cgroup run`: a command in a cgroup of its own, under limits, and what it did in the end.
+//! `weir cgroup run`: runs a command in a temporary cgroup with limits, and reports its I/O.
 //!
 //! ```text
-//!   make the cgroup ─► set limits ─► start the command in it ─► pass signals on ─► read totals ─► remove the cgroup
-//!   place.rs           hold.rs       command.rs                                    summary.rs     place.rs
+//!   create the cgroup ─► set limits ─► start the command in it ─► forward signals ─► read totals ─► remove the cgroup
+//!   place.rs             hold.rs       command.rs                                    summary.rs     place.rs
 //! ```
 //!
-//! The standard streams are the command's, and its exit status becomes weir's. weir reports on
+//! The command inherits the standard streams, and its exit status becomes weir's. weir reports on
 //! standard error after the command's end, or in a file. The cgroup is removed in every case, also
-//! at a signal, unless processes outlive the command: it stays for them with its limits.
+//! on a signal, unless processes outlive the command: then it remains for them with its limits.
 
 pub(crate) mod arguments;
 mod command;
@@ -49,22 +49,23 @@ use super::{
 };
 use crate::run::arguments::RunArgs;
 
-/// Ends with the command's status ([`Failure::Found`]).
+/// Runs the command and returns its exit status ([`Failure::Found`]).
 pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     let change = arguments.settings.change();
     let limits = hold::limits(&change).map_err(|invalid| Failure::Usage(anyhow!("--{invalid}")))?;
     let hierarchy = Hierarchy::discover(Roots::default())?;
-    // Without limits no disk is needed, and the current directory may be on none.
+    // Without limits no disk is needed; the current directory may be on a network file system.
     let device = match device::resolve(&hierarchy.roots, arguments.device.as_deref().unwrap_or(".")) {
         Err(_) if arguments.device.is_none() && change.is_empty() => None,
         device => Some(device?),
     };
     let disk = device.as_ref().map(|device| &device.identity);
     let parent = arguments.parent.as_ref().map(|parent| target::resolve(&hierarchy, parent)).transpose()?;
-    // Before there is anything to clean up: from here on a signal ends nothing by itself.
+    // Blocked before anything needs cleaning up: from here on no signal kills weir.
     let signals = Signals::block().context("signals cannot be awaited")?;
     let place = Place::make(&hierarchy, parent, arguments.name.as_deref())?;
     let places = Places { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
+    // In force before the command starts, so that its first request is throttled as well.
     let held = hold::hold(&hierarchy, place.group(), disk, &change, &places)?;
     let notices = device.iter().flat_map(|device| &device.notices);
     for notice in notices.chain(&held.notices) {
@@ -89,6 +90,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
         dirty_bytes: dirty_bytes(place.group()),
         left: None,
     };
+    // Limits are removed only if no process needs them any more.
     let outlived = place.end(arguments.kill);
     if outlived.is_empty() {
         drop(held);
@@ -97,7 +99,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     }
     summary.left = place.remove(outlived);
     if let Err(error) = tell(&arguments, &summary) {
-        // The command's status is its own, whether or not this can be told.
+        // The command's status is returned even if the report cannot be written.
         complain(&error);
     }
     match ran.ended.status {
@@ -125,7 +127,7 @@ fn see_it_run(
     let ended = signals.await_end(&mut child, &hierarchy.roots.proc);
     let ended = ended.context("the command cannot be awaited")?;
     let wall = began.elapsed();
-    // The command's status is its own, whatever it did to its cgroup.
+    // The command's status is returned even if the command removed its cgroup.
     let after = look(group).unwrap_or_else(|error| {
         complain(&error);
         before.clone()
@@ -133,7 +135,7 @@ fn see_it_run(
     Ok(Ran { before, after, ended, wall })
 }
 
-/// Usage of each device, always including the limited one; `None` for a device whose totals fell.
+/// Usage of each device, always including the limited one; `None` for a device whose counters fell.
 fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number, String, Option<Usage>)> {
     let usage = |reading: &Reading, number| {
         reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
@@ -152,7 +154,7 @@ fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Wait
     let pressure = before.pressure.zip(after.pressure).and_then(|(before, after)| {
         counter::growth(before.some.total_us, after.some.total_us).map(Duration::from_micros)
     });
-    // Each says how long somebody waited at least.
+    // Both are lower bounds of the time waited: report the larger one.
     match (pressure, ended.waited) {
         (Some(anyone), Some(first)) if first > anyone => Waited::First(first),
         (Some(anyone), _) => Waited::Anyone(anyone),
@@ -162,7 +164,7 @@ fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Wait
     }
 }
 
-/// Written to files and not yet to a disk; `None` where the kernel does not say.
+/// Dirty bytes not yet on disk; `None` if the kernel does not count them.
 fn dirty_bytes(group: &ControlGroup) -> Option<u64> {
     if group.version == Version::V1 {
         return None;
@@ -181,7 +183,7 @@ fn tell(arguments: &RunArgs, summary: &Summary) -> anyhow::Result<()> {
     let text = if arguments.json { summary.json() } else { summary.text() };
     match &arguments.output {
         Some(path) => fs::write(path, text).with_context(|| format!("{}: cannot be written", path.display())),
-        // In one write: the command's processes may be writing there too.
+        // One write: processes of the command may write to the same stream.
         None => stderr().write_all(text.as_bytes()).context("standard error cannot be written"),
     }
 }

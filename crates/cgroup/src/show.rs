@@ -1,13 +1,13 @@
-//! `weir cgroup show` and `weir cgroup top`: what cgroups and their tasks read, write and wait for.
+//! `weir cgroup show` and `weir cgroup top`: I/O of cgroups and their tasks, and the time they wait.
 //!
 //! ```text
 //!   reading.rs  one cgroup ─┐
-//!   tasks.rs    its tasks  ─┼─► survey.rs  all of them ─► rates.rs  rows ─┬─► text.rs, json.rs   show
-//!                           │              at a moment    from two        └─► top/               top
+//!   tasks.rs    its tasks  ─┼─► survey.rs  a snapshot ─► rates.rs  rows from ─┬─► text.rs, json.rs   show
+//!                           │              of all        two snapshots        └─► top/               top
 //! ```
 //!
-//! `rates` and all behind it know no kernel and no clock: tests hand in what was read. A cgroup
-//! that is removed, or a task that ends, between two looks is gone, and no error.
+//! `rates` and all modules after it are pure: tests construct snapshots. A cgroup that is removed,
+//! or a task that ends, between two snapshots disappears without an error.
 
 pub(crate) mod arguments;
 mod json;

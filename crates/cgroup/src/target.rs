@@ -1,16 +1,17 @@
-//! What the command line calls a cgroup, and which it is.
+//! Resolves a cgroup named on the command line.
 //!
 //! ```text
 //!   /sys/fs/cgroup/system.slice/x.service   a path, from / or from the hierarchy's root
 //!   system.slice/x.service
 //!   1234, self                              a process
 //!   nginx, nginx.service, user.slice        a systemd unit, anywhere in the tree
-//!   4f2e91d0c7aa, docker://4f2e91d0c7aa…    a container: its id, or 12 digits of it at least
+//!   4f2e91d0c7aa, docker://4f2e91d0c7aa…    a container: its id, or at least 12 digits of it
 //! ```
 //!
-//! Units and containers are found by their cgroups' names, without asking systemd or a runtime. A
-//! container's cgroup is named by its 64 hexadecimal digits: `docker-ID.scope`, `libpod-ID.scope`,
-//! `cri-containerd-ID.scope`, `crio-ID.scope`, or `ID`. If several fit, the error lists them.
+//! Units and containers are found by the names of their cgroups, without a query to systemd or a
+//! runtime. A container's cgroup is named by its 64 hexadecimal digits: `docker-ID.scope`,
+//! `libpod-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`, or `ID`. If several match, the
+//! error lists them.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -22,11 +23,11 @@ use super::{
 };
 
 const ID_DIGITS: usize = 64;
-/// As many as `docker ps` prints.
+/// Length of the ids that `docker ps` prints.
 const LEAST_ID_DIGITS: usize = 12;
-/// The kernel's limit is 2²² (proc_sys_kernel(5), pid_max).
+/// More digits than the kernel's limit of 2²² has (proc_sys_kernel(5), pid_max).
 const MAX_PID_DIGITS: usize = 10;
-/// How `kubectl` and others say which runtime an id is of.
+/// Prefixes by which `kubectl` and other tools name the runtime of an id.
 const SCHEMES: [&str; 5] = ["docker://", "containerd://", "cri-o://", "podman://", "libpod://"];
 const MAX_LISTED: usize = 10;
 
@@ -55,6 +56,7 @@ pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Contr
         }
         return one(text, root.version, find(&root, |name| is_container(name, id)));
     }
+    // Paths take precedence over units: a relative path may have the form of a unit's name.
     if let Some(group) = by_path(hierarchy, text)? {
         return Ok(group);
     }
@@ -71,7 +73,7 @@ pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Contr
     )
 }
 
-/// Whether a text could mean the cgroup of that name, which need not be there any more.
+/// True if `text` could have named the cgroup `name`, which may be gone.
 pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool {
     let last = name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if let Some(id) = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)) {
@@ -91,7 +93,7 @@ fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGr
         bail!("cgroup {text:?}: \"..\" leads out of it (write the path without)");
     }
     let root = hierarchy.root_group()?.directory;
-    // On some distributions the usual mount point is a link.
+    // The mount point is a symbolic link on some distributions.
     let real: PathBuf = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let below = [path, &real].into_iter().find_map(|path| path.strip_prefix(&root).ok());
     if below.is_none() {
@@ -101,7 +103,7 @@ fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGr
     Ok(group.exists().then_some(group))
 }
 
-/// Refuses the path of a cgroup in a hierarchy that does not limit block I/O.
+/// Rejects the path of a cgroup in a hierarchy that does not limit block I/O.
 fn in_another(hierarchy: &Hierarchy, text: &str, path: &Path) -> anyhow::Result<()> {
     if !path.is_absolute() || !path.is_dir() {
         return Ok(());
@@ -122,7 +124,7 @@ fn in_another(hierarchy: &Hierarchy, text: &str, path: &Path) -> anyhow::Result<
 fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
     let (mut found, mut left) = (Vec::new(), vec![root.clone()]);
     while let Some(group) = left.pop() {
-        // One that goes while it is looked at has nothing to show.
+        // A cgroup that is removed meanwhile has no children.
         for child in group.children().unwrap_or_default() {
             if child.name.file_name().and_then(|name| name.to_str()).is_some_and(&fits) {
                 found.push(child.clone());
@@ -135,7 +137,7 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
 }
 
 fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
-    // Where the hierarchies are apart, a unit is in those that its settings need
+    // In cgroup v1 a unit has a cgroup only in the hierarchies that its settings require
     // (systemd.resource-control(5)).
     let mend = match version {
         Version::V1 => {
@@ -164,10 +166,9 @@ fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Re
     }
 }
 
-/// Without a kind, a unit is a service, as for systemctl(1).
+/// A name without a suffix stands for a service, as for systemctl(1).
 fn is_unit(name: &str, unit: &str) -> bool {
-    // systemd puts an underscore before names that could be the kernel's files (cg_escape):
-    // `_io.service`.
+    // systemd prefixes `_` to names that could be the kernel's files (cg_escape): `_io.service`.
     let plain = name.strip_prefix('_').unwrap_or(name);
     [name, plain].iter().any(|name| *name == unit || name.strip_suffix(".service") == Some(unit))
 }
@@ -180,7 +181,7 @@ fn is_id(text: &str) -> bool {
 fn is_container(name: &str, id: &str) -> bool {
     let name = name.strip_suffix(".scope").unwrap_or(name);
     let (runtime, whole) = name.rsplit_once('-').unwrap_or(("", name));
-    // `libpod-conmon-ID.scope` holds the process that watches the container.
+    // `libpod-conmon-ID.scope` contains the monitor of the container, not the container.
     let watcher = runtime.ends_with("conmon");
     whole.len() == ID_DIGITS && is_id(whole) && whole.starts_with(id) && !watcher
 }

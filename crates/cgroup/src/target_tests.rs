@@ -1,4 +1,4 @@
-//! What users write, and which cgroups they get.
+//! Texts of users, and the cgroups that they resolve to.
 
 use super::{super::machine::Machine, *};
 
@@ -233,7 +233,7 @@ fn what_is_gone_is_known_by_what_it_was_called() {
     for text in ["nginx", "nginx.service", service, "system.slice/nginx.service", below.to_str().unwrap()] {
         assert!(means(text, service), "{text}");
     }
-    // A path is all of one, and nothing means everything.
+    // A path must match completely, and an empty text matches nothing.
     for text in ["", "/", "/nginx.service", "ginx", "slice/nginx.service"] {
         assert!(!means(text, service), "{text}");
     }

@@ -1,18 +1,18 @@
-//! `weir cgroup watch`: runs what the kernel's limits cannot do: bursts, watermarks, limits of
-//! groups.
+//! `weir cgroup watch`: enforces what the kernel's limits cannot express: bursts, watermarks, limits
+//! of groups.
 //!
 //! ```text
 //!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
 //!                                          │                                     ▲
-//!   /sys/block/*/stat ──► watermark's controller, every 50 ms ── enforcement ────┘                         disks.rs; capacity by `weir probe`
+//!   /sys/block/*/stat ──► watermark's controller, every 50 ms ── enforcement ────┘                         disks.rs; capacity from `weir probe`
 //!
-//!   beside it: what the kernel keeps by itself is told again where it is lost (unsteered.rs, present.rs), to systemd too (systemd.rs);
-//!              what is left of bursts, for the next watch (levels.rs); a process that settles all if this one dies (guard.rs)
+//!   in addition: limits that the kernel enforces alone are restored where they are lost (unsteered.rs, present.rs, systemd.rs);
+//!                levels of bursts are saved for the next watch (levels.rs); a process settles all limits if this one dies (guard.rs)
 //! ```
 //!
-//! One thread and no lock: every file it reads answers within microseconds. pace.rs bounds its
-//! processor time: many thousands of busy control groups are looked at less often. It settles all
-//! limits at its end; if it is killed, the guard does.
+//! One thread and no lock: every file that it reads answers within microseconds. pace.rs bounds its
+//! CPU time: with thousands of busy control groups, each is read less often. It settles all limits
+//! before it ends; if it is killed, the guard does.
 
 pub(crate) mod arguments;
 mod disks;
@@ -74,19 +74,19 @@ use super::{
 };
 use crate::{figures::Known, watch::arguments::WatchArgs};
 
-/// Between two samples of a device, as for weir's own disks.
+/// Sampling interval of a device, the same as for weir's own disks.
 const SAMPLE: Duration = Duration::from_millis(50);
-/// Least time between rounds: members that are due nearly together are looked at together.
+/// Minimum interval between rounds, so that members due nearly together share a wake-up.
 const ROUND: Duration = Duration::from_millis(10);
-/// How soon a change of the file of limits is seen.
+/// Interval at which the limits file is checked for changes.
 const FILE: Duration = Duration::from_millis(100);
-/// How often levels are kept, and the guard is looked after.
+/// Interval at which levels are saved and the guard is checked.
 const KEEP: Duration = Duration::from_secs(2);
-/// Pools verified each time: more would be a load of its own where there are thousands.
+/// Pools verified at each interval [`KEEP`]: bounds the load with thousands of pools.
 const VERIFIED: usize = 64;
-/// After which what goes on failing is told again.
+/// Interval at which a persistent failure is logged again.
 const REMINDER: Duration = Duration::from_secs(60);
-/// Limits for which the usual number of open files is enough.
+/// Number of limits for which the default limit on open files suffices.
 const FEW: usize = 200;
 
 pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
@@ -114,12 +114,12 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
             tracing::info!(signal, "ending");
             stop.send(()).is_ok()
         }
-        // At the end there is nothing to wait for.
+        // Nothing in flight to wait for, so a second signal changes nothing.
         Request::EndAtOnce(_) | Request::HangUp | Request::ReopenLog | Request::Meaningless(_) => true,
     };
     signals.forward(hear).context("the thread that waits for signals")?;
     tracing::info!(limits = %path.display(), "ready");
-    // Where there is no service manager, nobody needs to know.
+    // Fails without a service manager, which is no error.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     watch.until(&stopped)?;
     Ok(())
@@ -133,32 +133,32 @@ enum Ended {
 struct Watch {
     hierarchy: Hierarchy,
     path: PathBuf,
-    /// That nobody else steers, and who takes back what this one grants; `None` in tests.
+    /// Proof that no other process steers, and the guard that revokes grants; `None` in tests.
     alone: Option<(Watched, Guard)>,
-    /// Whether it ends for who claims these limits.
+    /// True if it ends as soon as another process claims these limits.
     makes_way: bool,
-    /// When the file, the devices, and what is to be kept are looked at next.
+    /// Next time to check the file, to sample the devices, and to save levels.
     file_at: Instant,
     sample_at: Instant,
     keep_at: Instant,
-    /// Of the file that was adopted, and of the last that could not be.
+    /// Version of the file that was adopted, and of the last one that was rejected with its error.
     stamp: Stamp,
     refused: Option<(Stamp, String)>,
     kept: Kept,
     present: Present,
     steered: Vec<Steered>,
-    /// The next pool to be verified.
+    /// Index of the next pool to verify.
     verified: usize,
     unsteered: Unsteered,
     systemd: Systemd,
     disks: Disks,
     buffer: Vec<u8>,
     pace: Pace,
-    /// What others are told of watermarks.
+    /// Enforcement by watermarks, for metrics.
     known: Known,
-    /// Of the daemon's cluster.
+    /// Quota leased by the daemon's cluster.
     lending: Option<Lending>,
-    /// When it was logged last that nothing more is lent.
+    /// Time of the last log message that leasing is suspended.
     not_lent: Option<Instant>,
 }
 
@@ -173,14 +173,14 @@ impl Watch {
         })
     }
 
-    /// `None` if another still steers after a few seconds, and does not make way.
+    /// Returns `None` if another process still steers after a few seconds and does not give way.
     fn claim_soon(hierarchy: &Hierarchy, path: &Path, store: &Store) -> anyhow::Result<Option<Self>> {
         let Some(watched) = Watched::claim(path)? else { return Ok(None) };
         let guard = Guard::start(path)?;
         Self::over(hierarchy.clone(), path, store.clone(), Some((watched, guard))).map(Some)
     }
 
-    /// One that makes way; none, where somebody else steers, or claims to.
+    /// A watch that gives way; `None` if another process steers or claims these limits.
     fn stand_in(hierarchy: &Hierarchy, path: &Path, store: &Store) -> anyhow::Result<Option<Self>> {
         check(hierarchy)?;
         if Watched::is_wanted(path) {
@@ -192,17 +192,17 @@ impl Watch {
         Ok(Some(Self { makes_way: true, ..watch }))
     }
 
-    /// Without a guard it must not grant what would have to be taken back.
+    /// Starts steering. Without a guard (tests) it must not grant anything that has to be revoked.
     fn over(
         hierarchy: Hierarchy,
         path: &Path,
         store: Store,
         alone: Option<(Watched, Guard)>,
     ) -> anyhow::Result<Self> {
-        // Before it is read: what changes in between is seen as a change.
+        // Before the file is read: a change in between is then seen as a change.
         let stamp = Stamp::of(path);
         let kept = Kept::load(path)?;
-        // Also those that need no steering: the file may be of before the machine started.
+        // Including limits that need no steering: the file may predate the last reboot.
         for result in [settling::settle(&hierarchy, &kept), weight::tell_again(&hierarchy, &kept, |_| true)] {
             if let Err(error) = result {
                 tracing::warn!("{error:#}");
@@ -250,7 +250,7 @@ impl Watch {
         }
     }
 
-    /// Does what is due by now; returns when something is next.
+    /// Does everything that is due; returns the time of the next event.
     fn turn(&mut self, now: Instant) -> Instant {
         if now >= self.file_at {
             self.look_at_file(now, false);
@@ -260,6 +260,7 @@ impl Watch {
             self.sample(now);
             self.sample_at = now + SAMPLE;
         }
+        // Leased quota is put into the pools before the round, and acknowledged after the kernel has it.
         let lent = self.lend(now);
         self.round(now);
         self.tell_lenders(lent, now);
@@ -274,10 +275,10 @@ impl Watch {
         if self.disks.is_empty() { next } else { next.min(self.sample_at) }
     }
 
-    /// Begins to lend what a cluster lends.
+    /// Begins to enforce quota that a cluster leases.
     ///
     /// # Errors
-    /// Groups of these names that have limits of their own; a guard that would end with the daemon.
+    /// A group of this name has local limits; the guard would end together with the daemon.
     fn begin_to_lend(&mut self, lending: Lending) -> anyhow::Result<()> {
         guard::check(&self.hierarchy)?;
         let own = |name: &&String| self.kept.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
@@ -291,12 +292,13 @@ impl Watch {
         Ok(())
     }
 
-    /// Puts what is lent into the pools. Empty, as long as the safe shares are not in the file, or
-    /// no guard listens.
+    /// Puts leased quota into the pools. Returns nothing to acknowledge while the fallback shares are
+    /// not in the file, or while the guard is unreachable.
     fn lend(&mut self, now: Instant) -> Vec<lending::Due> {
         let Some(lending) = self.lending.clone() else { return Vec::new() };
         let (mut due, safe) = (lending.due(now), lending.safe_shares());
         let published = self.publish_safe_shares(&safe, now);
+        // The guard must have the deadline before the kernel has the quota.
         let guarded = self.tell_guard(lending.guarded_until(&due));
         if guarded.is_err() {
             due = Lending::safe(due, &safe);
@@ -309,11 +311,12 @@ impl Watch {
         match guarded.and(published) {
             Ok(is_published) => {
                 self.not_lent = None;
-                // Else tried again at the next turn.
+                // Otherwise retried in the next turn.
                 if is_published { due } else { Vec::new() }
             }
             Err(error) => {
-                // It is tried again many times a second, and names of files differ each time.
+                // Rate-limited by time, not by text: it is retried many times a second, and file names in the
+                // message differ.
                 if self.not_lent.is_none_or(|told| now >= told + REMINDER) {
                     tracing::error!("{error:#}; nothing more is lent to control groups meanwhile");
                     self.not_lent = Some(now);
@@ -333,7 +336,8 @@ impl Watch {
         })
     }
 
-    /// Whether the file has them, so that the guard would fall back to them.
+    /// Writes the fallback shares to the file. Returns true if the file has them, so that the guard
+    /// would fall back to them.
     fn publish_safe_shares(&mut self, safe: &BTreeMap<String, Limits>, now: Instant) -> anyhow::Result<bool> {
         let mut kept = self.kept.clone();
         kept.publish(safe);
@@ -362,9 +366,9 @@ impl Watch {
         self.look_at_file(now(), true);
         self.round(now());
         self.keep(now());
-        // Their files are closed: settling needs some.
+        // Closes their files: settling needs some descriptors.
         self.steered.clear();
-        // If it fails, the guard is not dismissed, and tries as well.
+        // On failure the guard stays and tries as well.
         settling::settle_latest(&self.hierarchy, &self.path, &self.kept)?;
         if let Some((_watched, guard)) = self.alone {
             guard.dismiss();
@@ -372,7 +376,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Adopts the file if it has changed; one that was refused before only with `again`.
+    /// Adopts a changed file; retries one that was rejected before only with `again`.
     fn look_at_file(&mut self, now: Instant, again: bool) {
         let stamp = Stamp::of(&self.path);
         let was_refused = self.refused.as_ref().is_some_and(|(refused, _)| *refused == stamp);
@@ -407,7 +411,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Watches these limits from now on. Unchanged pools go on; changed ones go on from `left`.
+    /// Watches these limits from now on. Unchanged pools continue; changed ones continue from `left`.
     fn adopt(&mut self, kept: Kept, left: &BTreeMap<String, Left>, now: Instant) -> anyhow::Result<()> {
         let all = Sharing::all(&kept)?;
         let asked: HashMap<&str, &Sharing> =
@@ -421,6 +425,7 @@ impl Watch {
                 fresh.insert(sharing.name.clone(), steered);
             }
         }
+        // All fresh pools exist: an error above left the old pools in force.
         let (same, replaced): (Vec<_>, Vec<_>) = std::mem::take(&mut self.steered)
             .into_iter()
             .partition(|steered| asked.get(steered.sharing.name.as_str()) == Some(&&steered.sharing));
@@ -431,7 +436,7 @@ impl Watch {
         self.systemd.is_to_hear_of(told);
         self.disks.adopt(&self.hierarchy, &kept)?;
         if kept.limits.len() > FEW {
-            // Only then: a command that is started here would inherit it.
+            // Only if needed: a command started by this process would inherit the limit.
             descriptors::raise_limit();
         }
         let unknown = self.present.adopt(&self.hierarchy, &kept);
@@ -445,7 +450,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes back grants of those steered no more: they may have come after the file's change.
+    /// Revokes grants of control groups that are no longer steered; the grants may be newer than the
+    /// change of the file.
     fn leave(&self, replaced: &[Steered], kept: &Kept) {
         let settled = settling::settled(&self.hierarchy, kept).unwrap_or_default();
         for (group, device) in replaced.iter().flat_map(Steered::members) {
@@ -481,7 +487,7 @@ impl Watch {
             self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
         {
             if steered.devices().any(|device| busy.contains(&device)) {
-                // Idle members may use it now: their use is to be known when limits come to hold.
+                // Idle members may now use the device: their use must be known once limits are enforced.
                 steered.look_now(now);
             }
             let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
@@ -489,7 +495,7 @@ impl Watch {
         }
     }
 
-    /// Looks at who is due, as far as that is affordable, and tells what has changed.
+    /// Reads due members within the CPU budget, and writes changed rates.
     fn round(&mut self, now: Instant) {
         let mut left = self.pace.allowed(now);
         let mut looks = 0;
@@ -499,8 +505,8 @@ impl Watch {
         };
         let mut order: Vec<(Instant, usize)> = self.steered.iter().enumerate().filter_map(due).collect();
         let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
-        // Who has waited longest comes first. Only as many as can be looked at are sorted: where a
-        // thousand are always due, that would cost more than looking at them.
+        // The longest overdue come first. Only as many as the budget allows are sorted: with a thousand
+        // always due, sorting all would cost more than reading them.
         if order.len() > left + urgent {
             order.select_nth_unstable(left + urgent);
             order.truncate(left + urgent);
@@ -519,7 +525,7 @@ impl Watch {
         self.steered.iter().filter_map(left).collect()
     }
 
-    /// Tells how far limits with a watermark hold.
+    /// Publishes the enforcement of limits with a watermark.
     fn publish(&self) {
         let watched = self.steered.iter().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS);
         let told = watched.flat_map(|steered| {
@@ -547,7 +553,7 @@ impl Watch {
             self.steered[index].verify();
         }
         self.disks.look_for_missing(&self.hierarchy, &self.kept);
-        // What was removed a moment ago is not to be told again.
+        // First: a limit that was just removed must not be restored below.
         self.look_at_file(now, true);
         let new = self.present.new_groups(&self.hierarchy);
         let told = self.unsteered.verify(&new);
@@ -560,10 +566,10 @@ impl Watch {
     }
 }
 
-/// Whether limits of control groups can be watched on this machine.
+/// Succeeds if limits of control groups can be watched on this machine.
 ///
 /// # Errors
-/// Why not.
+/// The reason why not.
 pub fn check_machine() -> anyhow::Result<()> {
     check(&Hierarchy::discover(Roots::default())?)
 }
@@ -578,7 +584,7 @@ fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The next so many, from where it stopped the last time.
+/// The next `at_a_time` indices in round-robin order.
 fn in_turn(next: &mut usize, all: usize, at_a_time: usize) -> impl Iterator<Item = usize> + use<> {
     let first = if *next < all { *next } else { 0 };
     let many = all.min(at_a_time);
@@ -586,7 +592,7 @@ fn in_turn(next: &mut usize, all: usize, at_a_time: usize) -> impl Iterator<Item
     (first..first + many).map(move |index| index % all)
 }
 
-/// Since the machine started, asleep or not: levels outlive the process.
+/// Time since boot, including suspend: saved levels outlive the process.
 pub fn now() -> Instant {
     Instant::from_nanos(pace::clock(ClockId::CLOCK_BOOTTIME).as_nanos() as u64)
 }

@@ -19,7 +19,7 @@ A limit is kept for a kind of I/O (`covered`), for a part of it (`PARTLY`) or no
 Each comes with the files that show it. Files that are open, shared mappings and swap space count as use.
 Exit status: 0 it was looked, whatever was seen (`--json` has `verdict`), 1 it could not be, 2 wrong use of the command line.";
 
-/// What `weir cgroup explain` is told.
+/// Arguments of `weir cgroup explain`.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
     /// A control group, the number of a process, or self
@@ -46,7 +46,7 @@ pub struct ExplainArgs {
     pub(crate) json: bool,
 }
 
-/// What the process is told that is measured.
+/// Arguments of the hidden command that runs the load of `--measure`.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
     /// Where its files are made

@@ -1,14 +1,14 @@
-//! What was read of a cgroup, its processes, their files and the disks below, each with its file.
+//! The state of a cgroup, its processes, their files and the disks below, each with its source file.
 //!
 //! ```text
 //!   cgroup ──► levels, from itself to the root: controllers, limits            levels.rs
 //!     └─ processes ──► open files, shared mappings ──► file system ──► disk    uses.rs, mounts.rs, disks.rs
-//!                          └─ who else writes to them                          sharing.rs
+//!                          └─ other writers of these files                     sharing.rs
 //!   swap, io.cost, io.latency, schedulers                                      beside.rs
-//!   what the processes wrote, and what the cgroup was charged with             accounts.rs
+//!   bytes that the processes wrote, bytes that the cgroup was charged with     accounts.rs
 //! ```
 //!
-//! Findings are made of this alone, so tests construct it. Collecting writes and opens nothing.
+//! The input of `findings`, which tests construct. Collecting never writes and opens no disk.
 
 mod accounts;
 mod beside;
@@ -33,11 +33,11 @@ use policy::steering::Rates;
 
 use crate::{control_group::Version, nature::Nature};
 
-/// A file and what it says, for the user to check.
+/// A file and its content, which a finding cites.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Evidence {
     pub(crate) file: String,
-    /// Its text, or the relevant line.
+    /// The whole text, or the relevant line.
     pub(crate) value: String,
 }
 
@@ -53,26 +53,26 @@ impl Evidence {
 
 #[derive(Debug)]
 pub(crate) struct Facts {
-    /// From the mount, such as `/system.slice/nginx.service`.
+    /// Path from the mount, such as `/system.slice/nginx.service`.
     pub(crate) name: String,
-    /// The process that was asked about, if only one was.
+    /// The only process to examine; `None` for all processes of the cgroup.
     pub(crate) only: Option<i32>,
     pub(crate) version: Version,
-    /// Where the controller of block I/O is mounted.
+    /// Mount of the controller of block I/O.
     pub(crate) hierarchy: Option<Evidence>,
     pub(crate) kernel: Kernel,
-    /// From the cgroup to the root.
+    /// The cgroup, then its ancestors up to the root.
     pub(crate) levels: Vec<Level>,
     pub(crate) inner: Vec<Level>,
     pub(crate) memory: Memory,
     pub(crate) processes: Vec<Process>,
-    /// What nobody has open, but a limit is for: uses of the file systems on limited disks.
+    /// Hypothetical uses of the file systems on limited disks, if no process has a file open.
     pub(crate) possible: Vec<Use>,
     pub(crate) file_systems: Vec<FileSystem>,
     pub(crate) disks: Vec<Disk>,
     pub(crate) swaps: Vec<Swap>,
     pub(crate) swapped: Option<Evidence>,
-    /// Pages waiting to be written in the name of a cgroup without processes.
+    /// Dirty pages charged to a cgroup that has no process any more.
     pub(crate) left_dirty: Option<Evidence>,
     pub(crate) accounts: Option<Accounts>,
     pub(crate) beside: Vec<Beside>,
@@ -81,7 +81,7 @@ pub(crate) struct Facts {
 
 #[derive(Debug, Clone)]
 pub(crate) struct Kernel {
-    /// Such as (6, 12, 9); (0, 0, 0) if unknown.
+    /// `(6, 12, 9)` for 6.12.9; (0, 0, 0) if unknown.
     pub(crate) release: (u32, u32, u32),
     pub(crate) evidence: Evidence,
 }
@@ -144,17 +144,17 @@ pub(crate) struct Process {
 #[derive(Debug, Clone)]
 pub(crate) struct Use {
     pub(crate) place: Place,
-    /// As the process sees it.
+    /// Path in the mount namespace of the process.
     pub(crate) path: String,
     pub(crate) way: Way,
     pub(crate) reads: bool,
     pub(crate) writes: bool,
     pub(crate) evidence: Evidence,
-    /// If it is written to.
+    /// Set if the file is written to.
     pub(crate) identity: Option<Identity>,
-    /// If it is written through the page cache.
+    /// Set if the file is written through the page cache.
     pub(crate) created: Option<SystemTime>,
-    /// That a file written through the page cache is older than every process of the cgroup.
+    /// Set if a file written through the page cache is older than every process of the cgroup.
     pub(crate) older: Option<Evidence>,
     pub(crate) others: Vec<Other>,
 }
@@ -163,7 +163,7 @@ pub(crate) struct Use {
 pub(crate) struct Identity {
     device: Number,
     inode: Option<u64>,
-    /// Where the inode is not known.
+    /// Stands in for an unknown inode.
     path: Option<PathBuf>,
 }
 
@@ -172,7 +172,7 @@ pub(crate) enum Way {
     Buffered,
     /// `O_DIRECT`.
     Direct,
-    /// Through the page cache, each write waiting for the disk: `O_SYNC` or `O_DSYNC`.
+    /// Through the page cache; each write waits for the disk: `O_SYNC` or `O_DSYNC`.
     Synchronous,
     Mapped,
 }
@@ -186,7 +186,7 @@ pub(crate) struct Other {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// By index in [`Facts::file_systems`].
+    /// Index in [`Facts::file_systems`].
     FileSystem(usize),
     Disk(Number),
 }
@@ -227,10 +227,10 @@ pub(crate) enum DiskKind {
     /// zram or brd.
     Memory,
     Mapper(Mapper),
-    /// By its level, such as `raid5`.
+    /// The RAID level, such as `raid5`.
     Raid(String),
     Loop {
-        /// By index in [`Facts::file_systems`].
+        /// Index in [`Facts::file_systems`].
         on: Option<usize>,
         direct: bool,
     },
@@ -258,14 +258,15 @@ pub(crate) struct Accounts {
     pub(crate) evidence: Vec<Evidence>,
 }
 
-/// Less may be missing for other reasons: metadata, moved processes, counts read at different
-/// times.
+/// Threshold below which a difference proves nothing: metadata, processes that were moved here, and
+/// counters read at different times explain as much.
 const LEAST_MISSING_BYTES: u64 = 16 << 20;
 
 impl Accounts {
     pub(crate) fn charged_elsewhere(&self) -> bool {
         let told = self.charged_bytes.saturating_add(self.waiting_bytes);
         let missing = self.written_bytes.saturating_sub(told);
+        // The second condition allows for counters that are incomplete in proportion to the volume.
         missing >= LEAST_MISSING_BYTES && missing > self.written_bytes / 4
     }
 }

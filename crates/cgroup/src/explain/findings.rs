@@ -1,14 +1,15 @@
-//! What the facts mean: which I/O a limit covers, which escapes it, why, and what to do about it.
+//! Conclusions from the facts: which I/O a limit covers, which escapes it, why, and the remedy.
 //!
 //! ```text
-//!   a use (process, file, way) ──► requests ──► who is charged?        charge.rs    its cgroup │ the root │ nobody
-//!                                          └──► is he limited there?   reach.rs     on this disk │ one below │ not
+//!   a use (process, file, mode) ─► requests ─► charged to …          charge.rs    its cgroup │ the root │ several
+//!                                          └─► limited there on …    reach.rs     this disk │ one below │ none
 //!                                          ──► covered │ partly │ escapes │ unlimited
-//!   everything else worth knowing                                      around.rs
+//!   findings about the whole cgroup                                  around.rs
 //! ```
 //!
-//! Facts in, findings out. Each rule names its document or commit. The kernel's release decides; a
-//! distribution with backports is judged too harshly, never too kindly, and `--measure` shows it.
+//! A pure function of the facts. Each rule cites its document or commit. Rules go by the kernel's
+//! release number, so a distribution's backported fix is reported as missing, never the reverse;
+//! `--measure` shows the difference.
 
 mod around;
 mod cause;
@@ -29,13 +30,13 @@ named! { Coverage {
     Escapes = "escapes" / "ESCAPES",
     Partly = "partly" / "PARTLY",
     Covered = "covered",
-    /// No limit of that direction was set for that disk.
+    /// No limit is set for that direction on that disk.
     Unlimited = "unlimited" / "no limit",
     Note = "note",
 } }
 
 impl Coverage {
-    /// Whether somebody who set the limit would want to know.
+    /// True if the coverage defeats the purpose of the limit.
     pub(crate) fn alarms(self) -> bool {
         matches!(self, Self::Escapes | Self::Partly)
     }
@@ -80,10 +81,10 @@ impl Io {
 pub(crate) struct Finding {
     pub(crate) coverage: Coverage,
     pub(crate) cause: Cause,
-    /// Who does what; `None` if nobody does it now.
+    /// Processes and their kinds of I/O; `None` if no process does it at present.
     pub(crate) acts: BTreeSet<(Option<i32>, Io)>,
     pub(crate) disk: Option<Number>,
-    /// A disk's node, with the file system on it; empty if nowhere in particular.
+    /// Disk node and file system, as text; empty if the finding is about no location.
     pub(crate) place: String,
     pub(crate) why: String,
     pub(crate) evidence: Vec<Evidence>,
@@ -96,7 +97,7 @@ impl Finding {
     }
 }
 
-/// One request's finding, before those alike are put together.
+/// Finding about one request, before equal findings are merged.
 #[derive(Debug)]
 struct Judgement {
     coverage: Coverage,
@@ -105,14 +106,14 @@ struct Judgement {
     detail: String,
 }
 
-/// Most files that a finding cites: the first of many alike says it all.
+/// Number of files that a finding cites at most.
 const MAX_EVIDENCE: usize = 8;
 
 pub(crate) fn charges_writeback(facts: &Facts, file_system: &FileSystem) -> bool {
     charge::written_back(facts, Some(file_system)).is_ok()
 }
 
-/// The worst first.
+/// All findings, sorted by coverage, the most severe first.
 pub(crate) fn find(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
     for process in &facts.processes {
@@ -142,7 +143,7 @@ fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
     };
     let (charge, reach) = reach::from(facts, group, disk, io, charge);
     match (charge, reach) {
-        // Nothing is limited, and this would escape any limit.
+        // No limit is set, and this I/O would escape any limit: report the cause of the escape.
         (Charge::Elsewhere(cause, mut evidence), Reach::Nothing(nothing))
             if nothing.cause == Cause::NoLimit =>
         {
@@ -151,6 +152,7 @@ fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
         }
         (_, Reach::Nothing(nothing)) => nothing,
         (Charge::Own(mut evidence), Reach::Limit(limit)) => {
+            // In the order of the path: the limit's files before the file of the process.
             evidence.splice(0..0, limit.evidence);
             evidence.push(used.evidence.clone());
             let cause = if limit.below { Cause::LimitBelow } else { Cause::Covered };
@@ -175,6 +177,7 @@ fn gather(
     place: Option<Place>,
     act: (Option<i32>, Io),
 ) {
+    // Findings are merged by coverage, cause and location; only their processes and evidence differ.
     let named = place.map_or_else(String::new, |place| wording::place(facts, place));
     let same = |finding: &&mut Finding| {
         finding.coverage == judged.coverage && finding.cause == judged.cause && finding.place == named

@@ -1,4 +1,4 @@
-//! The findings as one JSON object, with numbers as the kernel has them.
+//! The findings as one JSON object, with device numbers as the kernel prints them.
 
 use serde_json::{Value, json};
 

@@ -1,18 +1,18 @@
-//! `--measure`: the limit tested, path by path.
+//! `--measure`: tests the limit on each I/O path.
 //!
 //! ```text
-//!   weir ──── moves, tells ────► weir cgroup load, in a cgroup beside the examined one, with its limits    place.rs, worker.rs, load.rs
+//!   weir ─── moves, controls ──► weir cgroup load, in a cgroup beside the examined one, with its limits    place.rs, worker.rs, load.rs
 //!    │                               │ writes and reads small files: direct, buffered, flushed, from the page cache   proof.rs
-//!    ├── io.stat of that cgroup ◄────┤ what was charged to it
-//!    ├── the disk's statistics ◄─────┤ what arrived
-//!    └── a trace of our own ◄────────┘ who sent it, and who was made to wait                                trace.rs
+//!    ├── io.stat of that cgroup ◄────┤ bytes charged to it
+//!    ├── the disk's statistics ◄─────┤ bytes that arrived
+//!    └── a separate trace ◄──────────┘ tasks that submitted, tasks that were throttled                      trace.rs
 //! ```
 //!
-//! If writeback is charged to the cgroup, it gets so little memory that the writer soon waits for
-//! writeback workers, as every long writer does; the rest is flushed in the owner's name. If not,
-//! syncfs(2) has the workers write at once: no limit of others holds that up, as theirs are not
-//! kept either. Everything made is removed, also on a signal; files have no names from the
-//! beginning.
+//! If writeback is charged to the cgroup, its memory.high is set so low that the writer soon waits
+//! for writeback workers, as every long-running writer does; the rest is flushed in the owner's
+//! name. Otherwise syncfs(2) starts writeback at once; limits of other cgroups cannot delay it,
+//! because their writeback is not throttled either. The cgroup and the trace are removed at the
+//! end, also on a signal; the files are unlinked from the beginning.
 
 mod load;
 mod place;
@@ -52,11 +52,11 @@ use crate::{
 
 #[derive(Debug, Clone)]
 pub(super) struct Wish<'a> {
-    /// Where files are made; by default on a limited disk.
+    /// Directory of the test files; by default on a limited disk.
     pub(super) directory: Option<&'a Path>,
-    /// On each path.
+    /// Upper bound of the bytes on each path.
     pub(super) most_bytes: u64,
-    /// How long each path takes if the limit is kept.
+    /// Duration of each path if the limit is enforced.
     pub(super) time: Duration,
     pub(super) quiet: bool,
 }
@@ -72,7 +72,7 @@ pub(super) struct Measured {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Way {
     pub(super) name: &'static str,
-    /// In bytes per second.
+    /// Bytes per second.
     pub(super) limit_bps: Option<u64>,
     pub(super) result: Result<Figures, String>,
 }
@@ -81,10 +81,10 @@ pub(super) struct Way {
 pub(super) struct Figures {
     pub(super) bytes: u64,
     pub(super) seconds: f64,
-    /// Of the calls themselves: less than all if something was written later.
+    /// Duration of the calls alone; less than `seconds` if data was written back later.
     pub(super) calls_seconds: f64,
     pub(super) charged_bytes: u64,
-    /// By whomever.
+    /// Bytes that all processes moved on the disk.
     pub(super) disk_bytes: u64,
     traced: Option<Traced>,
     pub(super) kept: Kept,
@@ -94,11 +94,11 @@ pub(super) struct Figures {
 pub(super) enum Kept {
     Yes,
     No,
-    /// It was slower than the limit by itself.
+    /// The I/O was slower than the limit for another reason.
     Slower,
-    /// There is nothing to compare with.
+    /// No limit to compare with.
     NotLimited,
-    /// It is no I/O.
+    /// The path does no I/O.
     NoIo,
 }
 
@@ -129,6 +129,7 @@ pub(super) fn measure(
     };
     let places = Roots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
     let identity = Identity::resolve(disk, &places).with_context(|| format!("the limited disk {disk}"))?;
+    // Each resource registers its removal for the signal handler in the same step that creates it.
     let undo = Undo::watch()?;
     let name = format!("weir-explain-{}", process::id());
     let own = facts.own().limits.iter().filter(|limit| spot.stack.contains(&limit.disk));
@@ -143,6 +144,7 @@ pub(super) fn measure(
         let end = worker.end();
         Ok((worker, end))
     })?;
+    // Moved before its first request: the kernel does not move charges along with a process.
     place.enter(worker.process())?;
     let trace = undo.making(|| {
         let trace = begin_trace(hierarchy, &name, disk)?;

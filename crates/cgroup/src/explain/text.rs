@@ -1,4 +1,4 @@
-//! What was found, for people. Prints no control character of names that others chose.
+//! The findings as text. Control characters in names chosen by other programs are escaped.
 
 use std::fmt::Write as _;
 
@@ -30,6 +30,7 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
             disks.push(disk);
         }
     }
+    // Findings without a disk come last, under the heading `elsewhere`.
     disks.sort_by_key(Option::is_none);
     for disk in disks {
         text.push('\n');
@@ -124,7 +125,7 @@ fn word(finding: &Finding) -> String {
     }
 }
 
-/// In one line.
+/// Escapes control characters and joins lines by `; `.
 pub(super) fn clean(text: &str) -> String {
     plain(&text.replace('\n', "; "))
 }

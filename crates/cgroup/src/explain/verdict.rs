@@ -1,4 +1,4 @@
-//! The findings in one sentence, and its name for programs.
+//! Summary of the findings in one sentence, and its name for programs.
 
 use super::findings::{Cause, Coverage, Finding};
 
@@ -19,6 +19,7 @@ impl Verdict {
                 Cause::NoLimit | Cause::RootCgroup | Cause::IoNotEnabled | Cause::NoThrottling
             )
         };
+        // An absent limit is reported as such, not as a limit that everything escapes.
         if findings.iter().any(|finding| unlimited(&finding)) && !any(Coverage::Covered) {
             return Self::NotLimited;
         }

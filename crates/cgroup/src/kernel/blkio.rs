@@ -1,10 +1,10 @@
-//! The limits and totals of a cgroup of version 1: blkio.throttle.*.
+//! Limits and counters of a cgroup of version 1: blkio.throttle.*.
 //!
 //! ```text
-//!   read_bps_device   8:0 20971520          a device without a limit has no line; a tab between in Linux 2.6
+//!   read_bps_device   8:0 20971520          a device without a limit has no line; separated by a tab in Linux 2.6
 //!   io_service_bytes  8:0 Read 4096
 //!                     8:0 Write 8192
-//!                     8:0 Sync 4096         the same again, by another division
+//!                     8:0 Sync 4096         the same bytes, divided into sync and async
 //!                     8:0 Async 8192
 //!                     8:0 Discard 0         since Linux 4.19
 //!                     8:0 Total 12288
@@ -12,14 +12,14 @@
 //!   io_serviced       the same, in operations
 //! ```
 //!
-//! Totals do not include descendants. Source: admin-guide/cgroup-v1/blkio-controller.rst.
+//! Counters exclude descendants. Source: admin-guide/cgroup-v1/blkio-controller.rst.
 
 use block::device::Number;
 use policy::steering::Rates;
 
 use super::{Unknown, count, io_stat::Usage, nested::NAMELESS, number};
 
-/// In the order of [`Rates`].
+/// Names of the limit files, in the order of [`Rates`].
 pub(crate) const LIMITS: [&str; 4] = [
     "blkio.throttle.read_bps_device",
     "blkio.throttle.write_bps_device",
@@ -29,7 +29,7 @@ pub(crate) const LIMITS: [&str; 4] = [
 pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
 pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 
-/// The devices that one of [`LIMITS`] lists, and the rate that it is for.
+/// Parses one of [`LIMITS`]: its devices, each with the rate that this file sets.
 pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
@@ -42,7 +42,7 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unk
     text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
 }
 
-/// Totals of each device, from the text of [`BYTES`] and [`OPERATIONS`], ordered by number.
+/// Counters of each device, from the text of [`BYTES`] and [`OPERATIONS`], ordered by number.
 pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     let mut found = std::collections::BTreeMap::<Number, Usage>::new();
     for (what, text) in [(BYTES, bytes), (OPERATIONS, operations)] {
@@ -55,7 +55,7 @@ pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)
                 ("Read", false) => &mut usage.reads,
                 ("Write", false) => &mut usage.writes,
                 ("Discard", false) => &mut usage.discards,
-                // The same as the others, by another division.
+                // Sync, Async and Total count the same requests again.
                 _ => return,
             };
             *field = total;
@@ -81,6 +81,7 @@ fn each(what: &'static str, text: &str, mut show: impl FnMut(Number, &str, u64))
                     show(number(device).ok_or_else(unknown)?, kind, total);
                 }
             }
+            // The sum over all devices has no device number.
             (Some("Total"), Some(total), None, None) => {
                 count::<u64>(total).ok_or_else(unknown)?;
             }

@@ -1,6 +1,6 @@
-//! What the fuzz target does with a text, and what has to hold; tests run it briefly too.
+//! Body of the fuzz target, with its assertions; unit tests run it as well.
 //!
-//! Every parser gets every text: a sample of one format, half changed into another, is unexpected.
+//! Every parser gets every text, so that a sample of one format also tests the others.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use super::{
 
 const OTHER: block::device::Number = block::device::Number { major: 4_094, minor: 1_048_574 };
 
-/// Reads a text as every file of the kernel.
+/// Parses a text with the parser of every kernel file.
 pub fn kernel_files(data: &[u8]) {
     let text = &String::from_utf8_lossy(data);
     nested_files(text);
@@ -21,7 +21,7 @@ pub fn kernel_files(data: &[u8]) {
     mounts(text);
 }
 
-/// What a parser made of a text; what it refuses, it refuses in bounds.
+/// The parsed value; a rejected line must be quoted within bounds.
 fn accepted<T>(parsed: Result<T, Unknown>) -> Option<T> {
     match parsed {
         Ok(value) => Some(value),
@@ -37,6 +37,7 @@ fn nested_files(text: &str) {
     if let Some(all) = accepted(io_stat::parse(text)) {
         for (device, _) in &all {
             let first = all.iter().find(|(number, _)| number == device).map(|(_, usage)| *usage);
+            // `find` stops early, but must agree with the full parse.
             assert_eq!(io_stat::find(text, *device), Ok(first));
             assert_eq!(number(&device.to_string()), Some(*device));
         }
@@ -48,6 +49,7 @@ fn nested_files(text: &str) {
         }
     }
     for (device, rates) in accepted(io_max::parse(text)).unwrap_or_default() {
+        // A line that weir writes must parse to the same rates.
         assert_eq!(io_max::parse(&io_max::line(rates, device)), Ok(vec![(device, rates)]));
     }
     let _ = accepted(io_latency::targets(text));

@@ -1,4 +1,4 @@
-//! Latencies that cgroups are promised: io.latency of cgroup v2.
+//! Latency targets of a cgroup: io.latency of cgroup v2.
 //!
 //! ```text
 //!   8:16 target=75000
@@ -10,7 +10,7 @@ use block::device::Number;
 
 use super::{Unknown, count, nested};
 
-/// In microseconds.
+/// Target of each device, in microseconds.
 pub(crate) fn targets(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
     nested::all("io.latency", text, |target: &mut u64, key, value| {
         if key == "target" {

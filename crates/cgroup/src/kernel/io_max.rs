@@ -1,11 +1,12 @@
-//! The hard limits of a cgroup: io.max of cgroup v2.
+//! Hard limits of a cgroup: io.max of cgroup v2.
 //!
 //! ```text
 //!   8:16 rbps=2097152 wbps=max riops=max wiops=120
 //! ```
 //!
-//! A device without limits has no line. One line of this form is written, and taken whole or not at
-//! all. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
+//! A device without limits has no line. Writes use the same format, one line each, which the kernel
+//! applies whole or not at all. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface
+//! Files".
 
 use block::device::Number;
 use policy::steering::Rates;
@@ -21,7 +22,7 @@ pub(crate) fn in_order(
     [read_bps, write_bps, read_iops, write_iops]
 }
 
-/// All four keys, without an end of line.
+/// Formats all four keys, without a newline: an omitted key would keep its old value.
 pub(crate) fn line(rates: Rates, device: Number) -> String {
     let text = |rate: Option<u64>| rate.map_or_else(|| UNLIMITED.to_owned(), |rate| rate.to_string());
     let [read_bps, write_bps, read_iops, write_iops] = in_order(rates).map(text);

@@ -1,10 +1,10 @@
-//! What a cgroup and its descendants have done to each device: io.stat of cgroup v2.
+//! I/O counters of a cgroup and its descendants by device: io.stat of cgroup v2.
 //!
 //! ```text
 //!   8:16 rbytes=1459200 wbytes=314773504 rios=192 wios=353 dbytes=0 dios=0
 //! ```
 //!
-//! Discards are there since Linux 4.19. Controllers add keys (`cost.usage`, `use_delay`, `depth`),
+//! Discards exist since Linux 4.19. Controllers add keys (`cost.usage`, `use_delay`, `depth`),
 //! which are skipped. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
 
 use std::ops::ControlFlow;
@@ -27,15 +27,15 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// Growth since an earlier moment; `None` if a total fell. Totals fall when a cgroup is made
-    /// again, and in version 1 when one below it is removed.
+    /// Growth since an earlier reading; `None` if a counter fell. Counters fall when a cgroup is
+    /// recreated, and in version 1 when a descendant is removed.
     pub(crate) fn since(&self, earlier: &Self) -> Option<Self> {
         let [read_bytes, written_bytes, reads, writes, discarded_bytes, discards] =
             counter::growths(&earlier.counters(), &self.counters())?;
         Some(Self { read_bytes, written_bytes, reads, writes, discarded_bytes, discards })
     }
 
-    /// Both together.
+    /// Sum of two usages, saturating.
     #[must_use]
     pub(crate) fn plus(&self, other: &Self) -> Self {
         let [mut sums, more] = [self.counters(), other.counters()];
@@ -64,12 +64,12 @@ impl Usage {
     }
 }
 
-/// A device of which nothing is said has done nothing.
+/// Counters of each listed device. A device without a line has done no I/O.
 pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     nested::all(FILE, text, Usage::set)
 }
 
-/// One device of the file. Allocates nothing, and reads no further than the device.
+/// Counters of one device. Allocates nothing and stops after the device's line.
 pub(crate) fn find(text: &str, device: Number) -> Result<Option<Usage>, Unknown> {
     let mut found = None;
     nested::scan(FILE, text, Usage::set, |number, usage| {

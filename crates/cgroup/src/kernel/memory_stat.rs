@@ -1,4 +1,4 @@
-//! What a cgroup has in memory and not on disk: memory.stat of cgroup v2, one `key number` a line.
+//! Page cache of a cgroup that is not on disk yet: memory.stat of cgroup v2, one `key number` a line.
 //!
 //! ```text
 //!   file_dirty 1048576
@@ -11,10 +11,10 @@ use super::{Unknown, count};
 
 const FILE: &str = "memory.stat";
 
-/// Bytes that were written into the page cache and are not on their disk.
+/// Bytes in the page cache that are not on their disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Waiting {
-    /// That nobody has begun to write back.
+    /// Bytes whose writeback has not started.
     pub(crate) dirty: u64,
     pub(crate) writeback: u64,
 }
@@ -25,7 +25,7 @@ impl Waiting {
     }
 }
 
-/// 0 where the file does not say.
+/// Parses both keys; an absent key counts as 0.
 pub(crate) fn parse(text: &str) -> Result<Waiting, Unknown> {
     let mut waiting = Waiting::default();
     for line in text.lines() {

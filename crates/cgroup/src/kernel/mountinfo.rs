@@ -1,8 +1,8 @@
-//! What is mounted where: /proc/PID/mountinfo.
+//! Mounts of a process: /proc/PID/mountinfo.
 //!
 //! ```text
 //!   36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
-//!         │    │     │     │          └ optional, any number up to the hyphen
+//!         │    │     │     │          └ optional fields, any number up to the hyphen
 //!         │    │     │     options    kind   source   super options
 //!         │    root  point
 //!         number
@@ -26,23 +26,23 @@ const FILE: &str = "mountinfo";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {
-    /// Major 0 if the file system has no device.
+    /// Device number; major 0 if the file system has no device.
     pub(crate) number: Number,
-    /// The directory of the file system that is mounted, such as `/`.
+    /// Directory of the file system that is mounted, such as `/`.
     pub(crate) root: PathBuf,
     pub(crate) point: PathBuf,
-    /// Such as `ext4` or `fuse.sshfs`.
+    /// File system type, such as `ext4` or `fuse.sshfs`.
     pub(crate) kind: String,
-    /// In the file system's own words, such as `/dev/vda`.
+    /// Source in a format that depends on the file system, such as `/dev/vda`.
     pub(crate) source: String,
-    /// Such as `rw,noatime`.
+    /// Mount options, such as `rw,noatime`.
     pub(crate) options: String,
-    /// Such as `rw,lowerdir=/a:/b`, still escaped.
+    /// Options of the file system, such as `rw,lowerdir=/a:/b`, still escaped.
     pub(crate) super_options: String,
 }
 
 impl Mount {
-    /// The value of an option of the file system; empty for one without a value.
+    /// Value of an option of the file system; empty for an option without a value.
     pub(crate) fn option(&self, name: &str) -> Option<PathBuf> {
         self.super_options.split(',').find_map(|option| match option.split_once('=') {
             Some((key, value)) => (key == name).then(|| unescape(value)),
@@ -51,14 +51,14 @@ impl Mount {
     }
 }
 
-/// In order of mounting: a later one hides what is below its point.
+/// Mounts in mounting order: a later mount hides earlier ones below its mount point.
 pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, Unknown> {
     text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
 }
 
-/// The mount in which a path lies; the path must be absolute and without links.
+/// The mount that contains a path, which must be absolute and without symbolic links.
 pub(crate) fn holding<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
-    // Of two at the same point the later hides the earlier; `max_by_key` takes the last.
+    // Of two mounts on the same point the later one hides the earlier; `max_by_key` returns the last.
     mounts
         .into_iter()
         .filter(|mount| path.starts_with(&mount.point))
@@ -66,13 +66,13 @@ pub(crate) fn holding<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Pa
 }
 
 fn parse_line(line: &str) -> Option<Mount> {
-    // One blank between fields: a source may be empty.
+    // Split at single blanks: a source may be empty.
     let mut fields = line.split(' ');
     let number = number(fields.nth(2)?)?;
     let (root, point, options) = (fields.next()?, fields.next()?, fields.next()?);
     fields.find(|field| *field == "-")?;
     let (kind, source) = (fields.next()?, fields.next()?);
-    // A file system may write unescaped blanks here.
+    // Some file systems write unescaped blanks into their options.
     let super_options = fields.collect::<Vec<_>>().join(" ");
     Some(Mount {
         number,
@@ -85,7 +85,7 @@ fn parse_line(line: &str) -> Option<Mount> {
     })
 }
 
-/// A backslash that begins no octal number stays.
+/// Replaces octal escapes; a backslash without three octal digits remains.
 fn unescape(text: &str) -> PathBuf {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

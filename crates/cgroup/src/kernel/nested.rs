@@ -1,14 +1,14 @@
-//! The form that io.stat, io.max and io.cost.qos share: a device and its keys on every line.
+//! Format of io.stat, io.max and io.cost.qos: a device and its keys on every line.
 //!
 //! ```text
 //!   8:16 rbytes=1459200 wbytes=314773504
 //!   253:10 253:5 rbytes=0 wbytes=4096          Linux 5.15 to 5.18: a device without keys does not end its line
-//!   (unknown) rbytes=0                         a device without a name: it has gone, or is one path of several to a disk
-//!   11:2 rbytes=0 [NONE] dispatched=0          Android: what its scheduler counts, by class of request
+//!   (unknown) rbytes=0                         a device without a name: it was removed, or is one path of several to a disk
+//!   11:2 rbytes=0 [NONE] dispatched=0          Android: counters of its scheduler, by class of request
 //! ```
 //!
 //! Source: "Nested keyed" in cgroup-v2.rst; commits "stop using seq_get_buf" and "always terminate
-//! io.stat lines" of block/blk-cgroup.c. Allocates only the error: io.stat is read many times a
+//! io.stat lines" of block/blk-cgroup.c. Allocates only for an error: io.stat is read many times a
 //! second.
 
 use std::ops::ControlFlow;
@@ -17,11 +17,12 @@ use block::device::Number;
 
 use super::{Unknown, number};
 
-/// What the kernel calls a device without a name, since 5.7 and before.
+/// Placeholders for a device without a name: since Linux 5.7, and before.
 pub(super) const NAMELESS: [&str; 2] = ["(unknown)", "(null)"];
 
-/// Shows every device, in order, until told to break. `set` takes one key into the value; `None`
-/// means a bad value. Fails at the first unknown line, after showing those before it.
+/// Calls `show` for each device in order, until it breaks. `set` stores one key in the value and
+/// returns `None` for an invalid value. Fails at the first unknown line, after showing the devices
+/// before it.
 pub(super) fn scan<V: Default>(
     what: &'static str,
     text: &str,
@@ -37,11 +38,13 @@ pub(super) fn scan<V: Default>(
                 set(values, key, value).ok_or_else(unknown)?;
                 continue;
             }
+            // Android's scheduler classes, such as `[NONE]`; their keys are unknown and skipped.
             if current.is_some() && word.starts_with('[') && word.ends_with(']') {
                 continue;
             }
             let device =
                 if NAMELESS.contains(&word) { None } else { Some(number(word).ok_or_else(unknown)?) };
+            // A second device on the line: the device before it has no further keys.
             if let Some((Some(before), values)) = current.replace((device, V::default()))
                 && show(before, values).is_break()
             {

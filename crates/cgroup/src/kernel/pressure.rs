@@ -1,12 +1,12 @@
-//! How long processes waited: io.pressure of a cgroup, and /proc/pressure/io.
+//! Time that processes waited for I/O: io.pressure of a cgroup, and /proc/pressure/io.
 //!
 //! ```text
 //!   some avg10=0.00 avg60=0.31 avg300=1.20 total=11182186648
 //!   full avg10=0.00 avg60=0.10 avg300=0.90 total=4346621964
 //! ```
 //!
-//! Since Linux 4.20; with `psi=0` reading fails with EOPNOTSUPP. The processor's has no `full`
-//! before 5.13. Source: Documentation/accounting/psi.rst.
+//! Since Linux 4.20; with `psi=0` reading fails with EOPNOTSUPP. The CPU file has no `full` before
+//! 5.13. Source: Documentation/accounting/psi.rst.
 
 use super::{Unknown, count};
 
@@ -14,7 +14,7 @@ const FILE: &str = "io.pressure";
 
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Stall {
-    /// Percent of the last 10 s, and so on.
+    /// Percent of the last 10 s; the next fields of the last 60 s and 300 s.
     pub(crate) avg10: f64,
     pub(crate) avg60: f64,
     pub(crate) avg300: f64,
@@ -25,7 +25,7 @@ pub(crate) struct Stall {
 pub(crate) struct Pressure {
     /// At least one task waited.
     pub(crate) some: Stall,
-    /// All that could have run waited.
+    /// All runnable tasks waited.
     pub(crate) full: Option<Stall>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn parse(text: &str) -> Result<Pressure, Unknown> {
     Ok(Pressure { some, full })
 }
 
-/// All four keys are required.
+/// Parses one line; all four keys are required.
 fn parse_stall(keys: &str) -> Option<Stall> {
     let (mut averages, mut total_us) = ([None; 3], None);
     for word in keys.split_ascii_whitespace() {
@@ -62,7 +62,7 @@ fn parse_stall(keys: &str) -> Option<Stall> {
     Some(Stall { avg10: avg10?, avg60: avg60?, avg300: avg300?, total_us: total_us? })
 }
 
-/// Digits and a point: `f64` would also take `inf`, `nan` and signs.
+/// Parses digits and a point: `f64` would also accept `inf`, `nan` and signs.
 fn percent(text: &str) -> Option<f64> {
     let plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
     text.parse().ok().filter(|value: &f64| plain && value.is_finite())

@@ -1,8 +1,8 @@
-//! Which cgroups a process is in: /proc/PID/cgroup.
+//! Cgroups of a process: /proc/PID/cgroup.
 //!
 //! ```text
 //!   7:blkio:/system.slice            cgroup v1: a hierarchy's number, its controllers, the path from its root
-//!   1:name=systemd:/user.slice       one without controllers, but with a name
+//!   1:name=systemd:/user.slice       a named hierarchy without controllers
 //!   0::/user.slice/session-1.scope   cgroup v2
 //! ```
 //!
@@ -17,11 +17,11 @@ const FILE: &str = "/proc/PID/cgroup";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Membership {
-    /// 0 for cgroup v2.
+    /// Number of the hierarchy; 0 for cgroup v2.
     pub(crate) hierarchy: u32,
-    /// None for cgroup v2; `name=systemd` for a named hierarchy.
+    /// Empty for cgroup v2; `name=systemd` for a named hierarchy.
     pub(crate) controllers: Vec<String>,
-    /// From the hierarchy's root.
+    /// Path from the hierarchy's root.
     pub(crate) path: PathBuf,
 }
 
@@ -30,7 +30,7 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Membership>, Unknown> {
 }
 
 fn parse_line(line: &str) -> Option<Membership> {
-    // A cgroup's name may hold colons.
+    // At most three fields: a cgroup's name may contain colons.
     let mut fields = line.splitn(3, ':');
     let hierarchy = count(fields.next()?)?;
     let controllers = fields.next()?;

@@ -1,10 +1,10 @@
-//! What a process or a task has read and written: /proc/PID/io and /proc/PID/task/TID/io.
+//! I/O counters of a process or a task: /proc/PID/io and /proc/PID/task/TID/io.
 //!
 //! ```text
-//!   rchar: 323934931      bytes asked of read(2) and the like, also from the page cache
-//!   syscr: 632687         calls of read(2) and the like
-//!   read_bytes: 65536     fetched from storage
-//!   write_bytes: 4096     sent to storage, or made dirty, which is when a buffered write counts
+//!   rchar: 323934931      bytes requested by read(2) and similar calls, including page cache hits
+//!   syscr: 632687         number of read(2) and similar calls
+//!   read_bytes: 65536     bytes fetched from storage
+//!   write_bytes: 4096     bytes sent to storage; a buffered write counts when it dirties the page
 //! ```
 //!
 //! Source: proc_pid_io(5).
@@ -21,11 +21,11 @@ pub(crate) struct TaskIo {
     pub(crate) syscw: u64,
     pub(crate) read_bytes: u64,
     pub(crate) write_bytes: u64,
-    /// Of dirty pages that were dropped before they were written.
+    /// Bytes of dirty pages that were truncated before writeback.
     pub(crate) cancelled_write_bytes: u64,
 }
 
-/// Keys that a kernel does not have are 0.
+/// Parses all keys; a key that the kernel lacks is 0. An empty file is an error.
 pub(crate) fn parse(text: &str) -> Result<TaskIo, Unknown> {
     let mut io = TaskIo::default();
     if text.trim().is_empty() {

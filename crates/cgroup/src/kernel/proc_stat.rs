@@ -1,11 +1,11 @@
-//! A task's name, state, beginning and time waited for I/O: /proc/PID[/task/TID]/stat.
+//! Name, state, start time and I/O wait of a task: /proc/PID[/task/TID]/stat.
 //!
 //! ```text
 //!   2301 (kworker/u8:2-ev) I 2 0 …
-//!   17 (a) (b) S 1 …                  a name may hold anything: it ends at the last parenthesis
+//!   17 (a) (b) S 1 …                  a name may contain any character: it ends at the last parenthesis
 //! ```
 //!
-//! Source: proc_pid_stat(5), whose numbers of fields are used here.
+//! Source: proc_pid_stat(5), whose field numbers are used here.
 
 use std::time::Duration;
 
@@ -16,22 +16,22 @@ const FILE: &str = "/proc/PID/stat";
 pub(crate) const TICK: Duration = Duration::from_millis(10);
 const START: usize = 22;
 const BLKIO_DELAY: usize = 42;
-/// The first field taken after the state.
+/// The field after the state.
 const PARENT: usize = 4;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TaskStat {
     pub(crate) pid: i32,
-    /// Up to 15 bytes, longer for kernel workers; with newlines and backslashes as `\n` and `\\`.
+    /// Up to 15 bytes, longer for kernel workers; newlines and backslashes appear as `\n` and `\\`.
     pub(crate) name: String,
-    /// `R` running, `S` asleep, `D` waiting for I/O, and others.
+    /// `R` running, `S` sleeping, `D` waiting for I/O, and others.
     pub(crate) state: char,
-    /// 0 if it has none in this namespace.
+    /// Parent's pid; 0 if it has no parent in this namespace.
     pub(crate) parent: i32,
-    /// Ticks (`_SC_CLK_TCK`) since boot: with the id, this tells the task from all others.
+    /// Start time in ticks (`_SC_CLK_TCK`) since boot; with the pid it identifies a task uniquely.
     pub(crate) start_ticks: u64,
-    /// Ticks; 0 where delay accounting is off (`kernel.task_delayacct`), the default since Linux
-    /// 5.14.
+    /// I/O wait in ticks; 0 if delay accounting is off (`kernel.task_delayacct`), the default since
+    /// Linux 5.14.
     pub(crate) blkio_delay_ticks: u64,
 }
 
@@ -45,6 +45,7 @@ fn parse_text(text: &str) -> Option<TaskStat> {
     let mut fields = rest.split_ascii_whitespace();
     let state = fields.next()?;
     let parent = count(fields.next()?)?;
+    // `nth` counts the fields skipped since the last one that was read.
     let start_ticks = count(fields.nth(START - PARENT - 1)?)?;
     let blkio_delay_ticks = count(fields.nth(BLKIO_DELAY - START - 1)?)?;
     let mut state = state.chars();

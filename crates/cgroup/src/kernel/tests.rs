@@ -1,4 +1,4 @@
-//! What kernels print, and what is made of it; and that nothing makes a parser panic.
+//! Output of real kernels, parsed; and a check that no input makes a parser panic.
 
 use std::{
     path::{Path, PathBuf},
@@ -39,12 +39,12 @@ fn n(major: u64, minor: u64) -> Number {
     Number { major, minor }
 }
 
-/// In the order in which the kernel prints them.
+/// Counters in the order of [`Usage`]'s fields.
 fn usage([read_bytes, written_bytes, reads, writes, discarded_bytes, discards]: [u64; 6]) -> Usage {
     Usage { read_bytes, written_bytes, reads, writes, discarded_bytes, discards }
 }
 
-/// In the order in which the kernel prints them.
+/// Rates in the order in which the kernel prints them.
 fn rates([read_bps, write_bps, read_iops, write_iops]: [Option<u64>; 4]) -> Rates {
     Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }
 }

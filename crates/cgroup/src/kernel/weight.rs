@@ -1,8 +1,8 @@
-//! Weights, and what on the device obeys them: io.weight, io.bfq.weight, io.cost.qos,
+//! Weights, and the mechanisms that enforce them: io.weight, io.bfq.weight, io.cost.qos,
 //! queue/scheduler.
 //!
 //! ```text
-//!   io.weight         default 100            for devices without a line of their own
+//!   io.weight         default 100            for devices without a line
 //!                     8:0 200
 //!   blkio.bfq.weight  100                    cgroup v1, and io.bfq.weight before Linux 5.4
 //!   io.cost.qos       8:0 enable=1 ctrl=auto rpct=95.00 …
@@ -18,7 +18,7 @@ use super::{Unknown, count, nested, number};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Weights {
-    /// On devices that are not in the list.
+    /// Weight on devices that are not listed.
     pub(crate) default: Option<u32>,
     pub(crate) devices: Vec<(Number, u32)>,
 }
@@ -30,7 +30,7 @@ impl Weights {
     }
 }
 
-/// Of io.weight or io.bfq.weight.
+/// Parses io.weight or io.bfq.weight.
 pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
     let mut weights = Weights::default();
     for line in text.lines() {
@@ -49,7 +49,7 @@ pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
     Ok(weights)
 }
 
-/// The devices that io.cost.qos lists, and whether io.cost is in force on them.
+/// Devices that io.cost.qos lists, each with true if io.cost is enabled.
 pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     nested::all("io.cost.qos", text, |enabled: &mut bool, key, value| {
         if key == "enable" {
@@ -59,14 +59,14 @@ pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     })
 }
 
-/// The scheduler in force; `None` if the device has none to choose from.
+/// The active scheduler; `None` if the device offers no choice.
 pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, Unknown> {
     let mut words = text.split_ascii_whitespace();
     let marked = words.clone().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
     match (marked, words.next(), words.next()) {
         (Some(marked), ..) => Ok(Some(marked)),
         (None, None, _) => Ok(None),
-        // A device that bypasses the queue says `none`, without brackets.
+        // A device without a request queue prints `none` without brackets.
         (None, Some(only), None) => Ok(Some(only)),
         (None, Some(_), Some(_)) => Err(Unknown::new("queue/scheduler", text.trim_end())),
     }

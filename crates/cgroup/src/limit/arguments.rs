@@ -1,4 +1,4 @@
-//! The options of `weir cgroup limit`, and those of other subcommands about the same limits.
+//! Options of `weir cgroup limit`, and options about the same limits in other subcommands.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,7 @@ What is not named stays as it is, and without any setting nothing changes; a lim
 Exit status: 0 done, 1 failed, 2 wrong use of the command line."
 );
 
-/// What `weir cgroup limit` is told.
+/// Arguments of `weir cgroup limit`.
 #[derive(Debug, Args)]
 pub struct LimitArgs {
     /// Whose I/O is limited
@@ -53,7 +53,7 @@ pub struct LimitArgs {
     pub(crate) json: bool,
 }
 
-/// What `limit` and `run` are told of limits.
+/// Limits and shares, as options of `limit` and `run`.
 #[derive(Debug, Args)]
 pub(crate) struct SettingsArgs {
     #[command(flatten)]
@@ -83,7 +83,7 @@ struct ShareArgs {
     cluster: bool,
 }
 
-/// Where limits are kept for `weir cgroup watch`.
+/// Location of the limits file.
 #[derive(Debug, Args)]
 pub(crate) struct KeptArgs {
     /// Where limits are kept, for `weir cgroup watch`
@@ -92,16 +92,17 @@ pub(crate) struct KeptArgs {
 }
 
 impl KeptArgs {
-    /// The file.
+    /// Path of the limits file.
     pub(crate) fn path(&self) -> &Path {
         &self.limits_file
     }
 }
 
 impl SettingsArgs {
-    /// What is asked for.
+    /// The change that the options describe.
     pub(crate) fn change(&self) -> Change {
         let ShareArgs { watermark, weight, group, no_group, cluster } = &self.shares;
+        // An empty name means: leave the group.
         let group = if *no_group { Some(String::new()) } else { group.clone() };
         Change {
             limits: self.limits.given().to_vec(),

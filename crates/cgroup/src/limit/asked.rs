@@ -1,4 +1,4 @@
-//! What weir itself keeps for a cgroup and the kernel cannot: bursts, a watermark, a group.
+//! Configured limits of a cgroup, including bursts, watermark and group, which the kernel lacks.
 
 use std::path::Path;
 
@@ -11,12 +11,12 @@ use super::kept::Kept;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Asked {
-    /// The cgroup's own, or its group's.
+    /// The cgroup's own limits, or those of its group.
     pub(crate) limits: Limits,
-    /// Percent of the device below which limits are lifted; 0 never.
+    /// Percent of the device below which limits are not enforced; 0 enforces them always.
     pub(crate) watermark: u8,
     pub(crate) weight: Option<u32>,
-    /// Whose limits they are, if not its own.
+    /// Group that the limits belong to, if any.
     pub(crate) group: Option<String>,
 }
 
@@ -26,7 +26,7 @@ impl Asked {
         let entry = kept.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
         let shared = kept.shared(entry);
         Some(Self {
-            // What is kept was checked when it was read.
+            // `Kept::load` validated the entries.
             limits: shared.limits().unwrap_or_default(),
             watermark: shared.watermark().map_or(0, policy::watermark::Watermark::percent),
             weight: entry.given_weight(),
@@ -52,7 +52,7 @@ impl Asked {
         })
     }
 
-    /// As `bps-w 4M↑20M×5s, watermark 90%, group tenant, weight 200`.
+    /// Formats the limits, such as `bps-w 4M↑20M×5s, watermark 90%, group tenant, weight 200`.
     pub(crate) fn text(&self) -> String {
         let mut parts = Vec::new();
         if !self.limits.is_unlimited() {

@@ -1,12 +1,12 @@
-//! The limits that were asked for, in one file: also bursts, watermarks and groups.
+//! The limits file: configured limits with bursts, watermarks and groups.
 //!
 //! ```text
 //!   weir cgroup limit ──► /run/weir/cgroups.json ──► weir cgroup watch, its guard, weir cgroup show
 //! ```
 //!
-//! Gone when the machine stops, like cgroups, unless the user names another place. Written whole or
-//! not at all, under a lock (`locks.rs`). A file of another form is an error that names it, and is
-//! never overwritten. Never touches a cgroup.
+//! In /run by default, so the file disappears at a reboot like the cgroups themselves. Written
+//! atomically, under a lock (`locks.rs`). A file in an unknown format is an error that names it, and
+//! is never overwritten. Never touches a cgroup.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -48,8 +48,8 @@ pub(crate) struct Shared {
     limits: BTreeMap<String, u64>,
     #[serde(default)]
     watermark: u8,
-    /// The limits are the safe share of this host in a cluster's group: what holds while the
-    /// daemon lends no more.
+    /// True if the group belongs to a cluster-wide limit. The limits are then this host's fallback
+    /// share, in force while the daemon has no quota lease.
     #[serde(default, skip_serializing_if = "is_not")]
     cluster: bool,
 }
@@ -62,31 +62,31 @@ const fn is_not(said: &bool) -> bool {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Entry {
-    /// Its path from where cgroups are mounted.
+    /// Path from the mount of the cgroup hierarchy.
     pub(crate) cgroup: PathBuf,
     device: String,
-    /// The disk's permanent name, for its capacity.
+    /// The disk's permanent identity, which also identifies its measured capacity.
     pub(crate) device_key: String,
-    /// `None`: the limits are its own.
+    /// `None` if the limits are the cgroup's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) group: Option<String>,
-    /// 0: none was given.
+    /// 0 if no weight was set.
     #[serde(default)]
     weight: u32,
     #[serde(default)]
     own: Shared,
 }
 
-/// A change; what is not named stays.
+/// A change; absent settings stay as they are.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Change {
-    /// 0 for none.
+    /// New values; 0 removes a limit.
     pub(crate) limits: Vec<(Setting, u64)>,
     pub(crate) watermark: Option<u8>,
     pub(crate) weight: Option<u32>,
-    /// An empty name leaves the group.
+    /// Empty to leave the group.
     pub(crate) group: Option<String>,
-    /// The group must be a cluster's.
+    /// Requires that the group belongs to a cluster-wide limit.
     pub(crate) cluster: bool,
 }
 
@@ -111,7 +111,7 @@ impl Change {
 }
 
 impl Shared {
-    /// The safe share in a cluster's group.
+    /// The fallback share in a cluster's group.
     pub(crate) fn of_cluster(safe: &Limits) -> Self {
         let set =
             Setting::ALL.into_iter().filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
@@ -139,7 +139,7 @@ impl Shared {
 
     fn change(&mut self, change: &Change) {
         for (setting, value) in &change.limits {
-            // A burst of 0 seconds is an error, not the removal of one.
+            // A burst length of 0 s is invalid and must be rejected, not treated as a removal.
             let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
             if *value == 0 && !is_length {
                 self.limits.remove(setting.name());
@@ -151,7 +151,7 @@ impl Shared {
         self.watermark = change.watermark.unwrap_or(self.watermark);
     }
 
-    /// Removes a burst with its limit, unless it is asked for.
+    /// Removes the burst of a removed limit, unless the same change sets it.
     fn drop_burst_of(&mut self, limit: Setting, change: &Change) {
         let Setting::Limit(kind, Part::Rate) = limit else { return };
         for part in [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part)) {
@@ -167,12 +167,12 @@ impl Entry {
         kernel::number(&self.device).with_context(|| format!("{:?} is no device's number", self.device))
     }
 
-    /// As it is written, `254:0`.
+    /// The device number as text, `254:0`.
     pub(crate) fn device_text(&self) -> &str {
         &self.device
     }
 
-    /// The disk's number, if that disk is there and no other has got its number since.
+    /// The disk's number, if the disk exists and its number has not been reassigned to another disk.
     pub(crate) fn disk(&self, roots: &Roots) -> anyhow::Result<Number> {
         let number = self.device()?;
         let identity = match Identity::resolve(number, roots) {
@@ -180,7 +180,7 @@ impl Entry {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 bail!("device {number} is not there (its limits wait for it)")
             }
-            // A disk that cannot be asked is not therefore another.
+            // A disk that cannot be identified is not necessarily another disk.
             Err(_) => return Ok(number),
         };
         if !identity.can_be(&self.device_key) {
@@ -193,7 +193,8 @@ impl Entry {
         Ok(number)
     }
 
-    /// Whether a text could mean its disk, also if that is gone: by its number, or as any path.
+    /// True if `device` could name the entry's disk, even one that is gone: by its number, or by any
+    /// path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
         match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
@@ -211,7 +212,7 @@ impl Entry {
 }
 
 impl Kept {
-    /// Its own limits, or its group's.
+    /// The entry's own limits, or those of its group.
     pub(crate) fn shared<'a>(&'a self, entry: &'a Entry) -> &'a Shared {
         static NONE: Shared = Shared { limits: BTreeMap::new(), watermark: 0, cluster: false };
         match &entry.group {
@@ -225,13 +226,14 @@ impl Kept {
         self.limits.iter().find(|entry| entry.cgroup == group.name && entry.device == device)
     }
 
-    /// Changes a control group's limits on a device; on an error nothing is changed.
+    /// Changes the limits of a control group on a device; on an error nothing is changed.
     pub(crate) fn change(
         &mut self,
         group: &ControlGroup,
         (device, device_key): (Number, &str),
         change: &Change,
     ) -> anyhow::Result<()> {
+        // Work on a copy, so that a failed check leaves `self` unchanged.
         let mut next = self.clone();
         let number = device.to_string();
         let known = next.limits.iter().position(|entry| entry.cgroup == group.name && entry.device == number);
@@ -284,7 +286,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Returns false if there were none.
+    /// Removes an entry. Returns false if there was none.
     pub(crate) fn remove(&mut self, group: &ControlGroup, device: Number) -> bool {
         let device = device.to_string();
         !self.forget(|entry| entry.cgroup == group.name && entry.device == device).is_empty()
@@ -304,7 +306,8 @@ impl Kept {
         });
     }
 
-    /// The kernel takes no rate below 2: many members would have more than a small safe share.
+    /// Rejects a fallback share below the kernel's minimum. The kernel accepts no rate below 2, so many
+    /// members would exceed a small share together.
     fn check_safe_shares(&self) -> anyhow::Result<()> {
         for (name, shared) in self.groups.iter().filter(|(_, shared)| shared.cluster) {
             let members =
@@ -324,7 +327,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Cluster's groups that this daemon lends to, and no other cluster's without members.
+    /// Replaces the clusters' groups by `groups`; a group with members stays even if it is not listed.
     pub(crate) fn publish(&mut self, groups: &BTreeMap<String, Limits>) {
         let limits = &self.limits;
         self.groups.retain(|name, shared| {
@@ -337,7 +340,7 @@ impl Kept {
         }
     }
 
-    /// Those alone whose limits are a cluster's.
+    /// Only the entries whose limits belong to a cluster.
     pub(crate) fn of_clusters(mut self) -> Self {
         let groups = &self.groups;
         let is_lent = |entry: &Entry| {
@@ -374,7 +377,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Empty if there is no file.
+    /// Reads the file; empty if it does not exist.
     pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
         let read = || -> anyhow::Result<Self> {
             let Some(text) = whole_file::read(path, MAX_FILE_BYTES)? else { return Ok(Self::default()) };
@@ -390,18 +393,18 @@ impl Kept {
         })
     }
 
-    /// The file's limits, or `before` if the file cannot be used or was removed.
+    /// The file's limits, or `before` if the file is unreadable or was removed.
     pub(crate) fn latest(path: &Path, before: &Self) -> Self {
         let latest = path.exists().then(|| Self::load(path).ok()).flatten();
         latest.unwrap_or_else(|| before.clone())
     }
 
-    /// Replaces the file; on an error it stays as it was.
+    /// Replaces the file atomically; on an error the old file remains.
     pub(super) fn save(&self, path: &Path) -> anyhow::Result<()> {
         let write = || -> anyhow::Result<()> {
             let mut text = serde_json::to_vec_pretty(self)?;
             text.push(b'\n');
-            // It may be kept where it outlives the machine's end.
+            // Synced: the user may have chosen a location that survives a reboot.
             Ok(whole_file::write(path, &text, true)?)
         };
         write().with_context(|| {
@@ -410,7 +413,7 @@ impl Kept {
     }
 }
 
-/// The version of the file: differs after each change.
+/// Version of the file: differs after each change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp(Option<(u64, i64, i64)>);
 

@@ -1,10 +1,10 @@
-//! Who may do what with the file of limits: locks on files beside it, held until closed.
+//! Locks on the limits file: files beside it, locked until they are closed.
 //!
 //! ```text
-//!   cgroups.json.lock    whoever changes the limits, for as long as that takes
-//!   cgroups.json.watch   the one that steers them
-//!   cgroups.json.wanted  one that is about to, for as long as another does that makes way
-//!   cgroups.json.guard   it and its guard: as long as either may still settle them
+//!   cgroups.json.lock    process that changes the limits, during the change
+//!   cgroups.json.watch   process that steers them
+//!   cgroups.json.wanted  process about to steer, while it waits for another that gives way
+//!   cgroups.json.guard   `watch` and its guard: as long as either may still settle limits
 //! ```
 
 use std::{
@@ -20,18 +20,19 @@ use nix::fcntl::{Flock, FlockArg};
 
 use super::kept::Kept;
 
-/// How often each lock is tried, every 20 ms.
+/// Attempts at a lock, one every 20 ms.
 const LOOKS_AT_A_LOCK: usize = 10;
-/// A guard settles what the watch before has left.
+/// Attempts at the guard's lock: the guard of an earlier `watch` settles its limits first.
 const LOOKS_AT_A_GUARD: usize = 500;
-/// A watch that makes way settles all limits first.
+/// Attempts while claiming: the process that gives way settles all limits first.
 const LOOKS_AT_A_CLAIM: usize = 150;
-/// A change may wait for systemd; settling waits less, since a limit is to hold within a second.
+/// Attempts before a change, which may wait for systemd. Settling waits less, because a limit must
+/// be in force within a second.
 const LOOKS_AT_A_CHANGE: usize = 1500;
 const SHORT_LOOKS_AT_A_CHANGE: usize = 25;
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The file, locked against changes by others until dropped.
+/// The limits file, locked against concurrent changes until dropped.
 #[derive(Debug)]
 pub(crate) struct Locked {
     path: PathBuf,
@@ -40,7 +41,7 @@ pub(crate) struct Locked {
 }
 
 impl Locked {
-    /// Waits up to half a minute for other changes; creates a missing directory.
+    /// Waits up to 30 s for other changes; creates a missing directory.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         let lock = lock_soon(path, "lock", LOOKS_AT_A_CHANGE)?;
         let lock = lock.with_context(|| {
@@ -52,7 +53,7 @@ impl Locked {
         Ok(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? })
     }
 
-    /// The same without waiting; `None` while somebody changes the limits.
+    /// Locks without waiting; `None` while another process changes the limits.
     pub(crate) fn open_at_once(path: &Path) -> anyhow::Result<Option<Self>> {
         let Some(lock) = lock_soon(path, "lock", 1)? else { return Ok(None) };
         Ok(Some(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? }))
@@ -68,12 +69,13 @@ pub(crate) fn restore(path: &Path, kept: &Kept) -> anyhow::Result<()> {
     if path.exists() { Ok(()) } else { kept.save(path) }
 }
 
-/// Held while limits are settled: whoever changes them has told the kernel and not kept it yet.
+/// Locks the file while limits are settled: a concurrent change has already written to the kernel,
+/// but not yet to the file.
 #[derive(Debug)]
 pub(super) struct Unchanged(Option<Flock<File>>);
 
 impl Unchanged {
-    /// Waits only briefly: taking a burst back matters more.
+    /// Waits only briefly, and proceeds without the lock: ending a burst is more urgent.
     pub(super) fn take(path: &Path) -> Self {
         Self(lock_soon(path, "lock", SHORT_LOOKS_AT_A_CHANGE).ok().flatten())
     }
@@ -83,18 +85,18 @@ impl Unchanged {
     }
 }
 
-/// Held by who steers these limits: there can be one at a time.
+/// Lock of the process that steers these limits; at most one at a time.
 #[derive(Debug)]
 pub(crate) struct Watched(#[expect(dead_code, reason = "held")] Flock<File>);
 
 impl Watched {
-    /// `None` if somebody steers them already.
+    /// Returns `None` if another process steers them.
     pub(crate) fn take(path: &Path) -> anyhow::Result<Option<Self>> {
-        // Perhaps it is only being looked at (`is_taken`).
+        // Several attempts: `is_taken` holds the lock for a moment.
         Ok(lock_soon(path, "watch", LOOKS_AT_A_LOCK)?.map(Self))
     }
 
-    /// The same, once who steers them for one command alone has made way.
+    /// Takes over from a process that steers for one command only, once it has given way.
     pub(crate) fn claim(path: &Path) -> anyhow::Result<Option<Self>> {
         let _wanted = lock_soon(path, "wanted", LOOKS_AT_A_LOCK)?;
         Ok(lock_soon(path, "watch", LOOKS_AT_A_CLAIM)?.map(Self))
@@ -109,13 +111,13 @@ impl Watched {
     }
 }
 
-/// Held while a guard may settle these limits: by the watch and, through the same open file, its
-/// guard.
+/// Lock held while a guard may settle these limits: by `watch` and, through the same open file
+/// description, by its guard.
 #[derive(Debug)]
 pub(crate) struct Guarded(Flock<File>);
 
 impl Guarded {
-    /// Waits up to ten seconds for an earlier guard: what that settles must not undo new grants.
+    /// Waits up to 10 s for an earlier guard, whose settling would undo new grants.
     pub(crate) fn take(path: &Path) -> anyhow::Result<Self> {
         lock_soon(path, "guard", LOOKS_AT_A_GUARD)?.map(Self).with_context(|| {
             format!(
@@ -126,20 +128,20 @@ impl Guarded {
         })
     }
 
-    /// For the guard to hold: the lock lasts as long as either has it open.
+    /// A duplicate for the guard: the lock lasts until both are closed (flock(2)).
     pub(crate) fn share(&self) -> std::io::Result<File> {
         self.0.try_clone()
     }
 }
 
-/// `None` if another has it and this one does not wait.
+/// Tries a lock once; `None` if another process holds it.
 fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<File>>> {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".{kind}"));
     let name = PathBuf::from(name);
     let open = || -> std::io::Result<File> {
         fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
-        // Not readable by others: whoever can read the file can take its lock.
+        // Not readable by other users: flock(2) needs only an open file, of any mode.
         let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&name)?;
         file.set_permissions(fs::Permissions::from_mode(0o600))?;
         Ok(file)
@@ -152,7 +154,7 @@ fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<F
     }
 }
 
-/// The same for this process alone; `None` if another still has it after so many looks.
+/// Tries an exclusive lock up to `looks` times; `None` if another process still holds it.
 fn lock_soon(path: &Path, kind: &str, looks: usize) -> anyhow::Result<Option<Flock<File>>> {
     for _ in 0..looks {
         if let Some(lock) = lock(path, kind, FlockArg::LockExclusiveNonblock)? {

@@ -1,4 +1,4 @@
-//! What `weir cgroup limit` prints.
+//! Output of `weir cgroup limit`.
 
 use block::device::Identity;
 use policy::steering::Rates;
@@ -13,10 +13,10 @@ use crate::control_group::ControlGroup;
 pub(crate) struct Outcome {
     cgroup: String,
     device: String,
-    /// What the kernel was told.
+    /// Limits in force in the kernel.
     #[serde(flatten)]
     rates: Told,
-    /// Nothing where weir has set no limit.
+    /// `None` if weir has set no limit.
     #[serde(serialize_with = "as_json")]
     pub(super) asked: Option<Asked>,
     pub(crate) notices: Vec<String>,

@@ -1,4 +1,4 @@
-//! From what was asked for to pools that can be steered: one for each group or lone control group.
+//! Converts the limits file to pools that can be steered: one for each group or single cgroup.
 
 use std::collections::BTreeMap;
 
@@ -11,16 +11,16 @@ use policy::{
 
 use super::kept::{Entry, Kept};
 
-/// Limits, and who shares them.
+/// Limits, and the entries that share them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sharing {
     /// `group tenant`, or `/system.slice/nginx.service on 254:0`.
     pub(crate) name: String,
     pub(crate) limits: Limits,
     pub(crate) watermark: Watermark,
-    /// The limits are a safe share: a daemon may lend more.
+    /// True if the limits are a fallback share: the daemon may lease more.
     pub(crate) cluster: bool,
-    /// One at least.
+    /// Never empty.
     pub(crate) members: Vec<Entry>,
 }
 
@@ -46,28 +46,28 @@ impl Sharing {
         Ok(alone.into_iter().chain(groups.into_values()).collect())
     }
 
-    /// Only the members that are there.
+    /// Keeps only the members that exist.
     pub(crate) fn of_those(mut self, are_there: impl Fn(&Entry) -> bool) -> Self {
         self.members.retain(are_there);
         self
     }
 
-    /// With empty buckets.
+    /// A pool with empty buckets.
     pub(crate) fn pool(&self, now: Instant) -> Pool {
         let mut pool = Pool::new(&self.limits, now);
         self.members.iter().for_each(|entry| pool.add(Member::new(entry.weight())));
         pool
     }
 
-    /// Whether a limit is in parts, of several or of reads and writes.
+    /// True if a limit is divided, between several members or between reads and writes.
     pub(crate) fn limits_are_divided(&self) -> bool {
         let total =
             [LimitKind::BpsTotal, LimitKind::IopsTotal].iter().any(|kind| self.limits.limit(*kind).rate > 0);
-        // Of a cluster's group it matters who waits.
+        // The members' demand decides the division of a cluster's group.
         total || self.cluster || self.members.len() > 1
     }
 
-    /// Whether the kernel alone does not keep these limits.
+    /// True if the kernel alone cannot enforce these limits.
     pub(crate) fn needs_watch(&self) -> bool {
         self.cluster || self.watermark != Watermark::ALWAYS || is_steered(&self.limits, self.members.len())
     }

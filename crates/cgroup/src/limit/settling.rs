@@ -1,6 +1,6 @@
-//! What holds when nobody steers: limits without bursts or watermark, divided by weight among who
-//! is there. `weir cgroup limit` tells this at once, and a watch, its guard, and their successors
-//! fall back to it.
+//! Settled limits: limits without bursts or watermark, divided by weight among the existing members.
+//! `weir cgroup limit` writes them at once; `watch`, its guard and their successors fall back to
+//! them.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -24,8 +24,8 @@ use crate::{
 
 pub(crate) type Settled = (ControlGroup, Number, Rates);
 
-/// Of each control group that is there. One whose disk is gone or replaced leaves its part to the
-/// others.
+/// Settled rates of each existing control group. The share of a control group whose disk is gone or
+/// replaced goes to the other members.
 pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
     let mut all = Vec::new();
     for sharing in Sharing::all(kept)? {
@@ -49,8 +49,8 @@ pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Res
     held.map(|(entry, rates)| place(entry).map(|(group, device)| (group, device, rates))).collect()
 }
 
-/// Whether an entry's disk is there, and no other by now. It is if the kernel has a limit there:
-/// limits go with their disk. Asking the disk itself may take time.
+/// Fails if an entry's disk is gone or its number belongs to another disk. A limit in the kernel
+/// proves the disk, because limits vanish with their disk; identifying the disk itself may block.
 pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> anyhow::Result<()> {
     let number = entry.device()?;
     if tell::told(group, number).is_ok_and(|told| told != Rates::NONE) {
@@ -59,8 +59,9 @@ pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> a
     entry.disk(roots).map(drop)
 }
 
-/// Tells the kernel, and systemd, what holds after a change, wherever that differs from before; who
-/// gets less first. Returns what `of` was told. On an error all are as they were.
+/// Writes the settled rates after a change to the kernel and to systemd, wherever they differ from
+/// before; decreases come first, so that the sum never exceeds the limit. Returns the rates of `of`.
+/// On an error all are rolled back.
 pub(super) fn change(
     hierarchy: &Hierarchy,
     before: &Kept,
@@ -77,7 +78,7 @@ pub(super) fn change(
         .collect();
     let shared = of.map(|of| sharing_with(after, of)).transpose()?.unwrap_or_default();
     let differs = |(group, number): &(ControlGroup, Number), rates: &Rates| {
-        // Who shares with it may be held to another rate: it was alone for a while.
+        // Members of the same pool may have other rates at present: `of` was absent for a while.
         shared.contains(&(group.name.clone(), *number))
             && tell::told(group, *number).is_ok_and(|told| told != *rates)
     };
@@ -88,7 +89,7 @@ pub(super) fn change(
     let found = changes.iter().find(|(place, _)| is_asked(&place.0, place.1)).map(|(_, rates)| *rates);
     let telling = |((group, number), rates): ((ControlGroup, Number), Rates)| {
         let place = (group, number);
-        // What nobody here knew of may have a limit all the same.
+        // An unknown cgroup may have a limit of another program; a rollback restores it.
         let found = || tell::told(&place.0, number).unwrap_or(Rates::NONE);
         let before = before.get(&place).copied().unwrap_or_else(found);
         Telling { group: place.0, device: (number, node(hierarchy, number)), rates, before }
@@ -109,17 +110,17 @@ fn sharing_with(
     Ok(places.find(|places| places.contains(&asked)).unwrap_or_default())
 }
 
-/// All four rates together, to tell who loses.
+/// Sum of all four rates, which orders changes by decrease and increase.
 fn sum(Rates { bps, iops }: &Rates) -> u128 {
     bps.iter().chain(iops).map(|rate| rate.map_or(u128::from(u64::MAX), u128::from)).sum()
 }
 
-/// Holds every control group to its limits without bursts. Errors do not stop it; the last is
-/// returned, and the others are printed.
+/// Sets every control group to its settled rates. Continues after an error; returns the last one
+/// and prints the others.
 pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     for (group, device, rates) in settled(hierarchy, kept)? {
-        // With a weight alone, what somebody else has set there stays.
+        // The entry has a weight only: limits of other programs stay.
         if rates == Rates::NONE {
             continue;
         }
@@ -131,46 +132,46 @@ pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     failed.map_or(Ok(()), Err)
 }
 
-/// The same with the file's limits now, or `last` if that cannot be used, while nobody changes it.
+/// Settles the file's present limits, or `last` if the file is unreadable, under the change lock.
 pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
     let _unchanged = Unchanged::take(path);
     settle(hierarchy, &Kept::latest(path, last))
 }
 
-/// The same of what a cluster has lent. Whoever changes limits is not waited for, and what it may
-/// have undone is settled once more when it has ended.
+/// Settles quota leased by a cluster. Does not wait for a concurrent change; settles once more after
+/// it, in case the change overwrote the rates.
 pub(crate) fn settle_lent(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
     let at_once = settle(hierarchy, &Kept::latest(path, last).of_clusters());
     let _unchanged = Unchanged::take(path);
     at_once.and(settle(hierarchy, &Kept::latest(path, last).of_clusters()))
 }
 
-/// Hands the controllers down and tells the kernel, unless it has been told the same.
+/// Enables the controllers and writes the rates, unless they are in force already.
 pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     hand_down(group)?;
     tell_if_different(group, device, rates)
 }
 
-/// The controllers may be missing after the machine's start.
+/// Enables missing controllers, as after a reboot.
 pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     if group.version == Version::V1 || group.has("io.stat") {
         return Ok(());
     }
     group.enable(&["io"])?;
-    // Without it buffered writes are missed, which is no reason to miss the others.
+    // Without memory, buffered writes escape; the other limits still work.
     let _ = group.enable(&["memory"]);
     Ok(())
 }
 
-/// Tells systemd what it has not been told of a control group: it takes back a controller that none
-/// of its units asks for, and the limits with it (seen with version 252). False if somebody changes
-/// limits meanwhile: to be tried again.
+/// Sets the limits in systemd that it lacks: systemd disables a controller that none of its units
+/// requests, and the limits with it (seen with version 252). Returns false during a concurrent
+/// change, to be retried.
 pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGroup) -> anyhow::Result<bool> {
     let unchanged = Unchanged::take(path);
     if !unchanged.is_held() {
         return Ok(false);
     }
-    // What was to be told may have been removed since.
+    // Read under the lock: the limits may have been removed since the caller looked.
     let among = HashSet::from([group.name.clone()]);
     for Telling { group, device: (_, node), rates, .. } in
         unknown_to_systemd(hierarchy, &Kept::load(path)?, &among)?
@@ -180,8 +181,8 @@ pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGr
     Ok(true)
 }
 
-/// What systemd has not been told of these control groups, of those that are there with their disk;
-/// with the rates of each beside all others, there or not.
+/// Limits that systemd lacks, for those of the cgroups `among` that exist with their disk. Each has
+/// its settled rates among all members, existing or not.
 pub(crate) fn unknown_to_systemd(
     hierarchy: &Hierarchy,
     kept: &Kept,
@@ -199,7 +200,7 @@ pub(crate) fn unknown_to_systemd(
                 continue;
             }
             let group = hierarchy.group(&entry.cgroup)?;
-            // Not `same_disk`: that something is limited there may be systemd's own doing.
+            // Not `same_disk`: a limit in the kernel may be systemd's own.
             let Some(number) = entry.disk(&roots).ok().filter(|_| group.exists()) else { continue };
             let device = (number, node(hierarchy, number));
             if !tell::is_known_to_systemd(hierarchy, &group, &device.1) {
@@ -210,7 +211,8 @@ pub(crate) fn unknown_to_systemd(
     Ok(unknown)
 }
 
-/// Not if it has been told the same: each time costs it some precision.
+/// Writes rates unless they are in force: each write restarts the kernel's slice, at some loss of
+/// precision.
 pub(crate) fn tell_if_different(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     tell_after(group, device, tell::told(group, device).ok(), rates)
 }
@@ -224,7 +226,7 @@ pub(crate) fn tell_after(
     if told == Some(tell::as_kept(rates)) { Ok(()) } else { tell::tell(group, device, rates) }
 }
 
-/// The device's node, for systemd; its number if it is gone.
+/// The device's node, for systemd; a path by number if the device is gone.
 pub(super) fn node(hierarchy: &Hierarchy, number: Number) -> String {
     Identity::resolve(number, &hierarchy.roots.of_devices())
         .map_or_else(|_| format!("/dev/block/{number}"), |identity| identity.node())

@@ -1,9 +1,9 @@
-//! Tells the kernel what a control group may do on a device: all four keys or none.
+//! Writes limits of a control group on a device to the kernel and to systemd: all four or none.
 //!
 //! ```text
-//!   cgroup v2   io.max                         one write(2), which the kernel takes whole or not at all
-//!   cgroup v1   blkio.throttle.*_device × 4    one each; if one is refused, those before are set back
-//!   systemd     IOReadBandwidthMax= × 4        in its own words as well, or it would undo the change at its next occasion
+//!   cgroup v2   io.max                         one write(2), which the kernel applies whole or not at all
+//!   cgroup v1   blkio.throttle.*_device × 4    one write each; if one fails, the earlier ones are rolled back
+//!   systemd     IOReadBandwidthMax= × 4        as properties as well, or it would undo the change when it next updates the unit
 //! ```
 
 use std::{
@@ -23,16 +23,16 @@ use crate::{
     limit_files,
 };
 
-/// Operations have 32 bits in the kernel (block/blk-throttle.c, tg_set_limit); the largest is no
-/// limit.
+/// Operation rates have 32 bits in the kernel (block/blk-throttle.c, tg_set_limit); the maximum
+/// means no limit.
 const MOST_OPERATIONS: u64 = u32::MAX as u64;
 
-/// These rates as the kernel gives them back.
+/// These rates as the kernel will print them.
 pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
     Rates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS)) }
 }
 
-/// What the kernel holds a control group to; nothing where it has no controller, as the root.
+/// Limits in force in the kernel; no limits for a cgroup without the controller, such as the root.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
     let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
     for name in limit_files::names(group.version) {
@@ -40,7 +40,7 @@ pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates
             continue;
         }
         match group.read(name) {
-            // Only of version 2 is the controller enabled for each cgroup.
+            // In version 2 the controller may be disabled for an existing cgroup.
             Err(error)
                 if group.version == Version::V2
                     && error.kind() == io::ErrorKind::NotFound
@@ -51,7 +51,7 @@ pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates
     Ok(limit_files::merged(&files).get(&device).copied().unwrap_or_default())
 }
 
-/// If the kernel refuses, all is as it was.
+/// Writes rates to the kernel; if it refuses, the old ones remain.
 pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     match group.version {
         Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
@@ -62,8 +62,8 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
         Version::V1 => {
             let before = told(group, device)?;
             tell_v1(group, device, rates).inspect_err(|_| {
-                // What the kernel took a moment ago it takes again; if not, the first error says
-                // more.
+                // Best effort: the kernel accepted these values a moment ago. The first error is
+                // reported.
                 let _ = tell_v1(group, device, before);
             })
         }
@@ -72,24 +72,25 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
 
 fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     for (file, rate) in blkio::LIMITS.into_iter().zip(io_max::in_order(as_kept(rates))) {
-        // 0 is how a limit is removed there.
+        // 0 removes a limit in version 1.
         let line = format!("{device} {}", rate.unwrap_or(0));
         group.write(file, &line).map_err(|error| refused(group, file, &line, &error))?;
     }
     Ok(())
 }
 
-/// What a control group is to be held to on a device, given with its node for systemd.
+/// New rates of a control group on a device, which is given with its node for systemd.
 #[derive(Clone, Debug)]
 pub(crate) struct Telling {
     pub(crate) group: ControlGroup,
     pub(crate) device: (Number, String),
     pub(crate) rates: Rates,
-    /// Without bursts, which are not systemd's to keep.
+    /// Rates for a rollback, without bursts, which systemd must not store.
     pub(crate) before: Rates,
 }
 
-/// Tells several, in this order, and systemd. If one is refused, all are set back.
+/// Writes several changes, in this order, to the kernel and to systemd. If one is refused, all are
+/// rolled back.
 pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result<()> {
     let both = |telling: &Telling, rates| {
         let Telling { group, device: (number, node), .. } = telling;
@@ -98,7 +99,7 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
     };
     for (index, telling) in all.iter().enumerate() {
         if let Err(error) = both(telling, telling.rates) {
-            // What was taken a moment ago is taken again; if not, the first error says more.
+            // Best effort: these values were in force a moment ago. The first error is reported.
             for done in all[..=index].iter().rev() {
                 let _ = both(done, done.before);
             }
@@ -108,7 +109,7 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
     Ok(())
 }
 
-/// If it runs and the control group is one of its units.
+/// Sets the properties if systemd is running and the control group is one of its units.
 pub(crate) fn of_systemd(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -118,8 +119,8 @@ pub(crate) fn of_systemd(
     set_properties(hierarchy, group, &properties(node, rates))
 }
 
-/// Whether systemd has been told something of a control group on a device since the machine's
-/// start. It keeps one file for each property in /run (systemd.unit(5), "Unit File Load Path").
+/// True if systemd has properties of a control group on a device. It stores each property in a file
+/// in /run (systemd.unit(5), "Unit File Load Path").
 pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
@@ -132,7 +133,7 @@ pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, n
     })
 }
 
-/// Until the machine ends.
+/// Sets properties of a unit until the next reboot (`--runtime`).
 pub(super) fn set_properties(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -151,8 +152,8 @@ pub(super) fn set_properties(
     Ok(())
 }
 
-/// The unit of the machine's systemd that a control group is: below slices alone. Deeper ones
-/// belong to a user's or a container's manager. Source: systemd.resource-control(5).
+/// Unit of the system's systemd that a control group belongs to, if all its ancestors are slices.
+/// Deeper cgroups belong to a user's or a container's manager. Source: systemd.resource-control(5).
 pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
     let mut above = group.name.parent()?.components();
     let is_slice = |component: Component<'_>| match component {
@@ -162,7 +163,7 @@ pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
     if !above.all(is_slice) {
         return None;
     }
-    // systemd puts a `_` before names that the kernel might take for a file of its own.
+    // systemd prefixes `_` to names that could collide with the kernel's files.
     let name = group.name.file_name()?.to_str()?;
     let name = name.strip_prefix('_').unwrap_or(name);
     let suffix = Path::new(name).extension()?;
@@ -172,13 +173,13 @@ pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
         .then_some(name)
 }
 
-/// Whether it lies below a user's systemd, which this one's properties do not reach.
+/// True if the cgroup belongs to a user's systemd, which the system's properties do not reach.
 pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
     let of_user = |component: Component<'_>| component.as_os_str().to_string_lossy().starts_with("user@");
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }
 
-/// Numbers have no suffix, since systemd's K is 1000.
+/// Plain numbers, because systemd's K is 1000.
 fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
     let rates = bps.into_iter().chain(iops);

@@ -54,11 +54,11 @@ fn what_v1_took_before_it_refused_is_set_back() {
     machine.write("/a", "blkio.throttle.write_bps_device", "254:0 4096\n");
     let refusing = group.directory.join("blkio.throttle.read_iops_device");
     fs::set_permissions(&refusing, std::os::unix::fs::PermissionsExt::from_mode(0o444)).unwrap();
-    // Root may write to anything, and a directory to nobody's.
+    // Root may write to any file, but no user to a directory.
     fs::remove_file(&refusing).unwrap();
     fs::create_dir(&refusing).unwrap();
     assert!(told(&group, DISK).is_err());
-    // It is read before it is written, so that nothing is told at all.
+    // The old limits are read first; that error prevents any write.
     tell(&group, DISK, rates(1 << 20, 100)).unwrap_err();
     assert_eq!(group.read("blkio.throttle.write_bps_device").unwrap(), "254:0 4096\n");
 }
@@ -88,7 +88,8 @@ fn units_are_told_from_other_cgroups_and_their_properties_have_no_suffix() {
     assert_eq!(unit_of(&machine.group("/system.slice/db.service/worker")), None);
     assert_eq!(unit_of(&machine.group("/weir/run-1")), None);
     assert_eq!(unit_of(&machine.group("/system.slice/_cpu.service")), Some("cpu.service"));
-    // A user's own manager, and systemd in a container: not the machine's units of that name.
+    // Units of a user's manager, or of systemd in a container, are not the system's units of that
+    // name.
     assert_eq!(
         unit_of(&machine.group("/user.slice/user-1000.slice/user@1000.service/app.slice/db.service")),
         None

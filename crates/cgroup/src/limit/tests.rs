@@ -1,7 +1,7 @@
 use super::*;
 use crate::machine::Machine;
 
-/// A machine with a disk, control groups with an io.max each, and a file for limits.
+/// A machine with a disk, control groups with an io.max each, and a limits file.
 struct Bench {
     machine: Machine,
     groups: Vec<ControlGroup>,
@@ -39,7 +39,7 @@ impl Bench {
         remove(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk)
     }
 
-    /// Bytes written per second that the kernel was told.
+    /// Limit on bytes written per second in the kernel.
     fn told(&self, index: usize) -> Option<u64> {
         tell::told(&self.groups[index], self.disk.number()).expect("told").bps[1]
     }
@@ -131,7 +131,7 @@ fn what_is_refused_changes_nobody() {
     let bench = Bench::v2(&["/a", "/b"]);
     bench.set(0, &in_group(&[("bps-write", 9_000_000)], None)).unwrap();
     let before = std::fs::read_to_string(bench.file()).unwrap();
-    // As if its controller had been taken away.
+    // As if the controller had been disabled.
     std::fs::remove_file(bench.groups[1].directory.join("io.max")).unwrap();
     let error = format!("{:#}", bench.set(1, &in_group(&[], Some(200))).unwrap_err());
     assert!(error.contains("/b: io.max"), "{error}");

@@ -1,10 +1,10 @@
-//! Weights: told to the kernel where something divides by them, otherwise kept for a group's
-//! division.
+//! Weights: written to the kernel if it divides a device by weight, otherwise used by weir to divide
+//! the limits of a group.
 //!
 //! ```text
-//!   io.cost on the device   io.weight        its root's io.cost.qos says enable=1
-//!   BFQ on the device       io.bfq.weight    its queue's scheduler is bfq
-//!   neither                 a group's limits are divided by weight; a weight without a group would mean nothing
+//!   io.cost on the device   io.weight        enable=1 in the root's io.cost.qos
+//!   BFQ on the device       io.bfq.weight    bfq is the queue's scheduler
+//!   neither                 weir divides a group's limits by weight; without a group a weight has no effect
 //! ```
 //!
 //! Source: cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst.
@@ -26,7 +26,7 @@ use crate::{
     kernel::weight::{cost_enabled, scheduler},
 };
 
-/// What divides by weight on a device, in the kernel.
+/// The kernel's mechanism that divides a device by weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Divider {
     IoCost,
@@ -34,7 +34,7 @@ pub(crate) enum Divider {
 }
 
 impl Divider {
-    /// Its file, its name, and its largest weight.
+    /// File, display name and maximum weight.
     fn parts(self) -> (&'static str, &'static str, u32) {
         match self {
             Self::IoCost => ("io.weight", "io.cost", 10_000),
@@ -43,7 +43,7 @@ impl Divider {
     }
 }
 
-/// A weight to tell the kernel, or one that is kept for weir's own division.
+/// A weight with the mechanism that enforces it; without one it applies in weir's groups only.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weight {
     weight: u32,
@@ -51,7 +51,7 @@ pub(crate) struct Weight {
     divider: Option<Divider>,
 }
 
-/// What becomes of a weight; an error if nothing would go by it.
+/// Determines how a weight is enforced; fails if nothing would enforce it.
 pub(super) fn plan(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -74,7 +74,7 @@ pub(super) fn plan(
 
 pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Result<Option<Divider>> {
     let root = hierarchy.root_group()?;
-    // Without io.cost in the kernel there is no such file.
+    // A kernel without io.cost lacks the file.
     let cost = root.read("io.cost.qos").unwrap_or_default();
     if cost_enabled(&cost)?.contains(&(device.number(), true)) {
         return Ok(Some(Divider::IoCost));
@@ -85,7 +85,7 @@ pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Resul
 }
 
 impl Weight {
-    /// Tells the kernel, if something there goes by it. Says what does.
+    /// Writes the weight to the kernel if it has a mechanism. Returns a notice about the enforcement.
     pub(super) fn tell(
         self,
         hierarchy: &Hierarchy,
@@ -111,8 +111,8 @@ impl Weight {
     }
 }
 
-/// Tells the kernel weights that it has forgotten, since the machine's start or since a control
-/// group was made again. The last error is returned, and the others are printed.
+/// Writes weights that the kernel lost at a reboot or when a control group was recreated. Returns
+/// the last error; the others are printed.
 pub(crate) fn tell_again(
     hierarchy: &Hierarchy,
     kept: &Kept,
@@ -128,7 +128,7 @@ pub(crate) fn tell_again(
         let Some(weight @ Weight { divider: Some(divider), .. }) = weight else { return Ok(()) };
         let told = group.read(divider.parts().0).unwrap_or_default();
         let own = format!("{} ", device.number());
-        // Where it has another by now, somebody has changed it.
+        // A different weight was set by another program and stays.
         if told.lines().any(|line| line.starts_with(&own)) {
             return Ok(());
         }
@@ -154,14 +154,14 @@ pub(super) fn reset(
 ) -> anyhow::Result<()> {
     let Some(file) = divider(hierarchy, device)?.map(|divider| divider.parts().0) else { return Ok(()) };
     group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
-    // systemd can only forget those of all devices at once: it is told the others' again
-    // (systemd.resource-control(5)).
+    // systemd can only clear the weights of all devices at once, so those of other devices are set
+    // again (systemd.resource-control(5)).
     let mut properties = vec!["IODeviceWeight=".to_owned()];
     let roots = hierarchy.roots.of_devices();
     for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
         let other = entry.device().ok().and_then(|number| Identity::resolve(number, &roots).ok());
         let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
-        // Of one that cannot be looked at, systemd has been told nothing either.
+        // A device that cannot be examined has no weight in systemd either.
         if let Ok(Some(divider)) = divider(hierarchy, &other) {
             properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(divider.parts().2)));
         }

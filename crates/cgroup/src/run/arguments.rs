@@ -1,4 +1,4 @@
-//! What `weir cgroup run` is told, and `weir cgroup enter`, which it starts.
+//! Options of `weir cgroup run`, and of the hidden `weir cgroup enter` that it starts.
 
 use std::{ffi::OsString, path::PathBuf};
 
@@ -21,7 +21,7 @@ The command's standard streams are weir's own, and so is its exit status; killed
 Exit status: the command's; of weir itself 1 (failed) or 2 (wrong use); 125, 126 or 127 as env(1) if the command cannot be run."
 );
 
-/// What `weir cgroup run` is told.
+/// Arguments of `weir cgroup run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     /// The disk that limits are for [default: below the current directory]
@@ -58,7 +58,7 @@ pub struct RunArgs {
     pub(crate) command: Vec<OsString>,
 }
 
-/// What `weir cgroup enter` is told.
+/// Arguments of `weir cgroup enter`.
 #[derive(Debug, Args)]
 pub struct EnterArgs {
     /// The cgroup's directory

@@ -1,14 +1,14 @@
-//! The command: started inside of a cgroup, told what weir is told, awaited.
+//! The command: started inside a cgroup, sent weir's signals, awaited.
 //!
 //! ```text
-//!   weir cgroup run ──spawns──► weir cgroup enter ──becomes──► COMMAND
-//!   signals blocked,            in the cgroup from its
-//!   passed on as they come      first moment; signals as usual
+//!   weir cgroup run ──spawns──► weir cgroup enter ──execs──► COMMAND
+//!   signals blocked,            enters the cgroup,
+//!   forwarded on arrival        unblocks signals
 //! ```
 //!
-//! The command is in the cgroup before its first instruction, and weir never is: its own I/O is not
-//! counted, and the cgroup can be removed. Signals and the command's end come on one descriptor, so
-//! none is sent to a process that was waited for, whose number may be another's.
+//! The command is in the cgroup before its first instruction, and weir itself never is: weir's I/O
+//! is not counted, and the cgroup can be removed. Signals and the command's end arrive on one
+//! signalfd, so no signal is sent to a pid that has been reaped and reused.
 
 use std::{
     ffi::OsString,
@@ -33,10 +33,10 @@ use nix::{
 
 use crate::{control_group::ControlGroup, run::arguments::EnterArgs, show::tasks};
 
-/// What somebody sends weir and means for the command.
+/// Signals to weir that are meant for the command.
 const PASSED_ON: [Signal; 4] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM];
 
-/// The statuses of env(1), nohup(1) and timeout(1): not found, cannot be run, the tool itself
+/// Exit statuses of env(1), nohup(1) and timeout(1): not found, cannot be run, the tool itself
 /// failed.
 const NOT_FOUND: u8 = 127;
 const NOT_RUN: u8 = 126;
@@ -44,20 +44,21 @@ const NOT_ENTERED: u8 = 125;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ended {
-    /// Its exit status, or 128 and the number of the signal that killed it, as shells have it.
+    /// Exit status, or 128 plus the number of the signal that killed it, as in shells.
     pub(super) status: u8,
-    /// How long its first task waited for I/O, where the kernel counts that.
+    /// Time that its first task waited for I/O, if the kernel counts it.
     pub(super) waited: Option<Duration>,
 }
 
-/// Those passed on and SIGCHLD, as messages.
+/// The forwarded signals and SIGCHLD, as messages.
 pub(super) struct Signals(SignalFd);
 
 impl Signals {
-    /// Blocks them in this thread and its later threads. To be called before other threads start.
+    /// Blocks them in this thread and in threads started later; must be called before any other thread
+    /// starts.
     pub(super) fn block() -> io::Result<Self> {
-        // Who ignores SIGCHLD is not told of children's ends, and a parent may have left it so
-        // (`trap '' CHLD`). SAFETY: no function is installed that could run at a bad moment.
+        // A parent may have left SIGCHLD ignored (`trap '' CHLD`), which suppresses notifications.
+        // SAFETY: restores the default action; no handler that could run at a bad moment is installed.
         unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
         let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
         set.thread_block()?;
@@ -69,25 +70,25 @@ impl Signals {
         loop {
             let signal = match self.0.read_signal() {
                 Ok(Some(signal)) => signal,
-                // It was stopped and continued meanwhile.
+                // Interrupted by SIGSTOP and SIGCONT.
                 Ok(None) | Err(Errno::EINTR) => continue,
                 Err(error) => return Err(error.into()),
             };
             if signal.ssi_signo == Signal::SIGCHLD as u32 {
-                // Before it is waited for: then nothing of it is left to be read.
+                // Read before the child is reaped: its files in /proc disappear with it.
                 let waited = tasks::waited(child.id(), proc);
                 if let Some(status) = child.try_wait()? {
                     return Ok(Ended { status: status_of(status), waited });
                 }
                 continue;
             }
-            // The terminal's own, as from Ctrl-C, go to everybody in the foreground: the command
-            // has it.
+            // Sent by the terminal, as for Ctrl-C, to the whole foreground group: the command has
+            // received it already.
             if signal.ssi_code == libc::SI_KERNEL {
                 continue;
             }
             let passed_on = Signal::try_from(signal.ssi_signo.cast_signed())?;
-            // It may have ended just now; that comes next.
+            // Fails if the command has just ended; SIGCHLD follows.
             let _ = kill(pid, passed_on);
         }
     }
@@ -95,13 +96,13 @@ impl Signals {
 
 fn status_of(status: ExitStatus) -> u8 {
     let status = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
-    // Statuses have eight bits, and signals numbers up to 64.
+    // Statuses have eight bits, and signal numbers go up to 64.
     u8::try_from(status).unwrap_or(1)
 }
 
-/// What is wrong with the command itself shows in its status.
+/// Starts the command. Errors of the command itself appear in its exit status.
 pub(super) fn start(group: &ControlGroup, command: &[OsString]) -> anyhow::Result<Child> {
-    // The very program that runs, even if its file was replaced.
+    // The running program, even if its file has been replaced.
     let mut weir = Command::new("/proc/self/exe");
     weir.arg0("weir").args(["cgroup", "enter", "--directory"]).arg(&group.directory).arg("--").args(command);
     weir.spawn().context("the command: no process can be started")
@@ -114,11 +115,11 @@ pub(crate) fn enter(arguments: EnterArgs) -> Result<(), Failure> {
         Err(Failure::Found(status))
     };
     let procs = arguments.directory.join("cgroup.procs");
-    // 0 is the process that writes.
+    // 0 stands for the writing process.
     if let Err(error) = fs::write(&procs, "0") {
         return fail(NOT_ENTERED, anyhow!("{}: the command cannot be moved there: {error}", procs.display()));
     }
-    // The blocked set is inherited; the command gets signals as any program does.
+    // The signal mask is inherited across exec; the command must receive signals as usual.
     let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
     if let Err(error) = set.thread_swap_mask(SigmaskHow::SIG_UNBLOCK) {
         return fail(NOT_ENTERED, anyhow!("signals cannot be let through: {error}"));

@@ -1,12 +1,12 @@
 //! The limits of one command, while it runs.
 //!
 //! ```text
-//!   rates alone                        the kernel holds them by itself
-//!   bursts, totals, a watermark        a watch in this process, on a file of its own
-//!   --group                            the file that `weir cgroup watch` looks at; without a watch there, one in this process
+//!   rates only                         enforced by the kernel
+//!   bursts, totals, a watermark        a watch in this process, on a private limits file
+//!   --group                            the shared limits file of `weir cgroup watch`; if none runs, a watch in this process
 //! ```
 //!
-//! Never outlives the command, unless its cgroup stays.
+//! Removed when the command ends, unless its cgroup remains.
 
 use std::path::{Path, PathBuf};
 
@@ -32,28 +32,28 @@ use crate::{
     watch,
 };
 
-/// What is in force. After a drop nothing is kept; limits stay in the kernel as long as the cgroup.
+/// Limits in force. Dropping it removes them from the file; the kernel's remain with the cgroup.
 pub(super) struct Held<'a> {
     hierarchy: &'a Hierarchy,
     group: ControlGroup,
     device: Option<&'a Identity>,
-    /// Ends, with all limits settled, before what it looks at is removed.
+    /// Dropped first: it settles all limits before its file is removed.
     watch: Option<watch::Running>,
-    /// The file of all, where this one is to be removed from.
+    /// The shared limits file, if the entry has to be removed from it.
     shared: Option<PathBuf>,
-    /// The file of this command alone, gone with it.
+    /// Directory of the private limits file, removed when dropped.
     _own: Option<tempfile::TempDir>,
     pub(super) notices: Vec<String>,
 }
 
 pub(super) struct Places<'a> {
-    /// `None` is the usual place.
+    /// Limits file; `None` for the default.
     pub(super) limits: Option<&'a Path>,
-    /// What `weir probe` left; `None` is the usual place.
+    /// Directory with results of `weir probe`; `None` for the default.
     pub(super) state: Option<&'a Path>,
 }
 
-/// Puts limits in force on a cgroup that was just made; on an error none holds.
+/// Puts limits in force on a new cgroup; on an error none is in force.
 pub(super) fn hold<'a>(
     hierarchy: &'a Hierarchy,
     group: &ControlGroup,
@@ -71,7 +71,7 @@ pub(super) fn hold<'a>(
         notices: Vec::new(),
     };
     if change.is_empty() {
-        // Before the first limit, even of none, version 1 counts nothing.
+        // Version 1 counts nothing on a disk before its first limit, even an empty one.
         if let Some(device) = device.filter(|_| group.version == Version::V1) {
             tell::tell(group, device.number(), Rates::NONE)?;
         }
@@ -90,8 +90,9 @@ pub(super) fn hold<'a>(
         file
     };
     if group.version == Version::V2 && needs_watch(group, device, change)? {
-        // The command's standard error is for what goes wrong only.
+        // Standard error belongs to the command: log warnings and errors only.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text, file: None })?;
+        // Started before the limits are set: `limit::set` would report that no watch runs.
         held.watch = Some(watch::Running::start_or_stand_by(&file, Store::new(places.state))?);
     }
     held.notices = limit::set(hierarchy, &file, group, device, change)?.notices;
@@ -99,7 +100,7 @@ pub(super) fn hold<'a>(
 }
 
 impl Held<'_> {
-    /// Ends the steering and keeps what is kept: the cgroup stays.
+    /// Stops steering, but keeps the entry in the file: the cgroup remains.
     pub(super) fn leave(mut self) {
         self.shared = None;
     }
@@ -109,13 +110,14 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         drop(self.watch.take());
         if let (Some(file), Some(device)) = (self.shared.take(), self.device) {
-            // Where the limits were never set there is nothing to remove.
+            // Fails if the limits were never set; then there is nothing to remove.
             let _ = limit::remove(self.hierarchy, &file, &self.group, device);
         }
     }
 }
 
-/// A group is shared with others, of which a watch knows.
+/// True if the kernel alone cannot enforce the change. A group always needs a watch, because it has
+/// other members.
 fn needs_watch(group: &ControlGroup, device: &Identity, change: &Change) -> anyhow::Result<bool> {
     let mut kept = Kept::default();
     kept.change(group, (device.number(), device.key()), change)?;

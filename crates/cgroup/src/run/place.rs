@@ -1,12 +1,12 @@
-//! The cgroup of one command: where it is made, and how it goes.
+//! The cgroup of one command: creation and removal.
 //!
 //! ```text
 //!   version 2   /sys/fs/cgroup/weir/run-PID          or below --parent
 //!   version 1   /sys/fs/cgroup/blkio/weir/run-PID
 //! ```
 //!
-//! All are below one cgroup without processes, as version 2 wants it. A later command removes what
-//! was left for processes that outlived theirs. The kernel refuses to remove a cgroup with a
+//! All are below one cgroup without processes, as version 2 requires. Later commands remove cgroups
+//! that were left for processes that outlived theirs. The kernel refuses to remove a cgroup with a
 //! process.
 
 use std::{
@@ -28,15 +28,15 @@ use crate::{
     hierarchy::Hierarchy,
 };
 
-/// Below the root.
+/// Name of the common parent, below the root.
 const PARENT: &str = "weir";
-/// Followed by the number of the process that made it.
+/// Prefix of the name, followed by the pid of its creator.
 const PREFIX: &str = "run-";
 
-/// How often [`PARENT`] may go just when a cgroup is to be made below it.
+/// Attempts to create a cgroup while other commands keep removing [`PARENT`].
 const TRIES: usize = 100;
 
-/// Killed processes are waited for this long altogether. One that hangs in a device does not die.
+/// Total time to wait for killed processes. A process blocked in a device driver does not die.
 const LONGEST_END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
@@ -47,15 +47,15 @@ pub(super) struct Left {
     pub(super) processes: Vec<i32>,
 }
 
-/// Dropped, it is removed if it can be.
+/// Removed when dropped, if the kernel permits.
 pub(super) struct Place {
     group: ControlGroup,
-    /// Whether [`PARENT`] is above it, to be removed with the last.
+    /// True if the parent is [`PARENT`], which is removed with its last child.
     is_ours_above: bool,
 }
 
 impl Place {
-    /// Makes it, with the controllers that limits need; on an error nothing is left.
+    /// Creates the cgroup and enables the controllers for limits; on an error nothing remains.
     pub(super) fn make(
         hierarchy: &Hierarchy,
         parent: Option<ControlGroup>,
@@ -71,8 +71,8 @@ impl Place {
         let place = Self { group, is_ours_above };
         let root = hierarchy.root_group()?;
         if root.version == Version::V2 {
-            // Without memory the kernel does not know whose a dirty page is, and no limit reaches
-            // buffered writes.
+            // Without memory the kernel cannot attribute dirty pages, and no limit applies to buffered
+            // writes.
             let has_memory = root.controllers().is_ok_and(|has| has.iter().any(|name| name == "memory"));
             let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
             place.group.enable(wanted)?;
@@ -84,12 +84,12 @@ impl Place {
         &self.group
     }
 
-    /// The processes still in or below it; with `kill`, only those that would not die.
+    /// Processes still in or below the cgroup; with `kill`, only those that survive SIGKILL.
     pub(super) fn end(&self, kill: bool) -> Vec<i32> {
         if kill { end_all(&self.group) } else { processes_below(&self.group) }
     }
 
-    /// Removes it, unless these processes are in it.
+    /// Removes the cgroup, unless it contains these processes.
     pub(super) fn remove(self, processes: Vec<i32>) -> Option<Left> {
         if processes.is_empty() {
             match remove_all(&self.group, LEFT_WITHIN) {
@@ -107,16 +107,17 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // Gone already where all went well; with a process in it, it stays for that.
+        // Already removed in the normal case; with a process in it, it remains.
         let _ = remove_all(&self.group, Duration::ZERO);
         if let Some(parent) = self.group.parent().filter(|_| self.is_ours_above) {
-            // It goes with the last of those below.
+            // Fails while another command's cgroup is below it.
             let _ = parent.remove();
         }
     }
 }
 
-/// Another command may remove the parent at any moment, as the last below it.
+/// Creates the cgroup below [`PARENT`], which another command may remove at any moment with its own
+/// cgroup; then tries again.
 fn create_below_ours(hierarchy: &Hierarchy, name: &str) -> anyhow::Result<ControlGroup> {
     let ours = hierarchy.group(Path::new(PARENT))?;
     for _ in 0..TRIES {
@@ -148,10 +149,11 @@ fn unmade(name: &Path, error: &io::Error) -> anyhow::Error {
     anyhow!("cgroup {}: cannot be made: {error} ({mend})", name.display())
 }
 
-/// Removes what ended commands left.
+/// Removes cgroups left by commands whose weir process has ended.
 fn sweep(parent: &ControlGroup, proc: &Path) {
     for group in parent.children().unwrap_or_default() {
         let name = group.name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        // Names given by `--name` are never swept.
         let pid = name.strip_prefix(PREFIX).filter(|pid| pid.parse::<u32>().is_ok());
         if pid.is_some_and(|pid| !proc.join(pid).exists()) {
             let _ = remove_all(&group, Duration::ZERO);
@@ -159,7 +161,7 @@ fn sweep(parent: &ControlGroup, proc: &Path) {
     }
 }
 
-/// Removes a cgroup and those below it, waiting so long for the last processes of each.
+/// Removes a cgroup and its descendants; waits up to `longest` for the last processes of each.
 fn remove_all(group: &ControlGroup, longest: Duration) -> io::Result<()> {
     for child in group.children()? {
         remove_all(&child, longest)?;
@@ -175,7 +177,7 @@ fn processes_below(group: &ControlGroup) -> Vec<i32> {
     processes
 }
 
-/// Kills all in a cgroup or below it; returns who would not die.
+/// Kills all processes in or below a cgroup; returns the survivors.
 fn end_all(group: &ControlGroup) -> Vec<i32> {
     let mut waited = Duration::ZERO;
     loop {
@@ -183,15 +185,15 @@ fn end_all(group: &ControlGroup) -> Vec<i32> {
         if processes.is_empty() || waited >= LONGEST_END {
             return processes;
         }
-        // At once for all, also those being forked; since Linux 5.14, in version 2.
+        // cgroup.kill (version 2, since Linux 5.14) also catches processes that are being forked.
         if group.write("cgroup.kill", "1").is_err() {
             for &pid in &processes {
-                // It may have ended since.
+                // Fails if the process has exited since.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Others' children cannot be awaited, and version 1 does not report that a cgroup has
-        // become empty.
+        // Polling: these are no children of weir, and version 1 has no notification of an empty
+        // cgroup.
         thread::sleep(LOOK);
         waited += LOOK;
     }
@@ -258,7 +260,7 @@ mod tests {
             fs::create_dir_all(ours.join(name)).unwrap();
         }
         machine.process(200, "7:blkio:/weir/run-200\n");
-        // As a process in it would: the directory cannot be removed.
+        // Stands for a process: the file keeps the directory from being removed.
         fs::write(ours.join("run-300/cgroup.procs"), "7\n").unwrap();
         let _place = made(&machine, Some("new")).unwrap();
         let left = ["/weir", "/weir/by hand", "/weir/new", "/weir/run-200", "/weir/run-300"];

@@ -1,7 +1,7 @@
-//! What a command did in its cgroup, for people and for programs.
+//! Report on a command's I/O, as text and as JSON.
 //!
-//! Rates are over the whole run. What is still in the page cache then is in no total, and is
-//! reported.
+//! Rates are averages over the whole run. Dirty data in the page cache at the end is in no total;
+//! it is reported separately.
 
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
@@ -20,14 +20,14 @@ use serde_json::{Value, json};
 use super::place::Left;
 use crate::{kernel::io_stat::Usage, limit::asked::Asked, show::rates::Rate};
 
-/// For a limit or a device, which the kernel does not tell apart.
+/// Time that the command waited for I/O, be it throttled or not: the kernel does not distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waited {
-    /// As long as any of its tasks did: the growth of io.pressure.
+    /// Time in which at least one of its tasks waited: the growth of io.pressure.
     Anyone(Duration),
-    /// As long as its first task did: there is no pressure, or it counts less.
+    /// Time that its first task waited: io.pressure is absent or has counted less.
     First(Duration),
-    /// There is no pressure, and waits are not counted.
+    /// Neither io.pressure nor delay accounting is available.
     NotCounted,
     Unknown,
 }
@@ -43,22 +43,21 @@ impl Waited {
 
 #[derive(Debug)]
 pub(super) struct Summary {
-    /// Below the mount.
+    /// Path below the mount.
     pub(super) cgroup: PathBuf,
-    /// As shells have it: above 128 a signal's.
+    /// Exit status as in shells: above 128 a signal's.
     pub(super) status: u8,
-    /// From the command's start to its end.
+    /// Time from the command's start to its end.
     pub(super) wall: Duration,
     pub(super) limited: Option<Number>,
     pub(super) asked: Asked,
-    /// The limited device, then others: number, node, what was done there.
-    /// No usage where the kernel's totals fell meanwhile, as those of version 1 do when a cgroup
-    /// below is removed.
+    /// The limited device, then others: number, node, usage. No usage if the kernel's counters fell, as
+    /// in version 1 when a cgroup below is removed.
     pub(super) devices: Vec<(Number, String, Option<Usage>)>,
     pub(super) waited: Waited,
-    /// Written to files and not yet to a disk.
+    /// Dirty bytes not yet on disk.
     pub(super) dirty_bytes: Option<u64>,
-    /// If it is still there.
+    /// Set if the cgroup remains.
     pub(super) left: Option<Left>,
 }
 
@@ -169,7 +168,7 @@ impl Summary {
         }
     }
 
-    /// One line, since the command may write to the same place.
+    /// One line, because the command may write to the same stream.
     pub(super) fn json(&self) -> String {
         let device = |(number, node, usage): &(Number, String, Option<Usage>)| {
             let done = usage.map(|usage| (usage, Rate::of(&usage, self.wall)));
@@ -209,7 +208,7 @@ impl Summary {
         format!("{answer}\n")
     }
 
-    /// Without defaults.
+    /// Settings that differ from their defaults.
     fn settings_json(&self) -> Value {
         let Asked { watermark, weight, group, .. } = &self.asked;
         let mut settings = json!(self.asked.named());
@@ -235,7 +234,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The first few; a command may leave thousands.
+/// The first few pids; a command may leave thousands.
 fn listed(processes: &[i32]) -> String {
     const MOST: usize = 5;
     let mut text = processes.iter().take(MOST).map(i32::to_string).collect::<Vec<_>>().join(", ");

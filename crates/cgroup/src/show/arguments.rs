@@ -1,4 +1,4 @@
-//! What `weir cgroup show` and `weir cgroup top` are told.
+//! Options of `weir cgroup show` and `weir cgroup top`.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ Examples:
 
 Needs a terminal of 80×24 or more; where there is none, `weir cgroup show` says the same.";
 
-/// What `weir cgroup show` is told.
+/// Arguments of `weir cgroup show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
     /// Cgroups to show, with those below them [default: the root]
@@ -54,7 +54,7 @@ pub struct ShowArgs {
     pub(crate) kept: KeptArgs,
 }
 
-/// What `weir cgroup top` is told.
+/// Arguments of `weir cgroup top`.
 #[derive(Debug, Args)]
 pub struct TopArgs {
     /// A cgroup to show, with those below it [default: the root]

@@ -1,4 +1,4 @@
-//! What `weir cgroup show` prints for programs. What is not known is null, and never 0.
+//! JSON output of `weir cgroup show`. Unknown values are null, never 0.
 
 use std::time::Duration;
 

@@ -1,7 +1,6 @@
-//! What happened between two readings of cgroups and tasks: totals become rates, waits become
-//! shares.
+//! Compares two snapshots of cgroups and tasks: counters become rates, waiting times become shares.
 //!
-//! Pure: readings go in, rows come out. What is new has no rate; what is gone has no row.
+//! Pure: snapshots in, rows out. A new cgroup or task has no rate; a removed one has no row.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -24,23 +23,23 @@ use crate::{
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Snapshot {
     pub(crate) at: Duration,
-    /// A cgroup before those below it.
+    /// A cgroup comes before its descendants.
     pub(crate) groups: Vec<Seen>,
     pub(crate) kept: Kept,
-    /// Why others could not be read.
+    /// Errors of cgroups that could not be read.
     pub(crate) wrong: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
     pub(crate) name: PathBuf,
-    /// Of it and those below it.
+    /// Counters of the cgroup and its descendants.
     pub(crate) reading: Reading,
-    /// Its own; empty unless asked for.
+    /// Tasks of the cgroup itself; empty unless requested.
     pub(crate) tasks: BTreeMap<TaskId, Task>,
 }
 
-/// Per second.
+/// Rates per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
     pub(crate) read_bps: f64,
@@ -81,10 +80,10 @@ pub(crate) struct Row {
     /// Ordered by number.
     pub(crate) devices: Vec<DeviceRow>,
     pub(crate) pressure: Option<Pressure>,
-    /// The share of the time, 0 to 1, in which a task in it or below it waited for a limit or the
-    /// device.
+    /// Share of the interval, 0 to 1, in which a task in the cgroup or below it waited for I/O,
+    /// throttled or not.
     pub(crate) waited: Option<f64>,
-    /// Its own, ordered by number.
+    /// Tasks of the cgroup itself, ordered by id.
     pub(crate) tasks: Vec<TaskRow>,
 }
 
@@ -98,9 +97,9 @@ impl Row {
 pub(crate) struct DeviceRow {
     pub(crate) number: Number,
     pub(crate) account: Account,
-    /// What weir keeps for it, which may be more than limits.
+    /// Limits in weir's file, including bursts and watermark.
     pub(crate) asked: Option<Asked>,
-    /// `None` where there is nothing to compare with, and where totals fell.
+    /// `None` without an earlier snapshot, or if a counter fell.
     pub(crate) rate: Option<Rate>,
 }
 
@@ -109,12 +108,12 @@ pub(crate) struct TaskRow {
     pub(crate) id: TaskId,
     pub(crate) task: Task,
     pub(crate) rate: Option<Rate>,
-    /// The share of the time, 0 to 1, in which it waited for I/O; `None` where nobody counts.
+    /// Share of the interval, 0 to 1, in which the task waited for I/O; `None` without delay accounting.
     pub(crate) waited: Option<f64>,
 }
 
 impl TaskRow {
-    /// Whether it has ever read, written or waited for a disk, as far as this process may know.
+    /// True if it has ever read, written or waited for a disk, as far as /proc is readable.
     pub(crate) fn has_done_something(&self) -> bool {
         let Task { io, waited, .. } = &self.task;
         io.is_some_and(|io| io.read_bytes > 0 || io.write_bytes > 0) || !waited.is_zero()
@@ -127,10 +126,10 @@ pub(crate) struct Wish {
     pub(crate) are_waits_counted: bool,
 }
 
-/// The rows of the later snapshot, compared with an earlier one where there is one.
+/// Rows of the later snapshot, with rates if there is an earlier one.
 pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> Vec<Row> {
     let time = earlier.map(|earlier| later.at.saturating_sub(earlier.at)).unwrap_or_default();
-    // In no time nothing has a rate.
+    // Equal times would divide by zero.
     let earlier = earlier.filter(|_| !time.is_zero());
     let before: HashMap<&Path, &Seen> = earlier
         .into_iter()
@@ -144,8 +143,8 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
         .iter()
         .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
         .collect();
-    // The task that waited longest is a lower bound. So is the pressure: it is a mean over
-    // processors, which undercounts a task that moves between them.
+    // Both values are lower bounds, so the larger one is shown: the longest waiting time of one task,
+    // and the pressure, an average over CPUs that undercounts tasks that migrate.
     let longest: Vec<(PathBuf, f64)> = rows.iter().filter_map(longest_wait).collect();
     for row in &mut rows {
         let below = longest.iter().filter(|(name, _)| name.starts_with(&row.name));
@@ -159,8 +158,8 @@ fn longest_wait(row: &Row) -> Option<(PathBuf, f64)> {
     Some((row.name.clone(), longest))
 }
 
-/// Growth of version 1's own totals, of each cgroup with those below it. The totals that the kernel
-/// sums up itself lose those of a cgroup that is removed.
+/// Growth of version 1's counters, summed up from each cgroup and its descendants. The kernel's own
+/// recursive counters lose the share of a removed cgroup.
 fn grown_with_those_below<'a>(
     before: &HashMap<&Path, &Seen>,
     later: &'a Snapshot,
@@ -171,7 +170,7 @@ fn grown_with_those_below<'a>(
             let Some(own) = account.own else { continue };
             let earlier = before.get(seen.name.as_path()).and_then(|seen| seen.reading.devices.get(number));
             let earlier = earlier.and_then(|account| account.own).unwrap_or_default();
-            // Own totals fall when a cgroup is made again: then all of them are new.
+            // A counter falls if the cgroup was recreated; then all of its present value is growth.
             let more = own.since(&earlier).unwrap_or(own);
             for above in seen.name.ancestors() {
                 let sum = grown.entry((above, *number)).or_default();
@@ -198,7 +197,7 @@ impl Comparison<'_> {
             .iter()
             .filter(|(number, _)| self.wish.device.is_none_or(|one| one == **number));
         let earlier = |number: &Number| {
-            // A cgroup that had done nothing to the device is listed without it.
+            // io.stat omits a device without I/O: absent before means zero, not unknown.
             before.map(|before| before.reading.devices.get(number).copied().unwrap_or_default())
         };
         let device = |(number, account): (&Number, &Account)| DeviceRow {
@@ -242,7 +241,7 @@ impl Comparison<'_> {
     }
 }
 
-/// Its system calls count as operations.
+/// Converts a task's counters; its system calls count as operations.
 fn usage(task: &Task) -> Option<Usage> {
     let io = task.io?;
     Some(Usage {
@@ -296,9 +295,9 @@ pub(super) mod tests {
         seen
     }
 
-    /// Two moments of a cgroup with two tasks, the second not readable, and of an idle one.
+    /// Two snapshots of an idle cgroup and of one with two tasks, the second of them unreadable.
     pub(in crate::show) fn snapshots() -> (Snapshot, Snapshot) {
-        // No driver has this major number, so the device is called by its number on any machine.
+        // No driver has this major number, so the device is named by its number on any machine.
         let device = Number { major: 4095, minor: 1 };
         let group = |mib: u64, stalled_us, waited_ms, calls| {
             let mut account = wrote(mib << 20);
@@ -320,7 +319,7 @@ pub(super) mod tests {
         (earlier, at(12, vec![seen("/idle", &[]), busy]))
     }
 
-    /// How the two compare, with a device added of which there is no rate.
+    /// Rows of the two snapshots, with an additional device that has no rate.
     pub(in crate::show) fn sample() -> (Duration, Vec<Row>) {
         let (earlier, later) = snapshots();
         let mut rows = rows(Some(&earlier), &later, ALL);

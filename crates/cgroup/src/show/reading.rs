@@ -1,4 +1,4 @@
-//! What the kernel says of one cgroup at one moment.
+//! Reads the kernel's counters and limits of one cgroup.
 //!
 //! ```text
 //!              version 2      version 1
@@ -7,8 +7,8 @@
 //!   pressure   io.pressure    none
 //! ```
 //!
-//! Totals include all below it. Version 1 counts nothing on a disk before the first limit of any
-//! cgroup there (since Linux 6.10 that is when its throttling starts).
+//! Totals include descendants. Version 1 counts nothing on a disk before the first limit of any
+//! cgroup there (since Linux 6.10, where throttling starts with the first limit).
 
 use std::{collections::BTreeMap, fs, os::unix::fs::MetadataExt as _};
 
@@ -24,10 +24,9 @@ use crate::{
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Account {
-    /// Totals of the cgroup and all below it.
+    /// Counters of the cgroup and its descendants.
     pub(crate) usage: Usage,
-    /// Totals of the cgroup alone; only in version 1, where `usage` falls when a cgroup below is
-    /// removed.
+    /// Counters of the cgroup alone; version 1 only, where `usage` falls when a descendant is removed.
     pub(crate) own: Option<Usage>,
     pub(crate) limits: Rates,
 }
@@ -40,21 +39,21 @@ impl Account {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Reading {
-    /// Those that it has limits for, or has done something to.
+    /// Devices with limits or I/O.
     pub(crate) devices: BTreeMap<Number, Account>,
     pub(crate) pressure: Option<Pressure>,
 }
 
-/// Reads a cgroup; `None` if it is gone. Without the controller it has no devices.
+/// Reads a cgroup; `None` if it is gone. A cgroup without the controller has no devices.
 pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
-    // The inode: another cgroup may be made under its name at any moment.
+    // Identified by inode: another cgroup may be created with this name at any moment.
     let number = || fs::metadata(&group.directory).map(|metadata| metadata.ino()).ok();
     let Some(before) = number() else { return Ok(None) };
     let reading = match group.version {
         Version::V2 => read_v2(group),
         Version::V1 => read_v1(group),
     };
-    // Files of one that goes fail in more than one way.
+    // Reading files of a cgroup under removal fails with various errors.
     if reading.is_err() && number() != Some(before) {
         return Ok(None);
     }
@@ -73,7 +72,7 @@ fn read_v2(group: &ControlGroup) -> anyhow::Result<Reading> {
 
 fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
     let totals = |name: &str| -> anyhow::Result<String> {
-        // With what is below it, as version 2 counts; since Linux 5.0.
+        // Recursive counters, comparable to version 2, exist since Linux 5.0.
         let text = file(group, &format!("{name}_recursive"))?;
         if text.is_empty() { file(group, name) } else { Ok(text) }
     };
@@ -103,8 +102,8 @@ fn merged(
     devices
 }
 
-/// Empty where the cgroup has no such file, or the kernel has it switched off. One that is being
-/// removed loses its files before its directory: what was opened then is no longer there to read.
+/// Content of a file; empty if the cgroup lacks it or the kernel disabled it. A cgroup under removal
+/// loses its files before its directory, so an open file may fail as well.
 fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
     match group.read(name) {
         Ok(text) => Ok(text),
@@ -113,7 +112,7 @@ fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
     }
 }
 
-/// `/dev/vda`; its number if it is gone.
+/// `/dev/vda`; the number if the device is gone.
 pub(crate) fn node(number: Number) -> String {
     let identity = Identity::resolve(number, &Roots::default());
     identity.map_or_else(|_| number.to_string(), |identity| identity.node())

@@ -1,7 +1,7 @@
-//! All cgroups that were asked for, and what is below them, at one moment.
+//! A snapshot of the requested cgroups and their descendants.
 //!
-//! Those without limits and I/O are skipped, unless named or all are wanted. A cgroup that is
-//! removed or made meanwhile may be missed.
+//! Cgroups without limits and I/O are skipped, unless named or all are requested. A cgroup that is
+//! created or removed meanwhile may be missed.
 
 use std::{
     collections::BTreeMap,
@@ -35,7 +35,8 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// These cgroups and those below them, or all; `has_all` includes those without limits and I/O.
+    /// Selects these cgroups and their descendants, or all; `has_all` includes those without limits and
+    /// I/O.
     pub(super) fn new(
         hierarchy: Hierarchy,
         limits: &Path,
@@ -62,7 +63,7 @@ impl Survey {
         })
     }
 
-    /// Kept limits of cgroups that are gone.
+    /// Notices about limits whose cgroup is gone.
     pub(super) fn missing(&self, kept: &Kept) -> Vec<String> {
         let is_missing =
             |entry: &&Entry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
@@ -80,16 +81,17 @@ impl Survey {
         Wish { device: self.device, are_waits_counted: tasks::are_waits_counted(&self.hierarchy.roots.proc) }
     }
 
-    /// Errors of one cgroup are in the snapshot; it fails if none of the named ones is left.
+    /// Takes a snapshot, which includes the errors of single cgroups; fails if all named cgroups are
+    /// gone.
     pub(super) fn look(&self, has_tasks: bool) -> anyhow::Result<Snapshot> {
         let mut snapshot = Snapshot { at: self.began.elapsed(), ..Snapshot::default() };
-        // What the kernel says is worth telling without it.
+        // An unreadable limits file does not hide the kernel's counters.
         match Kept::load(&self.limits) {
             Ok(kept) => snapshot.kept = kept,
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
         let mut found = BTreeMap::new();
-        // Where waits of tasks are counted, they tell best how long a cgroup waited.
+        // The waiting time of tasks is the best lower bound of a cgroup's.
         let has_tasks = has_tasks || self.wish().are_waits_counted;
         for group in &self.named {
             self.gather(group, true, has_tasks, &mut found, &mut snapshot);
@@ -115,7 +117,7 @@ impl Survey {
             Ok(None) => {}
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
-        // It may go just now; then there is nothing below it.
+        // Removed meanwhile: then it has no descendants either.
         for child in group.children().unwrap_or_default() {
             self.gather(&child, false, has_tasks, found, snapshot);
         }
@@ -129,7 +131,7 @@ impl Survey {
         kept: &Kept,
     ) -> anyhow::Result<Option<Seen>> {
         let Some(mut reading) = reading::read(group)? else { return Ok(None) };
-        // What was asked for is shown also where the kernel knows nothing of it at present.
+        // Configured limits are shown even if the kernel has no limit at present.
         for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
             reading.devices.entry(entry.device()?).or_default();
         }

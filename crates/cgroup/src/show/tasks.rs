@@ -1,11 +1,11 @@
-//! What the kernel says of the tasks in a cgroup at one moment.
+//! Reads the tasks of a cgroup and their counters.
 //!
 //! ```text
-//!   /proc/PID/task/TID/io     bytes and calls of this task        needs the right to trace it, else unknown
-//!   /proc/PID/task/TID/stat   name, state, time waited for I/O    field 42, where kernel.task_delayacct is 1
+//!   /proc/PID/task/TID/io     bytes and calls of this task        requires ptrace access, else unknown
+//!   /proc/PID/task/TID/stat   name, state, time waited for I/O    field 42, if kernel.task_delayacct is 1
 //! ```
 //!
-//! A buffered write is counted when the page becomes dirty, so a task's bytes may run ahead of its
+//! A buffered write counts when the page becomes dirty, so a task's bytes may run ahead of its
 //! cgroup's. Source: proc_pid_io(5), proc_pid_stat(5), accounting/delay-accounting.rst.
 
 use std::{collections::BTreeMap, fs, path::Path, time::Duration};
@@ -17,33 +17,33 @@ use crate::{
     kernel::{proc_io, proc_io::TaskIo, proc_stat, proc_stat::TICK},
 };
 
-/// Unique while the machine runs: numbers are used again.
+/// Identity of a task, unique until reboot: pids are reused, but not with the same start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct TaskId {
     pub(crate) pid: i32,
-    /// The first task of a process has that of the process.
+    /// Equals `pid` for the first task of a process.
     pub(crate) tid: i32,
-    /// In ticks since the machine started.
+    /// Ticks from boot to its start.
     pub(crate) start_ticks: u64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Task {
-    /// At most 15 bytes; whatever it calls itself.
+    /// At most 15 bytes, chosen by the task itself.
     pub(crate) name: String,
-    /// `R` runs, `S` sleeps, `D` waits for a device, and others.
+    /// `R` running, `S` sleeping, `D` waiting for a device, and others.
     pub(crate) state: char,
-    /// `None` where this process may not know.
+    /// `None` without permission to read it.
     pub(crate) io: Option<TaskIo>,
-    /// For I/O, in steps of 10 ms; 0 where nobody counts.
+    /// Time waited for I/O, with a resolution of 10 ms; 0 without delay accounting.
     pub(crate) waited: Duration,
 }
 
-/// The tasks in a cgroup itself; none if it is gone or threaded.
+/// Tasks of a cgroup itself; empty if it is gone or threaded.
 pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, Task>> {
     let mut tasks = BTreeMap::new();
     for pid in group.processes().unwrap_or_default() {
-        // A process that has just ended has no tasks.
+        // The process has exited since it was listed.
         let Ok(entries) = fs::read_dir(proc.join(pid.to_string()).join("task")) else { continue };
         for entry in entries.flatten() {
             let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
@@ -56,7 +56,7 @@ pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap
 }
 
 fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(TaskId, Task)>> {
-    // A name may be any bytes.
+    // Bytes, not a string: a name need not be UTF-8.
     let Ok(stat) = fs::read(directory.join("stat")) else { return Ok(None) };
     let stat = proc_stat::parse(&String::from_utf8_lossy(&stat)).with_context(|| format!("task {tid}"))?;
     let io = match fs::read_to_string(directory.join("io")) {
@@ -68,7 +68,7 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     Ok(Some((id, Task { name: stat.name, state: stat.state, io, waited })))
 }
 
-/// How long a process that has ended, and was not waited for yet, waited for I/O, if known.
+/// Time that a zombie process (ended, not yet reaped) waited for I/O, if it is counted.
 pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
     if !are_waits_counted(proc) {
         return None;
@@ -78,7 +78,7 @@ pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
     Some(TICK.saturating_mul(u32::try_from(ticks).unwrap_or(u32::MAX)))
 }
 
-/// Before Linux 5.14 there is no switch: it counts unless built or started without.
+/// True if delay accounting is on. Kernels before 5.14 lack the sysctl and count by default.
 pub(crate) fn are_waits_counted(proc: &Path) -> bool {
     fs::read_to_string(proc.join("sys/kernel/task_delayacct")).map_or(true, |text| text.trim() != "0")
 }
@@ -88,12 +88,12 @@ pub(super) mod tests {
     use super::*;
     use crate::machine::Machine;
 
-    /// The first task of a process that began at `start_ticks`.
+    /// Id of a process's first task that started at `start_ticks`.
     pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {
         TaskId { pid: tid, tid, start_ticks }
     }
 
-    /// Fields 4 to 41 of proc_pid_stat(5) with the start at field 22, and the waiting after them.
+    /// Builds fields 1 to 44 of proc_pid_stat(5): the start is field 22, the I/O delay field 42.
     fn stat(tid: i32, name: &str, start: u64, ticks: u64) -> String {
         let middle = "0 ".repeat(17);
         let after = "0 ".repeat(19);

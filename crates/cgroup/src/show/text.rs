@@ -1,5 +1,5 @@
-//! The tables of `weir cgroup show`: cgroups with their devices, tasks, and why something is
-//! unknown.
+//! Tables of `weir cgroup show`: cgroups with their devices, then tasks; and notes about unknown
+//! values.
 
 use console::{
     figures,
@@ -18,10 +18,10 @@ pub(super) const NOTHING: &str = "-";
 
 const NOT_COUNTED: &str = "WAITED is not known: there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct is 0 \
      (`sysctl kernel.task_delayacct=1` counts from then on)";
-/// Where cgroups say it and tasks do not.
+/// For cgroups with pressure whose tasks have no delay accounting.
 const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_delayacct is 0 (`sysctl kernel.task_delayacct=1` counts from then on)";
 
-/// `bold` is for terminals.
+/// Renders the tables; `bold` is for terminals.
 pub(super) fn render(rows: &[Row], wish: Wish, bold: bool) -> String {
     let mut text = groups(rows).render(bold);
     if text.is_empty() {
@@ -124,7 +124,7 @@ pub(super) fn named(rates: &Rates) -> Limits {
     named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
 }
 
-/// What was asked for, and what the kernel holds it to where that differs, as in a burst.
+/// Configured limits, followed by the kernel's where they differ, as in a burst.
 pub(super) fn limits(device: &DeviceRow) -> String {
     let now = figures::limits(&named(&device.account.limits));
     match device.asked.as_ref().map(Asked::text) {

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   keyboard, signals ─► console::input ─┐
-//!   survey, every interval ─────────────────┴─► one channel ─► state (what to show, what a key means) ─► view (how it looks)
+//!   survey, every interval ──────────────┴─► one channel ─► state (rows, keys) ─► view (drawing)
 //! ```
 //!
-//! `state` and `view` know neither a terminal nor a kernel.
+//! `state` and `view` use neither the terminal nor the kernel's files.
 
 mod state;
 mod view;
@@ -39,7 +39,8 @@ enum Event {
     Looked(Wish, anyhow::Result<Snapshot>),
 }
 
-/// What goes away after the start is waited for.
+/// Runs until the user quits. A cgroup that disappears after the start is shown again when it
+/// returns.
 pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
     if !screen::is_possible() {
         let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";
@@ -49,7 +50,7 @@ pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
     let hierarchy = Hierarchy::discover(Roots::default())?;
     let survey = Survey::new(hierarchy, arguments.kept.path(), &named, arguments.device.as_deref(), false)?;
     let state = State::new(survey.wish());
-    // Tasks are many, and looked at only while they are shown.
+    // Tasks are numerous and read only while they are shown.
     let has_tasks = Arc::new(AtomicBool::new(false));
     let (events, happened) = mpsc::channel();
     let inputs = events.clone();

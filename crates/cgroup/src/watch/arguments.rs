@@ -1,4 +1,4 @@
-//! The options of `weir cgroup watch`.
+//! Options of `weir cgroup watch`.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ Examples:
 While it runs, io.max changes as the limits' bursts, watermarks and groups have it. When it ends or is killed, a second process, the guard, sees to it that each limit is what was configured, without bursts; the next watch goes on from there. `weir serve --cgroup-limits` does the same in the daemon.
 Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir cgroup watch` is told.
+/// Arguments of `weir cgroup watch`.
 #[derive(Debug, Args)]
 pub struct WatchArgs {
     #[command(flatten)]
@@ -35,7 +35,7 @@ pub struct WatchArgs {
     pub(crate) log: Option<String>,
 }
 
-/// What the guard is told.
+/// Arguments of the hidden command of the guard.
 #[derive(Debug, Args)]
 pub struct GuardArgs {
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! How busy the disks with watermarks are, and what that makes of limits there.
+//! Utilization of the disks with watermarks, and the enforcement that follows from it.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -12,13 +12,13 @@ use settings::state::Store;
 
 use crate::{hierarchy::Hierarchy, limit::kept::Kept};
 
-/// Thousandths of use from which on a disk's users are looked at, before a watermark is reached.
+/// Utilization, in thousandths, from which a disk's members are read before a watermark is reached.
 const BUSY: u64 = 250;
 
 pub(super) struct Disks {
     store: Store,
     observed: HashMap<Number, Observed>,
-    /// One could not be looked at, and is tried again.
+    /// True if a disk could not be opened and is to be retried.
     is_one_missing: bool,
 }
 
@@ -41,7 +41,7 @@ impl Disks {
 
     pub(super) fn look_for_missing(&mut self, hierarchy: &Hierarchy, kept: &Kept) {
         if self.is_one_missing {
-            // That it still is not there has been said.
+            // The error has been logged before.
             let _ = self.look_for(hierarchy, kept, false);
         }
     }
@@ -77,7 +77,8 @@ impl Disks {
         Ok(Observed::new(Arc::new(device)))
     }
 
-    /// Looks at all, beside what those with a watermark took; returns those that have become busy.
+    /// Samples all disks, given the consumption by members with a watermark; returns the disks that
+    /// became busy.
     pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) -> Vec<Number> {
         let nothing = Consumed::default();
         let mut busy = Vec::new();
@@ -91,8 +92,7 @@ impl Disks {
         busy
     }
 
-    /// For those who use all of these disks: as on the one with the least room. Enforced where
-    /// unknown.
+    /// Strictest enforcement over these disks; unknown disks count as enforced.
     pub(super) fn enforcement(
         &mut self,
         of: impl Iterator<Item = Number>,

@@ -1,16 +1,16 @@
-//! A process that outlives the watch: when that dies or hangs, every limit is set as configured.
+//! A process that outlives the watch and settles every limit if the watch dies or hangs.
 //!
 //! ```text
-//!   watch ──── pipe ────► guard          the pipe ends: the watch is dead ──► settle all ──► end
-//!     ▲          ·  ·  ·    │            no sign of life for [`SILENCE`]: it is stopped ──► settle all, go on listening
-//!     │                     │            a lease ends, and no word of another: settle what is lent, go on listening
-//!     └── starts another ◄──┘ dies       the last word comes: the watch has settled all itself ──► end
+//!   watch ──── pipe ────► guard          end of file: the watch is dead ──► settle all ──► exit
+//!     ▲          ·  ·  ·    │            no heartbeat for [`SILENCE`]: it is stopped ──► settle all, continue listening
+//!     │                     │            a lease ends without renewal: settle leased quota, continue listening
+//!     └── starts another ◄──┘ dies       the final message: the watch has settled all itself ──► exit
 //! ```
 //!
-//! The guard has a process group of its own, blocks signals and moves to the root cgroup, so what
-//! kills the watch by name, terminal or service spares it; so does a kernel that is short of
-//! memory. Who kills both one by one must call `weir cgroup watch --settle`. It holds a lock that
-//! the next watch waits for before it grants a burst.
+//! The guard has its own process group, blocks signals and moves to the root cgroup, so it survives
+//! whatever kills the watch by name, terminal or service, and the OOM killer. After killing both one
+//! by one, an operator must run `weir cgroup watch --settle`. The guard holds a lock that the next
+//! watch waits for before it grants a burst.
 
 use std::{
     fs,
@@ -36,19 +36,20 @@ use crate::{
     watch::arguments::GuardArgs,
 };
 
-/// Written every other second.
+/// Heartbeat, written every other second.
 const ALIVE: u8 = b'.';
 const DONE: u8 = b'!';
-/// With the nanosecond of [`now`] at which what is lent is to be taken back; 0 is none.
+/// Carries the time, in nanoseconds of [`now`], at which leased quota must be revoked; 0 for none.
 const LENT: u8 = b'<';
-/// One of these, and a number. The pipe takes it whole or not at all.
+/// One of these codes and a number. Shorter than PIPE_BUF, so the pipe accepts it whole or not at
+/// all.
 type Word = [u8; 9];
-/// Without a sign of life for so long a watch is taken for stopped.
+/// Time without a heartbeat after which the watch counts as stopped.
 const SILENCE: Duration = Duration::from_secs(8);
 
-/// The kernel's name for the first namespace of processes (PROC_PID_INIT_INO).
+/// The kernel's name of the initial PID namespace (PROC_PID_INIT_INO).
 const FIRST_PIDS: &str = "pid:[4026531836]";
-/// Two seconds altogether.
+/// Two seconds in total.
 const LOOKS_AT_A_CHILD: usize = 100;
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -58,19 +59,19 @@ pub(super) struct Guard {
     lock: Guarded,
     child: Child,
     pipe: ChildStdin,
-    /// When it is to take back what is lent.
+    /// Time at which the guard revokes leased quota.
     lent: Option<Instant>,
 }
 
 impl Guard {
-    /// Starts one for the limits in this file, once there is no other.
+    /// Starts a guard for this limits file, after any earlier guard has ended.
     pub(super) fn start(limits: &Path) -> anyhow::Result<Self> {
         let lock = Guarded::take(limits)?;
         let (child, pipe) = spawn(limits, &lock)?;
         Ok(Self { limits: limits.to_owned(), lock, child, pipe, lent: None })
     }
 
-    /// Sends a sign of life; starts another guard if it has died.
+    /// Sends a heartbeat; restarts the guard if it has died.
     pub(super) fn look_after(&mut self) -> anyhow::Result<()> {
         let lent = self.lent;
         self.revive()?;
@@ -78,11 +79,11 @@ impl Guard {
         self.takes_back_at(lent)
     }
 
-    /// It settles what a cluster has lent at that instant of [`now`], unless it is told another
+    /// Sets the time, by [`now`], at which the guard revokes leased quota, unless it is set again
     /// before.
     ///
     /// # Errors
-    /// Where no guard listens: then nothing may be lent.
+    /// If no guard listens: then nothing may be leased.
     pub(super) fn takes_back_at(&mut self, at: Option<Instant>) -> anyhow::Result<()> {
         if self.lent == at {
             return Ok(());
@@ -110,9 +111,9 @@ impl Guard {
         said.context("the guard does not listen (is the process `weir cgroup guard` stopped?)")
     }
 
-    /// Ends it, when all limits are settled.
+    /// Ends the guard after all limits are settled.
     pub(super) fn dismiss(mut self) {
-        // A dead one needs no telling; a stopped one is not waited for.
+        // Fails if the guard is dead. A stopped guard is not waited for longer than the loop below.
         let _ = self.say(DONE, 0);
         for _ in 0..LOOKS_AT_A_CHILD {
             if !matches!(self.child.try_wait(), Ok(None)) {
@@ -124,10 +125,11 @@ impl Guard {
     }
 }
 
-/// That a guard outlives whoever steers, or all that is limited ends with them: what others have by
-/// then must not be in force here.
+/// Fails if the guard would end together with the daemon although the limits would not: quota that
+/// other hosts lease by then would still be in force here.
 pub(super) fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
-    // Those that are not the topmost have this file, and are all of a container.
+    // cgroup.type is absent in the root of the hierarchy only; a container with a cgroup namespace
+    // has it, and its cgroups end with the container.
     let is_topmost = !hierarchy.root_group()?.directory.join("cgroup.type").exists();
     let pids = fs::read_link(hierarchy.roots.proc.join("self/ns/pid"));
     let ends_together = pids.is_ok_and(|pids| pids != Path::new(FIRST_PIDS));
@@ -139,7 +141,8 @@ pub(super) fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
 }
 
 fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
-    // This very program, even if its file was replaced. Its output is where it holds the lock.
+    // The running program, even if its file has been replaced. The lock is inherited as its standard
+    // output.
     let spawned = lock.share().and_then(|lock| {
         Command::new("/proc/self/exe")
             .args(["cgroup", "guard", "--limits"])
@@ -152,7 +155,7 @@ fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
     let mut child =
         spawned.context("the guard, which takes bursts back if this process dies, cannot be started")?;
     let pipe = child.stdin.take().context("a pipe that was asked for")?;
-    // Whoever steers does not wait for a guard that is stopped.
+    // A stopped guard must not block the watch when the pipe is full.
     fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).context("the pipe to the guard")?;
     Ok((child, pipe))
 }
@@ -163,18 +166,18 @@ fn word(what: u8, number: u64) -> Word {
     word
 }
 
-/// Listens on standard input for signs of life, and settles all limits when there are none.
+/// Reads heartbeats from standard input, and settles all limits in their absence.
 pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
     let _signals = Signals::block().context("signals cannot be blocked")?;
     let path = arguments.kept.path();
     let hierarchy = Hierarchy::discover(Roots::default())?;
     if let Ok(root) = hierarchy.root_group() {
-        // 0 is the process that writes. Refused in a container, where all of it ends together.
+        // 0 stands for the writing process. Fails in a container, which ends as a whole anyway.
         let _ = root.write("cgroup.procs", "0");
     }
-    // Refused in a container without that right.
+    // Fails in a container without the privilege.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
-    // As the watch has adopted it; when it dies, the file may be broken.
+    // The limits as the watch adopted them; the file may be corrupt by the time the watch dies.
     let mut kept = Kept::load(path)?;
     let (mut heard_at, mut is_settled, mut lent) = (now(), false, None);
     loop {
@@ -203,7 +206,7 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
 
 enum Heard {
     Word(Word),
-    /// By the instant that was given.
+    /// No message by the given time.
     Nothing,
     End,
 }

@@ -1,15 +1,15 @@
-//! What a cluster lends to groups of control groups here, and what those say.
+//! Quota that a cluster leases to groups of control groups, and their demand.
 //!
 //! ```text
-//!   the daemon's cluster ── a part, until when, the safe share ──► Lending ──► watch ──► io.max
-//!                        ◄── that it is in force, what passed ────
+//!   the daemon's cluster ── quota, lease end, fallback share ──► Lending ──► watch ──► io.max
+//!                        ◄── in force, counters ────────────────
 //! ```
 //!
-//! The watch looks at each turn, a tenth of a second apart at most, and takes a part back by its
-//! own clock, [`WATCH_AHEAD`] of the end of its lease. The kernel knows no leases, so the guard
-//! takes it back as well, [`GUARD_AHEAD`] of that end, if the watch has not: it knows the instant
-//! before the kernel has the part. The safe share stands in the file of limits before a part is
-//! said to be in force: the guard falls back to that.
+//! The watch checks at each turn, at most a tenth of a second apart, and revokes quota by its own
+//! clock [`WATCH_AHEAD`] of the end of its lease. The kernel has no leases, so the guard revokes it
+//! as well, [`GUARD_AHEAD`] of that end, if the watch has not: it receives the deadline before the
+//! kernel receives the quota. The fallback share is in the limits file before quota is acknowledged
+//! as in force, because the guard falls back to that file.
 
 use std::{
     collections::BTreeMap,
@@ -21,29 +21,30 @@ use policy::{
     time::{Duration, Instant},
 };
 
-/// How long before the end of a lease the watch takes back what is lent: a turn and more before the
-/// guard, which then has nothing to do.
+/// Time before the end of a lease at which the watch revokes the quota: more than a turn ahead of
+/// the guard, which then has nothing to do.
 const WATCH_AHEAD: Duration = Duration::from_millis(750);
-/// The same for the guard, which may have to wait for a processor, and for some thousand files.
+/// Time before the end of a lease at which the guard revokes the quota; covers scheduling delays and
+/// some thousand writes.
 const GUARD_AHEAD: Duration = Duration::from_millis(500);
 
-/// Groups of control groups whose limits are a cluster's.
+/// Groups of control groups whose limits belong to a cluster.
 #[derive(Clone, Debug)]
 pub struct Lending(Arc<Mutex<BTreeMap<String, Account>>>);
 
-/// One of these groups.
+/// Handle of one group.
 #[derive(Clone, Debug)]
 pub struct Lender {
     lending: Lending,
     group: String,
 }
 
-/// What a group's control groups have done since the watch knows them.
+/// Demand of a group's control groups since the watch started.
 #[derive(Clone, Copy, Debug)]
 pub struct Doing {
-    /// Of all together.
+    /// Counters of all control groups together.
     pub stats: Stats,
-    /// Of those that did something in the last seconds.
+    /// Sum of the weights of those active in the last seconds.
     pub weight: u64,
 }
 
@@ -51,34 +52,34 @@ pub struct Doing {
 struct Account {
     part: Limits,
     safe: Limits,
-    /// When the lease ends, by [`now`](super::now).
+    /// End of the lease, by [`now`](super::now).
     until: Instant,
-    /// When the lease ends by which the kernel has more than the safe share.
+    /// End of the lease of the quota that the kernel has, if it exceeds the fallback share.
     held_until: Option<Instant>,
-    /// Counts changes, and which of them is in force.
+    /// Number of changes, and the number of the change in force.
     number: u64,
     in_force: u64,
     doing: Option<Doing>,
 }
 
-/// What is to hold now.
+/// Limits that must be in force now.
 #[derive(Clone, Debug)]
 pub(super) struct Due {
     pub(super) group: String,
     pub(super) limits: Limits,
     number: u64,
-    /// Of a part; `None` of the safe share.
+    /// End of the lease; `None` for the fallback share.
     until: Option<Instant>,
 }
 
 impl Lending {
-    /// For groups of these names, which have no limits before something is lent.
+    /// Creates groups of these names, without limits until something is leased.
     pub fn new<'a>(groups: impl IntoIterator<Item = &'a str>) -> Self {
         let groups = groups.into_iter().map(|name| (name.to_owned(), Account::default()));
         Self(Arc::new(Mutex::new(groups.collect())))
     }
 
-    /// One of them.
+    /// Handle of the group with this name.
     pub fn lender(&self, group: &str) -> Lender {
         Lender { lending: self.clone(), group: group.to_owned() }
     }
@@ -104,27 +105,28 @@ impl Lending {
         self.accounts().iter().map(due).collect()
     }
 
-    /// The safe shares alone.
+    /// Replaces all quota by the fallback shares.
     pub(super) fn safe(due: Vec<Due>, safe: &BTreeMap<String, Limits>) -> Vec<Due> {
         let safe =
             |due: Due| Due { limits: safe.get(&due.group).copied().unwrap_or_default(), until: None, ..due };
         due.into_iter().map(safe).collect()
     }
 
-    /// When a part is taken back.
+    /// Next time at which a lease is revoked.
     pub(super) fn next(&self, now: Instant) -> Option<Instant> {
         self.accounts().values().map(Account::taken_back_at).filter(|at| *at > now).min()
     }
 
-    /// When the guard is to have taken back what the kernel has, also what it is told now.
+    /// Time by which the guard must have revoked the quota in the kernel, including the quota that is
+    /// being written now.
     pub(super) fn guarded_until(&self, due: &[Due]) -> Option<Instant> {
         let accounts = self.accounts();
         let until = |due: &Due| {
             let account = accounts.get(&due.group)?;
             match due.until {
-                // The same part goes on.
+                // A renewed lease of the same quota: only its deadline moves.
                 Some(until) if account.in_force == due.number => Some(until),
-                // Until the kernel has taken this one, it has the one before.
+                // Until the kernel has the new quota, the lease of the old one counts as well.
                 until => until.into_iter().chain(account.held_until).min(),
             }
         };
@@ -152,13 +154,13 @@ impl Account {
 }
 
 impl Lender {
-    /// Which group.
+    /// Name of the group.
     pub fn name(&self) -> &str {
         &self.group
     }
 
-    /// Lends a part until then by [`now`](super::now), `None` for ever; before that the safe share
-    /// holds again. Neither has bursts: those of control groups are not divided.
+    /// Leases quota until the given time by [`now`](super::now), or for ever with `None`; afterwards the
+    /// fallback share is in force. Bursts are dropped: those of control groups are not divided.
     pub fn lend(&self, part: &Limits, safe: &Limits, until: Option<Instant>) {
         let until = until.unwrap_or(Instant::MAX);
         let (part, safe) = (without_bursts(part), without_bursts(safe));
@@ -170,7 +172,7 @@ impl Lender {
         }
     }
 
-    /// The same part with another end, or another safe share.
+    /// Renews the lease of the same quota, with a new end or fallback share.
     pub fn prolong(&self, safe: &Limits, until: Option<Instant>) {
         let part = self.lending.accounts().get(&self.group).map(|account| account.part);
         if let Some(part) = part {
@@ -178,12 +180,12 @@ impl Lender {
         }
     }
 
-    /// Whether the kernel has what was lent last.
+    /// True if the kernel has the quota that was leased last.
     pub fn is_in_force(&self) -> bool {
         self.lending.accounts().get(&self.group).is_some_and(|account| account.in_force == account.number)
     }
 
-    /// What they did; `None` while nobody knows.
+    /// Demand of the group; `None` until it is known.
     pub fn doing(&self) -> Option<Doing> {
         self.lending.accounts().get(&self.group)?.doing
     }

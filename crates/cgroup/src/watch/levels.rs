@@ -1,8 +1,8 @@
-//! How much of each burst is spent, kept beside the limits: the next watch grants no burst twice.
+//! Levels of all bursts, saved beside the limits file, so that the next watch grants no burst twice.
 //!
-//! With every level goes what had passed by then: what passes unwatched is charged as well. Written
-//! while bursts change and at the end. Losing it grants one burst too many, so an unreadable file
-//! only causes a warning.
+//! Each level is saved with the counters at that time, so that I/O during a gap is charged as well.
+//! Written while levels change, and at the end. A lost file grants one burst too many, so an
+//! unreadable file only causes a warning.
 
 use std::{
     collections::BTreeMap,
@@ -18,26 +18,26 @@ use settings::state::whole_file;
 
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Differs after each start of the machine (random(4)).
+/// Differs after each boot (random(4)).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Stored {
-    /// The machine's start that instants and counters are of.
+    /// Boot that the times and counters belong to.
     boot: String,
     pools: BTreeMap<String, Left>,
 }
 
-/// What is left of the bursts of one pool.
+/// Saved bursts of one pool.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct Left {
-    /// Nanoseconds since the machine started, asleep or not.
+    /// Nanoseconds since boot, including suspend.
     at_ns: u64,
-    /// As [`policy::steering::Pool::levels`] has them.
+    /// In the order of [`policy::steering::Pool::levels`].
     pub(super) levels: [u64; 6],
-    /// By control group and device: bytes and operations, read and written.
+    /// Counters by control group and device: read and written bytes, then read and write operations.
     passed: BTreeMap<String, [u64; 4]>,
 }
 
@@ -56,7 +56,7 @@ impl Left {
         Instant::from_nanos(self.at_ns)
     }
 
-    /// What had passed of a control group by then.
+    /// Counters of a control group at that time.
     pub(super) fn passed(&self, group: &Path, device: Number) -> Option<Passed> {
         let [read_bytes, written_bytes, reads, writes] = *self.passed.get(&name(group, device))?;
         let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
@@ -74,7 +74,7 @@ fn file(limits: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// By the pools' names; nothing later than `now`, which is from an earlier start of the machine.
+/// Saved bursts by pool name. Entries later than `now` are dropped: they belong to another boot.
 pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
     let path = file(limits);
     let read = || -> anyhow::Result<Stored> {
@@ -91,7 +91,7 @@ pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
     stored.pools.into_iter().filter(|(_, left)| left.at() <= now).collect()
 }
 
-/// Empty where the kernel does not tell: then only the instants do.
+/// The boot id; empty if the kernel lacks it, in which case only the times are compared.
 fn boot() -> String {
     fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned()
 }

@@ -1,30 +1,30 @@
-//! Limits the watch's share of a processor, however many control groups there are.
+//! Bounds the CPU time of the watch, independently of the number of control groups.
 
 use nix::time::{ClockId, clock_gettime};
 use policy::time::{Duration, Instant};
 
 const SHARE_OF_A_CORE: f64 = 0.015;
-/// In a round, whatever they cost.
+/// Reads allowed in each round, whatever their cost.
 const ALWAYS_ALLOWED: usize = 4;
 
-/// How many control groups may be looked at now.
+/// Budget of control groups that may be read now (a token bucket).
 #[derive(Debug)]
 pub(super) struct Pace {
     last: Instant,
-    /// The thread's processor time at the last round.
+    /// CPU time of the thread at the last round.
     cpu: Duration,
-    /// Seconds of a processor for one look, with its part of all else; smoothed.
+    /// CPU seconds for reading one control group, including overhead; smoothed.
     pub(super) look_s: f64,
-    /// Looks that may be made.
+    /// Reads in the bucket.
     saved: f64,
     #[cfg(test)]
     pub(super) made: usize,
 }
 
 impl Pace {
-    /// Before anything is known: what a slow machine takes.
+    /// Initial estimate: the cost on a slow machine.
     const FIRST_LOOK_S: f64 = 50e-6;
-    /// As many looks as so many seconds allow may be made at once.
+    /// Capacity of the bucket, in CPU seconds of reading.
     const MOST_SAVED_S: f64 = 0.2;
 
     pub(super) fn new(now: Instant, cpu: Duration) -> Self {
@@ -46,7 +46,7 @@ impl Pace {
         (self.saved as usize).max(ALWAYS_ALLOWED)
     }
 
-    /// So many looks were made, by this processor time of the thread.
+    /// Charges `looks` reads, given the thread's CPU time after them.
     pub(super) fn spent(&mut self, cpu: Duration, looks: usize) {
         #[cfg(test)]
         {
@@ -54,6 +54,7 @@ impl Pace {
         }
         if looks > 0 {
             let used = cpu.saturating_sub(self.cpu).as_secs_f64();
+            // Exponential smoothing; the lower bound keeps the quotient in `allowed` finite.
             self.cpu = cpu;
             self.look_s += (used / looks as f64 - self.look_s) * 0.05;
             self.look_s = self.look_s.max(1e-7);
@@ -67,7 +68,7 @@ pub(super) fn cpu_now() -> Duration {
 }
 
 pub(super) fn clock(id: ClockId) -> Duration {
-    // Both clocks are always there (clock_gettime(2)).
+    // Never fails: both clocks always exist (clock_gettime(2)).
     clock_gettime(id).map(Duration::from).unwrap_or_default()
 }
 
@@ -91,7 +92,7 @@ mod tests {
         }
         let share = looks as f64 * 20e-6 / 10.0;
         assert!((share / SHARE_OF_A_CORE - 1.0).abs() < 0.1, "{share}");
-        // Where each takes 10 ms, some are looked at all the same.
+        // At 10 ms for each read, a minimum of reads is still allowed.
         for round in 1001..=1100 {
             let allowed = pace.allowed(at(round * 10));
             assert!(allowed >= ALWAYS_ALLOWED);

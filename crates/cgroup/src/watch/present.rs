@@ -1,4 +1,4 @@
-//! Finds control groups that were made, or made again under their name: they have no limits.
+//! Detects control groups that were created or recreated: these have lost their limits.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -10,20 +10,20 @@ use std::{
 use super::in_turn;
 use crate::{hierarchy::Hierarchy, limit::kept::Kept};
 
-/// Looked for each time: more would be a load of its own where there are thousands.
+/// Control groups checked at each interval: bounds the load with thousands of them.
 const LOOKED_FOR: usize = 1024;
 
 #[derive(Default)]
 pub(super) struct Present {
-    /// Which directory each was when it was last looked for.
+    /// Inode of each cgroup's directory when it was last checked.
     inodes: HashMap<PathBuf, Option<u64>>,
-    /// In the order of their turns.
+    /// Order of the round-robin checks.
     order: Vec<PathBuf>,
     next: usize,
 }
 
 impl Present {
-    /// Takes over what is kept now; returns the control groups that are new.
+    /// Adopts the entries of a changed file; returns the control groups that are new in it.
     pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> Vec<PathBuf> {
         let mut unknown = Vec::new();
         let mut inodes = HashMap::new();
@@ -39,12 +39,12 @@ impl Present {
             inodes.insert(entry.cgroup.clone(), inode);
             self.order.push(entry.cgroup.clone());
         }
-        // One that was made again since it was last looked for still is to be found.
+        // Known inodes are kept: a cgroup recreated since its last check is still detected.
         self.inodes = inodes;
         unknown
     }
 
-    /// Looks for some, each time for others; returns those made, or made again, since.
+    /// Checks the next control groups in turn; returns those created or recreated since.
     pub(super) fn new_groups(&mut self, hierarchy: &Hierarchy) -> HashSet<PathBuf> {
         let mut new = HashSet::new();
         for index in in_turn(&mut self.next, self.order.len(), LOOKED_FOR) {
@@ -86,7 +86,7 @@ mod tests {
         let mut present = Present::default();
         assert_eq!(present.adopt(&hierarchy, &kept(&["a", "b"])), ["/a", "/b"].map(PathBuf::from));
         assert_eq!(present.new_groups(&hierarchy), HashSet::new());
-        // Both at a time: no file system gives the number of one to the other.
+        // Both exist at the same time, so the file system cannot reuse the inode number.
         fs::rename(machine.root().join("a"), machine.root().join("old")).unwrap();
         machine.group("a");
         machine.group("b");

@@ -1,8 +1,8 @@
-//! What the kernel counts for one control group on one device, read from files that stay open.
+//! Counters of one control group on one device, read from files that stay open.
 //!
-//! io.stat counts what has passed the limits. Waiting shows in io.pressure, or in memory.stat if
-//! only writeback waits (measured: io.pressure does not grow then). An open file costs a tenth of
-//! opening it. A removed cgroup answers ENODEV for good: then the files are opened anew.
+//! io.stat counts I/O that has passed the limits. Waiting shows in io.pressure, or in memory.stat if
+//! only writeback waits (measured: io.pressure does not grow then). Reading an open file costs a
+//! tenth of opening it. Files of a removed cgroup return ENODEV for ever and are then reopened.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -17,7 +17,7 @@ use crate::{
     limit::tell::about,
 };
 
-/// Bytes of a file that are read: io.stat of some hundred devices.
+/// Bytes of a file that are read: enough for io.stat of some hundred devices.
 const MAX_BYTES: usize = 64 << 10;
 
 #[derive(Debug)]
@@ -25,12 +25,13 @@ pub(super) struct Reading {
     stat: File,
     pressure: Option<File>,
     memory: Option<File>,
-    /// Ever.
+    /// Total waiting time at the last reading.
     stalled_us: Option<u64>,
 }
 
 impl Reading {
-    /// Opens those that tell of waiting only if wanted: a process may have a thousand files open.
+    /// Opens the files; those about waiting only if wanted, because a process may have only a thousand
+    /// open files.
     pub(super) fn open(group: &ControlGroup, wants_waiting: bool) -> anyhow::Result<Self> {
         let open = |file: &str| File::open(group.directory.join(file));
         let stat = open("io.stat").with_context(|| about(group, "io.stat"))?;
@@ -43,8 +44,8 @@ impl Reading {
         })
     }
 
-    /// What has passed on a device, and whether anything waited since the last time; `buffer` is
-    /// scratch.
+    /// Reads the counters on a device, and whether anything waited since the last reading; `buffer` is
+    /// scratch space.
     pub(super) fn read(
         &mut self,
         device: Number,
@@ -54,14 +55,14 @@ impl Reading {
         let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
         let passed = [
             counters(usage.reads, usage.read_bytes),
-            // Without discards: the kernel's limits take one for 512 bytes (block/blk-throttle.c,
-            // throtl_bio_data_size).
+            // Without discards, each of which the kernel's limits charge as 512 bytes
+            // (block/blk-throttle.c, throtl_bio_data_size).
             counters(usage.writes, usage.written_bytes),
         ];
         Ok((passed, self.waited(buffer)))
     }
 
-    /// `None` if the kernel does not tell: then the steering is a little slower.
+    /// `None` if the kernel lacks io.pressure: steering then reacts more slowly.
     fn waited(&mut self, buffer: &mut Vec<u8>) -> Option<bool> {
         let text_of_pressure = text(self.pressure.as_ref()?, buffer).ok()?;
         let total = pressure::parse(text_of_pressure).ok()?.some.total_us;
@@ -75,7 +76,7 @@ impl Reading {
     }
 }
 
-/// Whether this is what an open file of a removed cgroup answers.
+/// True for the error of an open file of a removed cgroup.
 pub(super) fn is_removed(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
     error == Some(Errno::ENODEV as i32)
@@ -91,7 +92,7 @@ fn text<'a>(file: &File, buffer: &'a mut Vec<u8>) -> anyhow::Result<&'a str> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error.into()),
         }
-        // The kernel gives up to a page at once, and io.stat of a few disks is shorter.
+        // The kernel returns up to a page per read; a partial page is the end of the file.
         if length % 4096 != 0 {
             break;
         }

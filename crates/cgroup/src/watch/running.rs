@@ -1,4 +1,4 @@
-//! A watch beside a daemon, or beside a command that has its limits only as long as it runs.
+//! A watch inside a daemon, or inside `weir cgroup run` for the duration of its command.
 
 use std::{
     path::Path,
@@ -16,10 +16,10 @@ use crate::{
     hierarchy::{Hierarchy, Roots},
 };
 
-/// How often who stands by looks whether a watch has ended.
+/// Interval at which a standby checks whether another watch has ended.
 const STAND_BY: Duration = Duration::from_millis(500);
 
-/// A watch in a thread of its own; dropping this ends it, with all limits settled.
+/// A watch in a separate thread; dropping it settles all limits and ends the thread.
 #[derive(Debug)]
 pub struct Running {
     stop: Option<mpsc::Sender<()>>,
@@ -28,8 +28,8 @@ pub struct Running {
 }
 
 impl Running {
-    /// Watches the limits in this file, and those that a cluster lends. What devices can do is in
-    /// the store.
+    /// Watches the limits in this file, and quota that a cluster leases. The store has the capacities
+    /// of devices.
     pub fn start(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
         let mut watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
         if let Some(lending) = lending {
@@ -41,10 +41,10 @@ impl Running {
         Ok(running)
     }
 
-    /// The same for a daemon that takes another's place: it steers once that one does no more.
+    /// Starts a watch in a daemon that replaces another: it steers once the old process has stopped.
     ///
     /// # Errors
-    /// If there are no control groups that can be limited.
+    /// If this machine has no control groups that can be limited.
     pub fn start_after_another(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
         let hierarchy = Hierarchy::discover(Roots::default())?;
         check(&hierarchy)?;
@@ -58,7 +58,7 @@ impl Running {
                     lending.map_or(Ok(()), |lending| watch.begin_to_lend(lending))?;
                     return watch.until(stopped).map(drop);
                 }
-                // The other may take its time to end; what it was last told is nobody's to change.
+                // The old process may take long to end; its limits must not be changed meanwhile.
                 match stopped.try_recv() {
                     Err(TryRecvError::Empty) => {}
                     Ok(()) | Err(TryRecvError::Disconnected) => return Ok(()),
@@ -69,15 +69,16 @@ impl Running {
         Ok(running)
     }
 
-    /// Reads what the control groups do; `None` where it stands by.
+    /// Reader of the control groups' figures; `None` for a standby.
     pub fn figures(&self) -> Option<Reader> {
         self.figures.clone()
     }
 
-    /// The same for one command: it steers while nobody else does, and makes way for who claims to.
+    /// Starts a watch for one command: it steers while no other process does, and gives way to a process
+    /// that claims the limits.
     ///
     /// # Errors
-    /// As [`start`](Self::start), except that somebody else may watch already.
+    /// As [`start`](Self::start), except that another watch may be running.
     pub fn start_or_stand_by(path: &Path, store: Store) -> anyhow::Result<Self> {
         let hierarchy = Hierarchy::discover(Roots::default())?;
         let path = path.to_owned();
@@ -124,7 +125,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It has said what went wrong; if it could not settle, the guard has.
+            // Errors have been logged; if it could not settle the limits, the guard has.
             let _ = thread.join();
         }
     }

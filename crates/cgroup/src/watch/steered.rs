@@ -1,8 +1,8 @@
-//! One pool of limits at work: its control groups are looked at when due, and told their rates.
+//! Steers one pool of limits: reads its control groups when due, and writes their rates.
 //!
-//! A control group that is gone, or whose disk is, leaves its part to the others; one whose files
-//! cannot be read has no burst. Both are tried again every second, and each problem is logged once,
-//! as is its end. Never tells a disk what was meant for another that had its number.
+//! The share of a control group that is gone, or whose disk is, goes to the other members; an
+//! unreadable control group has no burst. Both are retried every second, and each problem is logged
+//! once, as is its end. Never applies a limit to a disk that has taken over another's number.
 
 use std::path::PathBuf;
 
@@ -25,13 +25,13 @@ use crate::{
     limit::{kept::Entry, pools::Sharing, settling, tell},
 };
 
-/// How often what is in trouble is tried again.
+/// Retry interval of a member with an error.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Looks at such an interval are made a little sooner, at a multiple of [`TOGETHER`].
+/// Members due later than this are rounded down to a multiple of [`TOGETHER`].
 const UNHURRIED: Duration = Duration::from_millis(500);
 const TOGETHER: Duration = Duration::from_millis(100);
 
-/// What holds for a control group in trouble, and where the kernel refuses that.
+/// Log texts: the limits in force for a member with an error, and if the kernel refuses those.
 const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
 const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
 
@@ -41,18 +41,18 @@ pub(super) struct Steered {
     roots: Roots,
     pool: Pool,
     members: Vec<Controlled>,
-    /// Several, or both directions, share a limit: then it matters who waits.
+    /// True if a limit is divided, between members or directions: then it matters which of them wait.
     divided: bool,
-    /// Total of all members at the last look, and the rate since the one before, for the watermark.
+    /// Counters of all members at the last reading, and the rate since the one before, for the watermark.
     taken: Option<(Instant, [Counters; 2])>,
     rate: Option<Taken>,
-    /// When the next member is due; cached, because all pools are asked at every round.
+    /// Time at which the next member is due; cached, because every round queries all pools.
     due: Instant,
-    /// When a burst can be over at the earliest, by the last decision.
+    /// Earliest possible end of a burst, by the last decision.
     bursts_end: Option<Instant>,
-    /// Something has changed that rates depend on.
+    /// True if something has changed that the rates depend on.
     undecided: bool,
-    /// The buckets when they were last kept.
+    /// Levels of the buckets when they were last saved.
     kept: [u64; 6],
 }
 
@@ -62,10 +62,10 @@ struct Controlled {
     device: Number,
     entry: Entry,
     reading: Option<Reading>,
-    /// It was told a limit, and that was taken.
+    /// True if the kernel has accepted a limit.
     in_force: bool,
     due: Option<Instant>,
-    /// What is wrong with it, logged already.
+    /// Error that has been logged.
     trouble: Option<String>,
 }
 
@@ -75,7 +75,7 @@ pub(super) struct Round {
     pub(super) told: usize,
 }
 
-/// Whether two factors differ by less than is worth a decision.
+/// True if two enforcements differ too little for a new decision.
 fn nearly_same(one: Enforcement, other: Enforcement) -> bool {
     match (one, other) {
         (Enforcement::Scaled(one), Enforcement::Scaled(other)) => {
@@ -139,12 +139,12 @@ impl Steered {
         self.members.iter().map(|member| (&member.group, member.device))
     }
 
-    /// With repetitions.
+    /// Devices of all members, with repetitions.
     pub(super) fn devices(&self) -> impl Iterator<Item = Number> {
         self.members.iter().map(|member| member.device)
     }
 
-    /// At once if something has changed since the last decision; [`Instant::MAX`] if never.
+    /// Due time: immediately after a change; [`Instant::MAX`] if never.
     pub(super) fn due(&self) -> Instant {
         if self.undecided { Instant::ZERO } else { self.due }
     }
@@ -157,7 +157,7 @@ impl Steered {
         self.bursts_end.is_some_and(|end| end <= now)
     }
 
-    /// Whether buckets have changed since [`Steered::kept`].
+    /// True if levels have changed since [`Steered::kept`].
     pub(super) fn has_spent(&self) -> bool {
         self.pool.levels() != self.kept
     }
@@ -173,7 +173,7 @@ impl Steered {
     pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant, buffer: &mut Vec<u8>) {
         if !nearly_same(self.pool.enforcement(), enforcement) {
             if self.pool.enforcement() == Enforcement::Lifted {
-                // What passed until now is not charged to limits that hold from now on.
+                // I/O up to now must not be charged to limits that are enforced from now on.
                 (0..self.members.len()).for_each(|index| self.look(index, now, buffer));
             }
             self.pool.enforce(enforcement);
@@ -181,7 +181,7 @@ impl Steered {
         }
     }
 
-    /// Other limits, of a cluster's group.
+    /// Replaces the limits, those of a cluster's group.
     pub(super) fn put(&mut self, limits: &Limits, now: Instant) {
         if self.pool.limits() != limits {
             self.pool.put(limits, now);
@@ -189,7 +189,7 @@ impl Steered {
         }
     }
 
-    /// Whether the kernel has taken what was decided for every control group that is there.
+    /// True if the kernel has accepted the last decision for every existing control group.
     pub(super) fn is_in_force(&self) -> bool {
         let are_told = |(member, of_pool): (&Controlled, &policy::steering::Member)| {
             member.in_force || of_pool.told() == Some(Rates::NONE) || !member.group.exists()
@@ -201,22 +201,21 @@ impl Steered {
         Doing { stats: self.pool.stats(), weight: self.pool.weight(now) }
     }
 
-    /// All members are due, those first that were before.
+    /// Makes all members due; those due earlier stay first.
     pub(super) fn look_now(&mut self, now: Instant) {
         let sooner = |due: Option<Instant>| Some(due.map_or(now, |due| due.min(now)));
         self.members.iter_mut().for_each(|member| member.due = sooner(member.due));
         self.due = self.due.min(now);
     }
 
-    /// Looks at due members, at most so many unless a burst may be over, and tells what has
-    /// changed.
+    /// Reads up to `most` due members, or all if a burst may be over, and writes changed rates.
     pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> Round {
         let mut round = Round::default();
         let most = if self.is_burst_over(now) { usize::MAX } else { most };
         let due =
             |(index, member): (usize, &Controlled)| Some((member.due.filter(|due| *due <= now)?, index));
         let mut order: Vec<(Instant, usize)> = self.members.iter().enumerate().filter_map(due).collect();
-        // Who has waited longest comes first, or of many the last would never be looked at.
+        // The longest overdue first, or members at the end of a long list would starve.
         order.sort_unstable();
         for (_, index) in order.into_iter().take(most) {
             self.look(index, now, buffer);
@@ -230,6 +229,7 @@ impl Steered {
             self.take(now);
         }
         self.undecided = false;
+        // Decide once for all members that were read: each level affects the rates of the others.
         for (index, rates) in self.pool.decide(now) {
             if self.members[index].reading.is_none() {
                 self.pool.not_told(index);
@@ -239,7 +239,7 @@ impl Steered {
         }
         self.bursts_end = self.pool.bursts_end(now);
         for index in 0..self.members.len() {
-            // Who was due and could not be looked at still is.
+            // Members beyond `most` stay due.
             if self.members[index].due.is_none_or(|due| due > now) {
                 self.members[index].due = self.next_look(index, now);
             }
@@ -253,12 +253,12 @@ impl Steered {
             return Some(now + AGAIN);
         }
         let due = match self.sharing.watermark {
-            // Of a cluster's group somebody asks what passes.
+            // The cluster needs the demand of its groups even if no limit could be exceeded.
             Watermark::ALWAYS if !self.sharing.cluster => self.pool.due(index, now)?,
             _ => self.pool.next_look(index, now),
         };
-        // Idle members are looked at together: a wake-up for each of a thousand costs as much
-        // again.
+        // Idle members are read together: separate wake-ups for a thousand of them would double the
+        // cost.
         if due.nanos_since(now) < UNHURRIED.as_nanos() as u64 {
             return Some(due);
         }
@@ -279,7 +279,7 @@ impl Steered {
         let (device, was_open) = (member.device, member.reading.is_some());
         let mut seen = self.read(index, buffer);
         if was_open && seen.as_ref().is_err_and(reading::is_removed) {
-            // One of that name may have been made since, which was told nothing.
+            // A cgroup recreated with this name has lost its limits.
             self.members[index].reading = None;
             self.pool.not_told(index);
             seen = self.read(index, buffer);
@@ -296,7 +296,7 @@ impl Steered {
                 member.reading = None;
                 let mut meanwhile = WITHOUT_BURSTS;
                 if member.group.exists() {
-                    // Nobody knows what it does: no burst, then.
+                    // Unknown use: no burst may be granted.
                     self.pool.unseen(index);
                     let settled = self.pool.settled()[index];
                     let told = settling::tell_if_different(&member.group, device, settled);
@@ -319,8 +319,7 @@ impl Steered {
         let reading = match &mut member.reading {
             Some(reading) => reading,
             none => {
-                // The controller is missing after the machine's start, or if the parent was made
-                // again.
+                // The controller may be missing after a reboot, or if the parent was recreated.
                 if member.group.exists() {
                     settling::hand_down(&member.group)?;
                 }
@@ -330,10 +329,10 @@ impl Steered {
         reading.read(member.device, buffer)
     }
 
-    /// Whether it was told what was decided `now`.
+    /// Writes decided rates; returns true on success.
     fn tell(&mut self, index: usize, rates: Rates, now: Instant) -> bool {
         let member = &mut self.members[index];
-        // The kernel forgets limits with their disk: without any in force, this may be another.
+        // Limits vanish with their disk: without one in force, the number may belong to another disk.
         let told = tell::told(&member.group, member.device).ok();
         let lost = member.in_force && told == Some(Rates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };
@@ -356,7 +355,7 @@ impl Steered {
             }
             Err(error) => {
                 self.pool.not_told(index);
-                // Perhaps its disk is gone: looked for again.
+                // Its disk may be gone: checked again at the next reading.
                 (self.members[index].reading, self.members[index].in_force) = (None, false);
                 self.complain(index, &error, AS_BEFORE);
                 false
@@ -364,7 +363,7 @@ impl Steered {
         }
     }
 
-    /// Tells anew where somebody else has written.
+    /// Restores limits that another program has overwritten.
     pub(super) fn verify(&mut self) {
         for index in 0..self.members.len() {
             let member = &self.members[index];
@@ -373,7 +372,7 @@ impl Steered {
             if tell::told(&member.group, member.device).is_ok_and(|told| told != tell::as_kept(expected)) {
                 tracing::info!(cgroup = %member.group.name.display(), device = %member.device, "somebody else has changed its limits; they are told again");
                 self.pool.not_told(index);
-                // The kernel forgets limits with their disk: it may be another by now.
+                // Limits vanish with their disk: verify the disk at the next reading.
                 self.members[index].reading = None;
                 self.members[index].due = Some(Instant::ZERO);
                 self.undecided = true;
@@ -407,7 +406,7 @@ impl Steered {
         }
     }
 
-    /// How full the buckets are, for the next watch; `None` if they are empty, as at the beginning.
+    /// Levels of the buckets, for the next watch; `None` if all are empty, as initially.
     pub(super) fn left(&self, at: Instant) -> Option<levels::Left> {
         if self.pool.levels() == [0; 6] {
             return None;

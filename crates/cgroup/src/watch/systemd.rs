@@ -1,6 +1,6 @@
-//! Tells systemd of limits that were written to the kernel's files, or systemd would undo them.
+//! Sets limits in systemd that were written to the kernel's files; systemd would undo them otherwise.
 //!
-//! In a thread of its own: it may take its time to answer, and bursts wait for nobody.
+//! Runs in a separate thread: systemd may respond slowly, and bursts must not wait.
 
 use std::{
     collections::HashSet,
@@ -17,7 +17,7 @@ use crate::{
 #[derive(Default)]
 pub(super) struct Systemd {
     unheard: HashSet<PathBuf>,
-    /// Returns those still to be told.
+    /// Returns the control groups that are still to be set.
     teller: Option<JoinHandle<HashSet<PathBuf>>>,
 }
 
@@ -26,10 +26,10 @@ impl Systemd {
         self.unheard.extend(groups);
     }
 
-    /// Tells what is kept of the unheard, once the last telling is over.
+    /// Starts setting the limits of the pending control groups, unless the last run is still active.
     pub(super) fn tell(&mut self, hierarchy: &Hierarchy, path: &Path, kept: &Kept) {
         if let Some(teller) = self.teller.take_if(|teller| teller.is_finished()) {
-            // A panic there has been printed.
+            // The panic message has been printed.
             self.unheard.extend(teller.join().unwrap_or_default());
         }
         if self.unheard.is_empty() || self.teller.is_some() {

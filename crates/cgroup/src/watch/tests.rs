@@ -1,4 +1,4 @@
-//! One pool or a whole watch on a machine of files, in virtual time.
+//! One pool or a whole watch on a fake machine, in virtual time.
 
 use std::fs;
 
@@ -17,7 +17,7 @@ fn at(milliseconds: u64) -> Instant {
     Instant::from_nanos(1_000_000_000 + milliseconds * 1_000_000)
 }
 
-/// Control groups with a burst from 4 to 20 MiB/s for 5 s each, or in a group.
+/// Steered control groups with a burst from 4 to 20 MiB/s for 5 s, separately or in a group.
 fn steered(machine: &Machine, names: &[&str], group: Option<&str>) -> Vec<Steered> {
     let mut kept = Kept::default();
     machine.disk("254:0", "vda");
@@ -68,7 +68,7 @@ fn a_burst_is_granted_taken_back_and_looked_at_in_time() {
         }
         now = steered.due();
     }
-    // 100 MiB at 20 − 4.
+    // 100 MiB at (20 − 4) MiB/s.
     let ended = ended.expect("an end of the burst").nanos_since(at(0)) / 1_000_000;
     assert!((6230..=6270).contains(&ended), "ended after {ended} ms");
     assert!(steered.has_spent());
@@ -84,7 +84,7 @@ fn one_that_is_gone_leaves_the_others_alone_and_is_found_again() {
     assert!(max(&machine, "a").contains("wbps=10485760"));
     let gone = machine.root().join("a");
     fs::remove_dir_all(&gone).unwrap();
-    // A file of a removed cgroup fails; a plain one does not, so it is opened anew.
+    // A file of a removed cgroup fails, but a plain file does not, so it is closed by hand.
     steered.forget_files();
     steered.round(at(1000), 9, &mut buffer);
     assert!(max(&machine, "b").contains("wbps=20971520"), "the other has its part: {}", max(&machine, "b"));
@@ -152,7 +152,7 @@ fn a_disk_that_has_the_number_of_another_is_told_nothing() {
     let mut steered = steered(&machine, &["a"], None);
     let mut buffer = Vec::new();
     steered[0].round(at(0), 9, &mut buffer);
-    // The disk is replaced by another of its number; what the kernel was told went with the first.
+    // The disk is replaced by another with its number; the kernel's limits vanished with the first.
     fs::write(machine.path("sys/devices/vda/wwid"), "eui.2").unwrap();
     machine.write("a", "io.max", "");
     steered[0].verify();
@@ -170,11 +170,11 @@ fn one_without_the_controller_has_it_handed_down() {
     machine.write("/", "cgroup.subtree_control", "");
     steered[0].round(at(0), 9, &mut Vec::new());
     let handed_down = fs::read_to_string(machine.root().join("cgroup.subtree_control")).unwrap();
-    // What was written last is there: memory comes after io.
+    // The file has the last write: memory is enabled after io.
     assert!(handed_down.contains("+memory"), "{handed_down}");
 }
 
-/// A watch of a plain limit of 4 MiB/s, and the file that it is in.
+/// A watch of a plain limit of 4 MiB/s, its limits file and the parsed file.
 fn of_a_plain_limit(machine: &Machine) -> (Watch, PathBuf, Kept) {
     machine.disk("254:0", "vda");
     fs::create_dir_all(machine.path("run")).unwrap();
@@ -193,7 +193,7 @@ fn what_the_kernel_keeps_by_itself_is_told_again_if_it_is_lost() {
     let machine = Machine::v2("io");
     let (mut watch, ..) = of_a_plain_limit(&machine);
     assert!(max(&machine, "a").contains("wbps=4194304"));
-    // As when its disk was away for a while.
+    // As after a temporary absence of its disk.
     machine.write("a", "io.max", "");
     watch.keep(now());
     assert!(max(&machine, "a").contains("wbps=4194304"));
@@ -236,7 +236,7 @@ fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
     fs::remove_file(&path).unwrap();
     watch.look_at_file(now(), false);
     assert_eq!(Kept::load(&path).unwrap(), kept, "it is written again");
-    // What is taken out of it has no limit any more, unless somebody else has set one since.
+    // An entry deleted by hand lifts its limit, unless another program has set one since.
     whole_file::write(&path, b"{}", false).unwrap();
     watch.look_at_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=max"), "{}", max(&machine, "a"));
@@ -269,24 +269,24 @@ fn a_thousand_are_looked_at_once_a_second_and_those_that_write_more_often() {
     let mut at = began;
     while at < began + Duration::from_secs(SECONDS) {
         if turns % 10 == 0 {
-            // They write as fast as they may.
+            // They write as fast as the limit allows.
             for name in &names[..BUSY] {
                 written(&machine, name, at.nanos_since(began) / 1000 * 4 * MIB / 1_000_000);
             }
         }
-        // Looking is free, so that what is due decides, on any machine.
+        // Reading costs nothing here, so the result does not depend on the machine.
         watch.pace.look_s = 1e-9;
         at = watch.turn(at);
         turns += 1;
     }
     let (looks, seconds) = (watch.pace.made, SECONDS as usize);
     let idle = ALL - BUSY;
-    // About 23,000 looks in 400 turns.
+    // About 23,000 readings in 400 turns.
     assert!(turns <= seconds * 40, "{turns}");
     assert!((idle * (seconds - 1)..=idle * (seconds + 1) + BUSY * seconds * 20).contains(&looks), "{looks}");
 }
 
-/// A watch that lends for the cluster's group gold, with the control group a in it.
+/// A watch with leases for the cluster's group gold, which contains the control group a.
 fn of_a_cluster(machine: &Machine) -> (Watch, Lender, PathBuf) {
     let path = machine.path("cgroups.json");
     machine.disk("254:0", "vda");
@@ -322,7 +322,7 @@ fn what_a_cluster_lends_is_told_and_taken_back_when_its_time_is_over() {
     let machine = Machine::v2("io");
     let (mut watch, lender, path) = of_a_cluster(&machine);
     let lease = Some(now() + Duration::from_secs(5));
-    // By little as well: others have it by then.
+    // Small decreases as well: other hosts lease the difference.
     for part in [10 * MIB, 10 * MIB - 1, 9 * MIB, 9 * MIB + MIB / 2] {
         lender.lend(&writes(part), &writes(MIB), lease);
         assert!(!lender.is_in_force(), "the kernel does not know yet");
@@ -337,7 +337,7 @@ fn what_a_cluster_lends_is_told_and_taken_back_when_its_time_is_over() {
     lender.prolong(&writes(MIB), Some(begin + Duration::from_secs(20)));
     watch.turn(now() + Duration::from_secs(10));
     assert!(max(&machine, "a").contains("wbps=9961472"), "{}", max(&machine, "a"));
-    // Before its guard has to, which does before the lease ends.
+    // Earlier than its guard must, which is earlier than the end of the lease.
     let ends = begin + Duration::from_millis(19_250);
     assert!(watch.turn(begin + Duration::from_millis(19_220)) <= ends, "it looks when the time is over");
     watch.turn(ends);
@@ -369,7 +369,8 @@ fn the_guard_knows_when_what_the_kernel_has_ends_and_not_only_what_comes() {
     assert_eq!(turn(seconds(7), true), guard(11_500));
     silver.lend(&writes(8 * MIB), &writes(MIB), Some(seconds(10)));
     assert_eq!(turn(seconds(8), true), guard(9500), "the first of all");
-    // Silver's is over for the watch; it stays the guard's until the kernel has the safe share.
+    // For the watch silver's lease is over; the guard keeps it until the kernel has the fallback
+    // share.
     assert_eq!(turn(Instant::from_nanos(9_250_000_000), false), guard(9500));
     assert_eq!(turn(Instant::from_nanos(9_300_000_000), true), guard(9500));
     assert_eq!(turn(Instant::from_nanos(9_400_000_000), true), guard(11_500));
@@ -427,7 +428,7 @@ fn what_passes_in_a_clusters_group_is_said() {
     let (mut watch, lender, _) = of_a_cluster(&machine);
     let begin = now() + Duration::from_secs(1);
     for step in 1..=20 {
-        // Looking is free, as the time here is not the processor's. All that it may have.
+        // Reading costs nothing here, because the time is virtual. All that the limit allows.
         written(&machine, "a", step * MIB / 10);
         let at = begin + Duration::from_millis(step * 100);
         watch.pace.look_s = 1e-9;

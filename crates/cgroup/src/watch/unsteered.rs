@@ -1,5 +1,5 @@
-//! Limits that the kernel keeps by itself, without steering: told again where a control group or a
-//! disk was gone or somebody changed them, and taken back where nobody wants them any more.
+//! Limits that the kernel enforces alone, without steering: restored after a control group or disk
+//! was gone or another program changed them, and lifted once they are no longer configured.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -16,15 +16,15 @@ use crate::{
     limit::{kept::Entry, pools::Sharing, settling, tell, tell::as_kept},
 };
 
-/// Verified each time: more would be a load of its own where there are thousands.
+/// Pools verified at each interval: bounds the load with thousands of pools.
 const VERIFIED: usize = 64;
 
 pub(super) struct Unsteered {
     hierarchy: Hierarchy,
     all: Vec<Sharing>,
-    /// The next to be verified.
+    /// Index of the next pool to verify.
     next: usize,
-    /// Errors logged, by pool: once each.
+    /// Errors logged, by pool: each once.
     said: HashMap<String, Vec<String>>,
 }
 
@@ -33,16 +33,15 @@ impl Unsteered {
         Self { hierarchy, all: Vec::new(), next: 0, said: HashMap::new() }
     }
 
-    /// Keeps those of `all` that are of this kind; returns the control groups that were told
-    /// something.
+    /// Adopts the pools that need no steering; returns the control groups whose limits were written.
     pub(super) fn adopt(&mut self, all: Vec<Sharing>) -> Vec<PathBuf> {
         let limited = all.iter().filter(|sharing| !sharing.limits.is_unlimited());
         let limited = limited.flat_map(|sharing| sharing.members.iter().map(place)).collect();
-        // With a weight alone there is nothing to limit.
+        // A pool with only weights has no limit.
         let is_kernels = |sharing: &Sharing| !sharing.needs_watch() && !sharing.limits.is_unlimited();
         let before = mem::replace(&mut self.all, all.into_iter().filter(is_kernels).collect());
         self.lift(&before, &limited);
-        // The file may have been changed by hand.
+        // The file may have been edited by hand, without a write to the kernel.
         let before: HashMap<&str, &Sharing> =
             before.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
         let is_changed = |sharing: &Sharing| before.get(sharing.name.as_str()) != Some(&sharing);
@@ -50,8 +49,8 @@ impl Unsteered {
         self.hold_all(changed)
     }
 
-    /// Verifies some in turn, and all `new` ones; returns the control groups that were told
-    /// something.
+    /// Verifies the next pools in turn, and those with a `new` control group; returns the control groups
+    /// whose limits were written.
     pub(super) fn verify(&mut self, new: &HashSet<PathBuf>) -> Vec<PathBuf> {
         let in_turn: Vec<usize> = in_turn(&mut self.next, self.all.len(), VERIFIED).collect();
         let is_new = |sharing: &Sharing| sharing.members.iter().any(|entry| new.contains(&entry.cgroup));
@@ -64,8 +63,8 @@ impl Unsteered {
         which.into_iter().flat_map(|index| self.hold(index)).collect()
     }
 
-    /// Tells the kernel again what it has lost, with a control group or a disk; a missing disk is
-    /// reported once.
+    /// Restores limits that the kernel lost together with a control group or a disk; a missing disk is
+    /// logged once.
     fn hold(&mut self, index: usize) -> Vec<PathBuf> {
         let sharing = &self.all[index];
         let roots = self.hierarchy.roots.of_devices();
@@ -101,8 +100,8 @@ impl Unsteered {
         }
     }
 
-    /// Takes back what was told to those limited no more, if the kernel still has it: a limit
-    /// removed just as it was told anew, or taken out of the file.
+    /// Lifts limits that are no longer configured, if the kernel still has them: a limit removed just as
+    /// it was restored, or deleted from the file.
     fn lift(&self, before: &[Sharing], limited: &HashSet<(PathBuf, String)>) {
         for sharing in before {
             if sharing.members.iter().all(|entry| limited.contains(&place(entry))) {

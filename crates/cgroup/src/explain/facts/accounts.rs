@@ -1,14 +1,15 @@
-//! Whether what the cgroup's processes wrote was charged to it: their own counts against its.
+//! Compares the bytes that the cgroup's processes wrote with the bytes that the cgroup was charged.
 //!
 //! ```text
-//!   /proc/PID/io      write_bytes − cancelled_write_bytes    what they dirtied or sent
-//!   memory.stat       file_dirty + file_writeback            what of it still waits
-//!   io.stat           wbytes                                 what was charged to the cgroup
+//!   /proc/PID/io      write_bytes − cancelled_write_bytes    pages that they dirtied, direct writes
+//!   memory.stat       file_dirty + file_writeback            pages that are not written back yet
+//!   io.stat           wbytes                                 writes charged to the cgroup
 //! ```
 //!
-//! A page belongs to the cgroup that first used it, and a file to the owner of most pages written
-//! (cgroup-v2.rst, "Writeback"). So an older file may be written in another's name; only these
-//! counts show it. The cgroup's count includes ended processes, so this errs towards silence.
+//! A page belongs to the cgroup that first used it, and an inode to the cgroup that wrote most of
+//! its pages (cgroup-v2.rst, "Writeback"). Writes to an older file may therefore be charged to
+//! another cgroup; only these counters show it. The cgroup's counter includes processes that have
+//! exited, so a difference may be missed but is never invented.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use crate::{
     kernel::{io_stat, memory_stat, proc_io},
 };
 
-/// Counts of version 2; `None` for the root, which is charged with what nobody is.
+/// Counters of version 2. `None` for the root, which is charged for all unattributed I/O.
 pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[Process]) -> Option<Accounts> {
     if group.version == Version::V1 || group.is_root() {
         return None;
@@ -30,10 +31,12 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
         let Some(io) = reader.text(&file).and_then(|text| proc_io::parse(&text).ok()) else {
             continue;
         };
+        // Pages that were truncated before writeback never reach the disk.
         let bytes = io.write_bytes.saturating_sub(io.cancelled_write_bytes);
         accounts.written_bytes = accounts.written_bytes.saturating_add(bytes);
         accounts.evidence.push(Evidence::of(&file, format!("write_bytes {}", io.write_bytes)));
     }
+    // Read after the processes' counters: a write in between can only hide a difference.
     let charged = group.read("io.stat").ok()?;
     let usages = io_stat::parse(&charged).ok()?;
     accounts.charged_bytes = usages.iter().map(|(_, usage)| usage.written_bytes).sum();
@@ -44,10 +47,11 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
     Some(accounts)
 }
 
-/// Ticks and seconds are not finer, and the boot's time is rounded.
+/// Start times have the resolution of clock ticks, file times that of seconds; the boot time is
+/// rounded.
 const CLOCK_ERROR: Duration = Duration::from_secs(2);
 
-/// Marks the files that are older than every process: others may have used them first.
+/// Marks the files that are older than every process: another cgroup may have used them first.
 pub(super) fn mark_older(processes: &mut [Process]) {
     let Some(first) = processes.iter().filter_map(|process| process.began).min() else {
         return;

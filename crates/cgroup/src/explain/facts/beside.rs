@@ -1,4 +1,4 @@
-//! Swap space, and what else affects I/O of the same disks.
+//! Swap space, and other controls that affect I/O of the same disks.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::{
     kernel::{io_latency, memory_stat, memory_stat::Waiting, weight},
 };
 
-/// The swap space in use (/proc/swaps, proc_swaps(5)).
+/// Swap areas in use (/proc/swaps, proc_swaps(5)).
 pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swap> {
     let file = reader.hierarchy.roots.proc.join("swaps");
     let text = reader.text(&file).unwrap_or_default();
@@ -20,6 +20,7 @@ pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swa
             continue;
         };
         let path = Path::new(name);
+        // A swap area is a block device, or a file whose file system is on one.
         let disk = reader.disks.of_node(path).or_else(|| {
             let index = mounts.of_path(&mut reader.disks, path)?;
             match mounts.found[index].below {
@@ -39,7 +40,7 @@ pub(super) fn swapped(group: &ControlGroup) -> Option<Evidence> {
     Some(Evidence::of(&group.directory.join("memory.swap.current"), bytes.to_string()))
 }
 
-/// Pages that wait to be written in the name of a cgroup without processes.
+/// Dirty pages that are charged to a cgroup without processes.
 pub(super) fn left_dirty(reader: &mut Reader<'_>, group: &ControlGroup, empty: bool) -> Option<Evidence> {
     if !empty || group.version == Version::V1 || group.is_root() {
         return None;
@@ -60,6 +61,7 @@ pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &
         found.extend(latency(reader, group, limited));
     }
     let mut seen = Vec::new();
+    // A disk that several levels limit is reported once.
     for &disk in limited {
         if seen.contains(&disk) {
             continue;

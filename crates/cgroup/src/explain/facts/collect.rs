@@ -1,7 +1,7 @@
-//! Reads all facts, from the cgroup outwards.
+//! Collects all facts, from the cgroup outwards.
 //!
-//! A process that ends meanwhile is skipped. What may not be read, or lies beyond a bound, is a
-//! gap, which a finding reports.
+//! A process that exits meanwhile is skipped. Files without read permission, and items beyond a
+//! bound, are recorded as gaps, which a finding reports.
 
 use std::{
     fs,
@@ -40,6 +40,7 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
     let mut reader = Reader::new(hierarchy);
     let mut levels =
         levels::up(&mut reader, group).with_context(|| format!("cgroup {}", group.name.display()))?;
+    // weir's limits file overrides the kernel's present values where `watch` changes them.
     levels::as_kept(hierarchy, &subject.limits, &mut levels);
     let groups = descend(&mut reader, group);
     let inner =
@@ -50,14 +51,17 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
     for group in &groups {
         processes.extend(of_group(&mut reader, group, subject.only, &mut mounts));
     }
+    // `sharing` needs the file identities of all processes; `mark_older` needs their start times.
     sharing::look(&mut reader, group, &mut processes, &mut mounts);
     accounts::mark_older(&mut processes);
     let accounts = accounts::look(&mut reader, group, &processes);
     let limited: Vec<Number> =
         levels.iter().chain(&inner).flat_map(|level| &level.limits).map(|limit| limit.disk).collect();
+    // Limited disks are entered before mounts are matched with them, including vanished disks.
     reader.disks.enter_limited(&limited);
     let possible = possible(&mut reader, &mut mounts, &limited, &processes);
     let swaps = beside::swaps(&mut reader, &mut mounts);
+    // A loop device's file may lie on a file system that was found last, so all mounts are known here.
     mounts.follow_loops(&mut reader.disks);
     let beside = beside::controls(&mut reader, group, &limited);
     let left_dirty = beside::left_dirty(&mut reader, group, processes.is_empty());
@@ -94,7 +98,7 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
 fn kernel(roots: &Roots) -> Kernel {
     let file = roots.proc.join("sys/kernel/osrelease");
     let text = fs::read_to_string(&file).unwrap_or_default();
-    // `6.12.9+deb12-amd64`: what follows the third number is the distribution's.
+    // `6.12.9+deb12-amd64`: the distribution's suffix follows the third number.
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
     let mut next = || numbers.next().unwrap_or(0);
     let release = (next(), next(), next());
@@ -123,6 +127,7 @@ fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     let mut next = 0;
     while next < found.len() {
         match found[next].children() {
+            // A cgroup that was removed since its parent was listed is no gap.
             Ok(children) => found.extend(children),
             Err(error) if is_gone(&error) => {}
             Err(error) => {
@@ -177,6 +182,7 @@ fn process(
     let file = directory.join("stat");
     let text = reader.text(&file)?;
     let stat = proc_stat::parse(&text).ok()?;
+    // Kernel threads are children of kthreadd and have no files.
     let kernel = (stat.parent == KTHREADD || stat.pid == KTHREADD)
         .then(|| Evidence::of(&file, format!("{} ({}) … ppid {}", stat.pid, stat.name, stat.parent)));
     let uses = if kernel.is_some() { Vec::new() } else { uses::of(reader, &directory, mounts) };
@@ -198,7 +204,7 @@ fn process(
     })
 }
 
-/// What processes could do to limited disks on which none of them has a file.
+/// Direct and buffered I/O on each limited disk, for a cgroup whose processes have no file there.
 fn possible(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,
@@ -231,7 +237,7 @@ fn possible(
 
 #[derive(Debug)]
 pub(crate) struct Spot {
-    /// Its disk, and those below it, the uppermost first.
+    /// The disk and those below it, the uppermost first.
     pub(crate) stack: Vec<Number>,
     pub(crate) file_system: Option<FileSystem>,
 }

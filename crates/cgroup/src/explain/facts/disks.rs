@@ -1,7 +1,7 @@
-//! Disks by number, what they are made of, and which of them a file system is on.
+//! Disks by number, the disks they are built from, and the disk of a file system.
 //!
 //! ```text
-//!   /sys/dev/block/253:0 → …/dm-0     slaves/ (what it is made of)   dm/uuid (CRYPT-…)   md/level   loop/backing_file, loop/dio
+//!   /sys/dev/block/253:0 → …/dm-0     slaves/ (lower disks)   dm/uuid (CRYPT-…)   md/level   loop/backing_file, loop/dio
 //! ```
 //!
 //! Source: Documentation/ABI/testing/sysfs-block, -dm, -loop; Documentation/admin-guide/md.rst.
@@ -35,6 +35,7 @@ impl<'a> Disks<'a> {
     }
 
     pub(super) fn of_node(&mut self, path: &Path) -> Option<Number> {
+        // sysfs writes `!` for `/` in names such as `cciss/c0d0`.
         let name = path.strip_prefix("/dev").ok()?.to_str()?.replace('/', "!");
         let file = self.roots.sys.join("class/block").join(name).join("dev");
         let number = match fs::read_to_string(file) {
@@ -62,6 +63,7 @@ impl<'a> Disks<'a> {
         }
         let directory = identity.directory().to_owned();
         let (kind, mut evidence) = kind(&directory, identity.node().trim_start_matches("/dev/"));
+        // Entered before its lower disks, which ends the recursion if sysfs shows a cycle.
         self.known.push(Disk {
             number,
             node: identity.node(),
@@ -89,6 +91,7 @@ impl<'a> Disks<'a> {
     }
 
     pub(super) fn below(&self, disk: Number) -> Vec<Number> {
+        // Breadth first: the result is ordered from the uppermost disk to the lowest.
         let mut found = vec![disk];
         let mut next = 0;
         while next < found.len() {
@@ -104,7 +107,7 @@ impl<'a> Disks<'a> {
         found.split_off(1)
     }
 
-    /// What a mount is of: for an overlay, the file system of its upper directory.
+    /// The file system of a mount; for an overlay, that of its upper directory.
     pub(super) fn file_system(&mut self, own: &[Row], file: &str, row: &Row) -> FileSystem {
         let (mut row, mut file) = (row, file.to_owned());
         let number = row.mount.number;
@@ -113,7 +116,7 @@ impl<'a> Disks<'a> {
             if row.mount.kind != "overlay" {
                 break;
             }
-            // An overlay's directories are named as the host sees them.
+            // The options of an overlay name its directories in the mount namespace of the host.
             let Some(below) = row.mount.option("upperdir").and_then(|upper| holding(own, &upper)) else {
                 break;
             };
@@ -142,6 +145,7 @@ impl<'a> Disks<'a> {
         }
         let unknown = || (Below::Unknown(mount.source.clone()), None);
         let number = match mount.number.major {
+            // Anonymous number (Btrfs): the source names a device of the file system.
             0 => match self.of_node(Path::new(&mount.source)) {
                 Some(number) => return (Below::Disk(number), None),
                 None => return unknown(),
@@ -178,7 +182,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
         Some(Evidence::of(&path, text.trim()))
     };
     if let Some(uuid) = read("dm/uuid") {
-        // cryptsetup marks what it makes; LVM marks the parts of a RAID.
+        // cryptsetup prefixes the UUID with CRYPT-. LVM names the legs of a RAID `…_rimage_N`.
         let part = fs::read_dir(directory.join("slaves")).into_iter().flatten().flatten();
         let part = part.map(|entry| entry.path().join("dm/name"));
         let part = part.filter_map(|file| Some((fs::read_to_string(&file).ok()?, file)));
@@ -205,7 +209,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     (DiskKind::Plain, Vec::new())
 }
 
-/// For a block device whose name sysfs does not know.
+/// Number of a block device node whose name is not in sysfs.
 fn number_of_node(path: &Path) -> Option<Number> {
     let metadata = fs::metadata(path).ok()?;
     metadata.file_type().is_block_device().then(|| Number::unpack(metadata.rdev()))

@@ -1,4 +1,4 @@
-//! The cgroup and those above it: controllers and limits, version 1 and 2.
+//! The cgroup and its ancestors: controllers and limits, version 1 and 2.
 
 use std::path::Path;
 
@@ -29,12 +29,14 @@ pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resul
     Ok(levels)
 }
 
-/// Where somebody steers what weir keeps, that is the limit, not what the kernel holds at present.
+/// Replaces the kernel's values by those of weir's limits file where `watch` varies them (bursts,
+/// watermarks, groups).
 pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) {
-    // The watch reports a file that cannot be used.
+    // `watch` reports an unreadable file.
     let Ok(kept) = Kept::load(file) else { return };
     let steered = Sharing::all(&kept).unwrap_or_default().into_iter().filter(Sharing::needs_watch);
     let steered: Vec<Entry> = steered.flat_map(|sharing| sharing.members).collect();
+    // Without a running `watch`, the kernel's values remain in force.
     if steered.is_empty() || !Watched::is_taken(file) {
         return;
     }
@@ -49,6 +51,7 @@ pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) 
         let told =
             level.limits.iter().find(|limit| limit.disk == disk).map_or(Rates::NONE, |limit| limit.rates);
         let rates = tell::as_kept(rates);
+        // The kernel's value equals the configured limit: its own evidence is enough.
         if told == rates {
             continue;
         }
@@ -74,7 +77,8 @@ pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resu
         Version::V1 => (None, None, None),
         Version::V2 => (cited("cgroup.controllers"), cited("cgroup.subtree_control"), cited("cgroup.type")),
     };
-    // The root of all has no type; the root of a namespace has one.
+    // The root of the hierarchy has no cgroup.type; the root of a cgroup namespace has one.
+    // `domain` is the default type and explains nothing.
     let root = group.is_root() && kind.is_none();
     let kind = kind.filter(|kind| kind.value != "domain");
     Ok(Level { name, root, has_limits: !files.is_empty(), controllers, subtree, kind, limits, files })

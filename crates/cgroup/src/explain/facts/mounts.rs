@@ -1,7 +1,7 @@
 //! The mounts that processes see, and the file systems on them.
 //!
-//! fdinfo names a mount by its id in the process's /proc/PID/mountinfo. Swap space and loop
-//! devices' files belong to no process and are looked for on weir's own mounts.
+//! fdinfo identifies a mount by its id in the process's /proc/PID/mountinfo. Swap files and the
+//! files of loop devices belong to no process; they are looked up in weir's own mount namespace.
 
 use std::{
     fs,
@@ -20,16 +20,16 @@ use crate::nature::Nature;
 
 #[derive(Debug)]
 pub(super) struct MountTable {
-    /// Those of weir's own namespace.
+    /// Mounts of weir's own namespace.
     own: Vec<Row>,
     own_file: String,
-    /// Those of the last process, by its file: processes mostly share them.
+    /// Mounts of the last process, with its namespace: most processes share one.
     last: Option<(PathBuf, Vec<Row>)>,
     pub(super) found: Vec<FileSystem>,
 }
 
 impl MountTable {
-    /// With the mounts of `process`, such as `self`.
+    /// Creates the table with the mounts of `process`, such as `self`.
     pub(super) fn new(reader: &mut Reader<'_>, process: &str) -> Self {
         let file = reader.hierarchy.roots.proc.join(process).join("mountinfo");
         let own = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
@@ -37,7 +37,8 @@ impl MountTable {
     }
 
     pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
-        // By namespace, where it has a name: thousands of processes share a table of mounts.
+        // Cached by namespace: thousands of processes share a mount table. Without permission to read
+        // the link, each process has its own entry.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
         if self.last.as_ref().is_some_and(|(last, _)| *last == namespace) {
             return;
@@ -65,6 +66,7 @@ impl MountTable {
         let mut seen = Vec::new();
         for row in &own {
             let mount = &row.mount;
+            // An overlay is reported by the file system of its upper directory, which is in this list as well.
             if Nature::of(&mount.kind) == Nature::Pseudo
                 || mount.kind == "overlay"
                 || seen.contains(&mount.number)
@@ -90,7 +92,7 @@ impl MountTable {
         Some(self.enter(disks, &file, &row))
     }
 
-    /// By the id of a mount of the selected process, or by path.
+    /// The mount with this id in the selected process, else the mount that contains the path.
     pub(super) fn row(&self, id: Option<u64>, path: &Path) -> Option<Row> {
         let (_, table) = self.last.as_ref()?;
         table.iter().find(|row| Some(row.id) == id).or_else(|| holding(table, path)).cloned()
@@ -101,9 +103,10 @@ impl MountTable {
         table.iter().find(|row| row.mount.number == number).cloned()
     }
 
-    /// Finds the file systems of loop devices' files, and what those are on.
+    /// Resolves the files of loop devices to file systems, and these to disks.
     pub(super) fn follow_loops(&mut self, disks: &mut Disks<'_>) {
         let mut next = 0;
+        // By index: each lookup may add disks, which may be loop devices in turn.
         while next < disks.known.len() {
             let Disk { kind, evidence, .. } = &disks.known[next];
             if let DiskKind::Loop { on: None, direct } = *kind {

@@ -1,4 +1,4 @@
-//! What the collectors share: disks, the clock of processes, and what could not be read.
+//! State that the collectors share: disks, the boot time, and unreadable files (gaps).
 
 use std::{
     fs,
@@ -26,7 +26,7 @@ impl<'a> Reader<'a> {
         self.gaps.push(Evidence::of(path, text));
     }
 
-    /// A file that may not be read is a gap; one that is missing is nothing.
+    /// Content of a file. An unreadable file is recorded as a gap; a missing one is not.
     pub(super) fn text(&mut self, path: &Path) -> Option<String> {
         match fs::read(path) {
             Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
@@ -39,7 +39,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a process or a cgroup ended meanwhile.
+/// True if the process or cgroup has ended since it was listed.
 pub(super) fn is_gone(error: &std::io::Error) -> bool {
     matches!(
         nix::errno::Errno::from_raw(error.raw_os_error().unwrap_or(0)),

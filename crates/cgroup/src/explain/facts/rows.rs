@@ -1,4 +1,4 @@
-//! The lines of a mountinfo, with their ids.
+//! The lines of a mountinfo file, with their ids.
 
 use std::path::Path;
 
@@ -13,6 +13,7 @@ pub(super) struct Row {
 
 pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
     let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
+    // The last of equal mounts: it hides those mounted below it.
     rows.iter().rfind(|row| row.mount == *found)
 }
 

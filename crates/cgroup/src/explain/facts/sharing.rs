@@ -1,8 +1,9 @@
-//! Who else writes to the files that the cgroup's processes write to.
+//! Other processes that write to the same files as the cgroup's processes.
 //!
-//! Everything of a file that is written back is charged to one cgroup, whoever dirtied it
-//! (cgroup-v2.rst, "Writeback"). Files are the same by inode and device, where fdinfo tells the
-//! inode (since Linux 5.14), else by path. Shared mappings of others are not searched.
+//! Writeback of an inode is charged to one cgroup, even for pages that other cgroups dirtied
+//! (cgroup-v2.rst, "Writeback"). Two files are identical if device and inode match; before Linux
+//! 5.14 fdinfo has no inode, and the path is compared instead. Shared mappings of other processes
+//! are not searched.
 
 use std::{fs, path::Path};
 
@@ -21,7 +22,7 @@ pub(super) fn look(
     mounts: &mut MountTable,
 ) {
     let written = |process: &Process| process.uses.iter().any(|used| used.writes && cached(used.way));
-    // Version 1 charges none of this to a limit.
+    // Version 1 limits no writeback, so other writers make no difference.
     if group.version == Version::V1 || !processes.iter().any(written) {
         return;
     }
@@ -36,6 +37,7 @@ pub(super) fn look(
             continue;
         }
         let directory = proc.join(name);
+        // A process in a descendant cgroup is subject to the same limits.
         let Some(other) = group_of(&directory).filter(|other| !below(other, group)) else {
             continue;
         };
@@ -72,7 +74,7 @@ fn compare(
     processes: &mut [Process],
     mounts: &mut MountTable,
 ) {
-    // What may not be read of others is no gap.
+    // Unreadable files of unrelated processes are no gap in the facts about this cgroup.
     let gaps = reader.gaps.len();
     let files = uses::open(reader, directory);
     reader.gaps.truncate(gaps);
@@ -80,8 +82,8 @@ fn compare(
         let name = open.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let uses = processes.iter_mut().flat_map(|process| &mut process.uses);
         let uses = uses.filter(|used| used.writes && cached(used.way));
-        // A file keeps its name wherever its directory is mounted: most others are skipped without
-        // a look.
+        // Compare file names first: they are the same wherever the directory is mounted, and
+        // `identify` has to read mount tables.
         let mut alike = uses
             .filter(|used| {
                 Path::new(&used.path).file_name().map(|name| name.to_string_lossy().into_owned()) == name

@@ -1,14 +1,14 @@
-//! What processes have open: files on disks, and disks themselves.
+//! Open files and shared mappings of processes: files on disks, and disks themselves.
 //!
 //! ```text
-//!   /proc/PID/fd/3        → /data/log                       which file
-//!   /proc/PID/fdinfo/3    flags: 02100001  mnt_id: 36       how it was opened, and on which mount (proc_pid_fdinfo(5))
-//!   /proc/PID/mountinfo   36 25 254:16 / /data … ext4 …     which file system that is
-//!   /proc/PID/maps        … rw-s … fe:10 131 /data/map      shared mappings that can be written to
+//!   /proc/PID/fd/3        → /data/log                       path
+//!   /proc/PID/fdinfo/3    flags: 02100001  mnt_id: 36       open flags and mount (proc_pid_fdinfo(5))
+//!   /proc/PID/mountinfo   36 25 254:16 / /data … ext4 …     file system of that mount
+//!   /proc/PID/maps        … rw-s … fe:10 131 /data/map      writable shared mappings
 //! ```
 //!
-//! Pipes, sockets, /proc and memory files are left out. The first of several files that are used
-//! alike at one place stands for all.
+//! Pipes, sockets, /proc and memory files are omitted. Of several files that are only read, in the
+//! same way and on the same file system, the first represents all.
 
 use std::{
     fs,
@@ -35,7 +35,7 @@ pub(super) struct Open {
     pub(super) mount: Option<u64>,
     /// Since Linux 5.14.
     pub(super) inode: Option<u64>,
-    /// Below /proc: leads to the very file.
+    /// The link in /proc/PID/fd, which reaches the file even if its path is not visible here.
     link: PathBuf,
     pub(super) evidence: Evidence,
 }
@@ -58,7 +58,7 @@ pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
             reader.gap(&directory, text);
             break;
         }
-        // What has no path, such as `pipe:[1]`, does not begin with a slash.
+        // Pipes and sockets have no path: their links read `pipe:[1]`.
         let Some(path) = fs::read_link(entry.path()).ok().filter(|path| path.is_absolute()) else {
             continue;
         };
@@ -96,7 +96,7 @@ fn named(bits: i32) -> String {
     for (flag, name) in
         [(OFlag::O_DIRECT, "O_DIRECT"), (OFlag::O_SYNC, "O_SYNC"), (OFlag::O_DSYNC, "O_DSYNC")]
     {
-        // O_SYNC contains O_DSYNC.
+        // O_SYNC includes the bits of O_DSYNC.
         if flags.contains(flag) && !(flag == OFlag::O_DSYNC && flags.contains(OFlag::O_SYNC)) {
             text += "|";
             text += name;
@@ -129,6 +129,7 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
     mounts.turn_to(reader, process);
     let mut uses: Vec<Use> = Vec::new();
     for open in open(reader, process) {
+        // O_PATH descriptors permit no I/O.
         if open.flags.intersects(OFlag::O_PATH | OFlag::O_DIRECTORY) {
             continue;
         }
@@ -148,10 +149,11 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
         let same = |known: &Use| {
             known.place == place && known.way == way && (known.reads, known.writes) == (reads, writes)
         };
-        // Files that are written to are kept apart: each may be shared with others.
+        // Written files stay separate: each may have other writers.
         if uses.iter().any(|known| same(known) && (!writes || known.path == path)) {
             continue;
         }
+        // Only buffered writes may be charged to an earlier user of the file.
         let cached = writes && way == Way::Buffered;
         let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
         uses.push(Use {
@@ -171,7 +173,7 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
     uses
 }
 
-/// Metadata of an open file, unless asking could mean waiting for another machine.
+/// Metadata of an open file. `None` on network file systems and FUSE, where stat(2) may block.
 fn metadata(mounts: &MountTable, place: Place, link: &Path) -> Option<fs::Metadata> {
     let Place::FileSystem(index) = place else {
         return None;
@@ -192,6 +194,7 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
             continue;
         };
         let path = line.find('/').map(|start| PathBuf::from(&line[start..]));
+        // Writable and shared, as in `rw-s`: writes to private mappings never reach the file.
         let (Some(path), true) = (path, mode.get(1..2) == Some("w") && mode.get(3..4) == Some("s")) else {
             continue;
         };
@@ -232,7 +235,7 @@ fn hexadecimal(text: &str) -> Option<Number> {
     Some(Number { major: u64::from_str_radix(major, 16).ok()?, minor: u64::from_str_radix(minor, 16).ok()? })
 }
 
-/// Where an open file is; `None` for what has no data.
+/// Location of an open file; `None` for pseudo file systems.
 fn place(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,
@@ -259,7 +262,7 @@ fn placed(reader: &mut Reader<'_>, mounts: &mut MountTable, process: &Path, row:
 
 fn identity(mounts: &MountTable, place: Place, inode: Option<u64>, path: &Path) -> Identity {
     match (place, inode) {
-        // A disk may have many nodes; its pages are the same.
+        // Several device nodes of a disk share one page cache.
         (Place::Disk(disk), _) => Identity { device: disk, inode: None, path: None },
         (Place::FileSystem(index), Some(_)) => {
             Identity { device: mounts.found[index].number, inode, path: None }
@@ -270,7 +273,7 @@ fn identity(mounts: &MountTable, place: Place, inode: Option<u64>, path: &Path) 
     }
 }
 
-/// Which file a process has open; `None` for what has no data.
+/// Identity of an open file; `None` for pseudo file systems.
 pub(super) fn identify(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,

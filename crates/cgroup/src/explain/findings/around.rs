@@ -1,6 +1,6 @@
-//! What is not about one request: swap space, limits above, other controls, and notes.
+//! Findings that are not about one request: swap space, limits above, other controls, and notes.
 //!
-//! A note never says that a limit fails; it explains what a measurement would show.
+//! A note reports no failure of a limit; it explains a measurement that would surprise.
 
 use std::collections::BTreeSet;
 
@@ -19,8 +19,8 @@ use crate::{
     kernel::io_max,
 };
 
-/// Swapped pages are charged to their owner since 4.19 (commit 0d1e0c7cdeb7), before to the
-/// reclaimer.
+/// Release from which swapped pages are charged to their owner (commit 0d1e0c7cdeb7); before, to
+/// the task that reclaims.
 const SWAP_CHARGES: (u32, u32, u32) = (4, 19, 0);
 
 pub(super) fn swapping(facts: &Facts, process: &Process, found: &mut Vec<Finding>) {
@@ -46,9 +46,11 @@ pub(super) fn swapping(facts: &Facts, process: &Process, found: &mut Vec<Finding
 
 fn swapping_on(facts: &Facts, process: &Process, disk: Number, mut evidence: Vec<Evidence>) -> Judgement {
     let detail = facts.node(disk);
+    // zram and brd are memory: swapping to them does no I/O on a disk.
     if facts.disk(disk).is_some_and(|disk| disk.kind == DiskKind::Memory) {
         return Judgement { coverage: Coverage::Note, cause: Cause::InMemory, evidence, detail };
     }
+    // Swap-out is charged by the owner of the page, so only the location of a limit is looked up.
     let own = charge::Charge::Own(Vec::new());
     match reach::from(facts, &process.group, disk, Io::Swapping, own) {
         (_, Reach::Limit(limit)) => {
@@ -146,6 +148,7 @@ fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
         if !told(Cause::RootCgroup) {
             found.push(escape(Cause::RootCgroup, "", own.subtree.iter().cloned().collect()));
         }
+    // Processes without files yield no finding, so the lack of a limit has to be reported here.
     } else if !limited {
         let told = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(told);
         if !told {
@@ -156,7 +159,7 @@ fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-/// Where `io` is given without `memory`, the kernel enables memory all the same, without its files.
+/// If `io` is enabled without `memory`, the kernel enables memory implicitly, without its files.
 fn memory_not_enabled(facts: &Facts, found: &mut Vec<Finding>) {
     let own = facts.own();
     let silent = facts.version == Version::V2
@@ -179,6 +182,7 @@ fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
         let above = facts.levels[1..].iter().filter_map(|level| Some((level, level.limit(limit.disk)?)));
         for (level, above) in above.filter(|(_, above)| lower(above.rates, limit.rates)) {
             let evidence = limit.evidence.iter().chain(&above.evidence).cloned().collect();
+            // In version 2 the lowest limit on the path to the root is in force.
             found.push(note(facts, Cause::LowerAbove, &level.name, Some(limit.disk), evidence));
         }
     }
@@ -224,7 +228,7 @@ fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
     found.push(note(facts, Cause::PageCache, "", disk, evidence));
 }
 
-/// For files that were there before, unless so much was written that the counts decide.
+/// Notes that files predate the cgroup's processes, unless the write counters already decided it.
 fn older_files(facts: &Facts, found: &mut Vec<Finding>) {
     if found.iter().any(|finding| finding.cause == Cause::EarlierOwner) {
         return;

@@ -1,4 +1,4 @@
-//! The causes, by the names that `--json` prints; `wording` says what they mean.
+//! Causes, by the names that `--json` prints. `wording` has their texts.
 
 named! { Cause {
     Covered = "covered",
@@ -10,16 +10,15 @@ named! { Cause {
     NoThrottling = "no-throttling",
     MemoryNotEnabled = "memory-not-enabled",
     NoCgroupWriteback = "no-cgroup-writeback",
-    /// ext4 with `data=journal` does.
+    /// ext4 mounted with `data=journal`.
     DataJournal = "data-journal",
     SeveralCgroups = "several-cgroups",
     EarlierOwner = "earlier-owner",
     LimitAbove = "limit-above",
     LimitBelow = "limit-below",
-    /// The limit is below dm-crypt, which writes by its own threads.
+    /// The limit is below dm-crypt, which writes from its own threads.
     CryptThreads = "crypt-threads",
-    /// Writeback through device mapper loses its owner, in kernels from 5.18 on that were not
-    /// mended.
+    /// Device mapper drops the owner of writeback, from 5.18 to the fix of each series.
     MapperWriteback = "mapper-writeback",
     RaidThreads = "raid-threads",
     OldLoop = "old-loop",

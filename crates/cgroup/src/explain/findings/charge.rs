@@ -1,16 +1,16 @@
-//! In whose name a request is sent: the cgroup of the process, or another.
+//! The cgroup that a request is charged to: that of the process, or another.
 //!
 //! ```text
-//!   direct I/O, reads, O_SYNC, fsync   the process sends it itself                       its own cgroup
-//!   buffered writes, shared mappings   a worker writes them back, later                  the owner of the inode …
+//!   direct I/O, reads, O_SYNC, fsync   submitted by the process                          its own cgroup
+//!   buffered writes, shared mappings   written back later by a kernel worker             the owner of the inode …
 //!                                                                          … or the root, unless all of these hold:
 //!                                         io and memory both in version 2's hierarchy    (fs.h, inode_cgwb_enabled)
-//!                                         the file system says it can                    (SB_I_CGROUPWB)
+//!                                         the file system supports it                    (SB_I_CGROUPWB)
 //! ```
 //!
 //! Sources: cgroup-v2.rst, "Writeback" and "Filesystem Support for Writeback"; `inode_cgwb_enabled`
-//! in include/linux/backing-dev.h. A bio without another owner is charged to the task that makes it
-//! (`bio_associate_blkg`): hence fsync(2) and `O_SYNC` are charged to the process.
+//! in include/linux/backing-dev.h. A bio without an explicit owner is charged to the task that
+//! submits it (`bio_associate_blkg`): hence fsync(2) and `O_SYNC` are charged to the process.
 
 use super::{Cause, Coverage, Io, Judgement};
 use crate::{
@@ -22,12 +22,12 @@ use crate::{
 #[derive(Debug, Clone)]
 pub(super) enum Charge {
     Own(Vec<Evidence>),
-    /// The process's cgroup, or another that writes to the same file.
+    /// The process's cgroup, or another one that writes to the same file.
     Several(Cause, Vec<Evidence>),
     Elsewhere(Cause, Vec<Evidence>),
 }
 
-/// File systems that charge writeback to its owner, and since which release: ext2 and ext4 (which
+/// File systems that charge writeback to the owner, with the first release: ext2 and ext4 (which
 /// also mounts ext3) 4.2 and 4.3, Btrfs 4.3, f2fs 4.16 (commit 578c647879f7), XFS 5.3 (commit
 /// adfb5fb46af0). Cgroup v2 is official since 4.5.
 const CHARGE_WRITEBACK: [(&str, (u32, u32, u32)); 6] = [
@@ -49,7 +49,8 @@ fn without_disk(nature: Nature) -> Option<Cause> {
     }
 }
 
-/// Who is charged for this kind of I/O, as far as cgroup and file system decide it.
+/// The cgroup charged for this kind of I/O, as far as cgroup and file system decide it; the disks
+/// below may change it (`reach`).
 pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     let file_system = match used.place {
         Place::FileSystem(index) => Some(&facts.file_systems[index]),
@@ -61,7 +62,7 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
         return Charge::Elsewhere(cause, vec![file_system.evidence.clone()]);
     }
     // In this mode ext4's direct I/O goes through the page cache (admin-guide/ext4.rst,
-    // `data=journal`).
+    // `data=journal`), and the journal's thread writes it.
     let journaled = file_system.filter(|file_system| is_data_journal(file_system));
     if let Some(file_system) = journaled.filter(|_| io.writes()) {
         return Charge::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
@@ -73,6 +74,8 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
         Ok(evidence) => evidence,
         Err((cause, evidence)) => return Charge::Elsewhere(cause, evidence),
     };
+    // An old file alone proves nothing: only with bytes missing from the cgroup's counter is the
+    // earlier owner likely.
     if used.others.is_empty() {
         let accounts = facts.accounts.as_ref().filter(|accounts| accounts.charged_elsewhere());
         return match (&used.older, accounts) {
@@ -89,7 +92,7 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     Charge::Several(Cause::SeveralCgroups, evidence)
 }
 
-/// Whether writeback is charged to the owner of the inode; if not, why.
+/// Succeeds if writeback is charged to the owner of the inode; the error is the cause why not.
 pub(super) fn written_back(
     facts: &Facts,
     file_system: Option<&FileSystem>,
@@ -109,7 +112,7 @@ pub(super) fn written_back(
             return Err((Cause::NoMemoryController, vec![evidence.clone()]));
         }
     }
-    // A disk's own pages are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c).
+    // Pages of a block device are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c).
     let Some(file_system) = file_system else {
         return Ok(Vec::new());
     };

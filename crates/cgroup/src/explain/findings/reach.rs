@@ -1,18 +1,18 @@
-//! Whether the charged cgroup has a limit where the request goes: on this disk, or on one below.
+//! Finds the limit of the charged cgroup on the path of a request: on this disk, or on a lower one.
 //!
 //! ```text
 //!   file system ──► dm-0 (linear) ──► vda      a limit on dm-0 or on vda: the request keeps its owner on its way down
-//!               ──► md0  (raid5)  ──► vdb …    on vdb: stripes are written by a thread, in the root's name
-//!               ──► loop0 ──► file ──► vda     on vda: since 5.14 the loop driver writes in the sender's name
+//!               ──► md0  (raid5)  ──► vdb …    on vdb: a kernel thread writes stripes, charged to the root
+//!               ──► loop0 ──► file ──► vda     on vda: since 5.14 the loop driver charges the submitter
 //! ```
 //!
 //! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in
-//! block/bio.c). RAID 4, 5 and 6 make requests in a kernel thread (`ops_run_io` in
-//! drivers/md/raid5.c), which are the root's. Device mapper lost the owner of writeback from 5.18
+//! block/bio.c). RAID 4, 5 and 6 submit requests from a kernel thread (`ops_run_io` in
+//! drivers/md/raid5.c), charged to the root. Device mapper lost the owner of writeback from 5.18
 //! (commit ca522482e3ea) to commit 2df8b310bcfe, which also gave dm-crypt's writes an owner.
 //!
-//! In version 2 the limits of all cgroups up to the root hold (cgroup-v2.rst, "Limits"); in version
-//! 1 only those of the process's own (`throtl_pd_init` in block/blk-throttle.c;
+//! In version 2 the limits of all cgroups up to the root apply (cgroup-v2.rst, "Limits"); in
+//! version 1 only those of the process's own cgroup (`throtl_pd_init` in block/blk-throttle.c;
 //! cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
 
 use std::path::Path;
@@ -30,17 +30,17 @@ use crate::{
     explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
 };
 
-/// The kernel stacks fewer disks.
+/// More layers than real setups stack; also ends the recursion in a cycle.
 const MAX_DEPTH: usize = 8;
 
-/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2); direct
-/// I/O since 4.15 (commit d4478e92d618).
+/// Release from which a loop device's I/O on its file is charged to the submitter (commit
+/// c74d40e8b5e2); direct I/O since 4.15 (commit d4478e92d618).
 const LOOP_CHARGES: (u32, u32, u32) = (5, 14, 0);
 const DIRECT_LOOP_CHARGES: (u32, u32, u32) = (4, 15, 0);
 
-/// Device mapper loses the owner of writeback from this release …
+/// Release from which device mapper loses the owner of writeback …
 const MAPPER_LOSES: (u32, u32, u32) = (5, 18, 0);
-/// … until these of each series, and 7.0 (commit 2df8b310bcfe).
+/// … and the first fixed release of each stable series; 7.0 is fixed (commit 2df8b310bcfe).
 const MAPPER_MENDED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75), (6, 18, 16), (6, 19, 6)];
 
 fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
@@ -56,17 +56,18 @@ pub(super) enum Reach {
 pub(super) struct Reached {
     pub(super) evidence: Vec<Evidence>,
     pub(super) rate: String,
-    /// Whether it is on a disk below.
+    /// True if the limit is on a lower disk.
     pub(super) below: bool,
 }
 
-/// Looks for a limit from `disk` downwards. Who is charged may change on the way.
+/// Searches a limit from `disk` downwards. The charged cgroup may change on the way.
 pub(super) fn from(facts: &Facts, group: &str, disk: Number, io: Io, charge: Charge) -> (Charge, Reach) {
     let levels = in_force(facts, group);
     if let Some(reached) = limit_on(&levels, disk, io) {
         return (charge, Reach::Limit(reached));
     }
     let mut way = Vec::new();
+    // A limit on the uppermost disk acts before any driver changes the owner; lower ones act after.
     if let Some((reached, crossed)) = below(facts, &levels, disk, io, &mut way) {
         let charge = match (charge, crossed) {
             (Charge::Own(own) | Charge::Several(_, own), Some(crossed)) => crossed.citing(own),
@@ -103,7 +104,7 @@ fn holds(rates: Rates, io: Io) -> bool {
         || io.writes() && (rates.bps[1].or(rates.iops[1]).is_some())
 }
 
-/// The first limit below a disk, and who is charged there if not the sender.
+/// The first limit below a disk, and the charge there if a driver changes it.
 fn below(
     facts: &Facts,
     levels: &[&Level],
@@ -125,17 +126,18 @@ fn below(
         }
         let (mut reached, deeper) = below(facts, levels, part, io, way)?;
         reached.evidence.splice(0..0, disk.evidence.iter().cloned());
+        // The uppermost change of owner decides: from there on, requests belong to another cgroup.
         Some((reached, crossed.clone().or(deeper)))
     })
 }
 
-/// Who is charged for what a disk does to those below, if not the sender.
+/// Charge of the requests that a disk's driver submits to lower disks, if not to the submitter.
 fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
     let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
     let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
-        // A mirror keeps the owner of direct requests, one with parity of none; which it is, is
-        // unknown.
+        // A dm-raid mirror keeps the owner of direct requests, parity RAID does not; the level is unknown
+        // here.
         DiskKind::Mapper(Mapper::Raid) if io.writes() => {
             Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
         }
@@ -149,7 +151,7 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
             };
             of_kernel(cause)
         }
-        // Reads of a healthy array are cloned, and keep their owner.
+        // Reads of a healthy array are cloned, and clones keep their owner.
         DiskKind::Raid(level) if io.writes() && matches!(level.as_str(), "raid4" | "raid5" | "raid6") => {
             because(Cause::RaidThreads)
         }
@@ -164,7 +166,7 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
             let file_system = on.map(|index| &facts.file_systems[index]);
             let cited = disk.evidence.clone();
             Some(match written_back(facts, file_system) {
-                // Its owner is whoever wrote to the file first, and the sender only after a while.
+                // Charged to the cgroup that wrote to the file first; ownership moves to the submitter slowly.
                 Ok(evidence) => Charge::Several(Cause::BufferedLoop, cited).citing(evidence),
                 Err((_, evidence)) => Charge::Elsewhere(Cause::BufferedLoop, cited).citing(evidence),
             })
@@ -185,6 +187,7 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
         let evidence = own.subtree.iter().cloned().collect();
         return judged(Coverage::Escapes, Cause::RootCgroup, evidence);
     }
+    // From the most specific cause to the most general: the order of these checks decides.
     let here: Vec<&Level> = levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
     if !here.is_empty() {
         return judged(Coverage::Unlimited, Cause::OtherDirection, evidence(&here, disk));
@@ -227,7 +230,7 @@ fn not_enabled(
     judged: impl Fn(Coverage, Cause, Vec<Evidence>) -> Judgement,
 ) -> Judgement {
     let mut evidence: Vec<Evidence> = own.controllers.iter().cloned().collect();
-    // Top down: the first that has it and does not give it.
+    // From the root down: the first level that has `io` and does not enable it for its children.
     let closed = facts
         .levels
         .iter()

@@ -1,7 +1,6 @@
-//! What causes mean, in sentences, and what to do about each: in one place, to be read side by
-//! side.
+//! Texts of the causes and remedies, in one place for a consistent wording.
 //!
-//! A remedy is something to type or to change; where there is none, the text is empty.
+//! A remedy is a command or a change of configuration; `None` if there is none.
 
 use policy::steering::Rates;
 
@@ -19,7 +18,7 @@ pub(super) fn place(facts: &Facts, place: Place) -> String {
     }
 }
 
-/// As `read 20M/s, write 100 operations/s`.
+/// Formats rates, such as `read 20M/s, write 100 operations/s`.
 pub(crate) fn rates(rates: Rates) -> String {
     lowest([rates].into_iter())
 }

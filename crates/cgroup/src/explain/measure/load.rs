@@ -1,13 +1,13 @@
-//! The process that reads and writes inside the cgroup: weir again, told what to do line by line.
+//! The process that reads and writes inside the cgroup: weir again, controlled line by line.
 //!
 //! ```text
-//!   explain --measure ──► weir cgroup load DIR          started, then moved into the cgroup, then told
+//!   explain --measure ──► weir cgroup load DIR          started, moved into the cgroup, then controlled
 //!        "direct-writes 4194304\n" ──► stdin
 //!                         stdout ──► {"bytes":4194304,"nanoseconds":1002003004}
 //! ```
 //!
-//! A process of its own, because a cgroup holds whole processes and is charged with what they
-//! dirty. Its files have no names, so none remains. It ends with standard input.
+//! A separate process, because a cgroup contains whole processes and is charged with the pages
+//! that they dirty. Its files are unlinked, so none remains. It exits when standard input closes.
 
 use std::{
     fs::{File, OpenOptions},
@@ -25,30 +25,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::explain::arguments::LoadArgs;
 
-/// Bytes of a request: no less than a page anywhere, and no more than every disk takes.
+/// Request size in bytes: a multiple of the page size everywhere, and below every disk's maximum.
 pub(super) const BLOCK: usize = 64 << 10;
 const FLUSH_BLOCKS: u64 = 16;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Order {
-    /// Past the page cache.
+    /// Writes with O_DIRECT.
     DirectWrites { bytes: u64 },
-    /// Writes into the page cache, and keeps the file.
+    /// Writes into the page cache, and keeps the file open.
     BufferedWrites {
         bytes: u64,
-        /// At most, in milliseconds.
+        /// Upper bound of the duration, in milliseconds.
         ms: u64,
     },
-    /// Writes and flushes, again and again.
+    /// Alternates between writes and flushes.
     SyncedWrites { bytes: u64 },
-    /// Past the page cache.
+    /// Reads with O_DIRECT.
     DirectReads { path: PathBuf, bytes: u64 },
-    /// Reads from the disk, then the same again from the page cache.
+    /// Reads through the page cache.
     Reads {
         path: PathBuf,
         bytes: u64,
-        /// Whether the page cache is dropped first.
+        /// True to drop the file from the page cache first.
         forget: bool,
     },
 }
@@ -57,7 +57,7 @@ pub(super) enum Order {
 pub(super) struct Answer {
     pub(super) bytes: u64,
     pub(super) nanoseconds: u64,
-    /// Descriptor of the file that was kept.
+    /// Descriptor of the file that was kept open.
     #[serde(default)]
     pub(super) kept: Option<i32>,
     #[serde(default)]
@@ -83,6 +83,7 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
 }
 
 fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Result<Answer> {
+    // Truncated, so that the dirty rest of the last file is not written back during this order.
     if let Some(file) = kept.take() {
         let _ = file.set_len(0);
     }
@@ -130,7 +131,7 @@ fn timed(
     mut one: impl FnMut(&mut Buffer, u64) -> io::Result<()>,
 ) -> anyhow::Result<Answer> {
     let mut buffer = Buffer::zeroed(BLOCK);
-    // Disks and file systems cannot compress noise.
+    // Random data: disks and file systems that compress or deduplicate would write less.
     buffer.iter_mut().for_each(|byte| *byte = fastrand::u8(..));
     let begin = Instant::now();
     let mut done = 0;
@@ -154,7 +155,7 @@ pub(super) fn without_name(directory: &Path) -> anyhow::Result<File> {
         .with_context(|| format!("{}: no file can be made there", directory.display()))
 }
 
-/// Reopens a file with other flags, by `/proc/self/fd` (open(2)).
+/// Reopens a file with other flags, through `/proc/self/fd` (open(2)).
 pub(super) fn again(file: &File, flags: OFlag) -> anyhow::Result<File> {
     open(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), flags | OFlag::O_RDWR)
 }

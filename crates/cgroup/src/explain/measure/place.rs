@@ -1,13 +1,13 @@
 //! A temporary cgroup with the limits of another.
 //!
 //! ```text
-//!   parent ──► the one that is examined      limits, processes
-//!          └─► weir-explain-PID              the same limits; those of the parent and above hold for both
+//!   parent ──► the examined cgroup           limits, processes
+//!          └─► weir-explain-PID              the same limits; those of the parent and above apply to both
 //! ```
 //!
-//! Beside the examined one, not below it: a cgroup of version 2 with processes cannot give
-//! controllers to children (cgroup-v2.rst, "No Internal Process Constraint"), while the parent
-//! gives them to all. So measuring takes from the parents' share only. Version 1 is done alike.
+//! A sibling, not a child: a cgroup of version 2 with processes cannot enable controllers for
+//! children (cgroup-v2.rst, "No Internal Process Constraint"), while the parent enables them for
+//! all. Measuring therefore uses quota of the parent only. Version 1 is treated alike.
 
 use std::{io, time::Duration};
 
@@ -22,8 +22,8 @@ use crate::{
     limit::tell,
 };
 
-/// Twice what is written makes a writer reach its share of dirty pages in seconds, as every long
-/// one does in the end; less than this leaves weir itself no room.
+/// Lower bound of memory.high. Twice the written amount makes a writer reach its share of dirty
+/// pages in seconds; below this bound weir itself would be reclaimed.
 const LEAST_MEMORY_BYTES: u64 = 24 << 20;
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
@@ -40,7 +40,7 @@ impl Place {
         name: &str,
         limits: &[(Number, Rates)],
     ) -> anyhow::Result<Self> {
-        // Version 1's root can have limits, and everything is below it.
+        // Version 1's root can have limits. It has no sibling, so the copy is created below it.
         let parent =
             examined.parent().or_else(|| (examined.version == Version::V1).then(|| examined.clone()));
         let Some(parent) = parent else {
@@ -60,13 +60,13 @@ impl Place {
         Ok(place)
     }
 
-    /// What removes it, for the signal handler.
+    /// Returns a closure that removes the cgroup, for the signal handler.
     pub(super) fn removal(&self) -> impl Fn() + Send + 'static + use<> {
         let (group, disks) = (self.group.clone(), self.disks.clone());
         move || remove(&group, &disks)
     }
 
-    /// Gives it so little memory that a writer of this much soon waits; whether that could be done.
+    /// Lowers memory.high so that a writer of `bytes` soon waits. Returns true on success.
     pub(super) fn narrow(&self, bytes: u64) -> bool {
         let memory = bytes.saturating_mul(2).max(LEAST_MEMORY_BYTES).to_string();
         self.group.version == Version::V2 && self.group.write("memory.high", &memory).is_ok()
@@ -86,7 +86,7 @@ impl Place {
         let read = |file: &str| group.read(file).with_context(|| file.to_owned());
         let found = match group.version {
             Version::V1 => blkio::find(&read(blkio::BYTES)?, &read(blkio::OPERATIONS)?, disk)?,
-            // Without the io controller there is nothing to count in.
+            // Without the io controller there are no counters.
             Version::V2 => match group.read("io.stat") {
                 Ok(text) => io_stat::find(&text, disk)?,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -104,7 +104,7 @@ impl Drop for Place {
 }
 
 fn remove(group: &ControlGroup, disks: &[Number]) {
-    // Lets go what still waits for a limit, or a process in the midst of it could not end.
+    // Lift the limits first: a throttled process cannot exit before its request completes.
     for disk in disks {
         let _ = tell::tell(group, *disk, Rates::NONE);
     }

@@ -1,4 +1,4 @@
-//! The paths, one after the other: what is done on each, and what is counted meanwhile.
+//! The I/O paths, one after the other: the I/O on each, and the counters around it.
 
 use std::{
     fs::File,
@@ -23,21 +23,21 @@ use super::{
 };
 use crate::{explain::findings::Io, kernel::io_stat::Usage};
 
-/// A path may take this many times as long as the limit needs.
+/// Timeout of a path, as a multiple of the time that the limit needs.
 const PATIENCE: u32 = 4;
-/// Beside that, for a slow machine.
+/// Added to the timeout, for slow machines.
 const GRACE: Duration = Duration::from_secs(60);
-/// Above the limit by more than this share, it was not kept. The kernel counts in slices of 0.1 s,
-/// and writes back in chunks.
+/// Tolerated excess over the limit. The kernel throttles in slices of 0.1 s, and writes back in
+/// chunks.
 const TOLERANCE: f64 = 0.25;
-/// Below this share of the limit, something else held the I/O.
+/// Share of the limit below which something else slowed the I/O.
 const SLOW: f64 = 0.5;
 const LEAST_BYTES: u64 = BLOCK as u64;
 const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
 
 type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
 
-/// Fields are dropped in order: the worker leaves the cgroup before that is removed.
+/// Fields are dropped in order: the worker leaves the cgroup before its removal.
 pub(super) struct Proof<'a> {
     pub(super) directory: PathBuf,
     pub(super) worker: Worker,
@@ -46,7 +46,7 @@ pub(super) struct Proof<'a> {
     pub(super) disk: Number,
     pub(super) identity: Identity,
     pub(super) rates: Rates,
-    /// Whether writeback is charged to the cgroup.
+    /// True if writeback is charged to the cgroup.
     pub(super) charged: bool,
     pub(super) wish: Wish<'a>,
 }
@@ -85,6 +85,7 @@ impl<'a> Proof<'a> {
             ways.push(way);
             progress.end();
         }
+        // The last path reads from the page cache, which the reads before it filled.
         if let Some(way) = ways.last_mut()
             && let Ok(figures) = &mut way.result
         {
@@ -101,7 +102,7 @@ impl<'a> Proof<'a> {
         least(self.rates.bps[0], self.rates.iops[0])
     }
 
-    /// As much as the limit lets through in the time.
+    /// Bytes that the limit admits in the time of one path, in whole blocks.
     fn amount(&self, limit_bps: Option<u64>) -> u64 {
         let most = self.wish.most_bytes.max(LEAST_WISH_BYTES);
         let seconds = self.wish.time.as_secs_f64();
@@ -136,6 +137,7 @@ impl<'a> Proof<'a> {
             if reads { usage.read_bytes } else { usage.written_bytes }
         };
         let (usage, disk) = (self.place.usage(self.disk)?, source.read()?);
+        // Cleared last, so that the trace has only events of `act`.
         if let Some(trace) = &self.trace {
             trace.clear().context("the trace")?;
         }
@@ -166,7 +168,7 @@ impl<'a> Proof<'a> {
         self.worker.order(order, patience)
     }
 
-    /// Has the worker do it, and nothing else.
+    /// Runs one order in the worker and counts its I/O.
     fn done(&mut self, order: &Order, bytes: u64, reads: bool) -> anyhow::Result<Figures> {
         let limit = if reads { self.read_bps() } else { self.write_bps() };
         self.counted(reads, |this| Ok((this.order(order, bytes, limit)?, Duration::ZERO)))
@@ -177,7 +179,7 @@ impl<'a> Proof<'a> {
         let narrowed = self.charged && self.place.narrow(bytes);
         let directory = File::open(&self.directory).with_context(|| self.directory.display().to_string())?;
         if !self.charged {
-            // Flushes what others wrote before, so that it is not counted.
+            // Flushes dirty pages of other processes first, so that they are not counted.
             syncfs(&directory).context("syncfs")?;
         }
         let ms = u64::try_from(self.wish.time.as_millis()).unwrap_or(u64::MAX).saturating_mul(2);
@@ -185,6 +187,8 @@ impl<'a> Proof<'a> {
         let figures = self.counted(false, |this| {
             let answer = this.order(&order, bytes, limit)?;
             let begin = Instant::now();
+            // Through /proc: the worker's file is unlinked. Flushed from here, outside of the cgroup, as
+            // a kernel worker would; `sync_data` in the worker would be charged to the worker itself.
             if this.charged {
                 let kept = answer.kept.context("the file that was written")?;
                 let path = format!("/proc/{}/fd/{kept}", this.worker.process());
@@ -208,10 +212,11 @@ impl<'a> Proof<'a> {
         self.done(&order, bytes, true)
     }
 
-    /// A file to read, written from outside of the cgroup; it stays while it is held.
+    /// A file to read, written from outside the cgroup; it exists while the `File` is open.
     fn file_to_read(&self, read_bps: Option<u64>) -> anyhow::Result<(File, PathBuf, u64)> {
         let bytes = self.amount(read_bps);
         let file = load::without_name(&self.directory)?;
+        // Direct if possible, or the file would be in the page cache already.
         let direct = load::again(&file, OFlag::O_DIRECT);
         load::fill(direct.as_ref().unwrap_or(&file), bytes)?;
         file.sync_data().context("flushing the file to be read")?;
@@ -220,7 +225,7 @@ impl<'a> Proof<'a> {
     }
 }
 
-/// In bytes per second: operations count as blocks.
+/// Lower of the limits in bytes per second; operations count as one block each.
 fn least(bps: Option<u64>, iops: Option<u64>) -> Option<u64> {
     let of_operations = iops.map(|iops| iops.saturating_mul(BLOCK as u64));
     bps.into_iter().chain(of_operations).min()

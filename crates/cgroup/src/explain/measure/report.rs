@@ -1,4 +1,4 @@
-//! What was measured, for people and for programs.
+//! The result of `--measure`, as a table and as JSON.
 
 use std::fmt::Write as _;
 
@@ -80,7 +80,8 @@ fn rate(bps: f64) -> String {
     format!("{}/s", figures::bytes(bps))
 }
 
-/// Metadata counts too; what was written and cut off does not.
+/// Share of the bytes that was charged to the cgroup, at most 100%: metadata counts as well, while
+/// pages truncated before writeback do not.
 fn charged(figures: &Figures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }
@@ -104,7 +105,7 @@ fn waited(figures: &Figures) -> String {
         let held = figures::time(traced.held_ms.saturating_mul(1_000_000));
         told.push(format!("{held} in balance_dirty_pages"));
     }
-    // What others send to the disk is theirs, as far as the tracepoint tells.
+    // Without `by_others`: requests of unrelated processes on the same disk would distort the shares.
     let Traced { by_process, by_throttle, by_writeback, .. } = traced;
     let all = by_process + by_throttle + by_writeback;
     let senders = [

@@ -1,16 +1,16 @@
-//! Who sent requests to a disk, and who had to wait: from the kernel's tracepoints, in a trace of
-//! its own, which is removed when this is dropped.
+//! Tasks that submitted requests to a disk, and time that the worker was throttled, from the kernel's
+//! tracepoints. Uses a separate trace instance, which is removed when dropped.
 //!
 //! ```text
-//!   block:block_bio_queue            a request goes to the disk. In whose context says what had become of it:
-//!        the writer                    nothing held it
-//!        kworker/u8:2                  a writeback worker (they are unbound, so their names have a `u`)
-//!        kworker/1:0                   blk-throttle's: the request had to wait for the limit
+//!   block:block_bio_queue            a request enters the disk's queue. The task that submits it shows its path:
+//!        the writer                    not throttled
+//!        kworker/u8:2                  a writeback worker (unbound workers have a `u` in their names)
+//!        kworker/1:0                   blk-throttle's worker: the request was throttled
 //!        jbd2/vda-8                    a journal's thread
-//!   writeback:balance_dirty_pages    a writer is held because too much waits to be written
+//!   writeback:balance_dirty_pages    a writer is throttled because of too many dirty pages
 //! ```
 //!
-//! A request that had to wait is sent by another thread (`blk_throtl_dispatch_work_fn` in
+//! A throttled request is submitted by another thread (`blk_throtl_dispatch_work_fn` in
 //! block/blk-throttle.c). Source: Documentation/trace/ftrace.rst, "Instances";
 //! Documentation/core-api/workqueue.rst for the names.
 
@@ -28,12 +28,12 @@ const LEFT_WITHIN: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Traced {
     pub(super) by_process: u64,
-    /// After waiting for the limit.
+    /// Submitted by blk-throttle after waiting for the limit.
     pub(super) by_throttle: u64,
     pub(super) by_writeback: u64,
-    /// Such as a journal's thread.
+    /// Submitted by other threads, such as a journal's.
     pub(super) by_others: u64,
-    /// Milliseconds in `balance_dirty_pages`.
+    /// Milliseconds that the worker waited in `balance_dirty_pages`.
     pub(super) held_ms: u64,
 }
 
@@ -47,7 +47,7 @@ impl Trace {
         let directory = tracefs.join("instances").join(name);
         fs::create_dir(&directory)?;
         let trace = Self { directory };
-        // dev_t as the kernel packs it (include/linux/kdev_t.h), unlike stat(2).
+        // dev_t in the kernel's internal layout (include/linux/kdev_t.h), not that of stat(2).
         let dev = disk.major << 20 | disk.minor;
         trace.write("events/block/block_bio_queue/filter", &format!("dev == {dev}"))?;
         trace.write("events/block/block_bio_queue/enable", "1")?;
@@ -55,13 +55,14 @@ impl Trace {
         Ok(trace)
     }
 
-    /// What removes it, for the signal handler.
+    /// Returns a closure that removes the trace, for the signal handler.
     pub(super) fn removal(&self) -> impl Fn() + Send + 'static + use<> {
         let directory = self.directory.clone();
         move || remove(&directory)
     }
 
     pub(super) fn clear(&self) -> io::Result<()> {
+        // Any write truncates the trace (ftrace.rst, "trace").
         self.write("trace", "\n")
     }
 
@@ -81,8 +82,8 @@ impl Drop for Trace {
     }
 }
 
-/// Removes a trace with its events. The kernel refuses while another thread has a file of it open,
-/// which takes tens of milliseconds.
+/// Removes a trace with its events. The kernel returns EBUSY while another thread has a file of it
+/// open, which lasts tens of milliseconds.
 fn remove(directory: &Path) {
     let begin = Instant::now();
     while let Err(error) = fs::remove_dir(directory) {
@@ -93,7 +94,7 @@ fn remove(directory: &Path) {
     }
 }
 
-/// Lines of other forms are skipped.
+/// Sums up the lines of both tracepoints; other lines are skipped.
 fn parse(text: &str, process: u32) -> Traced {
     let mut traced = Traced::default();
     for line in text.lines() {
@@ -106,6 +107,7 @@ fn parse(text: &str, process: u32) -> Traced {
                     *sender(&mut traced, who, process) += bytes;
                 }
             }
+            // Negative if the kernel computed no pause: does not parse as unsigned, so it counts as 0.
             "balance_dirty_pages" if pid(who) == Some(process) => {
                 traced.held_ms += field(what, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
             }
@@ -115,7 +117,8 @@ fn parse(text: &str, process: u32) -> Traced {
     traced
 }
 
-/// `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]`: who, which event, the rest.
+/// Splits `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]` into task, event and
+/// arguments.
 fn split(line: &str) -> Option<(&str, &str, &str)> {
     let (before, rest) = line.split_once(": ")?;
     let (event, what) = rest.split_once(": ")?;
@@ -124,13 +127,14 @@ fn split(line: &str) -> Option<(&str, &str, &str)> {
 }
 
 fn pid(who: &str) -> Option<u32> {
-    // Where thread groups are recorded, the group's number follows in brackets.
+    // With the option `record-tgid`, the thread group's id follows in brackets.
     who.split_once(" (").map_or(who, |(who, _)| who).trim().rsplit_once('-')?.1.parse().ok()
 }
 
 fn sender<'a>(traced: &'a mut Traced, who: &str, process: u32) -> &'a mut u64 {
     if pid(who) == Some(process) {
         &mut traced.by_process
+    // The order matters: `kworker/u` is a prefix match within `kworker/`.
     } else if who.starts_with("kworker/u") || who.starts_with("writeback-") {
         &mut traced.by_writeback
     } else if who.starts_with("kworker/") || who.starts_with("kthrotld") {
@@ -140,7 +144,7 @@ fn sender<'a>(traced: &'a mut Traced, who: &str, process: u32) -> &'a mut u64 {
     }
 }
 
-/// `254,0 WS 1260299776 + 1024 [x]`: sectors of 512 bytes.
+/// Bytes of `254,0 WS 1260299776 + 1024 [x]`, which counts sectors of 512 bytes.
 fn bytes(what: &str) -> Option<u64> {
     let sectors = what.split_once(" + ")?.1.split(' ').next()?;
     sectors.parse::<u64>().ok()?.checked_mul(512)
@@ -154,7 +158,7 @@ fn field<'a>(what: &'a str, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// As 6.18 prints it; the second is of kernels that had a thread for it.
+    /// Output of 6.18; `kthrotld` is the dedicated thread of older kernels.
     const TEXT: &str = "\
 # tracer: nop
 #           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION

@@ -1,4 +1,4 @@
-//! The process inside the cgroup, from outside: started, moved, told, ended.
+//! The parent's side of the process inside the cgroup: start, orders, replies, termination.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -23,13 +23,13 @@ pub(super) struct Worker {
     child: Child,
     orders: ChildStdin,
     answers: Receiver<String>,
-    /// Its next answer is to an earlier order.
+    /// True if the next reply belongs to an order that timed out.
     is_behind: bool,
 }
 
 impl Worker {
     pub(super) fn start(directory: &Path) -> anyhow::Result<Self> {
-        // This very program, even if its file was replaced.
+        // The running program, even if its file has been replaced since the start.
         let mut child = Command::new("/proc/self/exe")
             .args(["cgroup", "load"])
             .arg(directory)
@@ -41,6 +41,7 @@ impl Worker {
             bail!("the process that is to be measured has no pipes");
         };
         let (sender, answers) = mpsc::channel();
+        // A thread reads the replies, because a pipe cannot be read with a timeout.
         let listen = move || {
             for line in BufReader::new(out).lines() {
                 let Ok(line) = line else { return };
@@ -60,7 +61,7 @@ impl Worker {
         self.child.id()
     }
 
-    /// What ends it, for the signal handler.
+    /// Returns a closure that kills the process, for the signal handler.
     pub(super) fn end(&self) -> impl Fn() + Send + 'static + use<> {
         let process = i32::try_from(self.child.id()).ok();
         move || {

@@ -1,6 +1,6 @@
-//! A machine of files in a temporary directory: cgroups, processes, mounts and disks.
+//! A fake machine in a temporary directory: cgroups, processes, mounts and disks.
 //!
-//! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4
+//! Initially healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4
 //! MB/s of writes and reads, ext4 on `/data`.
 
 use std::{
@@ -17,7 +17,7 @@ use super::super::{
 use crate::{limit::locks::Watched, target};
 
 pub(super) const LIMITS: &str = "run/weir/cgroups.json";
-/// The id of the mount of /data.
+/// Mount id of /data.
 pub(super) const DATA: u32 = 40;
 
 pub(super) struct Machine {
@@ -48,7 +48,7 @@ impl Machine {
         machine
     }
 
-    /// Of a file whose path begins with `cgroup/`, below where cgroups are mounted.
+    /// Path of a file; a path that begins with `cgroup/` is below the cgroup mount.
     pub(super) fn path(&self, path: &str) -> PathBuf {
         let below = if path.starts_with("cgroup/") { "sys/fs" } else { "" };
         self.base.path(below).join(path.trim_start_matches('/'))
@@ -75,7 +75,7 @@ impl Machine {
         self
     }
 
-    /// Mounts something, instead of what was there.
+    /// Adds a mount, or replaces the one with this id.
     pub(super) fn mount(
         &mut self,
         id: u32,
@@ -92,7 +92,7 @@ impl Machine {
         self
     }
 
-    /// A disk, or with a slash in its name a partition: `vda`, `vda/vda1`.
+    /// Adds a disk, or with a slash in its name a partition: `vda`, `vda/vda1`.
     pub(super) fn disk(&mut self, number: &str, name: &str) -> &mut Self {
         self.base.disk(number, name);
         let link = self.path("sys/class/block").join(Path::new(name).file_name().unwrap());
@@ -122,7 +122,7 @@ impl Machine {
         self
     }
 
-    /// A cgroup of version 1 with a limit on bytes written.
+    /// Adds a cgroup of version 1 with a limit on bytes written.
     pub(super) fn group_one(&mut self, name: &str, write_bps: &str) -> &mut Self {
         let at = format!("cgroup/blkio{}", name.trim_end_matches('/'));
         for file in crate::kernel::blkio::LIMITS {
@@ -150,7 +150,7 @@ impl Machine {
         self
     }
 
-    /// Has a process open a file, on a mount, with open(2)'s flags.
+    /// Adds an open file to a process, on a mount, with flags of open(2).
     pub(super) fn opens(&mut self, pid: i32, path: &str, mount: u32, flags: i32) -> &mut Self {
         let inode = path.bytes().map(u64::from).sum::<u64>();
         self.opens_inode(pid, path, mount, flags, inode)
@@ -177,13 +177,13 @@ impl Machine {
         self
     }
 
-    /// Puts a disk made of vda below /data, with a file of sysfs that says what it is.
+    /// Stacks a disk on vda below /data, with a sysfs file that shows its type.
     pub(super) fn stacked(&mut self, name: &str, file: &str, text: &str) -> &mut Self {
         self.disk("253:0", name).made_of(name, "vda").write(&format!("sys/devices/{name}/{file}"), text);
         self.mount(DATA, "253:0", "/data", "ext4", "/dev/mapper/x", "rw")
     }
 
-    /// Puts a loop device below /data whose file is in /images, on vda.
+    /// Mounts a loop device on /data whose file is in /images, on vda.
     pub(super) fn loop_device(&mut self, direct: &str) -> &mut Self {
         if !self.mounts.iter().any(|mount| mount.contains(" /images ")) {
             self.mount(43, "254:0", "/images", "ext4", "/dev/vda", "rw");
@@ -198,7 +198,7 @@ impl Machine {
         self.write("proc/swaps", &format!("Filename Type Size Used Priority\n{device} partition 9 1 -2\n"))
     }
 
-    /// A `dd` of process 100 in /app that writes /data/out through the page cache.
+    /// Process 100, a `dd` in /app that writes /data/out through the page cache.
     pub(super) fn dd(&mut self) -> &mut Self {
         self.dd_in("/app", WRITE)
     }
@@ -207,13 +207,13 @@ impl Machine {
         self.process(100, "dd", group).opens(100, "/data/out", DATA, flags)
     }
 
-    /// A `dd` of process 100 to an older file, with the bytes it wrote and those charged to the
-    /// cgroup.
+    /// Process 100, a `dd` that writes an older file, with the bytes written and the bytes charged to
+    /// the cgroup.
     pub(super) fn dd_to_an_old_file(&mut self, written: u64, charged: u64) -> &mut Self {
         let file = self.path("old");
         self.write("old", "").process(100, "dd", "/app");
         self.opens(100, file.to_str().unwrap(), DATA, WRITE);
-        // The machine began an hour from now, so that the file is older than its processes.
+        // Boot time an hour in the future, so that the file is older than its processes.
         let booted = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 3600;
         self.write("proc/stat", &format!("cpu 0\nbtime {booted}\n"));
         self.write("proc/100/io", &format!("rchar: 0\nwrite_bytes: {written}\ncancelled_write_bytes: 0\n"));

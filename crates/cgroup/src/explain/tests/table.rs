@@ -1,4 +1,4 @@
-//! The table of machines, and what `explain` must say of each.
+//! Machines with one problem each, and the findings that `explain` must report.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use super::{
     machine::{DATA, DIRECT, LIMITS, Machine, READ, SYNC, WRITE},
 };
 
-/// A machine, and every alarm about `/app`, in any order.
+/// A machine, and every failure expected for `/app`, in any order.
 struct Case {
     what: &'static str,
     machine: Machine,
@@ -39,7 +39,7 @@ fn on(
     Case { what, machine, alarms: alarms.to_vec() }
 }
 
-/// What weir keeps of `/app`, while the kernel is told nothing.
+/// Limits of `/app` in weir's file; the kernel has none.
 const LIFTED: &str = r#"{"limits": [{"cgroup": "/app", "device": "254:0", "device-key": "number 254:0, 1048576 bytes", "own":
     {"limits": {"bps-read": 4000000, "bps-write": 4000000}, "watermark": 90}}]}"#;
 
@@ -412,7 +412,7 @@ fn where_one_direction_is_limited_the_other_is_told_to_be_free() {
 fn what_cannot_be_read_is_told() {
     let mut machine = Machine::new();
     machine.dd();
-    // Not even root can read a directory as a file.
+    // A directory cannot be read as a file, not even by root.
     let maps = machine.path("proc/100/maps");
     std::fs::remove_file(&maps).unwrap();
     std::fs::create_dir(&maps).unwrap();

@@ -1,4 +1,4 @@
-//! What `weir cgroup top` shows, and what a key does to it. Never draws and never reads.
+//! State of `weir cgroup top`, and the effect of keys on it. Never draws and never reads files.
 
 use std::{cmp::Ordering, path::PathBuf};
 
@@ -16,7 +16,7 @@ pub(super) enum Column {
     Name,
     Reads,
     Writes,
-    /// Of a cgroup per second; system calls of a task.
+    /// Operations of a cgroup per second; system calls of a task.
     Operations,
     Waited,
 }
@@ -31,17 +31,17 @@ pub(super) struct Line {
     pub(super) name: String,
     pub(super) rate: Option<Rate>,
     pub(super) waited: Option<f64>,
-    /// Of a cgroup, its limits; of a task, its cgroup.
+    /// Limits of a cgroup; cgroup of a task.
     pub(super) rest: String,
 }
 
 pub(super) struct State {
     pub(super) rows: Vec<Row>,
     pub(super) wrong: Option<String>,
-    /// The cgroup whose tasks are shown, with those below it; `None` shows cgroups.
+    /// The cgroup whose tasks are shown, including descendants; `None` shows cgroups.
     pub(super) tasks_of: Option<PathBuf>,
     pub(super) column: Column,
-    /// Reversed: the smallest number first, the last name first.
+    /// Reversed order: the smallest number first, the last name first.
     pub(super) reversed: bool,
     pub(super) has_help: bool,
     /// Lines of a page, set by the view.
@@ -49,7 +49,7 @@ pub(super) struct State {
     pub(super) wish: Wish,
     last: Option<Snapshot>,
     chosen: Chosen,
-    /// Whether the choice was the user's; otherwise it is the first line.
+    /// True if the user selected a line; otherwise the first line is selected.
     has_chosen: bool,
 }
 
@@ -70,7 +70,7 @@ impl State {
         }
     }
 
-    /// Takes what was seen, or why nothing was; then rates begin anew.
+    /// Applies a snapshot or an error; after an error rates start anew.
     pub(super) fn learn(&mut self, wish: Wish, result: anyhow::Result<Snapshot>) {
         self.wish = wish;
         match result {
@@ -163,7 +163,7 @@ impl State {
         }
     }
 
-    /// Keeps the user's choice, or what stands in its place now; else chooses the first line.
+    /// Keeps the user's selection, or its successor at the same position; else selects the first line.
     fn settle(&mut self) {
         let stays = self.has_chosen;
         self.with_names(|chosen, names| chosen.settle(names, stays));
@@ -190,7 +190,7 @@ fn of_task(row: &Row, task: &TaskRow) -> Line {
     }
 }
 
-/// What is not known comes last.
+/// Sort key; unknown values come last.
 fn number(line: &Line, column: Column) -> f64 {
     let of = |figure: fn(&Rate) -> f64| line.rate.as_ref().map(figure);
     let figure = match column {

@@ -1,4 +1,4 @@
-//! Keys are pressed and snapshots handed in; nothing is drawn.
+//! State after keys and snapshots; nothing is drawn.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
@@ -15,7 +15,7 @@ pub(in crate::show::top) fn sampled() -> State {
     state
 }
 
-/// Returns what the last key asks for.
+/// Presses keys; returns the action of the last one.
 pub(in crate::show::top) fn press(state: &mut State, keys: &str) -> Option<Leave> {
     let press = |key| state.press(KeyEvent::new(KeyCode::Char(key), KeyModifiers::NONE));
     keys.chars().map(press).last().flatten()

@@ -1,4 +1,4 @@
-//! How `weir cgroup top` looks: a title, the list, the keys.
+//! Drawing of `weir cgroup top`: a title, the list, the keys.
 
 use console::{
     figures,
